@@ -1,0 +1,17 @@
+"""symjax: a functional zoo of attention mechanisms for JAX."""
+
+from importlib.metadata import version
+
+__version__ = "0.1.0"
+
+
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:3] if part.isdigit())
+
+
+# flax before 0.12.12 uses names that jax 0.11.1 removed, and pip reports no conflict.
+if _release("jax") >= (0, 11, 1) and _release("flax") < (0, 12, 12):
+    raise ImportError(
+        f"jax {version('jax')} needs flax >= 0.12.12, found {version('flax')}: "
+        "pip install --upgrade flax, or pip install 'jax<0.11'"
+    )

@@ -6,7 +6,9 @@ __version__ = "0.1.0"
 
 
 def _release(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version(package).split(".")[:3] if part.isdigit())
+    return tuple(
+        int(part) for part in version(package).split(".")[:3] if part.isdigit()
+    )
 
 
 # flax before 0.12.12 uses names that jax 0.11.1 removed, and pip reports no conflict.

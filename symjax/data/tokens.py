@@ -1,0 +1,118 @@
+"""Text to token ids and back: bytes, or characters of a known alphabet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+REPLACEMENT = "\ufffd"  # stands for ids that are no text
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One token a byte of UTF-8; knows every text."""
+
+    kind: ClassVar[str] = "byte"
+    vocabulary: ClassVar[int] = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids uint8 [T].
+
+        Bytes that a terminal passed on undecoded (surrogate escapes) are kept.
+
+        Raises:
+            ValueError: the text holds half of a surrogate pair.
+        """
+        try:
+            encoded = text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {text[error.start]!r} at position {error.start} is half of "
+                "a surrogate pair and has no UTF-8 bytes"
+            ) from None
+        return np.frombuffer(encoded, np.uint8)
+
+    def decode(self, ids: Any) -> str:
+        """The text of token ids [T]; what is not UTF-8, or no byte, becomes U+FFFD."""
+        ids = np.asarray(ids).reshape(-1)
+        ids = np.where((ids >= 0) & (ids < 256), ids, 255)  # 0xff is never UTF-8
+        return ids.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def describe(self) -> dict[str, str]:
+        """What `from_description` needs, as JSON."""
+        return {"kind": self.kind}
+
+
+@dataclass(frozen=True)
+class CharTokenizer:
+    """One token a character (Unicode code point) of a fixed, sorted alphabet."""
+
+    alphabet: str
+    kind: ClassVar[str] = "char"
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.alphabet)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids [T], of the smallest unsigned type that holds the alphabet.
+
+        Raises:
+            ValueError: a character is not in the alphabet.
+        """
+        points, known = _points(text), _points(self.alphabet)
+        ids = np.searchsorted(known, points)
+        missing = np.flatnonzero(known[ids.clip(max=len(known) - 1)] != points)
+        if missing.size:
+            character = text[missing[0]]
+            raise ValueError(
+                f"character {character!r} (U+{ord(character):04X}) at position "
+                f"{missing[0]} is not among the {len(known)} characters of the corpus"
+            )
+        return ids.astype(np.min_scalar_type(len(known) - 1))
+
+    def decode(self, ids: Any) -> str:
+        """The text of token ids [T]; ids outside the alphabet become U+FFFD."""
+        ids = np.asarray(ids).reshape(-1).astype(np.int64)
+        known = _points(self.alphabet + REPLACEMENT)
+        inside = (ids >= 0) & (ids < self.vocabulary)
+        points = known[np.where(inside, ids, self.vocabulary)]
+        return points.astype("<u4").tobytes().decode("utf-32-le")
+
+    def describe(self) -> dict[str, str]:
+        """What `from_description` needs, as JSON."""
+        return {"kind": self.kind, "alphabet": self.alphabet}
+
+
+Tokenizer = ByteTokenizer | CharTokenizer
+
+
+def build(kind: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer of a corpus; the char alphabet is every character of its texts.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind == "byte":
+        return ByteTokenizer()
+    if kind == "char":
+        alphabet = set().union(*texts)
+        return CharTokenizer("".join(sorted(alphabet)))
+    raise ValueError(f"data.tokenizer {kind!r} is unknown: choose from byte, char")
+
+
+def from_description(description: dict[str, str]) -> Tokenizer:
+    """The inverse of `describe`.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    alphabet = [description["alphabet"]] if description["kind"] == "char" else []
+    return build(description["kind"], alphabet)
+
+
+def _points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")

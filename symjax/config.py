@@ -15,7 +15,7 @@ from typing import Any
 
 
 def key(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
-    """One key: its default, what it means, and the values it may take (any if empty)."""
+    """One key: its default, its meaning, and the values it may take (any if empty)."""
     return dataclasses.field(
         default=default, metadata={"meaning": meaning, "choices": choices}
     )
@@ -93,7 +93,7 @@ class Model:
     dtype: str = key(
         "float32",
         "of the computation; parameters stay float32",
-        ("float32", "bfloat16", "float64"),
+        ("float32", "bfloat16"),
     )
     remat: bool = key(False, "recompute each block in the backward pass: less memory")
     attention: Attention = group(Attention)

@@ -1,0 +1,39 @@
+"""Which key each query row may see."""
+
+from jaxtyping import Array, Bool, Int
+
+
+def visible_pairs(
+    rows: Int[Array, "t"],
+    keys: Int[Array, "s"],
+    mask: Bool[Array, "#B #N #t #s"] | None = None,
+    *,
+    is_causal: bool = False,
+    mask_self: bool = False,
+    row_segments: Int[Array, "#B t"] | None = None,
+    key_segments: Int[Array, "#B s"] | None = None,
+) -> Bool[Array, "#B #N t s"] | None:
+    """The pairs (row, key) that every restriction allows; None if all are.
+
+    Args:
+        rows, keys: positions in time; a causal row sees keys at or before its own.
+        mask: True = attend.
+        mask_self: hide a row's own position, unless it sees nothing else.
+        row_segments, key_segments: pairs of different segments do not see each other.
+    """
+    visible = mask
+    distance = (rows[:, None] - keys[None, :])[None, None]
+    if is_causal:
+        visible = _both(visible, distance >= 0)
+    if row_segments is not None and key_segments is not None:
+        same = row_segments[:, None, :, None] == key_segments[:, None, None, :]
+        visible = _both(visible, same)
+    if mask_self:
+        others = _both(visible, distance != 0)
+        alone = ~others.any(axis=-1, keepdims=True)
+        visible = others | (_both(visible, distance == 0) & alone)
+    return visible
+
+
+def _both(visible: Array | None, more: Array) -> Array:
+    return more if visible is None else visible & more

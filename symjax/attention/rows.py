@@ -1,0 +1,311 @@
+"""The row-block engine: every mechanism that scores pairs runs through it.
+
+A score mechanism owns one function, its row weights: from the scores of some query
+rows against the keys they may see to the weights of those keys. The engine walks
+blocks of query rows, hands a causal block only the keys up to its end, and wraps the
+block in `jax.checkpoint`. Autodiff through it is the backward pass, and no [T S] map
+is kept for it: memory is linear in T.
+
+Heads come in (head, branch) order. A key head may serve several query heads (grouped
+heads) and a value head may belong to two key heads, the branches of a differential
+head; the engine then subtracts the branches' weights before it touches the values,
+so the product with the values is paid once.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.masks import visible_pairs
+from symjax.attention.scaling import head_scale, length_scale
+
+# Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible.
+RowWeights = Callable[[Array, Array | None], Array]
+
+IMPLEMENTATIONS = ("rows", "whole")
+BLOCK_ROWS = 100  # rows a block at most; 64–128 are alike on CPU
+EXTENTS = 8  # different key lengths, each compiled on its own
+
+
+class Operands(NamedTuple):
+    """What a block of rows is computed from; axes of length 1 are broadcast."""
+
+    query: Float[Array, "B T Nq H"]
+    key: Float[Array, "B S Nk H"]
+    value: Float[Array, "B S K V"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    mask: Bool[Array, "#B #N #T #S"] | None
+    lam: Float[Array, "#B #T N"] | None
+    row_segments: Int[Array, "#B T"] | None
+    key_segments: Int[Array, "#B S"] | None
+
+
+# The axis of time and the axis of keys in each operand.
+TIME = Operands(1, None, None, 2, 2, 1, 1, None)  # type: ignore[arg-type]
+KEYS = Operands(None, 1, 1, 3, 3, None, None, 1)  # type: ignore[arg-type]
+
+
+class Rule(NamedTuple):
+    """The static half of a call: what every block does alike."""
+
+    weights: RowWeights
+    scale: float
+    is_causal: bool
+    mask_self: bool
+    length_base: float | None
+    offset: int  # the position of row 0: rows are aligned to the last key
+
+
+def attend_rows(
+    weights: RowWeights,
+    query: Float[Array, "B T Nq H"],
+    key: Float[Array, "B S Nk H"],
+    value: Float[Array, "B S K V"],
+    bias: Float[Array, "#B #Nq #T #S"] | None = None,
+    mask: Bool[Array, "#B #Nq #T #S"] | None = None,
+    *,
+    lam: Float[Array, "#B #T N"] | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    length_base: float | None = None,
+    mask_self: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Values averaged by row weights, block by block of query rows.
+
+    With `lam`, sub-heads 2n and 2n+1 are the branches of head n and the weights are
+    w[2n] − lam[n]·w[2n+1].
+
+    Time O(T S (H + V)) a head, half of it if causal; memory O(T + S) beside one block.
+
+    Args:
+        scale: of the scores, 1/√H by default.
+        is_causal: row t sees keys up to t + S − T: the last query sees every key.
+        length_base: multiply a row's scores by log n / log length_base.
+        mask_self: hide a token from itself unless it sees nothing else.
+        segment_ids: pairs of different segments do not see each other; needs T = S.
+        implementation: "rows" (the default), or "whole" for one block without
+            checkpointing, which is the oracle and the form for reading maps.
+    Raises:
+        ValueError: shapes that do not fit together, naming both.
+    """
+    if lam is None and key.shape[2:3] != value.shape[2:3]:
+        raise ValueError(
+            f"key and value must agree in heads, got {key.shape} and {value.shape}"
+        )
+    check_shapes(query, key, value, bias, mask, segment_ids, is_causal)
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"implementation {implementation!r} is unknown: choose from "
+            f"{', '.join(IMPLEMENTATIONS)}"
+        )
+    operands = Operands(query, key, value, bias, mask, lam, segment_ids, segment_ids)
+    scale = head_scale(query.shape[-1]) if scale is None else scale
+    offset = key.shape[1] - query.shape[1]
+    rule = Rule(weights, scale, is_causal, mask_self, length_base or None, offset)
+    if implementation == "whole" or query.shape[1] == 1:
+        return _block(rule, operands, 0)
+    if query.shape[0] > 1 and jax.default_backend() == "cpu":
+        return _each_example(partial(_blocks, rule), operands)
+    return _blocks(rule, operands)
+
+
+def row_map(
+    weights: RowWeights,
+    query: Float[Array, "B T Nq H"],
+    key: Float[Array, "B S Nk H"],
+    *,
+    is_causal: bool = False,
+    lam: Float[Array, "#B #T N"] | None = None,
+    **options,
+) -> Float[Array, "B N T S"]:
+    """The whole map of weights, for reading: O(T S) memory. Options of `attend_rows`.
+
+    It is what `attend_rows` gives for the unit vectors as values.
+    """
+    heads = key.shape[2] if lam is None else key.shape[2] // 2
+    units = jnp.eye(key.shape[1], dtype=query.dtype)[None, :, None]
+    value = jnp.broadcast_to(units, (key.shape[0], key.shape[1], heads, key.shape[1]))
+    options = {"implementation": "whole", "is_causal": is_causal, **options}
+    rows = attend_rows(weights, query, key, value, lam=lam, **options)
+    return jnp.swapaxes(rows, 1, 2)
+
+
+def _each_example(function: Callable[[Operands], Array], operands: Operands) -> Array:
+    """`function` on one example after another: on CPU a block then stays in cache."""
+    batch = operands.query.shape[0]
+    owned = Operands(*(x if _length(x, 0) == batch else None for x in operands))
+    shared = Operands(*(None if _length(x, 0) == batch else x for x in operands))
+
+    def example(own: Operands) -> Array:
+        both = zip(own, shared, strict=True)
+        return function(Operands(*(y if x is None else x[None] for x, y in both)))[0]
+
+    return jax.lax.map(example, owned)
+
+
+def _blocks(rule: Rule, operands: Operands) -> Array:
+    """All rows, in blocks of equal size: few key extents outside, a loop inside."""
+    time, keys = operands.query.shape[1], operands.key.shape[1]
+    count = -(-time // BLOCK_ROWS)
+    rows = -(-time // count)
+    per_extent = -(-count // EXTENTS) if rule.is_causal else count
+    outputs = []
+    for first in range(0, count, per_extent):
+        start, stop = first * rows, min((first + per_extent) * rows, time)
+        end = max(min(stop + rule.offset, keys), 1) if rule.is_causal else keys
+        part = _slice(_slice(operands, TIME, start, stop), KEYS, 0, end)
+        if outputs:  # one extent after another, or all their blocks live at once
+            part, outputs[-1] = jax.lax.optimization_barrier((part, outputs[-1]))
+        outputs.append(_extent(rule, part, start, rows))
+    return jnp.concatenate(outputs, axis=1)
+
+
+def _extent(rule: Rule, operands: Operands, start: int, rows: int) -> Array:
+    """Rows from `start` on that share one set of keys, `rows` at a time."""
+    time = operands.query.shape[1]
+    if time <= rows:
+        return jax.checkpoint(partial(_block, rule))(operands, start)
+    count = -(-time // rows)
+    padded = _pad_rows(operands, time, count * rows)
+
+    def step(index: Array) -> Array:
+        first = index * rows
+        part = Operands(
+            *(
+                jax.lax.dynamic_slice_in_dim(x, first, rows, axis)
+                if axis is not None and _length(x, axis) == count * rows
+                else x
+                for x, axis in zip(padded, TIME, strict=True)
+            )
+        )
+        return _block(rule, part, start + first)
+
+    outputs = jax.lax.map(jax.checkpoint(step, prevent_cse=False), jnp.arange(count))
+    merged = jnp.moveaxis(outputs, 0, 1)
+    return merged.reshape(merged.shape[0], count * rows, *merged.shape[3:])[:, :time]
+
+
+def _block(rule: Rule, operands: Operands, start: int | Array) -> Array:
+    """One block of rows against the keys given: scores, weights, values."""
+    query, key, value, bias, mask, lam, row_segments, key_segments = operands
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    kv_heads, branches = value.shape[2], key.shape[2] // value.shape[2]
+    grouped = query.reshape(*query.shape[:2], kv_heads, -1, branches, query.shape[-1])
+    scores = rule.scale * jnp.einsum(
+        "btkgph,bskph->bkgpts",
+        grouped,
+        key.reshape(*key.shape[:2], kv_heads, branches, key.shape[-1]),
+        preferred_element_type=wide,
+    )
+    scores = scores.reshape(scores.shape[0], -1, *scores.shape[-2:])
+    visible = visible_pairs(
+        start + rule.offset + jnp.arange(query.shape[1]),
+        jnp.arange(key.shape[1]),
+        mask,
+        is_causal=rule.is_causal,
+        mask_self=rule.mask_self,
+        row_segments=row_segments,
+        key_segments=key_segments,
+    )
+    if rule.length_base is not None:
+        if visible is None:
+            count = jnp.full((1, 1, 1, 1), key.shape[1])
+        else:
+            count = visible.sum(axis=-1, keepdims=True)
+        scores *= length_scale(count, rule.length_base).astype(wide)
+    if bias is not None:
+        scores += bias.astype(wide)
+    weights = rule.weights(scores, visible)
+    if lam is not None:
+        factor = jnp.swapaxes(lam, 1, 2)[..., None].astype(wide)
+        weights = weights[:, 0::2] - factor * weights[:, 1::2]
+    weights = weights.reshape(weights.shape[0], kv_heads, -1, *weights.shape[-2:])
+    output = jnp.einsum(
+        "bkgts,bskv->btkgv",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=wide,
+    )
+    return output.reshape(*output.shape[:2], -1, output.shape[-1]).astype(value.dtype)
+
+
+def _length(array: Array | None, axis: int) -> int:
+    return 0 if array is None else array.shape[axis]
+
+
+def _slice(operands: Operands, axes: Operands, start: int, stop: int) -> Operands:
+    """Rows (or keys) start:stop of every operand that has them."""
+    return Operands(
+        *(
+            jax.lax.slice_in_dim(x, start, stop, axis=axis)
+            if x is not None and axis is not None and x.shape[axis] > 1
+            else x
+            for x, axis in zip(operands, axes, strict=True)
+        )
+    )
+
+
+def _pad_rows(operands: Operands, time: int, padded: int) -> Operands:
+    """Zero rows at the end of every operand that has rows; their outputs are cut."""
+    return Operands(
+        *(
+            jnp.pad(x, [(0, padded - time if i == axis else 0) for i in range(x.ndim)])
+            if x is not None and axis is not None and x.shape[axis] == time
+            else x
+            for x, axis in zip(operands, TIME, strict=True)
+        )
+    )
+
+
+def check_shapes(query, key, value, bias, mask, segment_ids, is_causal) -> None:
+    """Raise a ValueError that names both sides of the first thing that does not fit."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim != 4:
+            raise ValueError(
+                f"{name} must be [batch, time, heads, size], got {array.shape}"
+            )
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            "query and key must agree in batch and head size, got "
+            f"{query.shape} and {key.shape}"
+        )
+    if key.shape[:2] != value.shape[:2] or key.shape[2] % value.shape[2]:
+        raise ValueError(
+            "key and value must agree in batch, length and heads, got "
+            f"{key.shape} and {value.shape}"
+        )
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            "query heads must be a multiple of key heads, got "
+            f"{query.shape} and {key.shape}"
+        )
+    if is_causal and key.shape[1] < query.shape[1]:
+        raise ValueError(
+            "causal attention aligns the last query with the last key and needs as "
+            f"many keys as queries, got {query.shape} and {key.shape}"
+        )
+    full = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    for name, array in (("mask", mask), ("bias", bias)):
+        if array is not None and not (
+            array.ndim == 4
+            and all(x in (1, y) for x, y in zip(array.shape, full, strict=True))
+        ):
+            raise ValueError(
+                f"{name} must broadcast to [batch, heads, queries, keys] {full}, "
+                f"got {array.shape}"
+            )
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise ValueError(f"mask must be boolean (True = attend), got {mask.dtype}")
+    if segment_ids is not None and not (
+        segment_ids.shape == query.shape[:2] == key.shape[:2]
+    ):
+        raise ValueError(
+            "segment_ids must be [batch, time] of query and key alike, got "
+            f"{segment_ids.shape} for {query.shape} and {key.shape}"
+        )

@@ -1,0 +1,85 @@
+"""Symmetric attention: keys made from the queries."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.softmax import softmax
+
+NORMALISERS = ("unit", "rms")
+
+
+def symmetric_key(
+    query: Float[Array, "B T N H"],
+    metric: Float[Array, "N H H"] | None = None,
+    *,
+    normalise: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """The key of every query: the query itself, U·query, or either one normalised.
+
+    With a metric U the score of a pair is q_tᵀ U q_s, and U may be any matrix. Rotate
+    query and key (RoPE) after this, not before. Cost O(T N H²) with a metric.
+
+    Args:
+        normalise: "unit" divides by the length, with 1e-12 as the least (Reformer's
+            shared queries and keys); "rms" by the root mean square, √(mean q² + 1e-6).
+    Raises:
+        ValueError: the metric does not fit the query, or normalise is unknown.
+    Source: Courtois et al. 2024, arXiv:2406.06366 (pairwise); Kitaev et al. 2020,
+        arXiv:2001.04451 (shared and normalised).
+    """
+    if normalise not in (None, *NORMALISERS):
+        raise ValueError(
+            f"normalise {normalise!r} is unknown: choose from {', '.join(NORMALISERS)}"
+        )
+    key = query
+    if metric is not None:
+        heads, size = query.shape[-2:]
+        if metric.shape != (heads, size, size):
+            raise ValueError(
+                f"metric must be [heads, size, size] {(heads, size, size)} for query "
+                f"{query.shape}, got {metric.shape}"
+            )
+        key = jnp.einsum("nhg,btng->btnh", metric.astype(query.dtype), query)
+    if normalise is None:
+        return key
+    wide = key.astype(jnp.promote_types(key.dtype, jnp.float32))
+    squares = wide * wide
+    if normalise == "rms":
+        inverse = 1 / jnp.sqrt(squares.mean(axis=-1, keepdims=True) + 1e-6)
+    else:  # the least length inside the root keeps the gradient of a zero query finite
+        total = squares.sum(axis=-1, keepdims=True)
+        inverse = 1 / jnp.sqrt(jnp.maximum(total, 1e-24))
+    return (wide * inverse).astype(key.dtype)
+
+
+def symmetric(
+    query: Float[Array, "B T N H"],
+    value: Float[Array, "B T N V"],
+    *,
+    metric: Float[Array, "N H H"] | None = None,
+    normalise: str | None = None,
+    attend: Callable[..., Array] = softmax,
+    **options,
+) -> Float[Array, "B T N V"]:
+    """Attention whose keys are its queries: attend(query, symmetric_key(query), value).
+
+    Half the projections and half the key cache of a layer with its own keys. The map
+    is symmetric before masking and normalising. With unit-variance inputs a token
+    weighs itself most, |q|²/√H; `mask_self=True` or `normalise` soften that.
+
+    Args:
+        metric, normalise: of `symmetric_key`.
+        attend: any mechanism; `options` are its own.
+    Raises:
+        ValueError: value heads differ from query heads (grouped heads would need a
+            key for several queries).
+    """
+    if query.shape[2] != value.shape[2]:
+        raise ValueError(
+            "symmetric keys need as many value heads as query heads, got query "
+            f"{query.shape} and value {value.shape}"
+        )
+    key = symmetric_key(query, metric, normalise=normalise)
+    return attend(query, key, value, **options)

@@ -1,0 +1,17 @@
+"""Flax NNX modules: they own weights and call `symjax.attention` for the maths."""
+
+from symjax.layers.attention import Attention, Constant, Lambda
+from symjax.layers.block import Block
+from symjax.layers.feedforward import FeedForward
+from symjax.layers.linear import Linear
+from symjax.layers.norms import norm
+
+__all__ = [
+    "Attention",
+    "Block",
+    "Constant",
+    "FeedForward",
+    "Lambda",
+    "Linear",
+    "norm",
+]

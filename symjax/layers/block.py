@@ -1,0 +1,56 @@
+"""One transformer block: attention and feed-forward, each after a norm."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from symjax import config
+from symjax.layers.attention import Attention
+from symjax.layers.feedforward import FeedForward
+from symjax.layers.norms import norm
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + feedforward(norm(x)).
+
+    Args:
+        options: the model's configuration.
+        depth: of this block, counted from 0; differential attention starts from it.
+    """
+
+    def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(options.dtype)
+        shared = {"bias": options.bias, "dtype": dtype, "rngs": rngs}
+        self.attention_norm = norm(options.norm, options.width, **shared)
+        self.attention = Attention(options, depth, rngs=rngs)
+        self.feedforward_norm = norm(options.norm, options.width, **shared)
+        self.feedforward = FeedForward(
+            options.width,
+            options.feedforward or 4 * options.width,
+            activation=options.activation,
+            **shared,
+        )
+        self.dropout = nnx.Dropout(options.dropout)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], *, dropout_key: Array | None = None
+    ) -> Float[Array, "B T D"]:
+        """Args: dropout_key: None turns dropout off."""
+        attention_key, feedforward_key = _two(dropout_key)
+        x = self._add(x, self.attention(self.attention_norm(x)), attention_key)
+        y = self.feedforward(self.feedforward_norm(x))
+        return self._add(x, y, feedforward_key)
+
+    def extend(self, x: Float[Array, "B T D"], state, position: Array):
+        """The next T tokens of a sequence from its state: (output, new state)."""
+        y, state = self.attention.extend(self.attention_norm(x), state, position)
+        x = x + y
+        return x + self.feedforward(self.feedforward_norm(x)), state
+
+    def _add(self, x: Array, y: Array, key: Array | None) -> Array:
+        return x + self.dropout(y, deterministic=key is None, rngs=key)
+
+
+def _two(key: Array | None) -> tuple[Array | None, Array | None]:
+    return (None, None) if key is None else tuple(jax.random.split(key))

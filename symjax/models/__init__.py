@@ -1,0 +1,5 @@
+"""Whole models."""
+
+from symjax.models.decoder import Decoder
+
+__all__ = ["Decoder"]

@@ -1,0 +1,147 @@
+"""The decoder: a causal language model over any attention mechanism."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from symjax import config
+from symjax.layers.block import Block
+from symjax.layers.linear import Linear
+from symjax.layers.norms import norm
+from symjax.layers.sharded import BATCH, constrain
+
+
+class Memory(NamedTuple):
+    """What a decoder remembers of the tokens read so far."""
+
+    position: Int[Array, ""]
+    layers: list[Any]
+
+
+class Decoder(nnx.Module):
+    """Embedding, positions, blocks, final norm and output layer.
+
+    `Decoder(config.Model(vocabulary=65), rngs=nnx.Rngs(0))` is the reference model of
+    2,479,937 parameters.
+
+    Raises:
+        ValueError: sizes or choices that exclude each other, naming both.
+    """
+
+    def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
+        _check(options)
+        self.length = options.length
+        self.remat = options.remat
+        self.learned_positions = options.positions == "learned"
+        self.dtype = jnp.dtype(options.dtype)
+        draw = nnx.initializers.normal(0.02)
+        self.embedding = nnx.Embed(
+            options.vocabulary,
+            options.width,
+            embedding_init=draw,
+            dtype=self.dtype,
+            rngs=rngs,
+        )
+        if self.learned_positions:
+            shape = (options.length, options.width)
+            self.positions = nnx.Param(draw(rngs.params(), shape))
+        self.blocks = nnx.List(
+            Block(options, depth, rngs=rngs) for depth in range(options.depth)
+        )
+        self.final_norm = norm(
+            options.norm,
+            options.width,
+            bias=options.bias,
+            dtype=self.dtype,
+            rngs=rngs,
+        )
+        self.tied = options.tie_embeddings
+        if not self.tied:
+            self.head = Linear(
+                options.width,
+                options.vocabulary,
+                use_bias=options.bias,
+                dtype=self.dtype,
+                rngs=rngs,
+            )
+        self.dropout = nnx.Dropout(options.dropout)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], *, dropout_key: Array | None = None
+    ) -> Float[Array, "B T vocabulary"]:
+        """Scores of the next token at every place, in float32.
+
+        Args:
+            dropout_key: a random key turns dropout on; None is evaluation.
+        Raises:
+            ValueError: more tokens than learned positions.
+        """
+        x = self._embed(tokens, jnp.arange(tokens.shape[1]))
+        keys = [None] * len(self.blocks)
+        if dropout_key is not None:
+            first, *keys = jax.random.split(dropout_key, len(self.blocks) + 1)
+            x = self.dropout(x, deterministic=False, rngs=first)
+        for block, key in zip(self.blocks, keys, strict=True):
+            run = nnx.remat(_run) if self.remat else _run
+            x = run(block, x, key)
+        return self._scores(x)
+
+    def empty(self, batch: int, length: int) -> Memory:
+        """The memory before the first token, for at most `length` tokens."""
+        layers = [block.attention.empty(batch, length) for block in self.blocks]
+        return Memory(jnp.zeros((), jnp.int32), layers)
+
+    def extend(
+        self, tokens: Int[Array, "B T"], memory: Memory
+    ) -> tuple[Float[Array, "B T vocabulary"], Memory]:
+        """Scores after each of the next tokens, and the memory that has read them.
+
+        Costs one token's work a token; nothing before it is computed again.
+        """
+        x = self._embed(tokens, memory.position + jnp.arange(tokens.shape[1]))
+        layers = []
+        for block, state in zip(self.blocks, memory.layers, strict=True):
+            x, state = block.extend(x, state, memory.position)
+            layers.append(state)
+        return self._scores(x), Memory(memory.position + tokens.shape[1], layers)
+
+    def _embed(self, tokens: Array, positions: Array) -> Array:
+        table = self.embedding.embedding[...].astype(self.dtype)
+        # The lookup of a table split over features makes XLA rematerialise it.
+        x = jnp.take(constrain(table, None, None), tokens, axis=0)
+        if self.learned_positions:
+            if tokens.shape[1] > self.length:
+                raise ValueError(
+                    f"{tokens.shape[1]} tokens do not fit model.length {self.length} "
+                    "learned positions"
+                )
+            rows = jnp.take(self.positions[...], positions, axis=0)
+            x = x + rows.astype(self.dtype)[None]
+        return constrain(x, BATCH, "sequence", None)
+
+    def _scores(self, x: Array) -> Array:
+        x = self.final_norm(x)
+        scores = self.embedding.attend(x) if self.tied else self.head(x)
+        return scores.astype(jnp.float32)
+
+
+def _run(block: Block, x: Array, key: Array | None) -> Array:
+    return block(x, dropout_key=key)
+
+
+def _check(options: config.Model) -> None:
+    for name in ("vocabulary", "width", "depth", "heads", "length"):
+        if getattr(options, name) < 1:
+            raise ValueError(
+                f"model.{name} must be at least 1, got {getattr(options, name)}"
+            )
+    for name in ("kv_heads", "head_size", "feedforward"):
+        if getattr(options, name) < 0:
+            raise ValueError(
+                f"model.{name} must not be negative, got {getattr(options, name)}"
+            )
+    if not 0 <= options.dropout < 1:
+        raise ValueError(f"model.dropout must be in [0, 1), got {options.dropout}")

@@ -1,0 +1,149 @@
+"""Batches are a function of (seed, step) that visits every window once an epoch."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from symjax.data import batches
+
+TEXT = np.arange(1009, dtype=np.uint16)  # a token says where it stood
+OPTIONS = dict(length=7, batch_size=5, seed=3)
+WINDOWS = 1008 // 7 - 1
+
+
+def rows(count: int, tokens=TEXT, **options):
+    """Inputs and targets of the first `count` rows of a run."""
+    options = OPTIONS | options
+    steps = -(-count // options["batch_size"])
+    drawn = [batches.batch(tokens, step=step, **options) for step in range(steps)]
+    return tuple(np.concatenate(part)[:count] for part in zip(*drawn, strict=True))
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
+@settings(max_examples=60, deadline=None)
+def test_the_permutation_is_one_to_one(size, seed, epoch):
+    keys = batches._keys(seed, np.full(size, epoch))[: batches.ROUNDS]
+    image = batches._permute(np.arange(size, dtype=np.uint64), size, keys)
+    assert np.array_equal(np.sort(image), np.arange(size))
+
+
+def test_the_permutation_looks_random():
+    size = 10007
+    index = np.arange(size, dtype=np.uint64)
+    images = [
+        batches._permute(index, size, batches._keys(seed, np.zeros(size, int))[:4])
+        for seed in range(3)
+    ]
+    for image in images:
+        steps = np.diff(image.astype(int))
+        assert abs(np.corrcoef(np.arange(size), image)[0, 1]) < 0.05
+        assert np.mean(np.abs(steps)) == pytest.approx(size / 3, rel=0.05)
+    assert np.mean(images[0] == images[1]) < 0.002
+
+
+def test_targets_are_inputs_one_token_later():
+    inputs, targets = rows(50)
+    assert inputs.shape == targets.shape == (50, 7)
+    assert inputs.dtype == targets.dtype == np.int32
+    assert np.array_equal(targets, inputs + 1)
+    assert np.array_equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_an_epoch_visits_every_window_once_and_then_shifts_the_cuts():
+    inputs, _ = rows(4 * WINDOWS)
+    shifts, orders = set(), set()
+    for epoch in inputs.reshape(4, WINDOWS, 7):
+        starts = np.sort(epoch[:, 0])
+        assert np.array_equal(np.diff(starts), np.full(WINDOWS - 1, 7))
+        assert 0 <= starts[0] < 7
+        shifts.add(int(starts[0]))
+        orders.add(tuple(epoch[:, 0] // 7))
+    assert len(shifts) > 1
+    assert len(orders) == 4
+
+
+def test_any_step_is_the_same_whatever_came_before():
+    first = batches.batch(TEXT, step=10**12, **OPTIONS)
+    again = batches.batch(TEXT, step=10**12, **OPTIONS)
+    other = batches.batch(TEXT, step=10**12, **OPTIONS | {"seed": 4})
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_the_stream_does_not_depend_on_the_batch_size():
+    assert np.array_equal(rows(300), rows(300, batch_size=41))
+
+
+def test_a_known_batch_stays_the_same():
+    # A resumed run must see the rows it would have seen: this never changes.
+    inputs, _ = batches.batch(TEXT, step=0, **OPTIONS)
+    assert inputs[:, 0].tolist() == [877, 821, 919, 527, 331]
+
+
+@given(st.lists(st.integers(0, 13), max_size=4), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_slices_of_processes_make_the_global_batch(cuts, step):
+    options = OPTIONS | {"batch_size": 13, "step": step}
+    cuts = [0, *sorted(cuts), 13]
+    parts = [
+        batches.batch(TEXT, start=start, stop=stop, **options)
+        for start, stop in zip(cuts, cuts[1:], strict=False)
+    ]
+    whole = batches.batch(TEXT, **options)
+    for part, expected in zip(zip(*parts, strict=True), whole, strict=True):
+        assert np.array_equal(np.concatenate(part), expected)
+
+
+@pytest.mark.parametrize("size", [8, 9, 14, 15, 16, 21, 22, 23])
+def test_a_text_of_few_windows_still_gives_batches(size):
+    inputs, targets = rows(40, TEXT[:size])
+    assert inputs.min() >= 0
+    assert targets.max() < size
+    assert np.array_equal(targets, inputs + 1)
+
+
+@pytest.mark.parametrize("size", [8, 9, 100, 36, 1009])
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+def test_held_out_batches_count_each_target_once(size, batch_size):
+    seen = []
+    for inputs, targets, weights in batches.heldout_batches(
+        TEXT[:size], length=7, batch_size=batch_size
+    ):
+        assert inputs.shape == targets.shape == weights.shape == (batch_size, 7)
+        assert inputs.dtype == targets.dtype == np.int32
+        assert weights.dtype == np.float32
+        assert weights.any()
+        counted = weights == 1
+        assert np.array_equal(targets[counted], inputs[counted] + 1)
+        assert not weights[~counted].any()
+        seen.extend(targets[counted])
+    assert seen == list(range(1, size))
+
+
+def test_the_first_held_out_batches_are_the_beginning():
+    options = dict(length=7, batch_size=4)
+    whole = list(batches.heldout_batches(TEXT, **options))
+    some = list(batches.heldout_batches(TEXT, count=3, **options))
+    assert len(some) == 3
+    assert np.array_equal(some, whole[:3])
+    assert len(list(batches.heldout_batches(TEXT, count=10**6, **options))) == len(
+        whole
+    )
+    halves = [
+        list(batches.heldout_batches(TEXT, start=start, stop=start + 2, **options))
+        for start in (0, 2)
+    ]
+    assert np.array_equal(np.concatenate(halves, axis=2), whole)
+
+
+def test_a_text_shorter_than_a_window_is_refused_with_both_sizes():
+    options = dict(length=300, batch_size=4)
+    with pytest.raises(
+        ValueError,
+        match=r"data.path has 37 tokens of training text, model.length \+ 1 = 301 are",
+    ):
+        batches.batch(TEXT[:37], seed=0, step=0, **options)
+    with pytest.raises(ValueError, match="has 300 tokens of held-out text"):
+        batches.heldout_batches(TEXT[:300], **options)
+    assert len(list(batches.heldout_batches(TEXT[:301], **options))) == 1

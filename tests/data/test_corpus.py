@@ -1,0 +1,251 @@
+"""A corpus is whole or absent, exact, and lives without its source."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from symjax import config
+from symjax.data import corpus, sources
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHAKESPEARE = REPOSITORY.parent / "shared/data/tinyshakespeare.txt"
+TEXT = "To be, or not to be:\r\nthat is the question. é\u2028\n" * 20
+
+
+@pytest.fixture
+def options(tmp_path):
+    path = tmp_path / "source.txt"
+    path.write_bytes(TEXT.encode())
+    return config.Data(source="text", path=str(path), tokenizer="byte")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "run" / "data"
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory):
+    return corpus.open_corpus(config.Data(), tmp_path_factory.mktemp("stdlib"))
+
+
+def replaced(options, **changes):
+    return config.Data(**(vars(options) | changes))
+
+
+def everything(opened):
+    return opened.tokenizer.decode(np.concatenate([opened.train, opened.heldout]))
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char"])
+def test_a_single_file_is_exactly_its_text(options, directory, tokenizer):
+    opened = corpus.open_corpus(replaced(options, tokenizer=tokenizer), directory)
+    assert everything(opened) == TEXT
+    assert isinstance(opened.train, np.memmap)
+    assert opened.train.dtype == np.uint8
+    sizes = [opened.fingerprint[split]["bytes"] for split in corpus.SPLITS]
+    assert sum(sizes) == len(TEXT.encode())
+    assert opened.bytes_per_token == sizes[1] / len(opened.heldout)
+    assert (opened.bytes_per_token == 1) == (tokenizer == "byte")
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char"])
+def test_documents_are_separated_by_nul(tmp_path, directory, tokenizer):
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}\n")
+    options = config.Data("text", str(tmp_path / "*.txt"), tokenizer)
+    opened = corpus.open_corpus(options, directory)
+    expected = sources.text(options.path)
+    for split in corpus.SPLITS:
+        text = opened.tokenizer.decode(getattr(opened, split))
+        assert text.split("\0") == list(expected[split]["text"])
+        assert opened.fingerprint[split]["documents"] == len(expected[split])
+
+
+def test_an_existing_corpus_needs_no_source(options, directory):
+    first = corpus.open_corpus(options, directory)
+    Path(options.path).unlink()
+    again = corpus.open_corpus(options, directory)
+    assert everything(again) == TEXT
+    assert again.tokenizer == first.tokenizer
+    assert again.fingerprint == first.fingerprint
+    assert again.ngrams == first.ngrams
+    assert set(again.ngrams) == {"unigram", "bigram", "trigram"}
+
+
+def test_the_same_text_packs_to_the_same_files(options, tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        corpus.open_corpus(options, folder)
+    for name in ("train.npy", "heldout.npy", "corpus.json"):
+        assert len({(folder / name).read_bytes() for folder in folders}) == 1
+        assert len(list(folders[0].iterdir())) == 3
+
+
+def test_other_options_are_refused_by_name(options, directory):
+    corpus.open_corpus(options, directory)
+    with pytest.raises(ValueError, match=r"\(data.tokenizer: 'byte' → 'char'\)") as got:
+        corpus.open_corpus(replaced(options, tokenizer="char"), directory)
+    assert "data.path" not in str(got.value)
+    with pytest.raises(ValueError, match="data.source: 'text' → 'stdlib', data.path: "):
+        corpus.open_corpus(config.Data(), directory)
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_an_interrupted_build_leaves_nothing_and_is_repeated(
+    options, directory, monkeypatch, moves
+):
+    real, made = corpus.os.replace, []
+
+    def replace(*paths):
+        if len(made) == moves:
+            raise KeyboardInterrupt
+        made.append(paths)
+        real(*paths)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(corpus.os, "replace", replace)
+        corpus.open_corpus(options, directory)
+    assert not (directory / "corpus.json").exists()
+    assert not list(directory.glob(".unfinished*"))
+    Path(options.path).write_text("another text " * 30)
+    opened = corpus.open_corpus(options, directory)
+    assert everything(opened) == "another text " * 30
+
+
+def test_a_killed_build_is_repeated_and_its_rest_removed(
+    options, directory, monkeypatch
+):
+    program = f"""
+import os
+from pathlib import Path
+from symjax import config
+from symjax.data import corpus
+real, made = os.replace, []
+def replace(*paths):
+    if made:
+        os._exit(9)
+    made.append(real(*paths))
+os.replace = replace
+corpus.open_corpus(config.Data("text", {options.path!r}), Path({str(directory)!r}))
+"""
+    died = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY)
+    assert died.returncode == 9
+    assert (directory / "train.npy").exists()
+    assert len(list(directory.glob(".unfinished*"))) == 1
+    monkeypatch.setattr(corpus, "STALE", 0.0)
+    assert everything(corpus.open_corpus(options, directory)) == TEXT
+    assert len(list(directory.iterdir())) == 3
+
+
+def test_a_build_leaves_the_files_of_another_that_is_running(options, directory):
+    running = directory / ".unfinished-x"
+    running.mkdir(parents=True)
+    corpus.open_corpus(options, directory)
+    assert running.exists()
+
+
+def damage_cut(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def damage_flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["train.npy", "heldout.npy"])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (damage_cut, "bytes were written|bytes, [0-9]+ were written"),
+        (damage_flip, "its sha256 has changed"),
+        (Path.unlink, "missing"),
+    ],
+)
+def test_a_damaged_file_is_named(options, directory, name, damage, message):
+    corpus.open_corpus(options, directory)
+    damage(directory / name)
+    with pytest.raises(ValueError, match=rf"{name}' is damaged \(.*({message})"):
+        corpus.open_corpus(options, directory)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"options": {}}', "\xff"])
+def test_a_damaged_manifest_is_named(options, directory, content):
+    corpus.open_corpus(options, directory)
+    (directory / "corpus.json").write_bytes(content.encode("latin1"))
+    with pytest.raises(ValueError, match="corpus.json' is damaged"):
+        corpus.open_corpus(options, directory)
+
+
+def test_an_option_the_manifest_does_not_know_has_its_default(options, directory):
+    corpus.open_corpus(options, directory)
+    path = directory / "corpus.json"
+    manifest = json.loads(path.read_text())
+    del manifest["options"]["tokenizer"]  # as if it had been added since
+    path.write_text(json.dumps(manifest))
+    corpus.open_corpus(options, directory)
+    with pytest.raises(ValueError, match="data.tokenizer: 'byte' → 'char'"):
+        corpus.open_corpus(replaced(options, tokenizer="char"), directory)
+
+
+def test_a_large_alphabet_takes_wider_tokens(tmp_path, directory):
+    path = tmp_path / "a.txt"
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 400))) * 3
+    path.write_text(text, encoding="utf-8")
+    opened = corpus.open_corpus(config.Data("text", str(path), "char"), directory)
+    assert opened.train.dtype == np.uint16
+    assert everything(opened) == text
+    assert opened.bytes_per_token == 3
+
+
+def test_a_text_too_short_for_the_model_is_refused(options, directory):
+    opened = corpus.open_corpus(options, directory)
+    opened.check_length(len(opened.heldout) - 1)
+    with pytest.raises(
+        ValueError, match="data.path has .* tokens of held-out text, mo"
+    ):
+        opened.check_length(len(opened.heldout))
+    with pytest.raises(
+        ValueError, match="data.path has .* tokens of training text, mo"
+    ):
+        opened.check_length(len(opened.train))
+
+
+def test_the_standard_library_has_the_lines_of_python(stdlib):
+    figures = [stdlib.ngrams[name] for name in ("unigram", "bigram", "trigram")]
+    # 3.20, 2.46, 1.85 on Python 3.11; the text differs between versions.
+    np.testing.assert_allclose(figures, [3.20, 2.46, 1.85], atol=0.1)
+    assert stdlib.tokenizer.vocabulary == 256
+    assert stdlib.fingerprint["python"].startswith(f"3.{sys.version_info.minor}.")
+    stdlib.check_length(1024)
+
+
+def test_opening_imports_neither_jax_nor_datasets(stdlib):
+    directory = str(Path(stdlib.train.filename).parent)
+    program = f"""
+import sys
+from pathlib import Path
+from symjax import config
+from symjax.data import corpus, batches
+opened = corpus.open_corpus(config.Data(), Path({directory!r}))
+batches.batch(opened.train, length=9, batch_size=2, seed=0, step=0)
+sys.exit(bool({{"jax", "datasets"}} & set(sys.modules)))
+"""
+    assert (
+        subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY).returncode == 0
+    )
+
+
+@pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare is not here")
+def test_tiny_shakespeare_is_what_everybody_counts(directory):
+    options = config.Data("text", str(SHAKESPEARE), "char")
+    opened = corpus.open_corpus(options, directory)
+    assert opened.tokenizer.vocabulary == 65
+    assert (len(opened.train), len(opened.heldout)) == (1_003_854, 111_540)
+    assert everything(opened) == SHAKESPEARE.read_bytes().decode()

@@ -1,0 +1,154 @@
+"""Sources give the exact text, and never the same document on both sides."""
+
+from pathlib import Path
+
+import pytest
+
+from symjax import config
+from symjax.data import sources
+
+LINES = (
+    "first line\r\nsecond\rthird\n\n  \u2028é\0\ufeff\U0001f600 no newline at the end"
+)
+
+
+@pytest.fixture
+def many(tmp_path):
+    for number in range(40):
+        name = tmp_path / f"folder{number % 3}" / f"{number}.txt"
+        name.parent.mkdir(exist_ok=True)
+        name.write_bytes(f"document {number}\r\n".encode() * 10)
+    return tmp_path
+
+
+def documents(dataset):
+    return {split: list(dataset[split]["text"]) for split in dataset}
+
+
+def test_a_single_file_is_exact_and_holds_out_its_last_tenth(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes((LINES * 7).encode())
+    got = documents(sources.text(path))
+    [train], [heldout] = got["train"], got["heldout"]
+    assert train + heldout == LINES * 7
+    assert len(train) == len(LINES * 7) * 9 // 10
+
+
+def test_every_document_of_a_glob_is_on_one_side(many):
+    got = documents(sources.text(many / "**" / "*.txt"))
+    everything = {path.read_bytes().decode() for path in many.glob("**/*.txt")}
+    assert set(got["train"]) | set(got["heldout"]) == everything
+    assert not set(got["train"]) & set(got["heldout"])
+    assert len(got["train"]) + len(got["heldout"]) == len(everything)
+    assert got["train"] and got["heldout"]
+
+
+def test_the_split_does_not_depend_on_order_or_place(many, tmp_path):
+    first = documents(sources.text(many / "**" / "*.txt"))
+    paths = sorted(many.glob("**/*.txt"), reverse=True)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for number, path in enumerate(paths):
+        (moved / f"{number}.text").write_bytes(path.read_bytes())
+    second = documents(sources.text(moved / "*.text"))
+    assert {key: set(value) for key, value in first.items()} == {
+        key: set(value) for key, value in second.items()
+    }
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_a_few_files_leave_no_split_empty(tmp_path, count):
+    for number in range(count):
+        (tmp_path / f"{number}.txt").write_text(f"file {number} of {count}, " * 30)
+    got = documents(sources.text(",".join(map(str, tmp_path.glob("*.txt")))))
+    assert got["train"] and got["heldout"]
+    assert len(got["train"]) + len(got["heldout"]) == count
+
+
+def test_bad_luck_of_the_hash_does_not_hold_out_most_of_the_text():
+    keys = ["00000000", "00000001", "f0000000"]  # the first two are held out by hash
+    got = documents(sources._by_file(["a" * 80, "b" * 80, "c" * 10], keys))
+    assert got == {"train": ["a" * 80, "b" * 80], "heldout": ["c" * 10]}
+    keys = ["00000000", "00000001", "00000002"]  # all of them
+    got = documents(sources._by_file(["a" * 80, "b" * 9, "c" * 30], keys))
+    assert got == {"train": ["a" * 80, "c" * 30], "heldout": ["b" * 9]}
+
+
+def test_copies_of_a_file_are_on_one_side(tmp_path):
+    for number in range(30):
+        for copy in "ab":
+            (tmp_path / f"{number}{copy}.txt").write_text(f"text {number}")
+    got = documents(sources.text(tmp_path / "*.txt"))
+    assert not set(got["train"]) & set(got["heldout"])
+
+
+def test_a_file_met_twice_counts_once(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("0123456789")
+    got = documents(sources.text(f"{path}, {tmp_path / '*.txt'}"))
+    assert got == {"train": ["012345678"], "heldout": ["9"]}
+
+
+def test_names_with_commas_and_brackets_are_files_first(tmp_path):
+    path = tmp_path / "a, [1].txt"
+    path.write_text("0123456789")
+    assert documents(sources.text(path))["heldout"] == ["9"]
+
+
+def test_empty_files_of_a_glob_are_left_out(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "full.txt").write_text("0123456789")
+    got = documents(sources.text(tmp_path / "*.txt"))
+    assert got == {"train": ["012345678"], "heldout": ["9"]}
+
+
+def test_the_standard_library_is_split_by_file():
+    got = documents(sources.stdlib())
+    sizes = {split: sum(map(len, texts)) for split, texts in got.items()}
+    assert sum(sizes.values()) > 2_000_000
+    assert 0.02 < sizes["heldout"] / sum(sizes.values()) < 0.12
+    assert not (set(got["train"]) & set(got["heldout"])) - {""}
+
+
+def refused(path) -> str:
+    with pytest.raises(ValueError) as error:
+        sources.text(path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_refusals_name_the_thing(tmp_path, monkeypatch):
+    empty, binary, full = (tmp_path / name for name in ("empty", "binary", "full"))
+    empty.touch()
+    binary.write_bytes(b"abc\xff\xfe")
+    full.write_text("text")
+    assert f"{str(tmp_path / 'no')!r} does not exist" in refused(tmp_path / "no")
+    assert "'no*.x' matches no file" in refused(f"{full},no*.x")
+    assert f"{str(empty)!r} is an empty file" in refused(empty)
+    assert "matches only empty files" in refused(tmp_path / "e*")
+    assert "is a directory: give a file or a glob" in refused(tmp_path)
+    assert "empty entry: give a file, a glob" in refused("")
+    assert "empty entry" in refused(f"{full},,")
+    message = refused(binary)
+    assert f"{str(binary)!r} is not UTF-8 (byte 0xff at offset 3)" in message
+    (tmp_path / "copy").write_text("text")
+    assert "copies of one" in refused(f"{full},{tmp_path / 'copy'}")
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    assert f"{str(full)!r} cannot be read (Permission denied)" in refused(full)
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="'books' is unknown: choose from stdlib, te"):
+        sources.load(config.Data(source="books"))
+    with pytest.raises(ValueError, match="'a.txt' is read by data.source=text only"):
+        sources.load(config.Data(path="a.txt"))
+
+
+def test_a_python_without_sources_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError, match="no Python source files in .*: set data.sour"):
+        sources.stdlib()

@@ -72,8 +72,8 @@ def heldout_batches(
     Args:
         start, stop: rows of each batch, for one of several processes.
     Returns:
-        an iterator of
-        inputs and targets int32 [rows, length], weights float32 [rows, length].
+        an iterator of inputs and targets, int32 [rows, length], and weights, float32
+        [rows, length].
     Raises:
         ValueError: the text is shorter than one window.
     """

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 REPLACEMENT = "\ufffd"  # stands for ids that are no text
+CHUNK = 1 << 22  # characters looked up at a time: about 80 MB
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,22 @@ class CharTokenizer:
         Raises:
             ValueError: a character is not in the alphabet.
         """
-        points, known = _points(text), _points(self.alphabet)
-        ids = np.searchsorted(known, points)
-        missing = np.flatnonzero(known[ids.clip(max=len(known) - 1)] != points)
-        if missing.size:
-            character = text[missing[0]]
-            raise ValueError(
-                f"character {character!r} (U+{ord(character):04X}) at position "
-                f"{missing[0]} is not among the {len(known)} characters of the corpus"
-            )
-        return ids.astype(np.min_scalar_type(len(known) - 1))
+        known = _points(self.alphabet)
+        dtype = np.min_scalar_type(len(known) - 1)
+        ids = np.empty(len(text), dtype)
+        for start in range(0, len(text), CHUNK):
+            points = _points(text[start : start + CHUNK])
+            found = np.searchsorted(known, points)
+            missing = np.flatnonzero(known[found.clip(max=len(known) - 1)] != points)
+            if missing.size:
+                position = start + int(missing[0])
+                raise ValueError(
+                    f"character {text[position]!r} (U+{ord(text[position]):04X}) at "
+                    f"position {position} is not among the {len(known)} characters of "
+                    "the corpus"
+                )
+            ids[start : start + CHUNK] = found
+        return ids
 
     def decode(self, ids: Any) -> str:
         """The text of token ids [T]; ids outside the alphabet become U+FFFD."""

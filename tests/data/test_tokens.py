@@ -53,6 +53,14 @@ def test_an_unknown_character_is_named():
         tokenizer.encode("a\udcff")
 
 
+def test_long_texts_are_encoded_in_pieces(monkeypatch):
+    monkeypatch.setattr(tokens, "CHUNK", 4)
+    tokenizer = tokens.CharTokenizer("abc")
+    assert tokenizer.encode("abcabcabc").tolist() == [0, 1, 2] * 3
+    with pytest.raises(ValueError, match="'d' .* at position 6 "):
+        tokenizer.encode("abcabcd")
+
+
 def test_undecoded_bytes_of_a_terminal_are_bytes():
     assert tokens.ByteTokenizer().encode("a\udcff").tolist() == [97, 255]
     with pytest.raises(ValueError, match="position 1 is half of a surrogate pair"):

@@ -85,6 +85,7 @@ def test_copies_of_a_file_are_on_one_side(tmp_path):
 def test_a_file_met_twice_counts_once(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("0123456789")
+    (tmp_path / "link.txt").symlink_to(path)
     got = documents(sources.text(f"{path}, {tmp_path / '*.txt'}"))
     assert got == {"train": ["012345678"], "heldout": ["9"]}
 

@@ -1,0 +1,111 @@
+"""Cosine ("norm") attention: a pair is worth 1 + the cosine of its angle.
+
+1 + cos is a product of the features [1, x/|x|], so it is a linear attention: it needs
+no map, and decodes from a state of (H + 1)·V numbers a head.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
+from symjax.attention.features import UNIT
+from symjax.attention.prefix import LinearState
+
+
+def cosine(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    mask: Bool[Array, "B 1 1 S"] | None = None,
+    *,
+    is_causal: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention whose weights are 1 + cos(q, k), normalised over the keys.
+
+    out[t] = Σ_s (1 + q̂_t·k̂_s) v_s / Σ_s (1 + q̂_t·k̂_s), with x̂ = x / (|x| + 1e-6)
+
+    Query head n uses key head n // (N/K). Time O((T + S) H V), with no [T S] map. Sums
+    run in float32 at least. A row that sees no key is zero, and so is one whose keys
+    all point away from it, as far as rounding can tell.
+
+    Args:
+        mask: True = attend; it may only hide keys. A hidden key changes nothing.
+        is_causal: a token sees itself and the past, as in `cosine_causal`.
+        segment_ids: tokens see only their own run of equal ids; needs T = S.
+    Raises:
+        ValueError: shapes that do not fit, or a mask that hides pairs and not keys.
+    """
+    if is_causal:
+        return attend_causal(
+            "cosine", UNIT, None, query, key, value, mask, segment_ids=segment_ids
+        )
+    return attend("cosine", UNIT, None, query, key, value, mask, segment_ids)
+
+
+def cosine_causal(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    mask: Bool[Array, "B 1 1 T"] | None = None,
+    *,
+    chunk_size: int = 64,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
+    """`cosine` over a token itself, its past, and what `state` has seen.
+
+    Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk.
+
+    Args:
+        chunk_size: tokens handled together, rounded up to a power of two.
+        state: from `cosine_state`, `cosine_step` or an earlier call. Its last segment
+            goes on with the first run of `segment_ids`.
+        segment_ids: the sums start anew wherever the id changes.
+    Returns:
+        The output, and the state after the last token if `return_state`.
+    Raises:
+        ValueError: as `cosine`; T differs from S; a state of other sizes.
+    """
+    return attend_causal(
+        "cosine_causal",
+        UNIT,
+        None,
+        query,
+        key,
+        value,
+        mask,
+        chunk_size=chunk_size,
+        state=state,
+        return_state=return_state,
+        segment_ids=segment_ids,
+    )
+
+
+def cosine_step(
+    state: LinearState,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    value: Float[Array, "B 1 K V"],
+) -> tuple[Float[Array, "B 1 N V"], LinearState]:
+    """One more token of `cosine_causal`, in O(H V): the output and the state after it.
+
+    Raises:
+        ValueError: as `cosine_causal`; more than one token.
+    """
+    return attend_step("cosine_step", UNIT, None, state, query, key, value)
+
+
+def cosine_state(
+    batch: int,
+    kv_heads: int,
+    head_size: int,
+    value_size: int,
+    *,
+    dtype: Any = jnp.float32,
+) -> LinearState:
+    """The state of `cosine_causal` before the first token; float32 at least."""
+    return empty_state(UNIT, None, batch, kv_heads, head_size, value_size, dtype)

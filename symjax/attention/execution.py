@@ -1,0 +1,359 @@
+"""The ways to execute a mechanism made of features, one function in all of them.
+
+All keys at once (`attend`), causally in chunks of time (`attend_causal`), token by
+token from a state (`attend_step`), and any mixture, since each form that has a past
+takes and gives a state. The sums themselves are in `prefix.py`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array
+
+from symjax.attention import prefix
+from symjax.attention.features import Features
+from symjax.attention.prefix import Chunk, Fraction, LinearState
+
+
+def empty_state(
+    features: Features,
+    parameters: Any,
+    batch: int,
+    kv_heads: int,
+    head_size: int,
+    value_size: int,
+    dtype: Any,
+) -> LinearState:
+    """No keys seen: sums of zero, and peaks of −∞ where features are exponentials."""
+    dtype = jnp.promote_types(dtype, jnp.float32)
+    like = jax.ShapeDtypeStruct((batch, kv_heads, head_size), dtype)
+    total = jax.eval_shape(features.key, like, parameters)
+    return LinearState(
+        jnp.zeros((*total.shape, value_size), dtype),
+        jnp.zeros(total.shape, dtype),
+        jnp.full(total.shape, -jnp.inf, dtype) if features.logarithmic else None,
+    )
+
+
+def attend(
+    who: str,
+    features: Features,
+    parameters: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+) -> Array:
+    """Every query sees every visible key of its segment."""
+    _check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
+    return _whole(features, parameters, query, key, value, mask, segment_ids)
+
+
+def attend_causal(
+    who: str,
+    features: Features,
+    parameters: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    *,
+    chunk_size: int = 64,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    segment_ids: Array | None = None,
+) -> Any:
+    """Every query sees the visible keys of its segment up to its own."""
+    _check(who, query, key, value, mask, segment_ids, causal=True)
+    if chunk_size < 1:
+        raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
+    state = _start(who, features, parameters, state, query, key, value)
+    output, state = _causal(
+        features, chunk_size, parameters, state, query, key, value, mask, segment_ids
+    )
+    return (output, state) if return_state else output
+
+
+def attend_step(
+    who: str,
+    features: Features,
+    parameters: Any,
+    state: LinearState,
+    query: Array,
+    key: Array,
+    value: Array,
+) -> tuple[Array, LinearState]:
+    """One token, which sees itself and what the state has seen."""
+    _check(who, query, key, value, None, None, causal=True)
+    if query.shape[1] != 1:
+        raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
+    state = _start(who, features, parameters, state, query, key, value)
+    return _step(features, parameters, state, query, key, value)
+
+
+def _start(
+    who: str,
+    features: Features,
+    parameters: Any,
+    state: LinearState | None,
+    query: Array,
+    key: Array,
+    value: Array,
+) -> LinearState:
+    """The given state in the dtype of the sums, or the empty one."""
+    dtype = _sum_dtype(query, key, value)
+    batch, _, heads, size = key.shape
+    width = value.shape[-1]
+    wanted = jax.eval_shape(
+        lambda: empty_state(features, parameters, batch, heads, size, width, dtype)
+    )
+    if state is None:
+        return empty_state(features, parameters, batch, heads, size, width, dtype)
+    if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, wanted):
+        raise ValueError(
+            f"{who}: key {key.shape} and value {value.shape} need a state of "
+            f"{_shapes(wanted)}, got {_shapes(state)}"
+        )
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
+
+
+def _shapes(state: LinearState) -> str:
+    named = state._asdict().items()
+    return ", ".join(f"{name} {jnp.shape(x)}" for name, x in named if x is not None)
+
+
+def _sum_dtype(*arrays: Array) -> Any:
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _whole(
+    features: Features,
+    parameters: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+) -> Array:
+    dtype = _sum_dtype(query, key, value)
+    batch, _, heads, size = key.shape
+    sizes = (batch, heads, size, value.shape[-1])
+    state = empty_state(features, parameters, *sizes, dtype)
+    chunk = _layout(query, key, value, mask, segment_ids)
+    if chunk.run is not None:
+        fraction = _both_sides(features, parameters, state, chunk, chunk.run)
+    else:
+        chunk = prefix.to_features(features, parameters, chunk, dtype)
+        state = prefix.absorb(state, chunk.key, chunk.value)
+        fraction = prefix.read(state, chunk.query)
+    return _heads(prefix.divide(fraction), value.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _causal(
+    features: Features,
+    chunk_size: int,
+    parameters: Any,
+    state: LinearState,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+) -> tuple[Array, LinearState]:
+    chunk = _layout(query, key, value, mask, segment_ids)
+    state, output = _scan(features, parameters, state, chunk, chunk_size, prefix.divide)
+    return _heads(output, value.dtype), state
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _step(
+    features: Features,
+    parameters: Any,
+    state: LinearState,
+    query: Array,
+    key: Array,
+    value: Array,
+) -> tuple[Array, LinearState]:
+    chunk = _layout(query, key, value, None, None)
+    chunk = prefix.to_features(features, parameters, chunk, state.total.dtype)
+    state = prefix.absorb(state, chunk.key, chunk.value)
+    output = prefix.divide(prefix.read(state, chunk.query))
+    return _heads(output, value.dtype), state
+
+
+def _scan(
+    features: Features,
+    parameters: Any,
+    state: LinearState,
+    chunk: Chunk,
+    chunk_size: int,
+    finish: Callable[[Fraction], Any],
+) -> tuple[LinearState, Any]:
+    """All of time, a chunk after the other; `finish` turns the rows into outputs.
+
+    The backward pass recomputes a chunk from the state before it.
+    """
+    length = chunk.key.shape[2]
+    size = _power_of_two(min(chunk_size, length))
+    chunks = _cut(chunk, size)
+
+    def body(state: LinearState, chunk: Chunk) -> tuple[LinearState, Any]:
+        dtype = state.total.dtype
+        chunk = prefix.to_features(features, parameters, chunk, dtype)
+        state, fraction = prefix.advance(state, chunk)
+        return state, finish(fraction)
+
+    state, rows = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), state, chunks)
+
+    def join(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, 3)
+        return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :length]
+
+    return state, jax.tree.map(join, rows)
+
+
+def _cut(chunk: Chunk, size: int) -> Chunk:
+    """Chunks stacked in front; the last is filled with hidden keys."""
+    length = chunk.key.shape[2]
+    count = -(-length // size)
+
+    def cut(x: Array, axis: int, mode: str = "constant") -> Array:
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, count * size - length)
+        x = jnp.pad(x, widths, mode=mode)
+        x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    run = fresh = None
+    if chunk.run is not None:
+        run = cut(chunk.run, 1, "edge")
+        before = jnp.concatenate([run[:1, :, 0], run[:-1, :, -1]])
+        fresh = run[:, :, 0] != before
+    query, key = cut(chunk.query, 3), cut(chunk.key, 2)
+    return Chunk(
+        query, key, cut(chunk.value, 2), cut(chunk.visible, 1), run=run, fresh=fresh
+    )
+
+
+def _both_sides(
+    features: Features, parameters: Any, state: LinearState, chunk: Chunk, run: Array
+) -> Fraction:
+    """Rows that see all of their run: the past with itself, and the future without.
+
+    Seen backwards, the future without itself is a past whose keys come a token late.
+    """
+
+    def scan(chunk: Chunk) -> Fraction:
+        return _scan(features, parameters, state, chunk, 64, lambda rows: rows)[1]
+
+    run, visible = jnp.flip(run, 1), jnp.flip(chunk.visible, 1)
+    same = jnp.roll(run, 1, axis=1) == run
+    late = Chunk(
+        jnp.flip(chunk.query, 3),
+        jnp.roll(jnp.flip(chunk.key, 2), 1, axis=2),
+        jnp.roll(jnp.flip(chunk.value, 2), 1, axis=2),
+        (jnp.roll(visible, 1, axis=1) & same).at[:, 0].set(False),
+        run,
+    )
+    future = jax.tree.map(lambda x: jnp.flip(x, 3), scan(late))
+    return prefix.merge(scan(chunk), future)
+
+
+def _layout(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+) -> Chunk:
+    """Heads before time and queries grouped by key head; hidden keys and values are 0.
+
+    Zeros, so that not even a NaN in the padding reaches a sum or a gradient.
+    """
+    batch, length, heads, _ = key.shape
+    visible = jnp.ones((batch, length), bool)
+    if mask is not None:
+        flat = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask.reshape(1, 1)
+        visible = jnp.broadcast_to(flat, (batch, length))
+        key = jnp.where(visible[:, :, None, None], key, 0)
+        value = jnp.where(visible[:, :, None, None], value, 0)
+    run = None
+    if segment_ids is not None:
+        change = segment_ids[:, 1:] != segment_ids[:, :-1]
+        run = jnp.pad(jnp.cumsum(change, axis=1), ((0, 0), (1, 0)))
+    return Chunk(
+        rearrange(query, "b t (k g) h -> b k g t h", k=heads),
+        rearrange(key, "b s k h -> b k s h"),
+        rearrange(value, "b s k v -> b k s v"),
+        visible,
+        run,
+    )
+
+
+def _heads(rows: Array, dtype: Any) -> Array:
+    return rearrange(rows, "b k g t v -> b t (k g) v").astype(dtype)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _check(
+    who: str,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+    *,
+    causal: bool,
+) -> None:
+    """Raise on shapes that do not fit, naming both; `causal` wants T = S."""
+
+    def refuse(wanted: str, one: str, two: str) -> None:
+        shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+        raise ValueError(
+            f"{who}: {wanted}, got {one} {shapes[one]} and {two} {shapes[two]}"
+        )
+
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(
+            f"{who}: query, key and value must be [B T heads size], got "
+            f"{query.shape}, {key.shape} and {value.shape}"
+        )
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        refuse("query and key must agree in batch and head size", "query", "key")
+    if key.shape[:3] != value.shape[:3]:
+        refuse("key and value must agree in batch, time and heads", "key", "value")
+    if query.shape[2] % key.shape[2]:
+        refuse("query heads must be a multiple of key heads", "query", "key")
+    if causal and query.shape[1] != key.shape[1]:
+        refuse("as many queries as keys are needed here", "query", "key")
+    if segment_ids is not None and segment_ids.shape != query.shape[:2]:
+        raise ValueError(
+            f"{who}: segment_ids must be [B T] of query {query.shape}, "
+            f"got {segment_ids.shape}"
+        )
+    if mask is not None:
+        _check_mask(who, mask, key)
+
+
+def _check_mask(who: str, mask: Array, key: Array) -> None:
+    """A mask may hide keys, the same for all rows and heads: [B or 1, 1, 1, S]."""
+    shape = (1,) * (4 - mask.ndim) + mask.shape
+    batch, length = key.shape[:2]
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[3] in (1, length)
+    if not fits or shape[1:3] != (1, 1):
+        raise ValueError(
+            f"{who}: a mask may only hide keys, shape ({batch} or 1, 1, 1, {length}) "
+            f"for key {key.shape}, got {mask.shape}"
+        )
+    if mask.dtype != jnp.bool_:
+        raise ValueError(f"{who}: a mask is boolean, True = attend, got {mask.dtype}")

@@ -1,0 +1,139 @@
+"""Linear attention: weights that are products of features of query and key."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention import features as maps
+from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
+from symjax.attention.features import Features
+from symjax.attention.prefix import LinearState
+
+FeatureFunction = Callable[[Array], Array]
+
+
+def linear(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    mask: Bool[Array, "B 1 1 S"] | None = None,
+    *,
+    features: str | FeatureFunction = "elu",
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention whose weights are products of features, over all keys.
+
+    out[t] = Σ_s φ(q_t)·φ(k_s) v_s / Σ_s φ(q_t)·φ(k_s)
+
+    Query head n uses key head n // (N/K). Time O((T + S) M V), with no [T S] map. Sums
+    run in float32 at least. A row that sees no key, or whose denominator is nothing
+    but rounding, is zero.
+
+    Args:
+        mask: True = attend; it may only hide keys. A hidden key changes nothing.
+        features: "elu" (elu + 1), "relu", "relu2" (relu squared), "identity", or a
+            function of [B T N H] and [B S K H] that treats every token by itself.
+            Features that change sign may have a denominator near zero.
+        segment_ids: tokens see only their own run of equal ids; needs T = S.
+    Raises:
+        ValueError: shapes that do not fit, an unknown name, or a mask that hides
+            pairs and not keys.
+    Source: Katharopoulos et al. 2020, arXiv:2006.16236.
+    """
+    pair = _resolve("linear", features)
+    if callable(features):
+        query, key = features(query), features(key)
+    return attend("linear", pair, None, query, key, value, mask, segment_ids)
+
+
+def linear_causal(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    mask: Bool[Array, "B 1 1 T"] | None = None,
+    *,
+    features: str | FeatureFunction = "elu",
+    chunk_size: int = 64,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
+    """`linear` over a token itself, its past, and what `state` has seen.
+
+    out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
+
+    Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk.
+
+    Args:
+        chunk_size: tokens handled together, rounded up to a power of two.
+        state: from `linear_state`, `linear_step` or an earlier call. Its last segment
+            goes on with the first run of `segment_ids`.
+        segment_ids: the sums start anew wherever the id changes.
+    Returns:
+        The output, and the state after the last token if `return_state`.
+    Raises:
+        ValueError: as `linear`; T differs from S; a state of other sizes.
+    Source: Katharopoulos et al. 2020, arXiv:2006.16236, equations 8 to 12.
+    """
+    pair = _resolve("linear_causal", features)
+    if callable(features):
+        query, key = features(query), features(key)
+    return attend_causal(
+        "linear_causal",
+        pair,
+        None,
+        query,
+        key,
+        value,
+        mask,
+        chunk_size=chunk_size,
+        state=state,
+        return_state=return_state,
+        segment_ids=segment_ids,
+    )
+
+
+def linear_step(
+    state: LinearState,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    value: Float[Array, "B 1 K V"],
+    *,
+    features: str | FeatureFunction = "elu",
+) -> tuple[Float[Array, "B 1 N V"], LinearState]:
+    """One more token of `linear_causal`, in O(M V): the output and the state after it.
+
+    Raises:
+        ValueError: as `linear_causal`; more than one token.
+    """
+    pair = _resolve("linear_step", features)
+    if callable(features):
+        query, key = features(query), features(key)
+    return attend_step("linear_step", pair, None, state, query, key, value)
+
+
+def linear_state(
+    batch: int,
+    kv_heads: int,
+    head_size: int,
+    value_size: int,
+    *,
+    features: str | FeatureFunction = "elu",
+    dtype: Any = jnp.float32,
+) -> LinearState:
+    """The state of `linear_causal` before the first token; float32 at least."""
+    pair = _resolve("linear_state", features)
+    if callable(features):
+        like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
+        head_size = jax.eval_shape(features, like).shape[-1]
+    return empty_state(pair, None, batch, kv_heads, head_size, value_size, dtype)
+
+
+def _resolve(who: str, features: str | FeatureFunction) -> Features:
+    """A function is applied by the caller to whole arrays; the engine sees the rest."""
+    if callable(features):
+        return maps.IDENTITY
+    return maps.named(who, maps.PLAIN, features)

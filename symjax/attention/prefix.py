@@ -1,0 +1,347 @@
+"""Sums over the past: what every linear attention is made of.
+
+out[t] = φ(q_t)·Σ_s φ(k_s) v_sᵀ / φ(q_t)·Σ_s φ(k_s)
+
+The sums over s are a state of fixed size. `absorb` adds keys to it, `read` asks it, and
+`advance` takes a chunk of time, in which every row sees its own past: quadratic inside
+the chunk, through the state to what came before.
+
+Features that are exponentials come as log φ. Their state is kept relative to `peak`,
+the largest log φ(k) so far of each feature, and a query relative to the largest
+log φ(q) + peak: the key that set the peak then adds at least 1 to the denominator.
+Every factor is at most 1, nothing that matters underflows, no ε is needed, and nothing
+depends on the future. Peaks are constants to the gradient: they cancel in the ratio.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.features import Features
+
+# Below this a chunk that is referred to its last peak has lost its early rows.
+_LOST = 1e-20
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class LinearState(NamedTuple):
+    """What linear attention keeps of the keys it has seen, in float32 at least.
+
+    sums = Σ φ(k) vᵀ and total = Σ φ(k), both times exp(−peak) when the features are
+    exponentials; peak, the running maximum of log φ(k), is None for plain features.
+    """
+
+    sums: Float[Array, "B K M V"]
+    total: Float[Array, "B K M"]
+    peak: Float[Array, "B K M"] | None = None
+
+
+class Fraction(NamedTuple):
+    """Rows of output before the division; both parts are times exp(−shift)."""
+
+    top: Float[Array, "B K G T V"]
+    bottom: Float[Array, "B K G T"]
+    size: Float[Array, "B K G T"]  # of the terms of bottom, before signs cancel
+    shift: Float[Array, "B K G T"]
+
+
+class Chunk(NamedTuple):
+    """A stretch of time: vectors, and after `to_features` their features.
+
+    `run` numbers the segments; `fresh` says that one starts with this chunk.
+    """
+
+    query: Float[Array, "B K G T M"]
+    key: Float[Array, "B K T M"]
+    value: Float[Array, "B K T V"]
+    visible: Bool[Array, "B T"]
+    run: Int[Array, "B T"] | None = None
+    fresh: Bool[Array, " B"] | None = None
+
+
+def _finite(peak: Array) -> Array:
+    """A peak to subtract: 0 where no key was seen, since −inf − (−inf) is NaN."""
+    return jnp.where(jnp.isneginf(peak), 0, peak)
+
+
+def to_features(features: Features, parameters: Any, chunk: Chunk, dtype: Any) -> Chunk:
+    """The same chunk with φ (or log φ) for queries and keys; φ = 0 for hidden keys."""
+    key = features.key(chunk.key.astype(dtype), parameters)
+    nothing = -jnp.inf if features.logarithmic else 0
+    return chunk._replace(
+        query=features.query(chunk.query.astype(dtype), parameters),
+        key=jnp.where(chunk.visible[:, None, :, None], key, nothing),
+        value=chunk.value.astype(dtype),
+    )
+
+
+def _weigh_query(query: Array, peak: Array | None) -> tuple[Array, Array]:
+    """Feature weights of at most 1 a row, and the logarithm that was divided out.
+
+    The largest of a row cancels in the ratio, so plain features are scaled too: their
+    products would leave the range of float32 long before the features do. There
+    the shift is left at 0, as it is the same wherever a row is split.
+    """
+    if peak is None:
+        largest = jax.lax.stop_gradient(jnp.abs(query).max(axis=-1, keepdims=True))
+        weights = query / jnp.where(largest > 0, largest, 1)
+        return weights, jnp.zeros_like(query[..., 0])
+    exponent = query + peak[:, :, None]
+    largest = jax.lax.stop_gradient(exponent.max(axis=-1, keepdims=True))
+    shift = _finite(largest)
+    return jnp.exp(exponent - shift), shift[..., 0]
+
+
+def _weigh_key(key: Array, peak: Array | None) -> Array:
+    return key if peak is None else jnp.exp(key - _finite(peak))
+
+
+def _refer(state: LinearState, peak: Array | None) -> LinearState:
+    """The same state relative to a higher peak."""
+    if peak is None or state.peak is None:
+        return state
+    decay = jnp.exp(state.peak - _finite(peak))
+    return LinearState(state.sums * decay[..., None], state.total * decay, peak)
+
+
+def _add(state: LinearState, weights: Array, value: Array) -> LinearState:
+    """The state after more keys, whose weights refer to the state's peak."""
+    sums = state.sums + _einsum("bksm,bksv->bkmv", weights, value)
+    return LinearState(sums, state.total + weights.sum(axis=-2), state.peak)
+
+
+def absorb(state: LinearState, key: Array, value: Array) -> LinearState:
+    """The state after all these keys."""
+    peak = state.peak
+    if peak is not None:
+        highest = key.max(axis=-2, initial=-jnp.inf)
+        peak = jax.lax.stop_gradient(jnp.maximum(peak, highest))
+    return _add(_refer(state, peak), _weigh_key(key, _row(peak)), value)
+
+
+def _row(peak: Array | None) -> Array | None:
+    """[B K M] → [B K 1 M], to stand beside rows of time."""
+    return None if peak is None else peak[:, :, None]
+
+
+def read(state: LinearState, query: Array) -> Fraction:
+    """Rows that see the state and nothing else."""
+    weights, shift = _weigh_query(query, _row(state.peak))
+    return _look(state, weights, shift)
+
+
+def _look(state: LinearState, weights: Array, shift: Array) -> Fraction:
+    top = _einsum("bkgtm,bkmv->bkgtv", weights, state.sums)
+    bottom = _einsum("bkgtm,bkm->bkgt", weights, state.total)
+    if state.peak is not None:
+        return Fraction(top, bottom, bottom, shift)
+    size = _einsum("bkgtm,bkm->bkgt", jnp.abs(weights), jnp.abs(state.total))
+    return Fraction(top, bottom, size, shift)
+
+
+def divide(fraction: Fraction) -> Array:
+    """top / bottom, and zeros where bottom is nothing but rounding.
+
+    Both are first divided by the constant bottom: the gradient of a plain quotient
+    holds bottom⁻², which overflows where bottom⁻¹ does not.
+    """
+    tolerance = 8 * jnp.finfo(fraction.bottom.dtype).eps
+    bottom, size = jax.lax.stop_gradient((fraction.bottom, fraction.size))
+    some = jnp.abs(bottom) > tolerance * size
+    scale = jnp.where(some, 1 / jnp.where(some, bottom, 1), 0)
+    ones = jnp.where(some, fraction.bottom * scale, 1)
+    return fraction.top * scale[..., None] / ones[..., None]
+
+
+def merge(one: Fraction, two: Fraction) -> Fraction:
+    """Rows that see the keys of both, which must be different keys."""
+    shift = jnp.maximum(one.shift, two.shift)
+    a, b = jnp.exp(one.shift - shift), jnp.exp(two.shift - shift)
+    return Fraction(
+        one.top * a[..., None] + two.top * b[..., None],
+        one.bottom * a + two.bottom * b,
+        one.size * a + two.size * b,
+        shift,
+    )
+
+
+def _highest(peak: Array, run: Array | None, *, reverse: bool = False) -> Array:
+    """Running maximum along time [B K T M] that starts anew with each run [B T]."""
+    if run is None:
+        return jax.lax.cummax(peak, axis=2, reverse=reverse)
+
+    def later(one, two):
+        return jnp.where(one[1] == two[1], jnp.maximum(one[0], two[0]), two[0]), two[1]
+
+    pair = (peak, run[:, None, :, None])
+    return jax.lax.associative_scan(later, pair, reverse=reverse, axis=2)[0]
+
+
+def _pairs(chunk: Chunk) -> Bool[Array, "B T T"]:
+    """Who may see whom: the past and oneself, inside one run."""
+    length = chunk.key.shape[2]
+    past = jnp.tril(jnp.ones((1, length, length), bool))
+    if chunk.run is None:
+        return past
+    return past & (chunk.run[:, :, None] == chunk.run[:, None, :])
+
+
+def empty(like: LinearState) -> LinearState:
+    """A state that has seen no key."""
+    peak = None if like.peak is None else jnp.full_like(like.peak, -jnp.inf)
+    return LinearState(jnp.zeros_like(like.sums), jnp.zeros_like(like.total), peak)
+
+
+def _choose(where: Array, one: LinearState, two: LinearState) -> LinearState:
+    """One state or the other for each example of the batch. where: [B]."""
+
+    def pick(a: Array, b: Array) -> Array:
+        return jnp.where(where.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(pick, one, two)
+
+
+def _started(peak: Array, key: Array) -> Array:
+    """log φ(k) with the peak of the past folded into the first token."""
+    constant = jax.lax.stop_gradient(key)
+    first = jnp.maximum(constant[:, :, :1], peak[:, :, None])
+    return jnp.concatenate([first, constant[:, :, 1:]], axis=2)
+
+
+def _reference(state: LinearState, key: Array, run: Array | None) -> Array | None:
+    """The peak at the end of the chunk, or of each token's run: [B K 1 or T M]."""
+    if state.peak is None:
+        return None
+    started = _started(state.peak, key)
+    if run is None:
+        return started.max(axis=2, keepdims=True)
+    return _highest(_highest(started, run), run, reverse=True)
+
+
+def advance(state: LinearState, chunk: Chunk) -> tuple[LinearState, Fraction]:
+    """One chunk of features: the state after it, and its rows.
+
+    The state of the last run goes on; a run that starts with the chunk forgets it.
+    """
+    run = chunk.run
+    if chunk.fresh is not None:
+        state = _choose(chunk.fresh, empty(state), state)
+    peak = _reference(state, chunk.key, run)
+    weights = _weigh_key(chunk.key, peak)
+    old = _refer(state, None if peak is None else peak[:, :, 0])
+    fraction = _together(old, chunk, weights, peak)
+    if state.peak is not None:
+        fraction = _rescue(fraction, state, state.peak, chunk)
+    if run is not None:
+        old = _choose(run[:, 0] == run[:, -1], old, empty(old))
+        old = old._replace(peak=None if peak is None else peak[:, :, -1])
+        last = run == run[:, -1:]
+        weights = jnp.where(last[:, None, :, None], weights, 0)
+    return _add(old, weights, chunk.value), fraction
+
+
+def _together(
+    old: LinearState, chunk: Chunk, weights: Array, peak: Array | None
+) -> Fraction:
+    """Rows of a chunk whose factors all refer to the peak at the chunk's end.
+
+    That peak lies in the future of most rows: it cancels in the ratio, but a later key
+    that is far larger pushes earlier ones out of range. `_rescue` looks after those.
+    """
+    row, shift = _weigh_query(chunk.query, peak)
+    scores = _einsum("bkgtm,bksm->bkgts", row, weights)
+    scores = scores * _pairs(chunk)[:, None, None].astype(scores.dtype)
+    if chunk.run is not None:
+        reaches = chunk.run == chunk.run[:, :1]
+        row = jnp.where(reaches[:, None, None, :, None], row, 0)
+    past = _look(old, row, shift)
+    bottom = scores.sum(axis=-1)
+    size = bottom if old.peak is not None else jnp.abs(scores).sum(axis=-1)
+    top = _einsum("bkgts,bksv->bkgtv", scores, chunk.value)
+    return Fraction(past.top + top, past.bottom + bottom, past.size + size, shift)
+
+
+def _rescue(
+    fraction: Fraction, state: LinearState, peak: Array, chunk: Chunk
+) -> Fraction:
+    """Replace the rows that lost their denominator, if there are any.
+
+    Row by row, so that no example depends on what another one needed.
+    """
+    sees = (_pairs(chunk) & chunk.visible[:, None, :]).any(axis=-1)[:, None]
+    remembers = ~jnp.isneginf(peak).all(axis=-1)[..., None]
+    if chunk.run is not None:
+        remembers = remembers & (chunk.run == chunk.run[:, :1])[:, None]
+    some = (sees | remembers)[:, :, None]
+    lost = some & (jax.lax.stop_gradient(fraction.bottom) < _LOST)
+
+    def exactly(fraction: Fraction) -> Fraction:
+        exact = jax.checkpoint(_by_halves)(state, peak, chunk)
+        return Fraction(
+            jnp.where(lost[..., None], exact.top, fraction.top),
+            jnp.where(lost, exact.bottom, fraction.bottom),
+            jnp.where(lost, exact.size, fraction.size),
+            jnp.where(lost, exact.shift, fraction.shift),
+        )
+
+    return jax.lax.cond(lost.any(), exactly, lambda fraction: fraction, fraction)
+
+
+def _by_halves(state: LinearState, peak: Array, chunk: Chunk) -> Fraction:
+    """The rows of a chunk, each referred to its own running peak.
+
+    Pairs are split as in a merge sort: at each level the second half of a block looks
+    at the first half, through the running peak at the boundary. Keys of the first half
+    lie below that peak and it lies below the peaks of the second half: all factors are
+    at most 1. log₂ T levels of T/2 rows; T is a power of two.
+    """
+    key, run = chunk.key, chunk.run
+    running = _highest(_started(peak, key), run)
+    highest = (chunk.query + running[:, :, None]).max(axis=-1)
+    shift = _finite(jax.lax.stop_gradient(highest))
+    query = chunk.query - shift[..., None]
+    before = query + peak[:, :, None, None]
+    if run is not None:
+        before = _drop(before, (run == run[:, :1])[:, None, None])
+    past = _look(state, jnp.exp(before), shift)
+    itself = jnp.exp(query + key[:, :, None]).sum(axis=-1)
+    top = past.top + itself[..., None] * chunk.value[:, :, None]
+    bottom = past.bottom + itself
+    half = 1
+    while half < key.shape[2]:
+        rows, total = _across(chunk._replace(query=query), running, half)
+        top, bottom, half = top + rows, bottom + total, 2 * half
+    return Fraction(top, bottom, bottom, shift)
+
+
+def _drop(exponent: Array, keep: Array) -> Array:
+    """exp(exponent) = 0 where keep says no. keep lacks the axis of features."""
+    return jnp.where(keep[..., None], exponent, -jnp.inf)
+
+
+def _across(chunk: Chunk, running: Array, half: int) -> tuple[Array, Array]:
+    """What the second half of every block of 2·half rows gets from its first half."""
+
+    def split(x: Array, axis: int) -> tuple[Array, Array]:
+        shape = (*x.shape[:axis], -1, 2, half, *x.shape[axis + 1 :])
+        x = x.reshape(shape)
+        return x.take(0, axis=axis + 1), x.take(1, axis=axis + 1)
+
+    (left, _), (_, right) = split(chunk.key, 2), split(chunk.query, 3)
+    boundary = split(running, 2)[0][..., -1:, :]
+    left, right = left - _finite(boundary), right + boundary[:, :, None]
+    if chunk.run is not None:
+        first, second = split(chunk.run, 1)
+        left = _drop(left, (first == first[..., -1:])[:, None])
+        right = _drop(right, (second == first[..., -1:])[:, None, None])
+    scores = _einsum("bkgntm,bknsm->bkgnts", jnp.exp(right), jnp.exp(left))
+    rows = _einsum("bkgnts,bknsv->bkgntv", scores, split(chunk.value, 2)[0])
+
+    def behind_zeros(x: Array) -> Array:
+        both = jnp.stack([jnp.zeros_like(x), x], axis=4)
+        return both.reshape(*x.shape[:3], -1, *x.shape[5:])
+
+    return behind_zeros(rows), behind_zeros(scores.sum(axis=-1))

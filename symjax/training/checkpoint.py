@@ -1,0 +1,249 @@
+"""The checkpoints of a run: saved in the background, checked when they are read.
+
+Orbax commits a step by a rename, so a killed save leaves nothing that looks like a
+step. What it does not notice is a flipped bit, or a directory that lost its files and
+still counts as the latest step. `record` finds both; here the step before is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import absl.logging
+import orbax.checkpoint as ocp
+
+from symjax.training import record
+from symjax.training.record import Damaged
+
+
+def print_warning(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class Checkpoints:
+    """The checkpoints of one run: saved in the background, checked when restored.
+
+    With several processes, each calls every method with the same arguments, and the
+    directory is one that all of them see.
+
+    Args:
+        directory: absolute; made if it is missing.
+        keep: how many of the newest whole checkpoints stay; None opens for reading,
+            which makes, writes and deletes nothing.
+    Raises:
+        ValueError: the directory is not absolute or cannot be written, or keep < 1.
+    """
+
+    def __init__(self, directory: Path, keep: int | None = None):
+        # What Orbax logs as an error, over pages, is also raised, here in one line.
+        absl.logging.set_verbosity(absl.logging.FATAL)
+        self.directory = Path(directory)
+        if not self.directory.is_absolute():
+            raise ValueError(f"checkpoints need an absolute directory, got {directory}")
+        if keep is not None and keep < 1:
+            raise ValueError(f"checkpoint.keep {keep} must be at least 1")
+        self._kept = _Kept(keep or 0)
+        self._manager = _manager(self.directory, self._kept) if keep else None
+        self._saving: int | None = None
+
+    def steps(self) -> list[int]:
+        """Every step on disk, ascending: committed by a save, whole or damaged since.
+
+        Only `restore` reads the arrays, and so only it can tell the two apart.
+        """
+        if not self.directory.is_dir():
+            return []
+        names = [path.name for path in self.directory.iterdir() if path.is_dir()]
+        return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
+
+    def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Start saving; on return the caller may donate or delete the arrays.
+
+        Waits for the save before it, and for the arrays. Steps that the last `restore`
+        passed over, because they were damaged or later than the step it was asked for,
+        make way: the same number at once, the others when this save is complete.
+
+        Args:
+            trees: item name → pytree of arrays; empty trees and arrays are fine.
+            meta: what JSON can hold.
+        Raises:
+            ValueError: the step exists already, two leaves have one name, this save or
+                the one before it cannot be written, or `keep` was None.
+        """
+        if self._manager is None:
+            raise ValueError(f"checkpoints in {self.directory} are open for reading")
+        self.wait()
+        arguments = record.to_save(step, trees, meta)
+        self._make_way(self._manager, step)
+        self._kept.whole.add(step)
+        self._saving = step
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
+        except Exception as error:
+            self._give_up(error)
+
+    def restore(
+        self,
+        abstract_trees: dict[str, Any],
+        step: int | None = None,
+        *,
+        warn: Callable[[str], None] = print_warning,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The trees and meta of the newest whole checkpoint, or of the one asked for.
+
+        Bitwise what was saved, on whatever mesh the shardings name. Each damaged
+        checkpoint on the way is named to `warn` in one line. Reads every array once.
+
+        Args:
+            abstract_trees: item name → pytree of `jax.ShapeDtypeStruct` with shardings
+                (the default device where there is none); other items are not read.
+        Raises:
+            ValueError: there is no checkpoint, none is whole, the one asked for is not,
+                or its arrays have other names, shapes or types than the trees.
+        """
+        self.wait()
+        present = self._present(step)
+        (trees, meta), restored, reasons = self._first_whole(
+            present if step is None else [step],
+            functools.partial(record.read, abstract_trees=abstract_trees),
+        )
+        for passed, why in reasons.items():
+            warn(f"checkpoint {passed} is damaged ({why}): restored {restored} instead")
+        self._kept.restored(restored, present)
+        return trees, meta
+
+    def read_meta(self, step: int | None = None) -> dict[str, Any]:
+        """The meta given to `save`, and `step`, without reading any array.
+
+        Without a step, of the newest checkpoint whose meta is whole. `restore` may
+        find arrays of that one damaged; it returns the meta of the one it restored.
+
+        Raises:
+            ValueError: there is no checkpoint, or no whole meta.
+        """
+        self.wait()
+        present = self._present(step)
+        steps = present if step is None else [step]
+        return self._first_whole(steps, record.read_meta)[0]
+
+    def wait(self) -> None:
+        """Until the save in the background is complete and the old ones are deleted.
+
+        Raises:
+            ValueError: it could not be written.
+        """
+        if self._manager is not None and self._saving is not None:
+            try:
+                self._manager.wait_until_finished()
+            except Exception as error:
+                self._give_up(error)
+            self._saving = None
+
+    def close(self) -> None:
+        """Wait, and end Orbax's threads; reading is still possible afterwards."""
+        try:
+            self.wait()
+        finally:
+            if self._manager is not None:
+                with contextlib.suppress(Exception):  # `wait` has reported it
+                    self._manager.close()
+                self._manager = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _present(self, step: int | None) -> list[int]:
+        """Steps on disk, newest first; `step`, if given, must be one of them."""
+        present = self.steps()[::-1]
+        if not present:
+            raise ValueError(f"no checkpoint in {self.directory}")
+        if step is not None and step not in present:
+            known = ", ".join(map(str, present[::-1]))
+            raise ValueError(f"no checkpoint {step} in {self.directory}, only {known}")
+        return present
+
+    def _make_way(self, manager: ocp.CheckpointManager, step: int) -> None:
+        if step in manager.all_steps():
+            if step not in self._kept.passed:
+                raise ValueError(f"checkpoint {step} exists in {self.directory}")
+            manager.delete(step)
+            self._kept.passed.discard(step)
+
+    def _first_whole(
+        self, steps: list[int], read: Callable[[Path], Any]
+    ) -> tuple[Any, int, dict[int, str]]:
+        """What `read` makes of the first undamaged step, that step, and what was wrong
+        with those before it."""
+        reasons: dict[int, str] = {}
+        for step in steps:
+            try:
+                return read(self.directory / str(step)), step, reasons
+            except Damaged as error:
+                reasons[step] = str(error)
+        lines = [f"{step} is damaged ({why})" for step, why in reasons.items()]
+        if len(lines) == 1:
+            raise ValueError(f"checkpoint {lines[0]} in {self.directory}")
+        raise ValueError(
+            f"no checkpoint is whole in {self.directory}: {'; '.join(lines)}"
+        )
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        step, self._saving = self._saving, None
+        self._kept.whole -= {step}
+        reason = record.short(error)
+        raise ValueError(
+            f"checkpoint {step} cannot be written to {self.directory}: {reason}"
+        ) from error
+
+
+class _Kept:
+    """Which steps stay, as an Orbax preservation policy: the newest whole ones.
+
+    Whole are those that this process has saved or restored. An older step that nobody
+    has read stays until enough whole ones are newer; a damaged one never counts.
+    """
+
+    def __init__(self, keep: int):
+        self.keep = keep
+        self.whole: set[int] = set()
+        self.passed: set[int] = set()
+
+    def restored(self, step: int, present: Sequence[int]) -> None:
+        self.passed = {other for other in present if other > step}
+        self.whole = {step} | (self.whole - self.passed)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any):
+        del context
+        steps = [found.step for found in checkpoints]
+        whole = sorted(self.whole.intersection(steps))
+        oldest = whole[-self.keep] if len(whole) >= self.keep else -1
+        return [step >= oldest and step not in self.passed for step in steps]
+
+
+def _manager(directory: Path, kept: _Kept) -> ocp.CheckpointManager:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"checkpoints cannot be written to {directory}: {error.strerror}"
+        ) from error
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=kept,
+            cleanup_tmp_directories=True,
+            lightweight_initialize=True,
+            save_root_metadata=False,
+        ),
+    )

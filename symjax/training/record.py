@@ -1,0 +1,236 @@
+"""One checkpoint on disk: what it holds, and whether that is what was saved.
+
+    <step>/<item>        an Orbax item a tree: params, constants, optimizer
+    <step>/meta          JSON: step, the caller's meta, kind and checksum of every array
+
+A flipped bit restores silently in Orbax. So every array has a checksum, taken on the
+device before the save and after the restore, and meta has one of its own.
+
+Trees are stored as nested dicts of arrays, NamedTuples and lists by field and position.
+No code is stored, and none is run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
+
+from symjax.training.checksum import checksums
+
+META = "meta"
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was saved; the message says where, in one line."""
+
+
+def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """Orbax's arguments, item by item. Waits for the arrays.
+
+    Raises:
+        ValueError: two leaves have one name.
+    """
+    trees = jax.tree.map(jnp.asarray, trees)
+    named = {item: _named(item, tree) for item, tree in trees.items()}
+    arguments: dict[str, Any] = {
+        item: ocp.args.StandardSave(tree)
+        for item, leaves in named.items()
+        if (tree := _nested(leaves))
+    }
+    arguments[META] = ocp.args.JsonSave(_document(step, meta, named))
+    return arguments
+
+
+def read(
+    directory: Path, abstract_trees: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trees and meta, compared with their checksums. In every process at once.
+
+    Raises:
+        Damaged: something is missing, unreadable or altered.
+        ValueError: the arrays have other names, shapes or types than the trees.
+    """
+    document = _read_document(directory)
+    named = {item: _named(item, tree) for item, tree in abstract_trees.items()}
+    for item, leaves in named.items():
+        _must_fit(directory.name, item, document["arrays"], leaves)
+    trees = {}
+    for item, leaves in named.items():
+        task = functools.partial(_read_item, directory / item, leaves)
+        arrays = _attempt(item, task)
+        for name, found in zip(arrays, checksums([*arrays.values()]), strict=True):
+            if f"{found:08x}" != document["arrays"][name][1]:
+                raise Damaged(f"{name} does not match its checksum")
+        structure = jax.tree.structure(abstract_trees[item])
+        trees[item] = jax.tree.unflatten(structure, arrays.values())
+    return trees, _meta(document)
+
+
+def read_meta(directory: Path) -> dict[str, Any]:
+    """What `to_save` was given as meta, and the step.
+
+    Raises:
+        Damaged: it is missing, unreadable or altered.
+    """
+    return _meta(_read_document(directory))
+
+
+def short(error: Exception) -> str:
+    """The kind of an error and the end of its first line, where Orbax has the cause."""
+    line = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
+    return f"{type(error).__name__}: {line if len(line) < 80 else '…' + line[-80:]}"
+
+
+def _read_document(directory: Path) -> dict[str, Any]:
+    document = _attempt(META, functools.partial(_read_json, directory / META))
+    if str(document["step"]) != directory.name:
+        raise Damaged(f"{META} is that of step {document['step']}")
+    return document
+
+
+def _named(item: str, tree: Any) -> dict[str, Any]:
+    """`item/path/of/the/leaf` → leaf, in the order of the tree's leaves."""
+    named = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+        name = f"{item}/{name}"
+        if name in named:
+            raise ValueError(f"two leaves of a checkpoint are called {name}")
+        named[name] = leaf
+    return named
+
+
+def _nested(named: dict[str, Any]) -> dict[str, Any]:
+    """The nested dict that Orbax stores, without arrays of no elements: it has none."""
+    tree: dict[str, Any] = {}
+    for name, leaf in named.items():
+        if leaf.size:
+            *parents, last = name.split("/")[1:]
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = leaf
+    return tree
+
+
+def _document(
+    step: int, meta: dict[str, Any], named: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    arrays = {name: leaf for leaves in named.values() for name, leaf in leaves.items()}
+    numbers = checksums([*arrays.values()])
+    document = {
+        "step": step,
+        "meta": json.loads(json.dumps(meta)),
+        "arrays": {
+            name: [_kind(leaf), f"{number:08x}"]
+            for (name, leaf), number in zip(arrays.items(), numbers, strict=True)
+        },
+    }
+    return {**document, "checksum": _seal(document)}
+
+
+def _seal(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _meta(document: dict[str, Any]) -> dict[str, Any]:
+    return {**document["meta"], "step": document["step"]}
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _must_fit(
+    step: str, item: str, arrays: dict[str, Any], leaves: dict[str, Any]
+) -> None:
+    stored = {n: kind for n, (kind, _) in arrays.items() if n.split("/")[0] == item}
+    wanted = {name: _kind(leaf) for name, leaf in leaves.items()}
+    for name in {**stored, **wanted}:
+        there, here = stored.get(name, "nothing"), wanted.get(name, "nothing")
+        if there != here:
+            raise ValueError(
+                f"checkpoint {step} does not fit: {name} is {there} there, {here} here"
+            )
+
+
+def _attempt(what: str, read: Callable[[], Any]) -> Any:
+    """What `read` returns; Damaged in every process if it fails in one of them.
+
+    A lack of memory, of permission or of a working device is no damage.
+    """
+    value, reason = None, ""
+    try:
+        value = read()
+    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+        raise
+    except Damaged as error:
+        reason = str(error)
+    except Exception as error:
+        reason = f"{what} cannot be read: {short(error)}"
+    if jax.process_count() > 1:
+        anywhere = multihost_utils.process_allgather(np.array(bool(reason))).any()
+        reason = reason or ("another process cannot read it" if anywhere else "")
+    if reason:
+        raise Damaged(reason)
+    return value
+
+
+def _read_json(directory: Path) -> dict[str, Any]:
+    document = dict(ocp.JsonCheckpointHandler().restore(epath.Path(directory)))
+    if document.pop("checksum") != _seal(document):
+        raise Damaged("meta does not match its checksum")
+    return document
+
+
+class _PatientLoop(asyncio.SelectorEventLoop):
+    """Finishes its tasks before it closes.
+
+    At the first unreadable array Orbax closes its loop under the reads of the others,
+    and each of those then prints a traceback from a thread of TensorStore.
+    """
+
+    def close(self) -> None:
+        tasks = [] if self.is_closed() else asyncio.all_tasks(self)
+        if tasks:
+            self.run_until_complete(asyncio.wait(tasks))
+            for task in tasks:
+                task.exception()  # else its error is printed as never retrieved
+        super().close()
+
+
+def _read_item(directory: Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    placed = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=leaf.sharding or SingleDeviceSharding(jax.devices()[0]),
+        )
+        for name, leaf in leaves.items()
+    }
+    tree = _nested(placed)
+    if tree:
+        arguments = ocp.args.StandardRestore(tree)
+        with mock.patch.object(asyncio, "new_event_loop", _PatientLoop):
+            handler = ocp.StandardCheckpointHandler()
+            tree = handler.restore(epath.Path(directory), args=arguments)
+    restored = _named(directory.name, tree)
+    for name, leaf in placed.items():
+        if not leaf.size:
+            empty = np.zeros(leaf.shape, leaf.dtype)
+            restored[name] = jax.device_put(empty, leaf.sharding)
+    return {name: restored[name] for name in leaves}

@@ -4,12 +4,31 @@ Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query leng
 S key length, N heads, K key/value heads, H head size, V value size, M features.
 """
 
+from symjax.attention.cosine import (
+    cosine,
+    cosine_causal,
+    cosine_state,
+    cosine_step,
+)
 from symjax.attention.differential import (
     differential,
     differential_lambda,
     lambda_initial,
 )
+from symjax.attention.features import orthogonal_projection
+from symjax.attention.linear import (
+    linear,
+    linear_causal,
+    linear_state,
+    linear_step,
+)
 from symjax.attention.mechanisms import MECHANISMS, Mechanism
+from symjax.attention.performer import (
+    performer,
+    performer_causal,
+    performer_state,
+    performer_step,
+)
 from symjax.attention.positions import rotate
 from symjax.attention.softmax import softmax
 from symjax.attention.symmetric import symmetric, symmetric_key
@@ -17,9 +36,22 @@ from symjax.attention.symmetric import symmetric, symmetric_key
 __all__ = [
     "MECHANISMS",
     "Mechanism",
+    "cosine",
+    "cosine_causal",
+    "cosine_state",
+    "cosine_step",
     "differential",
     "differential_lambda",
     "lambda_initial",
+    "linear",
+    "linear_causal",
+    "linear_state",
+    "linear_step",
+    "orthogonal_projection",
+    "performer",
+    "performer_causal",
+    "performer_state",
+    "performer_step",
     "rotate",
     "softmax",
     "symmetric",

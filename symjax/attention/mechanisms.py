@@ -4,6 +4,24 @@ import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
+from symjax.attention.cosine import (
+    cosine,
+    cosine_causal,
+    cosine_state,
+    cosine_step,
+)
+from symjax.attention.linear import (
+    linear,
+    linear_causal,
+    linear_state,
+    linear_step,
+)
+from symjax.attention.performer import (
+    performer,
+    performer_causal,
+    performer_state,
+    performer_step,
+)
 from symjax.attention.rows import RowWeights
 from symjax.attention.softmax import softmax, softmax_weights
 
@@ -21,14 +39,19 @@ class Mechanism(NamedTuple):
     step: Callable | None = None
     state: Callable | None = None
 
-    def options(self) -> tuple[str, ...]:
-        """The names of the keyword options that its whole-sequence form takes."""
-        parameters = inspect.signature(self.causal or self.attend).parameters
-        return tuple(parameters)
+    def options(self, form: str = "causal") -> tuple[str, ...]:
+        """The names of the arguments that one of its functions takes."""
+        function = getattr(self, form) or self.attend
+        return tuple(inspect.signature(function).parameters)
 
 
 MECHANISMS = {
     "softmax": Mechanism(softmax, softmax_weights),
+    "cosine": Mechanism(cosine, None, cosine_causal, cosine_step, cosine_state),
+    "linear": Mechanism(linear, None, linear_causal, linear_step, linear_state),
+    "performer": Mechanism(
+        performer, None, performer_causal, performer_step, performer_state
+    ),
 }
 
 

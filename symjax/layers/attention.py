@@ -1,6 +1,5 @@
 """The attention layer: four independent choices, one module."""
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,7 +55,7 @@ class Attention(nnx.Module):
         self.key_norm = None if chosen.key_norm == "none" else chosen.key_norm
         self.rope_base = options.rope_base if options.positions == "rope" else None
         self.mask_self = chosen.mask_self
-        self.options = _options(chosen)
+        self.options = tuple(_options(chosen).items())  # hashable, as jit needs
         self.dtype = jnp.dtype(options.dtype)
         self.heads, self.kv_heads, self.branches, self.head_size = _sizes(options)
         self.value_size = self.head_size * self.branches
@@ -105,21 +104,23 @@ class Attention(nnx.Module):
         query, key, value = self._project(x, jnp.arange(x.shape[1])[None])
         form = attention.MECHANISMS[self.mechanism]
         if form.causal is None:
-            options = {**self.options, "is_causal": True}
+            options = {**dict(self.options), "is_causal": True}
             mixed = self._attend(form.attend, query, key, value, options)
         else:
-            mixed = self._attend(form.causal, query, key, value, self.options)
+            mixed = self._attend(form.causal, query, key, value, dict(self.options))
         return self._output(mixed)
 
     def empty(self, batch: int, length: int) -> Any:
         """The decoding state before the first token; `length` bounds a cache."""
         form = attention.MECHANISMS[self.mechanism]
-        keys, values = self.kv_heads * self.branches, self.kv_heads
-        if form.state is not None:
-            raise NotImplementedError
-        return Cache(
-            jnp.zeros((batch, length, keys, self.head_size), self.dtype),
-            jnp.zeros((batch, length, values, self.value_size), self.dtype),
+        keys = self.kv_heads * self.branches
+        if form.state is None:
+            return Cache(
+                jnp.zeros((batch, length, keys, self.head_size), self.dtype),
+                jnp.zeros((batch, length, self.kv_heads, self.value_size), self.dtype),
+            )
+        return form.state(
+            batch, keys, self.head_size, self.value_size, **self._options_of("state")
         )
 
     def extend(
@@ -142,15 +143,14 @@ class Attention(nnx.Module):
                 is_causal=True,
                 mask_self=self.mask_self,
             )
-            options = {**self.options, "mask_self": False, "mask": visible}
+            options = {**dict(self.options), "mask_self": False, "mask": visible}
             mixed = self._attend(form.attend, query, *state, options)
         elif x.shape[1] == 1:
-            names = inspect.signature(form.step).parameters
-            options = {k: v for k, v in self.options.items() if k in names}
             step = partial(form.step, state)
+            options = self._options_of("step")
             mixed, state = self._attend(step, query, key, value, options)
         else:
-            options = {**self.options, "state": state, "return_state": True}
+            options = {**dict(self.options), "state": state, "return_state": True}
             mixed, state = self._attend(form.causal, query, key, value, options)
         return self._output(mixed), state
 
@@ -190,6 +190,14 @@ class Attention(nnx.Module):
             )
 
         return per_device(run, query, key, value, arrays)
+
+    def _options_of(self, form: str) -> dict[str, Any]:
+        """The options that another form of the mechanism takes."""
+        names = attention.MECHANISMS[self.mechanism].options(form)
+        options = dict(self.options)
+        if form == "state" and hasattr(self, "projection"):
+            options["projection"] = self.projection[...]
+        return {name: x for name, x in options.items() if name in names}
 
     def lam(self) -> Float[Array, ""]:
         """λ of a differential layer as it stands."""

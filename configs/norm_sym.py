@@ -1,0 +1,15 @@
+"""Cosine ("norm") attention with symmetric keys: a linear-time model.
+
+python train.py --config configs/norm_sym.py
+python train.py --config configs/norm_sym.py:tiny
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(size: str = "3l") -> ConfigDict:
+    config = base.get_config(size)
+    config.model.attention.update(mechanism="cosine", symmetric="plain")
+    return config

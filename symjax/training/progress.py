@@ -1,0 +1,52 @@
+"""How a run shows itself: a bar on a terminal, plain lines in a file."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+SECONDS = 5.0  # between two lines where the output is not a terminal
+
+
+class Progress:
+    """Loss, tokens a second and time left of a run of `total` steps."""
+
+    def __init__(self, total: int, start: int):
+        self.total = total
+        self.bar = None
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=total, initial=start, unit="step", smoothing=0.1)
+        self.shown = float("-inf")
+
+    def update(self, step: int, loss: float, tokens_per_second: float, left: float):
+        """Called at every logged step; `left` is in seconds."""
+        if self.bar is not None:
+            self.bar.update(step - self.bar.n)
+            self.bar.set_postfix_str(
+                f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False
+            )
+        elif step == self.total or time.monotonic() - self.shown > SECONDS:
+            self.shown = time.monotonic()
+            self.line(
+                f"step {step}/{self.total}  loss {loss:.3f}  "
+                f"{tokens_per_second:,.0f} tokens/s  {clock(left)} left"
+            )
+
+    def line(self, text: str) -> None:
+        """A line above the bar."""
+        if self.bar is not None:
+            self.bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    tail = f"{minutes:02d}:{seconds:02d}"
+    return f"{hours}:{tail}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,138 @@
+"""Where every array lives: one table from weight paths to mesh axes."""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from symjax import config
+
+AXES = ("data", "fsdp", "tensor", "sequence")
+BATCH = P(("data", "fsdp"), "sequence")
+
+# The first pattern that matches a weight's path gives its axes. Layer indices match *.
+RULES = (
+    ("embedding/embedding", P(None, "fsdp")),
+    ("positions", P(None, "fsdp")),
+    ("head/kernel", P("fsdp", None)),
+    ("head/bias", P(None)),
+    ("*norm/*", P(None)),
+    ("blocks/*/attention/lambda_*", P(None)),
+    ("blocks/*/attention/metric", P("tensor", None, None)),
+    ("blocks/*/attention/projection", P(None, None)),
+    ("blocks/*/out/kernel", P("tensor", "fsdp")),
+    ("blocks/*/down/kernel", P("tensor", "fsdp")),
+    ("blocks/*/out/bias", P(None)),
+    ("blocks/*/down/bias", P(None)),
+    ("blocks/*/kernel", P("fsdp", "tensor")),
+    ("blocks/*/bias", P("tensor")),
+)
+
+
+def make_mesh(options: config.Mesh) -> Mesh:
+    """The devices as (data, fsdp, tensor, sequence); one size may be -1, what is left.
+
+    Raises:
+        ValueError: the sizes do not fit the number of devices, naming both.
+    """
+    sizes = [getattr(options, axis) for axis in AXES]
+    devices = jax.devices()
+    shown = " × ".join(f"{a} {s}" for a, s in zip(AXES, sizes, strict=True))
+    if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
+        raise ValueError(
+            f"mesh {shown}: sizes are positive, and one may be -1 for what is left"
+        )
+    if -1 in sizes:
+        known = -_product(sizes)
+        if len(devices) % known:
+            raise ValueError(
+                f"mesh {shown}: {len(devices)} devices are not a multiple of {known}"
+            )
+        sizes[sizes.index(-1)] = len(devices) // known
+    if _product(sizes) > len(devices):
+        raise ValueError(
+            f"mesh {shown} needs {_product(sizes)} devices, there are {len(devices)}"
+        )
+    used = devices[: _product(sizes)]
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=used)
+
+
+def check_batch(options: config.Config, mesh: Mesh) -> None:
+    """Refuse a batch or a length that does not divide over the mesh.
+
+    Raises:
+        ValueError: naming the sizes.
+    """
+    rows = mesh.shape["data"] * mesh.shape["fsdp"]
+    accumulate = options.optimizer.accumulate
+    if accumulate < 1:
+        raise ValueError(f"optimizer.accumulate must be at least 1, got {accumulate}")
+    if options.batch_size < 1 or options.batch_size % (rows * accumulate):
+        raise ValueError(
+            f"batch_size {options.batch_size} does not divide over mesh data "
+            f"{mesh.shape['data']} × fsdp {mesh.shape['fsdp']}"
+            + (f" × optimizer.accumulate {accumulate}" if accumulate > 1 else "")
+        )
+    if options.model.length % mesh.shape["sequence"]:
+        raise ValueError(
+            f"model.length {options.model.length} does not divide over mesh sequence "
+            f"{mesh.shape['sequence']}"
+        )
+    kv_heads = options.model.kv_heads or options.model.heads
+    if kv_heads % mesh.shape["tensor"]:
+        raise ValueError(
+            f"{kv_heads} key/value heads do not divide over mesh tensor "
+            f"{mesh.shape['tensor']}"
+        )
+
+
+def weight_shardings(weights: Any, mesh: Mesh) -> Any:
+    """The sharding of every weight of a nested dict, by RULES.
+
+    Raises:
+        ValueError: no rule matches a weight, or an axis of the mesh does not divide
+            it; the message names the weight, its shape and the mesh.
+    """
+
+    def place(path: tuple, weight: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        for pattern, axes in RULES:
+            if fnmatchcase(name, pattern):
+                _check_divides(name, weight.shape, axes, mesh)
+                return NamedSharding(mesh, axes)
+        raise ValueError(f"no sharding rule matches weight {name!r} {weight.shape}")
+
+    return jax.tree_util.tree_map_with_path(place, weights)
+
+
+def optimizer_shardings(
+    transform: optax.GradientTransformation, weights: Any, shardings: Any, mesh: Mesh
+) -> Any:
+    """Moments lie where their weights lie; counters are everywhere."""
+    return optax.tree.map_params(
+        transform,
+        lambda _, sharding: sharding,
+        jax.eval_shape(transform.init, weights),
+        shardings,
+        transform_non_params=lambda _: NamedSharding(mesh, P()),
+    )
+
+
+def _check_divides(name: str, shape: tuple, axes: P, mesh: Mesh) -> None:
+    for size, axis in zip(shape, axes, strict=True):
+        if axis is not None and size % mesh.shape[axis]:
+            raise ValueError(
+                f"weight {name!r} {shape} does not divide over mesh axis {axis} "
+                f"of {dict(mesh.shape)}"
+            )
+
+
+def _product(sizes: list[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

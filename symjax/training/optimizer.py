@@ -1,0 +1,130 @@
+"""The optimizer and its learning rate: optax, by the names of the configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import optax
+
+from symjax import config
+
+
+def optimizer(
+    options: config.Optimizer, steps: int, params_abstract: Any
+) -> optax.GradientTransformation:
+    """Clip the whole gradient, then step by the schedule.
+
+    `adamw` and `lion` shrink the weights themselves; `adam` and `sgd` add
+    weight_decay · weight to the clipped gradient, as PyTorch's do. `sgd` takes the
+    first of `betas` as its momentum. Moments have the paths and shapes of the weights.
+
+    Args:
+        steps: of the run, where `decay_steps` is 0.
+        params_abstract: nested dict of what has a shape; decides which weights decay.
+    Raises:
+        ValueError: a number is out of its range, or a name is unknown.
+    """
+    rate = schedule(options, steps)
+    first, second = _betas(options)
+    _at_least_zero("optimizer.weight_decay", options.weight_decay)
+    _at_least_zero("optimizer.clip", options.clip)
+    if not 0 < options.eps < math.inf:
+        raise ValueError(f"optimizer.eps {options.eps} must be positive")
+    decay = {"weight_decay": options.weight_decay, "mask": decays(params_abstract)}
+    chain: list[optax.GradientTransformation] = []
+    if options.clip:
+        chain.append(optax.clip_by_global_norm(options.clip))
+    if options.name in ("adam", "sgd"):
+        chain.append(optax.add_decayed_weights(**decay))
+    if options.name == "adamw":
+        chain.append(optax.adamw(rate, first, second, options.eps, **decay))
+    elif options.name == "lion":
+        chain.append(optax.lion(rate, first, second, **decay))
+    elif options.name == "adam":
+        chain.append(optax.adam(rate, first, second, options.eps))
+    elif options.name == "sgd":
+        chain.append(optax.sgd(rate, momentum=first or None))
+    else:
+        raise ValueError(
+            f"optimizer.name {options.name!r} is unknown: "
+            "choose from adam, adamw, lion, sgd"
+        )
+    return optax.chain(*chain)
+
+
+def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
+    """Step (from 0) → learning rate.
+
+    The peak is `learning_rate`, the end `final` times the peak, reached after
+    `decay_steps` (the run's steps if 0) and held from there on. Warm-up starts at 0 and
+    is part of `decay_steps`.
+
+    Raises:
+        ValueError: a number is out of its range, or a name is unknown.
+    """
+    peak, warmup = options.learning_rate, options.warmup
+    _at_least_zero("optimizer.learning_rate", peak)
+    _at_least_zero("optimizer.final", options.final)
+    _at_least_zero("optimizer.warmup", warmup)
+    _at_least_zero("optimizer.decay_steps", options.decay_steps)
+    end, length = peak * options.final, options.decay_steps or steps
+    if length < 1:
+        raise ValueError(f"steps {steps} must be at least 1")
+    if options.schedule == "constant_schedule":
+        return optax.constant_schedule(peak)
+    if options.schedule == "cosine_decay_schedule":
+        return optax.cosine_decay_schedule(peak, length, alpha=options.final)
+    if options.schedule == "linear_schedule":
+        return optax.linear_schedule(peak, end, length)
+    if options.schedule == "warmup_constant_schedule":
+        # optax stays at its initial value, 0, if there are no steps of warm-up.
+        if warmup == 0:
+            return optax.constant_schedule(peak)
+        return optax.warmup_constant_schedule(0.0, peak, warmup)
+    if options.schedule == "warmup_cosine_decay_schedule":
+        if warmup >= length:
+            raise ValueError(
+                f"optimizer.warmup {warmup} must be less than the {length} steps after "
+                "which optimizer.schedule has reached its end"
+            )
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, length, end)
+    raise ValueError(
+        f"optimizer.schedule {options.schedule!r} is unknown: choose from "
+        "constant_schedule, cosine_decay_schedule, linear_schedule, "
+        "warmup_constant_schedule, warmup_cosine_decay_schedule"
+    )
+
+
+def decays(params: Any) -> Any:
+    """Which weights decay: a tree of booleans.
+
+    Kernels, embeddings and the metrics of pairwise attention: what has two axes or
+    more. Norms, biases and λ vectors do not, whatever their shape: in a stack of layers
+    a vector has two axes as well.
+    """
+
+    def decays_at(path: Any, leaf: Any) -> bool:
+        parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        kept = parts[-1] in ("bias", "scale") or any(
+            word in part for part in parts for word in ("norm", "lambda")
+        )
+        return len(leaf.shape) >= 2 and not kept
+
+    return jax.tree_util.tree_map_with_path(decays_at, params)
+
+
+def _betas(options: config.Optimizer) -> tuple[float, float]:
+    numbers = all(isinstance(beta, int | float) for beta in options.betas)
+    if not numbers or len(options.betas) != 2:
+        raise ValueError(f"optimizer.betas {options.betas} must be two numbers")
+    first, second = options.betas
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise ValueError(f"optimizer.betas {options.betas} must be in [0, 1)")
+    return first, second
+
+
+def _at_least_zero(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} {value} must be a number of at least 0")

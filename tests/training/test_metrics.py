@@ -1,0 +1,171 @@
+"""The metrics files: what a reader finds after a run, a kill and a resumed run."""
+
+import csv
+import json
+import math
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from symjax.training.metrics import Metrics
+
+
+def lines(workdir):
+    text = (workdir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def table(workdir):
+    with open(workdir / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run(workdir, first, last, *, start=0):
+    """Steps first … last, with an evaluation after every even one."""
+    metrics = Metrics(workdir, start)
+    for step in range(first, last + 1):
+        metrics.write(step, {"train/loss": 1 / step})
+        if step % 2 == 0:
+            metrics.write(step, {"heldout/loss": 2 / step})
+    return metrics
+
+
+def test_both_files_hold_every_number_exactly(tmp_path):
+    metrics = Metrics(tmp_path / "new" / "run")
+    metrics.write(3, {"train/loss": 0.1, "tokens_per_second": jnp.float32(0.25)})
+    metrics.write(3, {"heldout/loss": 1 / 3})
+    metrics.close()
+    assert lines(tmp_path / "new" / "run") == [
+        {"step": 3, "train/loss": 0.1, "tokens_per_second": 0.25},
+        {"step": 3, "heldout/loss": 1 / 3},
+    ]
+    rows = table(tmp_path / "new" / "run")
+    assert [(row["step"], row["name"], float(row["value"])) for row in rows] == [
+        ("3", "train/loss", 0.1),
+        ("3", "tokens_per_second", 0.25),
+        ("3", "heldout/loss", 1 / 3),
+    ]
+
+
+def test_pandas_reads_the_table_as_one_column_a_name(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    run(tmp_path, 1, 4).close()
+    frame = pandas.read_csv(tmp_path / "metrics.csv")
+    wide = frame.pivot(index="step", columns="name", values="value")
+    assert list(wide.columns) == ["heldout/loss", "train/loss"]
+    assert wide.loc[4, "heldout/loss"] == 0.5
+    assert math.isnan(wide.loc[3, "heldout/loss"])
+
+
+def test_every_line_is_readable_at_once(tmp_path):
+    metrics = run(tmp_path, 1, 3)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
+    assert len(table(tmp_path)) == 4
+    metrics.close()
+
+
+def test_what_is_not_finite_is_valid_json(tmp_path):
+    metrics = Metrics(tmp_path)
+    metrics.write(1, {"train/loss": float("nan"), "gradient_norm": float("inf")})
+    metrics.close()
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=refuse) == {
+        "step": 1,
+        "train/loss": None,
+        "gradient_norm": None,
+    }
+    assert [row["value"] for row in table(tmp_path)] == ["", ""]
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    run(tmp_path, 1, 9).close()
+    resumed = run(tmp_path, 6, 12, start=5)
+    resumed.close()
+    again = tmp_path / "again"
+    run(again, 1, 12).close()
+    for name in ("metrics.jsonl", "metrics.csv"):
+        assert (tmp_path / name).read_bytes() == (again / name).read_bytes()
+
+
+def test_a_new_run_starts_with_empty_files(tmp_path):
+    run(tmp_path, 1, 9).close()
+    Metrics(tmp_path).close()
+    assert lines(tmp_path) == []
+    assert (tmp_path / "metrics.csv").read_text() == "step,name,value\n"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv"])
+def test_a_line_cut_at_any_byte_leaves_the_lines_before_it(tmp_path, name):
+    run(tmp_path, 1, 3).close()
+    path = tmp_path / name
+    whole = path.read_bytes()
+    start = whole.rstrip(b"\n").rindex(b"\n") + 1
+    before = {f: (tmp_path / f).read_bytes() for f in ("metrics.jsonl", "metrics.csv")}
+    for end in range(start, len(whole)):
+        for other, text in before.items():
+            (tmp_path / other).write_bytes(text)
+        path.write_bytes(whole[:end])
+        metrics = Metrics(tmp_path, 2)
+        metrics.write(3, {"train/loss": 1 / 3})
+        metrics.close()
+        for other, text in before.items():
+            assert (tmp_path / other).read_bytes() == text
+
+
+def test_nothing_is_left_of_the_rewriting(tmp_path):
+    run(tmp_path, 1, 3).close()
+    Metrics(tmp_path, 2).close()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "metrics.jsonl",
+        "metrics.csv",
+    }
+
+
+def test_a_kill_during_the_rewriting_leaves_the_old_lines(tmp_path, monkeypatch):
+    run(tmp_path, 1, 3).close()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Metrics(tmp_path, 1)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_tensorboard_files_are_written_only_if_asked_for(tmp_path):
+    pytest.importorskip("tensorboardX")
+    run(tmp_path, 1, 2).close()
+    assert not (tmp_path / "tensorboard").exists()
+    metrics = Metrics(tmp_path, 2, tensorboard=True)
+    metrics.write(3, {"train/loss": 0.5})
+    metrics.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"train/loss" in events.read_bytes()
+
+
+def test_a_missing_tensorboardx_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match="pip install tensorboardX"):
+        Metrics(tmp_path, tensorboard=True)
+    Metrics(tmp_path).close()
+
+
+def test_a_workdir_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match="metrics cannot be written"):
+        Metrics(tmp_path / "run")
+
+
+def test_a_metric_called_step_is_refused(tmp_path):
+    metrics = Metrics(tmp_path)
+    with pytest.raises(ValueError, match="step"):
+        metrics.write(1, {"step": 2.0})
+    metrics.close()

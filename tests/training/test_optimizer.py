@@ -1,0 +1,211 @@
+"""The optimizer: what is clipped, what decays, what is refused, where moments lie."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from symjax import config
+from symjax.training.optimizer import decays, optimizer, schedule
+
+NAMES = ("adamw", "adam", "lion", "sgd")
+SCHEDULES = (
+    "constant_schedule",
+    "cosine_decay_schedule",
+    "linear_schedule",
+    "warmup_constant_schedule",
+    "warmup_cosine_decay_schedule",
+)
+
+
+def options(**changes) -> config.Optimizer:
+    constant = {"schedule": "constant_schedule", "learning_rate": 0.1}
+    return dataclasses.replace(config.Optimizer(), **(constant | changes))
+
+
+@pytest.fixture
+def params():
+    return {
+        "embed": jnp.ones((7, 3)),
+        "blocks": {
+            "0": {
+                "query": {"kernel": jnp.ones((3, 5)), "bias": jnp.ones(5)},
+                "norm": {"scale": jnp.ones(3)},
+                "metric": jnp.ones((2, 5, 5)),
+                "lambda_key_1": jnp.ones(5),
+            }
+        },
+    }
+
+
+def step(transform, params, gradient):
+    updates, _ = transform.update(gradient, transform.init(params), params)
+    return optax.apply_updates(params, updates)
+
+
+def zeros(params):
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+def test_the_choices_tested_here_are_those_of_the_configuration():
+    choices = {
+        field.name: field.metadata["choices"]
+        for field in dataclasses.fields(config.Optimizer)
+    }
+    assert set(choices["name"]) == set(NAMES)
+    assert set(choices["schedule"]) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_gradient_matrices_shrink_and_nothing_else_moves(name, params):
+    transform = optimizer(options(name=name, weight_decay=0.5), 10, params)
+    after = step(transform, params, zeros(params))
+    block = after["blocks"]["0"]
+    for matrix in (after["embed"], block["query"]["kernel"], block["metric"]):
+        assert jnp.all(matrix < 1)
+    for vector in (
+        block["query"]["bias"],
+        block["norm"]["scale"],
+        block["lambda_key_1"],
+    ):
+        np.testing.assert_array_equal(vector, 1)
+
+
+def test_decoupled_decay_is_the_rate_times_the_decay(params):
+    after = step(
+        optimizer(options(weight_decay=0.5), 10, params), params, zeros(params)
+    )
+    np.testing.assert_allclose(after["embed"], 1 - 0.1 * 0.5, rtol=1e-6)
+
+
+def test_vectors_of_a_stack_of_layers_do_not_decay():
+    stack = {
+        "lambda_query_1": jnp.ones((3, 5)),
+        "attention_norm": {"scale": jnp.ones((3, 5))},
+        "up": {"bias": jnp.ones((3, 5)), "kernel": jnp.ones((3, 5, 4))},
+    }
+    assert decays(stack) == {
+        "lambda_query_1": False,
+        "attention_norm": {"scale": False},
+        "up": {"bias": False, "kernel": True},
+    }
+
+
+def test_the_norm_of_the_whole_gradient_is_clipped(params):
+    plain = {"name": "sgd", "betas": (0.0, 0.0), "weight_decay": 0.0}
+    gradient = jax.tree.map(lambda leaf: 100 * leaf, params)
+    after = step(optimizer(options(**plain, clip=2.0), 10, params), params, gradient)
+    moved = optax.tree.norm(jax.tree.map(jnp.subtract, params, after))
+    np.testing.assert_allclose(moved, 0.1 * 2.0, rtol=1e-5)
+    after = step(optimizer(options(**plain, clip=0.0), 10, params), params, gradient)
+    np.testing.assert_allclose(after["embed"], 1 - 0.1 * 100, rtol=1e-5)
+
+
+def test_sgd_takes_its_momentum_from_the_first_beta(params):
+    transform = optimizer(
+        options(name="sgd", betas=(0.5, 0.0), weight_decay=0.0, clip=0.0), 10, params
+    )
+    ones, state = jax.tree.map(jnp.ones_like, params), transform.init(params)
+    _, state = transform.update(ones, state, params)
+    updates, _ = transform.update(ones, state, params)
+    np.testing.assert_allclose(updates["embed"], -0.1 * 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion"])
+def test_moments_have_the_paths_and_shapes_of_the_weights(name, params):
+    state = optimizer(options(name=name), 10, params).init(params)
+    wanted = jax.tree_util.tree_flatten_with_path(params)[0]
+    paths = {jax.tree_util.keystr(path): leaf.shape for path, leaf in wanted}
+    moments = {"mu"} if name == "lion" else {"mu", "nu"}
+    found: dict[str, dict] = {moment: {} for moment in moments}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name_of_path = jax.tree_util.keystr(path)
+        for moment in moments:
+            if f".{moment}" in name_of_path:
+                rest = name_of_path.split(f".{moment}")[1]
+                found[moment][rest] = leaf.shape
+    assert all(found[moment] == paths for moment in moments)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_step_lowers_the_loss(name, params):
+    transform = optimizer(options(name=name, learning_rate=0.01), 30, params)
+
+    def loss(params):
+        return sum(jnp.sum((leaf - 0.5) ** 2) for leaf in jax.tree.leaves(params))
+
+    @jax.jit
+    def train(params, state):
+        updates, state = transform.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    after, state = params, transform.init(params)
+    structure = jax.tree.structure(state)
+    for _ in range(20):
+        after, state = train(after, state)
+    assert loss(after) < loss(params)
+    assert jax.tree.structure(state) == structure
+
+
+def test_the_shapes_alone_decide(params):
+    abstract = jax.eval_shape(lambda: params)
+    one = step(optimizer(options(), 10, abstract), params, zeros(params))
+    other = step(optimizer(options(), 10, params), params, zeros(params))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_a_schedule_reaches_its_peak_and_its_end(name, warmup):
+    warmed = name.startswith("warmup")
+    falls = name not in ("constant_schedule", "warmup_constant_schedule")
+    rate = schedule(options(schedule=name, warmup=warmup, final=0.2), 20)
+    rates = np.array([rate(step) for step in range(31)])
+    start = warmup if warmed else 0
+    np.testing.assert_allclose(rates[start], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(rates[:start], 0.1 * np.arange(start) / 4, atol=1e-8)
+    np.testing.assert_allclose(rates[20:], 0.02 if falls else 0.1, rtol=1e-5)
+
+
+def test_decay_steps_take_the_place_of_the_steps_of_the_run():
+    decayed = options(schedule="linear_schedule", final=0.0, decay_steps=10)
+    rate = schedule(decayed, 1000)
+    np.testing.assert_allclose(rate(5), 0.05, rtol=1e-6)
+    np.testing.assert_allclose(rate(500), 0.0, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"learning_rate": -1.0}, "optimizer.learning_rate -1.0"),
+        ({"learning_rate": float("nan")}, "optimizer.learning_rate nan"),
+        ({"learning_rate": float("inf")}, "optimizer.learning_rate inf"),
+        ({"final": -0.1}, "optimizer.final -0.1"),
+        ({"warmup": -1}, "optimizer.warmup -1"),
+        ({"decay_steps": -5}, "optimizer.decay_steps -5"),
+        ({"weight_decay": -0.1}, "optimizer.weight_decay -0.1"),
+        ({"clip": -1.0}, "optimizer.clip -1.0"),
+        ({"eps": 0.0}, "optimizer.eps 0.0"),
+        ({"betas": (0.9, 1.0)}, r"optimizer.betas \(0.9, 1.0\)"),
+        ({"betas": (-0.1, 0.9)}, "optimizer.betas"),
+        ({"betas": (0.9,)}, "optimizer.betas"),
+        ({"betas": ("0.9", 0.9)}, "optimizer.betas"),
+        ({"name": "adamx"}, "optimizer.name 'adamx' is unknown: choose from adam"),
+        ({"schedule": "cosine"}, "optimizer.schedule 'cosine' is unknown: choose from"),
+        (
+            {"schedule": "warmup_cosine_decay_schedule", "warmup": 500},
+            "optimizer.warmup 500 must be less than the 100 steps",
+        ),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_by_name(change, message, params):
+    with pytest.raises(ValueError, match=message):
+        optimizer(options(**change), 100, params)
+
+
+def test_a_run_of_no_steps_is_refused(params):
+    with pytest.raises(ValueError, match="steps 0"):
+        optimizer(options(), 0, params)

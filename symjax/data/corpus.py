@@ -66,12 +66,17 @@ class Corpus:
         batches.check_length(self.heldout, length, "held-out", key)
 
 
-def open_corpus(options: config.Data, directory: Path) -> Corpus:
+def open_corpus(
+    options: config.Data, directory: Path, *, replace: bool = False
+) -> Corpus:
     """The corpus of a folder, built from its source the first time.
 
     Killed at any moment, the build leaves no corpus or a whole one. An existing corpus
     is used without its source. Two processes may build at once: both write the same.
 
+    Args:
+        replace: build anew over a corpus of other options, or a damaged one, as long
+            as nothing has been trained on it.
     Raises:
         ValueError: the source cannot be read, the folder holds a corpus of other
             options, or a file of it is damaged.
@@ -79,6 +84,11 @@ def open_corpus(options: config.Data, directory: Path) -> Corpus:
     directory = Path(directory)
     if not (directory / MANIFEST).exists():
         _build(options, directory)
+    elif replace:
+        try:
+            return open_corpus(options, directory)
+        except ValueError:
+            _build(options, directory)
     manifest = _manifest(directory)
     _check_options(manifest["options"], dataclasses.asdict(options), directory)
     arrays = {split: _map(directory, split, manifest["files"]) for split in SPLITS}

@@ -42,7 +42,7 @@ def run(options: config.Config, workdir: Path) -> None:
         saved = checkpoints.read_meta() if checkpoints.steps() else None
         if saved is not None:
             refuse_differences(saved["config"], options, workdir)
-        corpus = open_corpus(options.data, workdir / "data", rebuild=saved is None)
+        corpus = open_corpus(options.data, workdir / "data", replace=saved is None)
         resolved = with_vocabulary(options, corpus)
         program = compile_program(resolved, mesh)
         corpus.check_length(options.model.length)

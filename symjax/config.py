@@ -208,7 +208,11 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """`key: left → right` for each FIXED key in which two configurations differ."""
+    """`key: left → right` for each FIXED key in which two configurations differ.
+
+    A key that one of them does not have yet counts as its default.
+    """
+    left, right = (to_dict(from_dict(tree)) for tree in (left, right))
     lines = []
     for name, _, _ in fields():
         if name.split(".")[0] in FIXED:
@@ -221,8 +225,8 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 def _lookup(tree: dict[str, Any], name: str) -> Any:
     value: Any = tree
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return list(value) if isinstance(value, tuple) else value
+        value = value[part]
+    return value
 
 
 def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:

@@ -17,7 +17,7 @@ from symjax.data import batches
 from symjax.data.corpus import Corpus, open_corpus
 from symjax.models.generate import generate
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.heldout import mean_loss
+from symjax.training.measure import mean_loss
 from symjax.training.metrics import Metrics
 from symjax.training.progress import Progress
 from symjax.training.sharding import make_mesh
@@ -43,6 +43,8 @@ def run(options: config.Config, workdir: Path) -> None:
         if saved is not None:
             refuse_differences(saved["config"], options, workdir)
         corpus = open_corpus(options.data, workdir / "data", replace=saved is None)
+        if saved is not None:
+            check_data(saved["data"], corpus, workdir)
         resolved = with_vocabulary(options, corpus)
         program = compile_program(resolved, mesh)
         corpus.check_length(options.model.length)
@@ -177,14 +179,14 @@ class Run:
                 self._save(done)
 
     def _evaluate(self, done: int) -> None:
-        self.heldout = mean_loss(
-            self.program,
-            self.state.params,
-            self.constants,
+        chosen = batches.heldout_batches(
             self.corpus.heldout,
             length=self.options.model.length,
             batch_size=self.options.batch_size,
-            batches=self.options.evaluate.batches,
+            count=self.options.evaluate.batches,
+        )
+        self.heldout = mean_loss(
+            self.program, self.state.params, self.constants, chosen
         )
         self.metrics.write(done, {"heldout/loss": self.heldout})
         lines = ", ".join(f"{n} {v:.2f}" for n, v in self.corpus.ngrams.items())
@@ -262,6 +264,16 @@ def refuse_differences(
         raise ValueError(
             f"{workdir} holds a run of another configuration ({', '.join(found)}): "
             "use its values, or another --workdir"
+        )
+
+
+def check_data(saved: dict[str, Any], corpus: Corpus, workdir: Path) -> None:
+    """Raises: ValueError: the corpus is not the one that the checkpoint has seen."""
+    if saved["sha256"] != corpus.fingerprint["sha256"]:
+        raise ValueError(
+            f"the text of {workdir / 'data'} is not the one of its checkpoints "
+            f"(sha256 {corpus.fingerprint['sha256'][:12]}, then "
+            f"{saved['sha256'][:12]})"
         )
 
 

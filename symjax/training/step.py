@@ -32,7 +32,8 @@ class Program(NamedTuple):
 
     initial(seed) → (State, constants)
     train(state, constants, inputs, targets, key) → (State, metrics); state is donated
-    evaluate(params, constants, inputs, targets, weights) → (Σ w·loss, Σ w)
+    evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w);
+        a key turns dropout on, None is evaluation
     """
 
     graph: nnx.GraphDef
@@ -113,8 +114,8 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         params = optax.apply_updates(state.params, updates)
         return State(state.step + 1, params, moments), metrics
 
-    def evaluate(params, constants, inputs, targets, weights):
-        scores = nnx.merge(graph, params, constants)(inputs)
+    def evaluate(params, constants, inputs, targets, weights, key):
+        scores = nnx.merge(graph, params, constants)(inputs, dropout_key=key)
         losses = weights * cross_entropy(scores, targets)
         return losses.sum(), weights.sum()
 
@@ -133,7 +134,7 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         ),
         evaluate=jax.jit(
             evaluate,
-            in_shardings=(shardings, constant_shardings, batch, batch, batch),
+            in_shardings=(shardings, constant_shardings, batch, batch, batch, None),
         ),
     )
 

@@ -1,0 +1,31 @@
+"""What a model has learned, read from its weights."""
+
+import numpy as np
+
+from symjax.models.decoder import Decoder
+
+
+def lambda_table(model: Decoder) -> list[dict[str, float]]:
+    """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each differential layer."""
+    rows = []
+    for index, block in enumerate(model.blocks):
+        layer = block.attention
+        if layer.differential == "none":
+            continue
+        first = _exponential(layer.lambda_query_1, layer.lambda_key_1)
+        second = _exponential(layer.lambda_query_2, layer.lambda_key_2)
+        rows.append(
+            {
+                "layer": index,
+                "lambda_1": first,
+                "lambda_2": second,
+                "lambda_initial": layer.lambda_initial,
+                "lambda": first - second + layer.lambda_initial,
+            }
+        )
+    return rows
+
+
+def _exponential(query, key) -> float:
+    vectors = (np.asarray(x[...], np.float64) for x in (query, key))
+    return float(np.exp(np.dot(*vectors)))

@@ -1,0 +1,59 @@
+"""How well a language model predicts text: three numbers, never mixed up.
+
+The loss on held-out text; on training text in evaluation mode, the same way; and on
+training text in training mode, with dropout. The last two say how much was memorised.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from symjax.data.batches import batch, heldout_batches
+from symjax.evaluation.trained import Trained
+from symjax.training.measure import Batch, mean_loss
+
+
+def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
+    """Held-out and training losses, in nats a token.
+
+    Args:
+        batches: of held-out text; None is all of it. As many batches of training text
+            are taken, the first that training saw.
+    """
+    rows, length = trained.options.batch_size, trained.options.model.length
+    tokens = trained.corpus.heldout
+    total = math.ceil((len(tokens) - 1) / (rows * length))
+    count = min(batches or total, total)
+    weights = (trained.program, trained.params, trained.constants)
+    chosen = heldout_batches(tokens, length=length, batch_size=rows, count=count)
+    heldout = mean_loss(*weights, chosen)
+    nats_per_byte = heldout / trained.corpus.bytes_per_token
+    return {
+        "heldout": {
+            "loss": heldout,
+            "perplexity": math.exp(heldout),
+            "bits_per_byte": nats_per_byte / math.log(2),
+            "batches": count,
+            "ngrams": dict(trained.corpus.ngrams),
+        },
+        "train": {
+            "loss": mean_loss(*weights, _training(trained, count), jax.random.key(0)),
+            "loss_eval_mode": mean_loss(*weights, _training(trained, count)),
+        },
+    }
+
+
+def _training(trained: Trained, count: int) -> Iterator[Batch]:
+    rows, length = trained.options.batch_size, trained.options.model.length
+    for step in range(count):
+        inputs, targets = batch(
+            trained.corpus.train,
+            length=length,
+            batch_size=rows,
+            seed=trained.options.seed,
+            step=step,
+        )
+        yield inputs, targets, np.ones(inputs.shape, np.float32)

@@ -1,0 +1,50 @@
+"""A trained model as its workdir holds it; nothing else is read."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from symjax import config
+from symjax.data.corpus import Corpus, open_corpus
+from symjax.models.decoder import Decoder
+from symjax.training.checkpoint import Checkpoints
+from symjax.training.loop import check_data, with_vocabulary
+from symjax.training.sharding import make_mesh
+from symjax.training.step import Program, compile_program
+
+
+class Trained(NamedTuple):
+    """A checkpoint and what it was trained on, on one device."""
+
+    step: int
+    options: config.Config
+    corpus: Corpus
+    program: Program
+    params: dict[str, Any]
+    constants: dict[str, Any]
+
+    def model(self) -> Decoder:
+        return nnx.merge(self.program.graph, self.params, self.constants)
+
+
+def load(workdir: Path, step: int | None = None) -> Trained:
+    """The newest whole checkpoint of a workdir, or the one of `step`.
+
+    Raises:
+        ValueError: there is no such run or checkpoint, or it is damaged.
+    """
+    workdir = workdir.absolute()
+    if not workdir.is_dir():
+        raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        meta = checkpoints.read_meta(step)
+        options = config.from_dict(meta["config"])
+        corpus = open_corpus(options.data, workdir / "data")
+        check_data(meta["data"], corpus, workdir)
+        options = with_vocabulary(options, corpus)
+        mesh = make_mesh(config.Mesh(data=1))
+        program = compile_program(options, mesh)
+        wanted = {"params": program.state.params, "constants": program.constants}
+        trees, meta = checkpoints.restore(wanted, step)
+    return Trained(meta["step"], options, corpus, program, **trees)

@@ -73,8 +73,9 @@ class Checkpoints:
             trees: item name → pytree of arrays; empty trees and arrays are fine.
             meta: what JSON can hold.
         Raises:
-            ValueError: the step exists already, two leaves have one name, this save or
-                the one before it cannot be written, or `keep` was None.
+            ValueError: the step or a later one exists already, two leaves have one
+                name, this save or the one before it cannot be written, or `keep` was
+                None.
         """
         if self._manager is None:
             raise ValueError(f"checkpoints in {self.directory} are open for reading")
@@ -172,9 +173,14 @@ class Checkpoints:
         return present
 
     def _make_way(self, manager: ocp.CheckpointManager, step: int) -> None:
-        if step in manager.all_steps():
-            if step not in self._kept.passed:
-                raise ValueError(f"checkpoint {step} exists in {self.directory}")
+        steps = manager.all_steps()
+        newest = max((s for s in steps if s not in self._kept.passed), default=-1)
+        if step <= newest:
+            raise ValueError(
+                f"checkpoint {step} cannot be saved: {newest} is in {self.directory} "
+                "already"
+            )
+        if step in steps:
             manager.delete(step)
             self._kept.passed.discard(step)
 

@@ -103,14 +103,20 @@ def _read_document(directory: Path) -> dict[str, Any]:
 
 
 def _named(item: str, tree: Any) -> dict[str, Any]:
-    """`item/path/of/the/leaf` → leaf, in the order of the tree's leaves."""
-    named = {}
+    """`item/path/of/the/leaf` → leaf, in the order of the tree's leaves.
+
+    Raises:
+        ValueError: one name is another's, or the beginning of its path. A full stop
+            is a step of the path too, since Orbax takes it for one.
+    """
+    named, taken = {}, set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
-        name = f"{item}/{name}"
-        if name in named:
-            raise ValueError(f"two leaves of a checkpoint are called {name}")
-        named[name] = leaf
+        named[f"{item}/{name}"] = leaf
+        taken.add(name.replace(".", "/"))
+    beginnings = {n[:i] for n in taken for i, letter in enumerate(n) if letter == "/"}
+    if len(taken) < len(jax.tree.leaves(tree)) or taken & beginnings:
+        raise ValueError(f"leaves of {item} have the same name")
     return named
 
 

@@ -125,7 +125,11 @@ class Optimizer:
             "warmup_cosine_decay_schedule",
         ),
     )
-    warmup: int = key(100, "steps of linear warm-up in the warmup_ schedules")
+    warmup: float = key(
+        0.05,
+        "linear warm-up of the warmup_ schedules: steps, or below 1 a share of "
+        "decay_steps",
+    )
     final: float = key(0.1, "learning rate at the end, as a share of the peak")
     decay_steps: int = key(
         0, "steps after which a schedule has reached its end; 0: the run's steps"

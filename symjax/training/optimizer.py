@@ -70,6 +70,7 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
     _at_least_zero("optimizer.warmup", warmup)
     _at_least_zero("optimizer.decay_steps", options.decay_steps)
     end, length = peak * options.final, options.decay_steps or steps
+    warmup = round(warmup * length if warmup < 1 else warmup)
     if length < 1:
         raise ValueError(f"steps {steps} must be at least 1")
     if options.schedule == "constant_schedule":

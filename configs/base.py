@@ -17,7 +17,7 @@ def get_config(size: str = "3l") -> ConfigDict:
     if size in ("3l", "6l", "8l"):
         config.model.depth = int(size[0])
         config.model.dropout = 0.1
-        config.optimizer.learning_rate = 1e-3
+        config.optimizer.learning_rate = 2e-3
     elif size == "tiny":
         config.model.update(width=128, depth=2, heads=4, length=128, positions="rope")
         config.update(batch_size=8, steps=3000)

@@ -8,17 +8,38 @@ this file. Everything here is plain data: no jax, no flax.
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 
-def key(default: Any, meaning: str, choices: tuple[str, ...] = ()) -> Any:
-    """One key: its default, its meaning, and the values it may take (any if empty)."""
+def key(
+    default: Any,
+    meaning: str,
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
+    *,
+    least: float = -math.inf,
+) -> Any:
+    """One key: its default, its meaning, the values it may take, the least of them."""
     return dataclasses.field(
-        default=default, metadata={"meaning": meaning, "choices": choices}
+        default=default,
+        metadata={"meaning": meaning, "choices": choices, "least": least},
     )
+
+
+def mechanisms() -> tuple[str, ...]:
+    """The names in the table of mechanisms, which knows jax and so is read late."""
+    from symjax.attention import MECHANISMS
+
+    return tuple(MECHANISMS)
+
+
+def choices(field: dataclasses.Field) -> tuple[str, ...]:
+    """The values that a key may take; any if empty."""
+    known = field.metadata["choices"]
+    return known() if callable(known) else known
 
 
 def group(kind: type) -> Any:
@@ -32,7 +53,7 @@ class Attention:
     mechanism: str = key(
         "softmax",
         "what a pair of tokens is worth",
-        ("softmax", "cosine", "linear", "performer"),
+        mechanisms,
     )
     symmetric: str = key(
         "none",
@@ -43,10 +64,12 @@ class Attention:
         "none", "how maps combine: one map, or A₁ − λA₂", ("none", "v1")
     )
     depth_offset: int = key(
-        0, "the depth of the first layer in λ_init = 0.8 − 0.6 exp(−0.3 depth)"
+        0, "the depth of the first layer in λ_init = 0.8 − 0.6 exp(−0.3 depth)", least=0
     )
     length_base: int = key(
-        0, "scores times log n / log length_base, n the keys a row sees; 0: off"
+        0,
+        "scores times log n / log length_base, n the keys a row sees; 0: off",
+        least=0,
     )
     mask_self: bool = key(False, "hide a token from itself unless it sees nothing else")
     query_key_norm: bool = key(False, "RMSNorm of every query and key head")
@@ -58,8 +81,8 @@ class Attention:
     features: str = key(
         "", "feature map of linear and performer; empty: the mechanism's own"
     )
-    feature_count: int = key(256, "random features a head (performer)")
-    chunk_size: int = key(64, "tokens a chunk of the causal prefix sum")
+    feature_count: int = key(256, "random features a head (performer)", least=1)
+    chunk_size: int = key(64, "tokens a chunk of the causal prefix sum", least=1)
     implementation: str = key(
         "rows",
         "how score mechanisms run: blocks of rows, or the whole map",
@@ -69,15 +92,23 @@ class Attention:
 
 @dataclass(frozen=True)
 class Model:
-    vocabulary: int = key(0, "token types; 0: as many as the tokenizer has")
-    width: int = key(256, "features of the residual stream")
-    depth: int = key(3, "number of blocks")
-    heads: int = key(8, "output heads; a differential head has two branches inside")
-    kv_heads: int = key(0, "key/value heads, a divisor of heads; 0: as many as heads")
-    head_size: int = key(
-        0, "query/key features a head; 0: width/heads, halved for differential V1"
+    vocabulary: int = key(0, "token types; 0: as many as the tokenizer has", least=0)
+    width: int = key(256, "features of the residual stream", least=1)
+    depth: int = key(3, "number of blocks", least=1)
+    heads: int = key(
+        8, "output heads; a differential head has two branches inside", least=1
     )
-    feedforward: int = key(0, "hidden features of the feed-forward; 0: 4·width")
+    kv_heads: int = key(
+        0, "key/value heads, a divisor of heads; 0: as many as heads", least=0
+    )
+    head_size: int = key(
+        0,
+        "query/key features a head; 0: width/heads, halved for differential V1",
+        least=0,
+    )
+    feedforward: int = key(
+        0, "hidden features of the feed-forward; 0: 4·width", least=0
+    )
     activation: str = key(
         "relu", "of the feed-forward; swiglu adds a gate", ("relu", "gelu", "swiglu")
     )
@@ -86,9 +117,9 @@ class Model:
         "learned", "how a token knows its place", ("none", "learned", "rope")
     )
     rope_base: float = key(10000.0, "the longest wavelength of RoPE is 2π·rope_base")
-    length: int = key(300, "tokens of context in training")
+    length: int = key(300, "tokens of context in training", least=1)
     bias: bool = key(True, "biases in the linear layers and in LayerNorm")
-    dropout: float = key(0.0, "share dropped after attention and feed-forward")
+    dropout: float = key(0.0, "share dropped after attention and feed-forward", least=0)
     tie_embeddings: bool = key(False, "use the embedding table as the output layer")
     dtype: str = key(
         "float32",
@@ -132,13 +163,15 @@ class Optimizer:
     )
     final: float = key(0.1, "learning rate at the end, as a share of the peak")
     decay_steps: int = key(
-        0, "steps after which a schedule has reached its end; 0: the run's steps"
+        0,
+        "steps after which a schedule has reached its end; 0: the run's steps",
+        least=0,
     )
     weight_decay: float = key(0.1, "of matrices; norms, biases and λ never decay")
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments")
     eps: float = key(1e-8, "added to the root of the second moment")
     clip: float = key(1.0, "largest norm of the whole gradient; 0: off")
-    accumulate: int = key(1, "micro-batches a step; must divide batch_size")
+    accumulate: int = key(1, "micro-batches a step; must divide batch_size", least=1)
 
 
 @dataclass(frozen=True)
@@ -151,27 +184,35 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Evaluate:
-    every: int = key(500, "steps between held-out evaluations and samples; 0: never")
-    batches: int = key(20, "held-out batches an evaluation")
+    every: int = key(
+        500, "steps between held-out evaluations and samples; 0: at the end", least=0
+    )
+    batches: int = key(20, "held-out batches an evaluation", least=1)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    every: int = key(500, "steps between checkpoints; the last step is always saved")
-    keep: int = key(2, "checkpoints kept")
+    every: int = key(
+        500,
+        "steps between checkpoints; 0: only the last step, which is always saved",
+        least=0,
+    )
+    keep: int = key(2, "checkpoints kept", least=1)
 
 
 @dataclass(frozen=True)
 class Log:
-    every: int = key(20, "steps between lines of metrics.jsonl and metrics.csv")
+    every: int = key(
+        20, "steps between lines of metrics.jsonl and metrics.csv", least=1
+    )
     tensorboard: bool = key(False, "also write TensorBoard event files")
 
 
 @dataclass(frozen=True)
 class Config:
-    steps: int = key(3000, "optimizer steps of the run")
-    batch_size: int = key(32, "rows a step, over all devices")
-    seed: int = key(0, "of weights, shuffling and dropout")
+    steps: int = key(3000, "optimizer steps of the run", least=1)
+    batch_size: int = key(32, "rows a step, over all devices", least=1)
+    seed: int = key(0, "of weights, shuffling and dropout", least=0)
     model: Model = group(Model)
     data: Data = group(Data)
     optimizer: Optimizer = group(Optimizer)
@@ -180,6 +221,8 @@ class Config:
     checkpoint: Checkpoint = group(Checkpoint)
     log: Log = group(Log)
 
+
+LARGEST = 2**31  # of any number, so that 32 bits hold it
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "seed", "batch_size")
@@ -203,7 +246,24 @@ def from_dict(tree: dict[str, Any]) -> Config:
         ValueError: a key is unknown, or a value is not among its choices; the
             message names the key and what it may be.
     """
-    return _build(Config, tree, "")
+    options = _build(Config, tree, "")
+    check(options)
+    return options
+
+
+def check(options: Any, prefix: str = "") -> None:
+    """Refuse a group of keys in which a value has a wrong type or is out of its range.
+
+    Raises:
+        ValueError: naming the key, what it may be, and what it is.
+    """
+    kinds = typing.get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            check(value, f"{prefix}{field.name}.")
+        else:
+            _check_value(f"{prefix}{field.name}", value, kinds[field.name], field)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -235,31 +295,41 @@ def _lookup(tree: dict[str, Any], name: str) -> Any:
 
 def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:
     kinds = typing.get_type_hints(kind)
-    known = {field.name: field for field in dataclasses.fields(kind)}
     values = {}
     for name, value in tree.items():
-        if name not in known:
+        if name not in kinds:
             raise ValueError(
-                f"{prefix}{name} is unknown: choose from {', '.join(sorted(known))}"
+                f"{prefix}{name} is unknown: choose from {', '.join(sorted(kinds))}"
             )
         if dataclasses.is_dataclass(kinds[name]):
-            values[name] = _build(kinds[name], value, f"{prefix}{name}.")
-        else:
-            values[name] = _checked(f"{prefix}{name}", value, kinds[name], known[name])
+            if not isinstance(value, dict):
+                raise ValueError(f"{prefix}{name} is a group of keys, got {value!r}")
+            value = _build(kinds[name], value, f"{prefix}{name}.")
+        elif isinstance(value, list):  # JSON has no tuples
+            value = tuple(value)
+        elif kinds[name] is float and type(value) is int:
+            value = float(value)
+        values[name] = value
     return kind(**values)
 
 
-def _checked(name: str, value: Any, kind: Any, field: dataclasses.Field) -> Any:
+def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> None:
     plain = typing.get_origin(kind) or kind
-    if plain is tuple and isinstance(value, list):
-        value = tuple(value)
-    if plain is float and type(value) is int:
-        value = float(value)
-    if type(value) is not plain:
-        raise ValueError(f"{name} must be {plain.__name__}, got {value!r}")
-    choices = field.metadata["choices"]
-    if choices and value not in choices:
-        raise ValueError(
-            f"{name} {value!r} is unknown: choose from {', '.join(choices)}"
-        )
-    return value
+    items = typing.get_args(kind) if plain is tuple else ()
+    if type(value) is not plain or (
+        plain is tuple and tuple(map(type, value)) != items
+    ):
+        raise ValueError(f"{name} must be {shown(kind)}, got {value!r}")
+    known, least = choices(field), field.metadata["least"]
+    if known and value not in known:
+        raise ValueError(f"{name} {value!r} is unknown: choose from {', '.join(known)}")
+    if plain in (int, float) and not least <= value < LARGEST:
+        wanted = f"at least {least}" if least > -math.inf else "a number"
+        if value >= LARGEST:
+            wanted = f"below {LARGEST}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def shown(kind: Any) -> str:
+    """A type as people write it: int, tuple[float, float]."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)

@@ -32,7 +32,11 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
-        _check(options)
+        config.check(options, "model.")
+        if options.vocabulary < 1:
+            raise ValueError("model.vocabulary must be at least 1, got 0")
+        if options.dropout >= 1:
+            raise ValueError(f"model.dropout must be below 1, got {options.dropout}")
         self.length = options.length
         self.remat = options.remat
         self.learned_positions = options.positions == "learned"
@@ -130,18 +134,3 @@ class Decoder(nnx.Module):
 
 def _run(block: Block, x: Array, key: Array | None) -> Array:
     return block(x, dropout_key=key)
-
-
-def _check(options: config.Model) -> None:
-    for name in ("vocabulary", "width", "depth", "heads", "length"):
-        if getattr(options, name) < 1:
-            raise ValueError(
-                f"model.{name} must be at least 1, got {getattr(options, name)}"
-            )
-    for name in ("kv_heads", "head_size", "feedforward"):
-        if getattr(options, name) < 0:
-            raise ValueError(
-                f"model.{name} must not be negative, got {getattr(options, name)}"
-            )
-    if not 0 <= options.dropout < 1:
-        raise ValueError(f"model.dropout must be in [0, 1), got {options.dropout}")

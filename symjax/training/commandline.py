@@ -104,8 +104,8 @@ def help_text() -> str:
         shown = kind.__name__ if isinstance(kind, type) else str(kind)
         lines.append(f"  --config.{name} ({shown}, {field.default!r})")
         lines.append(f"      {field.metadata['meaning']}")
-        if field.metadata["choices"]:
-            lines.append(f"      one of: {', '.join(field.metadata['choices'])}")
+        if known := config.choices(field):
+            lines.append(f"      one of: {', '.join(known)}")
     return "\n".join(lines)
 
 

@@ -89,8 +89,9 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return _meta(_read_document(directory))
 
 
-def short(error: Exception) -> str:
+def short(error: BaseException) -> str:
     """The kind of an error and the end of its first line, where Orbax has the cause."""
+    error = error.__cause__ or error
     line = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: {line if len(line) < 80 else '…' + line[-80:]}"
 
@@ -182,11 +183,12 @@ def _attempt(what: str, read: Callable[[], Any]) -> Any:
     value, reason = None, ""
     try:
         value = read()
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
-        raise
     except Damaged as error:
         reason = str(error)
     except Exception as error:
+        no_damage = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
+        if isinstance(error.__cause__ or error, no_damage):
+            raise
         reason = f"{what} cannot be read: {short(error)}"
     if jax.process_count() > 1:
         anywhere = multihost_utils.process_allgather(np.array(bool(reason))).any()

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -299,6 +300,18 @@ def test_a_flipped_bit_of_an_array_is_named_by_its_path(two_small_steps, tmp_pat
     ]
     with pytest.raises(ValueError, match="1200 is damaged .*kernel does not match"):
         checkpoints.restore(shapes, 1200)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), PermissionError()])
+def test_a_machine_that_cannot_read_is_not_called_damage(
+    two_small_steps, monkeypatch, error
+):
+    def refuse(*_, **__):
+        raise RuntimeError("as Orbax wraps it") from error
+
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "restore", refuse)
+    with pytest.raises(RuntimeError, match="as Orbax wraps it"):
+        Checkpoints(two_small_steps).restore(jax.eval_shape(lambda: few(1)))
 
 
 def test_a_changed_word_of_the_meta_is_named(copy):

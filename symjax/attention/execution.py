@@ -201,8 +201,7 @@ def _scan(
     The backward pass recomputes a chunk from the state before it.
     """
     length = chunk.key.shape[2]
-    size = _power_of_two(min(chunk_size, length))
-    chunks = _cut(chunk, size)
+    chunks = _cut(chunk, max(1, min(chunk_size, length)))
 
     def body(state: LinearState, chunk: Chunk) -> tuple[LinearState, Any]:
         dtype = state.total.dtype
@@ -299,10 +298,6 @@ def _layout(
 
 def _heads(rows: Array, dtype: Any) -> Array:
     return rearrange(rows, "b k g t v -> b t (k g) v").astype(dtype)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _check(

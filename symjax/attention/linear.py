@@ -68,7 +68,7 @@ def linear_causal(
     Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk.
 
     Args:
-        chunk_size: tokens handled together, rounded up to a power of two.
+        chunk_size: tokens handled together.
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
             goes on with the first run of `segment_ids`.
         segment_ids: the sums start anew wherever the id changes.

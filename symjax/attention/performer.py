@@ -55,7 +55,7 @@ def performer(
             pairs and not keys.
     Source: Choromanski et al. 2021, arXiv:2009.14794.
     """
-    pair, parameters = _resolve("performer", features, query, projection, scale)
+    pair, parameters = _resolve("performer", features, query, key, projection, scale)
     return attend("performer", pair, parameters, query, key, value, mask, segment_ids)
 
 
@@ -82,7 +82,7 @@ def performer_causal(
     and moves earlier rows of its own chunk by rounding alone.
 
     Args:
-        chunk_size: tokens handled together, rounded up to a power of two.
+        chunk_size: tokens handled together.
         state: from `performer_state`, `performer_step` or an earlier call, made with
             the same projection, features and scale. Its last segment goes on with the
             first run of `segment_ids`.
@@ -94,7 +94,7 @@ def performer_causal(
     Source: Choromanski et al. 2021, arXiv:2009.14794; the running maximum is ours.
     """
     who = "performer_causal"
-    pair, parameters = _resolve(who, features, query, projection, scale)
+    pair, parameters = _resolve(who, features, query, key, projection, scale)
     return attend_causal(
         who,
         pair,
@@ -128,7 +128,7 @@ def performer_step(
         ValueError: as `performer_causal`; more than one token.
     """
     who = "performer_step"
-    pair, parameters = _resolve(who, features, query, projection, scale)
+    pair, parameters = _resolve(who, features, query, key, projection, scale)
     return attend_step(who, pair, parameters, state, query, key, value)
 
 
@@ -144,7 +144,9 @@ def performer_state(
 ) -> LinearState:
     """The state of `performer_causal` before the first token; float32 at least."""
     like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
-    pair, parameters = _resolve("performer_state", features, like, projection, None)
+    pair, parameters = _resolve(
+        "performer_state", features, like, like, projection, None
+    )
     return empty_state(pair, parameters, batch, kv_heads, head_size, value_size, dtype)
 
 
@@ -152,6 +154,7 @@ def _resolve(
     who: str,
     features: str,
     query: Array | jax.ShapeDtypeStruct,
+    key: Array | jax.ShapeDtypeStruct,
     projection: Array | None,
     scale: float | None,
 ) -> tuple[Features, tuple[Array, Array]]:
@@ -162,8 +165,8 @@ def _resolve(
         projection = jnp.asarray(maps.default_projection(head_size))
     if projection.ndim != 2 or projection.shape[1] != head_size:
         raise ValueError(
-            f"{who}: projection must be [M H] for query {query.shape}, "
-            f"got {projection.shape}"
+            f"{who}: projection must be [M H] for query {query.shape} and "
+            f"key {key.shape}, got {projection.shape}"
         )
     if scale is None:
         scale = head_size**-0.5

@@ -168,16 +168,18 @@ def merge(one: Fraction, two: Fraction) -> Fraction:
     )
 
 
-def _highest(peak: Array, run: Array | None, *, reverse: bool = False) -> Array:
+def _highest(peak: Array, run: Array | None) -> Array:
     """Running maximum along time [B K T M] that starts anew with each run [B T]."""
     if run is None:
-        return jax.lax.cummax(peak, axis=2, reverse=reverse)
-
-    def later(one, two):
-        return jnp.where(one[1] == two[1], jnp.maximum(one[0], two[0]), two[0]), two[1]
-
-    pair = (peak, run[:, None, :, None])
-    return jax.lax.associative_scan(later, pair, reverse=reverse, axis=2)[0]
+        return jax.lax.cummax(peak, axis=2)
+    shift = 1
+    while shift < peak.shape[2]:  # windows of 1, 2, 4 … tokens
+        same = jnp.pad(run[:, shift:] == run[:, :-shift], ((0, 0), (shift, 0)))
+        before = jnp.pad(peak[:, :, :-shift], ((0, 0), (0, 0), (shift, 0), (0, 0)))
+        higher = jnp.maximum(peak, before)
+        peak = jnp.where(same[:, None, :, None], higher, peak)
+        shift *= 2
+    return peak
 
 
 def _pairs(chunk: Chunk) -> Bool[Array, "B T T"]:
@@ -218,7 +220,8 @@ def _reference(state: LinearState, key: Array, run: Array | None) -> Array | Non
     started = _started(state.peak, key)
     if run is None:
         return started.max(axis=2, keepdims=True)
-    return _highest(_highest(started, run), run, reverse=True)
+    running = _highest(started, run)
+    return jnp.flip(_highest(jnp.flip(running, 2), jnp.flip(run, 1)), 2)
 
 
 def advance(state: LinearState, chunk: Chunk) -> tuple[LinearState, Fraction]:
@@ -296,7 +299,7 @@ def _by_halves(state: LinearState, peak: Array, chunk: Chunk) -> Fraction:
     Pairs are split as in a merge sort: at each level the second half of a block looks
     at the first half, through the running peak at the boundary. Keys of the first half
     lie below that peak and it lies below the peaks of the second half: all factors are
-    at most 1. log₂ T levels of T/2 rows; T is a power of two.
+    at most 1. log₂ T levels, each as dear as the chunk itself.
     """
     key, run = chunk.key, chunk.run
     running = _highest(_started(peak, key), run)
@@ -308,40 +311,38 @@ def _by_halves(state: LinearState, peak: Array, chunk: Chunk) -> Fraction:
         before = _drop(before, (run == run[:, :1])[:, None, None])
     past = _look(state, jnp.exp(before), shift)
     itself = jnp.exp(query + key[:, :, None]).sum(axis=-1)
-    top = past.top + itself[..., None] * chunk.value[:, :, None]
-    bottom = past.bottom + itself
-    half = 1
-    while half < key.shape[2]:
-        rows, total = _across(chunk._replace(query=query), running, half)
-        top, bottom, half = top + rows, bottom + total, 2 * half
+
+    @jax.checkpoint
+    def level(scores: Array, half: Array) -> tuple[Array, None]:
+        return scores + _across(chunk._replace(query=query), running, half), None
+
+    length = key.shape[2]
+    halves = 2 ** jnp.arange(max(length - 1, 0).bit_length())
+    oneself = jnp.eye(length, dtype=itself.dtype)[None, None, None]
+    scores = itself[..., None] * oneself
+    scores, _ = jax.lax.scan(level, scores, halves)
+    bottom = past.bottom + scores.sum(axis=-1)
+    top = past.top + _einsum("bkgts,bksv->bkgtv", scores, chunk.value)
     return Fraction(top, bottom, bottom, shift)
+
+
+def _across(chunk: Chunk, running: Array, half: Array) -> Array:
+    """Scores between the second half and the first of every block of 2·half rows."""
+    time = jnp.arange(chunk.key.shape[2])
+    block, second = time // (2 * half), (time // half) % 2 == 1
+    last = jnp.minimum(block * 2 * half + half - 1, len(time) - 1)  # of the first half
+    boundary = running[:, :, last]
+    near, far = second[None], ~second[None]
+    if chunk.run is not None:
+        same = chunk.run == chunk.run[:, last]
+        near, far = near & same, far & same
+    left = _drop(chunk.key - _finite(boundary), far[:, None])
+    right = _drop(chunk.query + boundary[:, :, None], near[:, None, None])
+    scores = _einsum("bkgtm,bksm->bkgts", jnp.exp(right), jnp.exp(left))
+    inside = (block[:, None] == block[None, :])[None, None, None]
+    return scores * inside.astype(scores.dtype)
 
 
 def _drop(exponent: Array, keep: Array) -> Array:
     """exp(exponent) = 0 where keep says no. keep lacks the axis of features."""
     return jnp.where(keep[..., None], exponent, -jnp.inf)
-
-
-def _across(chunk: Chunk, running: Array, half: int) -> tuple[Array, Array]:
-    """What the second half of every block of 2·half rows gets from its first half."""
-
-    def split(x: Array, axis: int) -> tuple[Array, Array]:
-        shape = (*x.shape[:axis], -1, 2, half, *x.shape[axis + 1 :])
-        x = x.reshape(shape)
-        return x.take(0, axis=axis + 1), x.take(1, axis=axis + 1)
-
-    (left, _), (_, right) = split(chunk.key, 2), split(chunk.query, 3)
-    boundary = split(running, 2)[0][..., -1:, :]
-    left, right = left - _finite(boundary), right + boundary[:, :, None]
-    if chunk.run is not None:
-        first, second = split(chunk.run, 1)
-        left = _drop(left, (first == first[..., -1:])[:, None])
-        right = _drop(right, (second == first[..., -1:])[:, None, None])
-    scores = _einsum("bkgntm,bknsm->bkgnts", jnp.exp(right), jnp.exp(left))
-    rows = _einsum("bkgnts,bknsv->bkgntv", scores, split(chunk.value, 2)[0])
-
-    def behind_zeros(x: Array) -> Array:
-        both = jnp.stack([jnp.zeros_like(x), x], axis=4)
-        return both.reshape(*x.shape[:3], -1, *x.shape[5:])
-
-    return behind_zeros(rows), behind_zeros(scores.sum(axis=-1))

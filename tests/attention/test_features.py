@@ -1,0 +1,87 @@
+"""Random projections and feature maps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax.attention.features import (
+    EXPONENTIAL,
+    PLAIN,
+    default_projection,
+    named,
+    orthogonal_projection,
+)
+
+
+@pytest.mark.parametrize("features", [3, 8, 21])
+@pytest.mark.parametrize("norms", ["chi", "constant"])
+def test_rows_are_orthogonal_inside_a_block(features, norms):
+    rows = orthogonal_projection(jax.random.key(0), features, 8, norms=norms)
+    assert rows.shape == (features, 8)
+    for start in range(0, features, 8):
+        block = rows[start : start + 8]
+        products = np.array(block @ block.T)
+        np.fill_diagonal(products, 0)
+        np.testing.assert_allclose(products, 0, atol=1e-5)
+    if norms == "constant":
+        lengths = jnp.linalg.norm(rows, axis=-1)
+        np.testing.assert_allclose(lengths, 8**0.5, rtol=1e-6)
+
+
+def test_lengths_are_those_of_normal_vectors():
+    rows = orthogonal_projection(jax.random.key(0), 4096, 8)
+    squares = jnp.sum(rows**2, axis=-1)
+    assert abs(squares.mean() - 8) < 0.25  # χ²(8): mean 8, variance 16
+    assert abs(squares.var() - 16) < 2.5
+
+
+@pytest.fixture(scope="module")
+def many_draws():
+    keys = jax.random.split(jax.random.key(1), 4000)
+    return jax.jit(jax.vmap(lambda key: orthogonal_projection(key, 8, 8)))(keys)
+
+
+def test_rows_are_uniform(many_draws):
+    """Without the signs of R the mean of W[i, i] is −0.29 to 0.23 by row."""
+    diagonal = jnp.diagonal(many_draws.mean(axis=0))
+    assert jnp.abs(diagonal).max() < 0.06  # four standard errors of 1/√4000
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_estimate_is_unbiased(many_draws, sign):
+    """E φ(q)·φ(k) / exp(q·k) for q = k; 0.73 and 1.25 without the signs of R."""
+    x = jnp.full(8, sign * 0.7 * 8**-0.5)
+    estimate = jnp.exp(2 * (many_draws @ x) - 0.49).mean() / jnp.exp(0.49)
+    assert abs(estimate - 1) < 0.06  # four standard errors
+
+
+def test_the_same_key_gives_the_same_rows_in_float64():
+    single = orthogonal_projection(jax.random.key(3), 7, 4)
+    with jax.enable_x64(True):
+        double = orthogonal_projection(jax.random.key(3), 7, 4)
+    assert double.dtype == jnp.float32
+    np.testing.assert_array_equal(single, double)
+
+
+def test_the_default_projection_never_changes():
+    rows = default_projection(16)
+    default_projection.cache_clear()
+    with jax.enable_x64(True):
+        inside = jax.jit(lambda: jnp.asarray(default_projection(16)))()
+    assert rows.shape == (256, 16)
+    np.testing.assert_array_equal(rows, inside)
+
+
+def test_unknown_norms_and_bad_sizes_raise():
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match="'unit'.*chi, constant"):
+        orthogonal_projection(key, 4, 4, norms="unit")
+    with pytest.raises(ValueError, match="0 and 4"):
+        orthogonal_projection(key, 0, 4)
+
+
+def test_tables_list_what_they_know():
+    with pytest.raises(ValueError, match="who: .*'cos'.*hyperbolic, positive"):
+        named("who", EXPONENTIAL, "cos")
+    assert list(PLAIN) == sorted(PLAIN) and list(EXPONENTIAL) == sorted(EXPONENTIAL)

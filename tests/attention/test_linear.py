@@ -1,0 +1,174 @@
+"""Linear attention with plain features, and the engine under it."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import oracles
+import pytest
+from laws import close, inputs
+
+from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
+
+CONFORMANCE = Path(__file__).resolve().parents[3] / "shared/conformance"
+
+
+def by_sign(x, module):
+    """A user's own features; both signs occur, so denominators may vanish."""
+    return module.concatenate([module.tanh(x), module.ones_like(x[..., :1]) * 4], -1)
+
+
+DEFINITIONS = {
+    "elu": lambda x, module: module.where(x > 0, x + 1, module.exp(x)),
+    "relu": lambda x, module: module.maximum(x, 0),
+    "relu2": lambda x, module: module.maximum(x, 0) ** 2,
+    "function": by_sign,
+}
+
+
+def mechanism(name):
+    define = DEFINITIONS[name]
+    features = partial(by_sign, module=jnp) if name == "function" else name
+
+    def products(query, key, module=np):
+        pair = define(query, module), define(key, module)
+        return oracles.feature_products(*pair, module)
+
+    forms = (linear, linear_causal, linear_step, linear_state)
+    return laws.Mechanism.of(forms, products, features=features)
+
+
+@laws.every_law
+def test_elu_obeys(law):
+    law(mechanism("elu"))
+
+
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "elu"])
+def test_other_features_equal_their_definition(name):
+    laws.it_equals_its_definition(mechanism(name))
+    laws.the_causal_form_equals_its_definition(mechanism(name))
+
+
+def test_a_function_is_the_same_stepwise():
+    laws.all_executions_agree(mechanism("function"))
+
+
+def test_identity_takes_given_features(x64):
+    query, key, value = inputs()
+    given = linear_causal(np.exp(query), np.exp(key), value, features="identity")
+    close(given, linear_causal(query, key, value, features=jnp.exp), 1e-12)
+
+
+def test_unknown_features_list_the_known():
+    with pytest.raises(ValueError, match="'gelu'.*elu, identity, relu, relu2"):
+        linear(*inputs(), features="gelu")
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-9, 1e9])
+def test_the_size_of_features_does_not_matter(scale):
+    """relu² of 1e-9 is 1e-18, and its products 1e-36: no absolute ε may meet them."""
+    query, key, value = (x.astype(np.float32) for x in inputs())
+    query, key = np.abs(query), np.abs(key)
+    form = partial(linear_causal, features="relu2", chunk_size=8)
+    close(form(query * scale, key * scale, value), form(query, key, value), 1e-5)
+    small = laws.gradient(form, query * scale, key * scale, value)
+    for one, two in zip(small, laws.gradient(form, query, key, value), strict=True):
+        ratio = np.abs(np.asarray(one, np.float64)).max() / np.abs(two).max()
+        close(one / np.float32(ratio), two, 1e-4)
+
+
+def test_features_that_cancel_give_zero_and_not_noise():
+    """Signed features can have a denominator of rounding alone."""
+    key = np.array([1, 1e-9, -1], np.float32).reshape(1, 3, 1, 1)
+    query, value = np.ones((1, 3, 1, 1), np.float32), np.ones((1, 3, 1, 2), np.float32)
+    output = linear_causal(query, key, value, features="identity")
+    close(output[:, :2], np.ones((1, 2, 1, 2)), 1e-6)
+    laws.same(output[:, 2], np.zeros((1, 1, 2)))
+
+
+def test_elu_keeps_its_tail():
+    """eˣ − 1 + 1 is 0 in float32 from x = −17 on; the weights here are 2:1."""
+    key = np.array([-30, -30 - np.log(2)], np.float32).reshape(1, 2, 1, 1)
+    value = np.array([3, 0], np.float32).reshape(1, 2, 1, 1)
+    close(linear(key[:, :1], key, value), np.full((1, 1, 1, 1), 2.0), 1e-5)
+
+
+def test_sums_do_not_saturate():
+    """1 + 1 + … stops at 256 in bfloat16; the state counts on."""
+    ones = jnp.ones((1, 600, 1, 1), jnp.bfloat16)
+    options = dict(features="identity", return_state=True)
+    _, state = linear_causal(ones, ones, ones, **options)
+    assert state.total.item() == 600 and state.sums.item() == 600
+
+
+def test_early_gradients_are_exact_when_late_keys_are_huge(x64):
+    """A backward pass that subtracts prefixes loses 2e-3 here (float32)."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, 512, 1, 8)] * 3
+    query, key, value = (np.abs(rng.normal(size=shape)) for shape in shapes)
+    key[:, 384:] *= 1e4
+    form = partial(linear_causal, features="relu")
+    wanted = laws.gradient(form, query, key, value)[0][:, :64]
+    single = [x.astype(np.float32) for x in (query, key, value)]
+    close(laws.gradient(form, *single)[0][:, :64], wanted, 1e-5)
+
+
+def test_a_state_goes_through_jit_and_scan():
+    query, key, value = (x.astype(np.float32) for x in inputs())
+    state = linear_state(laws.B, laws.K, laws.H, laws.V)
+
+    def body(state, now):
+        output, state = linear_step(state, *(x[:, None] for x in now))
+        return state, output[:, 0]
+
+    times = [jnp.moveaxis(jnp.asarray(x), 1, 0) for x in (query, key, value)]
+    _, outputs = jax.jit(lambda *x: jax.lax.scan(body, state, x))(*times)
+    wanted = linear_causal(query, key, value)
+    close(jnp.moveaxis(outputs, 0, 1), wanted, 2e-6)
+
+
+def load(name):
+    path = CONFORMANCE / f"{name}.npz"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not beside this checkout")
+    return np.load(path)
+
+
+def test_google_relu_features_give_the_same_outputs_and_gradients():
+    case = load("performer_relu_noproj")
+    arrays = case["q"], case["k"], case["v"]
+
+    def features(x):
+        return jax.nn.relu(x) + case["feature_eps"]
+
+    close(features(arrays[0]), case["google_phi_q"], 1e-6)
+    for form, name in ((linear, "bidir"), (linear_causal, "causal")):
+        form = partial(form, features=features)
+        close(form(*arrays), case[f"google_out_{name}"], 1e-5)
+        gradients = jax.grad(
+            lambda *x, form=form: (form(*x) * case["ct"]).sum(), (0, 1, 2)
+        )(*arrays)
+        for part, letter in zip(gradients, "qkv", strict=True):
+            close(part, case[f"google_d{letter}_{name}"], 1e-4)
+
+
+def test_fast_transformers_gives_the_same_outputs():
+    case, other = load("performer_relu_noproj"), load("performer_torch_relu_noproj")
+    features = {"features": lambda x: jax.nn.relu(x) + case["feature_eps"]}
+    arrays = case["q"], case["k"], case["v"]
+    close(linear(*arrays, **features), other["pp_bidir_out"], 1e-5)
+    wanted = other["fla_recurrent_causal_out"]
+    close(linear_causal(*arrays, **features), wanted, 1e-5)
+
+
+def test_flash_linear_attention_gives_the_same_outputs_and_state():
+    case = load("performer_fla_references")
+    query, key = np.abs(case["q"]), np.abs(case["k"])
+    options = dict(features="identity", return_state=True)
+    output, state = linear_causal(query, key, case["v"], **options)
+    close(output, case["linear_recurrent_abs_norm1_out"], 1e-5)
+    close(state.sums, case["linear_recurrent_abs_norm1_state"], 1e-5)
+    close(state.total, case["linear_recurrent_abs_norm1_z"][:, 0], 1e-5)

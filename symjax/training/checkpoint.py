@@ -204,7 +204,6 @@ class Checkpoints:
 
     def _give_up(self, error: Exception) -> NoReturn:
         step, self._saving = self._saving, None
-        self._kept.whole -= {step}
         reason = record.short(error)
         raise ValueError(
             f"checkpoint {step} cannot be written to {self.directory}: {reason}"

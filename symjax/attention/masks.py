@@ -1,5 +1,6 @@
 """Which key each query row may see."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
@@ -22,6 +23,8 @@ def visible_pairs(
         row_segments, key_segments: pairs of different segments do not see each other.
     """
     visible = mask
+    if mask is not None:  # a row that sees every key sees them all, not one
+        visible = jnp.broadcast_to(mask, (*mask.shape[:3], keys.size))
     distance = (rows[:, None] - keys[None, :])[None, None]
     if is_causal:
         visible = _both(visible, distance >= 0)

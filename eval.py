@@ -27,6 +27,8 @@ def main(words: list[str]) -> None:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     if not 0 <= chosen.temperature < float("inf"):
         raise ValueError(f"--temperature must be 0 or more, got {chosen.temperature}")
+    if chosen.json is not None and not chosen.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {chosen.json}: no folder {chosen.json.parent}")
     trained = load(chosen.workdir, chosen.step)
     prompt, text = report.sample(
         trained,
@@ -36,11 +38,11 @@ def main(words: list[str]) -> None:
         seed=chosen.seed,
     )
     found = report.judge(trained, chosen.batches)
-    if chosen.json is not None:
-        report.write_json(found, chosen.json)
     unit = "byte" if trained.options.data.tokenizer == "byte" else "character"
     print(report.to_text(found, unit))
-    print(f"\nsample\n{prompt}⟨prompt⟩{text}")
+    print(f"\nsample\n{prompt}⟨prompt⟩{text}", flush=True)
+    if chosen.json is not None:
+        report.write_json(found, chosen.json)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,20 @@
 
 import sys
 
-from symjax.training.plan import describe
-
 from symjax.training import commandline
 from symjax.training.loop import run
+from symjax.training.plan import describe
 
 
 def main(words: list[str]) -> None:
     command = commandline.parse(words)
-    if command.dry_run:
+    if command.help:
+        print(commandline.help_text(command.config))
+    elif command.dry_run:
         print(describe(command.config))
     else:
         run(command.config, command.workdir)
 
 
 if __name__ == "__main__":
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print(commandline.help_text())
-    else:
-        commandline.leave(lambda: main(sys.argv[1:]))
+    commandline.leave(lambda: main(sys.argv[1:]))

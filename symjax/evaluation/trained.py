@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from symjax import config
-from symjax.data.corpus import Corpus, open_corpus
+from symjax.data.corpus import MANIFEST, Corpus, open_corpus
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.loop import check_data, with_vocabulary
 from symjax.training.sharding import make_mesh
+from symjax.training.starting import check_data, use_compile_cache, with_vocabulary
 from symjax.training.step import Program, compile_program
 
 
@@ -31,15 +31,23 @@ class Trained(NamedTuple):
 def load(workdir: Path, step: int | None = None) -> Trained:
     """The newest whole checkpoint of a workdir, or the one of `step`.
 
+    Reads the workdir only, and writes nothing in it.
+
     Raises:
         ValueError: there is no such run or checkpoint, or it is damaged.
     """
+    use_compile_cache()
     workdir = workdir.absolute()
     if not workdir.is_dir():
         raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step)
         options = config.from_dict(meta["config"])
+        if not (workdir / "data" / MANIFEST).is_file():
+            raise ValueError(
+                f"{workdir / 'data'} has no {MANIFEST}: eval.py needs the text that "
+                "train.py put there"
+            )
         corpus = open_corpus(options.data, workdir / "data")
         check_data(meta["data"], corpus, workdir)
         options = with_vocabulary(options, corpus)

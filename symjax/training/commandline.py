@@ -5,33 +5,44 @@ import ast
 import difflib
 import importlib.util
 import inspect
+import io
+import os
 import sys
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import jax
 from ml_collections import ConfigDict
 
 from symjax import config
+from symjax.training.interrupt import Interrupted
 
 USAGE = """\
 python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
 
-  --config FILE[:preset]   the configuration; its presets are named in the file
+  --config FILE[:preset]   the configuration; configs/base.py names the presets
   --config.KEY=VALUE       change one key, for instance --config.model.depth=6
   --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset);
                            the same command run again resumes it
   --dry_run                print the model, its cost and its memory; train nothing
-  --help                   this text
+  --help                   this text, with the values that --config gives
+
+A signal (Ctrl-C) saves a checkpoint first. Exit code: 0 complete, 2 bad input, 1 a loss
+that is not finite or a machine that failed, 130 interrupted.
 """
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+FLAGS = "--config, --config.KEY, --workdir, --dry_run, --help"
 
 
 class Command(NamedTuple):
     config: config.Config
     workdir: Path
     dry_run: bool
+    help: bool
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,17 +59,24 @@ def parse(words: list[str]) -> Command:
         ValueError: an unknown key, value, file, preset or stray word; one line.
     """
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--workdir", type=Path)
+    parser.add_argument("--config")
+    parser.add_argument("--workdir")
     parser.add_argument("--dry_run", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
     known, rest = parser.parse_known_args(words)
-    path, _, preset = known.config.partition(":")
+    if known.config is None and not known.help:
+        raise ValueError(f"--config FILE is needed: {_files(Path('configs'))}")
+    if known.workdir == "":
+        raise ValueError("--workdir is empty: give a folder, or leave it out")
+    path, _, preset = (known.config or "").partition(":")
     name = Path(path).stem + (f"-{preset}" if preset else "")
-    tree = load(Path(path), preset).to_dict()
+    tree = (
+        load(Path(path), preset) if known.config is not None else default()
+    ).to_dict()
     for key, text in _overrides(rest):
         _set(tree, key, text)
-    workdir = known.workdir or Path("runs", name)
-    return Command(config.from_dict(tree), workdir.absolute(), known.dry_run)
+    workdir = Path(known.workdir or Path("runs", name)).absolute()
+    return Command(config.from_dict(tree), workdir, known.dry_run, known.help)
 
 
 def default() -> ConfigDict:
@@ -74,9 +92,7 @@ def load(path: Path, preset: str = "") -> ConfigDict:
             preset, or sets a key that does not exist.
     """
     if not path.is_file():
-        known = sorted(p.stem for p in path.parent.glob("*.py") if p.stem != "base")
-        beside = f": {path.parent} has {', '.join(known)}" if known else ""
-        raise ValueError(f"no configuration file {str(path)!r}{beside}")
+        raise ValueError(f"no configuration file {str(path)!r}: {_files(path.parent)}")
     spec = importlib.util.spec_from_file_location(f"configuration_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is not a Python file")
@@ -84,42 +100,71 @@ def load(path: Path, preset: str = "") -> ConfigDict:
     try:
         spec.loader.exec_module(module)
         if not hasattr(module, "get_config"):
-            raise ValueError(f"{path} has no function get_config")
+            raise ValueError("it has no function get_config")
         if preset and not inspect.signature(module.get_config).parameters:
-            raise ValueError(f"{path} has no presets, got {preset!r}")
+            raise ValueError(f"it has no presets, got {preset!r}")
         found = module.get_config(preset) if preset else module.get_config()
-    except ValueError:
-        raise
-    except Exception as error:
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     if not isinstance(found, ConfigDict):
         raise ValueError(f"get_config of {path} must return the ConfigDict of base.py")
     return found
 
 
-def help_text() -> str:
-    """Usage, and every key with its type, default, meaning and choices."""
-    lines = [USAGE, "Keys (type, default): meaning\n"]
+def help_text(options: config.Config) -> str:
+    """Usage, and every key with its type, value, meaning and choices."""
+    lines = [USAGE, "Keys (type, value unless changed): meaning\n"]
+    tree = config.to_dict(options)
     for name, kind, field in config.fields():
-        shown = kind.__name__ if isinstance(kind, type) else str(kind)
-        lines.append(f"  --config.{name} ({shown}, {field.default!r})")
+        value: Any = tree
+        for part in name.split("."):
+            value = value[part]
+        lines.append(f"  --config.{name} ({config.shown(kind)}, {value!r})")
         lines.append(f"      {field.metadata['meaning']}")
-        if known := config.choices(field):
-            lines.append(f"      one of: {', '.join(known)}")
+        if choices := config.choices(field):
+            lines.append(f"      one of: {', '.join(choices)}")
     return "\n".join(lines)
 
 
 def leave(run: Callable[[], None]) -> NoReturn:
-    """Run, and exit with 0; with 2 on bad input, with 1 where a run had to stop."""
+    """Run, and exit with the code that USAGE promises and one line on stderr.
+
+    A fault of ours is none of these, and shows where it is by its traceback.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not every terminal can write λ
+            stream.reconfigure(errors="replace")
     try:
         run()
+        sys.stdout.flush()
     except ValueError as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        sys.exit(2)
-    except FloatingPointError as error:
-        print(f"stopped: {_one_line(error)}", file=sys.stderr)
+        _stop(2, f"error: {_one_line(error)}")
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        _stop(2, f"error: {error.strerror or _one_line(error)}{where}")
+    except FloatingPointError as error:
+        _stop(1, f"stopped: {_one_line(error)}")
+    except MemoryError as error:
+        _stop(1, f"stopped: out of memory ({_one_line(error)})")
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _stop(1, f"stopped: out of memory ({str(error).splitlines()[0]})")
+    except Interrupted as error:
+        _stop(error.exit_code, f"interrupted: {_one_line(error)}")
+    except KeyboardInterrupt:
+        _stop(130, "interrupted: nothing more was saved")
     sys.exit(0)
+
+
+def _stop(code: int, line: str) -> NoReturn:
+    print(line, file=sys.stderr)
+    sys.exit(code)
 
 
 def _overrides(words: Iterable[str]) -> Iterable[tuple[str, str]]:
@@ -132,10 +177,7 @@ def _overrides(words: Iterable[str]) -> Iterable[tuple[str, str]]:
             )
         flag, equals, text = word.partition("=")
         if not flag.startswith("--config."):
-            raise ValueError(
-                f"{flag} is unknown: choose from --config, --config.KEY, --workdir, "
-                "--dry_run, --help"
-            )
+            raise ValueError(f"{flag} is unknown: choose from {FLAGS}")
         if not equals:
             text = next(words, "--")
             if text.startswith("--"):
@@ -167,8 +209,19 @@ def _value(key: str, text: str, kind: Any) -> Any:
             return tuple(map(typing.get_args(kind)[0], values))
         return plain(text)
     except (KeyError, TypeError, ValueError, SyntaxError):
-        shown = plain.__name__ if plain is not tuple else str(kind)
-        raise ValueError(f"config.{key} must be {shown}, got {text!r}") from None
+        raise ValueError(
+            f"config.{key} must be {config.shown(kind)}, got {text!r}"
+        ) from None
+
+
+def _files(folder: Path) -> str:
+    """The configurations to choose from, those of a folder if it has any."""
+    for place in (folder, Path("configs")):
+        paths = [path for path in place.glob("*.py") if path.stem != "base"]
+        known = [str(p) for p in paths if b"get_config" in p.read_bytes()]
+        if known:
+            return f"choose from {', '.join(sorted(known))}"
+    return f"{folder} has none"
 
 
 def _one_line(error: Exception) -> str:

@@ -1,8 +1,7 @@
 """A run from its configuration to its last checkpoint."""
 
-import dataclasses
+import contextlib
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,9 @@ from symjax import config
 from symjax.data import batches
 from symjax.data.corpus import Corpus, open_corpus
 from symjax.models.generate import generate
+from symjax.training import starting
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.interrupt import Interrupted, Interrupts
 from symjax.training.measure import mean_loss
 from symjax.training.metrics import Metrics
 from symjax.training.progress import Progress
@@ -30,80 +31,109 @@ def run(options: config.Config, workdir: Path) -> None:
     """Train until `options.steps`, from the newest checkpoint of `workdir` if any.
 
     Raises:
-        ValueError: bad input; the message is one line, and nothing of an earlier run
-            has been changed.
+        ValueError: bad input; the message is one line, and the workdir is as it was.
         FloatingPointError: the loss or its gradient is not finite.
+        Interrupted: a signal came; a checkpoint has been saved.
     """
-    if options.steps < 1:
-        raise ValueError(f"steps must be at least 1, got {options.steps}")
-    use_compile_cache()
+    starting.use_compile_cache()
     mesh = make_mesh(options.mesh)
-    with Checkpoints(workdir / "checkpoints", options.checkpoint.keep) as checkpoints:
-        saved = checkpoints.read_meta() if checkpoints.steps() else None
-        if saved is not None:
-            refuse_differences(saved["config"], options, workdir)
-        corpus = open_corpus(options.data, workdir / "data", replace=saved is None)
-        if saved is not None:
-            check_data(saved["data"], corpus, workdir)
-        resolved = with_vocabulary(options, corpus)
-        program = compile_program(resolved, mesh)
-        corpus.check_length(options.model.length)
-        Run(options, resolved, workdir, corpus, program, checkpoints).train()
+    with contextlib.ExitStack() as stack:
+        with starting.undone_if_refused(workdir):
+            starting.make_workdir(workdir)
+            reader = Checkpoints(workdir / "checkpoints")
+            saved = reader.read_meta() if reader.steps() else None
+            if saved is not None:
+                starting.refuse_differences(saved["config"], options, workdir)
+            corpus = open_corpus(options.data, workdir / "data", replace=saved is None)
+            if saved is not None:
+                starting.check_data(saved["data"], corpus, workdir)
+            corpus.check_length(options.model.length)
+            program = compile_program(starting.with_vocabulary(options, corpus), mesh)
+            checkpoints = Checkpoints(workdir / "checkpoints", options.checkpoint.keep)
+            stack.enter_context(checkpoints)
+            whole = Run(options, workdir, corpus, program, checkpoints)
+        stack.enter_context(contextlib.closing(whole))
+        whole.train()
 
 
 class Run:
-    """The moving parts of one run, so that each step of the loop reads as a line."""
+    """The moving parts of one run, so that each step of the loop reads as a line.
+
+    Raises:
+        ValueError: the model does not fit the memory or the checkpoint, or the files
+            of the run cannot be written.
+    """
 
     def __init__(
         self,
         options: config.Config,
-        resolved: config.Config,
         workdir: Path,
         corpus: Corpus,
         program: Program,
         checkpoints: Checkpoints,
     ):
         self.options = options
-        self.resolved = resolved
+        self.workdir = workdir
         self.corpus = corpus
         self.program = program
         self.checkpoints = checkpoints
-        self.state, self.constants = self._start()
-        self.start = int(self.state.step)
+        self.shape = (options.batch_size, options.model.length)
+        self.step = starting.compiled_step(program, self.shape)
+        self.state, self.constants = self._restored()
+        self.first = int(self.state.step)
         self.heldout: float | None = None
-        self.metrics = Metrics(workdir, self.start, options.log.tensorboard)
-        self.progress = Progress(options.steps, self.start)
-        self.clock = Clock(options.batch_size * options.model.length)
+        self.metrics = Metrics(workdir, self.first, options.log.tensorboard)
+        self.progress = Progress(options.steps, self.first)
+
+    def close(self) -> None:
+        self.progress.close()
+        self.metrics.close()
 
     def train(self) -> None:
-        """Every step that is left, with what is due after each."""
-        steps = self.options.steps
-        if self.start >= steps:
+        """Every step that is left, with what is due after each.
+
+        Raises:
+            FloatingPointError, Interrupted: as `run` says.
+        """
+        options = self.options
+        if self.first >= options.steps:
             self.progress.line(
-                f"complete at step {self.start}: a larger --config.steps goes on"
+                f"complete at step {self.first}: a larger --config.steps goes on"
             )
             return
-        key = jax.random.key(self.options.seed)
+        self._introduce()
+        key = jax.random.key(options.seed)
+        self.clock = Clock(self.shape[0] * self.shape[1])
         waiting: dict[str, Any] = {}
-        try:
-            for done, rows in self._batches(steps):
+        with Interrupts() as interrupts:
+            for done in range(self.first + 1, options.steps + 1):
+                rows = self._rows(done - 1)
                 with jax.set_mesh(self.program.mesh):
-                    self.state, metrics = self.program.train(
+                    self.state, metrics = self.step(
                         self.state, self.constants, *rows, key
                     )
                 # The metrics of a step are read while the next one runs.
                 if waiting:
                     self._report(done - 1, waiting)
                 waiting = metrics
-                if self._due(done):
+                judge = self._due(options.evaluate.every, done)
+                stop = interrupts.received
+                save = self._due(options.checkpoint.every, done) or stop
+                if judge or save:
                     self._report(done, waiting)
                     waiting = {}
-                    self._pause(done)
-        finally:
-            self.progress.close()
-            self.metrics.close()
+                    with self.clock.stopped():
+                        if judge:
+                            self._evaluate(done)
+                        if save:
+                            self._save(done, judged=judge)
+                if stop and done < options.steps:
+                    raise Interrupted(stop, self._stopped_at(done))
+        self.progress.line(
+            f"complete at step {done}: python eval.py --workdir {self.workdir}"
+        )
 
-    def _start(self) -> tuple[State, dict]:
+    def _restored(self) -> tuple[State, dict]:
         """Fresh weights, or those of the newest whole checkpoint."""
         if not self.checkpoints.steps():
             with jax.set_mesh(self.program.mesh):
@@ -119,95 +149,97 @@ class Run:
         step = jax.device_put(jnp.int32(meta["step"]), abstract.step.sharding)
         return State(step, trees["params"], trees["optimizer"]), trees["constants"]
 
-    def _batches(self, steps: int) -> Iterator[tuple[int, list[jax.Array]]]:
-        """(number of the step, its inputs and targets) for the steps that are left."""
-        shape = (self.options.batch_size, self.options.model.length)
-        for step in range(self.start, steps):
-            yield (
-                step + 1,
-                self.program.place(
-                    shape,
-                    lambda start, stop, step=step: batches.batch(
-                        self.corpus.train,
-                        length=shape[1],
-                        batch_size=shape[0],
-                        seed=self.options.seed,
-                        step=step,
-                        start=start,
-                        stop=stop,
-                    ),
-                ),
-            )
+    def _introduce(self) -> None:
+        weights = sum(x.size for x in jax.tree.leaves(self.state.params))
+        begin = f"resumed at step {self.first}" if self.first else "new run"
+        self.progress.line(
+            f"{weights:,} parameters, {len(self.corpus.train):,} training tokens, "
+            f"{self.program.mesh.size} {jax.devices()[0].platform} device(s): {begin} "
+            f"in {self.workdir}"
+        )
 
-    def _due(self, done: int) -> bool:
-        """Whether an evaluation or a checkpoint follows this step."""
-        periods = (self.options.evaluate.every, self.options.checkpoint.every)
-        return done == self.options.steps or any(p and done % p == 0 for p in periods)
+    def _rows(self, step: int) -> list[jax.Array]:
+        """Inputs and targets of a step, over the mesh."""
+        return self.program.place(
+            self.shape,
+            lambda start, stop: batches.batch(
+                self.corpus.train,
+                length=self.shape[1],
+                batch_size=self.shape[0],
+                seed=self.options.seed,
+                step=step,
+                start=start,
+                stop=stop,
+            ),
+        )
+
+    def _due(self, every: int, done: int) -> bool:
+        """The last step is always due, 0 means no other one."""
+        return done == self.options.steps or (every > 0 and done % every == 0)
 
     def _report(self, done: int, metrics: dict[str, Any]) -> None:
-        """Check the numbers of a step, and log them where it is time."""
+        """Check the numbers of a step, show them, and log them where it is time."""
         values = {name: float(value) for name, value in metrics.items()}
         for name in ("train/loss", "gradient_norm"):
             if not math.isfinite(values[name]):
                 self.metrics.write(done, values)
-                raise FloatingPointError(
-                    f"{name} is {values[name]} at step {done}; {self._last_good()}"
-                )
-        self.clock.step()
+                self._not_finite(done, f"{name} is {values[name]}")
+        speed = self.clock.step()
+        left = (self.options.steps - done) * self.clock.tokens / speed
+        self.progress.update(done, values["train/loss"], speed, left)
         if done % self.options.log.every == 0 or done == self.options.steps:
-            speed = self.clock.tokens_per_second()
-            left = (self.options.steps - done) * self.clock.tokens / speed
             self.metrics.write(done, {**values, "tokens_per_second": speed})
-            self.progress.update(done, values["train/loss"], speed, left)
+            self.clock.restart()
 
-    def _last_good(self) -> str:
+    def _not_finite(self, done: int, what: str) -> None:
+        """Raises: FloatingPointError: naming the step and what can be gone back to."""
         self.checkpoints.wait()
         steps = self.checkpoints.steps()
-        if not steps:
-            return "there is no checkpoint yet"
-        return f"the last good checkpoint is {steps[-1]}"
+        last = f"the last good checkpoint is {steps[-1]}" if steps else "none was saved"
+        raise FloatingPointError(f"{what} at step {done}; {last} in {self.workdir}")
 
-    def _pause(self, done: int) -> None:
-        """The evaluation and the checkpoint that are due; the clock stands still."""
-        with self.clock.stopped():
-            last = done == self.options.steps
-            every = self.options.evaluate.every
-            if every and (last or done % every == 0):
-                self._evaluate(done)
-            every = self.options.checkpoint.every
-            if last or (every and done % every == 0):
-                self._save(done)
+    def _stopped_at(self, done: int) -> str:
+        self.checkpoints.wait()
+        return f"saved checkpoint {done} in {self.workdir}; the same command goes on"
 
     def _evaluate(self, done: int) -> None:
-        chosen = batches.heldout_batches(
-            self.corpus.heldout,
-            length=self.options.model.length,
-            batch_size=self.options.batch_size,
-            count=self.options.evaluate.batches,
-        )
-        self.heldout = mean_loss(
-            self.program, self.state.params, self.constants, chosen
-        )
+        self.heldout = self._loss(self.options.evaluate.batches)
         self.metrics.write(done, {"heldout/loss": self.heldout})
         lines = ", ".join(f"{n} {v:.2f}" for n, v in self.corpus.ngrams.items())
         unit = "byte" if self.options.data.tokenizer == "byte" else "character"
         self.progress.line(
             f"step {done}: held-out loss {self.heldout:.4f} nats/{unit} ({lines})"
         )
+        if not math.isfinite(self.heldout):
+            self._not_finite(done, f"held-out loss is {self.heldout}")
         self.progress.line(f"step {done}: sample {self._sample()!r}")
+
+    def _loss(self, count: int) -> float:
+        """Of the first `count` held-out batches."""
+        chosen = batches.heldout_batches(
+            self.corpus.heldout,
+            length=self.shape[1],
+            batch_size=self.shape[0],
+            count=count,
+        )
+        return mean_loss(self.program, self.state.params, self.constants, chosen)
 
     def _sample(self) -> str:
         """What the model writes after the first words of the held-out text."""
-        count = min(SAMPLE_LENGTH, self.options.model.length - SAMPLE_PROMPT)
-        if count < 1:
-            return ""
-        weights = jax.device_get((self.state.params, self.constants))
-        model = nnx.merge(self.program.graph, *weights)
-        prompt = jnp.asarray(self.corpus.heldout[None, :SAMPLE_PROMPT], jnp.int32)
-        tokens = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
-        return self.corpus.tokenizer.decode(jnp.concatenate([prompt, tokens], 1)[0])
+        start = min(SAMPLE_PROMPT, (self.shape[1] + 1) // 2)
+        count = min(SAMPLE_LENGTH, self.shape[1] - start)
+        prompt = jnp.asarray(self.corpus.heldout[None, :start], jnp.int32)
+        if count:
+            weights = jax.device_get((self.state.params, self.constants))
+            model = nnx.merge(self.program.graph, *weights)
+            more = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
+            prompt = jnp.concatenate([prompt, more], axis=1)
+        return self.corpus.tokenizer.decode(prompt[0])
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, *, judged: bool) -> None:
+        """Save the weights, unless the step that made them has spoilt them."""
+        if not judged and not math.isfinite(loss := self._loss(1)):
+            self._not_finite(done, f"held-out loss is {loss}")
         self.checkpoints.save(
             done,
             {
@@ -224,77 +256,26 @@ class Run:
 
 
 class Clock:
-    """Tokens a second since the last question, pauses left out."""
+    """Tokens a second, pauses left out.
+
+    Args:
+        tokens: of a step.
+    """
 
     def __init__(self, tokens: int):
-        self.tokens = tokens  # a step
-        self.steps = 0
-        self.since = time.monotonic()
+        self.tokens = tokens
+        self.restart()
 
-    def step(self) -> None:
+    def restart(self) -> None:
+        self.steps, self.since = 0, time.monotonic()
+
+    def step(self) -> float:
+        """One step more is done: the speed since the start."""
         self.steps += 1
+        return self.steps * self.tokens / max(time.monotonic() - self.since, 1e-9)
 
-    def tokens_per_second(self) -> float:
-        now = time.monotonic()
-        speed = self.steps * self.tokens / max(now - self.since, 1e-9)
-        self.steps, self.since = 0, now
-        return speed
-
-    def stopped(self):
-        return _Stopped(self)
-
-
-class _Stopped:
-    def __init__(self, clock: Clock):
-        self.clock = clock
-
-    def __enter__(self) -> None:
-        self.began = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self.clock.since += time.monotonic() - self.began
-
-
-def refuse_differences(
-    saved: dict[str, Any], options: config.Config, workdir: Path
-) -> None:
-    """Raises: ValueError: a checkpoint's configuration differs where it must not."""
-    found = config.differences(saved, config.to_dict(options))
-    if found:
-        raise ValueError(
-            f"{workdir} holds a run of another configuration ({', '.join(found)}): "
-            "use its values, or another --workdir"
-        )
-
-
-def check_data(saved: dict[str, Any], corpus: Corpus, workdir: Path) -> None:
-    """Raises: ValueError: the corpus is not the one that the checkpoint has seen."""
-    if saved["sha256"] != corpus.fingerprint["sha256"]:
-        raise ValueError(
-            f"the text of {workdir / 'data'} is not the one of its checkpoints "
-            f"(sha256 {corpus.fingerprint['sha256'][:12]}, then "
-            f"{saved['sha256'][:12]})"
-        )
-
-
-def with_vocabulary(options: config.Config, corpus: Corpus) -> config.Config:
-    """The configuration with the tokenizer's vocabulary where it says 0.
-
-    Raises:
-        ValueError: the model's vocabulary is smaller than the tokenizer's.
-    """
-    needed, given = corpus.tokenizer.vocabulary, options.model.vocabulary
-    if given and given < needed:
-        raise ValueError(
-            f"model.vocabulary {given} is smaller than the {needed} tokens of "
-            f"data.tokenizer {options.data.tokenizer!r}"
-        )
-    model = dataclasses.replace(options.model, vocabulary=given or needed)
-    return dataclasses.replace(options, model=model)
-
-
-def use_compile_cache() -> None:
-    """Keep compiled programs in the user's cache folder, unless jax has one set."""
-    if jax.config.jax_compilation_cache_dir is None:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(home / "symjax" / "jax"))
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.since += time.monotonic() - began

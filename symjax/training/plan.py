@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from symjax import config
 from symjax.data.corpus import open_corpus
 from symjax.models import cost
-from symjax.training.loop import with_vocabulary
 from symjax.training.sharding import make_mesh
-from symjax.training.step import Program, compile_program
+from symjax.training.starting import compiled_step, use_compile_cache, with_vocabulary
+from symjax.training.step import compile_program
 
 MIB = 2**20
 
@@ -24,15 +23,19 @@ def describe(options: config.Config) -> str:
     Raises:
         ValueError: whatever a run of this configuration would refuse.
     """
+    use_compile_cache()
+    mesh = make_mesh(options.mesh)
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_corpus(options.data, Path(folder))
         corpus.check_length(options.model.length)
         options = with_vocabulary(options, corpus)
         data = corpus.fingerprint
-    program = compile_program(options, make_mesh(options.mesh))
+    program = compile_program(options, mesh)
+    step = compiled_step(program, (options.batch_size, options.model.length))
     weights = program.state.params
     parameters = sum(weight.size for weight in jax.tree.leaves(weights))
     tokens = options.batch_size * options.model.length
+    flops = tokens * cost.train_flops(options.model, parameters)
     lines = [
         *_table(weights),
         "",
@@ -40,10 +43,9 @@ def describe(options: config.Config) -> str:
         f"training tokens     {data['train']['tokens']:,}"
         f" ({options.steps * tokens / data['train']['tokens']:.1f} passes)",
         f"tokens a step       {tokens:,}",
-        f"FLOPs a step        {tokens * cost.train_flops(options.model, parameters):.3g}"
-        " (multiply-adds as two, by formula)",
+        f"FLOPs a step        {flops:.3g} (multiply-adds as two, by formula)",
         f"mesh                {dict(program.mesh.shape)}",
-        *_memory(program, options),
+        _memory(step),
     ]
     return "\n".join(lines)
 
@@ -69,19 +71,14 @@ def _table(weights: Any) -> list[str]:
     ]
 
 
-def _memory(program: Program, options: config.Config) -> list[str]:
+def _memory(step: jax.stages.Compiled) -> str:
     """Bytes of the compiled training step on each device, as the compiler plans it."""
-    shape = (options.batch_size, options.model.length)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    with jax.set_mesh(program.mesh):
-        step = program.train.lower(
-            program.state, program.constants, tokens, tokens, key
-        )
-        memory = step.compile().memory_analysis()
+    memory = step.memory_analysis()
+    if memory is None:
+        return "memory a device     not known to this compiler"
     state = memory.argument_size_in_bytes / MIB
     working = memory.temp_size_in_bytes / MIB
-    return [
+    return (
         f"memory a device     {state + working:,.1f} MiB: weights, optimizer and batch "
         f"{state:,.1f}, working {working:,.1f}"
-    ]
+    )

@@ -5,7 +5,7 @@ import time
 
 from tqdm import tqdm
 
-SECONDS = 5.0  # between two lines where the output is not a terminal
+SECONDS, SHARE = 5.0, 1 / 50  # between two lines, at least; the share is of the run
 
 
 class Progress:
@@ -16,17 +16,19 @@ class Progress:
         self.bar = None
         if sys.stderr.isatty():
             self.bar = tqdm(total=total, initial=start, unit="step", smoothing=0.1)
-        self.shown = float("-inf")
+        self.began = time.monotonic()
+        self.next = self.began
 
     def update(self, step: int, loss: float, tokens_per_second: float, left: float):
-        """Called at every logged step; `left` is in seconds."""
+        """Called after every step; `left` is in seconds."""
+        now = time.monotonic()
         if self.bar is not None:
-            self.bar.update(step - self.bar.n)
             self.bar.set_postfix_str(
                 f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False
             )
-        elif step == self.total or time.monotonic() - self.shown > SECONDS:
-            self.shown = time.monotonic()
+            self.bar.update(step - self.bar.n)
+        elif step == self.total or now >= self.next:
+            self.next = now + max(SECONDS, SHARE * (now - self.began))
             self.line(
                 f"step {step}/{self.total}  loss {loss:.3f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {clock(left)} left"

@@ -1,0 +1,166 @@
+"""What must hold before a run starts, and what a refused start leaves: nothing."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from symjax import config
+from symjax.data.corpus import Corpus
+from symjax.training.step import Program
+
+# What a run makes inside its workdir.
+PARTS = ("checkpoints", "data", "tensorboard", "metrics.jsonl", "metrics.csv")
+GIB = 2**30
+
+
+@contextlib.contextmanager
+def undone_if_refused(workdir: Path) -> Iterator[None]:
+    """Whatever ends the block early, the folder is as it was before.
+
+    Only what did not exist at the beginning is removed: the parts of a run, the workdir
+    and the folders above it, and folders only where they are empty.
+    """
+    parts = [workdir / name for name in PARTS if not (workdir / name).exists()]
+    folders = [x for x in (workdir, *workdir.parents) if not x.exists()]
+    try:
+        yield
+    except BaseException:
+        for part in parts:
+            if part.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
+        raise
+
+
+def make_workdir(workdir: Path) -> None:
+    """Raises: ValueError: it cannot be made or written."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--workdir {str(workdir)!r} cannot be written: {error.strerror}"
+        ) from None
+
+
+def refuse_differences(
+    saved: dict[str, Any], options: config.Config, workdir: Path
+) -> None:
+    """Raises: ValueError: a checkpoint's configuration differs where it must not."""
+    found = config.differences(saved, config.to_dict(options))
+    if found:
+        raise ValueError(
+            f"{workdir} holds a run of another configuration ({', '.join(found)}): "
+            "use its values, or another --workdir"
+        )
+
+
+def check_data(saved: dict[str, Any], corpus: Corpus, workdir: Path) -> None:
+    """Raises: ValueError: the corpus is not the one that the checkpoint has seen."""
+    if saved["sha256"] != corpus.fingerprint["sha256"]:
+        raise ValueError(
+            f"the text of {workdir / 'data'} is not the one of its checkpoints "
+            f"(sha256 {corpus.fingerprint['sha256'][:12]}, then "
+            f"{saved['sha256'][:12]})"
+        )
+
+
+def with_vocabulary(options: config.Config, corpus: Corpus) -> config.Config:
+    """The configuration with the tokenizer's vocabulary where it says 0.
+
+    Raises:
+        ValueError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    needed, given = corpus.tokenizer.vocabulary, options.model.vocabulary
+    if given and given < needed:
+        raise ValueError(
+            f"model.vocabulary {given} is smaller than the {needed} tokens of "
+            f"data.tokenizer {options.data.tokenizer!r}"
+        )
+    model = dataclasses.replace(options.model, vocabulary=given or needed)
+    return dataclasses.replace(options, model=model)
+
+
+def check_state(program: Program, tokens: int) -> None:
+    """Refuse sizes that no compiler needs to see: it ends the process over some.
+
+    Args:
+        tokens: of a batch.
+    Raises:
+        ValueError: weights, optimizer and batch alone are larger than the memory.
+    """
+    weights = jax.tree.leaves((program.state, program.constants))
+    state = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights
+    )
+    batch = 2 * 4 * tokens // program.mesh.size
+    check_memory(state + batch, "weights, optimizer and batch alone take")
+
+
+def compiled_step(program: Program, shape: tuple[int, int]) -> jax.stages.Compiled:
+    """The training step for batches of `shape`, compiled, and seen to fit.
+
+    Raises:
+        ValueError: it needs more memory than there is.
+    """
+    check_state(program, shape[0] * shape[1])
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    with jax.set_mesh(program.mesh):
+        step = program.train.lower(
+            program.state, program.constants, tokens, tokens, key
+        ).compile()
+    memory = step.memory_analysis()
+    if memory is not None:
+        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        check_memory(needed, "a training step takes")
+    return step
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Refuse what a device cannot hold, instead of being killed half-way.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    there = _memory_of_a_device()
+    if needed > there:
+        raise ValueError(
+            f"{what} {needed / GIB:,.1f} GiB a device, there are {there / GIB:,.1f}: "
+            "choose a smaller model or batch_size, a larger optimizer.accumulate, or "
+            "model.remat=true"
+        )
+
+
+def use_compile_cache() -> None:
+    """Keep compiled programs in the user's cache folder, unless jax has one set."""
+    if jax.config.jax_compilation_cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        jax.config.update("jax_compilation_cache_dir", f"{home}/symjax/jax")
+
+
+def _memory_of_a_device() -> float:
+    """Bytes; infinite where nobody knows."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit:
+        return limit
+    if device.platform != "cpu" or not hasattr(os, "sysconf"):
+        return math.inf
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return physical / jax.local_device_count()

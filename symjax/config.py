@@ -39,7 +39,7 @@ def mechanisms() -> tuple[str, ...]:
 def choices(field: dataclasses.Field) -> tuple[str, ...]:
     """The values that a key may take; any if empty."""
     known = field.metadata["choices"]
-    return known() if callable(known) else known
+    return known if isinstance(known, tuple) else known()
 
 
 def group(kind: type) -> Any:

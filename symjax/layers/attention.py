@@ -94,9 +94,12 @@ class Attention(nnx.Module):
     def _add_lambda(self, depth: int, rngs: nnx.Rngs) -> None:
         self.lambda_initial = attention.lambda_initial(depth)
         draw = nnx.initializers.normal(0.1)
-        for name in ("query_1", "key_1", "query_2", "key_2"):
-            vector = Lambda(draw(rngs.params(), (self.head_size,)))
-            setattr(self, f"lambda_{name}", vector)
+
+        def vector() -> Lambda:
+            return Lambda(draw(rngs.params(), (self.head_size,)))
+
+        self.lambda_query_1, self.lambda_key_1 = vector(), vector()
+        self.lambda_query_2, self.lambda_key_2 = vector(), vector()
         self.head_norm = norm("rmsnorm", self.value_size, dtype=self.dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -130,12 +133,9 @@ class Attention(nnx.Module):
         positions = position + jnp.arange(x.shape[1])
         query, key, value = self._project(x, positions[None])
         form = attention.MECHANISMS[self.mechanism]
-        if form.step is None:
+        if form.step is None or form.causal is None:
             state = Cache(
-                *(
-                    _write(*pair, position)
-                    for pair in zip(state, (key, value), strict=True)
-                )
+                _write(state.key, key, position), _write(state.value, value, position)
             )
             visible = visible_pairs(
                 positions,
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
                 mask_self=self.mask_self,
             )
             options = {**dict(self.options), "mask_self": False, "mask": visible}
-            mixed = self._attend(form.attend, query, *state, options)
+            mixed = self._attend(form.attend, query, state.key, state.value, options)
         elif x.shape[1] == 1:
             step = partial(form.step, state)
             options = self._options_of("step")
@@ -182,7 +182,7 @@ class Attention(nnx.Module):
         if hasattr(self, "projection"):
             arrays["projection"] = self.projection[...]
 
-        def run(query, key, value, lam=None, **arrays):
+        def run(query, key, value, lam=None, **arrays) -> Any:
             if lam is None:
                 return function(query, key, value, **options, **arrays)
             return attention.differential(

@@ -20,10 +20,10 @@ from symjax.training.optimizer import optimizer, schedule
 
 
 class State(NamedTuple):
-    """All that training changes. Plain nested dicts of arrays."""
+    """All that training changes: nested dicts of arrays, or of what stands for them."""
 
-    step: Int[Array, ""]
-    params: dict[str, Any]
+    step: Any  # int32 scalar: steps taken
+    params: Any
     optimizer: Any
 
 
@@ -46,22 +46,22 @@ class Program(NamedTuple):
 
     def place(self, shape: tuple[int, int], rows: Callable) -> list[Array]:
         """Batch arrays of `shape` over the mesh; rows(start, stop) gives a part."""
-        place = NamedSharding(self.mesh, sharding.BATCH)
-        parts: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
-
-        def part(index: tuple[slice, slice]) -> tuple[np.ndarray, ...]:
+        layout = NamedSharding(self.mesh, sharding.BATCH)
+        parts: dict[tuple[int, int], list[np.ndarray]] = {}
+        indices: Any = layout.addressable_devices_indices_map(shape).values()
+        for index in indices:
             start, stop, _ = index[0].indices(shape[0])
             if (start, stop) not in parts:
-                parts[start, stop] = rows(start, stop)
-            return parts[start, stop]
+                parts[start, stop] = list(rows(start, stop))
 
-        count = len(part((slice(0, 1), slice(None))))
-        return [
-            jax.make_array_from_callback(
-                shape, place, lambda index, i=i: part(index)[i][:, index[1]]
-            )
-            for i in range(count)
-        ]
+        def array(number: int) -> Array:
+            def piece(index: Any) -> np.ndarray:
+                start, stop, _ = index[0].indices(shape[0])
+                return parts[start, stop][number][:, index[1]]
+
+            return jax.make_array_from_callback(shape, layout, piece)
+
+        return [array(i) for i in range(len(next(iter(parts.values()))))]
 
 
 def compile_program(options: config.Config, mesh: Mesh) -> Program:

@@ -1,0 +1,240 @@
+"""The decoder: reference sizes, causality, decoding, precision, bad choices."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from symjax import config
+from symjax.layers import Constant, Lambda
+from symjax.models import Decoder, generate
+
+SMALL = config.Model(
+    vocabulary=23, width=24, heads=3, depth=2, length=40, feedforward=40
+)
+TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
+
+
+def small(mechanism="softmax", *, seed=0, **changes) -> Decoder:
+    attention = {
+        name: changes.pop(name)
+        for name in list(changes)
+        if name in config.Attention.__dataclass_fields__
+    }
+    chosen = config.Attention(mechanism=mechanism, **attention)
+    options = replace(SMALL, attention=chosen, **changes)
+    return Decoder(options, rngs=nnx.Rngs(seed))
+
+
+@nnx.jit
+def scores(model: Decoder, tokens, dropout_key=None):
+    return model(tokens, dropout_key=dropout_key)
+
+
+def count(model: nnx.Module, kind=nnx.Param) -> int:
+    return sum(x.size for x in jax.tree.leaves(nnx.state(model, kind)))
+
+
+@pytest.mark.parametrize(
+    ("symmetric", "differential", "mechanism", "parameters"),
+    [
+        ("none", "none", "softmax", 2_479_937),
+        ("none", "v1", "softmax", 2_480_225),
+        ("plain", "none", "softmax", 2_282_561),
+        ("plain", "v1", "softmax", 2_282_849),
+        ("plain", "none", "cosine", 2_282_561),
+    ],
+)
+def test_the_models_of_the_study_have_their_published_sizes(
+    symmetric, differential, mechanism, parameters
+):
+    chosen = config.Attention(
+        mechanism=mechanism, symmetric=symmetric, differential=differential
+    )
+    options = config.Model(vocabulary=65, attention=chosen)
+    model = nnx.eval_shape(lambda: Decoder(options, rngs=nnx.Rngs(0)))
+    assert count(model) == parameters
+
+
+def test_lambda_vectors_and_projections_have_classes_of_their_own():
+    model = small("performer", differential="v1", feature_count=16)
+    # four vectors a layer; head size 24 / (3 heads · 2 branches)
+    assert count(model, Lambda) == 2 * 4 * 4
+    assert count(model, Constant) == 2 * 16 * 4
+    kinds = nnx.state(model, Constant)
+    assert not set(map(id, jax.tree.leaves(kinds))) & set(
+        map(id, jax.tree.leaves(nnx.state(model, nnx.Param)))
+    )
+
+
+COMBINATIONS = [
+    {"mechanism": mechanism, "differential": differential, "symmetric": symmetric}
+    for mechanism, differential, symmetric in itertools.product(
+        ("softmax", "cosine", "linear", "performer"),
+        ("none", "v1"),
+        ("none", "plain", "pairwise"),
+    )
+]
+OPTIONS = [
+    {"positions": "rope"},
+    {"positions": "rope", "head_size": 6, "differential": "v1"},
+    {"positions": "none", "mask_self": True, "symmetric": "plain"},
+    {"length_base": 4, "differential": "v1"},
+    {"key_norm": "unit", "symmetric": "plain", "mask_self": True},
+    {"key_norm": "rms", "symmetric": "pairwise"},
+    {"query_key_norm": True, "mechanism": "performer", "feature_count": 32},
+    {"query_key_norm": True, "symmetric": "plain", "differential": "v1"},
+    {"heads": 4, "kv_heads": 2, "mechanism": "softmax", "differential": "v1"},
+    {"heads": 4, "kv_heads": 2, "mechanism": "linear", "features": "relu"},
+    {"heads": 4, "kv_heads": 1, "mechanism": "performer", "features": "hyperbolic"},
+    {"heads": 4, "kv_heads": 2, "mechanism": "cosine", "chunk_size": 4},
+    {"activation": "swiglu", "norm": "rmsnorm", "bias": False, "tie_embeddings": True},
+    {"activation": "gelu", "implementation": "whole"},
+]
+
+
+@pytest.mark.parametrize("choice", COMBINATIONS + OPTIONS, ids=str)
+def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice):
+    model = small(**choice)
+
+    @nnx.jit
+    def read(model, tokens, memory):
+        return model.extend(tokens, memory)
+
+    memory = model.empty(2, 21)
+    outputs = []
+    for part in jnp.split(TOKENS, [7, 8, 9, 16], axis=1):
+        found, memory = read(model, part, memory)
+        outputs.append(found)
+    whole = scores(model, TOKENS)
+    np.testing.assert_allclose(
+        jnp.concatenate(outputs, axis=1), whole, atol=1e-5 * abs(whole).max()
+    )
+    assert memory.position == TOKENS.shape[1]
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "cosine", "linear", "performer"])
+def test_the_future_changes_nothing(mechanism):
+    model = small(mechanism, differential="v1")
+    changed = TOKENS.at[:, 11:].add(1) % 23
+    before, after = scores(model, TOKENS), scores(model, changed)
+    np.testing.assert_allclose(after[:, :11], before[:, :11], atol=2e-6)
+    assert abs(after[:, 11:] - before[:, 11:]).max() > 0.1
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "cosine", "linear", "performer"])
+def test_the_rest_of_the_batch_changes_nothing(mechanism):
+    model = small(mechanism, differential="v1", symmetric="plain")
+    alone = scores(model, TOKENS[:1])
+    np.testing.assert_allclose(scores(model, TOKENS)[:1], alone, atol=2e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("mechanism", ["softmax", "performer"])
+def test_generation_equals_reading_everything_again_for_each_token(
+    mechanism, temperature
+):
+    model = small(mechanism, differential="v1", symmetric="plain")
+    key = jax.random.key(3)
+    found = generate(model, TOKENS[:, :5], 6, key, temperature=temperature)
+    tokens = TOKENS[:, :5]
+    for here in jax.random.split(key, 6):
+        # causal: what stands after the last token read changes nothing
+        padded = jnp.pad(tokens, ((0, 0), (0, 11 - tokens.shape[1])))
+        last = scores(model, padded)[:, tokens.shape[1] - 1]
+        if temperature:
+            token = jax.random.categorical(here, last / temperature, axis=-1)
+        else:
+            token = last.argmax(axis=-1)
+        tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
+    np.testing.assert_array_equal(found, tokens[:, 5:])
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "performer"])
+def test_a_linear_state_does_not_grow_with_the_context(mechanism):
+    model = small(mechanism, positions="rope")
+    sizes = [
+        sum(x.nbytes for x in jax.tree.leaves(model.empty(1, length)))
+        for length in (10, 1000)
+    ]
+    assert (sizes[0] == sizes[1]) == (mechanism == "performer")
+
+
+def test_dropout_needs_a_key_and_depends_on_it():
+    model = small(dropout=0.3)
+    certain = scores(model, TOKENS)
+    np.testing.assert_array_equal(certain, scores(model, TOKENS))
+    first, second, again = (scores(model, TOKENS, jax.random.key(i)) for i in (0, 1, 0))
+    np.testing.assert_array_equal(first, again)
+    assert abs(first - second).max() > 0.1
+    assert abs(first - certain).max() > 0.1
+
+
+def test_rematerialisation_changes_no_gradient():
+    def gradient(remat):
+        graph, params = nnx.split(small(differential="v1", remat=remat, dropout=0.2))
+
+        def loss(params):
+            key = jax.random.key(5)
+            return nnx.merge(graph, params)(TOKENS, dropout_key=key).var()
+
+        return jax.tree.leaves(jax.jit(jax.grad(loss))(params))
+
+    for one, other in zip(gradient(False), gradient(True), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "cosine", "linear", "performer"])
+def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(mechanism):
+    # bfloat16 has 8 bits of mantissa: 2⁻⁸ a rounding, some ten roundings deep
+    wide = small(mechanism, differential="v1")
+    narrow = small(mechanism, differential="v1", dtype="bfloat16")
+    for weight in jax.tree.leaves(nnx.state(narrow, nnx.Param)):
+        assert weight.dtype == jnp.float32
+    exact, rough = scores(wide, TOKENS), scores(narrow, TOKENS)
+    assert rough.dtype == jnp.float32
+    assert jnp.sqrt(jnp.mean((rough - exact) ** 2)) < 0.03 * exact.std()
+
+
+def test_tied_embeddings_share_one_table():
+    tied, untied = small(tie_embeddings=True, bias=False), small(bias=False)
+    assert count(untied) - count(tied) == 23 * 24
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"heads": 5}, "model.width 24 must be a multiple of model.heads 5"),
+        ({"kv_heads": 2}, "model.kv_heads 2 must divide model.heads 3"),
+        ({"symmetric": "plain", "kv_heads": 1}, "must equal model.heads 3"),
+        ({"mechanism": "performr"}, "choose from softmax, cosine, linear, performer"),
+        ({"mechanism": "cosine", "mask_self": True}, "cosine has no such option"),
+        ({"mechanism": "performer", "length_base": 8}, "performer has no such option"),
+        ({"features": "relu"}, "softmax has no such option"),
+        ({"feature_count": 8}, "softmax has no random features"),
+        ({"key_norm": "unit"}, "model.attention.symmetric is 'none'"),
+        ({"depth_offset": 1}, "model.attention.differential is 'none'"),
+        ({"positions": "rope", "head_size": 5}, "even head size"),
+        ({"dropout": 1.0}, "model.dropout must be below 1"),
+        ({"vocabulary": 0}, "model.vocabulary must be at least 1"),
+        ({"width": -24}, "model.width must be at least 1"),
+        ({"mechanism": "performer", "features": "sine"}, "positive"),
+    ],
+    ids=str,
+)
+def test_choices_that_exclude_each_other_are_refused_by_name(choice, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        small(**choice)(TOKENS)
+
+
+def test_more_tokens_than_learned_positions_are_refused():
+    model = small(length=12)
+    with pytest.raises(ValueError, match="19 tokens do not fit model.length 12"):
+        model(TOKENS)
+    with pytest.raises(ValueError, match="prompt of 5 and 8 new tokens"):
+        generate(model, TOKENS[:, :5], 8, jax.random.key(0))

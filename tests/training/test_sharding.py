@@ -1,0 +1,152 @@
+"""The table of places: every weight has one, and every mesh gives the same training."""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from symjax import config
+from symjax.training.sharding import make_mesh, weight_shardings
+from symjax.training.step import State, compile_program
+
+MODEL = config.Model(
+    vocabulary=21,
+    width=32,
+    heads=4,
+    depth=2,
+    length=24,
+    dropout=0.1,
+    attention=config.Attention(symmetric="plain", differential="v1"),
+)
+# eps 1e-6: rounding noise in vanishing gradients is not blown up to a whole step
+OPTIMIZER = config.Optimizer(eps=1e-6, learning_rate=1e-3, warmup=0.0)
+OPTIONS = config.Config(steps=3, batch_size=8, model=MODEL, optimizer=OPTIMIZER)
+PERFORMER = config.Attention(
+    mechanism="performer", differential="v1", feature_count=16, chunk_size=8
+)
+
+
+def train(options: config.Config, steps: int = 3) -> tuple[State, list[float]]:
+    program = compile_program(options, make_mesh(options.mesh))
+    tokens = np.random.default_rng(0).integers(0, 21, (steps, 8, 25), dtype=np.int32)
+    losses = []
+    with jax.set_mesh(program.mesh):
+        state, constants = program.initial(options.seed)
+        for rows in tokens:
+            arrays = program.place(
+                (8, 24), lambda a, b, x=rows: (x[a:b, :-1], x[a:b, 1:])
+            )
+            key = jax.random.key(options.seed)
+            state, metrics = program.train(state, constants, *arrays, key)
+            losses.append(float(metrics["train/loss"]))
+    return jax.device_get(state), losses
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Training on one device, by mechanism."""
+    mesh = config.Mesh(data=1)
+    options = replace(OPTIONS, mesh=mesh)
+    performer = replace(options, model=replace(MODEL, attention=PERFORMER))
+    return {"softmax": train(options), "performer": train(performer)}
+
+
+MESHES = [
+    config.Mesh(),
+    config.Mesh(data=1, fsdp=8),
+    config.Mesh(data=2, fsdp=2, tensor=2),
+    config.Mesh(data=1, fsdp=2, tensor=4),
+    config.Mesh(data=2, fsdp=2, sequence=2),
+    config.Mesh(data=1, tensor=2, sequence=3),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda m: f"{m}".partition("(")[2])
+@pytest.mark.parametrize("mechanism", ["softmax", "performer"])
+def test_every_mesh_trains_like_one_device(mesh, mechanism, alone):
+    model = MODEL if mechanism == "softmax" else replace(MODEL, attention=PERFORMER)
+    state, losses = train(replace(OPTIONS, model=model, mesh=mesh))
+    expected, expected_losses = alone[mechanism]
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=5e-6)
+    for one, other in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch():
+    options = replace(OPTIONS, model=replace(MODEL, dropout=0.0))
+    whole, losses = train(options)
+    parts = replace(
+        options,
+        mesh=config.Mesh(data=2),
+        optimizer=replace(OPTIMIZER, accumulate=4),
+    )
+    split, split_losses = train(parts)
+    np.testing.assert_allclose(split_losses, losses, rtol=0, atol=5e-6)
+    for one, other in zip(
+        jax.tree.leaves(split.params), jax.tree.leaves(whole.params), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
+def test_weights_and_moments_are_split_over_the_mesh():
+    mesh = make_mesh(config.Mesh(data=1, fsdp=4, tensor=2))
+    program = compile_program(OPTIONS, mesh)
+    with jax.set_mesh(mesh):
+        state, _ = program.initial(0)
+    kernel = state.params["blocks"][0]["attention"]["query"]["kernel"]
+    assert kernel.sharding.spec == P("fsdp", "tensor")
+    assert kernel.addressable_shards[0].data.shape == (8, 16)
+    moments = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
+        if "query" in jax.tree_util.keystr(path) and leaf.ndim == 2
+    ]
+    assert len(moments) == 4  # two moments in two layers
+    assert all(leaf.sharding.spec == P("fsdp", "tensor") for leaf in moments)
+
+
+def test_the_dropout_of_a_step_depends_on_the_seed_and_the_step():
+    same = [train(OPTIONS, 2)[1] for _ in range(2)]
+    assert same[0] == same[1]
+    assert train(replace(OPTIONS, seed=1), 2)[1] != same[0]
+
+
+def test_a_weight_without_a_rule_is_refused():
+    mesh = make_mesh(config.Mesh())
+    weight = {"blocks": {0: {"attention": {"gate": jnp.zeros(4)}}}}
+    words = "no sharding rule matches weight 'blocks/0/attention/gate' (4,)"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        weight_shardings(weight, mesh)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_size": 6}, "batch_size 6 does not divide over mesh data 8 × fsdp 1"),
+        ({"mesh": config.Mesh(data=3, fsdp=3)}, "needs 9 devices, there are 8"),
+        ({"mesh": config.Mesh(data=-1, fsdp=-1)}, "one may be -1"),
+        ({"mesh": config.Mesh(data=0)}, "sizes are positive"),
+        ({"mesh": config.Mesh(fsdp=3)}, "8 devices are not a multiple of 3"),
+        ({"mesh": config.Mesh(data=1, tensor=8)}, "4 key/value heads do not divide"),
+        ({"mesh": config.Mesh(data=1, sequence=5)}, "model.length 24 does not divide"),
+        (
+            {"model": replace(MODEL, feedforward=33), "mesh": config.Mesh(tensor=2)},
+            "feedforward/down/kernel' (33, 32) does not divide over mesh axis tensor",
+        ),
+        (
+            {"optimizer": replace(OPTIMIZER, accumulate=3)},
+            "mesh data 8 × fsdp 1 × optimizer.accumulate 3",
+        ),
+    ],
+    ids=str,
+)
+def test_what_does_not_divide_over_the_mesh_is_refused_by_name(changes, words):
+    options = replace(OPTIONS, **changes)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        compile_program(options, make_mesh(options.mesh))

@@ -56,6 +56,11 @@ def orthogonal_projection(
             "orthogonal_projection: features and head_size must be at least 1, "
             f"got {features} and {head_size}"
         )
+    return _draw(rng, features, head_size, norms)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw(rng: Array, features: int, head_size: int, norms: str) -> Array:
     direction_rng, norm_rng = jax.random.split(rng)
     blocks = -(-features // head_size)
     normal = jax.random.normal(

@@ -41,19 +41,21 @@ def mechanism(name):
     return laws.Mechanism.of(forms, products, features=features)
 
 
+ELU = mechanism("elu")
+
+
 @laws.every_law
 def test_elu_obeys(law):
-    law(mechanism("elu"))
+    law(ELU)
 
 
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "elu"])
 def test_other_features_equal_their_definition(name):
     laws.it_equals_its_definition(mechanism(name))
-    laws.the_causal_form_equals_its_definition(mechanism(name))
 
 
 def test_a_function_is_the_same_stepwise():
-    laws.all_executions_agree(mechanism("function"))
+    laws.a_prefill_goes_on_in_chunks_and_steps(mechanism("function"))
 
 
 def test_identity_takes_given_features(x64):
@@ -85,6 +87,7 @@ def test_features_that_cancel_give_zero_and_not_noise():
     key = np.array([1, 1e-9, -1], np.float32).reshape(1, 3, 1, 1)
     query, value = np.ones((1, 3, 1, 1), np.float32), np.ones((1, 3, 1, 2), np.float32)
     output = linear_causal(query, key, value, features="identity")
+    output = np.asarray(output)
     close(output[:, :2], np.ones((1, 2, 1, 2)), 1e-6)
     laws.same(output[:, 2], np.zeros((1, 1, 2)))
 
@@ -148,9 +151,8 @@ def test_google_relu_features_give_the_same_outputs_and_gradients():
     for form, name in ((linear, "bidir"), (linear_causal, "causal")):
         form = partial(form, features=features)
         close(form(*arrays), case[f"google_out_{name}"], 1e-5)
-        gradients = jax.grad(
-            lambda *x, form=form: (form(*x) * case["ct"]).sum(), (0, 1, 2)
-        )(*arrays)
+        _, pull_back = jax.vjp(form, *arrays)
+        gradients = pull_back(case["ct"])
         for part, letter in zip(gradients, "qkv", strict=True):
             close(part, case[f"google_d{letter}_{name}"], 1e-4)
 

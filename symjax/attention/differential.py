@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
+from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
 from symjax.attention.mechanisms import row_weights_of
@@ -82,28 +83,32 @@ def differential(
         raise ValueError(
             f"lam must be a scalar or one a head {(heads,)}, got {lam.shape}"
         )
+    own = {}  # options that may differ by head
     for name in ("mask", "bias"):
-        if (array := options.get(name)) is not None and array.shape[1] == heads > 1:
-            options[name] = jnp.repeat(array, 2, axis=1)
+        if (array := options.get(name)) is not None and array.ndim == 4:
+            if array.shape[1] not in (1, heads):
+                raise ValueError(
+                    f"{name} must have one head or {heads}, as many as half of query "
+                    f"{query.shape}, got {array.shape}"
+                )
+            own |= {name: array} if array.shape[1] > 1 else {}
     lam = jnp.broadcast_to(lam, (1, 1, heads))
     weights = row_weights_of(attend)
     if weights is not None:
-        return attend_rows(weights, query, key, value, lam=lam, **options)
-    return _subtract_outputs(query, key, value, lam, attend, options)
-
-
-def _subtract_outputs(query, key, value, lam, attend, options):
-    """Both branches as heads of one call, each with its own copy of the values."""
-    batch, time, _, size = query.shape
-    kv_heads = value.shape[2]
-    # (k g p) → (k p g): the g queries of branch p must stand together at key (k p)
-    split = query.reshape(batch, time, kv_heads, -1, 2, size)
-    query = jnp.swapaxes(split, 3, 4).reshape(query.shape)
-    result = attend(query, key, jnp.repeat(value, 2, axis=2), **options)
+        own = {name: jnp.repeat(array, 2, axis=1) for name, array in own.items()}
+        return attend_rows(weights, query, key, value, lam=lam, **options | own)
+    # The queries of branch p must stand together at their key head (k p).
+    groups = {"k": value.shape[2], "p": 2}
+    own = {
+        name: repeat(array, "b (k g) t s -> b (k p g) t s", **groups)
+        for name, array in own.items()
+    }
+    query = rearrange(query, "b t (k g p) h -> b t (k p g) h", **groups)
+    result = attend(query, key, jnp.repeat(value, 2, axis=2), **options | own)
     output, *state = result if isinstance(result, tuple) else (result,)
+    pairs = rearrange(output, "b t (k p g) v -> p b t (k g) v", **groups)
     wide = jnp.promote_types(output.dtype, jnp.float32)
-    pairs = output.astype(wide).reshape(batch, time, kv_heads, 2, -1, output.shape[-1])
-    factor = lam.reshape(1, 1, kv_heads, -1, 1).astype(wide)
-    mixed = pairs[:, :, :, 0] - factor * pairs[:, :, :, 1]
-    mixed = mixed.reshape(batch, time, -1, output.shape[-1]).astype(output.dtype)
+    pairs = pairs.astype(wide)
+    mixed = pairs[0] - lam[..., None].astype(wide) * pairs[1]
+    mixed = mixed.astype(output.dtype)
     return (mixed, *state) if state else mixed

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from score_laws import jitted
 
 from symjax import attention
 from symjax.attention.rows import row_map
@@ -206,7 +207,7 @@ def test_outputs_and_gradients_are_those_of_the_published_layer(layer, path, x64
         output, facts = layer(weights, x, case)
         return (output * case["proj"]).sum(), (output, facts)
 
-    graded = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    graded = jitted(jax.grad(loss, argnums=(0, 1), has_aux=True))
     (gradients, by_input), (output, facts) = graded(weights, jnp.asarray(case["x"]))
     close = {"rtol": TOLERANCE, "atol": TOLERANCE}
     np.testing.assert_allclose(output, case[output_name], **close)

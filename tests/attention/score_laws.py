@@ -1,0 +1,378 @@
+"""The laws of every mechanism that scores pairs, each a function of a mechanism."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from itertools import permutations, product
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from laws import SEGMENTS, B, H, K, N, S, T, V, close, same
+
+from symjax import attention
+from symjax.attention import rows
+
+LAMBDA = np.array([0.8, -0.3, 1.7, 0.0, 0.5, -2.0])
+ALL_ROWS = {"is_causal": True, "mask_self": True, "length_base": 5.0}
+
+
+class Scored(NamedTuple):
+    """A function of `arrays`, and what it is by definition: (*arrays, pairs)."""
+
+    attend: Callable
+    definition: Callable
+    shapes: Callable  # (T, S) → the shapes of the arrays; the first are rows
+    keys: int  # arrays[:keys] are rows or keys, and the rest weights
+    rounding: float = 2**-8  # in bfloat16, of the largest value
+
+    def arrays(self, length=T, keys=None, *, seed=0):
+        rng = np.random.default_rng(seed)
+        shapes = self.shapes(length, length if keys is None else keys)
+        arrays = tuple(rng.normal(size=shape) for shape in shapes)
+        return (*arrays[:-1], LAMBDA) if arrays[-1].shape == (N,) else arrays
+
+    def oracle(self, *arrays, module=np, **options):
+        names = ("is_causal", "mask", "mask_self", "segment_ids")
+        seen = {name: options.pop(name) for name in names if name in options}
+        value = arrays[2] if self.crosses else arrays[1]
+        lengths = arrays[0].shape[1], value.shape[1]
+        pairs = oracles.visible(B, N, *lengths, **seen)
+        return self.definition(*arrays, pairs, module=module, **options)
+
+    @property
+    def crosses(self):
+        """Keys are given, so there may be more or fewer of them than queries."""
+        return self.keys == 3
+
+
+def _symmetric(query, value, metric, **options):
+    return attention.symmetric(query, value, metric=metric, **options)
+
+
+def _without_row_weights(*arrays, **options):
+    """Softmax as a mechanism unknown to the table: differential runs it twice."""
+    return attention.softmax(*arrays, **options)
+
+
+def _pairs(length, keys):
+    return (B, length, N, H), (B, keys, K, H), (B, keys, K, V)
+
+
+def _branches(length, keys):
+    return (B, length, 2 * N, H), (B, keys, 2 * K, H), (B, keys, K, V), (N,)
+
+
+def _tied(length, _):
+    return (B, length, N, H), (B, length, N, V), (N, H, H)
+
+
+def _symmetric_of(normalise):
+    return Scored(
+        partial(_symmetric, normalise=normalise),
+        partial(oracles.symmetric, normalise=normalise),
+        _tied,
+        2,
+        2**-5,  # the key is rounded before it is scored
+    )
+
+
+SOFTMAX = Scored(attention.softmax, oracles.softmax, _pairs, 3)
+DIFFERENTIAL = Scored(attention.differential, oracles.differential, _branches, 3)
+OUTPUTS = DIFFERENTIAL._replace(
+    attend=partial(attention.differential, attend=_without_row_weights),
+    rounding=2**-7,  # both branches' outputs are rounded before they are subtracted
+)
+SCORED = {
+    "softmax": SOFTMAX,
+    "pairwise": _symmetric_of(None),
+    "unit": _symmetric_of("unit"),
+    "rms": _symmetric_of("rms"),
+    "differential": DIFFERENTIAL,
+    "differential_outputs": OUTPUTS,
+}
+
+
+@contextmanager
+def blocks(size, extents=8, backend="cpu"):
+    """Row blocks of another size; other backends take the batch at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "BLOCK_ROWS", size)
+        patch.setattr(rows, "EXTENTS", extents)
+        patch.setattr(rows.jax, "default_backend", lambda: backend)
+        yield
+
+
+def single(arrays):
+    return tuple(np.asarray(x, np.float32) for x in arrays)
+
+
+def every_option(length=T, keys=None, seed=3):
+    """A mask and a bias of each head, where some rows see no key."""
+    keys = length if keys is None else keys
+    rng = np.random.default_rng(seed)
+    mask = rng.random((B, N, length, keys)) < 0.6
+    mask[0, 1, 4 % length] = mask[1, :, 7 % length] = mask[1, 2] = False
+    bias = rng.normal(size=(1, N, length, keys))
+    return {"mask": mask, "bias": bias, **ALL_ROWS}
+
+
+def jitted(form, **options):
+    """Compiled without optimisation, which takes half the time of these tests."""
+    fast = {"xla_backend_optimization_level": 0}
+    return jax.jit(partial(form, **options), compiler_options=fast)
+
+
+def grading(form, count, **options):
+    """Of arrays: (output, the gradients of its product with a fixed random one)."""
+
+    def loss(*arrays):
+        output = form(*arrays, **options)
+        weigh = np.random.default_rng(1).normal(size=output.shape)
+        return (output * weigh.astype(output.dtype)).sum(), output
+
+    graded = jitted(jax.grad(loss, tuple(range(count)), has_aux=True))
+    return lambda *arrays: graded(*arrays)[::-1]
+
+
+def graded(form, *arrays, **options):
+    return grading(form, len(arrays), **options)(*arrays)
+
+
+def every_close(actual, wanted, tolerance):
+    for one, other in zip(actual, wanted, strict=True):
+        close(one, other, tolerance)
+
+
+def it_equals_its_definition(scored):
+    """In several blocks, to rounding in float64 and in float32."""
+    arrays = scored.arrays()
+    packed = {"segment_ids": SEGMENTS, "mask_self": True}
+    cases = {"is_causal": True, "scale": 0.7}, packed, every_option()
+    wanted = [scored.oracle(*arrays, **options) for options in cases]
+
+    def outputs(*arrays):
+        return [scored.attend(*arrays, **options) for options in cases]
+
+    with blocks(7, 2):
+        every_close(jitted(outputs)(*single(arrays)), wanted, 1e-5)
+        with jax.enable_x64(True):
+            every_close(jitted(outputs)(*arrays), wanted, 1e-13)
+
+
+def gradients_equal_those_of_the_definition(scored):
+    arrays = scored.arrays()
+    options = every_option() | {"segment_ids": SEGMENTS}
+    with jax.enable_x64(True), blocks(7, 2):
+        _, gradients = graded(scored.attend, *arrays, **options)
+        _, wanted = graded(scored.oracle, *arrays, module=jnp, **options)
+    every_close(gradients, wanted, 1e-12)
+
+
+def every_block_size_gives_the_whole(scored):
+    """One row, a ragged last block, padded inner loops, one block, one too large."""
+    sizes = (1, 2), (3, 3), (2, 2), (7, 8), (10, 1), (T, 8), (64, 8)
+    arrays, options = scored.arrays(), every_option()
+    with jax.enable_x64(True):
+        whole = scored.attend(*arrays, implementation="whole", **options)
+        close(whole, scored.oracle(*arrays, **options), 1e-13)
+        for size, extents in sizes:
+            with blocks(size, extents, "gpu" if size in (2, 7) else "cpu"):
+                close(jitted(scored.attend, **options)(*arrays), whole, 1e-13)
+
+
+def queries_and_keys_may_differ_in_number(scored):
+    """The last query sees every key; without causality there may be fewer keys."""
+    cases = (T, S, {"is_causal": True}), (T, 11, {}), (1, S, {"is_causal": True})
+    for length, keys, options in cases:
+        arrays = scored.arrays(length, keys)
+        options = every_option(length, keys) | {"is_causal": False} | options
+        with jax.enable_x64(True), blocks(5, 2):
+            output = jitted(scored.attend, **options)(*arrays)
+        close(output, scored.oracle(*arrays, **options), 1e-13)
+
+
+def a_mask_or_bias_may_have_any_broadcastable_shape(scored):
+    rng, full = np.random.default_rng(2), np.array([B, N, T, T])
+    cases = [
+        {
+            "mask": rng.random(np.where(whole, full, 1)) < 0.7,
+            "bias": rng.normal(size=np.where(whole, 1, full)),
+            "length_base": 3.0,
+        }
+        for whole in product((False, True), repeat=4)
+    ]
+    arrays = scored.arrays()
+    wanted = [scored.oracle(*arrays, **options) for options in cases]
+
+    def outputs(*arrays):
+        return [scored.attend(*arrays, **options) for options in cases]
+
+    with jax.enable_x64(True), blocks(10):
+        every_close(jitted(outputs)(*arrays), wanted, 1e-13)
+
+
+def a_decoded_row_is_a_row_of_the_whole(scored):
+    """One query against the keys so far; the count of keys is the row's own."""
+    options = {"is_causal": True, "mask_self": True, "length_base": 3.0}
+    with jax.enable_x64(True):
+        arrays = scored.arrays(S)
+        form = jitted(scored.attend, **options)
+        whole = form(*arrays)
+        query, key, value, *weights = arrays
+        for t in (0, 15, 16):
+            now = query[:, t : t + 1], key[:, : t + 1], value[:, : t + 1], *weights
+            close(form(*now), whole[:, t : t + 1], 1e-13)
+
+
+def the_future_changes_nothing(scored):
+    """Not a bit of it, and it takes no gradient."""
+    arrays = single(scored.arrays())
+    weights = arrays[scored.keys :]
+    other = [
+        np.concatenate([x[:, :10], -3 * x[:, 10:]], 1) for x in arrays[: scored.keys]
+    ]
+
+    def early(*arrays):
+        output = scored.attend(*arrays, is_causal=True, length_base=3.0)
+        return jnp.where(np.arange(T)[None, :, None, None] < 10, output, 0)
+
+    with blocks(7, 2):
+        form = jitted(scored.attend, is_causal=True, length_base=3.0)
+        one, two = form(*arrays), form(*other, *weights)
+        _, gradients = graded(early, *arrays)
+    same(one[:, :10], two[:, :10])
+    assert np.abs(one[:, 10:] - two[:, 10:]).max() > 0.1
+    for part in gradients[: scored.keys]:
+        assert part[:, :10].any() and not part[:, 10:].any()
+
+
+def hidden_keys_change_nothing(scored):
+    """However large: they are as good as absent, and take no gradient."""
+    arrays = single(scored.arrays())
+    examples, weights = arrays[: scored.keys], arrays[scored.keys :]
+    first = 1 if scored.crosses else 0
+    hidden = np.zeros((B, T), bool)
+    hidden[0, [0, 3, 18]] = hidden[1, 4:9] = True
+    large = [np.where(hidden[..., None, None], 1e4 * x, x) for x in examples[first:]]
+    asking = hidden & (not scored.crosses)  # these rows are queries that changed
+
+    def answers(*arrays):
+        mask = ~hidden[:, None, None]
+        output = scored.attend(*arrays, mask=mask, length_base=3.0)
+        return jnp.where(asking[..., None, None], 0, output)
+
+    with blocks(7):
+        grade = grading(answers, len(arrays))
+        output, _ = grade(*arrays)
+        other, gradients = grade(*examples[:first], *large, *weights)
+        same(output, other)
+        for part in gradients[first : scored.keys]:
+            assert part[~hidden].any() and not part[hidden].any()
+        left = np.flatnonzero(~hidden[0])
+        fewer = [x[:1] for x in examples[:first]] + [
+            x[:1, left] for x in examples[first:]
+        ]
+        absent = scored.attend(*fewer, *weights, length_base=3.0)
+    close(output[:1] if scored.crosses else output[:1, left], absent, 1e-5)
+
+
+def a_row_without_keys_is_zero(scored):
+    """And its gradients are finite, with every option."""
+    arrays = single(scored.arrays())
+    mask = np.ones((B, 1, T, T), bool)
+    mask[0], mask[1, :, :9] = False, False
+    options = {"mask": mask, "bias": np.ones((1, 1, 1, T), np.float32), **ALL_ROWS}
+    with blocks(7, 2):
+        output, gradients = graded(scored.attend, *arrays, **options)
+    same(output[0], np.zeros((T, N, V)))
+    same(output[1, :9], np.zeros((9, N, V)))
+    assert np.abs(output[1, 9:]).max(axis=(1, 2)).min() > 0
+    for part in gradients:
+        assert np.isfinite(part).all() and np.abs(part).max() > 0
+    for part in gradients[: scored.keys]:
+        assert not part[0].any()
+
+
+def a_lonely_token_sees_itself(scored):
+    """In segments of two each sees the other; the last one is alone."""
+    arrays = single(scored.arrays())
+    segments = np.arange(T)[None].repeat(B, axis=0) // 2
+    other = np.append(np.arange(T - 1) ^ 1, T - 1)
+    with blocks(7):
+        output = jitted(scored.attend, mask_self=True, segment_ids=segments)(*arrays)
+    chosen = np.eye(T, dtype=bool)[other][None, None]
+    close(output, scored.oracle(*arrays, mask=chosen), 1e-6)
+
+
+def the_rest_of_the_batch_changes_nothing(scored):
+    arrays = single(scored.arrays())
+    other = [np.stack([x[0], x[1] * 30]) for x in arrays[: scored.keys]]
+    for backend in ("cpu", "gpu"):
+        with blocks(7, 2, backend):
+            form = jitted(scored.attend, is_causal=True)
+            one, two = form(*arrays), form(*other, *arrays[scored.keys :])
+        same(one[0], two[0])
+        assert np.abs(one[1] - two[1]).max() > 1
+
+
+def bfloat16_is_as_good_as_its_rounding(scored):
+    """Scores, sums and λ are float32: what rounds is weights, values and output."""
+    rounded = [jnp.asarray(x, jnp.bfloat16) for x in scored.arrays()]
+    with blocks(10):
+        form = jitted(scored.attend, is_causal=True)
+        output = form(*rounded)
+        wanted = np.asarray(form(*(x.astype(jnp.float32) for x in rounded)))
+    assert output.dtype == jnp.bfloat16
+    error = np.abs(np.asarray(output, np.float32) - wanted)
+    assert error.max() <= scored.rounding * np.abs(wanted).max()
+
+
+def the_result_has_the_dtype_of_the_values(scored):
+    with jax.enable_x64(True):
+        for dtypes in permutations((jnp.bfloat16, jnp.float32, jnp.float64)):
+            arrays = zip(scored.arrays(), (*dtypes, jnp.float32), strict=False)
+            arrays = [jnp.asarray(x, dtype) for x, dtype in arrays]
+            assert jax.eval_shape(scored.attend, *arrays).dtype == dtypes[2]
+            wanted = scored.oracle(*(np.asarray(x, np.float64) for x in arrays))
+            close(jitted(scored.attend)(*arrays), wanted, scored.rounding)
+
+
+def vmap_and_checkpoint_change_nothing(scored):
+    arrays = scored.arrays()
+
+    def mapped(*arrays):
+        def one(*example):
+            whole = *(x[None] for x in example), *arrays[scored.keys :]
+            return scored.attend(*whole, is_causal=True)[0]
+
+        return jax.vmap(jax.checkpoint(one))(*arrays[: scored.keys])
+
+    with jax.enable_x64(True), blocks(7, 2):
+        output, gradients = graded(mapped, *arrays)
+        wanted = graded(scored.oracle, *arrays, is_causal=True, module=jnp)
+    every_close((output, *gradients), (wanted[0], *wanted[1]), 1e-12)
+
+
+KINDS = "softmax", "pairwise", "differential"
+KEYED = "softmax", "differential", "differential_outputs"
+ENGINE = "softmax", "differential"
+LAWS = {
+    it_equals_its_definition: SCORED,
+    gradients_equal_those_of_the_definition: SCORED,
+    every_block_size_gives_the_whole: ("differential",),
+    queries_and_keys_may_differ_in_number: KEYED,
+    a_mask_or_bias_may_have_any_broadcastable_shape: KEYED,
+    a_decoded_row_is_a_row_of_the_whole: ENGINE,
+    the_future_changes_nothing: KINDS,
+    hidden_keys_change_nothing: KINDS,
+    a_row_without_keys_is_zero: KINDS,
+    a_lonely_token_sees_itself: ENGINE,
+    the_rest_of_the_batch_changes_nothing: ENGINE,
+    bfloat16_is_as_good_as_its_rounding: KINDS,
+    the_result_has_the_dtype_of_the_values: KEYED,
+    vmap_and_checkpoint_change_nothing: ENGINE,
+}

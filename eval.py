@@ -27,8 +27,10 @@ def main(words: list[str]) -> None:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     if not 0 <= chosen.temperature < float("inf"):
         raise ValueError(f"--temperature must be 0 or more, got {chosen.temperature}")
-    if chosen.json is not None and not chosen.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {chosen.json}: no folder {chosen.json.parent}")
+    if not 0 <= chosen.seed < 2**31:
+        raise ValueError(f"--seed must be in [0, 2147483648), got {chosen.seed}")
+    if chosen.json is not None:
+        report.check_json(chosen.json)
     trained = load(chosen.workdir, chosen.step)
     prompt, text = report.sample(
         trained,

@@ -34,7 +34,7 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
     return {
         "heldout": {
             "loss": heldout,
-            "perplexity": math.exp(heldout),
+            "perplexity": math.exp(heldout) if heldout < 700 else math.inf,
             "bits_per_byte": nats_per_byte / math.log(2),
             "batches": count,
             "ngrams": dict(trained.corpus.ngrams),

@@ -48,6 +48,8 @@ def sample(
         ids = trained.corpus.heldout[:PROMPT]
     else:
         ids = tokenizer.encode(prompt)
+    if not len(ids):
+        raise ValueError("--prompt is empty: give text to go on from")
     model = trained.model()
     if model.learned_positions:
         count = min(count, model.length - len(ids))
@@ -93,18 +95,25 @@ def to_text(found: dict[str, Any], unit: str) -> str:
     return "\n".join(lines)
 
 
+def check_json(path: Path) -> None:
+    """Raises: ValueError: there cannot be such a file; asked before the long work."""
+    if path.is_dir():
+        raise ValueError(f"--json {path} is a folder: name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--json {path} cannot be written: no folder {path.parent}")
+
+
 def write_json(found: dict[str, Any], path: Path) -> None:
     """Write a whole file or none.
 
     Raises:
         ValueError: the file cannot be written.
     """
+    folder = path.absolute().parent
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.absolute().parent, delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(found, file, indent=1)
-            file.write("\n")
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            whole = Path(unfinished, path.name)
+            whole.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            os.replace(whole, path)
     except OSError as error:
         raise ValueError(f"--json {path} cannot be written: {error.strerror}") from None

@@ -152,9 +152,10 @@ def leave(run: Callable[[], None]) -> NoReturn:
     except MemoryError as error:
         _stop(1, f"stopped: out of memory ({_one_line(error)})")
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        line = str(error).splitlines()[0]
+        if not any(words in line for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
             raise
-        _stop(1, f"stopped: out of memory ({str(error).splitlines()[0]})")
+        _stop(1, f"stopped: out of memory ({line})")
     except Interrupted as error:
         _stop(error.exit_code, f"interrupted: {_one_line(error)}")
     except KeyboardInterrupt:

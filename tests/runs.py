@@ -1,0 +1,71 @@
+"""Small runs for tests: a text, the words of a command line, and how to say them."""
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from symjax.training.commandline import leave
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # train.py, eval.py and configs are not installed
+
+TEXT = "".join(
+    f"{i} sheep, {i * i % 97} goats and {i * 7 % 31} crows met a fox.\n"
+    for i in range(600)
+)
+SMALL = {
+    "model.width": 32,
+    "model.depth": 1,
+    "model.length": 32,
+    "mesh.data": 1,
+    "steps": 6,
+    "evaluate.batches": 2,
+    "data.source": "text",
+}
+
+
+@contextlib.contextmanager
+def compile_cache(folder: Path):
+    """Compiled programs go there, and nowhere once the block has ended."""
+    before = jax.config.jax_compilation_cache_dir
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+        compilation_cache.reset_cache()
+
+
+def write_text(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def words(text: Path, workdir: Path | None = None, *more: str, **changes) -> list[str]:
+    """A command line of train.py; `model__width=8` changes model.width."""
+    keys = SMALL | {"data.path": text}
+    keys |= {name.replace("__", "."): value for name, value in changes.items()}
+    given = [f"--config.{name}={value}" for name, value in keys.items()]
+    place = [] if workdir is None else ["--workdir", str(workdir)]
+    return ["--config", f"{ROOT}/configs/diff_sym.py:tiny", *given, *place, *more]
+
+
+def call(name: str, arguments: list[str]) -> int:
+    """The exit code of train.py or eval.py, run in this process."""
+    module = importlib.import_module(name)
+    try:
+        leave(lambda: module.main(arguments))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def train(*arguments, **changes) -> int:
+    return call("train", words(*arguments, **changes))

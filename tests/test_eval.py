@@ -1,0 +1,177 @@
+"""eval.py: one checkpoint in, every number out, from the workdir alone."""
+
+import json
+import shutil
+
+import pytest
+from runs import TEXT, call, compile_cache, train, write_text
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.mktemp("jax")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory, cache):
+    place = tmp_path_factory.mktemp("eval")
+    text = write_text(place)
+    keys = {"steps": 4, "checkpoint__every": 2, "model__positions": "learned"}
+    assert train(text, place / "run", **keys) == 0
+    text.unlink()  # the source is not needed any more
+    return place / "run"
+
+
+@pytest.fixture
+def workdir(original, tmp_path):
+    shutil.copytree(original, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def judge(workdir, *more):
+    return call("eval", ["--workdir", str(workdir), "--batches", "2", *more])
+
+
+def test_every_number_is_printed(original, capsys):
+    assert judge(original, "--tokens", "9") == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    for words in (
+        "step 4, ",
+        "held-out loss  ",
+        "held-out perplexity  ",
+        "held-out bits per byte  ",
+        "unigram table  ",
+        "bigram table  ",
+        "trigram table  ",
+        "training text, training mode  ",
+        "training text, evaluation mode  ",
+        "layer      λ₁      λ₂  λ_init       λ",
+        "\nsample\n",
+    ):
+        assert words in said.out
+    prompt = TEXT[len(TEXT) * 9 // 10 :][:16]
+    assert f"sample\n{prompt}⟨prompt⟩" in said.out
+
+
+def test_the_json_is_the_same_bytes_each_time(original, tmp_path, capsys):
+    paths = [tmp_path / name for name in ("one.json", "two.json")]
+    for path in paths:
+        assert judge(original, "--json", str(path), "--seed", str(len(path.name))) == 0
+    first, second = (path.read_bytes() for path in paths)
+    assert first == second
+    found = json.loads(first)
+    assert found["step"] == 4
+    assert found["heldout"].keys() > {"loss", "perplexity", "bits_per_byte", "ngrams"}
+    assert found["train"].keys() == {"loss", "loss_eval_mode"}
+    assert [row["layer"] for row in found["lambda"]] == [0]
+    assert str(tmp_path) not in first.decode() and str(original) not in first.decode()
+    assert f"{found['heldout']['loss']:.4f}" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "two.json"]
+
+
+def test_a_step_is_chosen(original, tmp_path, capsys):
+    losses = []
+    for step in ("2", "4"):
+        path = tmp_path / step
+        assert judge(original, "--step", step, "--json", str(path)) == 0
+        found = json.loads(path.read_text())
+        assert found["step"] == int(step)
+        losses.append(found["heldout"]["loss"])
+    assert losses[0] != losses[1]
+
+
+def test_a_prompt_is_continued(original, capsys):
+    assert judge(original, "--prompt", "7 sheep", "--tokens", "5") == 0
+    sample = capsys.readouterr().out.split("\nsample\n")[1]
+    assert sample.startswith("7 sheep⟨prompt⟩")
+
+
+def test_nothing_in_the_workdir_is_touched(workdir):
+    before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
+    assert judge(workdir) == 0
+    assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--step", "3"], "no checkpoint 3 in"),
+        (["--step", "3"], "only 2, 4"),
+        (["--step", "x"], "--step"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "x" * 40], "fills the model's 32 learned positions"),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--batches", "0"], "--batches must be at least 1, got 0"),
+        (["--temperature", "nan"], "--temperature must be 0 or more, got nan"),
+        (["--temperature", "-1"], "--temperature must be 0 or more, got -1"),
+        (["--seed", "-1"], "--seed must be in"),
+        (["--seed", "99999999999999999999"], "--seed must be in"),
+        (["--json", "/wibble/x.json"], "no folder /wibble"),
+        (["--json", "."], "is a folder"),
+        (["wibble"], "wibble"),
+        (["--wibble"], "--wibble"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_one_line(more, said, original, capsys):
+    assert judge(original, *more) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err and captured.err.count("\n") == 1
+
+
+def remove_data(workdir):
+    shutil.rmtree(workdir / "data")
+
+
+def spoil_data(workdir):
+    path = workdir / "data" / "heldout.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+
+def spoil_manifest(workdir):
+    (workdir / "data" / "corpus.json").write_text("{")
+
+
+def spoil_checkpoints(workdir):
+    for path in workdir.glob("checkpoints/*/params/**/d/*"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def remove_checkpoints(workdir):
+    shutil.rmtree(workdir / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (shutil.rmtree, "no workdir"),
+        (remove_checkpoints, "no checkpoint in"),
+        (remove_data, "has no corpus.json"),
+        (spoil_data, "is damaged (its sha256 has changed)"),
+        (spoil_manifest, "is damaged (not the JSON of a corpus)"),
+        (spoil_checkpoints, "no checkpoint is whole"),
+    ],
+)
+def test_a_workdir_that_is_not_whole_is_one_line(spoil, said, workdir, capsys):
+    spoil(workdir)
+    left = sorted(workdir.rglob("*"))
+    assert judge(workdir) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err and captured.err.count("\n") == 1
+    assert sorted(workdir.rglob("*")) == left
+
+
+def test_without_a_workdir_the_word_is_asked_for(capsys):
+    assert call("eval", []) == 2
+    assert "--workdir" in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys):
+    assert call("eval", ["--help"]) == 0
+    said = capsys.readouterr().out
+    for option in ("workdir", "step", "json", "batches", "prompt", "tokens", "seed"):
+        assert f"--{option}" in said

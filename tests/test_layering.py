@@ -1,0 +1,94 @@
+"""Imports run in one direction, and every room keeps to what it may know."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SYMJAX = ROOT / "symjax"
+MODELS = {"attention", "config", "layers", "models"}
+# What each room may import from symjax, itself included.
+MAY = {
+    "__init__": set(),
+    "attention": {"attention"},
+    "config": {"attention"},
+    "layers": {"attention", "config", "layers"},
+    "models": MODELS,
+    "data": {"config", "data"},
+    "training": MODELS | {"data", "training"},
+    "evaluation": MODELS | {"data", "training", "evaluation"},
+}
+FILES = sorted(SYMJAX.rglob("*.py"))
+
+
+def room(path):
+    return path.relative_to(SYMJAX).parts[0].removesuffix(".py")
+
+
+def imported(path, tree=None):
+    """Every absolute module name that a file imports, those of `from` joined."""
+    for node in ast.walk(tree or ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = path.relative_to(ROOT).parts[: -node.level] if node.level else ()
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def rooms(path, tree=None):
+    names = [name.split(".") for name in imported(path, tree)]
+    return {name[1] for name in names if name[0] == "symjax" and len(name) > 1}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_in_one_direction(path):
+    assert rooms(path) <= MAY[room(path)]
+
+
+def test_every_room_is_known_and_no_file_is_called_utils():
+    assert {room(path) for path in FILES} <= MAY.keys()
+    assert not [path for path in FILES if path.stem in ("utils", "util", "helpers")]
+
+
+@pytest.mark.parametrize("module", ["jax", "flax", "numpy"])
+def test_configuration_and_data_know_no_framework(module):
+    """Data knows numpy, configurations not even that; neither knows the model."""
+    for path in FILES:
+        if room(path) == "config" or (room(path) == "data" and module != "numpy"):
+            assert module not in {name.split(".")[0] for name in imported(path)}
+
+
+def test_the_ground_never_says_flax():
+    for path in FILES:
+        if room(path) == "attention":
+            assert not re.search("flax", path.read_text(encoding="utf-8"), re.I)
+
+
+def test_the_library_knows_neither_the_programs_nor_the_configurations():
+    for path in FILES:
+        roots = {name.split(".")[0] for name in imported(path)}
+        assert not roots & {"train", "eval", "configs", "tests", "benchmarks"}
+
+
+def test_configurations_are_data():
+    for path in (ROOT / "configs").glob("*.py"):
+        roots = {name.split(".")[0] for name in imported(path)}
+        assert not roots & {"jax", "flax", "optax", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from symjax import data", {"data"}),
+        ("import symjax.training.loop", {"training"}),
+        ("def f():\n    from symjax.evaluation import report", {"evaluation"}),
+        ("from ..models import decoder", {"models"}),
+        ("from . import rows", {"layers"}),
+        ("import numpy", set()),
+    ],
+)
+def test_every_way_of_importing_is_seen(code, found):
+    assert rooms(SYMJAX / "layers" / "block.py", ast.parse(code)) == found

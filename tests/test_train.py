@@ -1,0 +1,254 @@
+"""train.py: what it refuses, what it prints, and that a killed run loses nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from runs import ROOT, call, compile_cache, train, words, write_text
+
+from symjax import config
+from symjax.evaluation.trained import load
+from symjax.training import starting
+from symjax.training.checkpoint import Checkpoints
+from symjax.training.sharding import make_mesh
+from symjax.training.step import compile_program
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.mktemp("jax")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+REFUSED = [
+    ({"data.path": "missing.txt"}, "missing.txt"),
+    ({"data.path": "empty.txt"}, "empty file"),
+    ({"data.path": "short.txt"}, "tokens"),
+    ({"data.path": "binary.txt"}, "not UTF-8"),
+    ({"data.path": "*.wibble"}, "matches no file"),
+    ({"data.path": "."}, "is a directory"),
+    ({"data.path": ""}, "data.path"),
+    ({"data.source": "stdlib"}, "data.path"),
+    ({"model.length": 2000000}, "model.length + 1 = 2000001 are needed"),
+    ({"model.vocabulary": 10}, "model.vocabulary 10 is smaller than the 256"),
+    ({"batch_size": 9, "mesh.data": 8}, "batch_size 9 does not divide over mesh"),
+    ({"optimizer.accumulate": 3}, "optimizer.accumulate 3"),
+    ({"mesh.data": 7, "mesh.fsdp": 2}, "needs 14 devices, there are 8"),
+    ({"mesh.sequence": 3}, "model.length 32 does not divide over mesh sequence 3"),
+    ({"mesh.data": 0}, "mesh data 0"),
+    ({"mesh.data": -1, "mesh.fsdp": -1}, "one may be -1"),
+    ({"model.width": 31}, "model.width 31"),
+    ({"model.kv_heads": 3}, "model.kv_heads 3 must divide model.heads 4"),
+    ({"model.dropout": 1}, "model.dropout"),
+    ({"optimizer.warmup": 9}, "optimizer.warmup 9 must be less than the 6 steps"),
+    ({"optimizer.betas": "(1,1)"}, "optimizer.betas"),
+    ({"optimizer.learning_rate": -1}, "optimizer.learning_rate"),
+    ({"model.attention.key_norm": "unit"}, "model.attention.symmetric"),
+    ({"model.attention.features": "elu"}, "model.attention.features"),
+    ({"model.width": 1000000000}, "GiB a device"),
+    ({"batch_size": 2000000000}, "GiB a device"),
+]
+# diff_sym has symmetric keys, which two of the cases must not have.
+PLAIN = {"model.attention.symmetric": "none"}
+
+
+@pytest.mark.parametrize(("changes", "said"), REFUSED, ids=[str(c) for c, _ in REFUSED])
+def test_a_refused_start_is_one_line_and_leaves_nothing(
+    changes, said, text, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("twelve words")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    keys = PLAIN | changes if "model.attention.key_norm" in changes else changes
+    before = sorted(tmp_path.rglob("*"))
+    assert train(text, tmp_path / "a" / "b", **keys) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err and captured.err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_was_in_the_folder_of_a_refused_start_stays(text, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "metrics.csv").write_text("mine")
+    assert train(text, tmp_path, optimizer__warmup=9) == 2
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["metrics.csv", "notes"]
+    assert (tmp_path / "metrics.csv").read_text() == "mine"
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/wibble/run"])
+def test_a_workdir_that_cannot_be_written_is_named(place, text, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert train(text, tmp_path / place, steps=1) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --workdir {str(tmp_path / place)!r} cannot be")
+    assert said.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_corpus_that_nothing_was_trained_on_does_not_block(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[::-1])
+    workdir = tmp_path / "run"
+    assert train(text, workdir, steps=1) == 0
+    for step in Checkpoints(workdir / "checkpoints").steps():
+        (workdir / "checkpoints" / str(step)).rename(tmp_path / "gone")
+    assert train(other, workdir, steps=1) == 0
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    text, tmp_path, capsys
+):
+    assert train(text, tmp_path, steps=4, checkpoint__every=2) == 0
+    damage(tmp_path / "checkpoints" / "4")
+    capsys.readouterr()
+    assert train(text, tmp_path, steps=4, checkpoint__every=2) == 0
+    said = capsys.readouterr().err
+    assert "checkpoint 4 is damaged" in said and "restored 2 instead" in said
+    assert "resumed at step 2" in said
+
+
+def test_a_damaged_corpus_is_named(text, tmp_path, capsys):
+    assert train(text, tmp_path, steps=1) == 0
+    path = tmp_path / "data" / "train.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    capsys.readouterr()
+    assert train(text, tmp_path, steps=2) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said and said.count("\n") == 1
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [1]
+
+
+def damage(checkpoint):
+    for path in checkpoint.glob("params/**/d/*"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def test_the_dry_run_prints_the_model_and_writes_nothing(
+    text, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert train(text, None, "--dry_run") == 0
+    said = capsys.readouterr().out
+    assert "parameters          28,376\n" in said
+    assert "tokens a step       256\n" in said
+    for word in ("blocks/*/attention/query/kernel", "FLOPs a step", "MiB", "mesh"):
+        assert word in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_needs_nothing_but_the_word(capsys):
+    assert call("train", ["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"--config.{name} (" in said for name, _, _ in config.fields())
+
+
+def test_the_compile_cache_is_the_users_unless_jax_has_one(tmp_path, monkeypatch):
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    starting.use_compile_cache()
+    assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/symjax/jax"
+    jax.config.update("jax_compilation_cache_dir", "/elsewhere")
+    starting.use_compile_cache()
+    assert jax.config.jax_compilation_cache_dir == "/elsewhere"
+
+
+def process(arguments, cache, program=("train.py",), **options):
+    """A Python of its own, with one device, that writes to the cache folder only."""
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment.pop("XLA_FLAGS", None)
+    return subprocess.Popen(
+        [sys.executable, *program, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_a_process_ends_with_the_code_and_one_line(tmp_path):
+    arguments = ["--config", "configs/diff_sym.py:tiny", "--config.wibble=1"]
+    running = process([*arguments, "--workdir", str(tmp_path / "run")], tmp_path)
+    out, err = running.communicate(timeout=120)
+    assert running.returncode == 2 and out == ""
+    assert err.startswith("error: config.wibble is unknown") and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+KILLED = """
+import os, signal, sys, train
+from symjax.training.loop import Run
+
+report = Run._report
+
+def killed(self, done, metrics):
+    report(self, done, metrics)
+    if done == 13:
+        self.checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Run._report = killed
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "accumulate",
+    [pytest.param(1, marks=pytest.mark.slow), 2],
+    ids="accumulate {}".format,
+)
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
+    accumulate, text, tmp_path
+):
+    changes = {"steps": 20, "checkpoint__every": 10, "log__every": 1}
+    changes |= {"model__dropout": 0.2, "optimizer__accumulate": accumulate}
+    cache, whole, parts = (tmp_path / name for name in ("cache", "whole", "parts"))
+    there = words(text, parts, **changes)
+    other = process(words(text, whole, **changes), cache)
+    killed = process(there, cache, program=("-c", KILLED))
+    killed.communicate(timeout=200)
+    assert killed.returncode == -signal.SIGKILL
+    assert Checkpoints(parts / "checkpoints").steps() == [10]
+    assert logged(parts)[-1] == 13
+    resumed = process(there, cache)
+    _, said = resumed.communicate(timeout=200)
+    assert resumed.returncode == 0 and "resumed at step 10" in said
+    other.communicate(timeout=200)
+    assert other.returncode == 0
+    assert logged(parts) == logged(whole) == list(range(1, 21))
+    left, right = arrays(whole), arrays(parts)
+    assert left.keys() == right.keys() and len(left) > 40
+    for name in left:
+        assert left[name].tobytes() == right[name].tobytes(), name
+
+
+def logged(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    found = map(json.loads, lines)
+    return [row["step"] for row in found if "train/loss" in row]
+
+
+def arrays(workdir):
+    """Every array of the newest checkpoint by its path."""
+    options = load(workdir).options
+    program = compile_program(options, make_mesh(options.mesh))
+    abstract = {"params": program.state.params, "optimizer": program.state.optimizer}
+    trees, meta = Checkpoints(workdir / "checkpoints").restore(abstract)
+    assert meta["step"] == 20
+    leaves, _ = jax.tree_util.tree_flatten_with_path(trees)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}

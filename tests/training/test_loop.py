@@ -1,0 +1,238 @@
+"""A run: what it logs, saves, resumes from, and how it stops."""
+
+import json
+import signal
+
+import jax
+import jax.numpy as jnp
+import pytest
+import runs
+from runs import compile_cache, train, write_text
+
+from symjax.training import loop, progress, starting
+from symjax.training.checkpoint import Checkpoints
+from symjax.training.loop import Clock, Run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.mktemp("jax")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    return tmp_path / "run"
+
+
+def rows(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def steps(workdir):
+    return Checkpoints(workdir / "checkpoints").steps()
+
+
+def at_step(monkeypatch, number, act):
+    """Call `act` when the numbers of that step have been read."""
+    report = Run._report
+
+    def reported(self, done, metrics):
+        report(self, done, metrics)
+        if done == number:
+            act()
+
+    monkeypatch.setattr(Run, "_report", reported)
+
+
+def test_a_run_that_goes_on_has_each_step_once(text, workdir, capsys):
+    changed = {"log__every": 1, "checkpoint__every": 2, "optimizer__decay_steps": 9}
+    assert train(text, workdir, steps=4, evaluate__every=2, **changed) == 0
+    (workdir / "metrics.jsonl").open("a").write('{"step": 5, "train/loss": 1}\n{"st')
+    capsys.readouterr()
+    assert train(text, workdir, steps=6, evaluate__every=3, **changed) == 0
+    assert "resumed at step 4" in capsys.readouterr().err
+    found = rows(workdir)
+    assert [r["step"] for r in found if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in found if "heldout/loss" in r] == [2, 4, 6]
+    assert steps(workdir) == [4, 6]
+    assert train(text, workdir, steps=6, **changed) == 0
+    assert "complete at step 6" in capsys.readouterr().err
+    assert rows(workdir) == found
+
+
+def test_a_resumed_run_refuses_other_keys_by_name(text, workdir, capsys):
+    assert train(text, workdir, steps=2) == 0
+    before = sorted((p, p.stat().st_mtime_ns) for p in workdir.rglob("*"))
+    capsys.readouterr()
+    code = train(text, workdir, steps=4, seed=5, batch_size=16, model__width=64)
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1
+    assert "seed: 0 → 5" in said
+    assert "batch_size: 8 → 16" in said
+    assert "model.width: 32 → 64" in said
+    assert sorted((p, p.stat().st_mtime_ns) for p in workdir.rglob("*")) == before
+    free = {"mesh__data": 2, "log__every": 1, "evaluate__every": 3}
+    assert train(text, workdir, steps=4, checkpoint__every=1, **free) == 0
+    assert steps(workdir) == [3, 4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_goes_on(
+    number, text, workdir, monkeypatch, capfd
+):
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patched:
+        at_step(patched, 3, lambda: signal.raise_signal(number))
+        assert train(text, workdir) == 128 + number
+    said = capfd.readouterr().err
+    assert "interrupted: saved checkpoint 4" in said and "Traceback" not in said
+    assert signal.getsignal(number) is before
+    assert steps(workdir) == [4]
+    assert train(text, workdir) == 0
+    assert steps(workdir) == [4, 6]
+
+
+def test_a_second_signal_stops_at_once(text, workdir, monkeypatch, capfd):
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    at_step(monkeypatch, 3, twice)
+    assert train(text, workdir, checkpoint__every=2) == 130
+    assert "interrupted" in capfd.readouterr().err
+    assert steps(workdir) == [2]
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(text, workdir, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(starting, "compiled_step", interrupted)
+    assert train(text, workdir) == 130
+    assert not workdir.exists()
+
+
+def poison(monkeypatch, number):
+    """The weights that a step makes are not numbers, though its loss was one."""
+    compiled_step = starting.compiled_step
+
+    def poisoned(program, shape):
+        step = compiled_step(program, shape)
+
+        def run(state, *rest):
+            last = int(state.step) + 1 == number
+            state, metrics = step(state, *rest)
+            if last:
+                spoilt = jax.tree.map(lambda x: x * jnp.nan, state.params)
+                state = state._replace(params=spoilt)
+            return state, metrics
+
+        return run
+
+    monkeypatch.setattr(starting, "compiled_step", poisoned)
+
+
+def test_a_loss_that_is_no_number_stops_and_names_the_step(
+    text, workdir, monkeypatch, capsys
+):
+    poison(monkeypatch, 4)
+    assert train(text, workdir, checkpoint__every=3, log__every=1) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "train/loss is nan at step 5" in said
+    assert "the last good checkpoint is 3" in said
+    assert steps(workdir) == [3]
+    assert rows(workdir)[-1]["step"] == 5 and rows(workdir)[-1]["train/loss"] is None
+
+
+@pytest.mark.parametrize("every", [2, 500], ids=["evaluated", "not evaluated"])
+def test_spoilt_weights_are_never_saved(every, text, workdir, monkeypatch, capsys):
+    poison(monkeypatch, 4)
+    changed = {"checkpoint__every": 2, "evaluate__every": every}
+    assert train(text, workdir, **changed) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "held-out loss is nan at step 4; the last good checkpoint is 2" in said
+    assert steps(workdir) == [2]
+
+
+def test_an_absurd_learning_rate_is_stopped(text, workdir, capsys):
+    rate = {"optimizer__learning_rate": 1e9, "optimizer__clip": 0}
+    flat = {"optimizer__schedule": "constant_schedule", "optimizer__name": "sgd"}
+    assert train(text, workdir, **rate, **flat) == 1
+    said = capsys.readouterr().err
+    assert "none was saved" in said and "Traceback" not in said
+
+
+def test_a_disk_that_is_full_ends_in_one_line(text, workdir, monkeypatch, capsys):
+    def full(self, step, **_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", full)
+    assert train(text, workdir) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: checkpoint 6 cannot be written")
+    assert "No space left" in said
+    assert (workdir / "metrics.jsonl").exists()
+
+
+def test_what_a_run_shows_is_readable_in_a_file(text, workdir, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(progress, "SHARE", 0.0)
+    assert train(text, workdir) == 0
+    said = capsys.readouterr()
+    assert said.out == "" and "\r" not in said.err and "\x1b" not in said.err
+    lines = said.err.splitlines()
+    assert "parameters" in lines[0] and str(workdir) in lines[0]
+    for number, line in enumerate(lines[1:7], 1):
+        assert line.startswith(f"step {number}/6  loss ")
+        assert "tokens/s" in line and line.endswith(" left")
+    assert lines[7].startswith("step 6: held-out loss ")
+    assert all(name in lines[7] for name in ("unigram", "bigram", "trigram"))
+    assert lines[8].startswith("step 6: sample '")
+    assert "python eval.py --workdir" in lines[9]
+
+
+def test_the_sample_begins_with_the_heldout_text(text, workdir, capsys):
+    assert train(text, workdir, steps=1) == 0
+    heldout = runs.TEXT[len(runs.TEXT) * 9 // 10 :]
+    [line] = [x for x in capsys.readouterr().err.splitlines() if ": sample " in x]
+    assert f"sample {heldout[:16]!r}"[:-1] in line
+
+
+def test_a_line_in_a_file_comes_less_often_the_longer_a_run_lasts(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    shown = progress.Progress(100_000, 0)
+    for step in range(1, 36_001):
+        now[0] += 1.0
+        shown.update(step, 1.0, 10.0, 5.0)
+    assert 100 < len(capsys.readouterr().err.splitlines()) < 500
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7325, "2:02:05")],
+)
+def test_time_left_is_hours_minutes_and_seconds(seconds, said):
+    assert progress.clock(seconds) == said
+
+
+def test_the_clock_leaves_pauses_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    clock = Clock(100)
+    now[0] = 2.0
+    assert clock.step() == 50
+    with clock.stopped():
+        now[0] = 60.0
+    now[0] = 62.0
+    assert clock.step() == 50
+    clock.restart()
+    now[0] = 63.0
+    assert clock.step() == 100

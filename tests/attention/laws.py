@@ -13,7 +13,8 @@ import pytest
 
 B, T, S, N, K, H, V = 2, 19, 23, 6, 3, 5, 7
 CHUNK = 8  # does not divide T, and T needs more than two of them
-SEGMENTS = np.array([[0] * 6 + [1] * 7 + [0] * 6, [4] * 9 + [2, 3] + [1] * 8])
+# A segment starts inside a chunk, at its first token, and after a single token.
+SEGMENTS = np.array([[0] * 6 + [1] * 7 + [0] * 6, [4] * 8 + [2, 3] + [1] * 9])
 
 
 class Mechanism(NamedTuple):

@@ -14,8 +14,7 @@ from symjax.attention.features import (
 )
 
 
-@pytest.mark.parametrize("features", [3, 8, 21])
-@pytest.mark.parametrize("norms", ["chi", "constant"])
+@pytest.mark.parametrize(("features", "norms"), [(3, "chi"), (21, "constant")])
 def test_rows_are_orthogonal_inside_a_block(features, norms):
     rows = orthogonal_projection(jax.random.key(0), features, 8, norms=norms)
     assert rows.shape == (features, 8)

@@ -1,0 +1,127 @@
+"""The row-block engine: memory, maps for reading, refusals, the scale of lengths."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from laws import B, H, K, N, T, V, close
+from score_laws import DIFFERENTIAL, SOFTMAX, blocks, every_option, jitted
+
+from symjax import attention
+from symjax.attention.masks import visible_pairs
+from symjax.attention.rows import row_map
+from symjax.attention.scaling import length_scale
+from symjax.attention.softmax import softmax_weights
+
+
+def gradient_memory(attend, *shapes):
+    """Bytes that the compiled gradient needs beside its inputs and outputs."""
+    graded = jax.grad(lambda *x: attend(*x, is_causal=True).sum(), (0, 1, 2))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    analysis = jax.jit(graded).lower(*arrays).compile().memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+def test_memory_of_the_gradient_is_linear_in_time():
+    differential = partial(attention.differential, lam=0.5)
+    for attend, branches in ((attention.softmax, 1), (differential, 2)):
+        with blocks(64, 3):
+            short, long = (
+                gradient_memory(
+                    attend,
+                    *[(1, length, branches, 16)] * 2,
+                    (1, length, 1, 16 * branches),
+                )
+                for length in (1024, 2048)
+            )
+        assert long < 2.2 * short
+        assert long < 0.6 * branches * 2048**2 * 4  # of one map; whole keeps several
+
+
+def test_a_map_for_reading_gives_the_outputs_and_its_definition():
+    options = every_option()
+    with jax.enable_x64(True):
+        query, key, value = SOFTMAX.arrays()
+        read = jitted(partial(row_map, softmax_weights), **options)(query, key)
+        pairs = oracles.visible(
+            B, N, T, T, is_causal=True, mask_self=True, mask=options["mask"]
+        )
+        known = {name: options[name] for name in ("bias", "length_base")}
+        close(read, oracles.softmax_map(query, key, pairs, **known), 1e-13)
+        output = np.einsum("bnts,bsnv->btnv", read, value.repeat(N // K, axis=2))
+        close(output, SOFTMAX.oracle(query, key, value, **options), 1e-13)
+
+
+def test_differential_rows_sum_to_one_less_lambda():
+    with jax.enable_x64(True):
+        query, key, _, lam = DIFFERENTIAL.arrays()
+        lams = lam[None, None]
+        pairs = row_map(softmax_weights, query, key, lam=lams, is_causal=True)
+    pairs = np.asarray(pairs)
+    close(pairs.sum(-1), np.broadcast_to(1 - lam[None, :, None], (B, N, T)), 1e-13)
+    assert pairs.min() < -0.1
+
+
+def test_scores_times_log_n_are_probabilities_to_a_power():
+    """softmax(c z) ∝ pᶜ with c = log 19 / log 5, every row seeing 19 keys."""
+    with jax.enable_x64(True):
+        query, key, _ = SOFTMAX.arrays()
+        plain = row_map(softmax_weights, query, key)
+        scaled = row_map(softmax_weights, query, key, length_base=5.0)
+        power = plain ** (np.log(T) / np.log(5))
+        close(scaled, power / power.sum(-1, keepdims=True), 1e-12)
+
+
+def test_fewer_than_16_keys_count_as_16(x64):
+    counts = jnp.array([0, 1, 15, 16, 17, 512])
+    wanted = np.log([16, 16, 16, 16, 17, 512]) / np.log(512)
+    close(length_scale(counts, 512), wanted, 1e-15)
+    assert length_scale(counts, 512)[-1] == 1
+    with pytest.raises(ValueError, match="length_base.*1"):
+        length_scale(counts, 1.0)
+
+
+def test_no_restriction_is_no_mask_and_a_broadcast_mask_has_every_key():
+    rows, keys = jnp.arange(4), jnp.arange(6)
+    assert visible_pairs(rows, keys) is None
+    assert visible_pairs(rows, keys, jnp.ones((B, 1, 4, 1), bool)).shape[-1] == 6
+
+
+WRONG = {
+    "query_rank": ({"query": (T, N, H)}, [(T, N, H)]),
+    "head_size": ({"query": (B, T, N, H + 1)}, [(B, T, N, H + 1), (B, T, K, H)]),
+    "batch": ({"query": (B + 1, T, N, H)}, [(B + 1, T, N, H), (B, T, K, H)]),
+    "keys": ({"key": (B, T - 1, K, H)}, [(B, T - 1, K, H), (B, T, K, V)]),
+    "value_heads": ({"value": (B, T, 2, V)}, [(B, T, K, H), (B, T, 2, V)]),
+    "query_heads": ({"query": (B, T, 5, H)}, [(B, T, 5, H), (B, T, K, H)]),
+    "causal": (
+        {"key": (B, 9, K, H), "value": (B, 9, K, V), "is_causal": True},
+        [(B, T, N, H), (B, 9, K, H)],
+    ),
+    "bias": ({"bias": (B, K, T, T)}, [(B, N, T, T), (B, K, T, T)]),
+    "segments": ({"segment_ids": (B, 9)}, [(B, 9), (B, T, N, H)]),
+}
+
+
+@pytest.mark.parametrize("changed, named", WRONG.values(), ids=WRONG)
+def test_wrong_shapes_are_named(changed, named):
+    shapes = {"query": (B, T, N, H), "key": (B, T, K, H), "value": (B, T, K, V)}
+    arguments = {
+        name: np.ones(x, np.float32) if isinstance(x, tuple) else x
+        for name, x in (shapes | changed).items()
+    }
+    with pytest.raises(ValueError) as refusal:
+        attention.softmax(**arguments)
+    for shape in named:
+        assert str(shape) in str(refusal.value)
+
+
+def test_masks_are_boolean_and_implementations_known():
+    arrays = [np.float32(x) for x in SOFTMAX.arrays()]
+    with pytest.raises(ValueError, match="float32"):
+        attention.softmax(*arrays, mask=np.ones((1, 1, T, T), np.float32))
+    with pytest.raises(ValueError, match="'flash'.*rows, whole"):
+        attention.softmax(*arrays, implementation="flash")

@@ -34,7 +34,7 @@ def compile_cache(folder: Path):
     before = jax.config.jax_compilation_cache_dir
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
         yield
     finally:

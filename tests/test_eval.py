@@ -9,7 +9,7 @@ from runs import TEXT, call, compile_cache, train, write_text
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.mktemp("jax")):
+    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
         yield
 
 

@@ -149,7 +149,7 @@ def check_memory(needed: int, what: str) -> None:
 
 def use_compile_cache() -> None:
     """Keep compiled programs in the user's cache folder, unless jax has one set."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         jax.config.update("jax_compilation_cache_dir", f"{home}/symjax/jax")
 

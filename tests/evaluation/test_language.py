@@ -23,7 +23,7 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    with compile_cache(tmp_path_factory.mktemp("jax")):
+    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
         place = tmp_path_factory.mktemp("language")
         text = write_text(place)
         # Two bytes a character: a token is not a byte here.
@@ -39,7 +39,7 @@ def trained(folder):
 
 def mean_loss(model, tokens, starts, length):
     """In nats a token, window by window, in float64."""
-    losses = []
+    model, losses = jax.jit(model), []
     for start in starts:
         window = np.asarray(tokens[start : start + length + 1], np.int32)
         scores = np.asarray(model(jnp.asarray(window[None, :-1])), np.float64)[0]

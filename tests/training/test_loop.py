@@ -16,7 +16,7 @@ from symjax.training.loop import Clock, Run
 
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.mktemp("jax")):
+    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
         yield
 
 

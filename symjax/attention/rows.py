@@ -153,7 +153,8 @@ def _each_example(function: Callable[[Operands], Array], operands: Operands) -> 
 
     def example(owned: list) -> Array:
         both = zip(owned, shared, strict=True)
-        return function(Operands(*(y if x is None else x[None] for x, y in both)))[0]
+        whole = Operands._make(y if x is None else x[None] for x, y in both)
+        return function(whole)[0]
 
     return jax.lax.map(example, owned)
 
@@ -236,11 +237,9 @@ def _block(rule: Rule, operands: Operands, start: int | Array) -> Array:
 
 def _along(axes: tuple, operands: Operands, function: Callable) -> Operands:
     """function(operand, axis) of each that has the axis; those broadcast stay."""
-    return Operands(
-        *(
-            x if x is None or axis is None or x.shape[axis] == 1 else function(x, axis)
-            for x, axis in zip(operands, axes, strict=True)
-        )
+    return Operands._make(
+        x if x is None or axis is None or x.shape[axis] == 1 else function(x, axis)
+        for x, axis in zip(operands, axes, strict=True)
     )
 
 

@@ -116,7 +116,9 @@ class Model:
     positions: str = key(
         "learned", "how a token knows its place", ("none", "learned", "rope")
     )
-    rope_base: float = key(10000.0, "the longest wavelength of RoPE is 2π·rope_base")
+    rope_base: float = key(
+        10000.0, "the longest wavelength of RoPE is 2π·rope_base", least=1
+    )
     length: int = key(300, "tokens of context in training", least=1)
     bias: bool = key(True, "biases in the linear layers and in LayerNorm")
     dropout: float = key(0.0, "share dropped after attention and feed-forward", least=0)

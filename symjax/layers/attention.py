@@ -241,12 +241,13 @@ def _sizes(options: config.Model) -> tuple[int, int, int, int]:
             + (" times 2 branches" if branches == 2 else "")
             + ", or give model.head_size"
         )
-    return (
-        heads,
-        kv_heads,
-        branches,
-        options.head_size or options.width // (heads * branches),
-    )
+    size = options.head_size or options.width // (heads * branches)
+    if options.positions == "rope" and size % 2:
+        raise ValueError(
+            f"model.positions 'rope' turns pairs of features: head size {size} is odd, "
+            "give an even model.head_size"
+        )
+    return heads, kv_heads, branches, size
 
 
 def _options(chosen: config.Attention) -> dict[str, Any]:

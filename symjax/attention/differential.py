@@ -96,7 +96,7 @@ def differential(
     weights = row_weights_of(attend)
     if weights is not None:
         own = {name: jnp.repeat(array, 2, axis=1) for name, array in own.items()}
-        return attend_rows(weights, query, key, value, lam=lam, **options | own)
+        return attend_rows(weights, query, key, value, lam=lam, **{**options, **own})
     # The queries of branch p must stand together at their key head (k p).
     groups = {"k": value.shape[2], "p": 2}
     own = {
@@ -104,7 +104,7 @@ def differential(
         for name, array in own.items()
     }
     query = rearrange(query, "b t (k g p) h -> b t (k p g) h", **groups)
-    result = attend(query, key, jnp.repeat(value, 2, axis=2), **options | own)
+    result = attend(query, key, jnp.repeat(value, 2, axis=2), **{**options, **own})
     output, *state = result if isinstance(result, tuple) else (result,)
     pairs = rearrange(output, "b t (k p g) v -> p b t (k g) v", **groups)
     wide = jnp.promote_types(output.dtype, jnp.float32)

@@ -108,9 +108,17 @@ def attend_rows(
             f"implementation {implementation!r} is unknown: choose from "
             f"{', '.join(IMPLEMENTATIONS)}"
         )
-    heads_first = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     lam = None if lam is None else jnp.swapaxes(lam, 1, 2)
-    operands = Operands(*heads_first, bias, mask, lam, segment_ids, segment_ids)
+    operands = Operands(
+        jnp.swapaxes(query, 1, 2),
+        jnp.swapaxes(key, 1, 2),
+        jnp.swapaxes(value, 1, 2),
+        bias,
+        mask,
+        lam,
+        segment_ids,
+        segment_ids,
+    )
     scale = head_scale(query.shape[-1]) if scale is None else scale
     offset = key.shape[1] - query.shape[1]
     rule = Rule(weights, scale, is_causal, mask_self, length_base or None, offset)

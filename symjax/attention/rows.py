@@ -46,22 +46,24 @@ class Operands(NamedTuple):
     lam: Float[Array, "#B N #T"] | None
     row_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
+    scale: Float[Array, ""] | float
 
 
 # The axis of time and the axis of keys in each operand.
-TIME = (2, None, None, 2, 2, 2, 1, None)
-KEYS = (None, 2, 2, 3, 3, None, None, 1)
+TIME = (2, None, None, 2, 2, 2, 1, None, None)
+KEYS = (None, 2, 2, 3, 3, None, None, 1, None)
 
 
 class Rule(NamedTuple):
     """The static half of a call: what every block does alike."""
 
     weights: RowWeights
-    scale: float
     is_causal: bool
     mask_self: bool
     length_base: float | None
     offset: int  # the position of row 0: rows are aligned to the last key
+    whole: bool  # all rows as one block, without checkpointing
+    block_rows: int
 
 
 def attend_rows(
@@ -118,17 +120,27 @@ def attend_rows(
         lam,
         segment_ids,
         segment_ids,
+        head_scale(query.shape[-1]) if scale is None else scale,
     )
-    scale = head_scale(query.shape[-1]) if scale is None else scale
-    offset = key.shape[1] - query.shape[1]
-    rule = Rule(weights, scale, is_causal, mask_self, length_base or None, offset)
-    if implementation == "whole" or query.shape[1] == 1:
-        output = _block(rule, operands, 0)
-    elif query.shape[0] > 1 and jax.default_backend() == "cpu":
-        output = _each_example(partial(_blocks, rule), operands)
-    else:
-        output = _blocks(rule, operands)
-    return jnp.swapaxes(output, 1, 2)
+    rule = Rule(
+        weights,
+        is_causal,
+        mask_self,
+        length_base or None,
+        offset=key.shape[1] - query.shape[1],
+        whole=implementation == "whole" or query.shape[1] == 1,
+        block_rows=BLOCK_ROWS,
+    )
+    return jnp.swapaxes(_rows(rule, operands), 1, 2)
+
+
+@partial(jax.jit, static_argnums=0)  # a call outside jit compiles once a shape
+def _rows(rule: Rule, operands: Operands) -> Array:
+    if rule.whole:
+        return _block(rule, operands, 0)
+    if operands.query.shape[0] > 1 and jax.default_backend() == "cpu":
+        return _each_example(partial(_blocks, rule), operands)
+    return _blocks(rule, operands)
 
 
 def row_map(
@@ -155,7 +167,7 @@ def row_map(
 def _each_example(function: Callable[[Operands], Array], operands: Operands) -> Array:
     """`function` on one example after another: on CPU a block then stays in cache."""
     batch = operands.query.shape[0]
-    own = [x is not None and x.shape[0] == batch for x in operands]
+    own = [x is not None and jnp.shape(x)[:1] == (batch,) for x in operands]
     shared = [None if mine else x for x, mine in zip(operands, own, strict=True)]
     owned = [x if mine else None for x, mine in zip(operands, own, strict=True)]
 
@@ -170,7 +182,7 @@ def _each_example(function: Callable[[Operands], Array], operands: Operands) -> 
 def _blocks(rule: Rule, operands: Operands) -> Array:
     """All rows, in blocks of equal size: few key extents outside, a loop inside."""
     time, keys = operands.query.shape[2], operands.key.shape[2]
-    count = -(-time // BLOCK_ROWS)
+    count = -(-time // rule.block_rows)
     rows = -(-time // count)
     per_extent = -(-count // EXTENTS) if rule.is_causal else count
     outputs = []
@@ -204,11 +216,11 @@ def _extent(rule: Rule, operands: Operands, start: int, rows: int) -> Array:
 
 def _block(rule: Rule, operands: Operands, start: int | Array) -> Array:
     """One block of rows against the keys given: scores, weights, values."""
-    query, key, value, bias, mask, lam, row_segments, key_segments = operands
+    query, key, value, bias, mask, lam, row_segments, key_segments, scale = operands
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     batch, heads, time, size = query.shape
     kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
-    scores = rule.scale * jnp.einsum(
+    scores = scale * jnp.einsum(
         "bkgpth,bkpsh->bkgpts",
         query.reshape(batch, kv_heads, -1, branches, time, size),
         key.reshape(batch, kv_heads, branches, -1, size),

@@ -121,9 +121,7 @@ def every_option(length=T, keys=None, seed=3):
 
 
 def jitted(form, **options):
-    """Compiled without optimisation, which takes half the time of these tests."""
-    fast = {"xla_backend_optimization_level": 0}
-    return jax.jit(partial(form, **options), compiler_options=fast)
+    return jax.jit(partial(form, **options))
 
 
 def grading(form, count, **options):

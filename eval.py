@@ -42,7 +42,7 @@ def main(words: list[str]) -> None:
     found = report.judge(trained, chosen.batches)
     unit = "byte" if trained.options.data.tokenizer == "byte" else "character"
     print(report.to_text(found, unit))
-    print(f"\nsample\n{prompt}⟨prompt⟩{text}", flush=True)
+    print(f"\nprompt {prompt!r}, sample:\n{prompt}{text}", flush=True)
     if chosen.json is not None:
         report.write_json(found, chosen.json)
 

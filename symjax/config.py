@@ -121,7 +121,9 @@ class Model:
     )
     length: int = key(300, "tokens of context in training", least=1)
     bias: bool = key(True, "biases in the linear layers and in LayerNorm")
-    dropout: float = key(0.0, "share dropped after attention and feed-forward", least=0)
+    dropout: float = key(
+        0.0, "share dropped after embedding, attention, feed-forward", least=0
+    )
     tie_embeddings: bool = key(False, "use the embedding table as the output layer")
     dtype: str = key(
         "float32",

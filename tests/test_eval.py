@@ -48,11 +48,10 @@ def test_every_number_is_printed(original, capsys):
         "training text, training mode  ",
         "training text, evaluation mode  ",
         "layer      λ₁      λ₂  λ_init       λ",
-        "\nsample\n",
     ):
         assert words in said.out
     prompt = TEXT[len(TEXT) * 9 // 10 :][:16]
-    assert f"sample\n{prompt}⟨prompt⟩" in said.out
+    assert f"prompt {prompt!r}, sample:\n{prompt}" in said.out
 
 
 def test_the_json_is_the_same_bytes_each_time(original, tmp_path, capsys):
@@ -84,8 +83,30 @@ def test_a_step_is_chosen(original, tmp_path, capsys):
 
 def test_a_prompt_is_continued(original, capsys):
     assert judge(original, "--prompt", "7 sheep", "--tokens", "5") == 0
-    sample = capsys.readouterr().out.split("\nsample\n")[1]
-    assert sample.startswith("7 sheep⟨prompt⟩")
+    assert "\nprompt '7 sheep', sample:\n7 sheep" in capsys.readouterr().out
+
+
+def test_every_number_stands_behind_its_name(original, tmp_path, capsys):
+    path = tmp_path / "found.json"
+    assert judge(original, "--json", str(path)) == 0
+    said = capsys.readouterr().out
+    found = json.loads(path.read_text())
+    for name, value in (
+        ("held-out loss", found["heldout"]["loss"]),
+        ("held-out bits per byte", found["heldout"]["bits_per_byte"]),
+        ("training text, training mode", found["train"]["loss"]),
+        ("training text, evaluation mode", found["train"]["loss_eval_mode"]),
+        ("trigram table", found["heldout"]["ngrams"]["trigram"]),
+    ):
+        line = next(x for x in said.splitlines() if x.strip().startswith(name))
+        assert f"{value:.4f}" in line
+
+
+def test_a_part_of_the_text_gets_no_verdict(original, capsys):
+    assert judge(original, "--batches", "1") == 0
+    said = capsys.readouterr().out
+    assert "on 1 of " in said
+    assert "beaten" not in said
 
 
 def test_nothing_in_the_workdir_is_touched(workdir):

@@ -80,6 +80,13 @@ def test_a_refused_start_is_one_line_and_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_files_that_no_run_wrote_are_not_overwritten(text, tmp_path, capsys):
+    (tmp_path / "metrics.csv").write_text("mine")
+    assert train(text, tmp_path, steps=1) == 2
+    assert "has metrics.csv, but no run" in capsys.readouterr().err
+    assert (tmp_path / "metrics.csv").read_text() == "mine"
+
+
 def test_what_was_in_the_folder_of_a_refused_start_stays(text, tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "metrics.csv").write_text("mine")

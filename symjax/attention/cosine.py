@@ -33,7 +33,7 @@ def cosine(
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
-        is_causal: a token sees itself and the past, as in `cosine_causal`.
+        is_causal: a token sees itself and the past, as in `cosine_causal`; needs T = S.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, or a mask that hides pairs and not keys.

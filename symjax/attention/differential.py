@@ -104,11 +104,11 @@ def differential(
         for name, array in own.items()
     }
     query = rearrange(query, "b t (k g p) h -> b t (k p g) h", **groups)
-    result = attend(query, key, jnp.repeat(value, 2, axis=2), **{**options, **own})
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    both = jnp.repeat(value.astype(wide), 2, axis=2)
+    result = attend(query, key, both, **{**options, **own})
     output, *state = result if isinstance(result, tuple) else (result,)
     pairs = rearrange(output, "b t (k p g) v -> p b t (k g) v", **groups)
-    wide = jnp.promote_types(output.dtype, jnp.float32)
-    pairs = pairs.astype(wide)
     mixed = pairs[0] - lam[..., None].astype(wide) * pairs[1]
-    mixed = mixed.astype(output.dtype)
+    mixed = mixed.astype(value.dtype)
     return (mixed, *state) if state else mixed

@@ -110,6 +110,9 @@ def attend_rows(
             f"implementation {implementation!r} is unknown: choose from "
             f"{', '.join(IMPLEMENTATIONS)}"
         )
+    if mask is not None and mask.shape[1:3] == (1, 1):  # not even NaN gets through
+        seen = jnp.swapaxes(mask, 1, 3)
+        key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
     lam = None if lam is None else jnp.swapaxes(lam, 1, 2)
     operands = Operands(
         jnp.swapaxes(query, 1, 2),

@@ -62,7 +62,7 @@ def heldout_batches(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """The first `count` batches of the held-out text, in order; None: all of it.
+    """`count` batches spread evenly over the held-out text, in order; None: all of it.
 
     Windows follow each other as in `batch`, without shuffling or shift, so every token
     but the first is a target exactly once. All batches have the same shape: weights are
@@ -79,13 +79,19 @@ def heldout_batches(
     """
     check_length(tokens, length, "held-out")
     stop = batch_size if stop is None else stop
-    available = math.ceil((len(tokens) - 1) / (length * batch_size))
+    available = heldout_count(tokens, length, batch_size)
     count = available if count is None else min(count, available)
+    indices = np.arange(count) * available // count
     rows = np.arange(start, stop, dtype=np.int64)
     return (
         _weighted((index * batch_size + rows) * length, tokens, length)
-        for index in range(count)
+        for index in indices
     )
+
+
+def heldout_count(tokens: np.ndarray, length: int, batch_size: int) -> int:
+    """Batches that cover the held-out text."""
+    return math.ceil((len(tokens) - 1) / (length * batch_size))
 
 
 def check_length(

@@ -36,8 +36,8 @@ def cross_entropies(
     for split, tokens in (("training", train), ("held-out", heldout)):
         if len(tokens) < longest:
             raise ValueError(
-                f"the {split} text has {len(tokens)} tokens, at least {longest} are "
-                "needed: give a longer text"
+                f"data.source has {len(tokens)} tokens of {split} text, at least "
+                f"{longest} are needed: give a longer text"
             )
     return {
         name: _cross_entropy(train, heldout, order, vocabulary)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from symjax.data.batches import batch, heldout_batches
+from symjax.data.batches import batch, heldout_batches, heldout_count
 from symjax.evaluation.trained import Trained
 from symjax.training.measure import Batch, mean_loss
 
@@ -25,7 +25,7 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
     """
     rows, length = trained.options.batch_size, trained.options.model.length
     tokens = trained.corpus.heldout
-    total = math.ceil((len(tokens) - 1) / (rows * length))
+    total = heldout_count(tokens, length, rows)
     count = min(batches or total, total)
     weights = (trained.program, trained.params, trained.constants)
     chosen = heldout_batches(tokens, length=length, batch_size=rows, count=count)
@@ -37,6 +37,7 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
             "perplexity": math.exp(heldout) if heldout < 700 else math.inf,
             "bits_per_byte": nats_per_byte / math.log(2),
             "batches": count,
+            "all_batches": total,
             "ngrams": dict(trained.corpus.ngrams),
         },
         "train": {

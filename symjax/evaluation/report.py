@@ -78,9 +78,16 @@ def to_text(found: dict[str, Any], unit: str) -> str:
         f"held-out perplexity              {heldout['perplexity']:.3f}",
         f"held-out bits per byte           {heldout['bits_per_byte']:.4f}",
     ]
+    part = heldout["batches"] < heldout["all_batches"]
+    if part:
+        lines.append(
+            f"  on {heldout['batches']} of {heldout['all_batches']} batches; "
+            "the tables on all of the text"
+        )
     for name, value in heldout["ngrams"].items():
-        beaten = "beaten" if heldout["loss"] < value else "not beaten"
-        lines.append(f"  {name + ' table':<31}{value:.4f} nats/{unit}: {beaten}")
+        beaten = ": beaten" if heldout["loss"] < value else ": not beaten"
+        verdict = "" if part else beaten
+        lines.append(f"  {name + ' table':<31}{value:.4f} nats/{unit}{verdict}")
     lines += [
         f"training text, training mode     {train['loss']:.4f} nats/{unit}",
         f"training text, evaluation mode   {train['loss_eval_mode']:.4f} nats/{unit}",

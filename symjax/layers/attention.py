@@ -90,6 +90,11 @@ class Attention(nnx.Module):
                     rngs.params(), chosen.feature_count, self.head_size
                 )
             )
+        if chosen.features:
+            try:
+                jax.eval_shape(lambda: self.empty(1, 1))
+            except ValueError as error:
+                raise ValueError(f"model.attention.features: {error}") from None
 
     def _add_lambda(self, depth: int, rngs: nnx.Rngs) -> None:
         self.lambda_initial = attention.lambda_initial(depth)
@@ -273,6 +278,8 @@ def _options(chosen: config.Attention) -> dict[str, Any]:
             f"model.attention.feature_count {chosen.feature_count}: "
             f"{chosen.mechanism} has no random features"
         )
+    if chosen.length_base == 1:
+        raise ValueError("model.attention.length_base must be 0 (off) or above 1")
     if chosen.key_norm != "none" and chosen.symmetric == "none":
         raise ValueError(
             f"model.attention.key_norm {chosen.key_norm!r} is of symmetric keys: "

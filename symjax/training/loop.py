@@ -42,6 +42,8 @@ def run(options: config.Config, workdir: Path) -> None:
             starting.make_workdir(workdir)
             reader = Checkpoints(workdir / "checkpoints")
             saved = reader.read_meta() if reader.steps() else None
+            if saved is None:
+                starting.refuse_other_files(workdir)
             if saved is not None:
                 starting.refuse_differences(saved["config"], options, workdir)
             corpus = open_corpus(options.data, workdir / "data", replace=saved is None)
@@ -195,7 +197,7 @@ class Run:
         """Raises: FloatingPointError: naming the step and what can be gone back to."""
         self.checkpoints.wait()
         steps = self.checkpoints.steps()
-        last = f"the last good checkpoint is {steps[-1]}" if steps else "none was saved"
+        last = f"the last checkpoint is {steps[-1]}" if steps else "none was saved"
         raise FloatingPointError(f"{what} at step {done}; {last} in {self.workdir}")
 
     def _stopped_at(self, done: int) -> str:
@@ -207,8 +209,11 @@ class Run:
         self.metrics.write(done, {"heldout/loss": self.heldout})
         lines = ", ".join(f"{n} {v:.2f}" for n, v in self.corpus.ngrams.items())
         unit = "byte" if self.options.data.tokenizer == "byte" else "character"
+        total = batches.heldout_count(self.corpus.heldout, self.shape[1], self.shape[0])
+        count = min(self.options.evaluate.batches, total)
         self.progress.line(
-            f"step {done}: held-out loss {self.heldout:.4f} nats/{unit} ({lines})"
+            f"step {done}: held-out loss {self.heldout:.4f} nats/{unit} on {count} of "
+            f"{total} batches ({lines})"
         )
         if not math.isfinite(self.heldout):
             self._not_finite(done, f"held-out loss is {self.heldout}")
@@ -250,7 +255,7 @@ class Run:
             {
                 "config": config.to_dict(self.options),
                 "data": self.corpus.fingerprint,
-                "heldout_loss": self.heldout,
+                "heldout_loss": self.heldout if judged else None,  # of this step
             },
         )
 

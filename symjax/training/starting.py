@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from symjax import config
-from symjax.data.corpus import Corpus
+from symjax.data.corpus import MANIFEST, Corpus
 from symjax.training.step import Program
 
 # What a run makes inside its workdir.
@@ -56,6 +56,20 @@ def make_workdir(workdir: Path) -> None:
         raise ValueError(
             f"--workdir {str(workdir)!r} cannot be written: {error.strerror}"
         ) from None
+
+
+def refuse_other_files(workdir: Path) -> None:
+    """Raises: ValueError: files that no run wrote have the names of a run's metrics.
+
+    A run without a checkpoint yet is known by its corpus, which it finishes first.
+    """
+    names = ("tensorboard", "metrics.jsonl", "metrics.csv")
+    found = [name for name in names if (workdir / name).exists()]
+    if found and not (workdir / "data" / MANIFEST).exists():
+        raise ValueError(
+            f"{workdir} has {', '.join(found)}, but no run: it would be overwritten; "
+            "use another --workdir"
+        )
 
 
 def refuse_differences(

@@ -125,3 +125,20 @@ def test_masks_are_boolean_and_implementations_known():
         attention.softmax(*arrays, mask=np.ones((1, 1, T, T), np.float32))
     with pytest.raises(ValueError, match="'flash'.*rows, whole"):
         attention.softmax(*arrays, implementation="flash")
+
+
+def test_not_even_nan_comes_through_a_hidden_key():
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.normal(size=(2, 5, 3, 4)).astype("f4") for _ in range(3))
+    mask = (np.arange(5) != 3)[None, None, None]
+    clean = attention.softmax(query, key, value, mask=mask)
+    key[:, 3] = value[:, 3] = np.nan
+
+    def total(query, key, value):
+        return attention.softmax(query, key, value, mask=mask).sum()
+
+    np.testing.assert_array_equal(
+        attention.softmax(query, key, value, mask=mask), clean
+    )
+    for part in jax.grad(total, argnums=(0, 1, 2))(query, key, value):
+        assert np.isfinite(part).all()

@@ -216,6 +216,11 @@ def test_tied_embeddings_share_one_table():
         ({"mechanism": "cosine", "mask_self": True}, "cosine has no such option"),
         ({"mechanism": "performer", "length_base": 8}, "performer has no such option"),
         ({"features": "relu"}, "softmax has no such option"),
+        ({"length_base": 1}, "model.attention.length_base must be 0"),
+        (
+            {"mechanism": "linear", "features": "sine"},
+            "model.attention.features: linear_state",
+        ),
         ({"feature_count": 8}, "softmax has no random features"),
         ({"key_norm": "unit"}, "model.attention.symmetric is 'none'"),
         ({"depth_offset": 1}, "model.attention.differential is 'none'"),

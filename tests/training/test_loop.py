@@ -146,7 +146,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_step(
     assert train(text, workdir, checkpoint__every=3, log__every=1) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "train/loss is nan at step 5" in said
-    assert "the last good checkpoint is 3" in said
+    assert "the last checkpoint is 3" in said
     assert steps(workdir) == [3]
     assert rows(workdir)[-1]["step"] == 5 and rows(workdir)[-1]["train/loss"] is None
 
@@ -157,7 +157,7 @@ def test_spoilt_weights_are_never_saved(every, text, workdir, monkeypatch, capsy
     changed = {"checkpoint__every": 2, "evaluate__every": every}
     assert train(text, workdir, **changed) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "held-out loss is nan at step 4; the last good checkpoint is 2" in said
+    assert "held-out loss is nan at step 4; the last checkpoint is 2" in said
     assert steps(workdir) == [2]
 
 

@@ -261,7 +261,7 @@ def _block(rule: Rule, operands: Operands, start: int | Array) -> Array:
 def _along(axes: tuple, operands: Operands, function: Callable) -> Operands:
     """function(operand, axis) of each that has the axis; those broadcast stay."""
     return Operands._make(
-        x if x is None or axis is None or x.shape[axis] == 1 else function(x, axis)
+        x if x is None or axis is None or jnp.shape(x)[axis] == 1 else function(x, axis)
         for x, axis in zip(operands, axes, strict=True)
     )
 

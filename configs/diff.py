@@ -1,7 +1,11 @@
 """Differential language model, V1.
 
-python train.py --config configs/diff.py
-python train.py --config configs/diff.py:tiny
+    python train.py --config configs/diff.py:tiny
+    python train.py --config configs/diff.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.354 nats/byte after its 3000 steps. The larger sizes were not measured yet.
+The trigram line is 1.848.
 """
 
 from ml_collections import ConfigDict

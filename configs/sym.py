@@ -1,7 +1,11 @@
 """Symmetric language model: every key is its query.
 
-python train.py --config configs/sym.py
-python train.py --config configs/sym.py:tiny
+    python train.py --config configs/sym.py:tiny
+    python train.py --config configs/sym.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.573 nats/byte after its 3000 steps. The larger sizes were not measured yet.
+The trigram line is 1.848.
 """
 
 from ml_collections import ConfigDict

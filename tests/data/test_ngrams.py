@@ -39,5 +39,5 @@ def test_lines_equal_counting_by_hand(vocabulary, chunk, monkeypatch):
 
 
 def test_a_text_without_trigrams_is_refused():
-    with pytest.raises(ValueError, match="held-out text has 2 tokens, at least 3 are"):
+    with pytest.raises(ValueError, match="2 tokens of held-out text, at least 3 are"):
         ngrams.cross_entropies(np.zeros(9, np.uint8), np.zeros(2, np.uint8), 256)

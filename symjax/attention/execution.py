@@ -50,7 +50,7 @@ def attend(
     segment_ids: Array | None,
 ) -> Array:
     """Every query sees every visible key of its segment."""
-    _check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
+    check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
     return _whole(features, parameters, query, key, value, mask, segment_ids)
 
 
@@ -69,7 +69,7 @@ def attend_causal(
     segment_ids: Array | None = None,
 ) -> Any:
     """Every query sees the visible keys of its segment up to its own."""
-    _check(who, query, key, value, mask, segment_ids, causal=True)
+    check(who, query, key, value, mask, segment_ids, causal=True)
     if chunk_size < 1:
         raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
     state = _start(who, features, parameters, state, query, key, value)
@@ -89,7 +89,7 @@ def attend_step(
     value: Array,
 ) -> tuple[Array, LinearState]:
     """One token, which sees itself and what the state has seen."""
-    _check(who, query, key, value, None, None, causal=True)
+    check(who, query, key, value, None, None, causal=True)
     if query.shape[1] != 1:
         raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
     state = _start(who, features, parameters, state, query, key, value)
@@ -106,7 +106,7 @@ def _start(
     value: Array,
 ) -> LinearState:
     """The given state in the dtype of the sums, or the empty one."""
-    dtype = _sum_dtype(query, key, value)
+    dtype = sum_dtype(query, key, value)
     batch, _, heads, size = key.shape
     width = value.shape[-1]
     wanted = jax.eval_shape(
@@ -127,7 +127,8 @@ def _shapes(state: LinearState) -> str:
     return ", ".join(f"{name} {jnp.shape(x)}" for name, x in named if x is not None)
 
 
-def _sum_dtype(*arrays: Array) -> Any:
+def sum_dtype(*arrays: Array) -> Any:
+    """The dtype of sums over time: that of the arrays, float32 at least."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
@@ -141,18 +142,18 @@ def _whole(
     mask: Array | None,
     segment_ids: Array | None,
 ) -> Array:
-    dtype = _sum_dtype(query, key, value)
+    dtype = sum_dtype(query, key, value)
     batch, _, heads, size = key.shape
     sizes = (batch, heads, size, value.shape[-1])
     state = empty_state(features, parameters, *sizes, dtype)
-    chunk = _layout(query, key, value, mask, segment_ids)
+    chunk = layout(query, key, value, mask, segment_ids)
     if chunk.run is not None:
         fraction = _both_sides(features, parameters, state, chunk, chunk.run)
     else:
         chunk = prefix.to_features(features, parameters, chunk, dtype)
         state = prefix.absorb(state, chunk.key, chunk.value)
         fraction = prefix.read(state, chunk.query)
-    return _heads(prefix.divide(fraction), value.dtype)
+    return heads_last(prefix.divide(fraction), value.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -167,9 +168,11 @@ def _causal(
     mask: Array | None,
     segment_ids: Array | None,
 ) -> tuple[Array, LinearState]:
-    chunk = _layout(query, key, value, mask, segment_ids)
-    state, output = _scan(features, parameters, state, chunk, chunk_size, prefix.divide)
-    return _heads(output, value.dtype), state
+    chunk = layout(query, key, value, mask, segment_ids)
+    state, output = scan_chunks(
+        features, parameters, state, chunk, chunk_size, prefix.divide
+    )
+    return heads_last(output, value.dtype), state
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -181,14 +184,14 @@ def _step(
     key: Array,
     value: Array,
 ) -> tuple[Array, LinearState]:
-    chunk = _layout(query, key, value, None, None)
+    chunk = layout(query, key, value, None, None)
     chunk = prefix.to_features(features, parameters, chunk, state.total.dtype)
     state = prefix.absorb(state, chunk.key, chunk.value)
     output = prefix.divide(prefix.read(state, chunk.query))
-    return _heads(output, value.dtype), state
+    return heads_last(output, value.dtype), state
 
 
-def _scan(
+def scan_chunks(
     features: Features,
     parameters: Any,
     state: LinearState,
@@ -201,7 +204,7 @@ def _scan(
     The backward pass recomputes a chunk from the state before it.
     """
     length = chunk.key.shape[2]
-    chunks = _cut(chunk, max(1, min(chunk_size, length)))
+    chunks = cut_chunk(chunk, max(1, min(chunk_size, length)))
 
     def body(state: LinearState, chunk: Chunk) -> tuple[LinearState, Any]:
         dtype = state.total.dtype
@@ -210,34 +213,40 @@ def _scan(
         return state, finish(fraction)
 
     state, rows = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), state, chunks)
-
-    def join(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, 3)
-        return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :length]
-
-    return state, jax.tree.map(join, rows)
+    return state, jax.tree.map(lambda x: join(x, length), rows)
 
 
-def _cut(chunk: Chunk, size: int) -> Chunk:
-    """Chunks stacked in front; the last is filled with hidden keys."""
-    length = chunk.key.shape[2]
+def cut(x: Array, size: int, axis: int, mode: str = "constant") -> Array:
+    """Chunks of time stacked in front; the last is filled up, with zeros by default."""
+    length = x.shape[axis]
     count = -(-length // size)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, count * size - length)
+    x = jnp.pad(x, widths, mode=mode)
+    x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
 
-    def cut(x: Array, axis: int, mode: str = "constant") -> Array:
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, count * size - length)
-        x = jnp.pad(x, widths, mode=mode)
-        x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-        return jnp.moveaxis(x, axis, 0)
 
+def join(rows: Array, length: int) -> Array:
+    """Chunks [C B K G T …] put together again along time: [B K G length …]."""
+    rows = jnp.moveaxis(rows, 0, 3)
+    return rows.reshape(*rows.shape[:3], -1, *rows.shape[5:])[:, :, :, :length]
+
+
+def cut_chunk(chunk: Chunk, size: int) -> Chunk:
+    """Chunks stacked in front; the last is filled with hidden keys."""
     run = fresh = None
     if chunk.run is not None:
-        run = cut(chunk.run, 1, "edge")
+        run = cut(chunk.run, size, 1, "edge")
         before = jnp.concatenate([run[:1, :, 0], run[:-1, :, -1]])
         fresh = run[:, :, 0] != before
-    query, key = cut(chunk.query, 3), cut(chunk.key, 2)
     return Chunk(
-        query, key, cut(chunk.value, 2), cut(chunk.visible, 1), run=run, fresh=fresh
+        cut(chunk.query, size, 3),
+        cut(chunk.key, size, 2),
+        cut(chunk.value, size, 2),
+        cut(chunk.visible, size, 1),
+        run,
+        fresh,
     )
 
 
@@ -250,7 +259,7 @@ def _both_sides(
     """
 
     def scan(chunk: Chunk) -> Fraction:
-        return _scan(features, parameters, state, chunk, 64, lambda rows: rows)[1]
+        return scan_chunks(features, parameters, state, chunk, 64, lambda rows: rows)[1]
 
     run, visible = jnp.flip(run, 1), jnp.flip(chunk.visible, 1)
     same = jnp.roll(run, 1, axis=1) == run
@@ -265,7 +274,7 @@ def _both_sides(
     return prefix.merge(scan(chunk), future)
 
 
-def _layout(
+def layout(
     query: Array,
     key: Array,
     value: Array,
@@ -296,11 +305,11 @@ def _layout(
     )
 
 
-def _heads(rows: Array, dtype: Any) -> Array:
+def heads_last(rows: Array, dtype: Any) -> Array:
     return rearrange(rows, "b k g t v -> b t (k g) v").astype(dtype)
 
 
-def _check(
+def check(
     who: str,
     query: Array,
     key: Array,
@@ -337,10 +346,10 @@ def _check(
             f"got {segment_ids.shape}"
         )
     if mask is not None:
-        _check_mask(who, mask, key)
+        check_mask(who, mask, key)
 
 
-def _check_mask(who: str, mask: Array, key: Array) -> None:
+def check_mask(who: str, mask: Array, key: Array) -> None:
     """A mask may hide keys, the same for all rows and heads: [B or 1, 1, 1, S]."""
     shape = (1,) * (4 - mask.ndim) + mask.shape
     batch, length = key.shape[:2]

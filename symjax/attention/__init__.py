@@ -13,9 +13,10 @@ from symjax.attention.cosine import (
 from symjax.attention.differential import (
     differential,
     differential_lambda,
+    differential_v2,
     lambda_initial,
 )
-from symjax.attention.features import orthogonal_projection
+from symjax.attention.features import hedgehog, t2r
 from symjax.attention.linear import (
     linear,
     linear_causal,
@@ -29,19 +30,29 @@ from symjax.attention.performer import (
     performer_state,
     performer_step,
 )
-from symjax.attention.positions import rotate
+from symjax.attention.positions import (
+    alibi_bias,
+    alibi_slopes,
+    rotate,
+    sinusoidal,
+)
 from symjax.attention.softmax import softmax
+from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.symmetric import symmetric, symmetric_key
 
 __all__ = [
     "MECHANISMS",
     "Mechanism",
+    "alibi_bias",
+    "alibi_slopes",
     "cosine",
     "cosine_causal",
     "cosine_state",
     "cosine_step",
     "differential",
     "differential_lambda",
+    "differential_v2",
+    "entmax15",
     "lambda_initial",
     "linear",
     "linear_causal",
@@ -53,7 +64,9 @@ __all__ = [
     "performer_state",
     "performer_step",
     "rotate",
+    "sinusoidal",
     "softmax",
+    "sparsemax",
     "symmetric",
     "symmetric_key",
 ]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
-from symjax.attention.mechanisms import row_weights_of
+from symjax.attention.mechanisms import row_weights_of, unbound
 from symjax.attention.rows import attend_rows
 from symjax.attention.softmax import softmax
 
@@ -83,7 +83,84 @@ def differential(
         raise ValueError(
             f"lam must be a scalar or one a head {(heads,)}, got {lam.shape}"
         )
-    own = {}  # options that may differ by head
+    lam = jnp.broadcast_to(lam, (1, 1, heads))
+    return _difference(query, key, value, lam, attend, options)
+
+
+def differential_v2(
+    query: Float[Array, "B T 2N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    lam: Float[Array, "B T N"],
+    *,
+    attend: Callable = softmax,
+    **options,
+):
+    """a[2n] − λ[n]·a[2n+1], with a the outputs of `attend` for 2N query heads.
+
+    Both queries of a pair meet the same keys and values, and λ is a token's own. There
+    is no norm and no factor to follow. Cost and execution are as in `differential`.
+
+    Args:
+        lam: λ of each token and head, after the sigmoid that keeps it in (0, 1).
+        attend, options: as in `differential`; a mask or bias has N heads, or one.
+    Raises:
+        ValueError: shapes that do not fit together, naming both; among them pairs
+            that would be split between two key heads.
+    Source: Ye et al. 2026, differential transformer V2 (microsoft/unilm).
+    """
+    if key.shape[2] != value.shape[2]:
+        raise ValueError(
+            "differential_v2 needs as many key heads as value heads, got key "
+            f"{key.shape} and value {value.shape}"
+        )
+    if query.shape[2] % (2 * key.shape[2]):
+        raise ValueError(
+            "differential_v2 needs an even number of query heads for each key head, "
+            f"got query {query.shape} and key {key.shape}"
+        )
+    lam, wanted = jnp.asarray(lam), (*query.shape[:2], query.shape[2] // 2)
+    if lam.shape != wanted:
+        raise ValueError(
+            f"lam must be [batch, time, heads] {wanted} for query {query.shape}, "
+            f"got {lam.shape}"
+        )
+    return _difference(query, key, value, lam, attend, options)
+
+
+def _difference(
+    query: Array, key: Array, value: Array, lam: Array, attend: Callable, options: dict
+):
+    """Sub-heads 2n − λ[n] · sub-heads 2n+1; a key head serves one branch or both."""
+    function, bound = unbound(attend)
+    options = {**bound, **options}
+    own = _of_each_head(options, query)
+    weights = row_weights_of(function)
+    if weights is not None:
+        own = {name: jnp.repeat(array, 2, axis=1) for name, array in own.items()}
+        return attend_rows(weights, query, key, value, lam=lam, **{**options, **own})
+    # Queries must stand together at their key head: (k p) of them, or k.
+    groups = {"k": value.shape[2], "p": 2}
+    branches = key.shape[2] // value.shape[2]
+    order = "(k p g)" if branches == 2 else "(k g p)"
+    own = {
+        name: repeat(array, f"b (k g) t s -> b {order} t s", **groups)
+        for name, array in own.items()
+    }
+    query = rearrange(query, f"b t (k g p) h -> b t {order} h", **groups)
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    repeated = jnp.repeat(value.astype(wide), branches, axis=2)
+    result = function(query, key, repeated, **{**options, **own})
+    output, *state = result if isinstance(result, tuple) else (result,)
+    pairs = rearrange(output, f"b t {order} v -> p b t (k g) v", **groups)
+    mixed = pairs[0] - lam[..., None].astype(wide) * pairs[1]
+    mixed = mixed.astype(value.dtype)
+    return (mixed, *state) if state else mixed
+
+
+def _of_each_head(options: dict, query: Array) -> dict[str, Array]:
+    """The options that differ by head: two sub-heads must share each."""
+    heads, own = query.shape[2] // 2, {}
     for name in ("mask", "bias"):
         if (array := options.get(name)) is not None and array.ndim == 4:
             if array.shape[1] not in (1, heads):
@@ -92,23 +169,4 @@ def differential(
                     f"{query.shape}, got {array.shape}"
                 )
             own |= {name: array} if array.shape[1] > 1 else {}
-    lam = jnp.broadcast_to(lam, (1, 1, heads))
-    weights = row_weights_of(attend)
-    if weights is not None:
-        own = {name: jnp.repeat(array, 2, axis=1) for name, array in own.items()}
-        return attend_rows(weights, query, key, value, lam=lam, **{**options, **own})
-    # The queries of branch p must stand together at their key head (k p).
-    groups = {"k": value.shape[2], "p": 2}
-    own = {
-        name: repeat(array, "b (k g) t s -> b (k p g) t s", **groups)
-        for name, array in own.items()
-    }
-    query = rearrange(query, "b t (k g p) h -> b t (k p g) h", **groups)
-    wide = jnp.promote_types(value.dtype, jnp.float32)
-    both = jnp.repeat(value.astype(wide), 2, axis=2)
-    result = attend(query, key, both, **{**options, **own})
-    output, *state = result if isinstance(result, tuple) else (result,)
-    pairs = rearrange(output, "b t (k p g) v -> p b t (k g) v", **groups)
-    mixed = pairs[0] - lam[..., None].astype(wide) * pairs[1]
-    mixed = mixed.astype(value.dtype)
-    return (mixed, *state) if state else mixed
+    return own

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from symjax.attention.cosine import (
     cosine,
@@ -24,6 +25,12 @@ from symjax.attention.performer import (
 )
 from symjax.attention.rows import RowWeights
 from symjax.attention.softmax import softmax, softmax_weights
+from symjax.attention.sparse import (
+    entmax15,
+    entmax15_weights,
+    sparsemax,
+    sparsemax_weights,
+)
 
 
 class Mechanism(NamedTuple):
@@ -47,6 +54,8 @@ class Mechanism(NamedTuple):
 
 MECHANISMS = {
     "softmax": Mechanism(softmax, softmax_weights),
+    "sparsemax": Mechanism(sparsemax, sparsemax_weights),
+    "entmax15": Mechanism(entmax15, entmax15_weights),
     "cosine": Mechanism(cosine, None, cosine_causal, cosine_step, cosine_state),
     "linear": Mechanism(linear, None, linear_causal, linear_step, linear_state),
     "performer": Mechanism(
@@ -61,3 +70,14 @@ def row_weights_of(attend: Callable) -> RowWeights | None:
         if mechanism.attend is attend:
             return mechanism.row_weights
     return None
+
+
+def unbound(attend: Callable) -> tuple[Callable, dict[str, Any]]:
+    """A function and the keywords that `functools.partial` bound to it.
+
+    The function can then be looked up, and its options be seen. One with positional
+    arguments bound is left as it is.
+    """
+    if isinstance(attend, partial) and not attend.args:
+        return attend.func, dict(attend.keywords)
+    return attend, {}

@@ -1,4 +1,6 @@
-"""Rotary position embedding."""
+"""Positions: rotary, sinusoidal, and linear biases (ALiBi)."""
+
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -8,23 +10,114 @@ def rotate(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "#B T"],
     base: float = 10000.0,
+    *,
+    interleaved: bool = False,
+    share: float = 1.0,
 ) -> Float[Array, "B T N H"]:
-    """Turn feature pairs (i, i + H/2) by the angle position · base^(−2i/H).
+    """Turn pair i of the first R = share·H features by position · base^(−2i/R).
 
     The product of a rotated query and a rotated key depends on their distance alone.
-    Angles are computed in float32 at least.
+    Angles are computed in float32 at least; features after the first R stay as they
+    are, bit for bit.
 
+    Args:
+        interleaved: pairs are (2i, 2i + 1), as in GPT-J and the published
+            differential layers; otherwise (i, i + R/2), as in GPT-NeoX.
+        share: of the features, counted from the first, that turn.
     Raises:
-        ValueError: the head size is odd.
-    Source: Su et al. 2021, arXiv:2104.09864; pairs as halves, as in GPT-NeoX.
+        ValueError: share·H is not an even number from 2 to H.
+    Source: Su et al. 2021, arXiv:2104.09864.
     """
     size = x.shape[-1]
-    if size % 2:
-        raise ValueError(f"rotary positions need an even head size, got {x.shape}")
+    turning = round(share * size)
+    if turning % 2 or not 2 <= turning <= size or abs(turning - share * size) > 1e-6:
+        raise ValueError(
+            "rotary positions turn an even number of features, from 2 to all, got "
+            f"share {share} of {x.shape}"
+        )
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = base ** (-jnp.arange(0, size, 2, dtype=wide) / size)
+    frequencies = _frequencies(turning, base, wide)
     angles = positions[..., None, None].astype(wide) * frequencies[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x.astype(wide), 2, axis=-1)
+    shape, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    pairs = x[..., :turning].astype(wide).reshape(*x.shape[:-1], *shape)
+    first, second = jnp.unstack(pairs, axis=axis)
     turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    turned = jnp.stack(turned, axis=axis).reshape(*x.shape[:-1], turning)
+    turned = turned.astype(x.dtype)
+    if turning == size:
+        return turned
+    return jnp.concatenate([turned, x[..., turning:]], axis=-1)
+
+
+def sinusoidal(
+    positions: Int[Array, "*T"], width: int, base: float = 10000.0
+) -> Float[Array, "*T {width}"]:
+    """sin(position · base^(−2i/width)) at feature 2i, and the cosine at 2i + 1.
+
+    In the default float type, or that of the positions if it is wider.
+
+    Raises:
+        ValueError: the width is odd.
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
+    """
+    if width % 2:
+        raise ValueError(f"sinusoidal positions need an even width, got {width}")
+    positions = jnp.asarray(positions)
+    wide = jnp.promote_types(positions.dtype, jnp.result_type(float))
+    frequencies = _frequencies(width, base, wide)
+    angles = jnp.multiply.outer(positions.astype(wide), frequencies)
+    waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return waves.reshape(*positions.shape, width)
+
+
+def alibi_slopes(heads: int) -> Float[Array, "N"]:
+    """One slope a head: 2^(−8(h+1)/N) for N a power of two.
+
+    For any other N: the slopes of the power of two below it, then every other slope
+    of the power of two above it, beginning with the first.
+
+    Source: Press et al. 2021, arXiv:2108.12409, section 3 and its published code.
+    """
+    if heads < 1:
+        raise ValueError(f"alibi_slopes needs at least 1 head, got {heads}")
+    power = 2 ** int(math.log2(heads))
+    steps = [(h + 1) / power for h in range(power)]
+    steps += [(2 * h + 1) / (2 * power) for h in range(heads - power)]
+    return 2.0 ** (-8 * jnp.asarray(steps))
+
+
+def alibi_bias(
+    heads: int | Float[Array, "N"],
+    keys: Int[Array, "S"],
+    rows: Int[Array, "T"] | None = None,
+) -> Float[Array, "1 N #T S"]:
+    """A bias against distance for the scores, slope by slope: −m·(t − s) or −m·|t − s|.
+
+    Softmax, sparsemax and entmax do not see a constant in a row. So a causal row at t
+    needs no more than m·s, of linear size and the same for all rows; it is given as
+    −m·(last − s), numbers that are small where keys are near. Without causality
+    distances count on both sides, and `rows` gives the [T S] of them.
+
+    Args:
+        heads: how many, for the slopes of `alibi_slopes`, or the slopes themselves.
+        keys: the positions of the keys.
+        rows: None for causal attention, otherwise the positions of the queries.
+    Raises:
+        ValueError: positions or slopes have more than one axis.
+    Source: Press et al. 2021, arXiv:2108.12409, equation 2.
+    """
+    slopes = alibi_slopes(heads) if isinstance(heads, int) else jnp.asarray(heads)
+    own = keys[-1:] if rows is None else rows
+    for name, array in (("slopes", slopes), ("keys", keys), ("rows", own)):
+        if array.ndim != 1:
+            raise ValueError(
+                f"alibi_bias: {name} must have one axis, got {array.shape}"
+            )
+    distance = jnp.abs(own[:, None] - keys[None]).astype(slopes.dtype)
+    return -slopes[None, :, None, None] * distance[None, None]
+
+
+def _frequencies(size: int, base: float, dtype: jnp.dtype) -> Float[Array, "half"]:
+    """base^(−2i/size) for each pair i of `size` features."""
+    return base ** (-jnp.arange(0, size, 2, dtype=dtype) / size)

@@ -1,0 +1,174 @@
+"""Sparse attention: sparsemax and entmax-1.5, whose weights are often exactly zero.
+
+Both are powers of what a score has above its row's threshold τ, with τ such that the
+weights sum to one: [z − τ]₊ is sparsemax, [z/2 − τ]₊² is entmax-1.5, and softmax is
+the limit of the family. So both share one function of the power, 1 or 2.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.rows import attend_rows
+
+FLOOR = -2.0  # below the highest score, scaled; every threshold lies above −1
+
+
+def sparsemax_weights(
+    scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
+) -> Float[Array, "*B t s"]:
+    """The nearest point of the simplex; zeros where no key is visible."""
+    return _excess(1, _hide(scores, visible))
+
+
+def entmax15_weights(
+    scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
+) -> Float[Array, "*B t s"]:
+    """[score/2 − τ]₊² along the visible keys; zeros where none is visible."""
+    return _excess(2, _hide(scores, visible)) ** 2
+
+
+def sparsemax(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    mask: Bool[Array, "#B #N #T #S"] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    length_base: float | None = None,
+    mask_self: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention whose rows of weights are the points of the simplex nearest to z.
+
+    weights = [z − τ]₊ with Σ [z − τ]₊ = 1, for z = q·k·scale + bias
+
+    A key more than 1 below the row's best has weight zero, and takes no gradient. The
+    threshold τ is exact, by sorting the row: time O(T S (H + V + log S)) a head, half
+    of it if causal; memory linear in T and S. Weights are computed in float32 at
+    least; a row that sees no key gives zeros.
+
+    Args: as in `softmax`.
+    Raises:
+        ValueError: shapes that do not fit together, naming both.
+    Source: Martins & Astudillo 2016, arXiv:1602.02068, algorithm 1 and equation 9.
+    """
+    return attend_rows(
+        sparsemax_weights,
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        length_base=length_base,
+        mask_self=mask_self,
+        segment_ids=segment_ids,
+        implementation=implementation,
+    )
+
+
+def entmax15(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    mask: Bool[Array, "#B #N #T #S"] | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    length_base: float | None = None,
+    mask_self: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """Attention by entmax-1.5, halfway between softmax and sparsemax.
+
+    weights = [z/2 − τ]₊² with Σ [z/2 − τ]₊² = 1, for z = q·k·scale + bias
+
+    A key more than 2 below the row's best has weight zero, and takes no gradient.
+    Exactness, cost and rows without keys are as in `sparsemax`.
+
+    Args: as in `softmax`.
+    Raises:
+        ValueError: shapes that do not fit together, naming both.
+    Source: Peters, Niculae & Martins 2019, arXiv:1905.05702, section 3 (exact sort).
+    """
+    return attend_rows(
+        entmax15_weights,
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        length_base=length_base,
+        mask_self=mask_self,
+        segment_ids=segment_ids,
+        implementation=implementation,
+    )
+
+
+def _hide(scores: Array, visible: Array | None) -> Array:
+    return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _excess(power: int, scores: Array) -> Array:
+    """[z/power − τ]₊ along the last axis, with Σ [z/power − τ]₊^power = 1.
+
+    Scores of −∞, and rows of nothing else, give zeros. The rest is referred to the
+    highest and cut at a floor that no threshold reaches: sums stay small and finite.
+    """
+    top = scores.max(axis=-1, keepdims=True)
+    scaled = (scores - jnp.where(top == -jnp.inf, 0, top)) / power
+    scaled = jnp.maximum(scaled, FLOOR)
+    excess = jnp.maximum(scaled - _threshold(power, scaled), 0)
+    return jnp.where(scores == -jnp.inf, 0, excess)
+
+
+@_excess.defjvp
+def _excess_change(power: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """The threshold moves with the mean of the support, by the weights' own slopes."""
+    (scores,), (change,) = primals, tangents
+    excess = _excess(power, scores)
+    support = excess > 0
+    slopes = jnp.where(support, excess ** (power - 1), 0)
+    total = slopes.sum(axis=-1, keepdims=True)
+    shift = (slopes * change).sum(axis=-1, keepdims=True)
+    shift /= jnp.where(total == 0, 1, total)
+    return excess, jnp.where(support, (change - shift) / power, 0)
+
+
+def _threshold(power: int, scores: Array) -> Array:
+    """τ of each row of finite scores, [... 1]: the r highest are the support if the
+    threshold they would have lies below the last of them.
+    """
+    ordered = jnp.sort(scores, axis=-1, descending=True)
+    ranks = jnp.arange(1, scores.shape[-1] + 1, dtype=scores.dtype)
+    ranks = ranks.reshape((1,) * (scores.ndim - 1) + (-1,))
+    means = jnp.cumsum(ordered, axis=-1) / ranks
+    squares = jnp.cumsum(ordered**2, axis=-1) - ranks * means**2
+    support = ordered > means - _depth(power, ranks, squares)
+    # Once more from the support itself: cumulated squares lose digits in long rows.
+    count = support.sum(axis=-1, keepdims=True).astype(scores.dtype)
+    mean = jnp.where(support, ordered, 0).sum(axis=-1, keepdims=True) / count
+    squares = jnp.where(support, (ordered - mean) ** 2, 0)
+    return mean - _depth(power, count, squares.sum(axis=-1, keepdims=True))
+
+
+def _depth(power: int, count: Array, squares: Array) -> Array:
+    """How far τ lies below the mean of `count` scores with that sum of squares.
+
+    Σ (z − τ) = 1 gives 1/count; Σ (z − τ)² = 1 gives √((1 − Σ (z − mean)²)/count).
+    """
+    if power == 1:
+        return 1 / count
+    return jnp.sqrt(jnp.maximum(1 - squares, 0) / count)

@@ -11,6 +11,7 @@ from symjax.attention.cosine import (
     cosine_state,
     cosine_step,
 )
+from symjax.attention.decay import decay_causal, decay_state, decay_step
 from symjax.attention.linear import (
     linear,
     linear_causal,
@@ -57,6 +58,7 @@ MECHANISMS = {
     "sparsemax": Mechanism(sparsemax, sparsemax_weights),
     "entmax15": Mechanism(entmax15, entmax15_weights),
     "cosine": Mechanism(cosine, None, cosine_causal, cosine_step, cosine_state),
+    "decay": Mechanism(decay_causal, None, decay_causal, decay_step, decay_state),
     "linear": Mechanism(linear, None, linear_causal, linear_step, linear_state),
     "performer": Mechanism(
         performer, None, performer_causal, performer_step, performer_state

@@ -5,6 +5,7 @@ from symjax.layers.block import Block
 from symjax.layers.feedforward import FeedForward
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
+from symjax.layers.plug import attention_fn
 
 __all__ = [
     "Attention",
@@ -13,5 +14,6 @@ __all__ = [
     "FeedForward",
     "Lambda",
     "Linear",
+    "attention_fn",
     "norm",
 ]

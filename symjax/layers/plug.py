@@ -1,0 +1,240 @@
+"""Our mechanisms inside Flax's own attention layers, those of NNX and of Linen.
+
+Masks may be float32, as Flax makes them. Score mechanisms take any. Feature mechanisms
+form no pairs: their mask may only hide keys, and causality is an option, since the
+values of a mask cannot be read while a program is traced.
+
+A single query row is a step of decoding: it sees every key that its mask shows, those
+in Flax's cache among them, at the cost of the whole cache (a mechanism's own `*_step`
+costs one token). A row that sees no key gives zeros, where Flax gives a mean.
+"""
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax import attention
+from symjax.attention import Mechanism
+
+ARRAYS = ("query", "key", "value")
+# Arguments that belong to a call: Flax's layers give them, or have none to give.
+CALL = (*ARRAYS, "bias", "mask", "is_causal", "segment_ids", "state", "return_state")
+
+
+def attention_fn(
+    mechanism: str, *, is_causal: bool = False, **options: Any
+) -> Callable[..., Array]:
+    """A mechanism as the `attention_fn` of a Flax layer, in place of its softmax.
+
+    `nnx.MultiHeadAttention(…, attention_fn=attention_fn("cosine"))`, or the same in
+    Linen's `nn.MultiHeadDotProductAttention`. Any axes may stand before [T N H];
+    key/value heads may be fewer than query heads. `dtype` and `precision` of the layer
+    hold, save that products which need the highest precision ask for it themselves.
+    Sums run in float32 at least, with or without `force_fp32_for_softmax`.
+
+    Args:
+        is_causal: a token sees itself and the past; or say so in an NNX layer's call.
+        options: of the mechanism, such as features or length_base.
+    Raises:
+        ValueError: an unknown mechanism or option, or one that needs an array which
+            Flax's layers do not have; in a call: dropout of weights, storing them
+            (`sow_weights`), Linen's own einsums, masks and biases that a mechanism
+            cannot honour, causality with other than T or 1 queries for T keys.
+    """
+    form = _form(mechanism, options)
+    causal = is_causal
+
+    def attend(
+        query: Float[Array, "*B T N H"],
+        key: Float[Array, "*B S K H"],
+        value: Float[Array, "*B S K V"],
+        bias: Float[Array, "*#B #N #T #S"] | None = None,
+        mask: Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Callable | None = None,
+        attn_weights_value_einsum: Callable | None = None,
+    ) -> Float[Array, "*B T N V"]:
+        # Linen leaves out, unsaid, every argument that is not named here.
+        _refuse_uses_of_the_map(
+            mechanism,
+            {
+                f"dropout_rate {dropout_rate}": dropout_rate > 0 and not deterministic,
+                "sow_weights": module is not None,
+                "qk_attn_weights_einsum": qk_attn_weights_einsum is not None,
+                "attn_weights_value_einsum": attn_weights_value_einsum is not None,
+            },
+        )
+        batch = _batch(query, key, value)
+        if dtype is None:
+            dtype = jnp.result_type(query, key, value)
+        arrays = [_flat(x, batch).astype(dtype) for x in (query, key, value)]
+        mask, bias = _pairs("mask", mask, batch), _pairs("bias", bias, batch)
+        run = _scores if form.causal is None else _features
+        with _products(precision):
+            mixed = run(mechanism, options, *arrays, bias, mask, causal or is_causal)
+        return mixed.reshape(*batch, *mixed.shape[1:])
+
+    return attend
+
+
+def _refuse_uses_of_the_map(mechanism: str, wanted: dict[str, bool]) -> None:
+    for name, given in wanted.items():
+        if given:
+            raise ValueError(
+                f"attention_fn: {name} acts on the map of weights, which {mechanism} "
+                "does not hand out"
+            )
+
+
+def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
+    """The mechanism's functions, if Flax's layers can feed them and options exist."""
+    table = attention.MECHANISMS
+    if mechanism not in table:
+        raise ValueError(
+            f"attention_fn: mechanism {mechanism!r} is unknown: choose from "
+            f"{', '.join(table)}"
+        )
+    form = table[mechanism]
+    function = form.attend if form.causal is None else form.causal
+    known = inspect.signature(function).parameters
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in ARRAYS:
+            raise ValueError(
+                f"attention_fn: {mechanism} needs {name}, which Flax's layers do not "
+                "have: use symjax.layers.Attention"
+            )
+    for name in options:
+        if name not in known or name in CALL:
+            choices = ", ".join(sorted(known.keys() - set(CALL)))
+            raise ValueError(
+                f"attention_fn: {mechanism} has no option {name!r}: choose from "
+                f"{choices}"
+            )
+    return form
+
+
+def _scores(
+    mechanism: str,
+    options: dict[str, Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | None,
+    is_causal: bool,
+) -> Array:
+    """A mechanism that scores pairs: a mask or bias may be of any pairs."""
+    is_causal = is_causal and query.shape[1] > 1
+    if options.get("mask_self") and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            "attention_fn: mask_self needs the place of a query among the keys, got "
+            f"{query.shape[1]} queries and {key.shape[1]} keys"
+        )
+    if is_causal:
+        _check_square(query, key)
+    return attention.MECHANISMS[mechanism].attend(
+        query, key, value, bias, mask, is_causal=is_causal, **options
+    )
+
+
+def _features(
+    mechanism: str,
+    options: dict[str, Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None,
+    mask: Array | None,
+    is_causal: bool,
+) -> Array:
+    """A mechanism made of features: whole, causal, or one row against all keys."""
+    form = attention.MECHANISMS[mechanism]
+    if bias is not None:
+        raise ValueError(
+            f"attention_fn: bias {bias.shape} is added to scores of pairs, which "
+            f"{mechanism} does not form"
+        )
+    if mask is not None and mask.shape[1:3] != (1, 1):
+        raise ValueError(
+            f"attention_fn: a mask of {mechanism} may only hide keys, "
+            f"(batch, 1, 1, {key.shape[1]}), got {mask.shape}: for a causal one use "
+            f"attention_fn({mechanism!r}, is_causal=True)"
+        )
+    name = "causal" if is_causal and query.shape[1] > 1 else "attend"
+    if name == "causal":
+        _check_square(query, key)
+    known = form.options(name)
+    options = {name: x for name, x in options.items() if name in known}
+    return getattr(form, name)(query, key, value, mask=mask, **options)
+
+
+def _check_square(query: Array, key: Array) -> None:
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            "attention_fn: is_causal needs as many queries as keys, or one query, got "
+            f"{query.shape[1]} and {key.shape[1]}: give a mask instead"
+        )
+
+
+def _batch(*arrays: Array) -> tuple[int, ...]:
+    """The axes before time, which must be the same in all."""
+    shapes = [x.shape for x in arrays]
+    if len({shape[:-3] for shape in shapes}) > 1 or min(map(len, shapes)) < 3:
+        raise ValueError(
+            "attention_fn: query, key and value must be [*batch, time, heads, size] "
+            f"with one batch, got {', '.join(map(str, shapes))}"
+        )
+    return shapes[0][:-3]
+
+
+def _flat(x: Array, batch: tuple[int, ...]) -> Array:
+    """[*B …] as [B …], the last three axes kept."""
+    return x.reshape(math.prod(batch), *x.shape[-3:])
+
+
+def _pairs(name: str, pairs: Array | None, batch: tuple[int, ...]) -> Array | None:
+    """[*#B #N #T #S] as [#B #N #T #S]; masks become boolean."""
+    if pairs is None:
+        return None
+    missing = len(batch) + 3 - pairs.ndim
+    padded = pairs.reshape((1,) * missing + pairs.shape)
+    own = padded.shape[:-3]
+    if missing < 0 or any(x not in (1, y) for x, y in zip(own, batch, strict=False)):
+        raise ValueError(
+            f"attention_fn: {name} must be [*batch, heads, queries, keys] for batch "
+            f"{batch}, got {pairs.shape}"
+        )
+    if any(size > 1 for size in own):
+        padded = _flat(jnp.broadcast_to(padded, (*batch, *padded.shape[-3:])), batch)
+    else:
+        padded = padded.reshape(1, *padded.shape[-3:])
+    return padded.astype(bool) if name == "mask" else padded
+
+
+def _products(precision: Any) -> contextlib.AbstractContextManager:
+    """Where products have the precision of a Flax layer; None leaves it as it is."""
+    if precision is None:
+        return contextlib.nullcontext()
+    both = precision if isinstance(precision, tuple) else (precision, precision)
+    if both[0] != both[1]:
+        raise ValueError(
+            f"attention_fn: precision must be one for both operands, got {precision}"
+        )
+    name = getattr(both[0], "name", both[0])
+    if isinstance(both[0], jax.lax.Precision):
+        name = name.lower()
+    return jax.default_matmul_precision(name)

@@ -44,6 +44,11 @@ from symjax.attention.positions import (
     rotate,
     sinusoidal,
 )
+from symjax.attention.projections import (
+    Statistics,
+    favor_statistics,
+    orthogonal_projection,
+)
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.symmetric import symmetric, symmetric_key
@@ -51,6 +56,7 @@ from symjax.attention.symmetric import symmetric, symmetric_key
 __all__ = [
     "MECHANISMS",
     "Mechanism",
+    "Statistics",
     "alibi_bias",
     "alibi_slopes",
     "cosine",
@@ -64,7 +70,9 @@ __all__ = [
     "differential_lambda",
     "differential_v2",
     "entmax15",
+    "favor_statistics",
     "gated_log_decay",
+    "hedgehog",
     "lambda_initial",
     "lightning_log_decay",
     "linear",
@@ -83,4 +91,5 @@ __all__ = [
     "sparsemax",
     "symmetric",
     "symmetric_key",
+    "t2r",
 ]

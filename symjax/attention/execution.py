@@ -15,7 +15,7 @@ from einops import rearrange
 from jaxtyping import Array
 
 from symjax.attention import prefix
-from symjax.attention.features import Features
+from symjax.attention.features import Features, Powers
 from symjax.attention.prefix import Chunk, Fraction, LinearState
 
 
@@ -28,15 +28,16 @@ def empty_state(
     value_size: int,
     dtype: Any,
 ) -> LinearState:
-    """No keys seen: sums of zero, and peaks of −∞ where features are exponentials."""
+    """No keys seen: sums of zero, and peaks of −∞ where features have an exponent."""
     dtype = jnp.promote_types(dtype, jnp.float32)
     like = jax.ShapeDtypeStruct((batch, kv_heads, head_size), dtype)
-    total = jax.eval_shape(features.key, like, parameters)
-    return LinearState(
-        jnp.zeros((*total.shape, value_size), dtype),
-        jnp.zeros(total.shape, dtype),
-        jnp.full(total.shape, -jnp.inf, dtype) if features.logarithmic else None,
-    )
+    key = jax.eval_shape(features.key, like, parameters)
+    total = jax.eval_shape(Powers.weights, key)
+    peak = None
+    if key.exponent is not None:
+        peak = jnp.full(key.exponent.shape, -jnp.inf, dtype)
+    sums = jnp.zeros((*total.shape, value_size), dtype)
+    return LinearState(sums, jnp.zeros(total.shape, dtype), peak)
 
 
 def attend(

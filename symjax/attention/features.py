@@ -1,137 +1,126 @@
-"""Feature maps φ, with which attention is φ(query)·φ(key), and random projections.
+"""Feature maps φ, with which attention is φ(query)·φ(key).
 
-A mechanism of the linear family is its feature map: `linear.py` executes all of them.
-Plain maps return φ itself. Maps of exponentials return log φ, which the engine keeps
-below a running maximum, so that nothing overflows and no denominator is below 1.
+A mechanism of the linear family is its feature map: `execution.py` runs all of them.
+Features come as an amplitude times a power of e, and the engine keeps exponents below a
+running maximum, so that nothing overflows and nothing that matters is lost.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
-DEFAULT_FEATURES = 256
 _NORM_EPSILON = 1e-6
 
 
+class Powers(NamedTuple):
+    """Features φ = amplitude · exp(exponent), without an amplitude of 1 or exponent 0.
+
+    The last axis is that of features; of the exponent it is 1 where all share it.
+    """
+
+    amplitude: Array | None
+    exponent: Array | None
+
+    def raised(self, exponent: Array) -> "Powers":
+        """φ · exp(exponent)."""
+        return self._replace(exponent=self.exponent + exponent)
+
+    def where(self, keep: Array) -> "Powers":
+        """φ, and 0 where keep says no. keep lacks the axis of features."""
+        keep = keep[..., None]
+        if self.exponent is None:
+            return self._replace(amplitude=jnp.where(keep, self.amplitude, 0))
+        return self._replace(exponent=jnp.where(keep, self.exponent, -jnp.inf))
+
+    def weights(self) -> Array:
+        """φ itself."""
+        if self.exponent is None:
+            return self.amplitude
+        powers = jnp.exp(self.exponent)
+        return powers if self.amplitude is None else self.amplitude * powers
+
+
 class Features(NamedTuple):
-    """How queries and keys become features: functions (array, parameters) → array.
+    """How queries and keys become features: functions (array, parameters) → Powers.
 
-    They act on the last axis only. `logarithmic` says that they return log φ.
+    They act on the last axis only. Both have the same parts, and what cancels in a
+    row's ratio may be left out of the query's.
     """
 
-    query: Callable[[Array, Any], Array]
-    key: Callable[[Array, Any], Array]
-    logarithmic: bool = False
+    query: Callable[[Array, Any], Powers]
+    key: Callable[[Array, Any], Powers]
 
 
-def orthogonal_projection(
-    rng: Key[Array, ""], features: int, head_size: int, *, norms: str = "chi"
-) -> Float[Array, "M H"]:
-    """A random projection whose rows are orthogonal in blocks of `head_size`.
+class Draw(NamedTuple):
+    """What random features are made of: rows w, the scale, and log factors of the w."""
 
-    Each block is Q·sign(diag R) of the QR of a normal matrix: without the signs Q is
-    not uniform, and estimates are off by 0.68 to 1.35 depending on the direction.
-    Row norms are those of normal vectors ("chi", unbiased) or √H ("constant", which
-    estimates exp(q·k) with a bias but normalised attention with less variance).
-
-    Cost: O(M H²), once. Always float32, so that a key means the same rows everywhere.
-
-    Raises:
-        ValueError: an unknown `norms`, or sizes below 1.
-    Source: Choromanski et al. 2021, arXiv:2009.14794; signs: Mezzadri 2007,
-        arXiv:math-ph/0609050.
-    """
-    if norms not in ("chi", "constant"):
-        raise ValueError(
-            f"orthogonal_projection: norms {norms!r} is unknown: "
-            "choose from chi, constant"
-        )
-    if features < 1 or head_size < 1:
-        raise ValueError(
-            "orthogonal_projection: features and head_size must be at least 1, "
-            f"got {features} and {head_size}"
-        )
-    return _draw(rng, features, head_size, norms)
+    rows: Float[Array, "M H"]
+    scale: Float[Array, ""]
+    offset: Float[Array, " M"] | None = None
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(rng: Array, features: int, head_size: int, norms: str) -> Array:
-    direction_rng, norm_rng = jax.random.split(rng)
-    blocks = -(-features // head_size)
-    normal = jax.random.normal(
-        direction_rng, (blocks, head_size, head_size), jnp.float32
-    )
-    rotation, triangle = jnp.linalg.qr(normal)
-    diagonal = jnp.diagonal(triangle, axis1=-2, axis2=-1)
-    rows = rotation * jnp.where(diagonal < 0, -1.0, 1.0)[:, None, :]
-    rows = rows.reshape(blocks * head_size, head_size)[:features]
-    if norms == "constant":
-        return rows * jnp.float32(head_size**0.5)
-    lengths = jnp.linalg.norm(
-        jax.random.normal(norm_rng, (features, head_size), jnp.float32), axis=-1
-    )
-    return rows * lengths[:, None]
-
-
-@functools.cache
-def default_projection(head_size: int) -> np.ndarray:
-    """The projection of a call without one: 256 features, the same every time."""
-    with jax.ensure_compile_time_eval():
-        rows = orthogonal_projection(jax.random.key(0), DEFAULT_FEATURES, head_size)
-    return np.asarray(rows)
-
-
-def _project(x: Array, projection: Array) -> Array:
-    """W x in full precision: an error in the exponent is a factor in the feature."""
+def _project(x: Array, draw: Draw) -> Array:
+    """W x √scale in full precision: an error in the exponent is a factor in φ."""
     return jnp.einsum(
         "...h,mh->...m",
-        x,
-        projection.astype(x.dtype),
+        x * jnp.sqrt(draw.scale).astype(x.dtype),
+        draw.rows.astype(x.dtype),
         precision=jax.lax.Precision.HIGHEST,
     )
 
 
-def _positive_query(x: Array, parameters: tuple[Array, Array]) -> Array:
-    """log φ = W x' without −|x'|²/2, which cancels in the ratio; x' = x √scale."""
-    projection, scale = parameters
-    return _project(x * jnp.sqrt(scale).astype(x.dtype), projection)
+def _positive_query(x: Array, draw: Draw) -> Powers:
+    """log φ = w·x' + offset without −|x'|²/2, which cancels in the ratio."""
+    exponent = _project(x, draw)
+    if draw.offset is not None:
+        shape = (1,) * (x.ndim - 1) + draw.offset.shape
+        exponent += draw.offset.astype(x.dtype).reshape(shape)
+    return Powers(None, exponent)
 
 
-def _hyperbolic_query(x: Array, parameters: tuple[Array, Array]) -> Array:
+def _hyperbolic_query(x: Array, draw: Draw) -> Powers:
     """Both signs of every projection: (φ(x)·φ(y)) averages to cosh, with less noise."""
-    projected = _positive_query(x, parameters)
-    return jnp.concatenate([projected, -projected], axis=-1)
+    projected = _project(x, draw)
+    return Powers(None, jnp.concatenate([projected, -projected], axis=-1))
 
 
-def _with_norm(query: Callable[[Array, Any], Array]) -> Callable[[Array, Any], Array]:
-    """The key side of a log-feature map: log φ = query map − |x'|²/2."""
+def _trigonometric_query(x: Array, draw: Draw) -> Powers:
+    """[cos w·x', sin w·x']: (φ(x)·φ(y)) averages to exp(−|x' − y'|²/2)."""
+    projected = _project(x, draw)
+    waves = jnp.concatenate([jnp.cos(projected), jnp.sin(projected)], axis=-1)
+    return Powers(waves, jnp.zeros_like(x[..., :1]))
 
-    def key(x: Array, parameters: tuple[Array, Array]) -> Array:
-        scale = parameters[1].astype(x.dtype)
+
+def _relu_of_projection(x: Array, draw: Draw) -> Powers:
+    return Powers(jax.nn.relu(_project(x, draw)), None)
+
+
+def _with_norm(query: Callable[[Array, Draw], Powers], sign: int = -1) -> Features:
+    """Random features of exp(q·k): the key's are the query's times exp(±|x'|²/2)."""
+
+    def key(x: Array, draw: Draw) -> Powers:
         square = jnp.sum(x * x, axis=-1, keepdims=True)
-        return query(x, parameters) - 0.5 * scale * square
+        return query(x, draw).raised(0.5 * sign * draw.scale.astype(x.dtype) * square)
 
-    return key
+    return Features(query, key)
 
 
-def _unit(x: Array, parameters: None = None) -> Array:
+def _plain(function: Callable[[Array], Array]) -> Features:
+    def both(x: Array, parameters: None = None) -> Powers:
+        return Powers(function(x), None)
+
+    return Features(both, both)
+
+
+def _unit(x: Array) -> Array:
     """[1, x / (|x| + 1e-6)]: products of these are 1 + cos."""
     square = jnp.sum(x * x, axis=-1, keepdims=True)
     positive = square > 0
     norm = jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), 0)
     return jnp.concatenate([jnp.ones_like(square), x / (norm + _NORM_EPSILON)], axis=-1)
-
-
-def _plain(function: Callable[[Array], Array]) -> Features:
-    def both(x: Array, parameters: None = None) -> Array:
-        return function(x)
-
-    return Features(both, both)
 
 
 def _elu_plus_one(x: Array) -> Array:
@@ -143,17 +132,47 @@ def _relu2(x: Array) -> Array:
     return jnp.square(jax.nn.relu(x))
 
 
+def _squared(x: Array) -> Array:
+    """All x_i x_j with i ≤ j: products of these are (q·k)².
+
+    Pairs are taken by their distance on a ring, in whole vectors; at distance H/2 each
+    pair would come twice.
+    """
+    size = x.shape[-1]
+    ring = jnp.concatenate([x, x], axis=-1)
+    pairs = [x * x]
+    for distance in range(1, size // 2 + 1):
+        count = size // 2 if 2 * distance == size else size
+        other = ring[..., distance : distance + count]
+        pairs.append(2**0.5 * x[..., :count] * other)
+    return jnp.concatenate(pairs, axis=-1)
+
+
+def _taylor(x: Array) -> Array:
+    """Products of these are 1 + s + s²/2, exp(s) to the second order; s = q·k/√H."""
+    size = x.shape[-1]
+    squares = _squared(x) * (2 * size) ** -0.5
+    return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
+
+
 IDENTITY = _plain(lambda x: x)
-UNIT = Features(_unit, _unit)
+UNIT = _plain(_unit)
 PLAIN = {
     "elu": _plain(_elu_plus_one),
     "identity": IDENTITY,
     "relu": _plain(jax.nn.relu),
     "relu2": _plain(_relu2),
+    "squared": _plain(_squared),
+    "taylor": _plain(_taylor),
 }
-EXPONENTIAL = {
-    "hyperbolic": Features(_hyperbolic_query, _with_norm(_hyperbolic_query), True),
-    "positive": Features(_positive_query, _with_norm(_positive_query), True),
+_POSITIVE = _with_norm(_positive_query)
+RANDOM = {
+    "favor#": _POSITIVE,
+    "favor++": _POSITIVE,
+    "hyperbolic": _with_norm(_hyperbolic_query),
+    "positive": _POSITIVE,
+    "relu": Features(_relu_of_projection, _relu_of_projection),
+    "trigonometric": _with_norm(_trigonometric_query, sign=1),
 }
 
 
@@ -164,3 +183,56 @@ def named(who: str, table: dict[str, Features], name: str) -> Features:
             f"{who}: features {name!r} is unknown: choose from {', '.join(table)}"
         )
     return table[name]
+
+
+def hedgehog(
+    x: Float[Array, "B T N H"], weight: Float[Array, "N H M"]
+) -> Float[Array, "B T N 2M"]:
+    """Learned features softmax([x W, −x W]) for `linear(features="identity")`.
+
+    Cost: O(T H M). In float32 at least, as the features that are given by name.
+
+    Raises:
+        ValueError: a weight that does not fit.
+    Source: Zhang et al. 2024, arXiv:2402.04347.
+    """
+    projected = _learned("hedgehog", x, weight)
+    return jax.nn.softmax(jnp.concatenate([projected, -projected], axis=-1), axis=-1)
+
+
+def t2r(
+    x: Float[Array, "B T N H"],
+    weight: Float[Array, "N H M"],
+    bias: Float[Array, "N M"],
+) -> Float[Array, "B T N M"]:
+    """Learned features relu(x W + b) for `linear(features="identity")`.
+
+    Cost: O(T H M). In float32 at least, as the features that are given by name. A row
+    whose features are all 0 gets an output of 0.
+
+    Raises:
+        ValueError: a weight or a bias that does not fit.
+    Source: Kasai et al. 2021, arXiv:2103.13076.
+    """
+    projected = _learned("t2r", x, weight)
+    if bias.shape != projected.shape[2:]:
+        raise ValueError(
+            f"t2r: bias must be [N M] of x {x.shape} and weight {weight.shape}, "
+            f"got {bias.shape}"
+        )
+    return jax.nn.relu(projected + bias[None, None].astype(projected.dtype))
+
+
+def _learned(who: str, x: Array, weight: Array) -> Array:
+    if x.ndim != 4 or weight.ndim != 3 or weight.shape[:2] != x.shape[2:]:
+        raise ValueError(
+            f"{who}: weight must be [N H M] for x [B T N H], got weight "
+            f"{weight.shape} and x {x.shape}"
+        )
+    dtype = jnp.promote_types(jnp.result_type(x, weight), jnp.float32)
+    return jnp.einsum(
+        "btnh,nhm->btnm",
+        x.astype(dtype),
+        weight.astype(dtype),
+        precision=jax.lax.Precision.HIGHEST,
+    )

@@ -34,14 +34,17 @@ def linear(
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
-        features: "elu" (elu + 1), "relu", "relu2" (relu squared), "identity", or a
-            function of [B T N H] and [B S K H] that treats every token by itself.
+        features: "elu" (elu + 1), "relu", "relu2" (relu squared), "squared", "taylor",
+            "identity", or a function of [B T N H] and [B S K H] that treats every token
+            by itself. Pairs weigh (q·k)² with "squared", by H (H + 1)/2 features, and
+            1 + s + s²/2 with s = q·k/√H with "taylor", by those and H + 1 more.
             Features that change sign may have a denominator near zero.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, an unknown name, or a mask that hides
             pairs and not keys.
-    Source: Katharopoulos et al. 2020, arXiv:2006.16236.
+    Source: Katharopoulos et al. 2020, arXiv:2006.16236; taylor: Arora et al. 2024,
+        arXiv:2402.18668; squared: Aksenov et al. 2024, arXiv:2402.10644.
     """
     pair = _resolve("linear", features)
     if callable(features):

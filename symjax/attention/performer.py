@@ -1,9 +1,9 @@
 """Performer: softmax attention estimated by random features, in linear time.
 
-exp(q·k) = E[φ(q)·φ(k)] over random rows w of the projection, with features that are
-exponentials of w·x. They are handled as logarithms below a running maximum, so that
-nothing is added to a feature or a denominator, at any size of the inputs, and the
-causal form depends on the past alone.
+exp(q·k) = E[φ(q)·φ(k)] over random rows w of the projection, with features that hold
+exponentials. Their exponents are kept below a running maximum, so that nothing is added
+to a feature or a denominator, at any size of the inputs, and the causal form depends on
+the past alone.
 
 The estimate is close where queries and keys are small: at head size 64 and entries of
 size 0.5 the relative output error is 0.54, 0.41 and 0.23 with 128, 256 and 1024
@@ -17,10 +17,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention import features as maps
 from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
-from symjax.attention.features import Features
+from symjax.attention.features import RANDOM, Draw, Features, named
 from symjax.attention.prefix import LinearState
+from symjax.attention.projections import (
+    KINDS,
+    Statistics,
+    apply_statistics,
+    default_projection,
+    unit_statistics,
+)
 
 
 def performer(
@@ -32,12 +38,21 @@ def performer(
     *,
     features: str = "positive",
     scale: float | None = None,
+    statistics: Statistics | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """An estimate of softmax(scale q·k) attention over all keys, by random features.
 
-    With x' = x √scale and rows w of the projection, φ(x) ∝ exp(w·x' − |x'|²/2):
+    With x' = x √scale and rows w of the projection,
     out[t] = Σ_s φ(q_t)·φ(k_s) v_s / Σ_s φ(q_t)·φ(k_s)
+
+    positive       φ(x) = exp(w·x' − |x'|²/2)
+    hyperbolic     the same for w and −w: twice the features, less variance
+    trigonometric  φ(x) = exp(|x'|²/2) [cos w·x', sin w·x'], good for small x only; its
+                   weights may be negative and a denominator near zero
+    favor++        φ(x) = exp(a |w|² + √(1 − 4a) w·x' − |x'|²/2), less variance by `a`
+    favor#         the same with an `a` for each direction of the statistics
+    relu           φ(x) = relu(w·x'), no estimate of softmax but an attention of its own
 
     Query head n uses key head n // (N/K). Time O((T + S) M (H + V)), with no [T S]
     map. Sums run in float32 at least. A row that sees no key is zero.
@@ -46,17 +61,22 @@ def performer(
         projection: from `orthogonal_projection`; by default the same 256 orthogonal
             rows every time.
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
-        features: "positive", or "hyperbolic": ±w, twice the features from the same
-            projection and less variance.
+        features: a name of the list above.
         scale: of the scores, 1/√H by default.
+        statistics: of favor++ and favor#, from `favor_statistics`, which also decides
+            whether `a` differs by direction. By default those of queries and keys with
+            independent entries of variance 1, a = (1 − 2s − √((1 + 2s)² + 8s)) / 16
+            with s = 2 scale in all directions: then both are the same.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
-        ValueError: shapes that do not fit, an unknown name, or a mask that hides
-            pairs and not keys.
-    Source: Choromanski et al. 2021, arXiv:2009.14794.
+        ValueError: shapes that do not fit, an unknown name, statistics that the
+            features do not have, or a mask that hides pairs and not keys.
+    Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, relu);
+        Likhosherstov et al. 2022, arXiv:2205.15317, and 2023, arXiv:2302.00787.
     """
-    pair, parameters = _resolve("performer", features, query, key, projection, scale)
-    return attend("performer", pair, parameters, query, key, value, mask, segment_ids)
+    who = "performer"
+    maps, draw = _resolve(who, features, query, key, projection, scale, statistics)
+    return attend(who, maps, draw, query, key, value, mask, segment_ids)
 
 
 def performer_causal(
@@ -68,6 +88,7 @@ def performer_causal(
     *,
     features: str = "positive",
     scale: float | None = None,
+    statistics: Statistics | None = None,
     chunk_size: int = 64,
     state: LinearState | None = None,
     return_state: bool = False,
@@ -84,8 +105,8 @@ def performer_causal(
     Args:
         chunk_size: tokens handled together.
         state: from `performer_state`, `performer_step` or an earlier call, made with
-            the same projection, features and scale. Its last segment goes on with the
-            first run of `segment_ids`.
+            the same projection, features, scale and statistics. Its last segment goes
+            on with the first run of `segment_ids`.
         segment_ids: the sums start anew wherever the id changes.
     Returns:
         The output, and the state after the last token if `return_state`.
@@ -94,11 +115,11 @@ def performer_causal(
     Source: Choromanski et al. 2021, arXiv:2009.14794; the running maximum is ours.
     """
     who = "performer_causal"
-    pair, parameters = _resolve(who, features, query, key, projection, scale)
+    maps, draw = _resolve(who, features, query, key, projection, scale, statistics)
     return attend_causal(
         who,
-        pair,
-        parameters,
+        maps,
+        draw,
         query,
         key,
         value,
@@ -119,6 +140,7 @@ def performer_step(
     *,
     features: str = "positive",
     scale: float | None = None,
+    statistics: Statistics | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], LinearState]:
     """One more token of `performer_causal`, in O(M (H + V)): output and new state.
 
@@ -128,8 +150,8 @@ def performer_step(
         ValueError: as `performer_causal`; more than one token.
     """
     who = "performer_step"
-    pair, parameters = _resolve(who, features, query, key, projection, scale)
-    return attend_step(who, pair, parameters, state, query, key, value)
+    maps, draw = _resolve(who, features, query, key, projection, scale, statistics)
+    return attend_step(who, maps, draw, state, query, key, value)
 
 
 def performer_state(
@@ -140,14 +162,14 @@ def performer_state(
     projection: Float[Array, "M H"] | None = None,
     *,
     features: str = "positive",
+    statistics: Statistics | None = None,
     dtype: Any = jnp.float32,
 ) -> LinearState:
     """The state of `performer_causal` before the first token; float32 at least."""
     like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
-    pair, parameters = _resolve(
-        "performer_state", features, like, like, projection, None
-    )
-    return empty_state(pair, parameters, batch, kv_heads, head_size, value_size, dtype)
+    who = "performer_state"
+    maps, draw = _resolve(who, features, like, like, projection, None, statistics)
+    return empty_state(maps, draw, batch, kv_heads, head_size, value_size, dtype)
 
 
 def _resolve(
@@ -157,19 +179,42 @@ def _resolve(
     key: Array | jax.ShapeDtypeStruct,
     projection: Array | None,
     scale: float | None,
-) -> tuple[Features, tuple[Array, Array]]:
-    """The feature maps and their parameters: the projection and the scale."""
-    pair = maps.named(who, maps.EXPONENTIAL, features)
-    head_size = query.shape[-1]
+    statistics: Statistics | None,
+) -> tuple[Features, Draw]:
+    """The feature maps and what they draw on."""
+    maps = named(who, RANDOM, features)
+    size = query.shape[-1]
     if projection is None:
-        projection = jnp.asarray(maps.default_projection(head_size))
-    if projection.ndim != 2 or projection.shape[1] != head_size:
+        projection = jnp.asarray(default_projection(size))
+    if projection.ndim != 2 or projection.shape[1] != size:
         raise ValueError(
             f"{who}: projection must be [M H] for query {query.shape} and "
             f"key {key.shape}, got {projection.shape}"
         )
     if scale is None:
-        scale = head_size**-0.5
+        scale = size**-0.5
     if isinstance(scale, int | float) and scale <= 0:
         raise ValueError(f"{who}: scale must be positive, got {scale}")
-    return pair, (projection, jnp.asarray(scale))
+    draw = Draw(projection, jnp.asarray(scale))
+    if features in KINDS:
+        return maps, _adapted(who, draw, size, statistics)
+    if statistics is not None:
+        raise ValueError(
+            f"{who}: features {features!r} take no statistics: choose from "
+            f"{', '.join(KINDS)}"
+        )
+    return maps, draw
+
+
+def _adapted(who: str, draw: Draw, size: int, statistics: Statistics | None) -> Draw:
+    """FAVOR++ and FAVOR# are positive features of rows W b and log factors wᵀ a w."""
+    if statistics is None:
+        statistics = unit_statistics(size, draw.scale)
+    shapes = jnp.shape(statistics.a), jnp.shape(statistics.b)
+    if shapes != ((size,), (size, size)):
+        raise ValueError(
+            f"{who}: statistics must be a ({size},) and b ({size}, {size}), "
+            f"got {shapes[0]} and {shapes[1]}"
+        )
+    rows, offset = apply_statistics(draw.rows, statistics)
+    return Draw(rows, draw.scale, offset)

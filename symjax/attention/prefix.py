@@ -6,9 +6,9 @@ The sums over s are a state of fixed size. `absorb` adds keys to it, `read` asks
 `advance` takes a chunk of time, in which every row sees its own past: quadratic inside
 the chunk, through the state to what came before.
 
-Features that are exponentials come as log φ. Their state is kept relative to `peak`,
-the largest log φ(k) so far of each feature, and a query relative to the largest
-log φ(q) + peak: the key that set the peak then adds at least 1 to the denominator.
+Features with an exponent have a state relative to `peak`, the largest exponent of a key
+so far for each feature, and a query relative to its largest exponent + peak: where
+amplitudes are 1, the key that set the peak then adds at least 1 to the denominator.
 Every factor is at most 1, nothing that matters underflows, no ε is needed, and nothing
 depends on the future. Peaks are constants to the gradient: they cancel in the ratio.
 """
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.features import Features
+from symjax.attention.features import Features, Powers
 
 # Below this a chunk that is referred to its last peak has lost its early rows.
 _LOST = 1e-20
@@ -30,13 +30,13 @@ _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 class LinearState(NamedTuple):
     """What linear attention keeps of the keys it has seen, in float32 at least.
 
-    sums = Σ φ(k) vᵀ and total = Σ φ(k), both times exp(−peak) when the features are
-    exponentials; peak, the running maximum of log φ(k), is None for plain features.
+    sums = Σ φ(k) vᵀ and total = Σ φ(k), both times exp(−peak) when the features have an
+    exponent: peak is its running maximum, over all features where they share it.
     """
 
     sums: Float[Array, "B K M V"]
     total: Float[Array, "B K M"]
-    peak: Float[Array, "B K M"] | None = None
+    peak: Float[Array, "B K M"] | Float[Array, "B K 1"] | None = None
 
 
 class Fraction(NamedTuple):
@@ -54,8 +54,8 @@ class Chunk(NamedTuple):
     `run` numbers the segments; `fresh` says that one starts with this chunk.
     """
 
-    query: Float[Array, "B K G T M"]
-    key: Float[Array, "B K T M"]
+    query: Float[Array, "B K G T M"] | Powers
+    key: Float[Array, "B K T M"] | Powers
     value: Float[Array, "B K T V"]
     visible: Bool[Array, "B T"]
     run: Int[Array, "B T"] | None = None
@@ -68,35 +68,42 @@ def _finite(peak: Array) -> Array:
 
 
 def to_features(features: Features, parameters: Any, chunk: Chunk, dtype: Any) -> Chunk:
-    """The same chunk with φ (or log φ) for queries and keys; φ = 0 for hidden keys."""
-    key = features.key(chunk.key.astype(dtype), parameters)
-    nothing = -jnp.inf if features.logarithmic else 0
+    """The same chunk with φ of queries and keys; φ = 0 for hidden keys.
+
+    The largest amplitude of a query cancels in the ratio, so it is made 1: products of
+    amplitudes would leave the range of float32 long before the amplitudes do.
+    """
+    query = features.query(chunk.query.astype(dtype), parameters)
+    if query.amplitude is not None:
+        largest = jnp.abs(query.amplitude).max(axis=-1, keepdims=True)
+        largest = jax.lax.stop_gradient(jnp.where(largest > 0, largest, 1))
+        query = query._replace(amplitude=query.amplitude / largest)
     return chunk._replace(
-        query=features.query(chunk.query.astype(dtype), parameters),
-        key=jnp.where(chunk.visible[:, None, :, None], key, nothing),
+        query=query,
+        key=features.key(chunk.key.astype(dtype), parameters).where(
+            chunk.visible[:, None]
+        ),
         value=chunk.value.astype(dtype),
     )
 
 
-def _weigh_query(query: Array, peak: Array | None) -> tuple[Array, Array]:
-    """Feature weights of at most 1 a row, and the logarithm that was divided out.
-
-    The largest of a row cancels in the ratio, so plain features are scaled too: their
-    products would leave the range of float32 long before the features do. There
-    the shift is left at 0, as it is the same wherever a row is split.
-    """
+def _weigh_query(query: Powers, peak: Array | None) -> tuple[Array, Array]:
+    """Feature weights of at most 1, and the logarithm that was divided out of a row."""
     if peak is None:
-        largest = jax.lax.stop_gradient(jnp.abs(query).max(axis=-1, keepdims=True))
-        weights = query / jnp.where(largest > 0, largest, 1)
-        return weights, jnp.zeros_like(query[..., 0])
-    exponent = query + peak[:, :, None]
-    largest = jax.lax.stop_gradient(exponent.max(axis=-1, keepdims=True))
-    shift = _finite(largest)
-    return jnp.exp(exponent - shift), shift[..., 0]
+        weights = query.weights()
+        return weights, jnp.zeros_like(weights[..., 0])
+    query = query.raised(peak[:, :, None])
+    shift = _finite(_largest(query))
+    return query.raised(-shift).weights(), shift[..., 0]
 
 
-def _weigh_key(key: Array, peak: Array | None) -> Array:
-    return key if peak is None else jnp.exp(key - _finite(peak))
+def _largest(query: Powers) -> Array:
+    """The largest exponent of each row, a constant to the gradient."""
+    return jax.lax.stop_gradient(query.exponent.max(axis=-1, keepdims=True))
+
+
+def _weigh_key(key: Powers, peak: Array | None) -> Array:
+    return key.weights() if peak is None else key.raised(-_finite(peak)).weights()
 
 
 def _refer(state: LinearState, peak: Array | None) -> LinearState:
@@ -113,11 +120,11 @@ def _add(state: LinearState, weights: Array, value: Array) -> LinearState:
     return LinearState(sums, state.total + weights.sum(axis=-2), state.peak)
 
 
-def absorb(state: LinearState, key: Array, value: Array) -> LinearState:
+def absorb(state: LinearState, key: Powers, value: Array) -> LinearState:
     """The state after all these keys."""
     peak = state.peak
     if peak is not None:
-        highest = key.max(axis=-2, initial=-jnp.inf)
+        highest = key.exponent.max(axis=-2, initial=-jnp.inf)
         peak = jax.lax.stop_gradient(jnp.maximum(peak, highest))
     return _add(_refer(state, peak), _weigh_key(key, _row(peak)), value)
 
@@ -127,19 +134,27 @@ def _row(peak: Array | None) -> Array | None:
     return None if peak is None else peak[:, :, None]
 
 
-def read(state: LinearState, query: Array) -> Fraction:
+def read(state: LinearState, query: Powers) -> Fraction:
     """Rows that see the state and nothing else."""
     weights, shift = _weigh_query(query, _row(state.peak))
-    return _look(state, weights, shift)
+    return _look(state, weights, shift, query.amplitude is not None)
 
 
-def _look(state: LinearState, weights: Array, shift: Array) -> Fraction:
+def _look(state: LinearState, weights: Array, shift: Array, signed: bool) -> Fraction:
     top = _einsum("bkgtm,bkmv->bkgtv", weights, state.sums)
     bottom = _einsum("bkgtm,bkm->bkgt", weights, state.total)
-    if state.peak is not None:
+    if not signed:
         return Fraction(top, bottom, bottom, shift)
     size = _einsum("bkgtm,bkm->bkgt", jnp.abs(weights), jnp.abs(state.total))
     return Fraction(top, bottom, size, shift)
+
+
+def _and_scores(past: Fraction, scores: Array, value: Array, signed: bool) -> Fraction:
+    """Rows that see, beside the past, the keys of their own chunk."""
+    bottom = scores.sum(axis=-1)
+    size = jnp.abs(scores).sum(axis=-1) if signed else bottom
+    top = _einsum("bkgts,bksv->bkgtv", scores, value)
+    return Fraction(past.top + top, past.bottom + bottom, past.size + size, past.shift)
 
 
 def divide(fraction: Fraction) -> Array:
@@ -184,7 +199,7 @@ def _highest(peak: Array, run: Array | None) -> Array:
 
 def _pairs(chunk: Chunk) -> Bool[Array, "B T T"]:
     """Who may see whom: the past and oneself, inside one run."""
-    length = chunk.key.shape[2]
+    length = chunk.value.shape[2]
     past = jnp.tril(jnp.ones((1, length, length), bool))
     if chunk.run is None:
         return past
@@ -206,14 +221,14 @@ def _choose(where: Array, one: LinearState, two: LinearState) -> LinearState:
     return jax.tree.map(pick, one, two)
 
 
-def _started(peak: Array, key: Array) -> Array:
-    """log φ(k) with the peak of the past folded into the first token."""
-    constant = jax.lax.stop_gradient(key)
+def _started(peak: Array, key: Powers) -> Array:
+    """A key's exponents with the peak of the past folded into the first token."""
+    constant = jax.lax.stop_gradient(key.exponent)
     first = jnp.maximum(constant[:, :, :1], peak[:, :, None])
     return jnp.concatenate([first, constant[:, :, 1:]], axis=2)
 
 
-def _reference(state: LinearState, key: Array, run: Array | None) -> Array | None:
+def _reference(state: LinearState, key: Powers, run: Array | None) -> Array | None:
     """The peak at the end of the chunk, or of each token's run: [B K 1 or T M]."""
     if state.peak is None:
         return None
@@ -260,17 +275,15 @@ def _together(
     if chunk.run is not None:
         reaches = chunk.run == chunk.run[:, :1]
         row = jnp.where(reaches[:, None, None, :, None], row, 0)
-    past = _look(old, row, shift)
-    bottom = scores.sum(axis=-1)
-    size = bottom if old.peak is not None else jnp.abs(scores).sum(axis=-1)
-    top = _einsum("bkgts,bksv->bkgtv", scores, chunk.value)
-    return Fraction(past.top + top, past.bottom + bottom, past.size + size, shift)
+    signed = chunk.query.amplitude is not None
+    past = _look(old, row, shift, signed)
+    return _and_scores(past, scores, chunk.value, signed)
 
 
 def _rescue(
     fraction: Fraction, state: LinearState, peak: Array, chunk: Chunk
 ) -> Fraction:
-    """Replace the rows that lost their denominator, if there are any.
+    """Replace the rows whose keys all left float32, if there are any.
 
     Row by row, so that no example depends on what another one needed.
     """
@@ -279,7 +292,7 @@ def _rescue(
     if chunk.run is not None:
         remembers = remembers & (chunk.run == chunk.run[:, :1])[:, None]
     some = (sees | remembers)[:, :, None]
-    lost = some & (jax.lax.stop_gradient(fraction.bottom) < _LOST)
+    lost = some & (jax.lax.stop_gradient(fraction.size) < _LOST)
 
     def exactly(fraction: Fraction) -> Fraction:
         exact = jax.checkpoint(_by_halves)(state, peak, chunk)
@@ -301,34 +314,39 @@ def _by_halves(state: LinearState, peak: Array, chunk: Chunk) -> Fraction:
     lie below that peak and it lies below the peaks of the second half: all factors are
     at most 1. log₂ T levels, each as dear as the chunk itself.
     """
-    key, run = chunk.key, chunk.run
+    query, key, run = chunk.query, chunk.key, chunk.run
+    signed = query.amplitude is not None
     running = _highest(_started(peak, key), run)
-    highest = (chunk.query + running[:, :, None]).max(axis=-1)
-    shift = _finite(jax.lax.stop_gradient(highest))
-    query = chunk.query - shift[..., None]
-    before = query + peak[:, :, None, None]
+    shift = _finite(_largest(query.raised(running[:, :, None])))
+    query = query.raised(-shift)
+    before = query.raised(peak[:, :, None, None])
     if run is not None:
-        before = _drop(before, (run == run[:, :1])[:, None, None])
-    past = _look(state, jnp.exp(before), shift)
-    itself = jnp.exp(query + key[:, :, None]).sum(axis=-1)
+        before = before.where((run == run[:, :1])[:, None, None])
+    past = _look(state, before.weights(), shift[..., 0], signed)
 
     @jax.checkpoint
     def level(scores: Array, half: Array) -> tuple[Array, None]:
         return scores + _across(chunk._replace(query=query), running, half), None
 
-    length = key.shape[2]
+    length = chunk.value.shape[2]
     halves = 2 ** jnp.arange(max(length - 1, 0).bit_length())
-    oneself = jnp.eye(length, dtype=itself.dtype)[None, None, None]
-    scores = itself[..., None] * oneself
+    oneself = jnp.eye(length, dtype=past.top.dtype)[None, None, None]
+    scores = _itself(query, key)[..., None] * oneself
     scores, _ = jax.lax.scan(level, scores, halves)
-    bottom = past.bottom + scores.sum(axis=-1)
-    top = past.top + _einsum("bkgts,bksv->bkgtv", scores, chunk.value)
-    return Fraction(top, bottom, bottom, shift)
+    return _and_scores(past, scores, chunk.value, signed)
+
+
+def _itself(query: Powers, key: Powers) -> Array:
+    """φ(q_t)·φ(k_t), from the sums of exponents: each alone may be out of range."""
+    products = query.raised(key.exponent[:, :, None]).weights()
+    if key.amplitude is not None:
+        products = products * key.amplitude[:, :, None]
+    return products.sum(axis=-1)
 
 
 def _across(chunk: Chunk, running: Array, half: Array) -> Array:
     """Scores between the second half and the first of every block of 2·half rows."""
-    time = jnp.arange(chunk.key.shape[2])
+    time = jnp.arange(chunk.value.shape[2])
     block, second = time // (2 * half), (time // half) % 2 == 1
     last = jnp.minimum(block * 2 * half + half - 1, len(time) - 1)  # of the first half
     boundary = running[:, :, last]
@@ -336,13 +354,8 @@ def _across(chunk: Chunk, running: Array, half: Array) -> Array:
     if chunk.run is not None:
         same = chunk.run == chunk.run[:, last]
         near, far = near & same, far & same
-    left = _drop(chunk.key - _finite(boundary), far[:, None])
-    right = _drop(chunk.query + boundary[:, :, None], near[:, None, None])
-    scores = _einsum("bkgtm,bksm->bkgts", jnp.exp(right), jnp.exp(left))
+    left = chunk.key.raised(-_finite(boundary)).where(far[:, None])
+    right = chunk.query.raised(boundary[:, :, None]).where(near[:, None, None])
+    scores = _einsum("bkgtm,bksm->bkgts", right.weights(), left.weights())
     inside = (block[:, None] == block[None, :])[None, None, None]
     return scores * inside.astype(scores.dtype)
-
-
-def _drop(exponent: Array, keep: Array) -> Array:
-    """exp(exponent) = 0 where keep says no. keep lacks the axis of features."""
-    return jnp.where(keep[..., None], exponent, -jnp.inf)

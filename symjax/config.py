@@ -29,11 +29,15 @@ def key(
     )
 
 
+# Mechanisms that are whole blocks: they replace the feed-forward too.
+GATED = ("gau", "flash")
+
+
 def mechanisms() -> tuple[str, ...]:
     """The names in the table of mechanisms, which knows jax and so is read late."""
     from symjax.attention import MECHANISMS
 
-    return tuple(MECHANISMS)
+    return *MECHANISMS, *GATED
 
 
 def choices(field: dataclasses.Field) -> tuple[str, ...]:
@@ -61,7 +65,10 @@ class Attention:
         ("none", "plain", "pairwise"),
     )
     differential: str = key(
-        "none", "how maps combine: one map, or A₁ − λA₂", ("none", "v1")
+        "none",
+        "how maps combine: one map, or A₁ − λA₂ with λ of the layer (v1) or of every "
+        "token and head (v2)",
+        ("none", "v1", "v2"),
     )
     depth_offset: int = key(
         0, "the depth of the first layer in λ_init = 0.8 − 0.6 exp(−0.3 depth)", least=0
@@ -79,9 +86,27 @@ class Attention:
         ("none", "unit", "rms"),
     )
     features: str = key(
-        "", "feature map of linear and performer; empty: the mechanism's own"
+        "",
+        "feature map of linear and performer; empty: the mechanism's own; hedgehog and "
+        "t2r are learned",
     )
-    feature_count: int = key(256, "random features a head (performer)", least=1)
+    feature_count: int = key(
+        256, "features a head: random ones, or those of t2r", least=1
+    )
+    feature_norms: str = key(
+        "chi",
+        "row norms of random features: as normal vectors, or √H",
+        ("chi", "constant"),
+    )
+    decay: str = key(
+        "retention",
+        "how a decay mechanism forgets: fixed a head, as in RetNet or by one of two "
+        "published Lightning slopes, or a learned gate for every channel (GLA)",
+        ("retention", "transnormer", "lightning", "gated"),
+    )
+    output_gate: bool = key(
+        False, "multiply the output by silu(W x), as RetNet and GLA do"
+    )
     chunk_size: int = key(64, "tokens a chunk of the causal prefix sum", least=1)
     implementation: str = key(
         "rows",
@@ -92,6 +117,11 @@ class Attention:
 
 @dataclass(frozen=True)
 class Model:
+    kind: str = key(
+        "decoder",
+        "depth blocks, or one block applied depth times with halting (universal)",
+        ("decoder", "universal"),
+    )
     vocabulary: int = key(0, "token types; 0: as many as the tokenizer has", least=0)
     width: int = key(256, "features of the residual stream", least=1)
     depth: int = key(3, "number of blocks", least=1)
@@ -114,11 +144,15 @@ class Model:
     )
     norm: str = key("layernorm", "before each sublayer", ("layernorm", "rmsnorm"))
     positions: str = key(
-        "learned", "how a token knows its place", ("none", "learned", "rope")
+        "learned",
+        "how a token knows its place; RoPE turns pairs of features, (i, i + H/2) or "
+        "interleaved (2i, 2i + 1)",
+        ("none", "learned", "sinusoidal", "rope", "rope_interleaved", "alibi"),
     )
     rope_base: float = key(
         10000.0, "the longest wavelength of RoPE is 2π·rope_base", least=1
     )
+    rope_share: float = key(1.0, "share of a head's features that RoPE turns", least=0)
     length: int = key(300, "tokens of context in training", least=1)
     bias: bool = key(True, "biases in the linear layers and in LayerNorm")
     dropout: float = key(
@@ -131,6 +165,14 @@ class Model:
         ("float32", "bfloat16"),
     )
     remat: bool = key(False, "recompute each block in the backward pass: less memory")
+    ponder: float = key(
+        0.001, "weight of the ponder cost in the loss of a universal model", least=0
+    )
+    pattern: tuple[str, ...] = key(
+        (),
+        "mechanisms repeated over depth, instead of one for all: performer,softmax",
+        mechanisms,
+    )
     attention: Attention = group(Attention)
 
 
@@ -217,6 +259,9 @@ class Config:
     steps: int = key(3000, "optimizer steps of the run", least=1)
     batch_size: int = key(32, "rows a step, over all devices", least=1)
     seed: int = key(0, "of weights, shuffling and dropout", least=0)
+    init_from: str = key(
+        "", "start from the weights of this workdir, converted to this model"
+    )
     model: Model = group(Model)
     data: Data = group(Data)
     optimizer: Optimizer = group(Optimizer)
@@ -224,6 +269,13 @@ class Config:
     evaluate: Evaluate = group(Evaluate)
     checkpoint: Checkpoint = group(Checkpoint)
     log: Log = group(Log)
+
+
+def mechanism_of(model: Model, depth: int) -> str:
+    """The mechanism of the block at `depth`, counted from 0."""
+    if model.pattern:
+        return model.pattern[depth % len(model.pattern)]
+    return model.attention.mechanism
 
 
 LARGEST = 2**31  # of any number, so that 32 bits hold it
@@ -320,13 +372,18 @@ def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:
 def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> None:
     plain = typing.get_origin(kind) or kind
     items = typing.get_args(kind) if plain is tuple else ()
+    if items[1:] == (Ellipsis,):
+        items = items[:1] * len(value) if type(value) is tuple else ()
     if type(value) is not plain or (
         plain is tuple and tuple(map(type, value)) != items
     ):
         raise ValueError(f"{name} must be {shown(kind)}, got {value!r}")
     known, least = choices(field), field.metadata["least"]
-    if known and value not in known:
-        raise ValueError(f"{name} {value!r} is unknown: choose from {', '.join(known)}")
+    for one in value if plain is tuple else (value,):
+        if known and one not in known:
+            raise ValueError(
+                f"{name} {one!r} is unknown: choose from {', '.join(known)}"
+            )
     if plain in (int, float) and not least <= value < LARGEST:
         wanted = f"at least {least}" if least > -math.inf else "a number"
         if value >= LARGEST:

@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Int
 
 
 def visible_pairs(
-    rows: Int[Array, "t"],
+    rows: Int[Array, "*#B t"],
     keys: Int[Array, "s"],
     mask: Bool[Array, "#B #N #t #s"] | None = None,
     *,
@@ -17,7 +17,8 @@ def visible_pairs(
     """The pairs (row, key) that every restriction allows; None if all are.
 
     Args:
-        rows, keys: positions in time; a causal row sees keys at or before its own.
+        rows, keys: positions in time, those of rows may differ by example; a causal
+            row sees keys at or before its own.
         mask: True = attend.
         mask_self: hide a row's own position, unless it sees nothing else.
         row_segments, key_segments: pairs of different segments do not see each other.
@@ -25,7 +26,7 @@ def visible_pairs(
     visible = mask
     if mask is not None:  # a row that sees every key sees them all, not one
         visible = jnp.broadcast_to(mask, (*mask.shape[:3], keys.size))
-    distance = (rows[:, None] - keys[None, :])[None, None]
+    distance = (jnp.atleast_2d(rows)[:, :, None] - keys[None, None])[:, None]
     if is_causal:
         visible = _both(visible, distance >= 0)
     if row_segments is not None and key_segments is not None:

@@ -1,16 +1,18 @@
 """What a model has learned, read from its weights."""
 
 import numpy as np
+from flax import nnx
 
+from symjax.layers import Attention
 from symjax.models.decoder import Decoder
 
 
 def lambda_table(model: Decoder) -> list[dict[str, float]]:
-    """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each differential layer."""
+    """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with differential V1."""
     rows = []
-    for index, block in enumerate(model.blocks):
-        layer = block.attention
-        if layer.differential == "none":
+    layers = [x for _, x in nnx.iter_modules(model) if isinstance(x, Attention)]
+    for index, layer in enumerate(layers):
+        if layer.differential != "v1":
             continue
         first = _exponential(layer.lambda_query_1, layer.lambda_key_1)
         second = _exponential(layer.lambda_query_2, layer.lambda_key_2)

@@ -1,22 +1,21 @@
 """The attention layer: four independent choices, one module."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.attention.masks import visible_pairs
+from symjax.layers.choices import LEARNED, mechanism_options, sizes
+from symjax.layers.features import feature_map
+from symjax.layers.forgetting import FixedDecay, GatedDecay
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
 from symjax.layers.sharded import per_device
-
-# Keys of config.Attention that a mechanism may or may not take as an option.
-OPTIONS = ("length_base", "mask_self", "features", "chunk_size", "implementation")
 
 
 class Lambda(nnx.Param):
@@ -38,7 +37,9 @@ class Attention(nnx.Module):
     """Causal self-attention with any mechanism, kind of key and combination of maps.
 
     With differential V1 a head has two branches of size width/2N, values of twice
-    that size, and an RMSNorm of its output times 1 − λ_init.
+    that size, and an RMSNorm of its output times 1 − λ_init. With V2 it has two query
+    heads of size width/N that share their key, and λ is a map of the token. Mechanisms
+    that decay have no denominator: an RMSNorm of every head stands in for it.
 
     Args:
         options: the model's configuration.
@@ -49,163 +50,279 @@ class Attention(nnx.Module):
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
         chosen = options.attention
-        self.mechanism = chosen.mechanism
+        self.mechanism = config.mechanism_of(options, depth)
         self.symmetric = chosen.symmetric
         self.differential = chosen.differential
+        self.query_key_norm = chosen.query_key_norm
         self.key_norm = None if chosen.key_norm == "none" else chosen.key_norm
-        self.rope_base = options.rope_base if options.positions == "rope" else None
+        self.positions = options.positions
+        self.rope_base, self.rope_share = options.rope_base, options.rope_share
         self.mask_self = chosen.mask_self
-        self.options = tuple(_options(chosen).items())  # hashable, as jit needs
+        # hashable, as jit needs
+        self.options = tuple(mechanism_options(options, depth).items())
         self.dtype = jnp.dtype(options.dtype)
-        self.heads, self.kv_heads, self.branches, self.head_size = _sizes(options)
-        self.value_size = self.head_size * self.branches
-        queries = self.heads * self.branches
+        self.sizes = sizes(options)
+        self._check_rotary()
+        self._add_projections(options, rngs)
+        if self.differential == "v1":
+            self._add_lambda(depth + chosen.depth_offset, rngs)
+        elif self.differential == "v2":
+            self.lambda_projection = Linear(
+                options.width,
+                self.sizes.heads,
+                use_bias=False,
+                dtype=self.dtype,
+                rngs=rngs,
+            )
+        self._add_own_weights(options, depth, rngs)
+        if self.differential == "v1" or self.decays:
+            self.head_norm = norm(
+                "rmsnorm", self.sizes.value_size, dtype=self.dtype, rngs=rngs
+            )
+        if chosen.features and self.mechanism in ("linear", "performer"):
+            try:
+                jax.eval_shape(lambda: self.empty(1, 1))
+            except ValueError as error:
+                raise ValueError(f"model.attention.features: {error}") from None
+
+    @property
+    def decays(self) -> bool:
+        return "log_decay" in self._form.options()
+
+    @property
+    def _form(self) -> attention.Mechanism:
+        return attention.MECHANISMS[self.mechanism]
+
+    def _check_rotary(self) -> None:
+        if self.positions in ("rope", "rope_interleaved"):
+            like = jax.ShapeDtypeStruct((1, 1, 1, self.sizes.head_size), self.dtype)
+            positions = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+            try:
+                jax.eval_shape(self._rotate, like, positions)
+            except ValueError as error:
+                raise ValueError(
+                    f"model.positions {self.positions!r}: {error}: give an even "
+                    "model.head_size"
+                ) from None
+
+    def _add_projections(self, options: config.Model, rngs: nnx.Rngs) -> None:
+        """Queries, keys, values, the output, and their norms."""
+        heads, kv_heads, queries, keys, size, value_size = self.sizes
 
         def linear(inputs: int, outputs: int) -> Linear:
             return Linear(
                 inputs, outputs, use_bias=options.bias, dtype=self.dtype, rngs=rngs
             )
 
-        self.query = linear(options.width, queries * self.head_size)
+        self.query = linear(options.width, queries * size)
         if self.symmetric == "none":
-            keys = self.kv_heads * self.branches
-            self.key = linear(options.width, keys * self.head_size)
+            self.key = linear(options.width, keys * size)
         elif self.symmetric == "pairwise":
-            shape = (queries, self.head_size, self.head_size)
-            draw = nnx.initializers.normal(self.head_size**-0.5)
-            self.metric = nnx.Param(draw(rngs.params(), shape))
-        self.value = linear(options.width, self.kv_heads * self.value_size)
-        self.out = linear(self.heads * self.value_size, options.width)
-        if chosen.query_key_norm:
+            draw = nnx.initializers.normal(size**-0.5)
+            self.metric = nnx.Param(draw(rngs.params(), (queries, size, size)))
+        self.value = linear(options.width, kv_heads * value_size)
+        self.out = linear(heads * value_size, options.width)
+        if options.attention.output_gate:
+            self.output_gate = linear(options.width, heads * value_size)
+        if self.query_key_norm:
             shared = {"dtype": self.dtype, "rngs": rngs}
-            self.query_norm = norm("rmsnorm", self.head_size, **shared)
+            self.query_norm = norm("rmsnorm", size, **shared)
             if self.symmetric == "none":
-                self.own_key_norm = norm("rmsnorm", self.head_size, **shared)
-        self.query_key_norm = chosen.query_key_norm
-        if self.differential == "v1":
-            self._add_lambda(depth + chosen.depth_offset, rngs)
-        if "projection" in attention.MECHANISMS[self.mechanism].options():
-            self.projection = Constant(
-                attention.orthogonal_projection(
-                    rngs.params(), chosen.feature_count, self.head_size
-                )
-            )
-        if chosen.features:
-            try:
-                jax.eval_shape(lambda: self.empty(1, 1))
-            except ValueError as error:
-                raise ValueError(f"model.attention.features: {error}") from None
+                self.own_key_norm = norm("rmsnorm", size, **shared)
 
     def _add_lambda(self, depth: int, rngs: nnx.Rngs) -> None:
         self.lambda_initial = attention.lambda_initial(depth)
         draw = nnx.initializers.normal(0.1)
 
         def vector() -> Lambda:
-            return Lambda(draw(rngs.params(), (self.head_size,)))
+            return Lambda(draw(rngs.params(), (self.sizes.head_size,)))
 
         self.lambda_query_1, self.lambda_key_1 = vector(), vector()
         self.lambda_query_2, self.lambda_key_2 = vector(), vector()
-        self.head_norm = norm("rmsnorm", self.value_size, dtype=self.dtype, rngs=rngs)
+
+    def _add_own_weights(
+        self, options: config.Model, depth: int, rngs: nnx.Rngs
+    ) -> None:
+        """What only some mechanisms have: a projection, a feature map, a decay."""
+        chosen, size = options.attention, self.sizes.head_size
+        queries, keys = self.sizes.queries, self.sizes.keys
+        if "projection" in self._form.options():
+            self.projection = Constant(
+                attention.orthogonal_projection(
+                    rngs.params(),
+                    chosen.feature_count,
+                    size,
+                    norms=chosen.feature_norms,
+                )
+            )
+        if self.mechanism == "linear" and chosen.features in LEARNED:
+            shared = (size, chosen.feature_count)
+            self.query_map = feature_map(chosen.features, queries, *shared, rngs=rngs)
+            self.key_map = feature_map(chosen.features, keys, *shared, rngs=rngs)
+        if self.decays and chosen.decay == "gated":
+            self.decay = GatedDecay(
+                options.width, keys, size, dtype=self.dtype, rngs=rngs
+            )
+        elif self.decays:
+            self.decay = FixedDecay(options, depth, keys // self.sizes.kv_heads)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Every token attends to itself and to those before it."""
-        query, key, value = self._project(x, jnp.arange(x.shape[1])[None])
-        form = attention.MECHANISMS[self.mechanism]
-        if form.causal is None:
-            options = {**dict(self.options), "is_causal": True}
-            mixed = self._attend(form.attend, query, key, value, options)
+        arrays = self._arrays(x, jnp.arange(x.shape[1])[None])
+        function, options = self._form.attend, dict(self.options)
+        if self._form.causal is None:
+            options["is_causal"] = True
         else:
-            mixed = self._attend(form.causal, query, key, value, dict(self.options))
-        return self._output(mixed)
+            function = self._form.causal
+        return self._output(x, self._mix(function, options, arrays, "BTN"))
 
     def empty(self, batch: int, length: int) -> Any:
         """The decoding state before the first token; `length` bounds a cache."""
-        form = attention.MECHANISMS[self.mechanism]
-        keys = self.kv_heads * self.branches
-        if form.state is None:
-            return Cache(
-                jnp.zeros((batch, length, keys, self.head_size), self.dtype),
-                jnp.zeros((batch, length, self.kv_heads, self.value_size), self.dtype),
-            )
-        return form.state(
-            batch, keys, self.head_size, self.value_size, **self._options_of("state")
-        )
+        size = self.sizes.head_size
+        if self._form.state is None:
+            shape = (batch, length, self.sizes.keys, size)
+            values = (batch, length, self.sizes.kv_heads, self.sizes.value_size)
+            return Cache(jnp.zeros(shape, self.dtype), jnp.zeros(values, self.dtype))
+        options = self._options_of("state")
+        if hasattr(self, "projection"):
+            options["projection"] = self.projection[...]
+        if hasattr(self, "key_map"):
+            size = self.key_map.size
+        # V2 reads one state with both query heads; V1 has a state for each branch.
+        values = self.sizes.value_size
+        return self._form.state(batch, self.sizes.keys, size, values, **options)
 
     def extend(
-        self, x: Float[Array, "B T D"], state: Any, position: Int[Array, ""]
+        self,
+        x: Float[Array, "B T D"],
+        state: Any,
+        position: Int[Array, "B"],
+        present: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The next T tokens, the first at `position`: (output, new state)."""
-        positions = position + jnp.arange(x.shape[1])
-        query, key, value = self._project(x, positions[None])
-        form = attention.MECHANISMS[self.mechanism]
-        if form.step is None or form.causal is None:
-            state = Cache(
-                _write(state.key, key, position), _write(state.value, value, position)
-            )
-            visible = visible_pairs(
-                positions,
-                jnp.arange(state.key.shape[1]),
-                is_causal=True,
-                mask_self=self.mask_self,
-            )
-            options = {**dict(self.options), "mask_self": False, "mask": visible}
-            mixed = self._attend(form.attend, query, state.key, state.value, options)
-        elif x.shape[1] == 1:
-            step = partial(form.step, state)
+        """The next T tokens of every example: (output, new state).
+
+        Args:
+            position: how many tokens each example has read.
+            present: the tokens that exist, the others stand at the end of their row;
+                None: all.
+        """
+        positions = position[:, None] + jnp.arange(x.shape[1])[None]
+        arrays = self._arrays(x, positions)
+        if self._form.state is None:
+            mixed, state = self._read_cache(arrays, state, positions)
+            return self._output(x, mixed), state
+        arrays["state"] = (state, "BK")
+        if x.shape[1] == 1 and present is None:
             options = self._options_of("step")
-            mixed, state = self._attend(step, query, key, value, options)
+            function = _state_first(self._form.step)
         else:
-            options = {**dict(self.options), "state": state, "return_state": True}
-            mixed, state = self._attend(form.causal, query, key, value, options)
-        return self._output(mixed), state
+            options = {**dict(self.options), "return_state": True}
+            function = self._form.causal
+            if present is not None:
+                arrays["mask"] = (present[:, None, None], "B")
+        mixed, state = self._mix(function, options, arrays, ("BTN", "BK"))
+        return self._output(x, mixed), state
+
+    def _read_cache(
+        self, arrays: dict[str, Any], cache: Cache, positions: Array
+    ) -> tuple[Array, Cache]:
+        """What tokens that are not there write is hidden until it is overwritten."""
+        first = positions[:, 0]
+        key = _write(cache.key, arrays["key"][0], first)
+        value = _write(cache.value, arrays["value"][0], first)
+        visible = visible_pairs(
+            positions,
+            jnp.arange(key.shape[1]),
+            is_causal=True,
+            mask_self=self.mask_self,
+        )
+        arrays |= {"key": (key, "BSK"), "value": (value, "BSK"), "mask": (visible, "B")}
+        options = dict(self.options)
+        options.pop("mask_self", None)  # it is in the mask
+        if self.positions == "alibi":
+            arrays["bias"] = self._alibi(key.shape[1])
+        mixed = self._mix(self._form.attend, options, arrays, "BTN")
+        return mixed, Cache(key, value)
+
+    def _arrays(self, x: Array, positions: Array) -> dict[str, tuple[Any, str]]:
+        """All that the mechanism is given, and how it is split over devices."""
+        query, key, value = self._project(x, positions)
+        arrays: dict[str, tuple[Any, str]] = {
+            "query": (query, "BTN"),
+            "key": (key, "BSK"),
+            "value": (value, "BSK"),
+        }
+        if self.differential == "v1":
+            arrays["lam"] = (self.lam(), "")
+        elif self.differential == "v2":
+            arrays["lam"] = (jax.nn.sigmoid(self.lambda_projection(x)), "BTN")
+        if hasattr(self, "projection"):
+            arrays["projection"] = (self.projection[...], "")
+        if hasattr(self, "decay"):
+            arrays["log_decay"] = (self.decay(x), "BTK")
+        if self.positions == "alibi":
+            arrays["bias"] = self._alibi(x.shape[1])
+        return arrays
+
+    def _alibi(self, keys: int) -> tuple[Array, str]:
+        return attention.alibi_bias(self.sizes.heads, jnp.arange(keys)), "BN"
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of every (sub-)head, rotated where they are."""
-        query = self._split(self.query(x), self.head_size)
-        value = self._split(self.value(x), self.value_size)
+        """Queries, keys and values of every (sub-)head, rotated and mapped."""
+        query = self._split(self.query(x), self.sizes.head_size)
+        value = self._split(self.value(x), self.sizes.value_size)
         if self.query_key_norm:
             query = self.query_norm(query)
         if self.symmetric == "none":
-            key = self._split(self.key(x), self.head_size)
+            key = self._split(self.key(x), self.sizes.head_size)
             if self.query_key_norm:
                 key = self.own_key_norm(key)
         else:
             metric = self.metric[...] if self.symmetric == "pairwise" else None
             key = attention.symmetric_key(query, metric, normalise=self.key_norm)
-        if self.rope_base is not None:
-            query = attention.rotate(query, positions, self.rope_base)
-            key = attention.rotate(key, positions, self.rope_base)
+        query, key = self._rotate(query, positions), self._rotate(key, positions)
+        if hasattr(self, "query_map"):
+            query, key = self.query_map(query), self.key_map(key)
         return query, key, value
 
-    def _attend(
-        self, function: Callable, query: Array, key: Array, value: Array, options: dict
+    def _rotate(self, x: Array, positions: Array) -> Array:
+        if self.positions not in ("rope", "rope_interleaved"):
+            return x
+        return attention.rotate(
+            x,
+            positions,
+            self.rope_base,
+            interleaved=self.positions == "rope_interleaved",
+            share=self.rope_share,
+        )
+
+    def _mix(
+        self,
+        function: Callable,
+        options: dict[str, Any],
+        arrays: dict[str, tuple[Any, str]],
+        output: Any,
     ) -> Any:
-        """`function` over all heads; over both branches where heads have two."""
-        arrays = {}
-        if self.differential == "v1":
-            arrays["lam"] = self.lam()
-        if hasattr(self, "projection"):
-            arrays["projection"] = self.projection[...]
+        """`function` over all heads, its maps combined as the layer combines them."""
 
-        def run(query, key, value, lam=None, **arrays) -> Any:
-            if lam is None:
-                return function(query, key, value, **options, **arrays)
-            return attention.differential(
-                query, key, value, lam, attend=function, **options, **arrays
-            )
+        def run(query, key, value, lam=None, **more) -> Any:
+            more = options | more
+            if self.differential == "none":
+                return function(query, key, value, **more)
+            combine = attention.differential
+            if self.differential == "v2":
+                combine = attention.differential_v2
+            return combine(query, key, value, lam, attend=function, **more)
 
-        return per_device(run, query, key, value, arrays)
+        return per_device(run, arrays, output)
 
     def _options_of(self, form: str) -> dict[str, Any]:
         """The options that another form of the mechanism takes."""
-        names = attention.MECHANISMS[self.mechanism].options(form)
-        options = dict(self.options)
-        if form == "state" and hasattr(self, "projection"):
-            options["projection"] = self.projection[...]
-        return {name: x for name, x in options.items() if name in names}
+        names = self._form.options(form)
+        return {name: x for name, x in self.options if name in names}
 
     def lam(self) -> Float[Array, ""]:
-        """λ of a differential layer as it stands."""
+        """λ of a differential V1 layer as it stands."""
         return attention.differential_lambda(
             self.lambda_query_1[...],
             self.lambda_key_1[...],
@@ -214,80 +331,34 @@ class Attention(nnx.Module):
             self.lambda_initial,
         )
 
-    def _output(self, mixed: Float[Array, "B T N V"]) -> Float[Array, "B T D"]:
+    def _output(self, x: Array, mixed: Float[Array, "B T N V"]) -> Array:
+        if hasattr(self, "head_norm"):
+            mixed = self.head_norm(mixed)
         if self.differential == "v1":
-            mixed = self.head_norm(mixed) * (1 - self.lambda_initial)
-        return self.out(mixed.reshape(*mixed.shape[:2], -1))
+            mixed = mixed * (1 - self.lambda_initial)
+        mixed = mixed.reshape(*mixed.shape[:2], -1)
+        if hasattr(self, "output_gate"):
+            mixed = mixed * jax.nn.silu(self.output_gate(x))
+        return self.out(mixed)
 
     @staticmethod
     def _split(x: Array, size: int) -> Array:
         return x.reshape(*x.shape[:2], -1, size)
 
 
-def _write(cache: Array, new: Array, position: Array) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(cache, new, position, axis=1)
+def _state_first(step: Any) -> Callable:
+    """A step with the arguments of the causal form."""
+
+    def run(query, key, value, *, state, **options) -> Any:
+        return step(state, query, key, value, **options)
+
+    return run
 
 
-def _sizes(options: config.Model) -> tuple[int, int, int, int]:
-    """(heads, key/value heads, branches, head size), checked against each other."""
-    heads = options.heads
-    kv_heads = options.kv_heads or heads
-    branches = 2 if options.attention.differential == "v1" else 1
-    if heads % kv_heads:
-        raise ValueError(f"model.kv_heads {kv_heads} must divide model.heads {heads}")
-    if options.attention.symmetric != "none" and kv_heads != heads:
-        raise ValueError(
-            f"model.attention.symmetric {options.attention.symmetric!r} makes one key "
-            f"a query head: model.kv_heads {kv_heads} must equal model.heads {heads}"
-        )
-    if not options.head_size and options.width % (heads * branches):
-        raise ValueError(
-            f"model.width {options.width} must be a multiple of model.heads {heads}"
-            + (" times 2 branches" if branches == 2 else "")
-            + ", or give model.head_size"
-        )
-    size = options.head_size or options.width // (heads * branches)
-    if options.positions == "rope" and size % 2:
-        raise ValueError(
-            f"model.positions 'rope' turns pairs of features: head size {size} is odd, "
-            "give an even model.head_size"
-        )
-    return heads, kv_heads, branches, size
+def _write(cache: Array, new: Array, first: Array) -> Array:
+    """`new` [B T …] in the rows of `cache` [B L …] from first[b] on."""
 
+    def one(cache: Array, new: Array, first: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, first, axis=0)
 
-def _options(chosen: config.Attention) -> dict[str, Any]:
-    """The mechanism's options, those at their "off" value left out.
-
-    Raises:
-        ValueError: an option is set that the mechanism does not have.
-    """
-    known = attention.MECHANISMS[chosen.mechanism].options()
-    defaults = config.Attention()
-    options = {}
-    for name in OPTIONS:
-        value = getattr(chosen, name)
-        if name not in known and value != getattr(defaults, name):
-            raise ValueError(
-                f"model.attention.{name} {value!r}: {chosen.mechanism} has no such "
-                "option"
-            )
-        if name in known and value not in ("", 0):
-            options[name] = value
-    if "projection" not in known and chosen.feature_count != defaults.feature_count:
-        raise ValueError(
-            f"model.attention.feature_count {chosen.feature_count}: "
-            f"{chosen.mechanism} has no random features"
-        )
-    if chosen.length_base == 1:
-        raise ValueError("model.attention.length_base must be 0 (off) or above 1")
-    if chosen.key_norm != "none" and chosen.symmetric == "none":
-        raise ValueError(
-            f"model.attention.key_norm {chosen.key_norm!r} is of symmetric keys: "
-            "model.attention.symmetric is 'none'"
-        )
-    if chosen.depth_offset and chosen.differential == "none":
-        raise ValueError(
-            f"model.attention.depth_offset {chosen.depth_offset} is of differential "
-            "attention: model.attention.differential is 'none'"
-        )
-    return options
+    return jax.vmap(one)(cache, new, first)

@@ -1,9 +1,11 @@
 """One transformer block: attention and feed-forward, each after a norm."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
 from symjax.layers.attention import Attention
@@ -42,9 +44,25 @@ class Block(nnx.Module):
         y = self.feedforward(self.feedforward_norm(x))
         return self._add(x, y, feedforward_key)
 
-    def extend(self, x: Float[Array, "B T D"], state, position: Array):
-        """The next T tokens of a sequence from its state: (output, new state)."""
-        y, state = self.attention.extend(self.attention_norm(x), state, position)
+    def empty(self, batch: int, length: int) -> Any:
+        """The decoding state before the first of at most `length` tokens."""
+        return self.attention.empty(batch, length)
+
+    def extend(
+        self,
+        x: Float[Array, "B T D"],
+        state: Any,
+        position: Int[Array, "B"],
+        present: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """The next T tokens of every example from its state: (output, new state).
+
+        Args:
+            position: how many tokens each example has read.
+            present: the tokens that exist, the others stand at the end; None: all.
+        """
+        normed = self.attention_norm(x)
+        y, state = self.attention.extend(normed, state, position, present)
         x = x + y
         return x + self.feedforward(self.feedforward_norm(x)), state
 

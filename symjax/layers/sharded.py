@@ -6,13 +6,15 @@ in a notebook. Weights are not annotated here: their places are a table in
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 BATCH = ("data", "fsdp")  # mesh axes that split the batch
 HEADS = "tensor"
+LETTERS = {"B": BATCH, "N": HEADS, "K": HEADS}  # of axes that are split
 
 
 def has_mesh() -> bool:
@@ -25,23 +27,36 @@ def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
 
 
 def per_device(
-    function: Callable[..., Array],
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    replicated: dict[str, Array],
-) -> Float[Array, "B T N V"]:
-    """function(query, key, value, **replicated), each device on its examples and heads.
+    function: Callable[..., Any], arrays: dict[str, tuple[Any, str]], output: Any
+) -> Any:
+    """function(**arrays), each device on its own examples and heads.
 
     Attention needs no communication between examples or heads; inside a `shard_map`
     the compiler cannot add any (a loop over a sharded batch would gather it).
+
+    Args:
+        arrays: name → (array or tree of arrays, its first axes): "BTN" is split over
+            examples and heads, "" is whole on every device. Axes of length 1 are not
+            split.
+        output: the axes of the result, or a tuple of them for a tuple.
     """
+    values = {name: value for name, (value, _) in arrays.items()}
     if not has_mesh():
-        return function(query, key, value, **replicated)
-    local = P(BATCH, None, HEADS, None)
+        return function(**values)
+
+    def place(axes: str) -> Callable[[Array], P]:
+        def leaf(x: Array) -> P:
+            sizes = zip(axes, x.shape, strict=False)
+            return P(*(LETTERS.get(a) if size > 1 else None for a, size in sizes))
+
+        return leaf
+
+    places = {
+        name: jax.tree.map(place(axes), value) for name, (value, axes) in arrays.items()
+    }
     return jax.shard_map(
-        lambda query, key, value, rest: function(query, key, value, **rest),
-        in_specs=(local, local, local, P()),
-        out_specs=local,
+        lambda values: function(**values),
+        in_specs=(places,),
+        out_specs=jax.tree.map(lambda axes: P(*map(LETTERS.get, axes)), output),
         check_vma=False,
-    )(query, key, value, replicated)
+    )(values)

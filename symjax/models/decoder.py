@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from symjax import config
+from symjax import attention, config
 from symjax.layers.block import Block
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
@@ -17,7 +17,7 @@ from symjax.layers.sharded import BATCH, constrain
 class Memory(NamedTuple):
     """What a decoder remembers of the tokens read so far."""
 
-    position: Int[Array, ""]
+    position: Int[Array, "B"]  # tokens read of each example
     layers: list[Any]
 
 
@@ -40,6 +40,7 @@ class Decoder(nnx.Module):
         self.length = options.length
         self.remat = options.remat
         self.learned_positions = options.positions == "learned"
+        self.sinusoidal_positions = options.positions == "sinusoidal"
         self.dtype = jnp.dtype(options.dtype)
         draw = nnx.initializers.normal(0.02)
         self.embedding = nnx.Embed(
@@ -83,7 +84,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: more tokens than learned positions.
         """
-        x = self._embed(tokens, jnp.arange(tokens.shape[1]))
+        x = self._embed(tokens, jnp.arange(tokens.shape[1])[None])
         keys = [None] * len(self.blocks)
         if dropout_key is not None:
             first, *keys = jax.random.split(dropout_key, len(self.blocks) + 1)
@@ -95,22 +96,34 @@ class Decoder(nnx.Module):
 
     def empty(self, batch: int, length: int) -> Memory:
         """The memory before the first token, for at most `length` tokens."""
-        layers = [block.attention.empty(batch, length) for block in self.blocks]
-        return Memory(jnp.zeros((), jnp.int32), layers)
+        layers = [block.empty(batch, length) for block in self.blocks]
+        return Memory(jnp.zeros(batch, jnp.int32), layers)
 
     def extend(
-        self, tokens: Int[Array, "B T"], memory: Memory
+        self,
+        tokens: Int[Array, "B T"],
+        memory: Memory,
+        lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T vocabulary"], Memory]:
         """Scores after each of the next tokens, and the memory that has read them.
 
         Costs one token's work a token; nothing before it is computed again.
+
+        Args:
+            lengths: how many of each row's tokens exist; the rest of the row is
+                filling, which is not read and whose scores mean nothing. None: all.
         """
-        x = self._embed(tokens, memory.position + jnp.arange(tokens.shape[1]))
+        count = tokens.shape[1]
+        present = None
+        if lengths is not None:
+            present = jnp.arange(count)[None] < lengths[:, None]
+        x = self._embed(tokens, memory.position[:, None] + jnp.arange(count)[None])
         layers = []
         for block, state in zip(self.blocks, memory.layers, strict=True):
-            x, state = block.extend(x, state, memory.position)
+            x, state = block.extend(x, state, memory.position, present)
             layers.append(state)
-        return self._scores(x), Memory(memory.position + tokens.shape[1], layers)
+        read = memory.position + (count if lengths is None else lengths)
+        return self._scores(x), Memory(read, layers)
 
     def _embed(self, tokens: Array, positions: Array) -> Array:
         table = self.embedding.embedding[...].astype(self.dtype)
@@ -123,7 +136,10 @@ class Decoder(nnx.Module):
                     "learned positions"
                 )
             rows = jnp.take(self.positions[...], positions, axis=0)
-            x = x + rows.astype(self.dtype)[None]
+            x = x + rows.astype(self.dtype)
+        if self.sinusoidal_positions:  # as large as the embeddings, as in the paper
+            rows = attention.sinusoidal(positions, x.shape[-1])
+            x = x * x.shape[-1] ** 0.5 + rows.astype(self.dtype)
         return constrain(x, BATCH, "sequence", None)
 
     def _scores(self, x: Array) -> Array:

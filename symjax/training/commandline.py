@@ -206,8 +206,10 @@ def _value(key: str, text: str, kind: Any) -> Any:
         if plain is bool:
             return TRUTH[text.lower()]
         if plain is tuple:
-            values = ast.literal_eval(text)
-            return tuple(map(typing.get_args(kind)[0], values))
+            item = typing.get_args(kind)[0]
+            if item is str:  # names, separated by commas
+                return tuple(filter(None, map(str.strip, text.split(","))))
+            return tuple(map(item, ast.literal_eval(text)))
         return plain(text)
     except (KeyError, TypeError, ValueError, SyntaxError):
         raise ValueError(

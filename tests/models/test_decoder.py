@@ -115,7 +115,7 @@ def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice):
     np.testing.assert_allclose(
         jnp.concatenate(outputs, axis=1), whole, atol=1e-5 * abs(whole).max()
     )
-    assert memory.position == TOKENS.shape[1]
+    assert (memory.position == TOKENS.shape[1]).all()
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "cosine", "linear", "performer"])
@@ -212,7 +212,7 @@ def test_tied_embeddings_share_one_table():
         ({"heads": 5}, "model.width 24 must be a multiple of model.heads 5"),
         ({"kv_heads": 2}, "model.kv_heads 2 must divide model.heads 3"),
         ({"symmetric": "plain", "kv_heads": 1}, "must equal model.heads 3"),
-        ({"mechanism": "performr"}, "choose from softmax, cosine, linear, performer"),
+        ({"mechanism": "performr"}, "choose from softmax, sparsemax, entmax15, cosine"),
         ({"mechanism": "cosine", "mask_self": True}, "cosine has no such option"),
         ({"mechanism": "performer", "length_base": 8}, "performer has no such option"),
         ({"features": "relu"}, "softmax has no such option"),
@@ -224,6 +224,12 @@ def test_tied_embeddings_share_one_table():
         ({"feature_count": 8}, "softmax has no random features"),
         ({"key_norm": "unit"}, "model.attention.symmetric is 'none'"),
         ({"depth_offset": 1}, "model.attention.differential is 'none'"),
+        ({"depth_offset": 1, "differential": "v2"}, "differential is 'v2'"),
+        ({"differential": "v2", "symmetric": "plain"}, "two query heads one key"),
+        ({"decay": "gated"}, "softmax has no such option"),
+        ({"positions": "alibi", "mechanism": "linear"}, "linear takes none"),
+        ({"pattern": ("softmax", "lineal")}, "model.pattern 'lineal' is unknown"),
+        ({"positions": "rope", "rope_share": 0.1}, "model.positions 'rope'"),
         ({"positions": "rope", "head_size": 5}, "give an even model.head_size"),
         ({"rope_base": 0.0}, "model.rope_base must be at least 1"),
         ({"dropout": 1.0}, "model.dropout must be below 1"),

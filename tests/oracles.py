@@ -1,5 +1,7 @@
 """What each mechanism is by definition, pair by pair, in float64."""
 
+from functools import partial
+
 import numpy as np
 
 # Linear attention. `module` is numpy, or jax.numpy to differentiate the definition.
@@ -47,19 +49,46 @@ def cosine_features(x, module=np):
     return module.concatenate([module.ones_like(norm), x / norm], axis=-1)
 
 
-def performer_products(query, key, projection, *, hyperbolic=False, module=np):
-    """log of Σ_m φ_m(q) φ_m(k), up to what cancels in a row, and the sign 1."""
+def performer_products(
+    query,
+    key,
+    projection,
+    *,
+    features="positive",
+    scale=None,
+    statistics=None,
+    module=np,
+):
+    """log|w| and sign of w = Σ_m φ_m(q) φ_m(k), up to what all projections share."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
-    query, key = query * query.shape[-1] ** -0.25, key * key.shape[-1] ** -0.25
-    if hyperbolic:
-        projection = module.concatenate([projection, -projection])
-    query = module.einsum("btnh,mh->bntm", query, projection)[:, :, :, None]
-    half = 0.5 * (key * key).sum(axis=-1, keepdims=True)
-    key = module.einsum("bsnh,mh->bsnm", key, projection) - half
-    exponent = query + module.moveaxis(key, 2, 1)[:, :, None]
-    highest = exponent.max(axis=-1, keepdims=True)
-    sums = module.exp(exponent - highest).sum(axis=-1)
-    return module.log(sums) + highest[..., 0], 1.0
+    query, key = query * scale**0.5, key * scale**0.5
+    half_query = 0.5 * module.moveaxis((query * query).sum(axis=-1), 2, 1)[..., None]
+    half_key = 0.5 * module.moveaxis((key * key).sum(axis=-1), 2, 1)[:, :, None]
+    rows, offset = projection, 0.0
+    if statistics is not None:
+        a, b = statistics
+        rows = module.einsum("mi,ij->mj", projection, b)
+        offset = module.einsum("mi,i,mi->m", projection, a, projection)
+        offset = 2 * offset.reshape(1, 1, 1, 1, -1)
+    if features == "hyperbolic":
+        rows = module.concatenate([rows, -rows])
+    query = module.einsum("btnh,mh->bntm", query, rows)[:, :, :, None]
+    key = module.einsum("bsnh,mh->bnsm", key, rows)[:, :, None]
+    if features == "relu":
+        sums = (module.maximum(query, 0) * module.maximum(key, 0)).sum(axis=-1)
+        shift = 0.0
+    elif features == "trigonometric":
+        sums = module.cos(query - key).sum(axis=-1)
+        shift = half_query + half_key
+    else:
+        exponent = query + key + offset
+        highest = exponent.max(axis=-1, keepdims=True)
+        sums = module.exp(exponent - highest).sum(axis=-1)
+        shift = highest[..., 0] - half_query - half_key
+    nothing = sums == 0
+    logarithms = module.log(module.abs(module.where(nothing, 1.0, sums))) + shift
+    return module.where(nothing, -np.inf, logarithms), module.sign(sums)
 
 
 # Scores of pairs: softmax, symmetric and differential attention.
@@ -90,39 +119,80 @@ def visible(
     return pairs
 
 
-def softmax_map(
-    query, key, pairs, *, bias=None, scale=None, length_base=None, module=np
-):
-    """[B N T S]: exp(score) over its sum along the visible keys, else 0."""
+def scores(query, key, pairs, *, bias=None, scale=None, length_base=None, module=np):
+    """[B N T S]: q·k·scale, grown with the count of visible keys, and the bias."""
     key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
     scores = module.einsum("btnh,bsnh->bnts", query, key)
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if length_base is not None:
         count = np.maximum(pairs.sum(axis=-1, keepdims=True), 16)
         scores = scores * np.log(count) / np.log(length_base)
-    if bias is not None:
-        scores = scores + bias
+    return scores if bias is None else scores + bias
+
+
+def softmax_weights(scores, pairs, module=np):
+    """exp(score) over its sum along the visible keys, else 0."""
     powers = module.where(pairs, module.exp(module.where(pairs, scores, 0.0)), 0.0)
     total = powers.sum(axis=-1, keepdims=True)
     return powers / module.where(total == 0, 1.0, total)
 
 
-def softmax(query, key, value, pairs, *, module=np, **options):
+def sparse_weights(power, scores, pairs, module=np):
+    """[z/power − τ]₊^power with sum 1 along the visible keys, else 0.
+
+    Σ_r [z_r/power − x]₊^power falls with x and is 1 at τ: it is below 1 exactly at
+    those z_s/power that are above τ. These are the support, and τ is the lower root
+    of Σ (z/power − x)^power = 1 over it.
+    """
+    z = module.where(pairs, scores, 0.0) / power
+    higher = module.maximum(z[..., None, :] - z[..., :, None], 0.0) ** power
+    support = pairs & ((higher * pairs[..., None, :]).sum(axis=-1) < 1)
+    count = module.maximum(1, support.sum(axis=-1, keepdims=True))
+    mean = module.where(support, z, 0.0).sum(axis=-1, keepdims=True) / count
+    variance = module.where(support, (z - mean) ** 2, 0.0)
+    variance = variance.sum(axis=-1, keepdims=True) / count
+    depth = 1 / count if power == 1 else module.sqrt(1 / count - variance)
+    return module.where(support, z - mean + depth, 0.0) ** power
+
+
+def weighted(weights, query, key, value, pairs, *, module=np, **options):
+    """Values weighted by a function of scores: softmax_weights, or a sparse one."""
     value = module.repeat(value, query.shape[2] // value.shape[2], axis=2)
-    weights = softmax_map(query, key, pairs, module=module, **options)
-    return module.einsum("bnts,bsnv->btnv", weights, value)
+    own = scores(query, key, pairs, module=module, **options)
+    return module.einsum("bnts,bsnv->btnv", weights(own, pairs, module), value)
+
+
+softmax = partial(weighted, softmax_weights)
+sparsemax = partial(weighted, partial(sparse_weights, 1))
+entmax15 = partial(weighted, partial(sparse_weights, 2))
+
+
+def symmetric_key(query, metric=None, normalise=None, module=np):
+    key = query if metric is None else module.einsum("nij,btnj->btni", metric, query)
+    if normalise == "unit":
+        return key / module.sqrt((key**2).sum(axis=-1, keepdims=True))
+    if normalise == "rms":
+        return key / module.sqrt((key**2).mean(axis=-1, keepdims=True) + 1e-6)
+    return key
 
 
 def symmetric(query, value, metric, pairs, *, normalise=None, module=np, **options):
-    key = module.einsum("nij,btnj->btni", metric, query)
-    if normalise == "unit":
-        key = key / module.sqrt((key**2).sum(axis=-1, keepdims=True))
-    elif normalise == "rms":
-        key = key / module.sqrt((key**2).mean(axis=-1, keepdims=True) + 1e-6)
+    key = symmetric_key(query, metric, normalise, module)
     return softmax(query, key, value, pairs, module=module, **options)
 
 
-def differential(query, key, value, lam, pairs, *, bias=None, module=np, **options):
+def differential(
+    query,
+    key,
+    value,
+    lam,
+    pairs,
+    *,
+    weights=softmax_weights,
+    bias=None,
+    module=np,
+    **options,
+):
     """Head by head: its two branches, its group's two key branches, its values."""
     heads = query.shape[2] // 2
     outputs = []
@@ -131,19 +201,32 @@ def differential(query, key, value, lam, pairs, *, bias=None, module=np, **optio
         own = slice(n, n + 1)
         head_bias = bias if bias is None or bias.shape[1] == 1 else bias[:, own]
         one, two = (
-            softmax_map(
-                query[:, :, [2 * n + branch]],
-                key[:, :, [2 * group + branch]],
+            weights(
+                scores(
+                    query[:, :, [2 * n + branch]],
+                    key[:, :, [2 * group + branch]],
+                    pairs[:, own],
+                    bias=head_bias,
+                    module=module,
+                    **options,
+                ),
                 pairs[:, own],
-                bias=head_bias,
-                module=module,
-                **options,
+                module,
             )
             for branch in (0, 1)
         )
         combined = (one - lam[n] * two)[:, 0]
         outputs.append(module.einsum("bts,bsv->btv", combined, value[:, :, group]))
     return module.stack(outputs, axis=2)
+
+
+def differential_v2(query, key, value, lam, pairs, *, bias=None, module=np, **options):
+    """Two softmax outputs a head, from 2N query heads; the second times λ."""
+    pairs = np.repeat(pairs, 2, axis=1)
+    if bias is not None and bias.shape[1] > 1:
+        bias = module.repeat(bias, 2, axis=1)
+    both = softmax(query, key, value, pairs, bias=bias, module=module, **options)
+    return both[:, :, 0::2] - lam[..., None] * both[:, :, 1::2]
 
 
 def rotate(x, positions, base=10000.0):
@@ -154,6 +237,72 @@ def rotate(x, positions, base=10000.0):
         angle = positions * base ** (-2 * i / x.shape[-1])
         numbers[..., i] *= np.exp(1j * angle)[..., None]
     return np.concatenate([numbers.real, numbers.imag], axis=-1)
+
+
+# Gated attention units: relu² that is not normalised.
+
+
+def squared_relu(
+    query,
+    key,
+    value,
+    pairs,
+    *,
+    divisor,
+    bias=None,
+    scale=None,
+    length_base=None,
+    module=np,
+):
+    """Σ_s relu²(score) v_s / divisor over the visible keys; a divisor may be theirs."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = (module.repeat(x, groups, axis=2) for x in (key, value))
+    scores = module.einsum("btnh,bsnh->bnts", query, key)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    count = pairs.sum(axis=-1, keepdims=True)
+    if length_base is not None:
+        scores = scores * np.log(np.maximum(count, 16)) / np.log(length_base)
+    if bias is not None:
+        scores = scores + bias
+    if isinstance(divisor, str):
+        divisor = np.maximum(count, 1) ** {"count": 1, "squared_count": 2}[divisor]
+    weights = module.where(pairs, module.maximum(scores, 0) ** 2, 0.0) / divisor
+    return module.einsum("bnts,bsnv->btnv", weights, value)
+
+
+def flash(
+    query,
+    key,
+    linear_query,
+    linear_key,
+    value,
+    *,
+    group_size,
+    causal,
+    scale=None,
+    divisor=None,
+    linear_divisor=None,
+    module=np,
+    **seen_by,
+):
+    """One map: relu² of pairs in a group, products of pairs across (earlier) groups."""
+    length = query.shape[1]
+    pairs = seen(query.shape[0], length, length, **seen_by)
+    group = np.arange(length) // group_size
+    near, far = group[:, None] == group[None], np.ones((length, length), bool)
+    if causal:
+        near &= np.tril(far)
+        far = group[None] < group[:, None]
+    divisor = group_size if divisor is None else divisor
+    options = {"scale": scale, "divisor": divisor, "module": module}
+    quadratic = squared_relu(query, key, value, pairs & near, **options)
+    groups = query.shape[2] // linear_key.shape[2]
+    linear_key, value = (module.repeat(x, groups, axis=2) for x in (linear_key, value))
+    products = module.einsum("btnm,bsnm->bnts", linear_query, linear_key)
+    products = module.where(pairs & far, products, 0.0)
+    linear = module.einsum("bnts,bsnv->btnv", products, value)
+    divisor = group_size if linear_divisor is None else linear_divisor
+    return quadratic + linear / divisor
 
 
 # Attention whose state decays.
@@ -184,3 +333,18 @@ def decay(
         repeated = module.repeat(sums, query.shape[2] // heads, axis=1)
         outputs.append(module.einsum("bnh,bnhv->bnv", query[:, t], repeated))
     return module.stack(outputs, axis=1), sums
+
+
+# Functions of the matrix QQᵀ.
+
+
+def matrix_function(query, value, function, scale=None, mask=None):
+    """f(scale · QQᵀ) V of the tokens that are not hidden, by the eigenvalues of QQᵀ."""
+    output = np.zeros_like(value)
+    for b, n in np.ndindex(query.shape[0], query.shape[2]):
+        seen = np.ones(query.shape[1], bool) if mask is None else mask[b, 0, 0]
+        rows, columns = query[b, seen, n], value[b, seen, n]
+        factor = scale or 1 / (len(rows) * np.sqrt(rows.shape[1]))
+        values, vectors = np.linalg.eigh(factor * rows @ rows.T)
+        output[b, seen, n] = (vectors * function(values)) @ (vectors.T @ columns)
+    return output

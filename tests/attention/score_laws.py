@@ -66,6 +66,11 @@ def _branches(length, keys):
     return (B, length, 2 * N, H), (B, keys, 2 * K, H), (B, keys, K, V), (N,)
 
 
+def _pairs_of_queries(length, keys):
+    lam = (B, length, N)
+    return (B, length, 2 * N, H), (B, keys, K, H), (B, keys, K, V), lam
+
+
 def _tied(length, _):
     return (B, length, N, H), (B, length, N, V), (N, H, H)
 
@@ -86,13 +91,19 @@ OUTPUTS = DIFFERENTIAL._replace(
     attend=partial(attention.differential, attend=_without_row_weights),
     rounding=2**-7,  # both branches' outputs are rounded before they are subtracted
 )
+SPARSE = Scored(attention.sparsemax, oracles.sparsemax, _pairs, 3)
 SCORED = {
     "softmax": SOFTMAX,
+    "sparsemax": SPARSE,
+    "entmax15": SPARSE._replace(attend=attention.entmax15, definition=oracles.entmax15),
     "pairwise": _symmetric_of(None),
     "unit": _symmetric_of("unit"),
     "rms": _symmetric_of("rms"),
     "differential": DIFFERENTIAL,
     "differential_outputs": OUTPUTS,
+    "differential_v2": Scored(
+        attention.differential_v2, oracles.differential_v2, _pairs_of_queries, 3
+    ),
 }
 
 
@@ -367,7 +378,7 @@ LAWS = {
     a_decoded_row_is_a_row_of_the_whole: ENGINE,
     the_future_changes_nothing: KINDS,
     hidden_keys_change_nothing: KINDS,
-    a_row_without_keys_is_zero: KINDS,
+    a_row_without_keys_is_zero: (*KINDS, "sparsemax", "entmax15"),
     a_lonely_token_sees_itself: ENGINE,
     the_rest_of_the_batch_changes_nothing: ENGINE,
     bfloat16_is_as_good_as_its_rounding: KINDS,

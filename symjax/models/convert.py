@@ -1,0 +1,140 @@
+"""From one mechanism to another: the weights of a trained model, for another model."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from symjax import config
+from symjax.models.decoder import Decoder
+
+# Weights that only some mechanisms have. Where the source lacks them they start fresh.
+FRESH = (
+    "lambda_",
+    "head_norm",
+    "metric",
+    "query_norm",
+    "own_key_norm",
+    "query_map",
+    "key_map",
+    "decay",
+    "output_gate",
+)
+# Keys that may differ between two models whose weights fit.
+FREE = (
+    "length",
+    "dropout",
+    "dtype",
+    "remat",
+    "ponder",
+    "rope_base",
+    "rope_share",
+    "attention",
+    "pattern",
+)
+# What the attention of a model may become, by how its maps are combined.
+COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
+
+Params = dict[str, Any]
+
+
+def convert(params: Params, source: config.Model, target: config.Model) -> Params:
+    """The weights of a `source` model as those of a `target` model.
+
+    - another mechanism, option or position scale: the weights as they are;
+    - symmetric keys from own ones: the mean of both projections; own keys from
+      symmetric ones, and a metric from plain ones (U = 1): the same function;
+    - differential V2 from one map: each query head twice, λ's map 0 and the output
+      twice: the same function, since sigmoid(0) = ½;
+    - differential V1 from one map: the projections as they are, halves of a head
+      becoming its branches. A warm start: its norm of every head keeps no function.
+
+    Weights that the target alone has (λ, norms, feature maps, gates) start fresh.
+
+    Raises:
+        ValueError: the models differ where weights cannot follow, naming both.
+    """
+    _check(source, target)
+    fresh = nnx.to_pure_dict(nnx.state(Decoder(target, rngs=nnx.Rngs(0)), nnx.Param))
+    blocks = {
+        index: {
+            name: _attention(part, source, target) if name == "attention" else part
+            for name, part in block.items()
+        }
+        for index, block in params["blocks"].items()
+    }
+    return _overlay(fresh, {**params, "blocks": blocks}, "")
+
+
+def _check(source: config.Model, target: config.Model) -> None:
+    for field in dataclasses.fields(source):
+        one, other = getattr(source, field.name), getattr(target, field.name)
+        if field.name not in FREE and one != other:
+            raise ValueError(
+                f"weights of a model with {field.name} {one!r} do not fit one with "
+                f"{other!r}"
+            )
+    before, after = source.attention, target.attention
+    if after.differential not in COMBINED[before.differential]:
+        raise ValueError(
+            f"differential {before.differential!r} does not turn into "
+            f"{after.differential!r}"
+        )
+    if before.symmetric == "pairwise" and after.symmetric != "pairwise":
+        raise ValueError(
+            f"symmetric {before.symmetric!r} does not turn into {after.symmetric!r}"
+        )
+
+
+def _attention(layer: Params, source: config.Model, target: config.Model) -> Params:
+    """One layer's weights with the keys and maps of the target."""
+    layer = dict(layer)
+    before, after = source.attention, target.attention
+    if before.symmetric == "none" and after.symmetric != "none":
+        keys = layer.pop("key")
+        layer["query"] = jax.tree.map(lambda q, k: (q + k) / 2, layer["query"], keys)
+        layer.pop("own_key_norm", None)
+    elif before.symmetric != "none" and after.symmetric == "none":
+        layer["key"] = layer["query"]
+        if "query_norm" in layer:
+            layer["own_key_norm"] = layer["query_norm"]
+    if before.symmetric != "pairwise" and after.symmetric == "pairwise":
+        heads = target.heads * (2 if after.differential == "v1" else 1)
+        size = layer["query"]["kernel"].shape[1] // heads
+        layer["metric"] = jnp.broadcast_to(jnp.eye(size), (heads, size, size))
+    if before.differential == "none" and after.differential == "v2":
+        layer["query"] = jax.tree.map(lambda x: _twice(x, target.heads), layer["query"])
+        layer["out"] = layer["out"] | {"kernel": 2 * layer["out"]["kernel"]}
+        layer["lambda_projection"] = {"kernel": jnp.zeros((target.width, target.heads))}
+    return layer
+
+
+def _twice(x: jax.Array, heads: int) -> jax.Array:
+    """Every head's outputs [… N·H] two times, side by side."""
+    split = x.reshape(*x.shape[:-1], heads, 1, -1)
+    return jnp.repeat(split, 2, axis=-2).reshape(*x.shape[:-1], -1)
+
+
+def _overlay(fresh: Params, params: Params, prefix: str) -> Params:
+    """`fresh` with every weight that `params` has too."""
+    result = {}
+    for name, own in fresh.items():
+        path, given = f"{prefix}{name}", params.get(name)
+        if given is None:
+            if not str(name).startswith(FRESH):
+                raise ValueError(f"the source has no weight {path!r}")
+            result[name] = own
+        elif isinstance(own, dict):
+            result[name] = _overlay(own, given, f"{path}/")
+        elif path == "positions" and given.shape[0] >= own.shape[0]:
+            result[name] = given[: own.shape[0]]
+        elif own.shape != given.shape:
+            raise ValueError(
+                f"weight {path!r} is {given.shape} in the source and {own.shape} in "
+                "the target"
+            )
+        else:
+            result[name] = jnp.asarray(given)
+    return result

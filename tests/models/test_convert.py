@@ -1,0 +1,118 @@
+"""Trained weights moved to another mechanism."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from symjax import config
+from symjax.models import Decoder, convert
+
+MODEL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
+TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
+
+
+def model(**attention) -> config.Model:
+    return replace(MODEL, attention=config.Attention(**attention))
+
+
+def weights(options):
+    """Of a model that is not as it was initialised: biases are not zero."""
+    params = nnx.to_pure_dict(nnx.state(Decoder(options, rngs=nnx.Rngs(3)), nnx.Param))
+    key = jax.random.key(4)
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape), params)
+
+
+@nnx.jit
+def run(model, tokens):
+    return model(tokens)
+
+
+def scores(options, params):
+    decoder = Decoder(options, rngs=nnx.Rngs(5))
+    nnx.update(decoder, params)
+    return np.asarray(run(decoder, TOKENS))
+
+
+def converted(source, target):
+    before = weights(source)
+    after = convert(before, source, target)
+    return scores(source, before), scores(target, after), before, after
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (model(), model(differential="v2")),
+        (model(symmetric="plain"), model()),
+        (model(symmetric="plain"), model(symmetric="pairwise")),
+        (model(symmetric="plain", query_key_norm=True), model(query_key_norm=True)),
+        (model(), model(implementation="whole")),
+    ],
+    ids=["v2", "own keys", "metric", "norms", "same"],
+)
+def test_the_function_is_kept_where_it_can_be(source, target):
+    before, after, _, _ = converted(source, target)
+    np.testing.assert_allclose(after, before, atol=2e-5 * abs(before).max())
+
+
+def test_symmetric_projections_are_the_mean_of_query_and_key():
+    _, _, before, after = converted(model(), model(symmetric="plain"))
+    one, two = (x["blocks"][1]["attention"] for x in (before, after))
+    mean = (one["query"]["kernel"] + one["key"]["kernel"]) / 2
+    np.testing.assert_array_equal(two["query"]["kernel"], mean)
+    assert "key" not in two
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        model(mechanism="performer", feature_count=32),
+        model(mechanism="cosine"),
+        model(differential="v1"),
+        model(mechanism="decay", decay="gated", output_gate=True),
+        model(mechanism="linear", features="hedgehog", query_key_norm=True),
+    ],
+    ids=["performer", "cosine", "v1", "decay", "hedgehog"],
+)
+def test_shared_weights_go_over_unchanged_and_the_model_runs(target):
+    before, after, source, params = converted(model(), target)
+    assert np.isfinite(after).all() and abs(after - before).max() > 1e-3
+    for layer in (0, 1):
+        for name in ("query", "key", "value", "out"):
+            np.testing.assert_array_equal(
+                params["blocks"][layer]["attention"][name]["kernel"],
+                source["blocks"][layer]["attention"][name]["kernel"],
+            )
+
+
+def test_many_features_come_close_to_the_softmax_they_replace():
+    """Small queries and keys, where the estimate is good."""
+    source = model()
+    target = model(mechanism="performer", feature_count=4096)
+    before = weights(source)
+    for block in before["blocks"].values():
+        for name in ("query", "key"):
+            block["attention"][name] = jax.tree.map(
+                lambda x: x / 3, block["attention"][name]
+            )
+    wanted = scores(source, before)
+    error = scores(target, convert(before, source, target)) - wanted
+    assert abs(error).mean() < 0.05 * wanted.std()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        (model(), replace(MODEL, width=48), "width 24 do not fit one with 48"),
+        (model(differential="v1"), model(), "'v1' does not turn into 'none'"),
+        (model(symmetric="pairwise"), model(), "'pairwise' does not turn into 'none'"),
+        (model(), replace(MODEL, length=50), r"'positions' is \(40, 24\)"),
+        (model(), replace(MODEL, positions="rope"), "positions 'learned'"),
+    ],
+)
+def test_models_whose_weights_cannot_follow_are_refused(source, target, words):
+    with pytest.raises(ValueError, match=words):
+        convert(weights(source), source, target)

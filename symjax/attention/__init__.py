@@ -51,6 +51,7 @@ from symjax.attention.projections import (
 )
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
+from symjax.attention.spectral import matrix_function
 from symjax.attention.symmetric import symmetric, symmetric_key
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "linear_causal",
     "linear_state",
     "linear_step",
+    "matrix_function",
     "orthogonal_projection",
     "performer",
     "performer_causal",

@@ -1,0 +1,235 @@
+"""FLASH: squared-ReLU attention inside groups of tokens, linear attention across."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention import groups
+from symjax.attention.execution import check
+from symjax.attention.gau import check_divisor
+from symjax.attention.groups import FlashState, Rule, Tokens
+
+
+def flash(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    linear_query: Float[Array, "B T N M"],
+    linear_key: Float[Array, "B T K M"],
+    value: Float[Array, "B T K V"],
+    mask: Bool[Array, "B 1 1 T"] | None = None,
+    *,
+    group_size: int = 256,
+    is_causal: bool = False,
+    scale: float | None = None,
+    divisor: float | None = None,
+    linear_divisor: float | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N V"]:
+    """Squared-ReLU attention inside groups of tokens, linear attention across them.
+
+    out[t] = Σ_s relu²(q_t·k_s·scale) v_s / divisor     s in the group of t
+           + Σ_s q'_t·k'_s v_s / linear_divisor         s in any group
+
+    The first token starts a group. If causal, the first sum ends with t and the second
+    with the group before. Time O(T (group_size (H + V) + M V)), memory linear in T.
+    Sums run in float32 at least; a row that sees no key is zero.
+
+    Args:
+        linear_query, linear_key: q' and k', which may have a size of their own.
+        mask: True = attend; it may only hide keys. A hidden token keeps its place in
+            its group.
+        scale: of the first scores, 1/√H by default.
+        divisor, linear_divisor: constants, group_size by default, which a causal model
+            may use. The paper's is scale=1/group_size, divisor=1, and as the linear
+            divisor group_size if causal, T if not.
+        segment_ids: tokens see only their own run of equal ids. Groups do not start
+            anew.
+    Raises:
+        ValueError: shapes that do not fit, a divisor or a group size not above 0, or
+            a mask that hides pairs and not keys.
+    Source: Hua et al. 2022, arXiv:2202.10447, section 4.
+    """
+    rule = _rule("flash", group_size, is_causal, scale, divisor, linear_divisor)
+    arrays = query, key, linear_query, linear_key, value
+    tokens = _tokens("flash", *arrays, mask, segment_ids)
+    return groups.whole(rule, tokens)
+
+
+def flash_causal(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    linear_query: Float[Array, "B T N M"],
+    linear_key: Float[Array, "B T K M"],
+    value: Float[Array, "B T K V"],
+    mask: Bool[Array, "B 1 1 T"] | None = None,
+    *,
+    group_size: int = 256,
+    scale: float | None = None,
+    divisor: float | None = None,
+    linear_divisor: float | None = None,
+    state: FlashState | None = None,
+    return_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlashState]:
+    """`flash` over a token itself, its past, and what `state` has read.
+
+    Going on from a state costs up to one group more than the tokens themselves.
+
+    Args:
+        mask: as in `flash`. Hidden tokens after an example's last visible one are as
+            good as absent: the state does not count them, and the next token takes
+            their place. So examples of different lengths are padded at the end.
+        state: from `flash_state`, `flash_step` or an earlier call, of the same group
+            size. Its last segment goes on with the first run of `segment_ids`.
+    Returns:
+        The output, and the state after the last visible token if `return_state`.
+    Raises:
+        ValueError: as `flash`; a state of other sizes.
+    Source: Hua et al. 2022, arXiv:2202.10447, section 4.
+    """
+    rule = _rule("flash_causal", group_size, True, scale, divisor, linear_divisor)
+    arrays = query, key, linear_query, linear_key, value
+    tokens = _tokens("flash_causal", *arrays, mask, segment_ids)
+    if state is None and not return_state:
+        return groups.whole(rule, tokens)
+    if state is None:
+        state = _empty_like(tokens, group_size)
+    _check_state("flash_causal", state, tokens, group_size)
+    visible = jnp.ones(key.shape[:2], bool)
+    if mask is not None:
+        visible = jnp.broadcast_to(mask.reshape(-1, mask.shape[-1]), visible.shape)
+    output, state = groups.go_on(rule, tokens, state, visible)
+    return (output, state) if return_state else output
+
+
+def flash_step(
+    state: FlashState,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    linear_query: Float[Array, "B 1 N M"],
+    linear_key: Float[Array, "B 1 K M"],
+    value: Float[Array, "B 1 K V"],
+    *,
+    scale: float | None = None,
+    divisor: float | None = None,
+    linear_divisor: float | None = None,
+) -> tuple[Float[Array, "B 1 N V"], FlashState]:
+    """One more token of `flash_causal`: the output and the state after it.
+
+    Time O(group_size (H + V) + M V), whatever came before.
+
+    Raises:
+        ValueError: as `flash_causal`; more than one token.
+    """
+    group_size = state.key.shape[1]
+    rule = _rule("flash_step", group_size, True, scale, divisor, linear_divisor)
+    arrays = query, key, linear_query, linear_key, value
+    tokens = _tokens("flash_step", *arrays, None, None)
+    if query.shape[1] != 1:
+        raise ValueError(f"flash_step: a step takes one token, got query {query.shape}")
+    _check_state("flash_step", state, tokens, group_size)
+    return groups.step(rule, tokens, state)
+
+
+def flash_state(
+    batch: int,
+    kv_heads: int,
+    key_size: int,
+    value_size: int,
+    *,
+    group_size: int = 256,
+    linear_size: int | None = None,
+    dtype: Any = jnp.float32,
+) -> FlashState:
+    """The state of `flash_causal` before the first token.
+
+    Args:
+        linear_size: M, the size of linear keys; key_size by default.
+        dtype: of the keys and values kept; the sums are float32 at least.
+    """
+    linear_size = key_size if linear_size is None else linear_size
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return FlashState(
+        jnp.zeros((batch, group_size, kv_heads, key_size), dtype),
+        jnp.zeros((batch, group_size, kv_heads, linear_size), dtype),
+        jnp.zeros((batch, group_size, kv_heads, value_size), dtype),
+        jnp.zeros((batch,), jnp.int32),
+        jnp.zeros((batch, kv_heads, linear_size, value_size), wide),
+    )
+
+
+def _rule(
+    who: str,
+    group_size: int,
+    is_causal: bool,
+    scale: float | None,
+    divisor: float | None,
+    linear_divisor: float | None,
+) -> Rule:
+    if group_size < 1:
+        raise ValueError(f"{who}: group_size must be at least 1, got {group_size}")
+    divisor = group_size if divisor is None else divisor
+    linear_divisor = group_size if linear_divisor is None else linear_divisor
+    check_divisor(f"{who}: divisor", divisor)
+    check_divisor(f"{who}: linear_divisor", linear_divisor)
+    return Rule(group_size, is_causal, scale, divisor, linear_divisor)
+
+
+def _empty_like(tokens: Tokens, group_size: int) -> FlashState:
+    batch, _, heads, size = tokens.key.shape
+    return flash_state(
+        batch,
+        heads,
+        size,
+        tokens.value.shape[-1],
+        group_size=group_size,
+        linear_size=tokens.linear_key.shape[-1],
+        dtype=jnp.result_type(tokens.key, tokens.linear_key, tokens.value),
+    )
+
+
+def _tokens(
+    who: str,
+    query: Array,
+    key: Array,
+    linear_query: Array,
+    linear_key: Array,
+    value: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+) -> Tokens:
+    """The arguments checked; hidden keys and values are zero, not even NaN is left."""
+    check(who, query, key, value, mask, segment_ids, causal=True)
+    linear = f"{who}, linear_query and linear_key"
+    check(linear, linear_query, linear_key, value, None, None, causal=True)
+    if query.shape[2] != linear_query.shape[2]:
+        raise ValueError(
+            f"{who}: query and linear_query must agree in heads, got {query.shape} "
+            f"and {linear_query.shape}"
+        )
+    if mask is not None:
+        visible = mask.reshape(-1, mask.shape[-1])[:, :, None, None]
+        key, linear_key, value = (
+            jnp.where(visible, x, 0) for x in (key, linear_key, value)
+        )
+    run = None
+    if segment_ids is not None:
+        change = segment_ids[:, 1:] != segment_ids[:, :-1]
+        run = jnp.pad(jnp.cumsum(change, axis=1), ((0, 0), (1, 0)))
+    return Tokens(query, key, linear_query, linear_key, value, run)
+
+
+def _check_state(who: str, state: FlashState, tokens: Tokens, group_size: int) -> None:
+    """Raise if the state is not of these tokens' sizes, naming all of them."""
+    wanted = jax.eval_shape(lambda: _empty_like(tokens, group_size))
+
+    def shown(state: FlashState) -> str:
+        return ", ".join(f"{n} {jnp.shape(x)}" for n, x in state._asdict().items())
+
+    if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, wanted):
+        raise ValueError(
+            f"{who}: key {tokens.key.shape}, value {tokens.value.shape} and groups of "
+            f"{group_size} need a state of {shown(wanted)}, got {shown(state)}"
+        )

@@ -1,0 +1,108 @@
+"""The attention of gated attention units: squared ReLU, not normalised.
+
+A pair is worth relu²(score) over a divisor. Published codes differ in that divisor by
+factors of n, so it is always given. It stands outside the square, where a divisor n
+makes the sum over n keys a mean; inside it would be the root, as relu²(x / c) =
+relu²(x) / c². With s the head size, b the bias and n the number of keys:
+
+    relu²(q·k / √s + b) / n      divisor=n, the scale left out      (bert4keras)
+    relu²((q·k + b) / n)         scale=1, divisor=n²                (FLASH-pytorch)
+    relu²(q·k / n + b)           scale=1/n, divisor=1               (the paper)
+
+In a causal model n may not be the length of what is read, or decoding a token would not
+give what the whole sequence gave: a constant, as the length in training, or "count".
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.rows import attend_rows
+
+DIVISORS = ("count", "squared_count")
+
+
+class SquaredReLU(NamedTuple):
+    """Row weights relu²(score) / divisor; a value, so that jit knows it again."""
+
+    divisor: float | str
+
+    def __call__(
+        self, scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
+    ) -> Float[Array, "*B t s"]:
+        divisor: Any = self.divisor
+        if isinstance(divisor, str):
+            count: Any = scores.shape[-1]
+            if visible is not None:
+                count = jnp.maximum(visible.sum(axis=-1, keepdims=True), 1)
+                count = count.astype(scores.dtype)
+            divisor = count if divisor == "count" else count**2
+        if visible is not None:
+            scores = jnp.where(visible, scores, 0)
+        return jnp.square(jax.nn.relu(scores)) / divisor
+
+
+def gau(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    bias: Float[Array, "#B #N #T #S"] | None = None,
+    mask: Bool[Array, "#B #N #T #S"] | None = None,
+    *,
+    divisor: float | str,
+    scale: float | None = None,
+    is_causal: bool = False,
+    length_base: float | None = None,
+    mask_self: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N V"]:
+    """The attention of a gated attention unit, relu²(q·k·scale + bias) V / divisor.
+
+    Time O(T S (H + V)) a head, half of it if causal; memory linear in T and S. Weights
+    are float32 at least; a row that sees no key gives zeros.
+
+    A gated attention unit has one head, whose query and key are small (128) and whose
+    values are wide; several heads work like those of softmax.
+
+    Args:
+        mask: True = attend.
+        divisor: a number, or what a row itself sees: "count" for the number of its
+            visible keys, "squared_count" for its square.
+        scale: of the scores, 1/√H by default.
+        is_causal: the last query sees every key (bottom-right alignment).
+        length_base: multiply a row's scores by log n / log length_base, n the keys it
+            sees.
+        mask_self: hide a token from itself unless it sees nothing else.
+        segment_ids: pairs of different segments do not see each other.
+        implementation: "rows" (default) or "whole".
+    Raises:
+        ValueError: shapes that do not fit together, naming both; a divisor that is
+            not above 0 or not known.
+    Source: Hua et al. 2022, arXiv:2202.10447, section 3.
+    """
+    check_divisor("gau: divisor", divisor, DIVISORS)
+    return attend_rows(
+        SquaredReLU(divisor),
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        length_base=length_base,
+        mask_self=mask_self,
+        segment_ids=segment_ids,
+        implementation=implementation,
+    )
+
+
+def check_divisor(name: str, divisor: Any, known: tuple[str, ...] = ()) -> None:
+    """Raise unless it is a number above 0 or one of the known names."""
+    if divisor in known or (not isinstance(divisor, str) and divisor > 0):
+        return
+    also = f", or one of {', '.join(known)}" if known else ""
+    raise ValueError(f"{name} must be a number above 0{also}, got {divisor!r}")

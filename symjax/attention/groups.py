@@ -1,0 +1,251 @@
+"""Attention in groups of tokens: quadratic inside a group, linear across groups.
+
+The engine of `flash.py`. A group is a short sequence of its own to the row-block
+engine; the groups before it are a sum of fixed size. Tokens that are hidden, or are not
+there, have keys of zero, which weigh nothing in either part.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.execution import cut, sum_dtype
+from symjax.attention.gau import SquaredReLU
+from symjax.attention.rows import attend_rows
+
+_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class FlashState(NamedTuple):
+    """What FLASH keeps of the tokens it has read: its size has no T in it.
+
+    The tokens of the group that is not full yet, with zeros where none is; how many
+    they are; and Σ k vᵀ over the groups before, of linear keys, in float32 at least.
+    """
+
+    key: Float[Array, "B G K H"]
+    linear_key: Float[Array, "B G K M"]
+    value: Float[Array, "B G K V"]
+    place: Int[Array, " B"]
+    sums: Float[Array, "B K M V"]
+
+
+class Tokens(NamedTuple):
+    """A stretch of time; hidden keys and values are zero, and so weigh nothing."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B T K H"]
+    linear_query: Float[Array, "B T N M"]
+    linear_key: Float[Array, "B T K M"]
+    value: Float[Array, "B T K V"]
+    run: Int[Array, "B T"] | None  # numbers the segments, from 0
+
+
+class Rule(NamedTuple):
+    """The static half of a call."""
+
+    group_size: int
+    is_causal: bool
+    scale: float | None
+    divisor: float
+    linear_divisor: float
+
+
+@partial(jax.jit, static_argnums=0)
+def whole(rule: Rule, tokens: Tokens) -> Array:
+    """All tokens from the first one on."""
+    length = tokens.key.shape[1]
+    size = min(rule.group_size, length)
+    filled = jax.tree.map(lambda x: _fill(x, -length % size), tokens)
+    output = _attend(rule, size, filled)
+    return output[:, :length].astype(tokens.value.dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def go_on(
+    rule: Rule, tokens: Tokens, state: FlashState, visible: Bool[Array, "B T"]
+) -> tuple[Array, FlashState]:
+    """The tokens put behind those of the state's group, each example at its place."""
+    size, length = rule.group_size, visible.shape[1]
+    total = -(-(size - 1 + length) // size) * size
+
+    def behind(new: Array, old: Array | None = None) -> Array:
+        old = new[:, :0] if old is None else old
+        base = old.astype(jnp.promote_types(old.dtype, new.dtype))
+        return _put(_fill(base, total - base.shape[1]), new, state.place)
+
+    laid = Tokens(
+        behind(tokens.query),
+        behind(tokens.key, state.key),
+        behind(tokens.linear_query),
+        behind(tokens.linear_key, state.linear_key),
+        behind(tokens.value, state.value),
+        None if tokens.run is None else behind(tokens.run),
+    )
+    output = _attend(rule, size, laid, state.sums)
+    own = state.place[:, None] + jnp.arange(length)[None]
+    output = _take(output, own).astype(tokens.value.dtype)
+    count = jnp.where(visible, jnp.arange(1, length + 1)[None], 0).max(axis=1)
+    return output, _as(state, _after(rule, laid, state, count))
+
+
+def _after(
+    rule: Rule, laid: Tokens, state: FlashState, count: Int[Array, " B"]
+) -> FlashState:
+    """The state `count` tokens on: of the run of the last of them alone."""
+    size, total = rule.group_size, laid.key.shape[1]
+    read = state.place + count
+    first = read // size * size  # of the group that is not full
+    earlier = (jnp.arange(total)[None] < first[:, None])[:, :, None, None]
+    sums = state.sums
+    if laid.run is not None:
+        last = _take(laid.run, jnp.maximum(read - 1, 0)[:, None])
+        stays = (laid.run == last)[:, :, None, None]
+        laid = laid._replace(
+            key=jnp.where(stays, laid.key, 0),
+            linear_key=jnp.where(stays, laid.linear_key, 0),
+        )
+        sums = jnp.where(last[:, :, None, None] == 0, sums, 0)
+    key = jnp.where(earlier, laid.linear_key, 0)
+    group = first[:, None] + jnp.arange(size)[None]
+    kept = (_take(x, group) for x in (laid.key, laid.linear_key, laid.value))
+    sums = sums + _sum(key, laid.value, sums.dtype)
+    return FlashState(*kept, read - first, sums)
+
+
+@partial(jax.jit, static_argnums=0)
+def step(rule: Rule, tokens: Tokens, state: FlashState) -> tuple[Array, FlashState]:
+    """One token, which sees its group and the sums. Empty places weigh nothing."""
+    new = tokens.key, tokens.linear_key, tokens.value
+    key, linear_key, value = (
+        _put(old.astype(jnp.promote_types(old.dtype, x.dtype)), x, state.place)
+        for old, x in zip(state[:3], new, strict=True)
+    )
+    weights = SquaredReLU(rule.divisor)
+    near = attend_rows(weights, tokens.query, key, value, scale=rule.scale)
+    far = _read(tokens.linear_query, state.sums) / rule.linear_divisor
+    full = state.place + 1 == rule.group_size
+
+    def fold(group: FlashState) -> FlashState:
+        """Full groups become part of the sums."""
+        done = full[:, None, None, None]
+        sums = group.sums + _sum(
+            jnp.where(done, group.linear_key, 0), group.value, group.sums.dtype
+        )
+        kept = (jnp.where(done, 0, x) for x in group[:3])
+        return FlashState(*kept, jnp.where(full, 0, group.place), sums)
+
+    group = FlashState(key, linear_key, value, state.place + 1, state.sums)
+    group = jax.lax.cond(full.any(), fold, lambda group: group, group)
+    return (near + far).astype(tokens.value.dtype), _as(state, group)
+
+
+def _attend(
+    rule: Rule, size: int, tokens: Tokens, sums: Array | None = None
+) -> Float[Array, "B T N V"]:
+    """Whole groups of `size` tokens, after the groups summed up in `sums`."""
+    dtype = sum_dtype(*tokens[:5])
+    batch, length, heads = tokens.query.shape[:3]
+    grouped = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), tokens)
+    near = attend_rows(
+        SquaredReLU(rule.divisor),
+        grouped.query,
+        grouped.key,
+        grouped.value,
+        scale=rule.scale,
+        is_causal=rule.is_causal,
+        segment_ids=grouped.run,
+    ).astype(dtype)
+    if rule.is_causal:
+        far = _earlier(tokens, size, sums, dtype)
+    elif tokens.run is None:
+        far = _read(tokens.linear_query, _sum(tokens.linear_key, tokens.value, dtype))
+    else:
+        own = attend_rows(
+            _products,
+            grouped.linear_query,
+            grouped.linear_key,
+            grouped.value.astype(dtype),
+            scale=1.0,
+            segment_ids=grouped.run,
+        )
+        flipped = jax.tree.map(lambda x: jnp.flip(x, 1), tokens)
+        later = jnp.flip(_earlier(flipped, size, None, dtype), 1)
+        far = _earlier(tokens, size, None, dtype) + later + own.reshape(later.shape)
+    near = near.reshape(batch, length, heads, -1)
+    return near + far / rule.linear_divisor
+
+
+def _products(scores: Array, visible: Array | None) -> Array:
+    """Row weights of linear attention without a denominator."""
+    return scores if visible is None else jnp.where(visible, scores, 0)
+
+
+def _earlier(
+    tokens: Tokens, size: int, sums: Array | None, dtype: Any
+) -> Float[Array, "B T N V"]:
+    """Every row's linear attention to the groups before its own, inside its run.
+
+    Runs are contiguous: the only one that groups before can share with a row is that
+    of the token before its group.
+    """
+    batch, length = tokens.key.shape[:2]
+    run = tokens.run
+    if run is None:
+        run = jnp.zeros((batch, length), jnp.int32)
+    if sums is None:
+        _, _, heads, features = tokens.linear_key.shape
+        sums = jnp.zeros((batch, heads, features, tokens.value.shape[-1]), dtype)
+    stretches = tokens.linear_query, tokens.linear_key, tokens.value, run
+
+    def body(carry: tuple, group: tuple) -> tuple[tuple, Array]:
+        sums, before = carry
+        query, key, value, run = group
+        reaches = (run == before[:, None])[:, :, None, None]
+        rows = _read(jnp.where(reaches, query, 0), sums)
+        last = run[:, -1]
+        stays = (run == last[:, None])[:, :, None, None]
+        sums = jnp.where((last == before)[:, None, None, None], sums, 0)
+        sums = sums + _sum(jnp.where(stays, key, 0), value, sums.dtype)
+        return (sums, last), rows
+
+    groups = tuple(cut(x, size, 1) for x in stretches)
+    body = jax.checkpoint(body, prevent_cse=False)
+    _, rows = jax.lax.scan(body, (sums.astype(dtype), run[:, 0]), groups)
+    return jnp.moveaxis(rows, 0, 1).reshape(batch, length, *rows.shape[3:])
+
+
+def _sum(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:
+    return _einsum("bskm,bskv->bkmv", key.astype(dtype), value.astype(dtype))
+
+
+def _read(query: Array, sums: Array) -> Float[Array, "B T N V"]:
+    batch, length, heads, size = query.shape
+    query = query.reshape(batch, length, sums.shape[1], -1, size).astype(sums.dtype)
+    rows = _einsum("btkgm,bkmv->btkgv", query, sums)
+    return rows.reshape(batch, length, heads, -1)
+
+
+def _fill(x: Array, amount: int) -> Array:
+    """Zeros at the end of time: of keys they are as good as hidden."""
+    return jnp.pad(x, [(0, amount if axis == 1 else 0) for axis in range(x.ndim)])
+
+
+def _put(base: Array, new: Array, place: Int[Array, " B"]) -> Array:
+    """`new` written over `base` [B T …], each example from its own place on."""
+    write = partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+    return jax.vmap(write)(base, new.astype(base.dtype), place)
+
+
+def _take(x: Array, places: Int[Array, "B t"]) -> Array:
+    """Each example's own places of x [B T …]; zeros beyond the end."""
+    places = places.reshape(*places.shape, *[1] * (x.ndim - 2))
+    return jnp.take_along_axis(x, places, axis=1, mode="fill", fill_value=0)
+
+
+def _as(old: FlashState, new: FlashState) -> FlashState:
+    """A state in the dtypes of the one before it, as loops need."""
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)

@@ -25,6 +25,13 @@ from symjax.attention.differential import (
     lambda_initial,
 )
 from symjax.attention.features import hedgehog, t2r
+from symjax.attention.flash import (
+    flash,
+    flash_causal,
+    flash_state,
+    flash_step,
+)
+from symjax.attention.gau import gau
 from symjax.attention.linear import (
     linear,
     linear_causal,
@@ -72,7 +79,12 @@ __all__ = [
     "differential_v2",
     "entmax15",
     "favor_statistics",
+    "flash",
+    "flash_causal",
+    "flash_state",
+    "flash_step",
     "gated_log_decay",
+    "gau",
     "hedgehog",
     "lambda_initial",
     "lightning_log_decay",

@@ -17,6 +17,7 @@ from symjax.data.corpus import Corpus, open_corpus
 from symjax.models.generate import generate
 from symjax.training import starting
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.initial import weights_of
 from symjax.training.interrupt import Interrupted, Interrupts
 from symjax.training.measure import mean_loss
 from symjax.training.metrics import Metrics
@@ -136,10 +137,9 @@ class Run:
         )
 
     def _restored(self) -> tuple[State, dict]:
-        """Fresh weights, or those of the newest whole checkpoint."""
+        """Those of the newest whole checkpoint, or fresh ones."""
         if not self.checkpoints.steps():
-            with jax.set_mesh(self.program.mesh):
-                return self.program.initial(self.options.seed)
+            return self._fresh()
         abstract = self.program.state
         trees, meta = self.checkpoints.restore(
             {
@@ -151,9 +151,24 @@ class Run:
         step = jax.device_put(jnp.int32(meta["step"]), abstract.step.sharding)
         return State(step, trees["params"], trees["optimizer"]), trees["constants"]
 
+    def _fresh(self) -> tuple[State, dict]:
+        """Weights drawn from the seed, or those of the run in `init_from`."""
+        with jax.set_mesh(self.program.mesh):
+            state, constants = self.program.initial(self.options.seed)
+        if self.options.init_from:
+            model = starting.with_vocabulary(self.options, self.corpus).model
+            given = weights_of(Path(self.options.init_from), model, self.corpus)
+            places = jax.tree.map(lambda x: x.sharding, state.params)
+            state = state._replace(params=jax.device_put(given, places))
+        return state, constants
+
     def _introduce(self) -> None:
         weights = sum(x.size for x in jax.tree.leaves(self.state.params))
-        begin = f"resumed at step {self.first}" if self.first else "new run"
+        begin = "new run"
+        if self.first:
+            begin = f"resumed at step {self.first}"
+        elif self.options.init_from:
+            begin = f"weights of {self.options.init_from}"
         self.progress.line(
             f"{weights:,} parameters, {len(self.corpus.train):,} training tokens, "
             f"{self.program.mesh.size} {jax.devices()[0].platform} device(s): {begin} "

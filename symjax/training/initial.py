@@ -1,0 +1,43 @@
+"""Weights to start from: those of another run, converted to this model."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from symjax import config
+from symjax.data.corpus import MANIFEST, Corpus, open_corpus
+from symjax.models import Decoder, convert
+from symjax.training.checkpoint import Checkpoints
+from symjax.training.starting import with_vocabulary
+
+
+def weights_of(workdir: Path, target: config.Model, corpus: Corpus) -> dict[str, Any]:
+    """The newest weights in `workdir`, as those of a `target` model for `corpus`.
+
+    Raises:
+        ValueError: there is no checkpoint, its tokens are not those of the corpus, or
+            its weights do not fit the model; the message names `init_from`.
+    """
+    try:
+        if not (workdir / "data" / MANIFEST).is_file():
+            raise ValueError(f"{workdir} is no workdir of train.py")
+        with Checkpoints(workdir.absolute() / "checkpoints") as checkpoints:
+            options = config.from_dict(checkpoints.read_meta()["config"])
+            other = open_corpus(options.data, workdir / "data")
+            if other.tokenizer.describe() != corpus.tokenizer.describe():
+                raise ValueError(
+                    f"{workdir} was trained on tokens of another data.tokenizer "
+                    f"({options.data.tokenizer!r})"
+                )
+            source = with_vocabulary(options, other).model
+            model = nnx.eval_shape(lambda: Decoder(source, rngs=nnx.Rngs(0)))
+            wanted = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            wanted = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted
+            )
+            trees, _ = checkpoints.restore({"params": wanted})
+        return convert(trees["params"], source, target)
+    except ValueError as error:
+        raise ValueError(f"init_from: {error}") from None

@@ -1,0 +1,48 @@
+"""init_from: a run that starts from another run's weights."""
+
+import jax
+import numpy as np
+import pytest
+from runs import call, compile_cache, train, words, write_text
+
+from symjax.evaluation.trained import load
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A finished run with symmetric keys and differential V1, and its text."""
+    folder = tmp_path_factory.mktemp("initial")
+    text = write_text(folder)
+    with compile_cache(folder / "jax"):
+        assert train(text, folder / "first") == 0
+        yield folder, text
+
+
+def test_a_run_starts_from_the_converted_weights_of_another(first, capfd):
+    folder, text = first
+    keys = {"model__attention__symmetric": "pairwise", "model__depth": 1}
+    start = {"init_from": folder / "first", "optimizer__learning_rate": 0.0}
+    assert train(text, folder / "second", **keys, **start) == 0
+    assert f"weights of {folder / 'first'}" in capfd.readouterr().err
+    one, two = load(folder / "first").params, load(folder / "second").params
+    metric = two["blocks"][0]["attention"].pop("metric")
+    np.testing.assert_array_equal(metric[0], np.eye(len(metric[0])))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"init_from": "nowhere"}, "init_from: nowhere is no workdir"),
+        ({"model__width": 64}, "init_from: weights of a model with width 32"),
+        ({"data__tokenizer": "char"}, "tokens of another data.tokenizer ('byte')"),
+        ({"model__attention__differential": "none"}, "'v1' does not turn into 'none'"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_in_one_line(first, capfd, changes, line):
+    folder, text = first
+    changes = {"init_from": folder / "first", **changes}
+    assert call("train", words(text, folder / "third", **changes)) == 2
+    error = capfd.readouterr().err
+    assert line in error and error.count("\n") == 1
+    assert not (folder / "third").exists()

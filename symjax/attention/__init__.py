@@ -4,6 +4,7 @@ Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query leng
 S key length, N heads, K key/value heads, H head size, V value size, M features.
 """
 
+from symjax.attention.capabilities import table
 from symjax.attention.cosine import (
     cosine,
     cosine_causal,
@@ -106,4 +107,5 @@ __all__ = [
     "symmetric",
     "symmetric_key",
     "t2r",
+    "table",
 ]

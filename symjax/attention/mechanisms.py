@@ -39,6 +39,8 @@ class Mechanism(NamedTuple):
 
     A score mechanism has row weights, takes `is_causal`, and decodes against cached
     keys and values. A feature mechanism has a causal form and a state to decode with.
+    Time and memory are those of a head: operations for T tokens, numbers kept to
+    decode. Letters are those of the shapes, G a group and C a chunk of tokens.
     """
 
     attend: Callable
@@ -46,6 +48,8 @@ class Mechanism(NamedTuple):
     causal: Callable | None = None
     step: Callable | None = None
     state: Callable | None = None
+    time: str = "T S (H + V)"
+    memory: str = "S (H + V)"
 
     def options(self, form: str = "causal") -> tuple[str, ...]:
         """The names of the arguments that one of its functions takes."""
@@ -55,13 +59,23 @@ class Mechanism(NamedTuple):
 
 MECHANISMS = {
     "softmax": Mechanism(softmax, softmax_weights),
-    "sparsemax": Mechanism(sparsemax, sparsemax_weights),
-    "entmax15": Mechanism(entmax15, entmax15_weights),
-    "cosine": Mechanism(cosine, None, cosine_causal, cosine_step, cosine_state),
-    "decay": Mechanism(decay_causal, None, decay_causal, decay_step, decay_state),
-    "linear": Mechanism(linear, None, linear_causal, linear_step, linear_state),
+    "sparsemax": Mechanism(sparsemax, sparsemax_weights, time="T S (H + V + log S)"),
+    "entmax15": Mechanism(entmax15, entmax15_weights, time="T S (H + V + log S)"),
+    "cosine": Mechanism(
+        *(cosine, None, cosine_causal, cosine_step, cosine_state),
+        *("T (H V + C (H + V))", "(H + 1) (V + 1)"),
+    ),
+    "decay": Mechanism(
+        *(decay_causal, None, decay_causal, decay_step, decay_state),
+        *("T (H V + C (H + V))", "H V"),
+    ),
+    "linear": Mechanism(
+        *(linear, None, linear_causal, linear_step, linear_state),
+        *("T (M V + C (M + V))", "M (V + 1)"),
+    ),
     "performer": Mechanism(
-        performer, None, performer_causal, performer_step, performer_state
+        *(performer, None, performer_causal, performer_step, performer_state),
+        *("T (M (H + V) + C (M + V))", "M (V + 2)"),
     ),
 }
 

@@ -308,31 +308,25 @@ def flash(
 # Attention whose state decays.
 
 
-def decay(
-    query, key, value, log_decay, *, mask=None, segment_ids=None, sums=None, module=np
-):
+def decay(query, key, value, log_decay, sums=0, *, mask=None, segment_ids=None):
     """Token by token, S = exp(g) S + k vᵀ and out = q S: the outputs and the last S.
 
     A hidden token leaves S as it was; S is 0 again where the segment changes.
     """
-    batch, length, heads, size = key.shape
+    length, heads = key.shape[1:3]
     rates = log_decay if log_decay.ndim == 4 else log_decay[..., None]
-    rates = module.broadcast_to(rates, key.shape)
-    if sums is None:
-        sums = module.zeros((batch, heads, size, value.shape[-1]))
+    rates = np.broadcast_to(rates, key.shape)
     outputs = []
     for t in range(length):
         if segment_ids is not None and t > 0:
             same = segment_ids[:, t] == segment_ids[:, t - 1]
-            sums = module.where(same[:, None, None, None], sums, 0.0)
-        new = module.exp(rates[:, t])[..., None] * sums
-        new = new + key[:, t, :, :, None] * value[:, t, :, None]
-        if mask is not None:
-            new = module.where(mask[:, :, :, t, None], new, sums)
-        sums = new
-        repeated = module.repeat(sums, query.shape[2] // heads, axis=1)
-        outputs.append(module.einsum("bnh,bnhv->bnv", query[:, t], repeated))
-    return module.stack(outputs, axis=1), sums
+            sums = np.where(same[:, None, None, None], sums, 0)
+        new = key[:, t, :, :, None] * value[:, t, :, None]
+        new = new + np.exp(rates[:, t])[..., None] * sums
+        sums = new if mask is None else np.where(mask[:, :, :, t, None], new, sums)
+        repeated = np.repeat(sums, query.shape[2] // heads, axis=1)
+        outputs.append(np.einsum("bnh,bnhv->bnv", query[:, t], repeated))
+    return np.stack(outputs, axis=1), sums
 
 
 # Functions of the matrix QQᵀ.

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from symjax.attention.features import (
-    EXPONENTIAL,
     PLAIN,
-    default_projection,
+    RANDOM,
     named,
-    orthogonal_projection,
 )
+from symjax.attention.projections import default_projection, orthogonal_projection
 
 
 @pytest.mark.parametrize(("features", "norms"), [(3, "chi"), (21, "constant")])
@@ -82,5 +81,5 @@ def test_unknown_norms_and_bad_sizes_raise():
 
 def test_tables_list_what_they_know():
     with pytest.raises(ValueError, match="who: .*'cos'.*hyperbolic, positive"):
-        named("who", EXPONENTIAL, "cos")
-    assert list(PLAIN) == sorted(PLAIN) and list(EXPONENTIAL) == sorted(EXPONENTIAL)
+        named("who", RANDOM, "cos")
+    assert list(PLAIN) == sorted(PLAIN) and list(RANDOM) == sorted(RANDOM)

@@ -1,7 +1,6 @@
 """Linear attention with plain features, and the engine under it."""
 
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +11,6 @@ import pytest
 from laws import close, inputs
 
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
-
-CONFORMANCE = Path(__file__).resolve().parents[3] / "shared/conformance"
 
 
 def by_sign(x, module):
@@ -130,46 +127,3 @@ def test_a_state_goes_through_jit_and_scan():
     _, outputs = jax.jit(lambda *x: jax.lax.scan(body, state, x))(*times)
     wanted = linear_causal(query, key, value)
     close(jnp.moveaxis(outputs, 0, 1), wanted, 2e-6)
-
-
-def load(name):
-    path = CONFORMANCE / f"{name}.npz"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not beside this checkout")
-    return np.load(path)
-
-
-def test_google_relu_features_give_the_same_outputs_and_gradients():
-    case = load("performer_relu_noproj")
-    arrays = case["q"], case["k"], case["v"]
-
-    def features(x):
-        return jax.nn.relu(x) + case["feature_eps"]
-
-    close(features(arrays[0]), case["google_phi_q"], 1e-6)
-    for form, name in ((linear, "bidir"), (linear_causal, "causal")):
-        form = partial(form, features=features)
-        close(form(*arrays), case[f"google_out_{name}"], 1e-5)
-        _, pull_back = jax.vjp(form, *arrays)
-        gradients = pull_back(case["ct"])
-        for part, letter in zip(gradients, "qkv", strict=True):
-            close(part, case[f"google_d{letter}_{name}"], 1e-4)
-
-
-def test_fast_transformers_gives_the_same_outputs():
-    case, other = load("performer_relu_noproj"), load("performer_torch_relu_noproj")
-    features = {"features": lambda x: jax.nn.relu(x) + case["feature_eps"]}
-    arrays = case["q"], case["k"], case["v"]
-    close(linear(*arrays, **features), other["pp_bidir_out"], 1e-5)
-    wanted = other["fla_recurrent_causal_out"]
-    close(linear_causal(*arrays, **features), wanted, 1e-5)
-
-
-def test_flash_linear_attention_gives_the_same_outputs_and_state():
-    case = load("performer_fla_references")
-    query, key = np.abs(case["q"]), np.abs(case["k"])
-    options = dict(features="identity", return_state=True)
-    output, state = linear_causal(query, key, case["v"], **options)
-    close(output, case["linear_recurrent_abs_norm1_out"], 1e-5)
-    close(state.sums, case["linear_recurrent_abs_norm1_state"], 1e-5)
-    close(state.total, case["linear_recurrent_abs_norm1_z"][:, 0], 1e-5)

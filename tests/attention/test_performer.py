@@ -1,7 +1,6 @@
 """Performer: exact in its arithmetic at any scale, causal, and a fair estimate."""
 
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +11,38 @@ import pytest
 from laws import close, inputs, run, same
 
 from symjax.attention import prefix
-from symjax.attention.features import EXPONENTIAL, orthogonal_projection
-from symjax.attention.linear import linear, linear_causal
+from symjax.attention.features import RANDOM, Draw
 from symjax.attention.performer import (
     performer,
     performer_causal,
     performer_state,
     performer_step,
 )
+from symjax.attention.projections import (
+    Statistics,
+    favor_statistics,
+    orthogonal_projection,
+)
 
-CONFORMANCE = Path(__file__).resolve().parents[3] / "shared/conformance"
 FORMS = performer, performer_causal, performer_step, performer_state
 ROWS = np.asarray(orthogonal_projection(jax.random.key(7), 11, laws.H))
 
 
-def mechanism(features="positive", projection=ROWS):
+def mechanism(features="positive", projection=ROWS, **options):
+    """`options` are scale and statistics, in the definition as in the forms."""
     wide = np.asarray(projection, np.float64)
-    products = partial(
-        oracles.performer_products,
-        projection=wide,
-        hyperbolic=features == "hyperbolic",
-    )
-    return laws.Mechanism.of(FORMS, products, projection, features=features)
+    options["features"] = features
+    products = partial(oracles.performer_products, projection=wide, **options)
+
+    def state(*sizes, scale=None, **options):
+        return performer_state(*sizes, **options)
+
+    return laws.Mechanism.of((*FORMS[:3], state), products, projection, **options)
 
 
 POSITIVE = mechanism()
+# Small angles, so that no denominator is near zero and the definition is as exact.
+TRIGONOMETRIC = mechanism("trigonometric", scale=0.1)
 
 
 @laws.every_law
@@ -46,15 +52,70 @@ def test_positive_features_obey(law):
 
 @pytest.mark.parametrize(
     "law",
+    [
+        laws.it_equals_its_definition,
+        laws.segments_do_not_see_each_other,
+        laws.gradients_equal_those_of_the_definition,
+        laws.a_prefill_goes_on_in_chunks_and_steps,
+        laws.the_future_changes_nothing,
+        laws.hidden_keys_change_nothing,
+        laws.a_row_without_keys_is_zero,
+    ],
+)
+def test_trigonometric_features_obey(law):
+    law(TRIGONOMETRIC)
+
+
+@pytest.mark.parametrize(
+    "law",
     [laws.it_equals_its_definition, laws.a_prefill_goes_on_in_chunks_and_steps],
 )
-def test_hyperbolic_features_obey(law):
-    law(mechanism("hyperbolic"))
+@pytest.mark.parametrize("features", ["hyperbolic", "favor#"])
+def test_other_features_obey(features, law):
+    statistics = {}
+    if features == "favor#":
+        sample = inputs(seed=3)[:2]
+        with jax.enable_x64(True):
+            found = favor_statistics(*sample, kind=features)
+        statistics["statistics"] = Statistics(*map(np.asarray, found))
+    law(mechanism(features, **statistics))
+
+
+@pytest.mark.parametrize("features", ["favor++", "favor#", "relu"])
+def test_features_without_options_equal_their_definition(features):
+    """Queries and keys of unit variance: s = 2/√H, and with it a, in all directions."""
+    statistics = None
+    if features != "relu":
+        s = 2 / laws.H**0.5
+        a = (1 - 2 * s - np.sqrt((1 + 2 * s) ** 2 + 8 * s)) / 16
+        statistics = np.full(laws.H, a), np.eye(laws.H) * (1 - 4 * a) ** 0.5
+    arrays = inputs()
+    products = mechanism(features, statistics=statistics).products
+    bound = mechanism(features)._replace(products=products)
+    single = [x.astype(np.float32) for x in arrays]
+    close(run(bound.causal, *single), bound.oracle(*arrays, causal=True), 3e-6)
+
+
+@pytest.mark.parametrize("features", sorted(RANDOM))
+def test_rows_of_constant_norms_serve_all_features(features):
+    rows = orthogonal_projection(jax.random.key(2), 12, laws.H, norms="constant")
+    arrays = [x * 0.3 for x in inputs()]
+    a = -0.1
+    statistics = np.full(laws.H, a), np.eye(laws.H) * (1 - 4 * a) ** 0.5
+    options = {"statistics": statistics} if "favor" in features else {}
+    bound = mechanism(features, rows, **options)
+    wanted = bound.oracle(*arrays)
+    if "favor" in features:
+        options["statistics"] = Statistics(*(x.astype(np.float32) for x in statistics))
+    bound = mechanism(features, rows, **options)
+    close(run(bound.whole, *[x.astype(np.float32) for x in arrays]), wanted, 3e-6)
 
 
 WIDE_ROWS = np.asarray(orthogonal_projection(jax.random.key(1), 128, 64))
 WIDE = mechanism(projection=WIDE_ROWS)
 WIDE_CAUSAL = partial(WIDE.causal, chunk_size=64)
+WAVES = mechanism("trigonometric", WIDE_ROWS)
+WAVES_CAUSAL = partial(WAVES.causal, chunk_size=64)
 WIDE_ORACLE = partial(WIDE.oracle, module=jnp, causal=True)
 
 
@@ -84,6 +145,16 @@ def test_float32_gradients_are_exact_at_any_scale(scale):
         close(part, exact, 2e-5)
 
 
+@pytest.mark.parametrize("scale", [0.5, 8])
+def test_waves_are_as_exact_as_their_exponents(scale):
+    """At scale 8 exponents of 300 are off by 1e-4, and terms cancel to a tenth."""
+    arrays = scaled(scale)
+    single = [x.astype(np.float32) for x in arrays]
+    tolerance = 1e-6 if scale < 1 else 1e-3
+    close(run(WAVES_CAUSAL, *single), WAVES.oracle(*arrays, causal=True), tolerance)
+    close(run(WAVES.whole, *single), WAVES.oracle(*arrays), tolerance)
+
+
 def surprise(arrays, position, factor=1.0):
     """The key at a position replaced by the one that feature 0 likes best."""
     query, key, value = (x.astype(np.float32) for x in arrays)
@@ -92,11 +163,14 @@ def surprise(arrays, position, factor=1.0):
     return (query, key, value), (query, changed, value)
 
 
-@pytest.mark.parametrize("scale", [0.5, 8])
-def test_a_key_that_dwarfs_the_past_leaves_it_alone(scale):
+@pytest.mark.parametrize(
+    "form, scale, factor",
+    [(WIDE_CAUSAL, 0.5, 1), (WIDE_CAUSAL, 8, 1), (WAVES_CAUSAL, 8, 4)],
+)
+def test_a_key_that_dwarfs_the_past_leaves_it_alone(form, scale, factor):
     """Google's and performer-pytorch's earlier outputs move by 2.14 of 2.32."""
-    one, two = surprise(scaled(scale), 100)
-    before, after = run(WIDE_CAUSAL, *one), run(WIDE_CAUSAL, *two)
+    one, two = surprise(scaled(scale), 100, factor)
+    before, after = run(form, *one), run(form, *two)
     same(after[:, :64], before[:, :64])
     largest = np.abs(before).max()
     assert np.abs(after[:, 64:100] - before[:, 64:100]).max() < 2e-6 * largest
@@ -111,16 +185,20 @@ def test_a_huge_key_leaves_earlier_steps_alone():
     same(after[:, :8], before[:, :8])
 
 
-def test_the_rescue_of_lost_rows_is_exact():
-    """A late key lifts a peak by more than e⁹⁰, and earlier rows leave float32."""
-    rows = np.eye(4, dtype=np.float32)[:2]
+@pytest.mark.parametrize("features, size", [("positive", 1), ("trigonometric", 0.02)])
+def test_the_rescue_of_lost_rows_is_exact(features, size):
+    """A late key lifts a peak by more than e⁹⁰, and earlier rows leave float32.
+
+    Trigonometric features turn by small angles: no denominator is near zero.
+    """
+    rows = np.eye(4, dtype=np.float32)[:2] * np.float32(size)
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(2, 32, 2, 4)) for _ in range(3))
-    key[0, 20] = [14, 14, 0, 0]
-    key[0, :20, :, 2:] = 12
+    key[0, :20, :, 2:] = 14 if features == "positive" else 0
+    key[0, 20] = [1, 1, 0, 0] if features == "positive" else 14
     single = [x.astype(np.float32) for x in (query, key, value)]
     segments = np.repeat([[0] * 3 + [1] * 24 + [2] * 5], 2, axis=0)
-    bound = mechanism(projection=rows)
+    bound = mechanism(features, rows)
     options = dict(segment_ids=segments)
     form = partial(bound.causal, chunk_size=32, **options)
     oracle = partial(bound.oracle, module=jnp, causal=True, **options)
@@ -144,13 +222,13 @@ def test_lost_rows_of_one_example_leave_another_bitwise_alone():
 def test_the_denominator_is_at_least_one(scale):
     arrays = [x.astype(np.float32) for x in scaled(scale, length=9)]
     state = WIDE.state(1, 1, 64, 64)
-    parameters = jnp.asarray(WIDE_ROWS), jnp.asarray(0.125)
-    maps = EXPONENTIAL["positive"]
+    draw = Draw(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
+    maps = RANDOM["positive"]
 
     @jax.jit
     def bottom(state, query, key, value):
-        state = prefix.absorb(state, maps.key(key, parameters), value)
-        query = maps.query(query, parameters)[:, :, None]
+        state = prefix.absorb(state, maps.key(key, draw), value)
+        query = maps.query(query[:, :, None], draw)
         return prefix.read(state, query).bottom, state
 
     for t in range(9):
@@ -217,55 +295,13 @@ def test_scale_multiplies_the_scores():
 
 def test_unknown_features_and_wrong_projections_are_named():
     arrays = inputs(dtype=np.float32)
-    with pytest.raises(ValueError, match="'trig'.*hyperbolic, positive"):
+    with pytest.raises(ValueError, match="'trig'.*favor.*positive, relu, trig"):
         performer_causal(*arrays, features="trig")
     with pytest.raises(ValueError, match=r"\(2, 19, 6, 5\).*\(11, 4\)"):
         performer(*arrays, ROWS[:, :4])
-
-
-def load(name):
-    path = CONFORMANCE / f"performer_{name}.npz"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not beside this checkout")
-    return np.load(path)
-
-
-GOOGLE = pytest.mark.parametrize(
-    "name", ["pos_basic_m_gt_d", "pos_m_lt_d", "pos_scaling1"]
-)
-
-
-@GOOGLE
-def test_google_has_the_same_features_but_for_its_epsilon(name):
-    case = load(name)
-    rows = case["projection"]
-    parameters = jnp.asarray(rows), jnp.asarray(rows.shape[1] ** -0.5)
-    maps = EXPONENTIAL["positive"]
-    for letter, axes in (("q", 3), ("k", (1, 3))):
-        exponent = maps.query(case[letter], parameters).max(axes, keepdims=True)
-        ours = jnp.exp(maps.key(case[letter], parameters) - exponent)
-        wanted = case[f"google_phi_{letter}"] * len(rows) ** 0.5 - case["feature_eps"]
-        close(ours, wanted, 2e-6)
-
-
-@GOOGLE
-def test_google_has_the_same_outputs_for_its_features(name):
-    """Its ε of 1e-6 a feature moves outputs by up to 2e-3, so both get its features."""
-    case = load(name)
-    features = case["google_phi_q"], case["google_phi_k"]
-    for form, kind in ((linear, "bidir"), (linear_causal, "causal")):
-        output = form(*features, case["v"], features="identity")
-        close(output, case[f"google_out_{kind}"], 1e-5)
-    for form, kind in ((performer, "bidir"), (performer_causal, "causal")):
-        output = form(case["q"], case["k"], case["v"], case["projection"])
-        close(output, case[f"google_out_{kind}"], 2e-3)
-
-
-def test_it_stands_where_google_collapses():
-    """Inputs of scale 8: Google's output is 1e-5, the definition's is not."""
-    case = load("pos_large_x8_scale")
-    arrays = [case[name].astype(np.float64) for name in "qkv"]
-    wanted = mechanism(projection=case["projection"]).oracle(*arrays, causal=True)
-    single = [x.astype(np.float32) for x in arrays]
-    close(performer_causal(*single, case["projection"]), wanted, 1e-4)
-    assert np.abs(case["google_out_causal"]).max() < 1e-3 < np.abs(wanted).max()
+    statistics = favor_statistics(*arrays[:2])
+    with pytest.raises(ValueError, match="'relu' take no statistics.*favor#, favor"):
+        performer(*arrays, features="relu", statistics=statistics)
+    smaller = Statistics(statistics.a, statistics.b[:4])
+    with pytest.raises(ValueError, match=r"\(5, 5\).*\(4, 5\)"):
+        performer(*arrays, features="favor++", statistics=smaller)

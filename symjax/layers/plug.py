@@ -81,11 +81,13 @@ def attention_fn(
         batch = _batch(query, key, value)
         if dtype is None:
             dtype = jnp.result_type(query, key, value)
-        arrays = [_flat(x, batch).astype(dtype) for x in (query, key, value)]
+        query, key, value = (_flat(x, batch).astype(dtype) for x in (query, key, value))
         mask, bias = _pairs("mask", mask, batch), _pairs("bias", bias, batch)
         run = _scores if form.causal is None else _features
         with _products(precision):
-            mixed = run(mechanism, options, *arrays, bias, mask, causal or is_causal)
+            mixed = run(
+                mechanism, options, query, key, value, bias, mask, causal or is_causal
+            )
         return mixed.reshape(*batch, *mixed.shape[1:])
 
     return attend

@@ -141,8 +141,8 @@ def load_diffllama(directory: str | Path) -> tuple[config.Model, dict[str, Any]]
 
     Raises:
         ValueError: a file is missing, a setting is one that the decoder does not have,
-            or names and shapes differ from those of the configuration.
-        ValueError: the package safetensors is not installed.
+            names and shapes differ from those of the configuration, or the package
+            safetensors is not installed.
     """
     directory = Path(directory)
     options = _options(_json(directory / "config.json"))

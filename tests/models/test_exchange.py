@@ -290,7 +290,7 @@ def test_a_random_diffllama_gives_the_logits_of_transformers(tmp_path, tied):
     torch.manual_seed(0)
     settings = {name: x for name, x in SETTINGS.items() if name != "model_type"}
     settings |= {"tie_word_embeddings": tied, "lambda_std_dev": 0.4}
-    settings |= {"initializer_range": 0.3, "attn_implementation": "eager"}
+    settings |= {"initializer_range": 0.2, "attn_implementation": "eager"}
     theirs = transformers.DiffLlamaForCausalLM(
         transformers.DiffLlamaConfig(**settings)
     ).eval()

@@ -1,7 +1,7 @@
 """The attention layer: four independent choices, one module."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.attention.masks import visible_pairs
+from symjax.layers.cache import Cache, write
 from symjax.layers.choices import LEARNED, mechanism_options, sizes
 from symjax.layers.features import feature_map
 from symjax.layers.forgetting import FixedDecay, GatedDecay
@@ -24,13 +25,6 @@ class Lambda(nnx.Param):
 
 class Constant(nnx.Variable):
     """An array that is stored with the weights and never optimised."""
-
-
-class Cache(NamedTuple):
-    """The decoding state of score mechanisms: the keys and values seen so far."""
-
-    key: Float[Array, "B L K H"]
-    value: Float[Array, "B L K V"]
 
 
 class Attention(nnx.Module):
@@ -227,9 +221,8 @@ class Attention(nnx.Module):
         self, arrays: dict[str, Any], cache: Cache, positions: Array
     ) -> tuple[Array, Cache]:
         """What tokens that are not there write is hidden until it is overwritten."""
-        first = positions[:, 0]
-        key = _write(cache.key, arrays["key"][0], first)
-        value = _write(cache.value, arrays["value"][0], first)
+        key = write(cache.key, arrays["key"][0], positions)
+        value = write(cache.value, arrays["value"][0], positions)
         visible = visible_pairs(
             positions,
             jnp.arange(key.shape[1]),
@@ -353,12 +346,3 @@ def _state_first(step: Any) -> Callable:
         return step(state, query, key, value, **options)
 
     return run
-
-
-def _write(cache: Array, new: Array, first: Array) -> Array:
-    """`new` [B T …] in the rows of `cache` [B L …] from first[b] on."""
-
-    def one(cache: Array, new: Array, first: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(cache, new, first, axis=0)
-
-    return jax.vmap(one)(cache, new, first)

@@ -1,37 +1,56 @@
 """What a model costs, by formula: parameters and floating-point operations."""
 
+import jax
+from flax import nnx
+
 from symjax import attention, config
+from symjax.layers import Attention, GatedBlock
+from symjax.layers.choices import sizes
 
 
 def forward_flops(options: config.Model, parameters: int) -> float:
     """Operations of the forward pass a token, a multiply-add counted as two.
 
-    2 for each weight that multiplies a token, plus the work of attention at the
-    model's length. The compiler's own count is of no use here: it counts the body of
-    a scan once.
+    2 for each weight that multiplies a token, as often as it does, plus the work of
+    attention at the model's length. The compiler's own count is of no use here: it
+    counts the body of a scan once.
     """
-    tables = options.vocabulary * options.width * (not options.tie_embeddings)
+    head = options.vocabulary * options.width
+    tables = head * (not options.tie_embeddings)
     if options.positions == "learned":
         tables += options.length * options.width
-    return 2 * (parameters - tables) + options.depth * attention_flops(options)
+    weights = parameters - tables
+    if options.kind == "universal":  # one block, all of its steps
+        weights += (options.depth - 1) * (weights - head)
+    work = sum(attention_flops(options, depth) for depth in range(options.depth))
+    return 2 * weights + work
 
 
-def attention_flops(options: config.Model) -> float:
+def attention_flops(options: config.Model, depth: int) -> float:
     """Operations of one layer's attention a token, its projections left out."""
-    chosen = options.attention
-    branches = 2 if chosen.differential == "v1" else 1
-    queries = options.heads * branches
-    size = options.head_size or options.width // queries
-    value = size * branches
-    form = attention.MECHANISMS[chosen.mechanism]
+    mechanism = config.mechanism_of(options, depth)
+    if mechanism in config.GATED:
+        return _gated_flops(options, depth)
+    form = attention.MECHANISMS[mechanism]
+    heads, _, queries, _, size, value = sizes(options)
     if form.row_weights is not None:  # half the pairs of a causal map
-        return options.length * (queries * size + options.heads * value)
-    if "projection" in form.options():
-        features, drawing = chosen.feature_count, 4 * chosen.feature_count * size
-    else:
-        features, drawing = size, 0
-    inside = min(chosen.chunk_size, options.length) * (features + value)
+        return options.length * (queries * size + heads * value)
+    state = jax.eval_shape(
+        lambda: Attention(options, depth, rngs=nnx.Rngs(jax.random.key(0))).empty(1, 1)
+    )
+    features = max(leaf.shape[2] for leaf in jax.tree.leaves(state))
+    random = "projection" in form.options()
+    drawing = 4 * options.attention.feature_count * size * random
+    inside = min(options.attention.chunk_size, options.length) * (features + value)
     return queries * (drawing + inside + 4 * features * value)
+
+
+def _gated_flops(options: config.Model, depth: int) -> float:
+    block = nnx.eval_shape(lambda: GatedBlock(options, depth, rngs=nnx.Rngs(0)))
+    if block.mechanism == "gau":
+        return options.length * (block.size + block.hidden)
+    inside = options.attention.chunk_size * (block.size + block.hidden)
+    return inside + 4 * block.size * block.hidden
 
 
 def train_flops(options: config.Model, parameters: int) -> float:

@@ -9,9 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from symjax import attention, config
 from symjax.layers.block import Block
+from symjax.layers.gau import GatedBlock
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
 from symjax.layers.sharded import BATCH, constrain
+from symjax.layers.universal import UniversalBlock
 
 
 class Memory(NamedTuple):
@@ -38,7 +40,7 @@ class Decoder(nnx.Module):
         if options.dropout >= 1:
             raise ValueError(f"model.dropout must be below 1, got {options.dropout}")
         self.length = options.length
-        self.remat = options.remat
+        self.remat = options.remat and options.kind == "decoder"
         self.learned_positions = options.positions == "learned"
         self.sinusoidal_positions = options.positions == "sinusoidal"
         self.dtype = jnp.dtype(options.dtype)
@@ -53,9 +55,7 @@ class Decoder(nnx.Module):
         if self.learned_positions:
             shape = (options.length, options.width)
             self.positions = nnx.Param(draw(rngs.params(), shape))
-        self.blocks = nnx.List(
-            Block(options, depth, rngs=rngs) for depth in range(options.depth)
-        )
+        self.blocks = nnx.List(_blocks(options, rngs))
         self.final_norm = norm(
             options.norm,
             options.width,
@@ -146,6 +146,17 @@ class Decoder(nnx.Module):
         x = self.final_norm(x)
         scores = self.embedding.attend(x) if self.tied else self.head(x)
         return scores.astype(jnp.float32)
+
+
+def _blocks(options: config.Model, rngs: nnx.Rngs) -> list[nnx.Module]:
+    """The blocks by depth; a universal model has one, which it repeats by itself."""
+    if options.kind == "universal":
+        return [UniversalBlock(options, rngs=rngs)]
+    mechanisms = [config.mechanism_of(options, x) for x in range(options.depth)]
+    return [
+        (GatedBlock if name in config.GATED else Block)(options, depth, rngs=rngs)
+        for depth, name in enumerate(mechanisms)
+    ]
 
 
 def _run(block: Block, x: Array, key: Array | None) -> Array:

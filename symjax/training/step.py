@@ -97,8 +97,11 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         return State(step, params, transform.init(params)), constants
 
     def loss(params, constants, inputs, targets, key) -> Float[Array, ""]:
-        scores = nnx.merge(graph, params, constants)(inputs, dropout_key=key)
-        return cross_entropy(scores, targets).mean()
+        model = nnx.merge(graph, params, constants)
+        scores = model(inputs, dropout_key=key)
+        ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
+        costs = sum(options.model.ponder * cost.mean() for cost in ponder)
+        return cross_entropy(scores, targets).mean() + costs
 
     def train(state: State, constants, inputs, targets, key):
         key = jax.random.fold_in(key, state.step)

@@ -14,9 +14,7 @@ from symjax import config
 from symjax.layers import Constant, Lambda
 from symjax.models import Decoder, generate
 
-SMALL = config.Model(
-    vocabulary=23, width=24, heads=3, depth=2, length=40, feedforward=40
-)
+SMALL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
 
 
@@ -73,11 +71,11 @@ def test_lambda_vectors_and_projections_have_classes_of_their_own():
 
 
 COMBINATIONS = [
-    {"mechanism": mechanism, "differential": diff, "symmetric": symmetric, "depth": 1}
-    for mechanism, diff, symmetric in itertools.product(
-        ("softmax", "cosine", "linear", "performer"),
-        ("none", "v1"),
-        ("none", "plain", "pairwise"),
+    {"mechanism": mechanism, "differential": diff, "depth": 1}
+    | ({} if diff == "v2" else {"symmetric": symmetric})
+    for mechanism, (diff, symmetric) in itertools.product(
+        ("softmax", "entmax15", "cosine", "linear", "decay", "performer"),
+        (("none", "plain"), ("v1", "pairwise"), ("v2", "")),
     )
 ]
 OPTIONS = [
@@ -95,6 +93,20 @@ OPTIONS = [
     {"heads": 4, "kv_heads": 2, "mechanism": "cosine", "chunk_size": 4},
     {"activation": "swiglu", "norm": "rmsnorm", "bias": False, "tie_embeddings": True},
     {"activation": "gelu", "implementation": "whole"},
+    {"positions": "alibi", "differential": "v1", "mechanism": "sparsemax"},
+    {"positions": "sinusoidal"},
+    {"positions": "rope_interleaved", "rope_share": 0.5, "head_size": 8},
+    {"mechanism": "decay", "decay": "gated", "output_gate": True},
+    {"mechanism": "decay", "decay": "lightning", "differential": "v1"},
+    {"mechanism": "linear", "features": "hedgehog", "heads": 4, "kv_heads": 2},
+    {"mechanism": "linear", "features": "t2r", "feature_count": 12},
+    {"mechanism": "linear", "features": "taylor"},
+    {"mechanism": "performer", "features": "favor++", "feature_count": 32},
+    {"mechanism": "performer", "feature_norms": "constant", "feature_count": 32},
+    {"mechanism": "gau", "positions": "rope"},
+    {"mechanism": "flash", "chunk_size": 4},
+    {"pattern": ("performer", "softmax", "flash"), "depth": 3, "chunk_size": 4},
+    {"kind": "universal", "depth": 3},
 ]
 
 
@@ -116,6 +128,37 @@ def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice):
         jnp.concatenate(outputs, axis=1), whole, atol=1e-5 * abs(whole).max()
     )
     assert (memory.position == TOKENS.shape[1]).all()
+
+
+RAGGED = [
+    {"mechanism": "softmax", "differential": "v1", "length_base": 4},
+    {"mechanism": "softmax", "positions": "alibi", "mask_self": True},
+    {"mechanism": "performer", "feature_count": 32, "positions": "rope"},
+    {"mechanism": "decay", "differential": "v2", "decay": "gated"},
+    {"pattern": ("flash", "gau", "cosine"), "depth": 3, "chunk_size": 4},
+    {"kind": "universal", "positions": "sinusoidal"},
+]
+
+
+@pytest.mark.parametrize("choice", RAGGED, ids=str)
+def test_prompts_of_different_lengths_are_continued_as_if_alone(choice):
+    model = small(**choice)
+    lengths, key = (9, 1, 6), jax.random.key(0)
+    rows = [TOKENS[0, :9], TOKENS[1, :1], TOKENS[1, 3:9]]
+    filled = jnp.stack([jnp.pad(row, (9 - row.size, 0)) for row in rows])
+    shared = {"temperature": 0.0}
+    found = generate(model, filled, 8, key, lengths=jnp.array(lengths), **shared)
+    for row, tokens in zip(rows, found, strict=True):
+        alone = generate(model, row[None], 8, key, **shared)[0]
+        np.testing.assert_array_equal(tokens, alone)
+
+
+def test_lengths_that_do_not_fit_the_prompts_are_refused():
+    for lengths in ([3], [0, 4], [5, 6]):
+        with pytest.raises(ValueError, match="1 to 5 for each prompt"):
+            generate(
+                small(), TOKENS[:, :5], 2, jax.random.key(0), lengths=jnp.array(lengths)
+            )
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "cosine", "linear", "performer"])

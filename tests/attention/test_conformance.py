@@ -37,12 +37,10 @@ def normed(x, eps, weight=None):
 
 
 def rotated(x, case, *, interleaved):
-    """Rotary positions; pairs (2i, 2i + 1) are brought to (i, i + H/2) first."""
     if not case["rope"]:
         return x
-    if interleaved:
-        x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-    return attention.rotate(x, jnp.arange(x.shape[1])[None])
+    positions = jnp.arange(x.shape[1])[None]
+    return attention.rotate(x, positions, interleaved=interleaved)
 
 
 def restrictions(case):
@@ -90,6 +88,21 @@ def official(weights, x, case):
         weights, case, query, key, value, restrictions(case), weights["subln.weight"]
     )
     return linear(mixed, weights, "out_proj"), facts
+
+
+def official_v2(weights, x, case):
+    """microsoft/unilm's second version: λ of every token, no norm."""
+    query = heads(linear(x, weights, "q_proj"), 2 * case["num_heads"])
+    key, value = (
+        heads(linear(x, weights, name), case["num_kv_heads"])
+        for name in ("k_proj", "v_proj")
+    )
+    query, key = (rotated(part, case, interleaved=True) for part in (query, key))
+    logits = linear(x, weights, "lambda_proj")
+    lam = jax.nn.sigmoid(logits)
+    mixed = attention.differential_v2(query, key, value, lam, **restrictions(case))
+    facts = {"lambda_logit": logits, "lambda_full": lam}
+    return linear(mixed.reshape(*x.shape[:2], -1), weights, "o_proj"), facts
 
 
 def llama(weights, x, case):
@@ -169,6 +182,7 @@ def hf_reformer(weights, x, case):
 FAMILIES = {
     "diff_": official,
     "diffsym_": official,
+    "diffv2_": official_v2,
     "diffllama_": llama,
     "difftimm_": timm,
     "symqk_tiedmha_": tied,
@@ -197,7 +211,7 @@ def test_outputs_and_gradients_are_those_of_the_published_layer(layer, path, x64
     with np.load(path) as file:
         case = dict(file)
     # Their naive module mixes the branches of grouped heads; their flash one does not.
-    grouped = "num_kv_heads" in case and case["num_kv_heads"] < case["num_heads"]
+    grouped = "out_flash1" in case and case["num_kv_heads"] < case["num_heads"]
     output_name, gradient_name = (
         ("out_flash1", "gflash1:") if grouped else ("out", "g:")
     )

@@ -1,13 +1,16 @@
 """What words after `python train.py` mean, and what is refused, in one line."""
 
 import ast
+import dataclasses
 import errno
 from pathlib import Path
 
 import pytest
+from flax import nnx
 from runs import ROOT, words
 
 from symjax import config
+from symjax.models import Decoder
 from symjax.training import commandline
 from symjax.training.commandline import leave, parse
 from symjax.training.interrupt import Interrupted
@@ -194,11 +197,18 @@ def test_a_fault_of_ours_keeps_its_traceback():
         leave(lambda: {}["wibble"])
 
 
-def test_every_configuration_names_its_own_command():
-    for path in sorted(Path(ROOT, "configs").glob("*.py")):
-        if path.stem != "base":
-            text = ast.get_docstring(ast.parse(path.read_text())) or ""
-            assert f"python train.py --config configs/{path.name}" in text
+@pytest.mark.parametrize(
+    "path",
+    [x for x in sorted(Path(ROOT, "configs").glob("*.py")) if x.stem != "base"],
+    ids=lambda path: path.stem,
+)
+def test_every_configuration_names_its_own_command_and_builds_its_models(path):
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert f"python train.py --config configs/{path.name}" in text
+    for size in ("3l", "tiny"):
+        options = parse(["--config", f"{path}:{size}"]).config.model
+        options = dataclasses.replace(options, vocabulary=65)
+        nnx.eval_shape(lambda options=options: Decoder(options, rngs=nnx.Rngs(0)))
 
 
 def test_the_words_of_the_small_run_are_what_they_say(tmp_path):

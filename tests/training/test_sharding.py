@@ -26,9 +26,32 @@ MODEL = config.Model(
 # eps 1e-6: rounding noise in vanishing gradients is not blown up to a whole step
 OPTIMIZER = config.Optimizer(eps=1e-6, learning_rate=1e-3, warmup=0.0)
 OPTIONS = config.Config(steps=3, batch_size=8, model=MODEL, optimizer=OPTIMIZER)
-PERFORMER = config.Attention(
-    mechanism="performer", differential="v1", feature_count=16, chunk_size=8
-)
+MODELS = {
+    "softmax": MODEL,
+    "performer": replace(
+        MODEL,
+        attention=config.Attention(
+            mechanism="performer", differential="v1", feature_count=16, chunk_size=8
+        ),
+    ),
+    "decay": replace(
+        MODEL,
+        pattern=("decay", "linear"),
+        attention=config.Attention(
+            differential="v2",
+            decay="gated",
+            output_gate=True,
+            features="hedgehog",
+            chunk_size=8,
+        ),
+    ),
+    "flash": replace(
+        MODEL, pattern=("flash", "gau"), attention=config.Attention(chunk_size=8)
+    ),
+    "universal": replace(
+        MODEL, kind="universal", positions="alibi", attention=config.Attention()
+    ),
+}
 
 
 @functools.cache
@@ -55,11 +78,8 @@ def train(options: config.Config, seed: int = 0) -> tuple[State, list[float]]:
 @functools.cache
 def alone(mechanism: str) -> tuple[State, list[float]]:
     """Training on one device."""
-    return train(replace(OPTIONS, model=model(mechanism), mesh=config.Mesh(data=1)))
-
-
-def model(mechanism: str) -> config.Model:
-    return MODEL if mechanism == "softmax" else replace(MODEL, attention=PERFORMER)
+    mesh = config.Mesh(data=1)
+    return train(replace(OPTIONS, model=MODELS[mechanism], mesh=mesh))
 
 
 MESHES = [
@@ -67,6 +87,9 @@ MESHES = [
     ("softmax", config.Mesh(data=2, fsdp=2, tensor=2)),
     ("softmax", config.Mesh(data=1, tensor=2, sequence=3)),
     ("performer", config.Mesh(data=1, fsdp=2, tensor=4)),
+    ("decay", config.Mesh(data=2, fsdp=2, tensor=2)),
+    ("flash", config.Mesh(data=2, fsdp=2, tensor=2)),
+    ("universal", config.Mesh(data=2, fsdp=2, tensor=2)),
     pytest.param("softmax", config.Mesh(data=1, fsdp=8), marks=pytest.mark.slow),
     pytest.param("performer", config.Mesh(), marks=pytest.mark.slow),
     pytest.param(
@@ -77,7 +100,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("mechanism", "mesh"), MESHES, ids=str)
 def test_every_mesh_trains_like_one_device(mechanism, mesh):
-    state, losses = train(replace(OPTIONS, model=model(mechanism), mesh=mesh))
+    state, losses = train(replace(OPTIONS, model=MODELS[mechanism], mesh=mesh))
     expected, expected_losses = alone(mechanism)
     np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=5e-6)
     for one, other in zip(

@@ -1,16 +1,11 @@
 """What words after `python train.py` mean, and what is refused, in one line."""
 
-import ast
-import dataclasses
 import errno
-from pathlib import Path
 
 import pytest
-from flax import nnx
 from runs import ROOT, words
 
 from symjax import config
-from symjax.models import Decoder
 from symjax.training import commandline
 from symjax.training.commandline import leave, parse
 from symjax.training.interrupt import Interrupted
@@ -195,20 +190,6 @@ def test_every_expected_end_is_one_line_and_a_code(error, code, said, capsys):
 def test_a_fault_of_ours_keeps_its_traceback():
     with pytest.raises(KeyError):
         leave(lambda: {}["wibble"])
-
-
-@pytest.mark.parametrize(
-    "path",
-    [x for x in sorted(Path(ROOT, "configs").glob("*.py")) if x.stem != "base"],
-    ids=lambda path: path.stem,
-)
-def test_every_configuration_names_its_own_command_and_builds_its_models(path):
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    assert f"python train.py --config configs/{path.name}" in text
-    for size in ("3l", "tiny"):
-        options = parse(["--config", f"{path}:{size}"]).config.model
-        options = dataclasses.replace(options, vocabulary=65)
-        nnx.eval_shape(lambda options=options: Decoder(options, rngs=nnx.Rngs(0)))
 
 
 def test_the_words_of_the_small_run_are_what_they_say(tmp_path):

@@ -5,9 +5,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
-from laws import CHUNK, B, H, K, N, T, V, close
-from score_laws import DIFFERENTIAL, LAMBDA, jitted, single
+from laws import CHUNK, B, H, K, N, S, T, V, close, hiding, same
+from score_laws import (
+    DIFFERENTIAL,
+    LAMBDA,
+    SCORED,
+    every_close,
+    every_option,
+    grading,
+    jitted,
+    single,
+)
 
 from symjax import attention
 
@@ -40,6 +50,111 @@ def test_lambda_is_a_number_an_array_or_one_a_head():
     by_head = attention.differential(query, key, value, np.full(N, 0.3, np.float32))
     for lam in (0.3, jnp.float32(0.3)):
         close(attention.differential(query, key, value, lam), by_head, 1e-6)
+
+
+PROJECTION = np.random.default_rng(7).normal(size=(9, H))
+
+
+def _scored(definition):
+    def single_map(query, key, value, mask):
+        shape = B, query.shape[2], query.shape[1], key.shape[1]
+        return definition(query, key, value, np.broadcast_to(mask, shape))
+
+    return single_map
+
+
+def _products(products):
+    def single_map(query, key, value, mask):
+        return oracles.weighted_mean(*products(query, key), value, mask)
+
+    return single_map
+
+
+def _cosine_products(query, key):
+    features = oracles.cosine_features(query), oracles.cosine_features(key)
+    return oracles.feature_products(*features)
+
+
+def _elu_products(query, key):
+    features = (np.where(x > 0, x + 1, np.exp(x)) for x in (query, key))
+    return oracles.feature_products(*features)
+
+
+# What attends, and one map of it by definition: (query, key, value, mask).
+ANY = {
+    "softmax": (attention.softmax, _scored(oracles.softmax)),
+    "sparsemax": (attention.sparsemax, _scored(oracles.sparsemax)),
+    "cosine": (attention.cosine, _products(_cosine_products)),
+    "linear": (attention.linear, _products(_elu_products)),
+    "performer": (
+        partial(attention.performer, projection=PROJECTION),
+        _products(partial(oracles.performer_products, projection=PROJECTION)),
+    ),
+}
+
+
+@pytest.mark.parametrize("attend, single_map", ANY.values(), ids=ANY)
+def test_any_attention_is_the_difference_of_its_two_maps(attend, single_map, x64):
+    """Both versions, with grouped heads, hidden keys and more keys than queries."""
+    *first, lam = DIFFERENTIAL.arrays(keys=S)
+    *second, by_token = SCORED["differential_v2"].arrays(keys=S, seed=1)
+    mask = hiding(S)
+
+    def both(first, second):
+        options = {"attend": attend, "mask": mask}
+        return (
+            attention.differential(*first, lam, **options),
+            attention.differential_v2(*second, by_token, **options),
+        )
+
+    one, two = jax.jit(both)(first, second)
+    query, key, value = first
+    maps = [single_map(query[:, :, b::2], key[:, :, b::2], value, mask) for b in (0, 1)]
+    close(one, maps[0] - lam[None, None, :, None] * maps[1], 1e-12)
+    outputs = single_map(*second, mask)
+    close(two, outputs[:, :, 0::2] - by_token[..., None] * outputs[:, :, 1::2], 1e-12)
+
+
+def test_options_bound_to_a_mechanism_are_kept():
+    """In the fused path too, and a bound mask of each head meets both branches."""
+    query, key, value, lam = single(DIFFERENTIAL.arrays())
+    mask = np.random.default_rng(2).random((B, N, T, T)) < 0.7
+    options = {"scale": 0.2, "mask": mask, "is_causal": True}
+    bound = partial(attention.softmax, **options)
+
+    def outputs(*arrays):
+        return (
+            attention.differential(*arrays, **options),
+            attention.differential(*arrays, attend=bound),
+            attention.differential(*arrays, attend=bound, scale=0.9),
+            attention.differential(*arrays, **options | {"scale": 0.9}),
+        )
+
+    free, kept, called, wanted = jax.jit(outputs)(query, key, value, lam)
+    same(kept, free)
+    same(called, wanted)
+    assert np.abs(called - kept).max() > 0.1
+
+
+def test_the_second_version_runs_over_outputs_with_states_and_gradients(x64):
+    """Over a mechanism that gives (output, state), and over one of unknown weights."""
+    arrays = SCORED["differential_v2"].arrays()
+    attend = partial(attention.linear_causal, chunk_size=CHUNK, return_state=True)
+    output, last = jitted(attention.differential_v2, attend=attend)(*arrays)
+    query, key, value, lam = arrays
+    both, wanted = attention.linear_causal(query, key, value, return_state=True)
+    both = np.asarray(both)
+    close(output, both[:, :, 0::2] - lam[..., None] * both[:, :, 1::2], 1e-12)
+    close(last.sums, wanted.sums, 1e-12)
+
+    def unknown(*arrays, **options):
+        return attention.softmax(*arrays, **options)
+
+    options = every_option()
+    outputs = grading(attention.differential_v2, 4, attend=unknown, **options)(*arrays)
+    fused = grading(attention.differential_v2, 4, **options)(*arrays)
+    close(outputs[0], fused[0], 1e-13)
+    every_close(outputs[1], fused[1], 1e-12)
 
 
 @pytest.mark.parametrize("causal, step", CAUSAL.values(), ids=CAUSAL)
@@ -92,6 +207,26 @@ def test_wrong_shapes_are_named(name):
         attention.differential(*arrays, mask=mask)
     for which in NAMED[name]:
         assert str(shapes[which]) in str(refusal.value)
+
+
+PAIRS = {  # query, key, value, λ and mask; which of them the message names
+    "odd": ((B, T, 5, H), (B, T, 1, H), (B, T, 1, V), (B, T, 2), None, (0, 1)),
+    "split_pair": ((B, T, 6, H), (B, T, 2, H), (B, T, 2, V), (B, T, 3), None, (0, 1)),
+    "branches": ((B, T, 12, H), (B, T, 6, H), (B, T, 3, V), (B, T, 6), None, (1, 2)),
+    "lambda": ((B, T, 12, H), (B, T, 3, H), (B, T, 3, V), (6,), None, (0, 3)),
+    "mask": ((B, T, 12, H), (B, T, 3, H), (B, T, 3, V), (B, T, 6), (1, 12, T, T), (4,)),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS.values(), ids=PAIRS)
+def test_wrong_shapes_of_the_second_version_are_named(case):
+    *shapes, mask, named = case
+    arrays = [np.ones(shape, np.float32) for shape in shapes]
+    with pytest.raises(ValueError) as refusal:
+        mask = None if mask is None else np.ones(mask, bool)
+        attention.differential_v2(*arrays, mask=mask)
+    for which in named:
+        assert str(case[which]) in str(refusal.value)
 
 
 def test_lambda_of_each_head_belongs_to_its_head():

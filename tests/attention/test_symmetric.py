@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from laws import B, H, N, T, V, close
 
@@ -68,6 +69,33 @@ def test_plain_keys_are_the_queries_and_any_mechanism_may_attend():
         query, value, attend=attention.cosine_causal, chunk_size=8
     )
     close(output, attention.cosine_causal(query, query, value), 1e-5)
+
+
+def test_a_differential_head_may_have_symmetric_branches(x64):
+    """Each branch its own keys: plain, pairwise, self-masked, normalised both ways."""
+    rng = np.random.default_rng(3)
+    query, metric = rng.normal(size=(B, T, 2 * N, H)), rng.normal(size=(2 * N, H, H))
+    value, lam = rng.normal(size=(B, T, N, V)), rng.normal(size=N)
+    cases = [
+        ({}, {"is_causal": True}),
+        ({"metric": metric}, {"is_causal": True}),
+        ({"metric": metric}, {"mask_self": True}),
+        ({"normalise": "unit"}, {"mask_self": True, "is_causal": True}),
+        ({"normalise": "rms"}, {"mask_self": True, "is_causal": True}),
+    ]
+
+    def outputs(query, value):
+        keys = [attention.symmetric_key(query, **made) for made, _ in cases]
+        return [
+            attention.differential(query, key, value, lam, **options)
+            for key, (_, options) in zip(keys, cases, strict=True)
+        ]
+
+    results = jax.jit(outputs)(query, value)
+    for output, (made, options) in zip(results, cases, strict=True):
+        key = oracles.symmetric_key(query, **made)
+        pairs = oracles.visible(B, N, T, T, **options)
+        close(output, oracles.differential(query, key, value, lam, pairs), 1e-13)
 
 
 def test_wrong_shapes_and_names_are_named():

@@ -5,11 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax.attention.features import (
-    PLAIN,
-    RANDOM,
-    named,
-)
+from symjax.attention.features import PLAIN, RANDOM, hedgehog, named, t2r
 from symjax.attention.projections import default_projection, orthogonal_projection
 
 
@@ -80,6 +76,43 @@ def test_unknown_norms_and_bad_sizes_raise():
 
 
 def test_tables_list_what_they_know():
-    with pytest.raises(ValueError, match="who: .*'cos'.*hyperbolic, positive"):
+    with pytest.raises(ValueError, match="who: .*'cos'.*hyperbolic, positive, relu"):
         named("who", RANDOM, "cos")
     assert list(PLAIN) == sorted(PLAIN) and list(RANDOM) == sorted(RANDOM)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6])
+def test_squares_take_every_pair_once(size, x64):
+    query, key = np.random.default_rng(0).normal(size=(2, 3, size))
+    score = (query * key).sum(axis=-1)
+    count = size * (size + 1) // 2
+    wanted = {
+        "squared": score**2,
+        "taylor": 1 + score / size**0.5 + score**2 / size / 2,
+    }
+    for name, features in (("squared", count), ("taylor", 1 + size + count)):
+        pair = [PLAIN[name].key(x, None).weights() for x in (query, key)]
+        assert pair[0].shape == (3, features)
+        np.testing.assert_allclose((pair[0] * pair[1]).sum(-1), wanted[name], 1e-12)
+
+
+def test_learned_features_equal_their_definition():
+    """softmax over [x W, −x W], and relu(x W + b), head by head."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(2, 3, 4, 5)), rng.normal(size=(4, 5, 7))
+    bias = rng.normal(size=(4, 7))
+    arrays = [y.astype(np.float32) for y in (x, weight, bias)]
+    waves, ramps = hedgehog(*arrays[:2]), t2r(*arrays)
+    for n in range(4):
+        projected = x[:, :, n] @ weight[n]
+        powers = np.exp(np.concatenate([projected, -projected], axis=-1))
+        wanted = powers / powers.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(waves[:, :, n], wanted, rtol=1e-5)
+        wanted = np.maximum(projected + bias[n], 0)
+        np.testing.assert_allclose(ramps[:, :, n], wanted, atol=1e-5)
+    half = [y.astype(jnp.bfloat16) for y in arrays]
+    assert hedgehog(*half[:2]).dtype == t2r(*half).dtype == jnp.float32
+    with pytest.raises(ValueError, match=r"hedgehog.*\(4, 3, 7\).*\(2, 3, 4, 5\)"):
+        hedgehog(arrays[0], np.zeros((4, 3, 7)))
+    with pytest.raises(ValueError, match=r"t2r.*\(4, 5, 7\).*\(7,\)"):
+        t2r(*arrays[:2], np.zeros(7))

@@ -38,6 +38,22 @@ def mechanism(name):
     return laws.Mechanism.of(forms, products, features=features)
 
 
+def polynomial(name, weigh):
+    """Features by name, weights by the polynomial of the score."""
+
+    def products(query, key, module=np):
+        key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
+        scores = module.einsum("btnh,bsnh->bnts", query, key) * laws.H**-0.5
+        return module.log(weigh(scores)), 1.0
+
+    forms = (linear, linear_causal, linear_step, linear_state)
+    return laws.Mechanism.of(forms, products, features=name)
+
+
+POLYNOMIALS = {
+    "squared": polynomial("squared", lambda s: s**2),
+    "taylor": polynomial("taylor", lambda s: 1 + s + s**2 / 2),
+}
 ELU = mechanism("elu")
 
 
@@ -51,6 +67,11 @@ def test_other_features_equal_their_definition(name):
     laws.it_equals_its_definition(mechanism(name))
 
 
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_polynomials_of_scores_equal_their_definition(name):
+    laws.it_equals_its_definition(POLYNOMIALS[name])
+
+
 def test_a_function_is_the_same_stepwise():
     laws.a_prefill_goes_on_in_chunks_and_steps(mechanism("function"))
 
@@ -62,7 +83,9 @@ def test_identity_takes_given_features(x64):
 
 
 def test_unknown_features_list_the_known():
-    with pytest.raises(ValueError, match="'gelu'.*elu, identity, relu, relu2"):
+    with pytest.raises(
+        ValueError, match="'gelu'.*elu, identity, relu, relu2, squared, taylor"
+    ):
         linear(*inputs(), features="gelu")
 
 

@@ -70,22 +70,19 @@ def _products(products):
     return single_map
 
 
-def _cosine_products(query, key):
-    features = oracles.cosine_features(query), oracles.cosine_features(key)
-    return oracles.feature_products(*features)
-
-
-def _elu_products(query, key):
-    features = (np.where(x > 0, x + 1, np.exp(x)) for x in (query, key))
-    return oracles.feature_products(*features)
+def _features(define):
+    return _products(lambda *pair: oracles.feature_products(*map(define, pair)))
 
 
 # What attends, and one map of it by definition: (query, key, value, mask).
 ANY = {
     "softmax": (attention.softmax, _scored(oracles.softmax)),
     "sparsemax": (attention.sparsemax, _scored(oracles.sparsemax)),
-    "cosine": (attention.cosine, _products(_cosine_products)),
-    "linear": (attention.linear, _products(_elu_products)),
+    "cosine": (attention.cosine, _features(oracles.cosine_features)),
+    "linear": (
+        attention.linear,
+        _features(lambda x: np.where(x > 0, x + 1, np.exp(x))),
+    ),
     "performer": (
         partial(attention.performer, projection=PROJECTION),
         _products(partial(oracles.performer_products, projection=PROJECTION)),

@@ -1,11 +1,13 @@
 """Sparsemax and entmax-1.5: thresholds, supports, ties, and derivatives along them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from laws import K, N, S, T, close, same
-from score_laws import SCORED, blocks, single
+from score_laws import SCORED, blocks, every_close, graded, single
 
 from symjax import attention
 from symjax.attention import sparse
@@ -158,3 +160,15 @@ def test_keys_outside_the_support_are_exactly_nothing(power):
     assert output == other
     same(np.where(unused, gradient, 0), np.zeros_like(value))
     assert (np.where(unused, 1, gradient) != 0).all()
+
+
+def test_examples_on_several_devices_are_as_on_one():
+    """Inside `shard_map`, which checks that loops carry what differs by device."""
+    arrays = single(SCORED["sparsemax"].arrays())
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.PartitionSpec("data")
+    attend = partial(attention.entmax15, is_causal=True)
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=spread, out_specs=spread)
+    wanted = graded(attend, *arrays)
+    output, gradients = graded(sharded, *arrays)
+    every_close((output, *gradients), (wanted[0], *wanted[1]), 1e-6)

@@ -21,8 +21,8 @@ class Powers(NamedTuple):
     The last axis is that of features; of the exponent it is 1 where all share it.
     """
 
-    amplitude: Array | None
-    exponent: Array | None
+    amplitude: Any  # [… M], or None
+    exponent: Any  # [… M] or [… 1], or None
 
     def raised(self, exponent: Array) -> "Powers":
         """φ · exp(exponent)."""

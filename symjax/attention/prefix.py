@@ -54,8 +54,8 @@ class Chunk(NamedTuple):
     `run` numbers the segments; `fresh` says that one starts with this chunk.
     """
 
-    query: Float[Array, "B K G T M"] | Powers
-    key: Float[Array, "B K T M"] | Powers
+    query: Any  # [B K G T H], then Powers
+    key: Any  # [B K T H], then Powers
     value: Float[Array, "B K T V"]
     visible: Bool[Array, "B T"]
     run: Int[Array, "B T"] | None = None

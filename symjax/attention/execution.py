@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from symjax.attention import prefix
 from symjax.attention.features import Features, Powers
+from symjax.attention.masks import segment_runs
 from symjax.attention.prefix import Chunk, Fraction, LinearState
 
 
@@ -295,8 +296,7 @@ def layout(
         value = jnp.where(visible[:, :, None, None], value, 0)
     run = None
     if segment_ids is not None:
-        change = segment_ids[:, 1:] != segment_ids[:, :-1]
-        run = jnp.pad(jnp.cumsum(change, axis=1), ((0, 0), (1, 0)))
+        run = segment_runs(segment_ids)
     return Chunk(
         rearrange(query, "b t (k g) h -> b k g t h", k=heads),
         rearrange(key, "b s k h -> b k s h"),

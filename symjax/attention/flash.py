@@ -10,6 +10,7 @@ from symjax.attention import groups
 from symjax.attention.execution import check
 from symjax.attention.gau import check_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
+from symjax.attention.masks import segment_runs
 
 
 def flash(
@@ -100,8 +101,8 @@ def flash_causal(
     visible = jnp.ones(key.shape[:2], bool)
     if mask is not None:
         visible = jnp.broadcast_to(mask.reshape(-1, mask.shape[-1]), visible.shape)
-    output, state = groups.go_on(rule, tokens, state, visible)
-    return (output, state) if return_state else output
+    output, after = groups.go_on(rule, tokens, state, visible)
+    return (output, after) if return_state else output
 
 
 def flash_step(
@@ -214,10 +215,7 @@ def _tokens(
         key, linear_key, value = (
             jnp.where(visible, x, 0) for x in (key, linear_key, value)
         )
-    run = None
-    if segment_ids is not None:
-        change = segment_ids[:, 1:] != segment_ids[:, :-1]
-        run = jnp.pad(jnp.cumsum(change, axis=1), ((0, 0), (1, 0)))
+    run = None if segment_ids is None else segment_runs(segment_ids)
     return Tokens(query, key, linear_query, linear_key, value, run)
 
 

@@ -111,9 +111,13 @@ def _after(
         sums = jnp.where(last[:, :, None, None] == 0, sums, 0)
     key = jnp.where(earlier, laid.linear_key, 0)
     group = first[:, None] + jnp.arange(size)[None]
-    kept = (_take(x, group) for x in (laid.key, laid.linear_key, laid.value))
-    sums = sums + _sum(key, laid.value, sums.dtype)
-    return FlashState(*kept, read - first, sums)
+    return FlashState(
+        _take(laid.key, group),
+        _take(laid.linear_key, group),
+        _take(laid.value, group),
+        read - first,
+        sums + _sum(key, laid.value, sums.dtype),
+    )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -131,12 +135,16 @@ def step(rule: Rule, tokens: Tokens, state: FlashState) -> tuple[Array, FlashSta
 
     def fold(group: FlashState) -> FlashState:
         """Full groups become part of the sums."""
+        key, linear_key, value, place, sums = group
         done = full[:, None, None, None]
-        sums = group.sums + _sum(
-            jnp.where(done, group.linear_key, 0), group.value, group.sums.dtype
+        new = _sum(jnp.where(done, linear_key, 0), value, sums.dtype)
+        return FlashState(
+            jnp.where(done, 0, key),
+            jnp.where(done, 0, linear_key),
+            jnp.where(done, 0, value),
+            jnp.where(full, 0, place),
+            sums + new,
         )
-        kept = (jnp.where(done, 0, x) for x in group[:3])
-        return FlashState(*kept, jnp.where(full, 0, group.place), sums)
 
     group = FlashState(key, linear_key, value, state.place + 1, state.sums)
     group = jax.lax.cond(full.any(), fold, lambda group: group, group)

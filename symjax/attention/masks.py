@@ -39,5 +39,11 @@ def visible_pairs(
     return visible
 
 
+def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The number of each token's run of equal ids, from 0: what a state can follow."""
+    change = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(jnp.cumsum(change, axis=1), ((0, 0), (1, 0)))
+
+
 def _both(visible: Array | None, more: Array) -> Array:
     return more if visible is None else visible & more

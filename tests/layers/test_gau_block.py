@@ -19,17 +19,13 @@ WIDTH, TIME, LENGTH, GROUP = 12, 19, 23, 8
 
 def block(mechanism="gau", *, seed=0, **changes):
     """A block whose biases, scales and norms are not those it starts from."""
-    chosen = {
-        name: changes.pop(name)
-        for name in list(changes)
-        if name in config.Attention.__dataclass_fields__
-    }
+    known = config.Attention.__dataclass_fields__
+    chosen = {name: changes.pop(name) for name in list(changes) if name in known}
     if mechanism == "flash":
-        chosen = {"chunk_size": GROUP} | chosen
-    options = {"width": WIDTH, "length": LENGTH, "positions": "rope"} | changes
-    options = config.Model(
-        attention=config.Attention(mechanism=mechanism, **chosen), **options
-    )
+        chosen.setdefault("chunk_size", GROUP)
+    model = {"width": WIDTH, "length": LENGTH, "positions": "rope", **changes}
+    model["attention"] = config.Attention(mechanism=mechanism, **chosen)
+    options = config.Model(**model)
     made = GatedBlock(options, 0, rngs=nnx.Rngs(seed))
     graph, weights = nnx.split(made, nnx.Param)
     rng = np.random.default_rng(seed)
@@ -53,7 +49,7 @@ def extend(made, x, state, position, present=None):
     return made.extend(x, state, position, present)
 
 
-def definition(made, x):
+def definition(made, x: np.ndarray):
     """x + W_o(u ⊙ A v), from the block's weights, in float64."""
 
     def weight(part, name):
@@ -70,7 +66,7 @@ def definition(made, x):
         used = z * weight(part, "scale") + weight(part, "bias")
         return oracles.rotate(used[:, :, None], np.arange(x.shape[1])[None])
 
-    x = np.float64(x)
+    x = x.astype(np.float64)
     mean = x.mean(axis=-1, keepdims=True)
     y = (x - mean) / np.sqrt(x.var(axis=-1, keepdims=True) + 1e-5)
     y = y * weight(made.norm, "scale") + weight(made.norm, "bias")

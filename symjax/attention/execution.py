@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from symjax.attention import prefix
 from symjax.attention.features import Features, Powers
-from symjax.attention.masks import segment_runs
+from symjax.attention.masks import segment_runs, visible_keys
 from symjax.attention.prefix import Chunk, Fraction, LinearState
 
 
@@ -288,10 +288,8 @@ def layout(
     Zeros, so that not even a NaN in the padding reaches a sum or a gradient.
     """
     batch, length, heads, _ = key.shape
-    visible = jnp.ones((batch, length), bool)
+    visible = visible_keys(mask, batch, length)
     if mask is not None:
-        flat = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask.reshape(1, 1)
-        visible = jnp.broadcast_to(flat, (batch, length))
         key = jnp.where(visible[:, :, None, None], key, 0)
         value = jnp.where(visible[:, :, None, None], value, 0)
     run = None

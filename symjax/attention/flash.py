@@ -10,7 +10,7 @@ from symjax.attention import groups
 from symjax.attention.execution import check
 from symjax.attention.gau import check_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
-from symjax.attention.masks import segment_runs
+from symjax.attention.masks import segment_runs, visible_keys
 
 
 def flash(
@@ -98,9 +98,7 @@ def flash_causal(
     if state is None:
         state = _empty_like(tokens, group_size)
     _check_state("flash_causal", state, tokens, group_size)
-    visible = jnp.ones(key.shape[:2], bool)
-    if mask is not None:
-        visible = jnp.broadcast_to(mask.reshape(-1, mask.shape[-1]), visible.shape)
+    visible = visible_keys(mask, *key.shape[:2])
     output, after = groups.go_on(rule, tokens, state, visible)
     return (output, after) if return_state else output
 
@@ -211,7 +209,7 @@ def _tokens(
             f"and {linear_query.shape}"
         )
     if mask is not None:
-        visible = mask.reshape(-1, mask.shape[-1])[:, :, None, None]
+        visible = visible_keys(mask, *key.shape[:2])[:, :, None, None]
         key, linear_key, value = (
             jnp.where(visible, x, 0) for x in (key, linear_key, value)
         )

@@ -39,6 +39,16 @@ def visible_pairs(
     return visible
 
 
+def visible_keys(
+    mask: Bool[Array, "#B 1 1 #S"] | None, batch: int, length: int
+) -> Bool[Array, "B S"]:
+    """The keys that a mask which only hides keys leaves."""
+    if mask is None:
+        return jnp.ones((batch, length), bool)
+    flat = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask.reshape(1, 1)
+    return jnp.broadcast_to(flat, (batch, length))
+
+
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The number of each token's run of equal ids, from 0: what a state can follow."""
     change = segment_ids[:, 1:] != segment_ids[:, :-1]

@@ -9,7 +9,7 @@ which forgets everything, is a decay like any other.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -86,11 +86,11 @@ def decay_causal(
     _check_log_decay(who, log_decay, key)
     if chunk_size < 1:
         raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
-    state = _start(who, state, query, key, value)
-    output, state = _causal(
-        chunk_size, state, query, key, value, log_decay, mask, segment_ids
+    start = _start(who, state, query, key, value)
+    output, end = _causal(
+        chunk_size, start, query, key, value, log_decay, mask, segment_ids
     )
-    return (output, state) if return_state else output
+    return (output, end) if return_state else output
 
 
 def decay_step(
@@ -251,7 +251,8 @@ def _layout(
     if chunk.run is not None:
         first = jnp.diff(chunk.run, axis=1, prepend=chunk.run[:, :1]) != 0
         decay = jnp.where(first[:, None, :, None], -jnp.inf, decay)
-    return _Chunk(chunk.query, chunk.key, chunk.value, decay)
+    vectors = cast(tuple[Array, Array, Array], chunk[:3])
+    return _Chunk(*vectors, decay)
 
 
 def _advance(

@@ -1,7 +1,13 @@
 """FLASH: gated attention units in groups, with linear attention across them.
 
-python train.py --config configs/flash.py:tiny
-python train.py --config configs/flash.py
+    python train.py --config configs/flash.py:tiny
+    python train.py --config configs/flash.py
+
+Groups are chunks of model.attention.chunk_size tokens, 64; the paper's have 256.
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.921 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0).
+Its 3000 steps and the larger sizes were not measured yet. The trigram line is 1.848.
 """
 
 from ml_collections import ConfigDict

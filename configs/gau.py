@@ -1,7 +1,11 @@
 """Gated attention units: squared-ReLU attention with one head.
 
-python train.py --config configs/gau.py:tiny
-python train.py --config configs/gau.py
+    python train.py --config configs/gau.py:tiny
+    python train.py --config configs/gau.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.918 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0).
+Its 3000 steps and the larger sizes were not measured yet. The trigram line is 1.848.
 """
 
 from ml_collections import ConfigDict

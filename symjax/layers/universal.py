@@ -44,12 +44,17 @@ def halt(
 class UniversalBlock(nnx.Module):
     """One block applied up to `depth` times, as often as each token needs.
 
-    s_r = block(s_{r−1} + e_r), p_r = sigmoid(W s_r + b), out = Σ_r w_r s_r
+    s_r = block(s_{r−1} + e_r), p_r = sigmoid(W s_r/|s_r| + b), out = Σ_r w_r s_r
 
     with the input s_0, a learned embedding e_r of the step, b = 1 at first, and the
     weights w_r of `halt`, which sum to 1. The state of a token that has halted stays
     as it is; tokens that go on still see it. A token's ponder cost is the number of
     its steps plus the remainder.
+
+    The paper does not divide by |s_r|. A token that halts in its first step gives
+    halting no gradient, and without the division Adam got there within 300 steps of
+    configs/universal.py:tiny: about 90 % of tokens took one step, with a ponder cost or
+    without.
 
     All tokens are computed at every step: depth times the cost of a block, with the
     weights of one. Halting is a threshold, so rounding can move a token to another
@@ -156,11 +161,17 @@ class UniversalBlock(nnx.Module):
             new = advance(step, state + embeddings[step][None, None])
             running = halting.spent < 1
             state = jnp.where(running[..., None], new, state)
-            probability = jax.nn.sigmoid(self.halting(state)[..., 0])
+            probability = jax.nn.sigmoid(self.halting(_direction(state))[..., 0])
             last = step == self.depth - 1
             weight, halting = halt(halting, probability, last=last)
             output = output + weight[..., None] * state
         return output.astype(state.dtype), halting.ponder
+
+
+def _direction(state: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """s/|s|; an added 1e-6 keeps the gradient of a zero state finite."""
+    wide = state.astype(jnp.promote_types(state.dtype, jnp.float32))
+    return wide * jax.lax.rsqrt((wide**2).sum(axis=-1, keepdims=True) + 1e-6)
 
 
 def _run(block: Block, x: Array, key: Array | None) -> Array:

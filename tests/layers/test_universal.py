@@ -35,7 +35,7 @@ def options(*, depth=DEPTH, **more):
 def layer_of(**more):
     """A layer whose tokens halt at different steps."""
     layer = UniversalBlock(options(**more), rngs=nnx.Rngs(0))
-    layer.halting.kernel[...] = 2 * layer.halting.kernel[...]
+    layer.halting.kernel[...] = 12 * layer.halting.kernel[...]
     layer.halting.bias[...] = jnp.array([-0.5])
     return layer
 
@@ -100,7 +100,8 @@ def test_a_layer_equals_its_definition():
             going[b, t] = all(total < 0.99 for total in sums)
         new = apply_block(layer, state, step)
         state = np.where(going[..., None], new, state)
-        probabilities[step] = 1 / (1 + np.exp(-(np.float64(state) @ kernel + bias)))
+        length = np.linalg.norm(np.float64(state), axis=-1, keepdims=True)
+        probabilities[step] = 1 / (1 + np.exp(-(state / length @ kernel + bias)))
         states.append(state)
         steps += going
     assert set(steps.ravel()) == {1, 2, 3}

@@ -58,7 +58,7 @@ class UniversalBlock(nnx.Module):
 
     All tokens are computed at every step: depth times the cost of a block, with the
     weights of one. Halting is a threshold, so rounding can move a token to another
-    step: two forms of computation then differ by up to 0.01 in its own output, by
+    step: two forms of computation then differ by 1 % of a step in its own output, by
     more in what later tokens see of it.
 
     Args:

@@ -107,7 +107,12 @@ class Attention:
     output_gate: bool = key(
         False, "multiply the output by silu(W x), as RetNet and GLA do"
     )
-    chunk_size: int = key(64, "tokens a chunk of the causal prefix sum", least=1)
+    chunk_size: int = key(
+        64,
+        "tokens a chunk of the causal prefix sum, which changes no result; of flash, "
+        "the tokens of a group, which does",
+        least=1,
+    )
     implementation: str = key(
         "rows",
         "how score mechanisms run: blocks of rows, or the whole map",
@@ -379,7 +384,8 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
     ):
         raise ValueError(f"{name} must be {shown(kind)}, got {value!r}")
     known, least = choices(field), field.metadata["least"]
-    for one in value if plain is tuple else (value,):
+    several: Any = value if plain is tuple else (value,)
+    for one in several:
         if known and one not in known:
             raise ValueError(
                 f"{name} {one!r} is unknown: choose from {', '.join(known)}"

@@ -59,8 +59,9 @@ def table() -> str:
     Symmetric keys and differential maps go over any of these, with the capabilities
     of the one they go over; symmetric keys are not grouped.
     """
-    head = ("mechanism", *Capabilities._fields, "time a head", "memory to decode")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [
+        ("mechanism", *Capabilities._fields, "time a head", "memory to decode")
+    ]
     for name, mechanism in ROWS.items():
         cells = [_cell(cell) for cell in capabilities(mechanism)]
         rows.append((name, *cells, mechanism.time, mechanism.memory))

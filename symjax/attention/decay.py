@@ -19,8 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.execution import check, cut, heads_last, join, layout, sum_dtype
 from symjax.attention.positions import alibi_slopes
-
-_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+from symjax.attention.prefix import einsum
 
 
 class DecayState(NamedTuple):
@@ -264,10 +263,10 @@ def _advance(
         since, until, scores = _scores_by_head(query, key, log_decay)
     else:
         since, until, scores = _scores_by_channel(query, key, log_decay)
-    inside = _einsum("bkgts,bksv->bkgtv", scores, value)
+    inside = einsum("bkgts,bksv->bkgtv", scores, value)
     faded = query * jnp.exp(since)[:, :, None]
-    rows = inside + _einsum("bkgth,bkhv->bkgtv", faded, sums)
-    new = _einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
+    rows = inside + einsum("bkgth,bkhv->bkgtv", faded, sums)
+    new = einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
     return sums * jnp.exp(since[:, :, -1])[..., None] + new, rows
 
 
@@ -284,7 +283,7 @@ def _scores_by_head(
     own = jnp.zeros_like(padded)[..., None]
     since, until, exponents = _by_halves(padded, own, across, -jnp.inf)
     weights = jnp.exp(exponents[..., :length, :length])[:, :, None]
-    scores = _einsum("bkgth,bksh->bkgts", query, key) * weights
+    scores = einsum("bkgth,bksh->bkgts", query, key) * weights
     return since[:, :, :length], until[:, :, :length], scores
 
 
@@ -299,9 +298,9 @@ def _scores_by_channel(
         half = since.shape[-2]
         later = _halves(query, half)[1] * jnp.exp(since)[:, :, None]
         earlier = _halves(key, half)[0] * jnp.exp(until)
-        return _einsum("bkgnth,bknsh->bkgnts", later, earlier)
+        return einsum("bkgnth,bknsh->bkgnts", later, earlier)
 
-    own = _einsum("bkgth,bkth->bkgt", query, key)[..., None, None]
+    own = einsum("bkgth,bkth->bkgt", query, key)[..., None, None]
     since, until, scores = _by_halves(padded, own, across, 0)
     scores = scores[..., :length, :length]
     return since[:, :, :length], until[:, :, :length], scores

@@ -14,9 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.execution import cut, sum_dtype
 from symjax.attention.gau import SquaredReLU
+from symjax.attention.prefix import einsum
 from symjax.attention.rows import attend_rows
-
-_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class FlashState(NamedTuple):
@@ -227,13 +226,13 @@ def _earlier(
 
 
 def _sum(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:
-    return _einsum("bskm,bskv->bkmv", key.astype(dtype), value.astype(dtype))
+    return einsum("bskm,bskv->bkmv", key.astype(dtype), value.astype(dtype))
 
 
 def _read(query: Array, sums: Array) -> Float[Array, "B T N V"]:
     batch, length, heads, size = query.shape
     query = query.reshape(batch, length, sums.shape[1], -1, size).astype(sums.dtype)
-    rows = _einsum("btkgm,bkmv->btkgv", query, sums)
+    rows = einsum("btkgm,bkmv->btkgv", query, sums)
     return rows.reshape(batch, length, heads, -1)
 
 

@@ -24,7 +24,7 @@ from symjax.attention.features import Features, Powers
 
 # Below this a chunk that is referred to its last peak has lost its early rows.
 _LOST = 1e-20
-_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class LinearState(NamedTuple):
@@ -116,7 +116,7 @@ def _refer(state: LinearState, peak: Array | None) -> LinearState:
 
 def _add(state: LinearState, weights: Array, value: Array) -> LinearState:
     """The state after more keys, whose weights refer to the state's peak."""
-    sums = state.sums + _einsum("bksm,bksv->bkmv", weights, value)
+    sums = state.sums + einsum("bksm,bksv->bkmv", weights, value)
     return LinearState(sums, state.total + weights.sum(axis=-2), state.peak)
 
 
@@ -141,11 +141,11 @@ def read(state: LinearState, query: Powers) -> Fraction:
 
 
 def _look(state: LinearState, weights: Array, shift: Array, signed: bool) -> Fraction:
-    top = _einsum("bkgtm,bkmv->bkgtv", weights, state.sums)
-    bottom = _einsum("bkgtm,bkm->bkgt", weights, state.total)
+    top = einsum("bkgtm,bkmv->bkgtv", weights, state.sums)
+    bottom = einsum("bkgtm,bkm->bkgt", weights, state.total)
     if not signed:
         return Fraction(top, bottom, bottom, shift)
-    size = _einsum("bkgtm,bkm->bkgt", jnp.abs(weights), jnp.abs(state.total))
+    size = einsum("bkgtm,bkm->bkgt", jnp.abs(weights), jnp.abs(state.total))
     return Fraction(top, bottom, size, shift)
 
 
@@ -153,7 +153,7 @@ def _and_scores(past: Fraction, scores: Array, value: Array, signed: bool) -> Fr
     """Rows that see, beside the past, the keys of their own chunk."""
     bottom = scores.sum(axis=-1)
     size = jnp.abs(scores).sum(axis=-1) if signed else bottom
-    top = _einsum("bkgts,bksv->bkgtv", scores, value)
+    top = einsum("bkgts,bksv->bkgtv", scores, value)
     return Fraction(past.top + top, past.bottom + bottom, past.size + size, past.shift)
 
 
@@ -270,7 +270,7 @@ def _together(
     that is far larger pushes earlier ones out of range. `_rescue` looks after those.
     """
     row, shift = _weigh_query(chunk.query, peak)
-    scores = _einsum("bkgtm,bksm->bkgts", row, weights)
+    scores = einsum("bkgtm,bksm->bkgts", row, weights)
     scores = scores * _pairs(chunk)[:, None, None].astype(scores.dtype)
     if chunk.run is not None:
         reaches = chunk.run == chunk.run[:, :1]
@@ -356,6 +356,6 @@ def _across(chunk: Chunk, running: Array, half: Array) -> Array:
         near, far = near & same, far & same
     left = chunk.key.raised(-_finite(boundary)).where(far[:, None])
     right = chunk.query.raised(boundary[:, :, None]).where(near[:, None, None])
-    scores = _einsum("bkgtm,bksm->bkgts", right.weights(), left.weights())
+    scores = einsum("bkgtm,bksm->bkgts", right.weights(), left.weights())
     inside = (block[:, None] == block[None, :])[None, None, None]
     return scores * inside.astype(scores.dtype)

@@ -153,13 +153,19 @@ def row_map(
     *,
     is_causal: bool = False,
     lam: Float[Array, "#B #T N"] | None = None,
+    shared_keys: bool = False,
     **options,
 ) -> Float[Array, "B N T S"]:
     """The whole map of weights, for reading: O(T S) memory. Options of `attend_rows`.
 
     It is what `attend_rows` gives for the unit vectors as values.
+
+    Args:
+        shared_keys: with `lam`, both query heads of a pair look at one key
+            (differential V2); otherwise each has its own (V1).
     """
-    heads = key.shape[2] if lam is None else key.shape[2] // 2
+    branches = 1 if lam is None or shared_keys else 2
+    heads = key.shape[2] // branches
     units = jnp.eye(key.shape[1], dtype=query.dtype)[None, :, None]
     value = jnp.broadcast_to(units, (key.shape[0], key.shape[1], heads, key.shape[1]))
     options = {"implementation": "whole", "is_causal": is_causal, **options}

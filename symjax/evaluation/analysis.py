@@ -10,7 +10,8 @@ from symjax.models.decoder import Decoder
 def lambda_table(model: Decoder) -> list[dict[str, float]]:
     """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with differential V1."""
     rows = []
-    layers = [x for _, x in nnx.iter_modules(model) if isinstance(x, Attention)]
+    modules = sorted(nnx.iter_modules(model), key=lambda found: found[0])
+    layers = [layer for _, layer in modules if isinstance(layer, Attention)]
     for index, layer in enumerate(layers):
         if layer.differential != "v1":
             continue

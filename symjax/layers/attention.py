@@ -211,7 +211,7 @@ class Attention(nnx.Module):
             function = _state_first(self._form.step)
         else:
             options = {**dict(self.options), "return_state": True}
-            function = self._form.causal
+            function = self._form.causal or self._form.attend
             if present is not None:
                 arrays["mask"] = (present[:, None, None], "B")
         mixed, state = self._mix(function, options, arrays, ("BTN", "BK"))
@@ -298,7 +298,7 @@ class Attention(nnx.Module):
     ) -> Any:
         """`function` over all heads, its maps combined as the layer combines them."""
 
-        def run(query, key, value, lam=None, **more) -> Any:
+        def run(query, key, value, lam: Any = None, **more) -> Any:
             more = options | more
             if self.differential == "none":
                 return function(query, key, value, **more)

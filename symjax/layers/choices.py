@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from symjax import attention, config
+from symjax.layers.gau import OWN
 
 # Keys of config.Attention that a mechanism may or may not take as an option.
 OPTIONS = ("length_base", "mask_self", "features", "chunk_size", "implementation")
@@ -83,7 +84,7 @@ def mechanism_options(options: config.Model, depth: int) -> dict[str, Any]:
 
 def _arguments(mechanism: str) -> tuple[str, ...]:
     if mechanism in config.GATED:
-        return ()
+        return OWN[mechanism]
     return attention.MECHANISMS[mechanism].options()
 
 

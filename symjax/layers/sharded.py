@@ -44,6 +44,14 @@ def per_device(
     if not has_mesh():
         return function(**values)
 
+    several = {
+        axis
+        for value, axes in arrays.values()
+        for leaf in jax.tree.leaves(value)
+        for axis, size in zip(axes, leaf.shape, strict=False)
+        if size > 1
+    }
+
     def place(axes: str) -> Callable[[Array], P]:
         def leaf(x: Array) -> P:
             sizes = zip(axes, x.shape, strict=False)
@@ -51,12 +59,15 @@ def per_device(
 
         return leaf
 
+    def place_output(axes: str) -> P:
+        return P(*(LETTERS.get(axis) if axis in several else None for axis in axes))
+
     places = {
         name: jax.tree.map(place(axes), value) for name, (value, axes) in arrays.items()
     }
     return jax.shard_map(
         lambda values: function(**values),
         in_specs=(places,),
-        out_specs=jax.tree.map(lambda axes: P(*map(LETTERS.get, axes)), output),
+        out_specs=jax.tree.map(place_output, output),
         check_vma=False,
     )(values)

@@ -148,7 +148,7 @@ class Decoder(nnx.Module):
         return scores.astype(jnp.float32)
 
 
-def _blocks(options: config.Model, rngs: nnx.Rngs) -> list[nnx.Module]:
+def _blocks(options: config.Model, rngs: nnx.Rngs) -> list[Any]:
     """The blocks by depth; a universal model has one, which it repeats by itself."""
     if options.kind == "universal":
         return [UniversalBlock(options, rngs=rngs)]
@@ -159,5 +159,5 @@ def _blocks(options: config.Model, rngs: nnx.Rngs) -> list[nnx.Module]:
     ]
 
 
-def _run(block: Block, x: Array, key: Array | None) -> Array:
+def _run(block: Any, x: Array, key: Array | None) -> Array:
     return block(x, dropout_key=key)

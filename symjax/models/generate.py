@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from symjax.models.decoder import Decoder
@@ -53,7 +54,7 @@ def generate(
 
 
 def _check_lengths(lengths: Array, prompt: Array) -> None:
-    known = not isinstance(lengths, jax.core.Tracer)
+    known = not isinstance(lengths, Tracer)
     if lengths.shape != prompt.shape[:1] or (
         known and not all(1 <= length <= prompt.shape[1] for length in lengths)
     ):

@@ -96,17 +96,19 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         step = jnp.zeros((), jnp.int32)
         return State(step, params, transform.init(params)), constants
 
-    def loss(params, constants, inputs, targets, key) -> Float[Array, ""]:
+    def loss(params, constants, inputs, targets, key) -> tuple[Array, Array]:
+        """What is minimised, and the part of it that is reported."""
         model = nnx.merge(graph, params, constants)
         scores = model(inputs, dropout_key=key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
         costs = sum(options.model.ponder * cost.mean() for cost in ponder)
-        return cross_entropy(scores, targets).mean() + costs
+        predicted = cross_entropy(scores, targets).mean()
+        return predicted + costs, predicted
 
     def train(state: State, constants, inputs, targets, key):
         key = jax.random.fold_in(key, state.step)
-        value, gradient = _accumulated(
-            jax.value_and_grad(loss), options.optimizer.accumulate
+        (_, value), gradient = _accumulated(
+            jax.value_and_grad(loss, has_aux=True), options.optimizer.accumulate
         )(state.params, constants, inputs, targets, key)
         updates, moments = transform.update(gradient, state.optimizer, state.params)
         metrics = {
@@ -158,7 +160,7 @@ def _parts(model: Decoder) -> tuple[dict, dict]:
 
 
 def _accumulated(value_and_grad: Callable, count: int) -> Callable:
-    """Mean value and gradient over `count` micro-batches, one at a time."""
+    """Mean values and gradient over `count` micro-batches, one at a time."""
     if count == 1:
         return value_and_grad
 
@@ -172,7 +174,7 @@ def _accumulated(value_and_grad: Callable, count: int) -> Callable:
             found = value_and_grad(params, constants, inputs, targets, here)
             return jax.tree.map(jnp.add, total, found), None
 
-        zero = jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params))
+        zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()),) * 2, params))
         parts = (jnp.arange(count), split(inputs), split(targets))
         total, _ = jax.lax.scan(add, zero, parts)
         return jax.tree.map(lambda x: x / count, total)

@@ -14,6 +14,5 @@ def get_config(size: str = "3l") -> ConfigDict:
     config.model.attention.update(
         mechanism="performer", features="favor++", query_key_norm=True
     )
-    if size == "tiny":
-        config.model.attention.feature_count = 64  # for heads of 32
+    config.model.attention.feature_count = 64  # for heads of 32
     return config

@@ -13,6 +13,5 @@ def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.pattern = ("performer", "softmax")
     config.model.attention.query_key_norm = True
-    if size == "tiny":
-        config.model.attention.feature_count = 64  # for heads of 32
+    config.model.attention.feature_count = 64  # for heads of 32
     return config

@@ -378,14 +378,13 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
     plain = typing.get_origin(kind) or kind
     items = typing.get_args(kind) if plain is tuple else ()
     if items[1:] == (Ellipsis,):
-        items = items[:1] * len(value) if type(value) is tuple else ()
+        items = items[:1] * len(value) if type(value) is plain else ()
     if type(value) is not plain or (
         plain is tuple and tuple(map(type, value)) != items
     ):
         raise ValueError(f"{name} must be {shown(kind)}, got {value!r}")
     known, least = choices(field), field.metadata["least"]
-    several: Any = value if plain is tuple else (value,)
-    for one in several:
+    for one in value if plain is tuple else (value,):
         if known and one not in known:
             raise ValueError(
                 f"{name} {one!r} is unknown: choose from {', '.join(known)}"

@@ -17,4 +17,5 @@ def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.attention.update(mechanism="performer", query_key_norm=True)
     config.model.attention.feature_count = 64  # for heads of 32
+    config.model.positions = "rope"  # learned ones need many more steps here
     return config

@@ -50,7 +50,8 @@ def test_a_map_for_reading_gives_the_outputs_and_its_definition():
             B, N, T, T, is_causal=True, mask_self=True, mask=options["mask"]
         )
         known = {name: options[name] for name in ("bias", "length_base")}
-        close(read, oracles.softmax_map(query, key, pairs, **known), 1e-13)
+        scores = oracles.scores(query, key, pairs, **known)
+        close(read, oracles.softmax_weights(scores, pairs), 1e-13)
         output = np.einsum("bnts,bsnv->btnv", read, value.repeat(N // K, axis=2))
         close(output, SOFTMAX.oracle(query, key, value, **options), 1e-13)
 
@@ -63,6 +64,17 @@ def test_differential_rows_sum_to_one_less_lambda():
     pairs = np.asarray(pairs)
     close(pairs.sum(-1), np.broadcast_to(1 - lam[None, :, None], (B, N, T)), 1e-13)
     assert pairs.min() < -0.1
+
+
+def test_both_queries_of_a_pair_may_look_at_one_key():
+    """The map of differential V2 gives its output; even numbers of keys too."""
+    rng = np.random.default_rng(0)
+    shapes = (B, T, 8, H), (B, T, 2, H), (B, T, 2, V), (B, T, 4)
+    with jax.enable_x64(True):
+        query, key, value, lam = (rng.normal(size=shape) for shape in shapes)
+        read = row_map(softmax_weights, query, key, lam=lam, shared_keys=True)
+        output = np.einsum("bnts,bsnv->btnv", read, value.repeat(2, axis=2))
+        close(output, attention.differential_v2(query, key, value, lam), 1e-13)
 
 
 def test_scores_times_log_n_are_probabilities_to_a_power():

@@ -83,13 +83,17 @@ def alone(mechanism: str) -> tuple[State, list[float]]:
 
 
 MESHES = [
-    ("softmax", config.Mesh()),
+    pytest.param("softmax", config.Mesh(), marks=pytest.mark.slow),
     ("softmax", config.Mesh(data=2, fsdp=2, tensor=2)),
     ("softmax", config.Mesh(data=1, tensor=2, sequence=3)),
     ("performer", config.Mesh(data=1, fsdp=2, tensor=4)),
     ("decay", config.Mesh(data=2, fsdp=2, tensor=2)),
-    ("flash", config.Mesh(data=2, fsdp=2, tensor=2)),
-    ("universal", config.Mesh(data=2, fsdp=2, tensor=2)),
+    pytest.param(
+        "flash", config.Mesh(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "universal", config.Mesh(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow
+    ),
     pytest.param("softmax", config.Mesh(data=1, fsdp=8), marks=pytest.mark.slow),
     pytest.param("performer", config.Mesh(), marks=pytest.mark.slow),
     pytest.param(

@@ -1,7 +1,12 @@
 """Performer with the features of FAVOR++.
 
-python train.py --config configs/favor.py:tiny
-python train.py --config configs/favor.py
+    python train.py --config configs/favor.py:tiny
+    python train.py --config configs/favor.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 2.332 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0;
+softmax: 2.019). Its 3000 steps and the larger sizes were not measured. The trigram
+line is 1.848.
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,12 @@
 """Linear attention with learned features softmax([Wx, −Wx]) (Hedgehog).
 
-python train.py --config configs/hedgehog.py:tiny
-python train.py --config configs/hedgehog.py
+    python train.py --config configs/hedgehog.py:tiny
+    python train.py --config configs/hedgehog.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 2.321 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0;
+softmax: 2.019). Its 3000 steps and the larger sizes were not measured. The trigram
+line is 1.848.
 """
 
 from ml_collections import ConfigDict

@@ -4,8 +4,9 @@
     python train.py --config configs/performer.py
 
 Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
-`:tiny` 1.503 nats/byte after its 3000 steps. The larger sizes were not measured yet.
-The trigram line is 1.848.
+`:tiny` 1.503 nats/byte after its 3000 steps; `:3l` 1.817 after 1000 steps with
+--config.batch_size=8 (2.4 million tokens). The trigram line is 1.848. With learned
+positions and 256 features, 1500 such steps reached 2.032 only.
 """
 
 from ml_collections import ConfigDict

@@ -67,6 +67,11 @@ def differential(
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1.
     """
+    if not query.ndim == key.ndim == value.ndim == 4:
+        raise ValueError(
+            "query, key and value must be [B T heads size], got "
+            f"{query.shape}, {key.shape} and {value.shape}"
+        )
     heads = query.shape[2] // 2
     if query.shape[2] % 2 or key.shape[2] != 2 * value.shape[2]:
         raise ValueError(

@@ -46,26 +46,33 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - another mechanism, option or position scale: the weights as they are;
     - symmetric keys from own ones: the mean of both projections; own keys from
       symmetric ones, and a metric from plain ones (U = 1): the same function;
-    - differential V2 from one map: each query head twice, λ's map 0 and the output
+    - differential V2 from one map: each query head twice, λ's map 0 and the values
       twice: the same function, since sigmoid(0) = ½;
     - differential V1 from one map: the projections as they are, halves of a head
       becoming its branches. A warm start: its norm of every head keeps no function.
 
-    Weights that the target alone has (λ, norms, feature maps, gates) start fresh.
+    Weights that the target alone has, or has in another shape (λ, norms, feature maps,
+    gates), start fresh. Random projections are constants and not among the weights: the
+    same function needs the same ones.
 
     Raises:
         ValueError: the models differ where weights cannot follow, naming both.
     """
     _check(source, target)
     fresh = nnx.to_pure_dict(nnx.state(Decoder(target, rngs=nnx.Rngs(0)), nnx.Param))
-    blocks = {
-        index: {
-            name: _attention(part, source, target) if name == "attention" else part
-            for name, part in block.items()
-        }
-        for index, block in params["blocks"].items()
-    }
-    return _overlay(fresh, {**params, "blocks": blocks}, "")
+    return _overlay(fresh, _walk(params, source, target), "")
+
+
+def _walk(params: Params, source: config.Model, target: config.Model) -> Params:
+    """The tree with every attention layer in it converted."""
+    result = {}
+    for name, part in params.items():
+        if name == "attention":
+            part = _attention(part, source, target)
+        elif isinstance(part, dict):
+            part = _walk(part, source, target)
+        result[name] = part
+    return result
 
 
 def _check(source: config.Model, target: config.Model) -> None:
@@ -106,7 +113,12 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
         layer["metric"] = jnp.broadcast_to(jnp.eye(size), (heads, size, size))
     if before.differential == "none" and after.differential == "v2":
         layer["query"] = jax.tree.map(lambda x: _twice(x, target.heads), layer["query"])
-        layer["out"] = layer["out"] | {"kernel": 2 * layer["out"]["kernel"]}
+        # twice the values, before any norm of the heads
+        layer["value"] = jax.tree.map(lambda x: 2 * x, layer["value"])
+        if "query_map" in layer:
+            layer["query_map"] = jax.tree.map(
+                lambda x: jnp.repeat(x, 2, axis=0), layer["query_map"]
+            )
         layer["lambda_projection"] = {"kernel": jnp.zeros((target.width, target.heads))}
     return layer
 
@@ -130,6 +142,10 @@ def _overlay(fresh: Params, params: Params, prefix: str) -> Params:
             result[name] = _overlay(own, given, f"{path}/")
         elif path == "positions" and given.shape[0] >= own.shape[0]:
             result[name] = given[: own.shape[0]]
+        elif own.shape != given.shape and any(
+            part.startswith(FRESH) for part in path.split("/")
+        ):
+            result[name] = own
         elif own.shape != given.shape:
             raise ValueError(
                 f"weight {path!r} is {given.shape} in the source and {own.shape} in "

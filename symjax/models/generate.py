@@ -46,6 +46,7 @@ def generate(
             f"{model.length} learned positions of the model"
         )
     if lengths is not None:
+        lengths = jnp.asarray(lengths)
         _check_lengths(lengths, prompt)
     graph, weights = nnx.split(model)
     return _generate(

@@ -8,13 +8,18 @@ from flax import nnx
 
 from symjax import config
 from symjax.data.corpus import MANIFEST, Corpus, open_corpus
+from symjax.layers import Constant
 from symjax.models import Decoder, convert
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.starting import with_vocabulary
 
 
-def weights_of(workdir: Path, target: config.Model, corpus: Corpus) -> dict[str, Any]:
+def weights_of(
+    workdir: Path, target: config.Model, corpus: Corpus
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The newest weights in `workdir`, as those of a `target` model for `corpus`.
+
+    With them the constants of that run, such as random projections, as they are.
 
     Raises:
         ValueError: there is no checkpoint, its tokens are not those of the corpus, or
@@ -33,11 +38,14 @@ def weights_of(workdir: Path, target: config.Model, corpus: Corpus) -> dict[str,
                 )
             source = with_vocabulary(options, other).model
             model = nnx.eval_shape(lambda: Decoder(source, rngs=nnx.Rngs(0)))
-            wanted = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+            wanted = {
+                "params": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+                "constants": nnx.to_pure_dict(nnx.state(model, Constant)),
+            }
             wanted = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted
             )
-            trees, _ = checkpoints.restore({"params": wanted})
-        return convert(trees["params"], source, target)
+            trees, _ = checkpoints.restore(wanted)
+        return convert(trees["params"], source, target), trees["constants"]
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None

@@ -157,9 +157,11 @@ class Run:
             state, constants = self.program.initial(self.options.seed)
         if self.options.init_from:
             model = starting.with_vocabulary(self.options, self.corpus).model
-            given = weights_of(Path(self.options.init_from), model, self.corpus)
-            places = jax.tree.map(lambda x: x.sharding, state.params)
-            state = state._replace(params=jax.device_put(given, places))
+            origin = Path(self.options.init_from)
+            params, known = weights_of(origin, model, self.corpus)
+            state = state._replace(params=_placed(params, state.params))
+            if jax.tree.map(jnp.shape, known) == jax.tree.map(jnp.shape, constants):
+                constants = _placed(known, constants)
         return state, constants
 
     def _introduce(self) -> None:
@@ -273,6 +275,11 @@ class Run:
                 "heldout_loss": self.heldout if judged else None,  # of this step
             },
         )
+
+
+def _placed(values: Any, like: Any) -> Any:
+    """Arrays where those of another tree of the same kind are."""
+    return jax.device_put(values, jax.tree.map(lambda x: x.sharding, like))
 
 
 class Clock:

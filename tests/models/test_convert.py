@@ -50,8 +50,17 @@ def converted(source, target):
         (model(symmetric="plain"), model(symmetric="pairwise")),
         (model(symmetric="plain", query_key_norm=True), model(query_key_norm=True)),
         (model(), model(implementation="whole")),
+        (
+            replace(model(), kind="universal"),
+            replace(model(differential="v2"), kind="universal"),
+        ),
+        (model(mechanism="decay"), model(mechanism="decay", differential="v2")),
+        (
+            model(mechanism="linear", features="hedgehog"),
+            model(mechanism="linear", features="hedgehog", differential="v2"),
+        ),
     ],
-    ids=["v2", "own keys", "metric", "norms", "same"],
+    ids=["v2", "own", "metric", "norms", "same", "universal", "decay", "hedgehog"],
 )
 def test_the_function_is_kept_where_it_can_be(source, target):
     before, after, _, _ = converted(source, target)

@@ -39,6 +39,7 @@ class Decoder(nnx.Module):
             raise ValueError("model.vocabulary must be at least 1, got 0")
         if options.dropout >= 1:
             raise ValueError(f"model.dropout must be below 1, got {options.dropout}")
+        _check_unused(options)
         self.length = options.length
         self.remat = options.remat and options.kind == "decoder"
         self.learned_positions = options.positions == "learned"
@@ -146,6 +147,21 @@ class Decoder(nnx.Module):
         x = self.final_norm(x)
         scores = self.embedding.attend(x) if self.tied else self.head(x)
         return scores.astype(jnp.float32)
+
+
+def _check_unused(options: config.Model) -> None:
+    """Refuse a key that the model would not look at."""
+    turned = options.positions in ("rope", "rope_interleaved")
+    for name, used, owner in (
+        ("rope_base", turned, "positions"),
+        ("rope_share", turned, "positions"),
+        ("ponder", options.kind == "universal", "kind"),
+    ):
+        value, chosen = getattr(options, name), getattr(options, owner)
+        if not used and value != getattr(config.Model(), name):
+            raise ValueError(
+                f"model.{name} {value!r} has no meaning: model.{owner} is {chosen!r}"
+            )
 
 
 def _blocks(options: config.Model, rngs: nnx.Rngs) -> list[Any]:

@@ -1,7 +1,12 @@
 """Decaying linear attention with the slopes of TransNormerLLM (Lightning).
 
-python train.py --config configs/lightning.py:tiny
-python train.py --config configs/lightning.py
+    python train.py --config configs/lightning.py:tiny
+    python train.py --config configs/lightning.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.986 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0;
+softmax: 2.019). Its 3000 steps and the larger sizes were not measured. The trigram
+line is 1.848.
 """
 
 from ml_collections import ConfigDict

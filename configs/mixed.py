@@ -1,7 +1,12 @@
 """A mixed stack: Performer below, softmax above, repeated over depth.
 
-python train.py --config configs/mixed.py:tiny
-python train.py --config configs/mixed.py
+    python train.py --config configs/mixed.py:tiny
+    python train.py --config configs/mixed.py
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 2.140 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0;
+softmax: 2.019). Its 3000 steps and the larger sizes were not measured. The trigram
+line is 1.848.
 """
 
 from ml_collections import ConfigDict

@@ -200,10 +200,11 @@ def _start(
     wanted = decay_state(batch, heads, size, value.shape[-1], dtype=dtype)
     if state is None:
         return wanted
-    if jnp.shape(state.sums) != wanted.sums.shape:
+    given = jnp.shape(state.sums)
+    if not isinstance(state, DecayState) or given != wanted.sums.shape:
         raise ValueError(
-            f"{who}: key {key.shape} and value {value.shape} need a state of "
-            f"{wanted.sums.shape}, got {jnp.shape(state.sums)}"
+            f"{who}: key {key.shape} and value {value.shape} need a DecayState of "
+            f"{wanted.sums.shape}, got a {type(state).__name__} of {given}"
         )
     return DecayState(jnp.asarray(state.sums, dtype))
 

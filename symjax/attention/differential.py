@@ -33,6 +33,9 @@ def differential_lambda(
 
     Source: Ye et al. 2024, arXiv:2410.05258, equation 2.
     """
+    shapes = [x.shape for x in (query_1, key_1, query_2, key_2)]
+    if len(set(shapes)) > 1 or query_1.ndim != 1:
+        raise ValueError(f"the four λ vectors must have one length, got {shapes}")
     wide = jnp.promote_types(query_1.dtype, jnp.float32)
     first = jnp.exp(jnp.sum(query_1.astype(wide) * key_1.astype(wide)))
     second = jnp.exp(jnp.sum(query_2.astype(wide) * key_2.astype(wide)))

@@ -35,6 +35,11 @@ def rotate(
             "rotary positions turn an even number of features, from 2 to all, got "
             f"share {share} of {x.shape}"
         )
+    if positions.shape not in ((1, x.shape[1]), x.shape[:2]):
+        raise ValueError(
+            f"positions must be {x.shape[:2]} of {x.shape}, or 1 for all of its "
+            f"examples, got {positions.shape}"
+        )
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequencies = _frequencies(turning, base, wide)
     angles = positions[..., None, None].astype(wide) * frequencies[None, None, None]

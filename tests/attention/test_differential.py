@@ -233,3 +233,15 @@ def test_lambda_of_each_head_belongs_to_its_head():
     first = attention.softmax(query[:, :, 0::2], key[:, :, 0::2], value)
     apart = np.abs(output - first).max(axis=(0, 1, 3)) > 1e-5
     np.testing.assert_array_equal(apart, LAMBDA != 0)
+
+
+def test_vectors_of_lambda_of_different_lengths_are_refused():
+    one, other = np.ones(3), np.ones(4)
+    with pytest.raises(ValueError, match=r"one length.*\(3,\), \(4,\)"):
+        attention.differential_lambda(one, other, one, one, 0.2)
+
+
+def test_a_query_without_heads_is_refused():
+    arrays = np.ones((2, 4)), np.ones((2, 5, 2, 4)), np.ones((2, 5, 1, 4))
+    with pytest.raises(ValueError, match=r"got \(2, 4\), \(2, 5, 2, 4\)"):
+        attention.differential(*arrays, 0.5)

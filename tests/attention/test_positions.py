@@ -139,3 +139,8 @@ def test_biases_need_plain_positions():
         attention.alibi_bias(N, POSITIONS[0], POSITIONS)
     with pytest.raises(ValueError, match=r"slopes.*\(2, 2\)"):
         attention.alibi_bias(jnp.ones((2, 2)), POSITIONS[0])
+
+
+def test_positions_that_are_not_those_of_the_tokens_are_refused():
+    with pytest.raises(ValueError, match=r"\(2, 4\) of .*got \(1, 3\)"):
+        attention.rotate(jnp.ones((2, 4, 2, 4)), jnp.arange(3)[None])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from symjax import config
+from symjax import validation
 from symjax.models import Decoder
 from symjax.training.commandline import load
 
@@ -50,6 +50,6 @@ def test_every_configuration_names_its_command_and_builds_its_models(path):
     for size, depth in (("tiny", 2), ("6l", 6)):
         tree = load(path, size).to_dict()
         tree["model"]["vocabulary"] = 65
-        options = config.from_dict(tree).model
+        options = validation.from_dict(tree).model
         built = nnx.eval_shape(lambda m=options: Decoder(m, rngs=nnx.Rngs(0)))
         assert len(built.blocks) in (depth, 2 * depth, 1)  # gated, universal

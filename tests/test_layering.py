@@ -8,12 +8,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SYMJAX = ROOT / "symjax"
-MODELS = {"attention", "config", "layers", "models"}
+MODELS = {"attention", "config", "layers", "models", "validation"}
 # What each room may import from symjax, itself included.
 MAY = {
     "__init__": set(),
     "attention": {"attention"},
     "config": {"attention"},
+    "validation": {"config"},
     "layers": {"attention", "config", "layers"},
     "models": MODELS,
     "data": {"config", "data"},
@@ -57,7 +58,9 @@ def test_every_room_is_known_and_no_file_is_called_utils():
 def test_configuration_and_data_know_no_framework(module):
     """Data knows numpy, configurations not even that; neither knows the model."""
     for path in FILES:
-        if room(path) == "config" or (room(path) == "data" and module != "numpy"):
+        if room(path) in ("config", "validation") or (
+            room(path) == "data" and module != "numpy"
+        ):
             assert module not in {name.split(".")[0] for name in imported(path)}
 
 

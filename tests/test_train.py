@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from runs import ROOT, call, compile_cache, train, words, write_text
 
-from symjax import config
+from symjax import config, validation
 from symjax.data.corpus import open_corpus
 from symjax.evaluation.trained import load
 from symjax.training import starting
@@ -158,7 +158,7 @@ def test_the_dry_run_prints_the_model_and_writes_nothing(
 def test_help_needs_nothing_but_the_word(capsys):
     assert call("train", ["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"--config.{name} (" in said for name, _, _ in config.fields())
+    assert all(f"--config.{name} (" in said for name, _, _ in validation.fields())
 
 
 def test_the_compile_cache_is_the_users_unless_jax_has_one(tmp_path, monkeypatch):

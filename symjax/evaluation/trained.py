@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from symjax import config
+from symjax import config, validation
 from symjax.data.corpus import MANIFEST, Corpus, open_corpus
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
@@ -42,7 +42,7 @@ def load(workdir: Path, step: int | None = None) -> Trained:
         raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step)
-        options = config.from_dict(meta["config"])
+        options = validation.from_dict(meta["config"])
         if not (workdir / "data" / MANIFEST).is_file():
             raise ValueError(
                 f"{workdir / 'data'} has no {MANIFEST}: eval.py needs the text that "

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from symjax import attention, config
+from symjax import attention, config, validation
 from symjax.layers.block import Block
 from symjax.layers.gau import GatedBlock
 from symjax.layers.linear import Linear
@@ -34,7 +34,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
-        config.check(options, "model.")
+        validation.check(options, "model.")
         if options.vocabulary < 1:
             raise ValueError("model.vocabulary must be at least 1, got 0")
         if options.dropout >= 1:

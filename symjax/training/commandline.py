@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 from ml_collections import ConfigDict
 
-from symjax import config
+from symjax import config, validation
 from symjax.training.interrupt import Interrupted
 
 USAGE = """\
@@ -76,12 +76,12 @@ def parse(words: list[str]) -> Command:
     for key, text in _overrides(rest):
         _set(tree, key, text)
     workdir = Path(known.workdir or Path("runs", name)).absolute()
-    return Command(config.from_dict(tree), workdir, known.dry_run, known.help)
+    return Command(validation.from_dict(tree), workdir, known.dry_run, known.help)
 
 
 def default() -> ConfigDict:
     """The defaults, as what a configuration file changes and returns."""
-    return ConfigDict(config.to_dict(config.Config()))
+    return ConfigDict(validation.to_dict(config.Config()))
 
 
 def load(path: Path, preset: str = "") -> ConfigDict:
@@ -116,14 +116,14 @@ def load(path: Path, preset: str = "") -> ConfigDict:
 def help_text(options: config.Config) -> str:
     """Usage, and every key with its type, value, meaning and choices."""
     lines = [USAGE, "Keys (type, value unless changed): meaning\n"]
-    tree = config.to_dict(options)
-    for name, kind, field in config.fields():
+    tree = validation.to_dict(options)
+    for name, kind, field in validation.fields():
         value: Any = tree
         for part in name.split("."):
             value = value[part]
-        lines.append(f"  --config.{name} ({config.shown(kind)}, {value!r})")
+        lines.append(f"  --config.{name} ({validation.shown(kind)}, {value!r})")
         lines.append(f"      {field.metadata['meaning']}")
-        if choices := config.choices(field):
+        if choices := validation.choices(field):
             lines.append(f"      one of: {', '.join(choices)}")
     return "\n".join(lines)
 
@@ -188,7 +188,7 @@ def _overrides(words: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 def _set(tree: dict[str, Any], key: str, text: str) -> None:
     """Put the value that `text` stands for at a dotted key."""
-    kinds = {name: kind for name, kind, _ in config.fields()}
+    kinds = {name: kind for name, kind, _ in validation.fields()}
     if key not in kinds:
         group = key.rpartition(".")[0]
         beside = [name for name in kinds if name.rpartition(".")[0] == group]
@@ -213,7 +213,7 @@ def _value(key: str, text: str, kind: Any) -> Any:
         return plain(text)
     except (KeyError, TypeError, ValueError, SyntaxError):
         raise ValueError(
-            f"config.{key} must be {config.shown(kind)}, got {text!r}"
+            f"config.{key} must be {validation.shown(kind)}, got {text!r}"
         ) from None
 
 

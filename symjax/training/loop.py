@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from symjax import config
+from symjax import config, validation
 from symjax.data import batches
 from symjax.data.corpus import Corpus, open_corpus
 from symjax.models.generate import generate
@@ -270,7 +270,7 @@ class Run:
                 "constants": self.constants,
             },
             {
-                "config": config.to_dict(self.options),
+                "config": validation.to_dict(self.options),
                 "data": self.corpus.fingerprint,
                 "heldout_loss": self.heldout if judged else None,  # of this step
             },

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from symjax import config
+from symjax import config, validation
 from symjax.data.corpus import MANIFEST, Corpus
 from symjax.training.step import Program
 
@@ -76,7 +76,7 @@ def refuse_differences(
     saved: dict[str, Any], options: config.Config, workdir: Path
 ) -> None:
     """Raises: ValueError: a checkpoint's configuration differs where it must not."""
-    found = config.differences(saved, config.to_dict(options))
+    found = validation.differences(saved, validation.to_dict(options))
     if found:
         raise ValueError(
             f"{workdir} holds a run of another configuration ({', '.join(found)}): "

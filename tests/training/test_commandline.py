@@ -5,7 +5,7 @@ import errno
 import pytest
 from runs import ROOT, words
 
-from symjax import config
+from symjax import validation
 from symjax.training import commandline
 from symjax.training.commandline import leave, parse
 from symjax.training.interrupt import Interrupted
@@ -39,7 +39,9 @@ def test_a_key_is_given_by_an_equals_sign_or_by_a_space(given):
     ],
 )
 def test_a_value_has_the_type_of_its_key(key, text, value):
-    found = config.to_dict(parse(["--config", CONFIG, f"--config.{key}={text}"]).config)
+    found = validation.to_dict(
+        parse(["--config", CONFIG, f"--config.{key}={text}"]).config
+    )
     for part in key.split("."):
         found = found[part]
     assert found == value and type(found) is type(value)
@@ -149,10 +151,10 @@ def test_presets_of_a_file_without_presets_are_refused(tmp_path):
 def test_help_has_every_key_with_type_value_meaning_and_choices():
     text = commandline.help_text(parse(["--help"]).config)
     entries = {part.split(" ")[0]: part for part in text.split("  --config.")}
-    for name, kind, field in config.fields():
-        assert f"{name} ({config.shown(kind)}, " in entries[name]
+    for name, kind, field in validation.fields():
+        assert f"{name} ({validation.shown(kind)}, " in entries[name]
         assert field.metadata["meaning"] in entries[name]
-        assert all(choice in entries[name] for choice in config.choices(field))
+        assert all(choice in entries[name] for choice in validation.choices(field))
     assert "--config.steps (int, 3000)" in text
 
 

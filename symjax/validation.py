@@ -1,0 +1,134 @@
+"""Configurations read, checked and compared: what the tables of `config` promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from symjax.config import Config
+
+LARGEST = 2**31  # of any number, so that 32 bits hold it
+
+# A resumed run must agree with its checkpoint in these; the rest may change.
+FIXED = ("model", "data", "optimizer", "seed", "batch_size")
+
+
+def choices(field: dataclasses.Field) -> tuple[str, ...]:
+    """The values that a key may take; any if empty."""
+    known = field.metadata["choices"]
+    return known if isinstance(known, tuple) else known()
+
+
+def fields(kind: type = Config, prefix: str = "") -> Iterator[tuple[str, type, Any]]:
+    """Every key of a configuration as (dotted name, type, dataclass field)."""
+    kinds = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name = prefix + field.name
+        if dataclasses.is_dataclass(kinds[field.name]):
+            yield from fields(kinds[field.name], name + ".")
+        else:
+            yield name, kinds[field.name], field
+
+
+def from_dict(tree: dict[str, Any]) -> Config:
+    """The configuration with the values of a nested dict, checked.
+
+    Raises:
+        ValueError: a key is unknown, or a value is not among its choices; the
+            message names the key and what it may be.
+    """
+    options = _build(Config, tree, "")
+    check(options)
+    return options
+
+
+def check(options: Any, prefix: str = "") -> None:
+    """Refuse a group of keys in which a value has a wrong type or is out of its range.
+
+    Raises:
+        ValueError: naming the key, what it may be, and what it is.
+    """
+    kinds = typing.get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            check(value, f"{prefix}{field.name}.")
+        else:
+            _check_value(f"{prefix}{field.name}", value, kinds[field.name], field)
+
+
+def to_dict(options: Config) -> dict[str, Any]:
+    """A nested dict of plain values; `from_dict` is its inverse."""
+    return dataclasses.asdict(options)
+
+
+def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """`key: left → right` for each FIXED key in which two configurations differ.
+
+    A key that one of them does not have yet counts as its default.
+    """
+    left, right = (to_dict(from_dict(tree)) for tree in (left, right))
+    lines = []
+    for name, _, _ in fields():
+        if name.split(".")[0] in FIXED:
+            one, other = _lookup(left, name), _lookup(right, name)
+            if one != other:
+                lines.append(f"{name}: {one!r} → {other!r}")
+    return lines
+
+
+def _lookup(tree: dict[str, Any], name: str) -> Any:
+    value: Any = tree
+    for part in name.split("."):
+        value = value[part]
+    return value
+
+
+def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:
+    kinds = typing.get_type_hints(kind)
+    values = {}
+    for name, value in tree.items():
+        if name not in kinds:
+            raise ValueError(
+                f"{prefix}{name} is unknown: choose from {', '.join(sorted(kinds))}"
+            )
+        if dataclasses.is_dataclass(kinds[name]):
+            if not isinstance(value, dict):
+                raise ValueError(f"{prefix}{name} is a group of keys, got {value!r}")
+            value = _build(kinds[name], value, f"{prefix}{name}.")
+        elif isinstance(value, list):  # JSON has no tuples
+            value = tuple(value)
+        elif kinds[name] is float and type(value) is int:
+            value = float(value)
+        values[name] = value
+    return kind(**values)
+
+
+def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> None:
+    plain = typing.get_origin(kind) or kind
+    items = typing.get_args(kind) if plain is tuple else ()
+    if items[1:] == (Ellipsis,):
+        items = items[:1] * len(value) if type(value) is plain else ()
+    if type(value) is not plain or (
+        plain is tuple and tuple(map(type, value)) != items
+    ):
+        raise ValueError(f"{name} must be {shown(kind)}, got {value!r}")
+    known, least = choices(field), field.metadata["least"]
+    for one in value if plain is tuple else (value,):
+        if known and one not in known:
+            raise ValueError(
+                f"{name} {one!r} is unknown: choose from {', '.join(known)}"
+            )
+    if plain in (int, float) and not least <= value < LARGEST:
+        wanted = f"at least {least}" if least > -math.inf else "a number"
+        if value >= LARGEST:
+            wanted = f"below {LARGEST}"
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+
+
+def shown(kind: Any) -> str:
+    """A type as people write it: int, tuple[float, float]."""
+    return kind.__name__ if isinstance(kind, type) else str(kind)

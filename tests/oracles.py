@@ -107,11 +107,14 @@ def visible(
 ):
     """Which key each query sees, [B N T S]; the last query stands at the last key."""
     pairs = np.broadcast_to(mask, (batch, heads, queries, keys)).copy()
+    run = None
+    if segment_ids is not None:
+        run = np.cumsum(np.diff(segment_ids, axis=1, prepend=-1) != 0, axis=1)
     for b, n, t in np.ndindex(batch, heads, queries):
         own = t + keys - queries
         for s in range(keys):
             future = is_causal and s > own
-            foreign = segment_ids is not None and segment_ids[b, t] != segment_ids[b, s]
+            foreign = run is not None and run[b, t] != run[b, s]
             if future or foreign:
                 pairs[b, n, t, s] = False
         if mask_self and pairs[b, n, t].sum() > 1 and 0 <= own < keys:

@@ -8,8 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import features as maps
-from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
+from symjax.attention.execution import (
+    attend,
+    attend_causal,
+    attend_step,
+    check_mask,
+    empty_state,
+)
 from symjax.attention.features import Features
+from symjax.attention.masks import visible_keys
 from symjax.attention.prefix import LinearState
 
 FeatureFunction = Callable[[Array], Array]
@@ -47,8 +54,7 @@ def linear(
         arXiv:2402.18668; squared: Aksenov et al. 2024, arXiv:2402.10644.
     """
     pair = _resolve("linear", features)
-    if callable(features):
-        query, key = features(query), features(key)
+    query, key = _mapped("linear", features, query, key, mask)
     return attend("linear", pair, None, query, key, value, mask, segment_ids)
 
 
@@ -82,8 +88,7 @@ def linear_causal(
     Source: Katharopoulos et al. 2020, arXiv:2006.16236, equations 8 to 12.
     """
     pair = _resolve("linear_causal", features)
-    if callable(features):
-        query, key = features(query), features(key)
+    query, key = _mapped("linear_causal", features, query, key, mask)
     return attend_causal(
         "linear_causal",
         pair,
@@ -113,8 +118,7 @@ def linear_step(
         ValueError: as `linear_causal`; more than one token.
     """
     pair = _resolve("linear_step", features)
-    if callable(features):
-        query, key = features(query), features(key)
+    query, key = _mapped("linear_step", features, query, key, None)
     return attend_step("linear_step", pair, None, state, query, key, value)
 
 
@@ -140,3 +144,20 @@ def _resolve(who: str, features: str | FeatureFunction) -> Features:
     if callable(features):
         return maps.IDENTITY
     return maps.named(who, maps.PLAIN, features)
+
+
+def _mapped(
+    who: str,
+    features: str | FeatureFunction,
+    query: Array,
+    key: Array,
+    mask: Array | None,
+) -> tuple[Array, Array]:
+    """Queries and keys after a feature function, which sees 0 for every hidden key."""
+    if not callable(features):
+        return query, key
+    if mask is not None:
+        check_mask(who, mask, key)
+        seen = visible_keys(mask, *key.shape[:2])
+        key = jnp.where(seen[:, :, None, None], key, 0)
+    return features(query), features(key)

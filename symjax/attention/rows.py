@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.masks import visible_pairs
+from symjax.attention.masks import segment_runs, visible_pairs
 from symjax.attention.scaling import head_scale, length_scale
 
 # Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible.
@@ -94,7 +94,7 @@ def attend_rows(
         is_causal: row t sees keys up to t + S − T: the last query sees every key.
         length_base: multiply a row's scores by log n / log length_base.
         mask_self: hide a token from itself unless it sees nothing else.
-        segment_ids: pairs of different segments do not see each other; needs T = S.
+        segment_ids: tokens see only their own run of equal ids; needs T = S.
         implementation: "rows" (the default), or "whole" for one block without
             checkpointing, which is the oracle and the form for reading maps.
     Raises:
@@ -110,9 +110,10 @@ def attend_rows(
             f"implementation {implementation!r} is unknown: choose from "
             f"{', '.join(IMPLEMENTATIONS)}"
         )
-    if mask is not None and mask.shape[1:3] == (1, 1):  # not even NaN gets through
-        seen = jnp.swapaxes(mask, 1, 3)
+    if mask is not None:  # not even NaN gets through where no row sees a key
+        seen = mask.any(axis=(1, 2))[:, :, None, None]
         key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+    run = None if segment_ids is None else segment_runs(segment_ids)
     lam = None if lam is None else jnp.swapaxes(lam, 1, 2)
     operands = Operands(
         jnp.swapaxes(query, 1, 2),
@@ -121,8 +122,8 @@ def attend_rows(
         bias,
         mask,
         lam,
-        segment_ids,
-        segment_ids,
+        run,
+        run,
         head_scale(query.shape[-1]) if scale is None else scale,
     )
     rule = Rule(

@@ -45,7 +45,7 @@ def softmax(
         length_base: multiply a row's scores by log n / log length_base, n the keys it
             sees (entropy-invariant scaling).
         mask_self: hide a token from itself unless it sees nothing else.
-        segment_ids: pairs of different segments do not see each other.
+        segment_ids: tokens see only their own run of equal ids; needs T = S.
         implementation: "rows" (default) or "whole".
     Raises:
         ValueError: shapes that do not fit together, naming both.

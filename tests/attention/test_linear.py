@@ -76,6 +76,23 @@ def test_a_function_is_the_same_stepwise():
     laws.a_prefill_goes_on_in_chunks_and_steps(mechanism("function"))
 
 
+def test_a_learned_function_takes_no_gradient_from_hidden_keys():
+    """Not even from NaN: the function sees 0 there."""
+    query, key, value = (jnp.asarray(x, jnp.float32) for x in inputs())
+    mask = laws.hiding(laws.T)
+    hidden = ~mask[:, 0, 0]
+    bad = key.at[hidden].set(jnp.nan)
+
+    def total(scale, key, form):
+        options = {"features": lambda x: jnp.exp(scale * x)}
+        return form(query, key, value, mask, **options).sum()
+
+    for form in (linear, linear_causal):
+        wanted = jax.grad(total)(0.7, key, form)
+        assert np.isfinite(wanted) and wanted != 0
+        np.testing.assert_array_equal(jax.grad(total)(0.7, bad, form), wanted)
+
+
 def test_identity_takes_given_features(x64):
     query, key, value = inputs()
     given = linear_causal(np.exp(query), np.exp(key), value, features="identity")

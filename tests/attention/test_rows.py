@@ -139,10 +139,11 @@ def test_masks_are_boolean_and_implementations_known():
         attention.softmax(*arrays, implementation="flash")
 
 
-def test_not_even_nan_comes_through_a_hidden_key():
+@pytest.mark.parametrize("shape", [(1, 1, 1, 5), (2, 3, 5, 5)], ids=["keys", "pairs"])
+def test_not_even_nan_comes_through_a_hidden_key(shape):
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(2, 5, 3, 4)).astype("f4") for _ in range(3))
-    mask = (np.arange(5) != 3)[None, None, None]
+    mask = np.broadcast_to(np.arange(5) != 3, shape)
     clean = attention.softmax(query, key, value, mask=mask)
     key[:, 3] = value[:, 3] = np.nan
 

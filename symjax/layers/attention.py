@@ -10,12 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.attention.masks import visible_pairs
+from symjax.attention.projections import KINDS, unit_statistics
 from symjax.layers.cache import Cache, write
 from symjax.layers.choices import LEARNED, mechanism_options, sizes
 from symjax.layers.features import feature_map
 from symjax.layers.forgetting import FixedDecay, GatedDecay
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
+from symjax.layers.rotary import rotary
 from symjax.layers.sharded import per_device
 
 
@@ -50,13 +52,12 @@ class Attention(nnx.Module):
         self.query_key_norm = chosen.query_key_norm
         self.key_norm = None if chosen.key_norm == "none" else chosen.key_norm
         self.positions = options.positions
-        self.rope_base, self.rope_share = options.rope_base, options.rope_share
         self.mask_self = chosen.mask_self
         # hashable, as jit needs
         self.options = tuple(mechanism_options(options, depth).items())
         self.dtype = jnp.dtype(options.dtype)
         self.sizes = sizes(options)
-        self._check_rotary()
+        self.rotate = rotary(options, self.sizes.head_size)
         self._add_projections(options, rngs)
         if self.differential == "v1":
             self._add_lambda(depth + chosen.depth_offset, rngs)
@@ -86,18 +87,6 @@ class Attention(nnx.Module):
     @property
     def _form(self) -> attention.Mechanism:
         return attention.MECHANISMS[self.mechanism]
-
-    def _check_rotary(self) -> None:
-        if self.positions in ("rope", "rope_interleaved"):
-            like = jax.ShapeDtypeStruct((1, 1, 1, self.sizes.head_size), self.dtype)
-            positions = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-            try:
-                jax.eval_shape(self._rotate, like, positions)
-            except ValueError as error:
-                raise ValueError(
-                    f"model.positions {self.positions!r}: {error}: give an even "
-                    "model.head_size"
-                ) from None
 
     def _add_projections(self, options: config.Model, rngs: nnx.Rngs) -> None:
         """Queries, keys, values, the output, and their norms."""
@@ -149,6 +138,9 @@ class Attention(nnx.Module):
                     norms=chosen.feature_norms,
                 )
             )
+        if "statistics" in self._form.options() and chosen.features in KINDS:
+            self.kind = chosen.features
+            self._set_statistics(unit_statistics(size, size**-0.5))
         if self.mechanism == "linear" and chosen.features in LEARNED:
             shared = (size, chosen.feature_count)
             self.query_map = feature_map(chosen.features, queries, *shared, rngs=rngs)
@@ -159,6 +151,19 @@ class Attention(nnx.Module):
             )
         elif self.decays:
             self.decay = FixedDecay(options, depth, keys // self.sizes.kv_heads)
+
+    def _set_statistics(self, found: attention.Statistics) -> None:
+        self.statistics_a, self.statistics_b = map(Constant, found)
+
+    def calibrate(self, x: Float[Array, "B T D"]) -> None:
+        """Fit what adaptive random features know of queries and keys to a sample.
+
+        They estimate softmax without bias either way, and with less variance so.
+        """
+        if hasattr(self, "statistics_a"):
+            query, key, _ = self._project(x, jnp.arange(x.shape[1])[None])
+            found = attention.favor_statistics(query, key, kind=self.kind)
+            self._set_statistics(found)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Every token attends to itself and to those before it."""
@@ -251,6 +256,9 @@ class Attention(nnx.Module):
             arrays["lam"] = (jax.nn.sigmoid(self.lambda_projection(x)), "BTN")
         if hasattr(self, "projection"):
             arrays["projection"] = (self.projection[...], "")
+        if hasattr(self, "statistics_a"):
+            found = self.statistics_a[...], self.statistics_b[...]
+            arrays["statistics"] = (attention.Statistics(*found), "")
         if hasattr(self, "decay"):
             arrays["log_decay"] = (self.decay(x), "BTK")
         if self.positions == "alibi":
@@ -273,21 +281,10 @@ class Attention(nnx.Module):
         else:
             metric = self.metric[...] if self.symmetric == "pairwise" else None
             key = attention.symmetric_key(query, metric, normalise=self.key_norm)
-        query, key = self._rotate(query, positions), self._rotate(key, positions)
+        query, key = self.rotate(query, positions), self.rotate(key, positions)
         if hasattr(self, "query_map"):
             query, key = self.query_map(query), self.key_map(key)
         return query, key, value
-
-    def _rotate(self, x: Array, positions: Array) -> Array:
-        if self.positions not in ("rope", "rope_interleaved"):
-            return x
-        return attention.rotate(
-            x,
-            positions,
-            self.rope_base,
-            interleaved=self.positions == "rope_interleaved",
-            share=self.rope_share,
-        )
 
     def _mix(
         self,

@@ -44,6 +44,10 @@ class Block(nnx.Module):
         y = self.feedforward(self.feedforward_norm(x))
         return self._add(x, y, feedforward_key)
 
+    def calibrate(self, x: Float[Array, "B T D"]) -> None:
+        """As `Attention.calibrate`, from a sample of inputs of the block."""
+        self.attention.calibrate(self.attention_norm(x))
+
     def empty(self, batch: int, length: int) -> Any:
         """The decoding state before the first of at most `length` tokens."""
         return self.attention.empty(batch, length)

@@ -14,6 +14,7 @@ from symjax.attention.masks import visible_pairs
 from symjax.layers.cache import Cache, write
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
+from symjax.layers.rotary import rotary
 from symjax.layers.sharded import per_device
 
 LARGEST_SIZE = 128  # of queries and keys, unless model.head_size says otherwise
@@ -70,11 +71,7 @@ class GatedBlock(nnx.Module):
         self.dtype = jnp.dtype(options.dtype)
         self.size = options.head_size or max(1, min(LARGEST_SIZE, options.width // 2))
         self.hidden = 2 * options.width
-        self.rotary = None
-        if options.positions in ("rope", "rope_interleaved"):
-            interleaved = options.positions == "rope_interleaved"
-            self.rotary = (options.rope_base, interleaved, options.rope_share)
-            self._check_rotary(options)
+        self.rotate = rotary(options, self.size)
         if self.mechanism == "gau":
             implementation = options.attention.implementation
             shared = {"divisor": options.length, "implementation": implementation}
@@ -167,30 +164,11 @@ class GatedBlock(nnx.Module):
         """All that the attention is given; a device has its own examples."""
         z = jax.nn.silu(self.shared(y))
         arrays: dict[str, tuple[Any, str]] = {
-            role: (self._rotate(make(z)[:, :, None], positions), "B")
+            role: (self.rotate(make(z)[:, :, None], positions), "B")
             for role, make in self.roles.items()
         }
         arrays["value"] = (jax.nn.silu(self.value(y))[:, :, None], "B")
         return arrays
-
-    def _rotate(self, x: Array, positions: Array) -> Array:
-        if self.rotary is None:
-            return x
-        base, interleaved, share = self.rotary
-        return attention.rotate(
-            x, positions, base, interleaved=interleaved, share=share
-        )
-
-    def _check_rotary(self, options: config.Model) -> None:
-        like = jax.ShapeDtypeStruct((1, 1, 1, self.size), self.dtype)
-        positions = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        try:
-            jax.eval_shape(self._rotate, like, positions)
-        except ValueError as error:
-            raise ValueError(
-                f"model.positions {options.positions!r}: {error}: give an even "
-                "model.head_size"
-            ) from None
 
     def _output(self, y: Array, mixed: Float[Array, "B T 1 E"]) -> Array:
         return self.out(jax.nn.silu(self.gate(y)) * mixed[:, :, 0])

@@ -124,6 +124,10 @@ class UniversalBlock(nnx.Module):
         run = nnx.remat(_run) if self.remat else _run
         return self._steps(x, lambda step, x: run(self.block, x, keys[step]))
 
+    def calibrate(self, x: Float[Array, "B T D"]) -> None:
+        """As `Block.calibrate`, from what the first step sees."""
+        self.block.calibrate(x + self.step_embedding[0].astype(x.dtype)[None, None])
+
     def empty(self, batch: int, length: int) -> tuple[Any, ...]:
         """The decoding states of all steps before the first of `length` tokens."""
         return tuple(self.block.empty(batch, length) for _ in range(self.depth))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from symjax import config
+from symjax.layers.gau import ROLES
 from symjax.models.decoder import Decoder
 
 # Weights that only some mechanisms have. Where the source lacks them they start fresh.
@@ -22,6 +23,8 @@ FRESH = (
     "decay",
     "output_gate",
 )
+# Weights of one mechanism, which another has no use for.
+DROPPED = ("head_norm", "query_map", "key_map", "decay")
 # Keys that may differ between two models whose weights fit.
 FREE = (
     "length",
@@ -46,21 +49,26 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - another mechanism, option or position scale: the weights as they are;
     - symmetric keys from own ones: the mean of both projections; own keys from
       symmetric ones, and a metric from plain ones (U = 1): the same function;
+    - gated blocks of another length: the same function, their outputs scaled by it;
     - differential V2 from one map: each query head twice, λ's map 0 and the values
       twice: the same function, since sigmoid(0) = ½;
     - differential V1 from one map: the projections as they are, halves of a head
       becoming its branches. A warm start: its norm of every head keeps no function.
 
     Weights that the target alone has, or has in another shape (λ, norms, feature maps,
-    gates), start fresh. Random projections are constants and not among the weights: the
-    same function needs the same ones.
+    gates), start fresh; what belongs to the mechanism of the source stays behind (the
+    norm of its heads, feature maps, decays). Random projections and their statistics
+    are constants and not among the weights: the same function needs the same ones.
 
     Raises:
-        ValueError: the models differ where weights cannot follow, naming both.
+        ValueError: the models differ where weights cannot follow, naming both, or the
+            target has no place for a weight of the source, naming it.
     """
     _check(source, target)
     fresh = nnx.to_pure_dict(nnx.state(Decoder(target, rngs=nnx.Rngs(0)), nnx.Param))
-    return _overlay(fresh, _walk(params, source, target), "")
+    moved = _walk(params, source, target)
+    _check_dropped(moved, fresh, "")
+    return _overlay(fresh, moved, "")
 
 
 def _walk(params: Params, source: config.Model, target: config.Model) -> Params:
@@ -69,6 +77,8 @@ def _walk(params: Params, source: config.Model, target: config.Model) -> Params:
     for name, part in params.items():
         if name == "attention":
             part = _attention(part, source, target)
+        elif name == "out" and "roles" in params and _of_gau(params):
+            part = _divided(part, source.length / target.length)
         elif isinstance(part, dict):
             part = _walk(part, source, target)
         result[name] = part
@@ -92,6 +102,11 @@ def _check(source: config.Model, target: config.Model) -> None:
     if before.symmetric == "pairwise" and after.symmetric != "pairwise":
         raise ValueError(
             f"symmetric {before.symmetric!r} does not turn into {after.symmetric!r}"
+        )
+    if before.key_norm != "none" and after.symmetric == "none":
+        raise ValueError(
+            f"symmetric keys with key_norm {before.key_norm!r} do not turn into own "
+            "ones, which have no such norm"
         )
 
 
@@ -121,6 +136,27 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
             )
         layer["lambda_projection"] = {"kernel": jnp.zeros((target.width, target.heads))}
     return layer
+
+
+def _of_gau(block: Params) -> bool:
+    """Not of flash, whose divisor is the size of a group."""
+    return set(block["roles"]) == set(ROLES["gau"])
+
+
+def _divided(out: Params, divisor: float) -> Params:
+    """The output layer after attention whose divisor, the length, has changed."""
+    return {**out, "kernel": out["kernel"] / divisor}
+
+
+def _check_dropped(params: Params, fresh: Params, prefix: str) -> None:
+    """Raises: ValueError: a weight would be lost that no mechanism owns."""
+    for name, part in params.items():
+        path = f"{prefix}{name}"
+        if name not in fresh:
+            if name not in DROPPED:
+                raise ValueError(f"the target has no place for the weight {path!r}")
+        elif isinstance(part, dict):
+            _check_dropped(part, fresh[name], f"{path}/")
 
 
 def _twice(x: jax.Array, heads: int) -> jax.Array:

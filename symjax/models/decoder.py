@@ -95,6 +95,18 @@ class Decoder(nnx.Module):
             x = run(block, x, key)
         return self._scores(x)
 
+    def calibrate(self, tokens: Int[Array, "B T"]) -> None:
+        """Fit the statistics of adaptive random features (FAVOR++, FAVOR#) to a text.
+
+        They are constants of the model. Take another text than those the model is
+        judged on: of the same one they would tell earlier tokens about later ones.
+        """
+        x = self._embed(tokens, jnp.arange(tokens.shape[1])[None])
+        for block in self.blocks:
+            if not isinstance(block, GatedBlock):
+                block.calibrate(x)
+            x = block(x)
+
     def empty(self, batch: int, length: int) -> Memory:
         """The memory before the first token, for at most `length` tokens."""
         layers = [block.empty(batch, length) for block in self.blocks]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from symjax import config, validation
+from symjax.attention.projections import KINDS
 from symjax.data import batches
 from symjax.data.corpus import Corpus, open_corpus
 from symjax.models.generate import generate
@@ -155,13 +156,18 @@ class Run:
         """Weights drawn from the seed, or those of the run in `init_from`."""
         with jax.set_mesh(self.program.mesh):
             state, constants = self.program.initial(self.options.seed)
+        known = None
         if self.options.init_from:
             model = starting.with_vocabulary(self.options, self.corpus).model
             origin = Path(self.options.init_from)
             params, known = weights_of(origin, model, self.corpus)
             state = state._replace(params=_placed(params, state.params))
-            if jax.tree.map(jnp.shape, known) == jax.tree.map(jnp.shape, constants):
-                constants = _placed(known, constants)
+        if jax.tree.map(jnp.shape, known) == jax.tree.map(jnp.shape, constants):
+            constants = _placed(known, constants)
+        elif self.options.model.attention.features in KINDS:
+            with jax.set_mesh(self.program.mesh):
+                inputs, _ = self._rows(0)
+                constants = self.program.calibrate(state.params, constants, inputs)
         return state, constants
 
     def _introduce(self) -> None:

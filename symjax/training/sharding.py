@@ -30,6 +30,8 @@ RULES = (
     ("blocks/*/attention/*_map/weight", P("tensor", None, None)),
     ("blocks/*/attention/*_map/bias", P("tensor", None)),
     ("blocks/*/attention/projection", P(None, None)),
+    ("blocks/*/attention/statistics_a", P(None)),
+    ("blocks/*/attention/statistics_b", P(None, None)),
     ("blocks/*/attention/decay/down/kernel", P("fsdp", None)),
     ("blocks/*/attention/decay/up/kernel", P(None, "tensor")),
     ("blocks/*/out/kernel", P("tensor", "fsdp")),

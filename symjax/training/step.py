@@ -32,6 +32,7 @@ class Program(NamedTuple):
 
     initial(seed) → (State, constants)
     train(state, constants, inputs, targets, key) → (State, metrics); state is donated
+    calibrate(params, constants, inputs) → constants that fit these inputs
     evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w);
         a key turns dropout on, None is evaluation
     """
@@ -42,6 +43,7 @@ class Program(NamedTuple):
     constants: dict[str, Any]  # abstract, with shardings
     initial: Callable
     train: Callable
+    calibrate: Callable
     evaluate: Callable
 
     def place(self, shape: tuple[int, int], rows: Callable) -> list[Array]:
@@ -119,6 +121,11 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         params = optax.apply_updates(state.params, updates)
         return State(state.step + 1, params, moments), metrics
 
+    def calibrate(params, constants, inputs) -> dict:
+        model = nnx.merge(graph, params, constants)
+        model.calibrate(inputs)
+        return _parts(model)[1]
+
     def evaluate(params, constants, inputs, targets, weights, key):
         scores = nnx.merge(graph, params, constants)(inputs, dropout_key=key)
         losses = weights * cross_entropy(scores, targets)
@@ -136,6 +143,11 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
             in_shardings=(state_shardings, constant_shardings, batch, batch, None),
             out_shardings=(state_shardings, None),
             donate_argnums=0,
+        ),
+        calibrate=jax.jit(
+            calibrate,
+            in_shardings=(shardings, constant_shardings, batch),
+            out_shardings=constant_shardings,
         ),
         evaluate=jax.jit(
             evaluate,

@@ -59,8 +59,15 @@ def converted(source, target):
             model(mechanism="linear", features="hedgehog"),
             model(mechanism="linear", features="hedgehog", differential="v2"),
         ),
+        (
+            replace(model(mechanism="gau"), positions="rope"),
+            replace(model(mechanism="gau"), positions="rope", length=64),
+        ),
     ],
-    ids=["v2", "own", "metric", "norms", "same", "universal", "decay", "hedgehog"],
+    ids=[
+        *("v2", "own", "metric", "norms", "same"),
+        *("universal", "decay", "hedgehog", "gau"),
+    ],
 )
 def test_the_function_is_kept_where_it_can_be(source, target):
     before, after, _, _ = converted(source, target)
@@ -97,6 +104,13 @@ def test_shared_weights_go_over_unchanged_and_the_model_runs(target):
             )
 
 
+def test_what_belongs_to_the_mechanism_of_the_source_stays_behind():
+    source = model(mechanism="decay", decay="gated")
+    after = convert(weights(source), source, model())
+    wanted = nnx.state(Decoder(model(), rngs=nnx.Rngs(0)), nnx.Param)
+    assert jax.tree.structure(after) == jax.tree.structure(nnx.to_pure_dict(wanted))
+
+
 def test_many_features_come_close_to_the_softmax_they_replace():
     """Small queries and keys, where the estimate is good."""
     source = model()
@@ -120,6 +134,13 @@ def test_many_features_come_close_to_the_softmax_they_replace():
         (model(symmetric="pairwise"), model(), "'pairwise' does not turn into 'none'"),
         (model(), replace(MODEL, length=50), r"'positions' is \(40, 24\)"),
         (model(), replace(MODEL, positions="rope"), "positions 'learned'"),
+        (
+            model(symmetric="plain", key_norm="unit"),
+            model(),
+            "key_norm 'unit' do not turn into own",
+        ),
+        (model(output_gate=True), model(), "'blocks/0/attention/output_gate'"),
+        (model(query_key_norm=True), model(), "no place for the weight 'blocks/0/att"),
     ],
 )
 def test_models_whose_weights_cannot_follow_are_refused(source, target, words):

@@ -70,6 +70,32 @@ def test_lambda_vectors_and_projections_have_classes_of_their_own():
     )
 
 
+@pytest.mark.parametrize("choice", [{}, {"kind": "universal"}], ids=str)
+def test_statistics_of_random_features_are_fitted_to_a_text(choice):
+    """To the queries and keys of a layer, and only when asked."""
+    model = small("performer", features="favor#", feature_count=16, **choice)
+    first = scores(model, TOKENS)
+    before = jax.device_get(nnx.state(model, Constant))
+    after = jax.device_get(nnx.state(model, Constant))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    model.calibrate(TOKENS)
+    block = model.blocks[0] if not choice else model.blocks[0].block
+    x = model._embed(TOKENS, jnp.arange(TOKENS.shape[1])[None])
+    if choice:
+        x = x + model.blocks[0].step_embedding[0][None, None]
+    layer = block.attention
+    query, key, _ = layer._project(block.attention_norm(x), jnp.zeros((1, 1), int))
+    query, key = (np.asarray(x, "f8").reshape(-1, x.shape[-1]) for x in (query, key))
+    pairs = (query[:, None] + key[None]).reshape(-1, query.shape[-1])
+    spectrum = np.linalg.eigvalsh(
+        pairs.T @ pairs / len(pairs) * query.shape[-1] ** -0.5
+    )
+    root = np.sqrt((1 + 2 * spectrum) ** 2 + 8 * spectrum)
+    wanted = (1 - 2 * spectrum - root) / 16
+    np.testing.assert_allclose(layer.statistics_a[...], wanted, rtol=1e-4, atol=1e-6)
+    assert abs(scores(model, TOKENS) - first).max() > 1e-4
+
+
 COMBINATIONS = [
     {"mechanism": mechanism, "differential": differential, "depth": 1}
     | ({} if differential == "v2" else {"symmetric": "pairwise"})
@@ -100,7 +126,7 @@ OPTIONS = [
     {"mechanism": "linear", "features": "hedgehog", "heads": 4, "kv_heads": 2},
     {"mechanism": "linear", "features": "t2r", "feature_count": 12},
     {"mechanism": "linear", "features": "taylor"},
-    {"mechanism": "performer", "features": "favor++", "feature_count": 32},
+    {"mechanism": "performer", "features": "favor#", "feature_count": 32},
     {"mechanism": "performer", "feature_norms": "constant", "feature_count": 32},
     {"mechanism": "gau", "positions": "rope"},
     {"mechanism": "flash", "chunk_size": 4},

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from runs import call, compile_cache, train, words, write_text
 
+from symjax.attention.projections import unit_statistics
 from symjax.evaluation.trained import load
 
 
@@ -28,6 +29,23 @@ def test_a_run_starts_from_the_converted_weights_of_another(first, capfd):
     metric = two["blocks"][0]["attention"].pop("metric")
     np.testing.assert_array_equal(metric[0], np.eye(len(metric[0])))
     jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+def test_random_features_are_fitted_to_the_weights_they_start_from(first):
+    """FAVOR# from other weights has statistics of its own, which are stored."""
+    folder, text = first
+    names = {"mechanism": "performer", "features": "favor#"}
+    keys = {f"model__attention__{name}": value for name, value in names.items()}
+    start = {"init_from": folder / "first", "optimizer__learning_rate": 0.0}
+    assert train(text, folder / "fitted", **keys, **start) == 0
+    found = load(folder / "fitted").constants["blocks"][0]["attention"]
+    size = len(found["statistics_a"])
+    unit = unit_statistics(size, size**-0.5)
+    assert abs(found["statistics_a"] - unit.a).max() > 1e-3
+    # √(1 − 4a) times a rotation
+    scales = np.sqrt(1 - 4 * np.asarray(found["statistics_a"]))[:, None]
+    rotation = np.asarray(found["statistics_b"]) / scales
+    np.testing.assert_allclose(rotation @ rotation.T, np.eye(size), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -262,11 +262,19 @@ def test_rematerialisation_changes_no_gradient():
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "cosine", "linear", "performer"])
-def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(mechanism):
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"differential": "v1", "pattern": ("softmax", "cosine")},
+        {"differential": "v1", "pattern": ("linear", "performer")},
+        {"differential": "v2", "pattern": ("entmax15", "decay")},
+        {"pattern": ("flash", "gau")},
+    ],
+    ids=str,
+)
+def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(choice):
     # bfloat16 has 8 bits of mantissa: 2⁻⁸ a rounding, some ten roundings deep
-    wide = small(mechanism, differential="v1")
-    narrow = small(mechanism, differential="v1", dtype="bfloat16")
+    wide, narrow = small(**choice), small(**choice, dtype="bfloat16")
     for weight in jax.tree.leaves(nnx.state(narrow, nnx.Param)):
         assert weight.dtype == jnp.float32
     exact, rough = scores(wide, TOKENS), scores(narrow, TOKENS)

@@ -14,7 +14,15 @@ def main(words: list[str]) -> None:
     parser = Parser(prog="eval.py", description=__doc__, epilog=NOTE)
     add = parser.add_argument
     add("--workdir", type=Path, required=True, help="the run to judge")
-    add("--step", type=int, help="a checkpoint; the newest whole one by default")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", type=int, help="a checkpoint; the newest whole one by default"
+    )
+    which.add_argument(
+        "--best",
+        action="store_true",
+        help="the checkpoint of the least held-out loss (checkpoint.best keeps it)",
+    )
     add("--json", type=Path, help="also write the numbers to this file")
     add("--batches", type=int, help="held-out batches to measure; all by default")
     add("--prompt", help="text to go on from; held-out text by default")
@@ -31,7 +39,7 @@ def main(words: list[str]) -> None:
         raise ValueError(f"--seed must be in [0, 2147483648), got {chosen.seed}")
     if chosen.json is not None:
         report.check_json(chosen.json)
-    trained = load(chosen.workdir, chosen.step)
+    trained = load(chosen.workdir, chosen.step, best=chosen.best)
     prompt, text = report.sample(
         trained,
         chosen.prompt,

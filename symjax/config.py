@@ -242,6 +242,9 @@ class Checkpoint:
         least=0,
     )
     keep: int = key(2, "checkpoints kept", least=1)
+    best: bool = key(
+        False, "also save and keep the one of the least held-out loss: eval.py --best"
+    )
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,17 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from symjax import config, validation
+from symjax import config
 from symjax.data.corpus import MANIFEST, Corpus, open_corpus
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.sharding import make_mesh
-from symjax.training.starting import check_data, use_compile_cache, with_vocabulary
+from symjax.training.starting import (
+    check_data,
+    saved_options,
+    use_compile_cache,
+    with_vocabulary,
+)
 from symjax.training.step import Program, compile_program
 
 
@@ -28,8 +33,8 @@ class Trained(NamedTuple):
         return nnx.merge(self.program.graph, self.params, self.constants)
 
 
-def load(workdir: Path, step: int | None = None) -> Trained:
-    """The newest whole checkpoint of a workdir, or the one of `step`.
+def load(workdir: Path, step: int | None = None, *, best: bool = False) -> Trained:
+    """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
 
     Reads the workdir only, and writes nothing in it.
 
@@ -41,18 +46,18 @@ def load(workdir: Path, step: int | None = None) -> Trained:
     if not workdir.is_dir():
         raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
     with Checkpoints(workdir / "checkpoints") as checkpoints:
-        meta = checkpoints.read_meta(step)
-        options = validation.from_dict(meta["config"])
+        meta = checkpoints.read_meta(step, best=best)
+        options = saved_options(meta, workdir)
         if not (workdir / "data" / MANIFEST).is_file():
             raise ValueError(
                 f"{workdir / 'data'} has no {MANIFEST}: eval.py needs the text that "
                 "train.py put there"
             )
         corpus = open_corpus(options.data, workdir / "data")
-        check_data(meta["data"], corpus, workdir)
+        check_data(meta, corpus, workdir)
         options = with_vocabulary(options, corpus)
         mesh = make_mesh(config.Mesh(data=1))
         program = compile_program(options, mesh)
         wanted = {"params": program.state.params, "constants": program.constants}
-        trees, meta = checkpoints.restore(wanted, step)
+        trees, meta = checkpoints.restore(wanted, step, best=best)
     return Trained(meta["step"], options, corpus, program, **trees)

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import math
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import absl.logging
 import orbax.checkpoint as ocp
 
 from symjax.training import record
+from symjax.training.progress import print_warning
 from symjax.training.record import Damaged
 
 
-def print_warning(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+class NotSaved(ValueError):
+    """A checkpoint could not be written; those before it are untouched."""
 
 
 class Checkpoints:
@@ -36,11 +38,12 @@ class Checkpoints:
         directory: absolute; made if it is missing.
         keep: how many of the newest whole checkpoints stay; None opens for reading,
             which makes, writes and deletes nothing.
+        best: beside them, keep the one whose meta has the least `heldout_loss`.
     Raises:
         ValueError: the directory is not absolute or cannot be written, or keep < 1.
     """
 
-    def __init__(self, directory: Path, keep: int | None = None):
+    def __init__(self, directory: Path, keep: int | None = None, *, best: bool = False):
         # What Orbax logs as an error, over pages, is also raised, here in one line.
         absl.logging.set_verbosity(absl.logging.FATAL)
         self.directory = Path(directory)
@@ -48,9 +51,10 @@ class Checkpoints:
             raise ValueError(f"checkpoints need an absolute directory, got {directory}")
         if keep is not None and keep < 1:
             raise ValueError(f"checkpoint.keep {keep} must be at least 1")
-        self._kept = _Kept(keep or 0)
+        self._kept = _Kept(keep or 0, best)
         self._manager = _manager(self.directory, self._kept) if keep else None
         self._saving: int | None = None
+        self._failed: NotSaved | None = None
 
     def steps(self) -> list[int]:
         """Every step on disk, ascending: committed by a save, whole or damaged since.
@@ -62,8 +66,17 @@ class Checkpoints:
         names = [path.name for path in self.directory.iterdir() if path.is_dir()]
         return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
 
+    def improves(self, loss: float) -> bool:
+        """Whether a checkpoint of this held-out loss would be kept as the best."""
+        return self._kept.best and loss < min(
+            self._kept.losses.values(), default=math.inf
+        )
+
     def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Start saving; on return the caller may donate or delete the arrays.
+
+        A save that cannot be written, on a full disk for instance, takes nothing else
+        with it: `wait` raises it, and the next save only says so on stderr.
 
         Waits for the save before it, and for the arrays. Steps that the last `restore`
         passed over, because they were damaged or later than the step it was asked for,
@@ -74,29 +87,30 @@ class Checkpoints:
             meta: what JSON can hold.
         Raises:
             ValueError: the step or a later one exists already, two leaves have one
-                name, this save or the one before it cannot be written, or `keep` was
-                None.
+                name, or `keep` was None.
         """
         if self._manager is None:
             raise ValueError(f"checkpoints in {self.directory} are open for reading")
-        self.wait()
+        self.settle()
         arguments = record.to_save(step, trees, meta)
         self._make_way(self._manager, step)
-        self._kept.whole.add(step)
+        self._kept.saved(step, meta)
         self._saving = step
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
-            self._give_up(error)
+            self._give_up(self._manager, step, error)
 
     def restore(
         self,
         abstract_trees: dict[str, Any],
         step: int | None = None,
         *,
+        best: bool = False,
         warn: Callable[[str], None] = print_warning,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The trees and meta of the newest whole checkpoint, or of the one asked for.
+        """The trees and meta of the newest whole checkpoint, or of the one asked for,
+        or of the one of the least held-out loss.
 
         Bitwise what was saved, on whatever mesh the shardings name. Each damaged
         checkpoint on the way is named to `warn` in one line. Reads every array once.
@@ -108,43 +122,54 @@ class Checkpoints:
             ValueError: there is no checkpoint, none is whole, the one asked for is not,
                 or its arrays have other names, shapes or types than the trees.
         """
-        self.wait()
-        present = self._present(step)
+        self.settle()
+        present, tried = self._candidates(step, best)
         (trees, meta), restored, reasons = self._first_whole(
-            present if step is None else [step],
+            tried,
             functools.partial(record.read, abstract_trees=abstract_trees),
         )
         for passed, why in reasons.items():
             warn(f"checkpoint {passed} is damaged ({why}): restored {restored} instead")
-        self._kept.restored(restored, present)
+        if self._manager is not None:
+            self._kept.restored(restored, present, self._losses(present))
         return trees, meta
 
-    def read_meta(self, step: int | None = None) -> dict[str, Any]:
+    def read_meta(
+        self, step: int | None = None, *, best: bool = False
+    ) -> dict[str, Any]:
         """The meta given to `save`, and `step`, without reading any array.
 
-        Without a step, of the newest checkpoint whose meta is whole. `restore` may
-        find arrays of that one damaged; it returns the meta of the one it restored.
+        Without a step, of the newest or best checkpoint whose meta is whole. `restore`
+        may find arrays of that one damaged; it returns the meta of the one it restored.
 
         Raises:
             ValueError: there is no checkpoint, or no whole meta.
         """
-        self.wait()
-        present = self._present(step)
-        steps = present if step is None else [step]
-        return self._first_whole(steps, record.read_meta)[0]
+        self.settle()
+        return self._first_whole(self._candidates(step, best)[1], record.read_meta)[0]
 
     def wait(self) -> None:
         """Until the save in the background is complete and the old ones are deleted.
 
         Raises:
-            ValueError: it could not be written.
+            NotSaved: it could not be written; said once.
         """
         if self._manager is not None and self._saving is not None:
             try:
                 self._manager.wait_until_finished()
             except Exception as error:
-                self._give_up(error)
+                self._give_up(self._manager, self._saving, error)
             self._saving = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def settle(self) -> None:
+        """`wait`, where a checkpoint that is missing shall not stop what comes next."""
+        try:
+            self.wait()
+        except NotSaved as error:
+            print_warning(f"{error}; going on without it")
 
     def close(self) -> None:
         """Wait, and end Orbax's threads; reading is still possible afterwards."""
@@ -162,15 +187,37 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _present(self, step: int | None) -> list[int]:
-        """Steps on disk, newest first; `step`, if given, must be one of them."""
+    def _candidates(self, step: int | None, best: bool) -> tuple[list[int], list[int]]:
+        """Steps on disk, newest first, and those to try until one is whole.
+
+        By their loss if the best is asked for: first those whose loss cannot be read,
+        since each of them may be the best.
+        """
         present = self.steps()[::-1]
         if not present:
             raise ValueError(f"no checkpoint in {self.directory}")
         if step is not None and step not in present:
             known = ", ".join(map(str, present[::-1]))
             raise ValueError(f"no checkpoint {step} in {self.directory}, only {known}")
-        return present
+        if not best:
+            return present, present if step is None else [step]
+        losses = self._losses(present)
+        if not any(math.isfinite(loss) for loss in losses.values()):
+            raise ValueError(f"no checkpoint in {self.directory} has a held-out loss")
+        return present, sorted(losses, key=lambda step: (losses[step], step))
+
+    def _losses(self, steps: Sequence[int]) -> dict[int, float]:
+        """Held-out loss by step, of those that have one; −∞ where it is damaged."""
+        losses = {}
+        for step in steps:
+            try:
+                meta = record.read_meta(self.directory / str(step))
+            except Damaged:
+                losses[step] = -math.inf
+            else:
+                if (loss := _heldout_loss(meta)) is not None:
+                    losses[step] = loss
+        return losses
 
     def _make_way(self, manager: ocp.CheckpointManager, step: int) -> None:
         steps = manager.all_steps()
@@ -202,36 +249,72 @@ class Checkpoints:
             f"no checkpoint is whole in {self.directory}: {'; '.join(lines)}"
         )
 
-    def _give_up(self, error: Exception) -> NoReturn:
-        step, self._saving = self._saving, None
+    def _give_up(
+        self, manager: ocp.CheckpointManager, step: int, error: Exception
+    ) -> None:
+        """Forget a step that was not saved, and free the room that it has taken."""
         reason = record.short(error)
-        raise ValueError(
+        self._saving = None
+        self._failed = NotSaved(
             f"checkpoint {step} cannot be written to {self.directory}: {reason}"
-        ) from error
+        )
+        self._kept.forget(step)
+        for unfinished in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        manager.reload()
 
 
 class _Kept:
     """Which steps stay, as an Orbax preservation policy: the newest whole ones.
 
     Whole are those that this process has saved or restored. An older step that nobody
-    has read stays until enough whole ones are newer; a damaged one never counts.
+    has read stays until enough whole ones are newer; a damaged one never counts. The
+    step of the least held-out loss stays too, if `best` says so.
     """
 
-    def __init__(self, keep: int):
+    def __init__(self, keep: int, best: bool):
         self.keep = keep
+        self.best = best
         self.whole: set[int] = set()
         self.passed: set[int] = set()
+        self.losses: dict[int, float] = {}
 
-    def restored(self, step: int, present: Sequence[int]) -> None:
+    def saved(self, step: int, meta: dict[str, Any]) -> None:
+        self.whole.add(step)
+        if (loss := _heldout_loss(meta)) is not None:
+            self.losses[step] = loss
+
+    def forget(self, step: int) -> None:
+        self.whole.discard(step)
+        self.losses.pop(step, None)
+
+    def restored(
+        self, step: int, present: Sequence[int], losses: dict[int, float]
+    ) -> None:
         self.passed = {other for other in present if other > step}
         self.whole = {step} | (self.whole - self.passed)
+        self.losses = {
+            other: loss
+            for other, loss in losses.items()
+            if other <= step and math.isfinite(loss)
+        }
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any):
         del context
         steps = [found.step for found in checkpoints]
         whole = sorted(self.whole.intersection(steps))
         oldest = whole[-self.keep] if len(whole) >= self.keep else -1
-        return [step >= oldest and step not in self.passed for step in steps]
+        losses = {step: self.losses[step] for step in self.losses if step in steps}
+        best = min(losses, key=lambda step: (losses[step], step), default=None)
+        return [
+            step not in self.passed and (step >= oldest or (self.best and step == best))
+            for step in steps
+        ]
+
+
+def _heldout_loss(meta: dict[str, Any]) -> float | None:
+    loss = meta.get("heldout_loss")
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def _manager(directory: Path, kept: _Kept) -> ocp.CheckpointManager:

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from symjax import config, validation
+from symjax import config
 from symjax.data.corpus import MANIFEST, Corpus, open_corpus
 from symjax.layers import Constant
 from symjax.models import Decoder, convert
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.starting import with_vocabulary
+from symjax.training.starting import saved_options, with_vocabulary
 
 
 def weights_of(
@@ -29,7 +29,7 @@ def weights_of(
         if not (workdir / "data" / MANIFEST).is_file():
             raise ValueError(f"{workdir} is no workdir of train.py")
         with Checkpoints(workdir.absolute() / "checkpoints") as checkpoints:
-            options = validation.from_dict(checkpoints.read_meta()["config"])
+            options = saved_options(checkpoints.read_meta(), workdir)
             other = open_corpus(options.data, workdir / "data")
             if other.tokenizer.describe() != corpus.tokenizer.describe():
                 raise ValueError(

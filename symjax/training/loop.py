@@ -40,20 +40,25 @@ def run(options: config.Config, workdir: Path) -> None:
     starting.use_compile_cache()
     mesh = make_mesh(options.mesh)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(starting.owned(workdir))
         with starting.undone_if_refused(workdir):
-            starting.make_workdir(workdir)
             reader = Checkpoints(workdir / "checkpoints")
             saved = reader.read_meta() if reader.steps() else None
             if saved is None:
                 starting.refuse_other_files(workdir)
             if saved is not None:
-                starting.refuse_differences(saved["config"], options, workdir)
+                found = starting.saved_options(saved, workdir)
+                starting.refuse_differences(found, options, workdir)
             corpus = open_corpus(options.data, workdir / "data", replace=saved is None)
             if saved is not None:
-                starting.check_data(saved["data"], corpus, workdir)
+                starting.check_data(saved, corpus, workdir)
             corpus.check_length(options.model.length)
             program = compile_program(starting.with_vocabulary(options, corpus), mesh)
-            checkpoints = Checkpoints(workdir / "checkpoints", options.checkpoint.keep)
+            checkpoints = Checkpoints(
+                workdir / "checkpoints",
+                options.checkpoint.keep,
+                best=options.checkpoint.best,
+            )
             stack.enter_context(checkpoints)
             whole = Run(options, workdir, corpus, program, checkpoints)
         stack.enter_context(contextlib.closing(whole))
@@ -128,11 +133,13 @@ class Run:
                     waiting = {}
                     with self.clock.stopped():
                         if judge:
-                            self._evaluate(done)
+                            loss = self._evaluate(done)
+                            save = save or self.checkpoints.improves(loss)
                         if save:
                             self._save(done, judged=judge)
                 if stop and done < options.steps:
                     raise Interrupted(stop, self._stopped_at(done))
+        self.checkpoints.wait()
         self.progress.line(
             f"complete at step {done}: python eval.py --workdir {self.workdir}"
         )
@@ -218,7 +225,7 @@ class Run:
 
     def _not_finite(self, done: int, what: str) -> None:
         """Raises: FloatingPointError: naming the step and what can be gone back to."""
-        self.checkpoints.wait()
+        self.checkpoints.settle()
         steps = self.checkpoints.steps()
         last = f"the last checkpoint is {steps[-1]}" if steps else "none was saved"
         raise FloatingPointError(f"{what} at step {done}; {last} in {self.workdir}")
@@ -227,7 +234,12 @@ class Run:
         self.checkpoints.wait()
         return f"saved checkpoint {done} in {self.workdir}; the same command goes on"
 
-    def _evaluate(self, done: int) -> None:
+    def _evaluate(self, done: int) -> float:
+        """The held-out loss, on the record.
+
+        Raises:
+            FloatingPointError: it is not finite.
+        """
         self.heldout = self._loss(self.options.evaluate.batches)
         self.metrics.write(done, {"heldout/loss": self.heldout})
         lines = ", ".join(f"{n} {v:.2f}" for n, v in self.corpus.ngrams.items())
@@ -241,6 +253,7 @@ class Run:
         if not math.isfinite(self.heldout):
             self._not_finite(done, f"held-out loss is {self.heldout}")
         self.progress.line(f"step {done}: sample {self._sample()!r}")
+        return self.heldout
 
     def _loss(self, count: int) -> float:
         """Of the first `count` held-out batches."""

@@ -18,8 +18,11 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from symjax.training.progress import print_warning
 
 HEADER = ("step", "name", "value")
 
@@ -45,16 +48,20 @@ class Metrics:
             kept = [row for row in _rows(lines) if row["step"] <= step]
             _replace(lines, "".join(_json(row) for row in kept))
             _replace(table, _csv([HEADER]) + "".join(_table(row) for row in kept))
-            self._files = [
-                open(path, "a", encoding="utf-8", newline="") for path in (lines, table)
-            ]
+            # Unbuffered: what a full disk did not take is known, and written later.
+            self._files = {
+                open(path, "ab", buffering=0): b"" for path in (lines, table)
+            }
         except OSError as error:
             raise ValueError(
                 f"metrics cannot be written to {workdir}: {error.strerror}"
             ) from error
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append what was measured at a step, and flush.
+        """Append what was measured at a step, at once.
+
+        What does not fit on a full disk is kept, said in one line, and written as soon
+        as there is room.
 
         What is not a finite number is null in JSON, which has no word for it, and
         empty in CSV, which pandas reads as NaN.
@@ -73,11 +80,27 @@ class Metrics:
             if self._tensorboard is not None:
                 self._tensorboard.add_scalar(name, number, step)
         for file, text in zip(self._files, (_json(row), _table(row)), strict=True):
-            file.write(text)
-            file.flush()
+            self._append(file, text.encode())
+
+    def _append(self, file: FileIO, text: bytes) -> None:
+        late = self._files[file]
+        rest = late + text
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError as error:
+            if not late:
+                print_warning(
+                    f"{file.name} cannot be written ({error.strerror}): going on, its "
+                    "lines wait for room"
+                )
+        self._files[file] = rest
 
     def close(self) -> None:
         for file in self._files:
+            self._append(file, b"")
+            if lost := self._files[file]:
+                print_warning(f"{file.name} misses its last {len(lost)} bytes")
             file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()

@@ -46,6 +46,10 @@ class Progress:
             self.bar.close()
 
 
+def print_warning(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def clock(seconds: float) -> str:
     """h:mm:ss, or m:ss below an hour."""
     minutes, seconds = divmod(round(seconds), 60)

@@ -202,7 +202,18 @@ def _read_json(directory: Path) -> dict[str, Any]:
     document = dict(ocp.JsonCheckpointHandler().restore(epath.Path(directory)))
     if document.pop("checksum") != _seal(document):
         raise Damaged("meta does not match its checksum")
+    if not _is_document(document):
+        raise Damaged("meta is not that of a checkpoint")
     return document
+
+
+def _is_document(found: dict[str, Any]) -> bool:
+    """Whether it has the form of what `_document` makes: anyone can write a file."""
+    kinds = {"step": int, "meta": dict, "arrays": dict}
+    return all(type(found.get(name)) is kind for name, kind in kinds.items()) and all(
+        isinstance(array, list) and [*map(type, array)] == [str, str]
+        for array in found["arrays"].values()
+    )
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):

@@ -2,35 +2,54 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
 
 from symjax import config, validation
 from symjax.data.corpus import MANIFEST, Corpus
+from symjax.training.progress import print_warning
 from symjax.training.step import Program
 
-# What a run makes inside its workdir.
+# What a run makes inside its workdir, and while it lives the lock.
 PARTS = ("checkpoints", "data", "tensorboard", "metrics.jsonl", "metrics.csv")
+LOCK = "lock"
 GIB = 2**30
 
 
 @contextlib.contextmanager
-def undone_if_refused(workdir: Path) -> Iterator[None]:
-    """Whatever ends the block early, the folder is as it was before.
+def owned(workdir: Path) -> Iterator[None]:
+    """Make the workdir, and keep other runs out of it until the block ends.
 
-    Only what did not exist at the beginning is removed: the parts of a run, the workdir
-    and the folders above it, and folders only where they are empty.
+    The lock is the kernel's, so a process that is killed leaves none. Folders that the
+    block has not filled are removed again. Reading needs no lock.
+
+    Raises:
+        ValueError: the workdir cannot be made or written, or another process has it.
     """
-    parts = [workdir / name for name in PARTS if not (workdir / name).exists()]
     folders = [x for x in (workdir, *workdir.parents) if not x.exists()]
+    _make_workdir(workdir)
+    try:
+        with _locked(workdir) if jax.process_index() == 0 else contextlib.nullcontext():
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def undone_if_refused(workdir: Path) -> Iterator[None]:
+    """Whatever ends the block early, the parts of a run that it made are removed."""
+    parts = [workdir / name for name in PARTS if not (workdir / name).exists()]
     try:
         yield
     except BaseException:
@@ -40,13 +59,53 @@ def undone_if_refused(workdir: Path) -> Iterator[None]:
             else:
                 with contextlib.suppress(OSError):
                     part.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            for folder in folders:
-                folder.rmdir()
         raise
 
 
-def make_workdir(workdir: Path) -> None:
+@contextlib.contextmanager
+def _locked(workdir: Path) -> Iterator[None]:
+    path = workdir / LOCK
+    while (file := _lock(path)) is None:
+        pass
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        file.close()
+
+
+def _lock(path: Path) -> TextIO | None:
+    """The open file with the lock on it; None if its owner has just removed it.
+
+    Raises:
+        ValueError: another process has the lock.
+    """
+    file = open(path, "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            raise FileNotFoundError
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+    except BlockingIOError:
+        file.seek(0)
+        with file:
+            raise ValueError(
+                f"--workdir {str(path.parent)!r} is in use by process {file.read()}: "
+                "wait for it, or use another"
+            ) from None
+    except FileNotFoundError:
+        file.close()
+        return None
+    except OSError as error:
+        print_warning(
+            f"{path} cannot be locked ({error.strerror}): start no second run in it"
+        )
+    return file
+
+
+def _make_workdir(workdir: Path) -> None:
     """Raises: ValueError: it cannot be made or written."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -72,11 +131,27 @@ def refuse_other_files(workdir: Path) -> None:
         )
 
 
+def saved_options(meta: dict[str, Any], workdir: Path) -> config.Config:
+    """The configuration in a checkpoint, which is data and so may hold anything.
+
+    Raises:
+        ValueError: it is none of this version, or its values are out of range.
+    """
+    tree = meta.get("config")
+    where = f"checkpoint {meta['step']} of {workdir}"
+    if not isinstance(tree, dict):
+        raise ValueError(f"{where} has no configuration")
+    try:
+        return validation.from_dict(tree)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"the configuration in {where}: {error}") from None
+
+
 def refuse_differences(
-    saved: dict[str, Any], options: config.Config, workdir: Path
+    saved: config.Config, options: config.Config, workdir: Path
 ) -> None:
     """Raises: ValueError: a checkpoint's configuration differs where it must not."""
-    found = validation.differences(saved, validation.to_dict(options))
+    found = validation.differences(*map(validation.to_dict, (saved, options)))
     if found:
         raise ValueError(
             f"{workdir} holds a run of another configuration ({', '.join(found)}): "
@@ -84,13 +159,15 @@ def refuse_differences(
         )
 
 
-def check_data(saved: dict[str, Any], corpus: Corpus, workdir: Path) -> None:
+def check_data(meta: dict[str, Any], corpus: Corpus, workdir: Path) -> None:
     """Raises: ValueError: the corpus is not the one that the checkpoint has seen."""
-    if saved["sha256"] != corpus.fingerprint["sha256"]:
+    saved = meta.get("data")
+    then = str(saved.get("sha256")) if isinstance(saved, dict) else "unknown"
+    now = corpus.fingerprint["sha256"]
+    if then != now:
         raise ValueError(
             f"the text of {workdir / 'data'} is not the one of its checkpoints "
-            f"(sha256 {corpus.fingerprint['sha256'][:12]}, then "
-            f"{saved['sha256'][:12]})"
+            f"(sha256 {now[:12]}, then {then[:12]})"
         )
 
 

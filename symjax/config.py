@@ -215,6 +215,18 @@ class Optimizer:
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments")
     eps: float = key(1e-8, "added to the root of the second moment")
     clip: float = key(1.0, "largest norm of the whole gradient; 0: off")
+    nonfinite: str = key(
+        "stop",
+        "what a step does whose gradient is not finite, or a spike: end the run, or "
+        "change nothing and be counted",
+        ("stop", "skip"),
+    )
+    spike: float = key(
+        0.0,
+        "a gradient is a spike if its norm is above this many times the mean of the "
+        "last steps; 0: off",
+        least=0,
+    )
     accumulate: int = key(1, "micro-batches a step; must divide batch_size", least=1)
 
 

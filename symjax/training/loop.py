@@ -26,6 +26,7 @@ from symjax.training.progress import Progress
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, State, compile_program
 
+MOST_SKIPPED = 20  # steps in a row, then a run ends
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
 
 
@@ -34,7 +35,7 @@ def run(options: config.Config, workdir: Path) -> None:
 
     Raises:
         ValueError: bad input; the message is one line, and the workdir is as it was.
-        FloatingPointError: the loss or its gradient is not finite.
+        FloatingPointError: the loss or its gradient is not finite, or a spike.
         Interrupted: a signal came; a checkpoint has been saved.
     """
     starting.use_compile_cache()
@@ -91,6 +92,8 @@ class Run:
         self.state, self.constants = self._restored()
         self.first = int(self.state.step)
         self.heldout: float | None = None
+        self.skipped = int(self.state.optimizer.skipped)
+        self.skipped_in_a_row = 0
         self.metrics = Metrics(workdir, self.first, options.log.tensorboard)
         self.progress = Progress(options.steps, self.first)
 
@@ -212,16 +215,35 @@ class Run:
     def _report(self, done: int, metrics: dict[str, Any]) -> None:
         """Check the numbers of a step, show them, and log them where it is time."""
         values = {name: float(value) for name, value in metrics.items()}
-        for name in ("train/loss", "gradient_norm"):
-            if not math.isfinite(values[name]):
-                self.metrics.write(done, values)
-                self._not_finite(done, f"{name} is {values[name]}")
+        self._judge_step(done, values)
         speed = self.clock.step()
         left = (self.options.steps - done) * self.clock.tokens / speed
         self.progress.update(done, values["train/loss"], speed, left)
         if done % self.options.log.every == 0 or done == self.options.steps:
             self.metrics.write(done, {**values, "tokens_per_second": speed})
             self.clock.restart()
+
+    def _judge_step(self, done: int, values: dict[str, float]) -> None:
+        """Stop at a harmful step, or say that it was skipped.
+
+        Raises:
+            FloatingPointError: as the configuration says, or as many steps were
+                skipped in a row that the weights themselves must be the cause.
+        """
+        skipped = values["skipped_steps"] > self.skipped
+        self.skipped = values["skipped_steps"]
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        finite = all(math.isfinite(values[x]) for x in ("train/loss", "gradient_norm"))
+        if finite and not skipped:
+            return
+        name = "gradient_norm" if math.isfinite(values["train/loss"]) else "train/loss"
+        what = f"{name} is {values[name]:.6g}"
+        self.metrics.write(done, values)
+        if not skipped or self.options.optimizer.nonfinite == "stop":
+            self._not_finite(done, what)
+        if self.skipped_in_a_row == MOST_SKIPPED:
+            self._not_finite(done, f"{MOST_SKIPPED} steps in a row skipped: {what}")
+        self.progress.line(f"step {done} skipped: {what}")
 
     def _not_finite(self, done: int, what: str) -> None:
         """Raises: FloatingPointError: naming the step and what can be gone back to."""

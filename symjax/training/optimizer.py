@@ -9,12 +9,13 @@ import jax
 import optax
 
 from symjax import config
+from symjax.training.guard import guarded
 
 
 def optimizer(
     options: config.Optimizer, steps: int, params_abstract: Any
 ) -> optax.GradientTransformation:
-    """Clip the whole gradient, then step by the schedule.
+    """Clip the whole gradient, then step by the schedule; `guarded` from harm.
 
     `adamw` and `lion` shrink the weights themselves; `adam` and `sgd` add
     weight_decay · weight to the clipped gradient, as PyTorch's do. `sgd` takes the
@@ -51,7 +52,7 @@ def optimizer(
             f"optimizer.name {options.name!r} is unknown: "
             "choose from adam, adamw, lion, sgd"
         )
-    return optax.chain(*chain)
+    return guarded(optax.chain(*chain), options.spike)
 
 
 def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:

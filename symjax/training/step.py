@@ -116,6 +116,7 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         metrics = {
             "train/loss": value,
             "gradient_norm": optax.tree.norm(gradient),
+            "skipped_steps": moments.skipped,
             "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
         }
         params = optax.apply_updates(state.params, updates)

@@ -161,6 +161,41 @@ def test_spoilt_weights_are_never_saved(every, text, workdir, monkeypatch, capsy
     assert steps(workdir) == [2]
 
 
+def test_spikes_are_skipped_and_counted(text, workdir, capsys):
+    """Norms above their mean, which some are after the first twenty steps."""
+    keys = {"optimizer__spike": 1.0, "optimizer__nonfinite": "skip", "log__every": 1}
+    keys |= {"optimizer__decay_steps": 40, "optimizer__learning_rate": 0.0}
+    assert train(text, workdir, steps=40, **keys) == 0
+    said = [
+        line for line in capsys.readouterr().err.splitlines() if " skipped: " in line
+    ]
+    counts = [row["skipped_steps"] for row in rows(workdir) if "train/loss" in row]
+    assert 0 < len(said) == counts[-1] < 20
+    assert not any(counts[:20]) and sorted(counts) == counts
+    first = next(step for step, count in enumerate(counts, 1) if count)
+    assert said[0].startswith(f"step {first} skipped: gradient_norm is ")
+    assert train(text, workdir, steps=42, **keys) == 0  # the count goes on
+    last = [row["skipped_steps"] for row in rows(workdir) if "train/loss" in row]
+    assert len(last) >= 42 and last[-1] >= counts[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"optimizer__spike": 1.0}, "stopped: gradient_norm is "),
+        (
+            {"optimizer__spike": 1e-3, "optimizer__nonfinite": "skip"},
+            "stopped: 20 steps in a row skipped: gradient_norm is ",
+        ),
+    ],
+    ids=["stop", "hopeless"],
+)
+def test_spikes_end_a_run_that_is_told_so(changes, line, text, workdir, capsys):
+    assert train(text, workdir, steps=60, checkpoint__every=10, **changes) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(line) and "the last checkpoint is " in said
+
+
 def test_an_absurd_learning_rate_is_stopped(text, workdir, capsys):
     rate = {"optimizer__learning_rate": 1e9, "optimizer__clip": 0}
     flat = {"optimizer__schedule": "constant_schedule", "optimizer__name": "sgd"}

@@ -1,9 +1,11 @@
 """Judge a checkpoint: python eval.py --workdir runs/diff_sym-tiny (or --help)."""
 
+import argparse
 import sys
 from pathlib import Path
 
-from symjax.evaluation import report
+from symjax.evaluation import report, tasks
+from symjax.evaluation.asked import Asked
 from symjax.evaluation.trained import load
 from symjax.training.commandline import Parser, leave
 
@@ -11,6 +13,14 @@ NOTE = "Losses are nats a token; the JSON of a checkpoint is the same bytes each
 
 
 def main(words: list[str]) -> None:
+    if "--list" in words:
+        print("\n".join(f"{n:<14}{t.meaning}" for n, t in tasks.TASKS.items()))
+    else:
+        judge(parse(words))
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Raises: ValueError: a word is unknown or a value out of its range; one line."""
     parser = Parser(prog="eval.py", description=__doc__, epilog=NOTE)
     add = parser.add_argument
     add("--workdir", type=Path, required=True, help="the run to judge")
@@ -23,7 +33,11 @@ def main(words: list[str]) -> None:
         action="store_true",
         help="the checkpoint of the least held-out loss (checkpoint.best keeps it)",
     )
+    add("--tasks", default=tasks.USUAL, help="names, or all (%(default)s)")
+    add("--list", action="store_true", help="the tasks and what they measure")
     add("--json", type=Path, help="also write the numbers to this file")
+    add("--out", type=Path, help="also write tables (CSV) and figures (PNG) there")
+    add("--report", type=Path, help="also write one HTML page with all of it")
     add("--batches", type=int, help="held-out batches to measure; all by default")
     add("--prompt", help="text to go on from; held-out text by default")
     add("--tokens", type=int, default=200, help="tokens to write (%(default)s)")
@@ -37,22 +51,34 @@ def main(words: list[str]) -> None:
         raise ValueError(f"--temperature must be 0 or more, got {chosen.temperature}")
     if not 0 <= chosen.seed < 2**31:
         raise ValueError(f"--seed must be in [0, 2147483648), got {chosen.seed}")
-    if chosen.json is not None:
-        report.check_json(chosen.json)
+    chosen.names = tasks.named(chosen.tasks)
+    return chosen
+
+
+def judge(chosen: argparse.Namespace) -> None:
+    """Load once, measure and print task after task, then write what was asked for."""
+    for flag in ("json", "report"):
+        if (path := getattr(chosen, flag)) is not None:
+            report.check_file(path, f"--{flag}")
+    if chosen.out is not None:
+        report.check_folder(chosen.out, "--out")
     trained = load(chosen.workdir, chosen.step, best=chosen.best)
-    prompt, text = report.sample(
-        trained,
-        chosen.prompt,
-        count=chosen.tokens,
-        temperature=chosen.temperature,
-        seed=chosen.seed,
+    asked = Asked(
+        chosen.batches, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed
     )
-    found = report.judge(trained, chosen.batches)
-    unit = "byte" if trained.options.data.tokenizer == "byte" else "character"
-    print(report.to_text(found, unit))
-    print(f"\nprompt {prompt!r}, sample:\n{prompt}{text}", flush=True)
+    findings = {}
+    for name in chosen.names:
+        findings[name] = tasks.TASKS[name].measure(trained, asked)
+        print(f"\n{report.to_text(findings[name])}", flush=True)
     if chosen.json is not None:
-        report.write_json(found, chosen.json)
+        text = report.to_json(tasks.about(trained), findings)
+        report.write(text.encode(), chosen.json, "--json")
+    if chosen.out is not None:
+        report.write_folder(findings, chosen.out)
+    if chosen.report is not None:
+        title = f"{chosen.workdir.name}, step {trained.step}"
+        page = report.to_html(title, findings)
+        report.write(page.encode(), chosen.report, "--report")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """eval.py: one checkpoint in, every number out, from the workdir alone."""
 
 import json
+import re
 import shutil
 
 import pytest
 from runs import TEXT, call, compile_cache, train, write_text
+
+from symjax.evaluation.tasks import TASKS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,6 +73,26 @@ def test_the_json_is_the_same_bytes_each_time(original, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "two.json"]
 
 
+def test_tables_figures_and_a_page_are_written(original, tmp_path, capsys):
+    out, page = tmp_path / "out", tmp_path / "page.html"
+    words = ["--tasks", "lambda", "--out", str(out), "--report", str(page)]
+    assert judge(original, *words) == 0
+    rows = (out / "lambda.csv").read_text().splitlines()
+    assert rows[0] == "layer,λ₁,λ₂,λ_init,λ" and len(rows) == 2
+    text = page.read_text()
+    value = f"{float(rows[1].split(',')[4]):.4f}"
+    assert f"<td>{value}</td>" in text and value in capsys.readouterr().out
+    assert not re.search(r"(src|href)=.?http", text)
+    before = page.read_bytes()
+    assert judge(original, *words) == 0 and page.read_bytes() == before
+
+
+def test_the_tasks_are_listed(capsys):
+    assert call("eval", ["--list"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()] == list(TASKS)
+
+
 def test_a_step_is_chosen(original, tmp_path, capsys):
     losses = []
     for step in ("2", "4"):
@@ -131,6 +154,10 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--seed", "99999999999999999999"], "--seed must be in"),
         (["--json", "/wibble/x.json"], "no folder /wibble"),
         (["--json", "."], "is a folder"),
+        (["--report", "."], "is a folder"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x is no folder"),
+        (["--tasks", "loss,lamda"], "'lamda' is unknown: choose from all, loss, "),
+        (["--tasks", ","], "is unknown: choose from all"),
         (["wibble"], "wibble"),
         (["--wibble"], "--wibble"),
     ],

@@ -3,8 +3,22 @@
 import numpy as np
 from flax import nnx
 
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.finding import Finding, Table
+from symjax.evaluation.trained import Trained
 from symjax.layers import Attention
 from symjax.models.decoder import Decoder
+
+
+def lambdas(trained: Trained, asked: Asked) -> Finding:
+    """The table of λ; empty where the attention is not differential V1."""
+    rows = lambda_table(trained.model())
+    if not rows:
+        text = ["λ: none, the attention is not differential"]
+        return Finding({"lambda": []}, text)
+    columns = ("layer", "λ₁", "λ₂", "λ_init", "λ")
+    table = Table("lambda", columns, [tuple(row.values()) for row in rows])
+    return Finding({"lambda": rows}, [], (table,))
 
 
 def lambda_table(model: Decoder) -> list[dict[str, float]]:

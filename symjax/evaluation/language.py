@@ -12,8 +12,40 @@ import jax
 import numpy as np
 
 from symjax.data.batches import batch, heldout_batches, heldout_count
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.finding import Finding
 from symjax.evaluation.trained import Trained
 from symjax.training.measure import Batch, mean_loss
+
+
+def loss(trained: Trained, asked: Asked) -> Finding:
+    """The three losses, beside what tables of n-grams reach."""
+    found = losses(trained, asked.batches)
+    heldout, train = found["heldout"], found["train"]
+    unit = "byte" if trained.options.data.tokenizer == "byte" else "character"
+    weights = sum(x.size for x in jax.tree.leaves(trained.params))
+    lines = [
+        f"step {trained.step}, {weights:,} parameters",
+        "",
+        f"held-out loss                    {heldout['loss']:.4f} nats/{unit}",
+        f"held-out perplexity              {heldout['perplexity']:.3f}",
+        f"held-out bits per byte           {heldout['bits_per_byte']:.4f}",
+    ]
+    part = heldout["batches"] < heldout["all_batches"]
+    if part:
+        lines.append(
+            f"  on {heldout['batches']} of {heldout['all_batches']} batches; "
+            "the tables on all of the text"
+        )
+    for name, value in heldout["ngrams"].items():
+        beaten = ": beaten" if heldout["loss"] < value else ": not beaten"
+        verdict = "" if part else beaten
+        lines.append(f"  {name + ' table':<31}{value:.4f} nats/{unit}{verdict}")
+    lines += [
+        f"training text, training mode     {train['loss']:.4f} nats/{unit}",
+        f"training text, evaluation mode   {train['loss_eval_mode']:.4f} nats/{unit}",
+    ]
+    return Finding(found, lines)
 
 
 def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:

@@ -1,117 +1,109 @@
-"""One checkpoint, judged: everything measured as one nested dict, and as text."""
+"""Findings as text, JSON, CSV, PNG and one page of HTML."""
 
+import base64
+import csv
+import html
+import io
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from symjax.evaluation.analysis import lambda_table
-from symjax.evaluation.language import losses
-from symjax.evaluation.trained import Trained
-from symjax.models.generate import generate
-
-PROMPT = 16  # tokens of held-out text where no prompt is given
+from symjax.evaluation.figures import png
+from symjax.evaluation.finding import Cell, Finding, Table
 
 
-def judge(trained: Trained, batches: int | None = None) -> dict[str, Any]:
-    """The numbers of a checkpoint; the same for the same checkpoint, every time."""
-    return {
-        "step": trained.step,
-        "parameters": sum(x.size for x in jax.tree.leaves(trained.params)),
-        **losses(trained, batches),
-        "lambda": lambda_table(trained.model()),
-    }
+def to_json(about: dict[str, Any], findings: Mapping[str, Finding]) -> str:
+    """One object: what the checkpoint is, and the values of all findings side by side.
 
-
-def sample(
-    trained: Trained,
-    prompt: str | None = None,
-    *,
-    count: int = 200,
-    temperature: float = 0.8,
-    seed: int = 0,
-) -> tuple[str, str]:
-    """(prompt, what the model writes after it); at most as far as it has positions.
-
-    Args:
-        prompt: the first words of the held-out text by default.
-        count: tokens to write.
-    Raises:
-        ValueError: the prompt is empty, too long, or has unknown characters.
+    The same bytes for the same checkpoint.
     """
-    tokenizer = trained.corpus.tokenizer
-    if prompt is None:
-        ids = trained.corpus.heldout[:PROMPT]
-    else:
-        ids = tokenizer.encode(prompt)
-    if not len(ids):
-        raise ValueError("--prompt is empty: give text to go on from")
-    model = trained.model()
-    if model.learned_positions:
-        count = min(count, model.length - len(ids))
-        if count < 1:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens fills the model's {model.length} "
-                "learned positions"
-            )
-    tokens = generate(
-        model,
-        jnp.asarray(ids, jnp.int32)[None],
-        count,
-        jax.random.key(seed),
-        temperature=temperature,
+    found = dict(about)
+    for finding in findings.values():
+        found |= finding.values
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def to_text(finding: Finding) -> str:
+    """A finding as a page for people."""
+    parts = ["\n".join(finding.text), *map(_aligned, finding.tables)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def to_csv(table: Table) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
+    return text.getvalue()
+
+
+def to_html(title: str, findings: Mapping[str, Finding]) -> str:
+    """One page with every table and figure in it, and nothing to load."""
+    parts = [f"<h1>{html.escape(title)}</h1>"]
+    for name, finding in findings.items():
+        parts.append(f"<h2>{html.escape(name)}</h2>")
+        if finding.text:
+            parts.append(f"<pre>{html.escape(chr(10).join(finding.text))}</pre>")
+        parts += map(_html_table, finding.tables)
+        for figure in finding.figures:
+            image = base64.b64encode(png(figure)).decode()
+            source = f"data:image/png;base64,{image}"
+            parts.append(f'<img alt="{html.escape(figure.name)}" src="{source}">')
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n{body}\n</html>\n"
     )
-    return tokenizer.decode(ids), tokenizer.decode(tokens[0])
 
 
-def to_text(found: dict[str, Any], unit: str) -> str:
-    """The numbers of `judge` as a page for people."""
-    heldout, train = found["heldout"], found["train"]
-    lines = [
-        f"step {found['step']}, {found['parameters']:,} parameters",
-        "",
-        f"held-out loss                    {heldout['loss']:.4f} nats/{unit}",
-        f"held-out perplexity              {heldout['perplexity']:.3f}",
-        f"held-out bits per byte           {heldout['bits_per_byte']:.4f}",
-    ]
-    part = heldout["batches"] < heldout["all_batches"]
-    if part:
-        lines.append(
-            f"  on {heldout['batches']} of {heldout['all_batches']} batches; "
-            "the tables on all of the text"
-        )
-    for name, value in heldout["ngrams"].items():
-        beaten = ": beaten" if heldout["loss"] < value else ": not beaten"
-        verdict = "" if part else beaten
-        lines.append(f"  {name + ' table':<31}{value:.4f} nats/{unit}{verdict}")
-    lines += [
-        f"training text, training mode     {train['loss']:.4f} nats/{unit}",
-        f"training text, evaluation mode   {train['loss_eval_mode']:.4f} nats/{unit}",
-        "",
-    ]
-    if not found["lambda"]:
-        return "\n".join([*lines, "λ: none, the attention is not differential"])
-    lines.append("layer      λ₁      λ₂  λ_init       λ")
-    for row in found["lambda"]:
-        numbers = (row[k] for k in ("lambda_1", "lambda_2", "lambda_initial", "lambda"))
-        lines.append(f"{row['layer']:5d}" + "".join(f"{x:8.4f}" for x in numbers))
-    return "\n".join(lines)
+STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.1em .7em;"
+    "text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}"
+    "img{max-width:100%}pre{white-space:pre-wrap}"
+)
 
 
-def check_json(path: Path) -> None:
+def write_folder(findings: Mapping[str, Finding], folder: Path) -> list[str]:
+    """Every table as CSV and every figure as PNG; the names of the files.
+
+    Raises:
+        ValueError: a file cannot be written, or matplotlib is not installed.
+    """
+    names = []
+    for finding in findings.values():
+        for table in finding.tables:
+            names.append(f"{table.name}.csv")
+            write(to_csv(table).encode(), folder / names[-1], "--out")
+        for figure in finding.figures:
+            names.append(f"{figure.name}.png")
+            write(png(figure), folder / names[-1], "--out")
+    return names
+
+
+def check_file(path: Path, flag: str) -> None:
     """Raises: ValueError: there cannot be such a file; asked before the long work."""
     if path.is_dir():
-        raise ValueError(f"--json {path} is a folder: name a file")
+        raise ValueError(f"{flag} {path} is a folder: name a file")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"--json {path} cannot be written: no folder {path.parent}")
+        raise ValueError(f"{flag} {path} cannot be written: no folder {path.parent}")
 
 
-def write_json(found: dict[str, Any], path: Path) -> None:
-    """Write a whole file or none.
+def check_folder(path: Path, flag: str) -> None:
+    """Make a folder for files.
+
+    Raises:
+        ValueError: there cannot be one.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} is no folder: {error.strerror}") from None
+
+
+def write(content: bytes, path: Path, flag: str) -> None:
+    """A whole file or none.
 
     Raises:
         ValueError: the file cannot be written.
@@ -120,7 +112,33 @@ def write_json(found: dict[str, Any], path: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             whole = Path(unfinished, path.name)
-            whole.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            whole.write_bytes(content)
             os.replace(whole, path)
     except OSError as error:
-        raise ValueError(f"--json {path} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
+
+
+def _aligned(table: Table) -> str:
+    cells = [table.columns, *([_shown(x) for x in row] for row in table.rows)]
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, columns[0]))]
+    widths += [max(8, 2 + max(map(len, column))) for column in columns[1:]]
+    return "\n".join(
+        "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )
+
+
+def _shown(cell: Cell) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell:.4f}" if isinstance(cell, float) else str(cell)
+
+
+def _html_table(table: Table) -> str:
+    def row(cells: Any, tag: str) -> str:
+        shown = (f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr>{''.join(shown)}</tr>"
+
+    rows = "\n".join(row(map(_shown, cells), "td") for cells in table.rows)
+    return f"<table>\n{row(table.columns, 'th')}\n{rows}\n</table>"

@@ -7,8 +7,10 @@ import pytest
 from runs import TEXT, compile_cache, train, write_text
 
 from symjax import attention
-from symjax.evaluation import language, report
+from symjax.evaluation import language
 from symjax.evaluation.analysis import lambda_table
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.samples import continuation
 from symjax.evaluation.trained import load
 
 KEYS = {
@@ -101,7 +103,8 @@ def test_the_lambda_table_is_what_the_layers_use(trained):
 
 
 def test_greedy_sampling_equals_reading_the_whole_text_again(trained):
-    prompt, text = report.sample(trained, "12 shéép", count=20, temperature=0.0)
+    asked = Asked(prompt="12 shéép", tokens=20, temperature=0.0)
+    prompt, text = continuation(trained, asked)
     ids = [int(i) for i in trained.corpus.tokenizer.encode(prompt)]
     assert prompt == "12 shéép"
     model = jax.jit(lambda tokens: trained.model()(tokens))
@@ -113,7 +116,8 @@ def test_greedy_sampling_equals_reading_the_whole_text_again(trained):
 
 
 def test_a_sample_depends_on_its_seed_only(trained):
-    first = report.sample(trained, count=20, temperature=1.0, seed=1)
-    assert first == report.sample(trained, count=20, temperature=1.0, seed=1)
-    assert first != report.sample(trained, count=20, temperature=1.0, seed=2)
+    one, two = (Asked(tokens=20, temperature=1.0, seed=seed) for seed in (1, 2))
+    first = continuation(trained, one)
+    assert first == continuation(trained, one)
+    assert first != continuation(trained, two)
     assert len(first[1]) == 20

@@ -1,0 +1,49 @@
+"""What a model writes."""
+
+import jax
+import jax.numpy as jnp
+
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.finding import Finding
+from symjax.evaluation.trained import Trained
+from symjax.models.generate import generate
+
+PROMPT = 16  # tokens of held-out text where no prompt is given
+
+
+def sample(trained: Trained, asked: Asked) -> Finding:
+    """A prompt, and what the model writes after it."""
+    prompt, text = continuation(trained, asked)
+    return Finding({}, [f"prompt {prompt!r}, sample:", prompt + text])
+
+
+def continuation(trained: Trained, asked: Asked) -> tuple[str, str]:
+    """(prompt, what the model writes after it), at most as far as it has positions.
+
+    Raises:
+        ValueError: the prompt is empty, too long, or has unknown characters.
+    """
+    tokenizer = trained.corpus.tokenizer
+    count = asked.tokens
+    if asked.prompt is None:
+        ids = trained.corpus.heldout[:PROMPT]
+    else:
+        ids = tokenizer.encode(asked.prompt)
+    if not len(ids):
+        raise ValueError("--prompt is empty: give text to go on from")
+    model = trained.model()
+    if model.learned_positions:
+        count = min(count, model.length - len(ids))
+        if count < 1:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens fills the model's {model.length} "
+                "learned positions"
+            )
+    tokens = generate(
+        model,
+        jnp.asarray(ids, jnp.int32)[None],
+        count,
+        jax.random.key(asked.seed),
+        temperature=asked.temperature,
+    )
+    return tokenizer.decode(ids), tokenizer.decode(tokens[0])

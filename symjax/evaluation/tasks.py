@@ -1,0 +1,51 @@
+"""Everything that can be asked of a checkpoint, by name."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from symjax.evaluation.analysis import lambdas
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.finding import Finding
+from symjax.evaluation.language import loss
+from symjax.evaluation.samples import sample
+from symjax.evaluation.trained import Trained
+
+
+class Task(NamedTuple):
+    measure: Callable[[Trained, Asked], Finding]
+    meaning: str
+
+
+TASKS = {
+    "loss": Task(
+        loss, "held-out loss, and that of training text with and without dropout"
+    ),
+    "lambda": Task(lambdas, "λ of every differential layer"),
+    "sample": Task(sample, "what the model writes after a prompt"),
+}
+USUAL = "sample,loss,lambda"
+
+
+def named(text: str) -> tuple[str, ...]:
+    """The tasks of a list with commas; "all" is all of them.
+
+    Raises:
+        ValueError: one is unknown.
+    """
+    if text == "all":
+        return tuple(TASKS)
+    names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    for name in names or [text]:
+        if name not in TASKS:
+            raise ValueError(
+                f"--tasks {name!r} is unknown: choose from all, {', '.join(TASKS)}"
+            )
+    return names
+
+
+def about(trained: Trained) -> dict[str, Any]:
+    """What is judged."""
+    weights = sum(x.size for x in jax.tree.leaves(trained.params))
+    return {"step": trained.step, "parameters": weights}

@@ -183,6 +183,11 @@ class Data:
     )
     path: str = key("", "source=text: a file, a glob, or several joined by commas")
     tokenizer: str = key("byte", "what a token is", ("byte", "char"))
+    items: int = key(
+        8, "of generated tasks: pairs of mqar, needles, symbols to copy", least=1
+    )
+    symbols: int = key(64, "of mqar, needle and copy: different symbols", least=2)
+    asked: int = key(2, "needles asked, of data.items", least=1)
 
 
 @dataclass(frozen=True)

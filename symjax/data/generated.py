@@ -1,0 +1,325 @@
+"""Tasks made up on the spot, in which the right answer is known.
+
+A row is `length` tokens and as many targets: the token to say at that place, or −1
+where nothing is asked. Rows are a pure function of (seed, index), made for a whole
+batch at once. One row in eight is held out, by a hash of its tokens: no row of the
+training text is ever among the held-out ones, whatever the seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from symjax import config
+from symjax.data.draws import Draws, mix
+
+NOTHING = -1  # the target where nothing is asked
+HELDOUT = 8  # one row of so many
+
+Rows = tuple[np.ndarray, np.ndarray]  # tokens and targets, int32 [B, length]
+
+
+class Generator(NamedTuple):
+    """
+    Attributes:
+        make: (options, length, draws) → rows.
+        vocabulary: options → token types.
+        least: options → the shortest possible row.
+        answers: options → how many answers are equally likely; chance is one of them.
+    """
+
+    make: Callable[[config.Data, int, Draws], Rows]
+    vocabulary: Callable[[config.Data], int]
+    least: Callable[[config.Data], int]
+    answers: Callable[[config.Data], int]
+
+
+def rows(
+    options: config.Data,
+    length: int,
+    *,
+    seed: int,
+    indices: np.ndarray,
+    heldout: bool,
+) -> Rows:
+    """The rows of these indices.
+
+    Raises:
+        ValueError: the task does not fit the length, or the options each other.
+    """
+    generator = GENERATORS[options.source]
+    check(options, length)
+    indices = np.asarray(indices, np.int64)
+    tokens = np.zeros((len(indices), length), np.int32)
+    targets = np.full_like(tokens, NOTHING)
+    waiting, attempt = np.arange(len(indices)), 0
+    while len(waiting):
+        draws = Draws(seed, indices[waiting], attempt)
+        some, asked = generator.make(options, length, draws)
+        right = is_heldout(some) == heldout
+        tokens[waiting[right]], targets[waiting[right]] = some[right], asked[right]
+        waiting, attempt = waiting[~right], attempt + 1
+    return tokens, targets
+
+
+def is_heldout(tokens: np.ndarray) -> np.ndarray:
+    """Which rows [B, T] are held out, by their tokens alone."""
+    hashed = np.zeros(len(tokens), np.uint64)
+    for column in np.asarray(tokens, np.int64).T.astype(np.uint64):
+        hashed = mix(hashed ^ column)
+    return hashed % np.uint64(HELDOUT) == 0
+
+
+def check(options: config.Data, length: int) -> None:
+    """Raises: ValueError: naming the task, its options and the length."""
+    source = options.source
+    if options.symbols < 2 or options.items < 1:
+        raise ValueError(
+            f"data.source={source} needs data.symbols of at least 2 and data.items of "
+            f"at least 1, got {options.symbols} and {options.items}"
+        )
+    if source in ("mqar", "needle") and options.items > options.symbols:
+        raise ValueError(
+            f"data.source={source}: data.items {options.items} different keys need as "
+            f"many data.symbols, got {options.symbols}"
+        )
+    if source == "needle" and not 1 <= options.asked <= options.items:
+        raise ValueError(
+            f"data.asked {options.asked} must be from 1 to data.items {options.items}"
+        )
+    least = GENERATORS[source].least(options)
+    if length < least:
+        raise ValueError(
+            f"data.source={source} with data.items {options.items} needs rows of "
+            f"{least} tokens, model.length is {length}"
+        )
+
+
+def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
+    """Multi-query associative recall: pairs of key and value, then keys alone.
+
+        k₁ v₁ … kₙ vₙ  … kᵢ vᵢ … kⱼ vⱼ …
+
+    Each key comes back once, at a gap that a power law draws, and its value is asked
+    there; the places between hold values at random. Keys and values are different
+    tokens, `symbols` of each.
+
+    Source: Arora et al. 2023, arXiv:2312.04927, section 4 and appendix.
+    """
+    count, symbols = options.items, options.symbols
+    keys = draws.distinct(symbols, count)
+    values = symbols + draws.below(symbols, count)
+    tokens = symbols + draws.below(symbols, length + 1)
+    tokens[:, 0 : 2 * count : 2], tokens[:, 1 : 2 * count : 2] = keys, values
+    slots = (length + 1 - 2 * count) // 2
+    # the largest of u^(1/w) are a draw without replacement by the weights w
+    weights = (1 + np.arange(slots)) ** (POWER - 1)
+    chances = np.log(draws.uniform(slots) + 2.0**-54) / weights
+    chosen = np.argsort(-chances, axis=1)[:, :count]
+    places = 2 * count + 2 * chosen
+    np.put_along_axis(tokens, places, keys, axis=1)
+    np.put_along_axis(tokens, places + 1, values, axis=1)
+    targets = np.full((len(tokens), length), NOTHING)
+    np.put_along_axis(targets, places, values, axis=1)
+    return tokens[:, :length].astype(np.int32), targets.astype(np.int32)
+
+
+POWER = 0.01  # of the gaps in `mqar`, as in Zoology
+
+
+def _needle(options: config.Data, length: int, draws: Draws) -> Rows:
+    """Needles, key and value after a mark, in a hay of other tokens; some are asked.
+
+        hay mark k v hay hay mark k v hay … ask kᵢ vᵢ ask kⱼ vⱼ
+
+    The value is asked at its key. Key, value and hay are different tokens, `symbols`
+    of each.
+    """
+    depths = draws.uniform(options.items)
+    order = draws.distinct(options.items, options.asked)
+    return plant(options, length, draws, depths, order)
+
+
+def plant(
+    options: config.Data,
+    length: int,
+    draws: Draws,
+    depths: np.ndarray,
+    order: np.ndarray,
+) -> Rows:
+    """Needles at depths [B, items] from 0 to 1, of which `order` [B, asked] are asked.
+
+    Needles do not overlap: each takes three places of its own.
+    """
+    count, asked, symbols = options.items, options.asked, options.symbols
+    keys = draws.distinct(symbols, count)
+    values = symbols + draws.below(symbols, count)
+    mark, ask = 3 * symbols, 3 * symbols + 1
+    room = length + 1 - 3 * asked
+    free = room - 3 * count  # tokens of hay before the questions
+    tokens = 2 * symbols + draws.below(symbols, length + 1)
+    # In order of depth: hay before each needle, then the needles before it.
+    ranks = np.argsort(np.argsort(depths, axis=1), axis=1)
+    places = np.round(depths * free).astype(np.int64) + 3 * ranks
+    start = room + 3 * np.arange(asked)[None].repeat(len(tokens), axis=0)
+    asked_keys = np.take_along_axis(keys, order, axis=1)
+    asked_values = np.take_along_axis(values, order, axis=1)
+    for place, triple in (
+        (places, (np.full_like(keys, mark), keys, values)),
+        (start, (np.full_like(asked_keys, ask), asked_keys, asked_values)),
+    ):
+        for offset, part in enumerate(triple):
+            np.put_along_axis(tokens, place + offset, part, axis=1)
+    targets = np.full((len(tokens), length), NOTHING)
+    np.put_along_axis(targets, start + 1, asked_values, axis=1)
+    return tokens[:, :length].astype(np.int32), targets.astype(np.int32)
+
+
+def _copy(options: config.Data, length: int, draws: Draws) -> Rows:
+    """`items` symbols, a separator, and the same symbols again, each asked.
+
+    Rows that are longer begin with separators.
+    """
+    count, separator = options.items, options.symbols
+    symbols = draws.below(options.symbols, count)
+    tokens = np.full((len(symbols), length + 1), separator)
+    tokens[:, -count:] = symbols
+    tokens[:, -2 * count - 1 : -count - 1] = symbols
+    targets = np.full((len(symbols), length), NOTHING)
+    targets[:, -count:] = symbols
+    return tokens[:, :length].astype(np.int32), targets.astype(np.int32)
+
+
+MAXIMUM, MINIMUM, MEDIAN, SUM, CLOSE, EQUALS, BLANK = range(10, 17)
+ARGUMENTS = 5  # of an operator at most, 2 at least
+DEPTH = 4  # of operators inside operators
+
+
+def _listops(options: config.Data, length: int, draws: Draws) -> Rows:
+    """Nested lists of digits under MAX, MIN, MED (the lower middle) and SM (sum modulo 10).
+
+        [MAX 2 9 [MIN 4 7] 0] = 9
+
+    "=" asks. Written token by token, all rows at once: an operator opens while there is room to
+    close it again. Rows begin with blanks where the expression is shorter.
+
+    Source: Nangia & Bowman 2018, arXiv:1804.06028.
+    """
+    batch = np.arange(len(draws.bits(1)))
+    budget = length - 1  # the last place is "="
+    written = np.full((len(batch), budget), BLANK)
+    operators = np.zeros((len(batch), DEPTH), np.int64)
+    counts = np.zeros((len(batch), DEPTH + 1), np.int64)
+    arguments = np.zeros((len(batch), DEPTH, ARGUMENTS), np.int64)
+    depth = np.zeros(len(batch), np.int64)
+    result = np.full(len(batch), NOTHING)
+    for place in range(budget):
+        left = budget - place
+        choice = draws.uniform(1)[:, 0]
+        operator = MAXIMUM + draws.below(4, 1)[:, 0]
+        digit = draws.below(10, 1)[:, 0]
+        done, inner = result != NOTHING, np.maximum(depth - 1, 0)
+        count = counts[batch, inner]
+        # what closing everything needs: each open list its second argument and "]"
+        opened = np.arange(DEPTH)[None] < depth[:, None]
+        lacking = np.maximum(
+            2 - counts[:, :DEPTH] - (np.arange(DEPTH) < inner[:, None]), 0
+        )
+        needed = ((lacking + 1) * opened).sum(axis=1)
+        opens = ~done & (
+            (depth == 0)
+            | (
+                (depth < DEPTH)
+                & (count < ARGUMENTS)
+                & (left >= needed + 4)
+                & (choice < 0.3)
+            )
+        )
+        closes = (
+            ~done
+            & ~opens
+            & (count >= 2)
+            & (
+                (count == ARGUMENTS)
+                | (left <= needed + 1)
+                | (choice > np.where(depth == 1, 0.97, 0.75))
+            )
+        )
+        says = ~done & ~opens & ~closes
+        written[:, place] = np.select(
+            [opens, closes, says], [operator, CLOSE, digit], BLANK
+        )
+        operators[batch[opens], depth[opens]] = operator[opens]
+        counts[batch[opens], depth[opens]] = 0
+        depth = depth + opens
+        closed = _evaluate(operators[batch, inner], arguments[batch, inner], count)
+        depth = depth - closes
+        result = np.where(closes & (depth == 0), closed, result)
+        gives = says | (closes & (depth > 0))
+        parent = np.maximum(depth - 1, 0)
+        value = np.where(closes, closed, digit)
+        where = batch[gives], parent[gives], counts[batch, parent][gives]
+        arguments[where] = value[gives]
+        counts[batch[gives], parent[gives]] += 1
+    return _asked(written, result, length)
+
+
+def _evaluate(
+    operator: np.ndarray, arguments: np.ndarray, count: np.ndarray
+) -> np.ndarray:
+    """The value [B] of an operator over its first `count` arguments [B, ARGUMENTS]."""
+    there = np.arange(ARGUMENTS)[None] < count[:, None]
+    least = np.where(there, arguments, 99)
+    ordered = np.sort(least, axis=1)
+    middle = np.maximum(count - 1, 0) // 2
+    return np.select(
+        [operator == MAXIMUM, operator == MINIMUM, operator == MEDIAN],
+        [
+            np.where(there, arguments, -1).max(axis=1),
+            least.min(axis=1),
+            ordered[np.arange(len(count)), middle],
+        ],
+        np.where(there, arguments, 0).sum(axis=1) % 10,
+    )
+
+
+def _asked(written: np.ndarray, result: np.ndarray, length: int) -> Rows:
+    """Blanks moved to the front, "=" behind, its target the result."""
+    blanks = written == BLANK
+    order = np.argsort(~blanks, axis=1, kind="stable")
+    tokens = np.full((len(written), length), EQUALS)
+    tokens[:, :-1] = np.take_along_axis(written, order, axis=1)
+    targets = np.full((len(written), length), NOTHING)
+    targets[:, -1] = result
+    return tokens.astype(np.int32), targets.astype(np.int32)
+
+
+GENERATORS = {
+    "mqar": Generator(
+        _mqar,
+        vocabulary=lambda options: 2 * options.symbols,
+        least=lambda options: 4 * options.items,
+        answers=lambda options: options.symbols,
+    ),
+    "needle": Generator(
+        _needle,
+        vocabulary=lambda options: 3 * options.symbols + 2,
+        least=lambda options: 3 * (options.items + options.asked),
+        answers=lambda options: options.symbols,
+    ),
+    "copy": Generator(
+        _copy,
+        vocabulary=lambda options: options.symbols + 1,
+        least=lambda options: 2 * options.items,
+        answers=lambda options: options.symbols,
+    ),
+    "listops": Generator(
+        _listops,
+        vocabulary=lambda options: BLANK + 1,
+        least=lambda options: 5,  # an operator, two digits, "]" and "="
+        answers=lambda options: 10,
+    ),
+}

@@ -178,10 +178,16 @@ class Model:
 class Data:
     source: str = key(
         "stdlib",
-        "where text comes from: Python's own standard library, or files",
-        ("stdlib", "text"),
+        "where text comes from: Python's own standard library, files, or a data set of "
+        "the Hugging Face hub",
+        ("stdlib", "text", "hub"),
     )
     path: str = key("", "source=text: a file, a glob, or several joined by commas")
+    name: str = key(
+        "", "source=hub: owner/name, or a local folder of parquet, json or text files"
+    )
+    subset: str = key("", "source=hub: which part, where a data set has several")
+    column: str = key("text", "source=hub: the column that holds the text")
     tokenizer: str = key("byte", "what a token is", ("byte", "char"))
     items: int = key(
         8, "of generated tasks: pairs of mqar, needles, symbols to copy", least=1

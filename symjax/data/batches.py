@@ -11,11 +11,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from symjax.data.packed import Packed
+
+Tokens = np.ndarray | Packed
 ROUNDS = 4  # a Feistel network of four rounds is a pseudo-random permutation
 
 
 def batch(
-    tokens: np.ndarray,
+    tokens: Tokens,
     *,
     length: int,
     batch_size: int,
@@ -54,7 +57,7 @@ def batch(
 
 
 def heldout_batches(
-    tokens: np.ndarray,
+    tokens: Tokens,
     *,
     length: int,
     batch_size: int,
@@ -89,13 +92,13 @@ def heldout_batches(
     )
 
 
-def heldout_count(tokens: np.ndarray, length: int, batch_size: int) -> int:
+def heldout_count(tokens: Tokens, length: int, batch_size: int) -> int:
     """Batches that cover the held-out text."""
     return math.ceil((len(tokens) - 1) / (length * batch_size))
 
 
 def check_length(
-    tokens: np.ndarray, length: int, split: str, key: str = "data.path"
+    tokens: Tokens, length: int, split: str, key: str = "data.path"
 ) -> None:
     """Refuse a text shorter than one window.
 
@@ -112,16 +115,20 @@ def check_length(
 
 
 def _cut(
-    starts: np.ndarray, tokens: np.ndarray, length: int
+    starts: np.ndarray, tokens: Tokens, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The windows that begin at starts [B]; beyond the end the last token repeats."""
-    where = starts[:, None] + np.arange(length + 1)
-    windows = np.asarray(tokens)[where.clip(max=len(tokens) - 1)].astype(np.int32)
+    windows = np.empty((len(starts), length + 1), np.int32)
+    for window, start in zip(windows, starts.tolist(), strict=True):
+        found = tokens[start : start + length + 1]
+        window[: len(found)] = found
+        if len(found) <= length:
+            window[len(found) :] = tokens[len(tokens) - 1 : len(tokens)]
     return windows[:, :-1], windows[:, 1:]
 
 
 def _weighted(
-    starts: np.ndarray, tokens: np.ndarray, length: int
+    starts: np.ndarray, tokens: Tokens, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     inputs, targets = _cut(starts, tokens, length)
     target = starts[:, None] + np.arange(1, length + 1)

@@ -1,8 +1,9 @@
-"""A corpus: the tokens of a source, packed once into a folder and memory mapped.
+"""A corpus: the tokens of a source, packed once into a folder and read from there.
 
 The folder holds `train.npy`, `heldout.npy` and `corpus.json`. The JSON file is written
 last, so a folder without it is not a corpus and is built again; with it the source is
-not needed any more.
+not needed any more. If its files are still there, `source_change` says whether they are
+what was packed.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import numpy as np
 
 from symjax import config
 from symjax.data import batches, ngrams, sources, tokens
+from symjax.data.packed import WAY_OUT, Packed
 
 SPLITS = ("train", "heldout")
 SEPARATOR = "\0"  # between two documents; a single document has none
 MANIFEST = "corpus.json"
 UNFINISHED = ".unfinished-"
 STALE = 3600.0  # seconds after which an unfinished folder has no owner any more
-WAY_OUT = "delete the folder to build it again"
+TEXT_KEYS = {"text": "data.path", "hub": "data.name"}  # what a user changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class Corpus:
     """Packed text.
 
     Attributes:
-        train, heldout: token ids [T], memory mapped uint8, uint16 or uint32.
+        train, heldout: token ids [T] in files, uint8, uint16 or uint32.
         tokenizer: what turned text into these ids.
         fingerprint: plain values that identify the text: source, sha256, versions,
             and for each split its documents, tokens and bytes.
@@ -47,8 +49,8 @@ class Corpus:
         bytes_per_token: UTF-8 bytes a held-out token, for bits per byte.
     """
 
-    train: np.ndarray
-    heldout: np.ndarray
+    train: Packed
+    heldout: Packed
     tokenizer: tokens.Tokenizer
     fingerprint: dict[str, Any]
     ngrams: dict[str, float]
@@ -61,9 +63,19 @@ class Corpus:
             ValueError: train or held-out is shorter than length + 1 tokens.
         """
         source = self.fingerprint["source"]
-        key = "data.path" if source == "text" else f"data.source={source}"
+        key = TEXT_KEYS.get(source, f"data.source={source}")
         batches.check_length(self.train, length, "training", key)
         batches.check_length(self.heldout, length, "held-out", key)
+
+    def vanished(self) -> str:
+        """One line if files of the corpus are gone from their folder, else ""."""
+        gone = [str(part) for part in (self.train, self.heldout) if part.vanished]
+        if not gone:
+            return ""
+        return (
+            f"{' and '.join(gone)} was deleted or replaced: this run goes on with what "
+            "it opened, the next one needs it back or its source"
+        )
 
 
 def open_corpus(
@@ -91,11 +103,13 @@ def open_corpus(
             _build(options, directory)
     manifest = _manifest(directory)
     _check_options(manifest["options"], dataclasses.asdict(options), directory)
-    arrays = {split: _map(directory, split, manifest["files"]) for split in SPLITS}
+    parts = {
+        split: Packed(directory / f"{split}.npy", **manifest["files"][f"{split}.npy"])
+        for split in SPLITS
+    }
     heldout = manifest["fingerprint"]["heldout"]
     return Corpus(
-        train=arrays["train"],
-        heldout=arrays["heldout"],
+        **parts,
         tokenizer=tokens.from_description(manifest["tokenizer"]),
         fingerprint=manifest["fingerprint"],
         ngrams=manifest["ngrams"],
@@ -103,9 +117,53 @@ def open_corpus(
     )
 
 
+def source_change(options: config.Data, directory: Path) -> str:
+    """One line if the source's files are no longer those that were packed, else "".
+
+    Names, sizes and times are compared; only where they differ, the content, by sha256.
+    A source that is gone is no change: the corpus does not need it.
+    """
+    packed = _manifest(directory).get("origin")
+    try:
+        files = sources.files(options)
+        if not files or packed is None or _stamp(files) == packed["stamp"]:
+            return ""
+        if _content(files) == packed["sha256"]:
+            return ""
+    except (ValueError, OSError):
+        return ""
+    what = f"data.source={options.source}"
+    if options.source in TEXT_KEYS:
+        key = TEXT_KEYS[options.source].removeprefix("data.")
+        what = f"data.{key} {getattr(options, key)!r}"
+    return (
+        f"{what} has changed since it was packed: the run goes on with its copy in "
+        f"{directory}, a new --workdir takes the new text"
+    )
+
+
+def _stamp(files: dict[str, Path]) -> str:
+    """A hash of names, sizes and times of change."""
+    status = {name: path.stat() for name, path in files.items()}
+    return _json_sha256({n: [s.st_size, s.st_mtime_ns] for n, s in status.items()})
+
+
+def _content(files: dict[str, Path]) -> str:
+    """A hash of names and contents."""
+    return _json_sha256({name: _sha256(path) for name, path in files.items()})
+
+
+def _json_sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def _build(options: config.Data, directory: Path) -> None:
     """Pack the source into temporary files, then move them in, the manifest last."""
-    documents = sources.load(options)
+    files = sources.files(options)
+    stamp = _stamp(files)
+    documents, facts = sources.load(options)
+    unchanged = _stamp(files) == stamp  # else the content is not what was read
+    origin = {"stamp": stamp, "sha256": _content(files) if unchanged else ""}
     texts = {split: SEPARATOR.join(documents[split]["text"]) for split in SPLITS}
     tokenizer = tokens.build(options.tokenizer, texts.values())
     packed = {split: tokenizer.encode(text) for split, text in texts.items()}
@@ -115,6 +173,7 @@ def _build(options: config.Data, directory: Path) -> None:
     encoded = {split: text.encode("utf-8") for split, text in texts.items()}
     fingerprint: dict[str, Any] = {
         "source": options.source,
+        **facts,
         "sha256": hashlib.sha256(b"".join(encoded.values())).hexdigest(),
         "python": platform.python_version(),
         "datasets": version("datasets"),
@@ -128,20 +187,21 @@ def _build(options: config.Data, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=directory) as unfinished:
-        files = {}
+        written = {}
         for split in SPLITS:
             path = Path(unfinished, f"{split}.npy")
             np.save(path, packed[split])
-            files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+            written[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
         manifest = {
             "options": dataclasses.asdict(options),
             "tokenizer": tokenizer.describe(),
             "fingerprint": fingerprint,
             "ngrams": lines,
-            "files": files,
+            "files": written,
+            "origin": origin,
         }
         Path(unfinished, MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        for name in (*files, MANIFEST):
+        for name in (*written, MANIFEST):
             os.replace(Path(unfinished, name), directory / name)
 
 
@@ -184,22 +244,6 @@ def _check_options(
             f"corpus {str(directory)!r} was built with other options "
             f"({', '.join(different)}): use another --workdir"
         )
-
-
-def _map(directory: Path, split: str, files: dict[str, Any]) -> np.ndarray:
-    """A packed split, after comparing its bytes with what the manifest promises."""
-    path = directory / f"{split}.npy"
-    recorded = files[path.name]
-    size = path.stat().st_size if path.exists() else None
-    if size is None:
-        problem = "missing"
-    elif size != recorded["size"]:
-        problem = f"{size} bytes, {recorded['size']} were written"
-    elif _sha256(path) != recorded["sha256"]:
-        problem = "its sha256 has changed"
-    else:
-        return np.load(path, mmap_mode="r")
-    raise ValueError(f"corpus file {str(path)!r} is damaged ({problem}): {WAY_OUT}")
 
 
 def _sha256(path: Path) -> str:

@@ -1,26 +1,26 @@
 """Where text comes from: one function a source, each returning a `DatasetDict`.
 
 Every source has the splits "train" and "heldout", one row a document, column "text".
-The text is exact: no newline is translated, nothing is stripped. Data sets stay in
-memory, so nothing is written to the Hugging Face cache and nothing is downloaded.
+Files are read exactly: no newline is translated, nothing is stripped. Data sets stay in
+memory; only `hub` downloads, into the Hugging Face cache.
 """
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from symjax import config
+from symjax.data import hub, splits
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-FILE_SHARE = 1 / 20  # of the files, by hash; 3.5 % of the bytes of Python 3.11
-LARGEST_SHARE = 1 / 4  # the hash of a few files may hold out more
+# The keys that each source reads beside the tokenizer.
+KEYS = {"stdlib": (), "text": ("path",), "hub": ("name", "subset", "column")}
 
 # Tests, generated tables, and what a distribution may leave out.
 EXCLUDED = frozenset(
@@ -29,24 +29,56 @@ EXCLUDED = frozenset(
 )
 
 
-def load(options: config.Data) -> DatasetDict:
+class Source(NamedTuple):
+    """Documents, and plain values that identify them beside their text."""
+
+    documents: DatasetDict
+    facts: dict[str, Any]
+
+
+def load(options: config.Data) -> Source:
     """The documents of a configured source.
 
     Raises:
         ValueError: the source is unknown, or cannot give text for these options.
     """
+    _check_keys(options)
+    if options.source == "hub":
+        return Source(*hub.load(options))
+    documents = text(options.path) if options.source == "text" else stdlib()
+    return Source(documents, {})
+
+
+def files(options: config.Data) -> dict[str, Path]:
+    """The files that a source reads on this machine, by name; of the hub itself none.
+
+    Raises:
+        ValueError: as `load`, where files are missing.
+    """
+    _check_keys(options)
+    if options.source == "stdlib":
+        return _library()
     if options.source == "text":
-        return text(options.path)
-    if options.source != "stdlib":
+        return {name: file for name, (file, _) in _files(options.path).items()}
+    folder = Path(options.name).expanduser()
+    found = sorted(folder.rglob("*")) if options.name else []
+    return {str(path.relative_to(folder)): path for path in found if path.is_file()}
+
+
+def _check_keys(options: config.Data) -> None:
+    """Refuse a source that is unknown, and keys that it would not look at."""
+    if options.source not in KEYS:
         raise ValueError(
-            f"data.source {options.source!r} is unknown: choose from stdlib, text"
+            f"data.source {options.source!r} is unknown: choose from {', '.join(KEYS)}"
         )
-    if options.path:
-        raise ValueError(
-            f"data.path {options.path!r} is read by data.source=text only: "
-            "set data.source=text, or leave data.path empty"
-        )
-    return stdlib()
+    for source, keys in KEYS.items():
+        for key in keys if source != options.source else ():
+            value, unset = getattr(options, key), getattr(config.Data(), key)
+            if value != unset:
+                raise ValueError(
+                    f"data.{key} {value!r} is read by data.source={source} only: set "
+                    f"data.source={source}, or leave data.{key} {unset or 'empty'}"
+                )
 
 
 def stdlib() -> DatasetDict:
@@ -59,15 +91,22 @@ def stdlib() -> DatasetDict:
     Raises:
         ValueError: this Python has no source files, or one cannot be read.
     """
+    paths = _library()
+    texts = [_read(path, "data.source=stdlib") for path in paths.values()]
+    return splits.by_key(texts, keys=[splits.sha256(name) for name in paths])
+
+
+def _library() -> dict[str, Path]:
+    """Each file of the standard library by its path below it, in order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths: dict[str, Path] = {}
-    for folder, folders, files in os.walk(root):
+    for folder, folders, names in os.walk(root):
         folders[:] = [
             name
             for name in folders
             if name not in EXCLUDED and not name.startswith("config-")
         ]
-        for name in files:
+        for name in names:
             path = Path(folder, name)
             kept = name.endswith(".py") and not name.startswith("_sysconfigdata")
             if kept and path.is_file():
@@ -77,9 +116,7 @@ def stdlib() -> DatasetDict:
             f"data.source=stdlib: no Python source files in {root}: "
             "set data.source=text and data.path"
         )
-    names = sorted(paths)
-    texts = [_read(paths[name], "data.source=stdlib") for name in names]
-    return _by_file(texts, keys=[_sha256(name) for name in names])
+    return dict(sorted(paths.items()))
 
 
 def text(path: str | Path) -> DatasetDict:
@@ -95,25 +132,15 @@ def text(path: str | Path) -> DatasetDict:
         ValueError: nothing is found, a file is empty, is a directory, cannot be read or
             is not UTF-8, or all files are copies of one.
     """
-    files = _files(str(path))
-    texts = {name: _read(file, "data.path") for name, (file, _) in files.items()}
-    for name, (_, named) in files.items():
+    found = _files(str(path))
+    texts = {name: _read(file, "data.path") for name, (file, _) in found.items()}
+    for name, (_, named) in found.items():
         if named and not texts[name]:
             raise ValueError(f"data.path {name!r} is an empty file")
-    texts = {name: content for name, content in texts.items() if content}
-    if not texts:
+    kept = [content for content in texts.values() if content]
+    if not kept:
         raise ValueError(f"data.path {str(path)!r} matches only empty files")
-    if len(texts) == 1:
-        [content] = texts.values()
-        cut = len(content) * 9 // 10
-        return _dataset(train=[content[:cut]], heldout=[content[cut:]])
-    keys = [_sha256(content) for content in texts.values()]
-    if len(set(keys)) == 1:
-        raise ValueError(
-            f"data.path {str(path)!r}: its {len(texts)} files are copies of one, "
-            "so none can be held out: name one of them"
-        )
-    return _by_file(list(texts.values()), keys)
+    return splits.by_content(kept, f"data.path {str(path)!r}", "files")
 
 
 def _files(path: str) -> dict[str, tuple[Path, bool]]:
@@ -167,39 +194,3 @@ def _read(path: Path, key: str) -> str:
         raise ValueError(
             f"{key}: {str(path)!r} cannot be read ({error.strerror})"
         ) from None
-
-
-def _sha256(content: str) -> str:
-    return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def _by_file(texts: list[str], keys: list[str]) -> DatasetDict:
-    """Whole documents held out by the hash that is their key; both splits non-empty.
-
-    Where the hash holds out nothing, or more than a quarter of the text (which happens
-    with few files), the documents whose share is closest to a tenth are held out.
-    """
-    sizes = dict.fromkeys(sorted(keys), 0)
-    for key, content in zip(keys, texts, strict=True):
-        sizes[key] += len(content)
-    total = sum(sizes.values())
-    held = {key for key in sizes if int(key[:8], 16) < FILE_SHARE * 2**32}
-    if not 0 < sum(sizes[key] for key in held) <= total * LARGEST_SHARE:
-        held = {min(sizes, key=lambda key: abs(sizes[key] - total / 10))}
-    documents = list(zip(keys, texts, strict=True))
-    return _dataset(
-        train=[content for key, content in documents if key not in held],
-        heldout=[content for key, content in documents if key in held],
-    )
-
-
-def _dataset(**splits: list[str]) -> DatasetDict:
-    import datasets  # six times numpy's import: only where a corpus is built
-
-    features = datasets.Features({"text": datasets.Value("large_string")})
-    return datasets.DatasetDict(
-        {
-            split: datasets.Dataset.from_dict({"text": texts}, features=features)
-            for split, texts in splits.items()
-        }
-    )

@@ -14,7 +14,7 @@ from flax import nnx
 from symjax import config, validation
 from symjax.attention.projections import KINDS
 from symjax.data import batches
-from symjax.data.corpus import Corpus, open_corpus
+from symjax.data.corpus import Corpus, open_corpus, source_change
 from symjax.models.generate import generate
 from symjax.training import starting
 from symjax.training.checkpoint import Checkpoints
@@ -192,6 +192,8 @@ class Run:
             f"{self.program.mesh.size} {jax.devices()[0].platform} device(s): {begin} "
             f"in {self.workdir}"
         )
+        if line := source_change(self.options.data, self.workdir / "data"):
+            self.progress.line(line)
 
     def _rows(self, step: int) -> list[jax.Array]:
         """Inputs and targets of a step, over the mesh."""
@@ -291,7 +293,7 @@ class Run:
         """What the model writes after the first words of the held-out text."""
         start = min(SAMPLE_PROMPT, (self.shape[1] + 1) // 2)
         count = min(SAMPLE_LENGTH, self.shape[1] - start)
-        prompt = jnp.asarray(self.corpus.heldout[None, :start], jnp.int32)
+        prompt = jnp.asarray(self.corpus.heldout[:start][None], jnp.int32)
         if count:
             weights = jax.device_get((self.state.params, self.constants))
             model = nnx.merge(self.program.graph, *weights)
@@ -301,6 +303,8 @@ class Run:
 
     def _save(self, done: int, *, judged: bool) -> None:
         """Save the weights, unless the step that made them has spoilt them."""
+        if line := self.corpus.vanished():
+            self.progress.line(line)
         if not judged and not math.isfinite(loss := self._loss(1)):
             self._not_finite(done, f"held-out loss is {loss}")
         self.checkpoints.save(

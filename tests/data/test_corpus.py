@@ -1,6 +1,7 @@
 """A corpus is whole or absent, exact, and lives without its source."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from symjax import config
 from symjax.data import corpus, sources
+from symjax.data.packed import Packed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAKESPEARE = REPOSITORY.parent / "shared/data/tinyshakespeare.txt"
@@ -45,7 +47,7 @@ def everything(opened):
 def test_a_single_file_is_exactly_its_text(options, directory, tokenizer):
     opened = corpus.open_corpus(replaced(options, tokenizer=tokenizer), directory)
     assert everything(opened) == TEXT
-    assert isinstance(opened.train, np.memmap)
+    assert isinstance(opened.train, Packed)
     assert opened.train.dtype == np.uint8
     sizes = [opened.fingerprint[split]["bytes"] for split in corpus.SPLITS]
     assert sum(sizes) == len(TEXT.encode())
@@ -57,7 +59,7 @@ def test_a_single_file_is_exactly_its_text(options, directory, tokenizer):
 def test_documents_are_separated_by_nul(tmp_path, directory, tokenizer):
     for number in range(30):
         (tmp_path / f"{number}.txt").write_text(f"document {number}\n")
-    options = config.Data("text", str(tmp_path / "*.txt"), tokenizer)
+    options = config.Data("text", str(tmp_path / "*.txt"), tokenizer=tokenizer)
     opened = corpus.open_corpus(options, directory)
     expected = sources.text(options.path)
     for split in corpus.SPLITS:
@@ -117,29 +119,22 @@ def test_an_interrupted_build_leaves_nothing_and_is_repeated(
     assert everything(opened) == "another text " * 30
 
 
-def test_a_killed_build_is_repeated_and_its_rest_removed(
-    options, directory, monkeypatch
-):
-    program = f"""
-import os
-from pathlib import Path
-from symjax import config
-from symjax.data import corpus
-real, made = os.replace, []
-def replace(*paths):
-    if made:
-        os._exit(9)
-    made.append(real(*paths))
-os.replace = replace
-corpus.open_corpus(config.Data("text", {options.path!r}), Path({str(directory)!r}))
-"""
-    died = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY)
-    assert died.returncode == 9
-    assert (directory / "train.npy").exists()
-    assert len(list(directory.glob(".unfinished*"))) == 1
+def test_the_rest_of_a_killed_build_is_removed(options, directory, monkeypatch):
+    rest = directory / ".unfinished-x"
+    rest.mkdir(parents=True)
+    (rest / "train.npy").write_bytes(b"half")
     monkeypatch.setattr(corpus, "STALE", 0.0)
-    assert everything(corpus.open_corpus(options, directory)) == TEXT
+    corpus.open_corpus(options, directory)
     assert len(list(directory.iterdir())) == 3
+
+
+def test_a_build_killed_at_any_line_is_repeated(tmp_path):
+    program = Path(__file__).with_name("killed_builds.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 60
 
 
 def test_a_build_leaves_the_files_of_another_that_is_running(options, directory):
@@ -198,7 +193,9 @@ def test_a_large_alphabet_takes_wider_tokens(tmp_path, directory):
     path = tmp_path / "a.txt"
     text = "".join(map(chr, range(0x4E00, 0x4E00 + 400))) * 3
     path.write_text(text, encoding="utf-8")
-    opened = corpus.open_corpus(config.Data("text", str(path), "char"), directory)
+    opened = corpus.open_corpus(
+        config.Data("text", str(path), tokenizer="char"), directory
+    )
     assert opened.train.dtype == np.uint16
     assert everything(opened) == text
     assert opened.bytes_per_token == 3
@@ -227,7 +224,7 @@ def test_the_standard_library_has_the_lines_of_python(stdlib):
 
 
 def test_opening_imports_neither_jax_nor_datasets(stdlib):
-    directory = str(Path(stdlib.train.filename).parent)
+    directory = str(stdlib.train.path.parent)
     program = f"""
 import sys
 from pathlib import Path
@@ -242,9 +239,53 @@ sys.exit(bool({{"jax", "datasets"}} & set(sys.modules)))
     )
 
 
+def test_a_source_that_has_changed_is_named(options, directory):
+    path = Path(options.path)
+    corpus.open_corpus(options, directory)
+    assert corpus.source_change(options, directory) == ""
+    os.utime(path, (1, 1))
+    assert corpus.source_change(options, directory) == ""  # the same text, copied
+    path.write_bytes(TEXT.replace("be", "do").encode())
+    line = corpus.source_change(options, directory)
+    assert f"data.path {options.path!r} has changed since it was packed" in line
+    assert "\n" not in line
+    assert everything(corpus.open_corpus(options, directory)) == TEXT
+    path.unlink()
+    assert corpus.source_change(options, directory) == ""
+
+
+def test_a_new_file_of_a_glob_is_a_change(tmp_path, directory):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}")
+    options = config.Data("text", str(tmp_path / "*.txt"))
+    corpus.open_corpus(options, directory)
+    assert corpus.source_change(options, directory) == ""
+    (tmp_path / "4.txt").write_text("document 4")
+    assert "has changed since it was packed" in corpus.source_change(options, directory)
+
+
+def test_a_source_that_changes_while_it_is_read_is_a_change(
+    options, directory, monkeypatch
+):
+    load = sources.load
+
+    def slow(options):
+        found = load(options)
+        Path(options.path).write_text("another text")
+        return found
+
+    monkeypatch.setattr(sources, "load", slow)
+    corpus.open_corpus(options, directory)
+    assert "has changed" in corpus.source_change(options, directory)
+
+
+def test_the_standard_library_has_not_changed(stdlib):
+    assert corpus.source_change(config.Data(), stdlib.train.path.parent) == ""
+
+
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare is not here")
 def test_tiny_shakespeare_is_what_everybody_counts(directory):
-    options = config.Data("text", str(SHAKESPEARE), "char")
+    options = config.Data("text", str(SHAKESPEARE), tokenizer="char")
     opened = corpus.open_corpus(options, directory)
     assert opened.tokenizer.vocabulary == 65
     assert (len(opened.train), len(opened.heldout)) == (1_003_854, 111_540)

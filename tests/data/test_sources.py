@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from symjax import config
-from symjax.data import sources
+from symjax.data import sources, splits
 
 LINES = (
     "first line\r\nsecond\rthird\n\n  \u2028é\0\ufeff\U0001f600 no newline at the end"
@@ -67,10 +67,10 @@ def test_a_few_files_leave_no_split_empty(tmp_path, count):
 
 def test_bad_luck_of_the_hash_does_not_hold_out_most_of_the_text():
     keys = ["00000000", "00000001", "f0000000"]  # the first two are held out by hash
-    got = documents(sources._by_file(["a" * 80, "b" * 80, "c" * 10], keys))
+    got = documents(splits.by_key(["a" * 80, "b" * 80, "c" * 10], keys))
     assert got == {"train": ["a" * 80, "b" * 80], "heldout": ["c" * 10]}
     keys = ["00000000", "00000001", "00000002"]  # all of them
-    got = documents(sources._by_file(["a" * 80, "b" * 9, "c" * 30], keys))
+    got = documents(splits.by_key(["a" * 80, "b" * 9, "c" * 30], keys))
     assert got == {"train": ["a" * 80, "c" * 30], "heldout": ["b" * 9]}
 
 

@@ -1,0 +1,215 @@
+"""Data sets of the Hugging Face hub, and local folders in the same formats.
+
+A hub that does not answer is one line within SILENCE seconds, with the way out. One
+that falls silent later is given up by huggingface_hub, which tries each request six
+times and waits HF_HUB_DOWNLOAD_TIMEOUT seconds (10) for the next byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from symjax import config
+from symjax.data import splits
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetBuilder, DatasetDict
+
+SILENCE = 10.0  # seconds
+HELDOUT = ("validation", "test")  # the first of them that there is
+FOLDER = "a local folder of parquet, json or text files"
+
+
+class _Refused(ValueError):
+    """Our own line, among the errors of the libraries."""
+
+
+def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
+    """The texts of one column, and what identifies them.
+
+    The data set's own validation split is held out, else its test split, else rows by
+    the sha256 of their text. Other splits than train are not used, unless there is only
+    one. Rows without text are left out. A text file is one row; its line ends become
+    newlines. Memory O(text).
+
+    Returns:
+        splits "train" and "heldout", in memory; and name, subset, column, revision (of
+        a folder: a hash of its files' names, sizes and times) and splits read.
+    Raises:
+        ValueError: the hub is silent, or there is no such data set, subset, column or
+            text in it; the message names what there is.
+    """
+    _check_name(options.name)
+    path, where = os.path.expanduser(options.name), f"data.name {options.name!r}"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(_one_line(where))
+        cache = None  # that of the machine
+        if os.path.isdir(path):
+            cache = stack.enter_context(tempfile.TemporaryDirectory())
+        else:
+            _check_reachable(options.name)
+        builder = _builder(path, options.subset, cache)
+        builder.download_and_prepare()
+        train, heldout = _choose(list(builder.info.splits or ()), where)
+        chosen = [split for split in (train, heldout) if split]
+        texts = {}
+        for split in chosen:
+            texts[split] = _texts(builder.as_dataset(split=split), options.column)
+            if not texts[split]:
+                raise _Refused(f"{where} has no text in split {split!r}")
+        facts = {
+            "name": options.name,
+            "subset": builder.config.name,
+            "column": options.column,
+            "revision": builder.hash,
+            "splits": chosen,
+        }
+    if heldout:
+        return splits.dataset(train=texts[train], heldout=texts[heldout]), facts
+    return splits.by_content(texts[train], where, "rows"), facts
+
+
+def _check_name(name: str) -> None:
+    path = os.path.expanduser(name)
+    local = name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if not name:
+        problem = "is empty"
+    elif os.path.isfile(path):
+        problem = "is a file"
+    elif local and not os.path.isdir(path):
+        problem = "is not a folder"
+    else:
+        return
+    raise ValueError(
+        f"data.name {name!r} {problem}: give a data set of the hub such as "
+        f"'Salesforce/wikitext', or {FOLDER}"
+    )
+
+
+def _check_reachable(name: str) -> None:
+    """One request, tried once: the library itself would try for minutes."""
+    import huggingface_hub
+
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        huggingface_hub.HfApi().dataset_info(name, timeout=SILENCE)
+
+
+def _builder(path: str, subset: str, cache: str | None) -> DatasetBuilder:
+    """Raises: ValueError: an unknown subset, or none where there are several."""
+    import datasets
+
+    options: dict[str, Any] = {"name": subset or None, "cache_dir": cache}
+    try:
+        builder = datasets.load_dataset_builder(path, **options)
+    except ValueError:
+        known = datasets.get_dataset_config_names(path)
+        if subset in known or (len(known) == 1 and not subset):
+            raise  # it is about something else
+        problem = f"{subset!r} is unknown" if subset else "is needed"
+        raise _Refused(
+            f"data.subset {problem}: choose from {', '.join(sorted(known))}"
+        ) from None
+    if hasattr(builder.config, "sample_by"):  # text files; by line, newlines are lost
+        options["sample_by"] = "document"
+        builder = datasets.load_dataset_builder(path, **options)
+    return builder
+
+
+def _choose(names: list[str], where: str) -> tuple[str, str]:
+    """The splits to train on and to hold out; "" if rows have to be held out."""
+    if len(names) == 1:
+        return names[0], ""
+    if "train" not in names:
+        raise _Refused(f"{where} has no split 'train', only {', '.join(names)}")
+    return "train", next((name for name in HELDOUT if name in names), "")
+
+
+def _texts(rows: Dataset, column: str) -> list[str]:
+    if column not in rows.column_names:
+        known = ", ".join(rows.column_names)
+        raise _Refused(f"data.column {column!r} is unknown: choose from {known}")
+    kind = rows.features[column]
+    if getattr(kind, "dtype", "") not in ("string", "large_string"):
+        raise _Refused(f"data.column {column!r} holds no text, but {kind}")
+    return [text for text in rows[column] if text]
+
+
+@contextlib.contextmanager
+def _one_line(where: str) -> Iterator[None]:
+    """Raises: ValueError: whatever the libraries raise, in one line."""
+    try:
+        yield
+    except (_Refused, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{where} {_problem(error)}") from None
+
+
+def _problem(error: BaseException) -> str:
+    """What went wrong, by the first cause of an error, and the way out."""
+    import datasets
+    import huggingface_hub
+
+    chain = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    hub = huggingface_hub.constants.ENDPOINT
+    unknown = (
+        datasets.exceptions.DatasetNotFoundError,
+        huggingface_hub.errors.RepositoryNotFoundError,
+    )
+    if any(isinstance(link, unknown) for link in chain):
+        return f"is no folder here, and {hub} shows no such data set to this login"
+    first = chain[-1]
+    reason = f"{type(first).__name__}: {' '.join(str(first).split())}"
+    if not any(map(_is_silence, chain)):
+        return f"cannot be loaded ({reason})"
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return f"is not in the local cache: unset HF_HUB_OFFLINE, or give {FOLDER}"
+    return (
+        f"cannot be loaded: no answer from {hub} ({reason}): HF_HUB_OFFLINE=1 uses the "
+        f"local cache, or give {FOLDER}"
+    )
+
+
+def _is_silence(error: BaseException) -> bool:
+    """Whether an error is one of the connection, or of a server that is busy."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return response.status_code == 429 or response.status_code >= 500
+    library = type(error).__module__.partition(".")[0]
+    return isinstance(error, ConnectionError | TimeoutError) or library.startswith(
+        "http"
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Bars on a terminal only, no log of attempts, and downloads that time out.
+
+    Downloads go by HTTP, whose silence has a limit, and not by xet, whose has none.
+    """
+    import datasets
+    import huggingface_hub
+
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with mock.patch.object(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

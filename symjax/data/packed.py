@@ -1,0 +1,96 @@
+"""Token ids in a file, read piece by piece and never mapped into memory.
+
+Touching a memory map of a file that was cut short ends the process (SIGBUS) without a
+word. A read that comes back short is an error like any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WAY_OUT = "delete the folder to build it again"
+
+
+class Packed:
+    """Token ids [T] of a .npy file that is held open; slices of it are arrays.
+
+    A slice costs one read, the same whatever its place. The file may be deleted or
+    replaced while it is held: reads go on in the file that was opened.
+
+    Args:
+        size, sha256: what the file was when it was written.
+    Raises:
+        ValueError: the file is missing or not what was written; while it is in use,
+            it has been changed or cannot be read any more.
+    """
+
+    def __init__(self, path: Path, *, size: int, sha256: str):
+        self.path = path
+        self.sha256 = sha256
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise self._damaged("missing") from None
+        weakref.finalize(self, os.close, self._descriptor)
+        found = os.fstat(self._descriptor)
+        if found.st_size != size:
+            raise self._damaged(f"{found.st_size} bytes, {size} were written")
+        self._must_be_as_written()
+        with self._file() as file:
+            np.lib.format.read_magic(file)
+            shape, _, self.dtype = np.lib.format.read_array_header_1_0(file)
+            self._begin = file.tell()
+        self._length = shape[0]
+        self._seen = found.st_size, found.st_mtime_ns
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, piece: slice) -> np.ndarray:
+        start, stop, _ = piece.indices(self._length)
+        wanted = max(0, stop - start) * self.dtype.itemsize
+        place = self._begin + start * self.dtype.itemsize
+        try:
+            found = os.fstat(self._descriptor)
+            content = os.pread(self._descriptor, wanted, place)
+        except OSError as error:
+            raise ValueError(f"{self} cannot be read: {error.strerror}") from None
+        if len(content) < wanted:
+            raise self._damaged("cut short while in use")
+        if (found.st_size, found.st_mtime_ns) != self._seen:
+            self._must_be_as_written()
+            self._seen = found.st_size, found.st_mtime_ns
+        return np.frombuffer(content, self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype, copy=bool(copy))
+
+    def __str__(self) -> str:
+        return f"corpus file {str(self.path)!r}"
+
+    @property
+    def vanished(self) -> bool:
+        """Whether the path no longer leads to the file that is held open."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except OSError:
+            return True
+
+    def _file(self) -> Any:
+        file = os.fdopen(os.dup(self._descriptor), "rb")
+        file.seek(0)
+        return file
+
+    def _must_be_as_written(self) -> None:
+        with self._file() as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
+                raise self._damaged("its sha256 has changed")
+
+    def _damaged(self, problem: str) -> ValueError:
+        return ValueError(f"{self} is damaged ({problem}): {WAY_OUT}")

@@ -1,0 +1,83 @@
+"""Kill −9 a build of a corpus at every line it runs, and build again each time.
+
+    python tests/data/killed_builds.py FOLDER
+
+Prints how many builds were killed. Each is a fork that kills itself before the n-th
+line of `_build`, or of what it calls to write a file.
+"""
+
+import inspect
+import itertools
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from symjax import config  # noqa: E402
+from symjax.data import corpus, sources  # noqa: E402
+
+TRACED = {
+    inspect.unwrap(function).__code__
+    for function in (corpus._build, np.save, np.lib.format.write_array, Path.write_text)
+}
+
+
+def build_and_die(options: config.Data, directory: Path, place: int) -> None:
+    """Build a corpus, but for the lines from `place` on."""
+    lines = iter(range(place))
+
+    def follow(frame, event, _):
+        if event == "line" and next(lines, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return follow
+
+    sys.settrace(lambda frame, *_: follow if frame.f_code in TRACED else None)
+    corpus.open_corpus(options, directory)
+
+
+def killed(options: config.Data, directory: Path, place: int) -> bool:
+    """Whether a build in a process of its own was killed before it came to its end."""
+    child = os.fork()
+    if not child:
+        try:
+            build_and_die(options, directory, place)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code not in (0, -signal.SIGKILL):
+        raise RuntimeError(f"the build ended with {code}")
+    return code != 0
+
+
+def check(options: config.Data, directory: Path, place: int) -> bool:
+    """Kill a build at a place; the next one must have one text whole, old or new."""
+    source = Path(options.path)
+    texts = [f"{name} {place}, ".encode() * 40 for name in ("old", "new")]
+    source.write_bytes(texts[0])
+    died = killed(options, directory, place)
+    whole = (directory / corpus.MANIFEST).exists()
+    source.write_bytes(texts[1])
+    opened = corpus.open_corpus(options, directory)
+    found = bytes(opened.train[:]) + bytes(opened.heldout[:])
+    if found != texts[not whole]:
+        raise RuntimeError(f"killed at line {place}, a corpus of {found!r} was trusted")
+    shutil.rmtree(directory)
+    return died
+
+
+def main(folder: Path) -> None:
+    options = config.Data("text", str(folder / "source.txt"))
+    (folder / "source.txt").write_text("a text to read")
+    sources.load(options)  # imports what is slow once, and not in every child
+    died = (check(options, folder / "data", place) for place in itertools.count())
+    print(len(list(itertools.takewhile(bool, died))))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -20,7 +20,7 @@ from symjax import config
 from symjax.data import splits
 
 if TYPE_CHECKING:
-    from datasets import Dataset, DatasetBuilder, DatasetDict
+    from datasets import DatasetBuilder, DatasetDict
 
 SILENCE = 10.0  # seconds
 HELDOUT = ("validation", "test")  # the first of them that there is
@@ -132,7 +132,8 @@ def _choose(names: list[str], where: str) -> tuple[str, str]:
     return "train", next((name for name in HELDOUT if name in names), "")
 
 
-def _texts(rows: Dataset, column: str) -> list[str]:
+def _texts(rows: Any, column: str) -> list[str]:
+    """The column of a `Dataset`, without rows that have no text."""
     if column not in rows.column_names:
         known = ", ".join(rows.column_names)
         raise _Refused(f"data.column {column!r} is unknown: choose from {known}")
@@ -155,17 +156,14 @@ def _one_line(where: str) -> Iterator[None]:
 
 def _problem(error: BaseException) -> str:
     """What went wrong, by the first cause of an error, and the way out."""
-    import datasets
     import huggingface_hub
+    from datasets.exceptions import DatasetNotFoundError
 
     chain = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
     hub = huggingface_hub.constants.ENDPOINT
-    unknown = (
-        datasets.exceptions.DatasetNotFoundError,
-        huggingface_hub.errors.RepositoryNotFoundError,
-    )
+    unknown = DatasetNotFoundError, huggingface_hub.errors.RepositoryNotFoundError
     if any(isinstance(link, unknown) for link in chain):
         return f"is no folder here, and {hub} shows no such data set to this login"
     first = chain[-1]

@@ -67,7 +67,7 @@ def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
                 raise _Refused(f"{where} has no text in split {split!r}")
         facts = {
             "name": options.name,
-            "subset": builder.config.name,
+            "subset": builder.config.name.removesuffix("-sample_by=document"),
             "column": options.column,
             "revision": builder.hash,
             "splits": chosen,
@@ -107,6 +107,8 @@ def _builder(path: str, subset: str, cache: str | None) -> DatasetBuilder:
     import datasets
 
     options: dict[str, Any] = {"name": subset or None, "cache_dir": cache}
+    with contextlib.suppress(ValueError):  # another format than text files has no such
+        return datasets.load_dataset_builder(path, **options, sample_by="document")
     try:
         builder = datasets.load_dataset_builder(path, **options)
     except ValueError:
@@ -117,9 +119,11 @@ def _builder(path: str, subset: str, cache: str | None) -> DatasetBuilder:
         raise _Refused(
             f"data.subset {problem}: choose from {', '.join(sorted(known))}"
         ) from None
-    if hasattr(builder.config, "sample_by"):  # text files; by line, newlines are lost
-        options["sample_by"] = "document"
-        builder = datasets.load_dataset_builder(path, **options)
+    if builder.info.builder_name == "text":
+        raise _Refused(
+            f"data.name {path!r} is in the local cache by lines only, without their "
+            "ends: unset HF_HUB_OFFLINE once"
+        )
     return builder
 
 
@@ -160,7 +164,7 @@ def _problem(error: BaseException) -> str:
     from datasets.exceptions import DatasetNotFoundError
 
     chain = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
+    while cause := _cause(chain[-1]):
         chain.append(cause)
     hub = huggingface_hub.constants.ENDPOINT
     unknown = DatasetNotFoundError, huggingface_hub.errors.RepositoryNotFoundError
@@ -175,6 +179,13 @@ def _problem(error: BaseException) -> str:
     return (
         f"cannot be loaded: no answer from {hub} ({reason}): HF_HUB_OFFLINE=1 uses the "
         f"local cache, or give {FOLDER}"
+    )
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """As a traceback would show it."""
+    return error.__cause__ or (
+        None if error.__suppress_context__ else error.__context__
     )
 
 

@@ -107,7 +107,7 @@ def _builder(path: str, subset: str, cache: str | None) -> DatasetBuilder:
     import datasets
 
     options: dict[str, Any] = {"name": subset or None, "cache_dir": cache}
-    with contextlib.suppress(ValueError):  # another format than text files has no such
+    with contextlib.suppress(ValueError, TypeError):  # formats other than text files
         return datasets.load_dataset_builder(path, **options, sample_by="document")
     try:
         builder = datasets.load_dataset_builder(path, **options)

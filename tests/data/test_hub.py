@@ -202,7 +202,9 @@ def ask(port: int, folder: Path, **environment: str) -> tuple[str, float]:
 def test_a_hub_that_refuses_is_one_line_with_the_way_out(tmp_path):
     line, _ = ask(1, tmp_path)
     assert line.count("\n") == 1
-    assert "no answer from http://127.0.0.1:1 (ConnectionRefusedError: " in line
+    assert (
+        "no answer from http://127.0.0.1:1 (" in line and "Connection refused)" in line
+    )
     assert "HF_HUB_OFFLINE=1 uses the local cache, or give a local folder of" in line
 
 
@@ -210,7 +212,7 @@ def test_a_hub_that_never_answers_is_one_line_with_the_way_out(tmp_path):
     with silent_server() as port:
         line, _ = ask(port, tmp_path)
     assert line.count("\n") == 1
-    assert f"no answer from http://127.0.0.1:{port} (TimeoutError: timed out)" in line
+    assert f"no answer from http://127.0.0.1:{port} (" in line and "timed out)" in line
     assert "HF_HUB_OFFLINE=1 uses the local cache, or give a local folder of" in line
 
 

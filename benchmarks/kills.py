@@ -16,6 +16,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -113,6 +114,7 @@ class Runs:
         self, workdir: Path, moment: str, chance: random.Random
     ) -> Killed | None:
         """None if the run was complete before the moment came."""
+        before = _steps(workdir)
         delay, count = chance.uniform(0, REACH[moment]), chance.randint(1, 4)
         running = self.start(workdir)
         event = self._event(workdir, moment, count)
@@ -124,18 +126,22 @@ class Runs:
         running.kill()
         if running.wait() == 0:
             return None
-        names = _names(workdir)
-        steps = sorted(int(name) for name in names if name.isdecimal())
+        if running.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"a run failed: {self.said(workdir).read_text()}")
+        steps = _steps(workdir)
         text = self.said(workdir).read_text()
+        found = SAID.search(text)
+        cleaning = len(steps) > KEEP and not steps <= before
         return Killed(
             moment,
-            int(found[1] or 0) if (found := SAID.search(text)) else None,
+            int(found[1] or 0) if found else None,
             newest=max(steps, default=0),
             logged=max(logged(workdir), default=0),
-            saving=any("tmp" in name for name in names),
-            cleaning=len(steps) > KEEP,
-            torn=any(
-                not (workdir / "checkpoints" / str(step) / part).exists()
+            saving=bool(found) and any("tmp" in name for name in _names(workdir)),
+            cleaning=cleaning,
+            torn=cleaning
+            and not all(
+                (workdir / "checkpoints" / str(step) / part).exists()
                 for step in steps
                 for part in PARTS
             ),
@@ -151,12 +157,10 @@ class Runs:
             return len(seen - before) >= count
 
         def cleaning() -> bool:
-            found = {name for name in _names(workdir) if name.isdecimal()}
-            if len(found) > KEEP:
-                seen.add(max(found, key=int))
+            seen.update(map(str, _steps(workdir) - steps))
             return len(seen) >= count
 
-        before = set(_names(workdir))
+        before, steps = set(_names(workdir)), _steps(workdir)
         return {
             "start": lambda: True,
             "training": lambda: bool(SAID.search(self.said(workdir).read_text())),
@@ -176,6 +180,10 @@ def _names(workdir: Path) -> list[str]:
         return os.listdir(workdir / "checkpoints")
     except FileNotFoundError:
         return []
+
+
+def _steps(workdir: Path) -> set[int]:
+    return {int(name) for name in _names(workdir) if name.isdecimal()}
 
 
 def logged(workdir: Path) -> list[int]:

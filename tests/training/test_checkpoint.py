@@ -1,5 +1,6 @@
 """Checkpoints: what comes back after a save, a kill, and every kind of damage."""
 
+import contextlib
 import functools
 import json
 import os
@@ -19,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from symjax.training.checkpoint import Checkpoints
+from symjax.training.checkpoint import Checkpoints, NotSaved
 
 ITEMS = ("params", "constants", "optimizer")
 
@@ -529,6 +530,87 @@ def test_a_save_that_fails_is_one_line_and_the_next_one_works(tmp_path):
         checkpoints.save(2, tree, {})
         checkpoints.wait()
         assert checkpoints.steps() == [1, 2]
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow beyond a size that meta has and arrays have not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_saves_that_fail_take_nothing_with_them(tmp_path, capfd):
+    """The only checkpoint stays until there is another; room that was taken is freed;
+    and those that failed do not count among the ones that are kept."""
+    tree = {"params": {"a": jax.random.normal(jax.random.key(0), (300, 1000))}}
+    with Checkpoints(tmp_path, 1, best=True) as checkpoints:
+        checkpoints.save(1, tree, {"heldout_loss": 2.0})
+        checkpoints.wait()
+        with full_disk():
+            checkpoints.save(2, tree, {"heldout_loss": 1.0})
+            checkpoints.save(3, tree, {"heldout_loss": 1.0})
+            with pytest.raises(NotSaved, match="3 cannot be written"):
+                checkpoints.wait()
+        checkpoints.wait()  # said once
+        assert [path.name for path in tmp_path.iterdir()] == ["1"]
+        assert checkpoints.improves(1.5)
+        checkpoints.save(4, tree, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1, 4]
+        checkpoints.save(5, tree, {"heldout_loss": 1.5})
+        checkpoints.wait()
+        assert checkpoints.steps() == [5]
+    said = [line for line in capfd.readouterr().err.splitlines() if "heckpoint" in line]
+    assert len(said) == 1 and said[0].startswith("checkpoint 2 cannot be written to")
+    assert said[0].endswith("going on without it")
+
+
+def test_the_best_stays_beside_the_newest(tmp_path):
+    with Checkpoints(tmp_path, 2, best=True) as checkpoints:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.0)):
+            checkpoints.save(step, few(step), {"heldout_loss": loss})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 4, 5]
+    shapes = jax.eval_shape(lambda: few(1))
+    with Checkpoints(tmp_path, 2, best=True) as checkpoints:
+        checkpoints.restore(shapes)
+        assert checkpoints.improves(0.9) and not checkpoints.improves(1.0)
+        checkpoints.save(6, few(6), {"heldout_loss": 1.5})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 5, 6]
+        trees, meta = checkpoints.restore(shapes, best=True)
+        assert meta == checkpoints.read_meta(best=True)
+        assert meta == {"step": 2, "heldout_loss": 1.0}
+        assert_bitwise(trees, few(2))
+        assert checkpoints.read_meta()["step"] == 6
+
+
+def test_a_damaged_best_is_named_and_the_next_best_is_used(tmp_path):
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}
+    with Checkpoints(tmp_path, 9) as checkpoints:
+        for step, loss in losses.items():
+            checkpoints.save(step, few(step), {"heldout_loss": loss})
+    flip(tmp_path / "2" / "params" / "manifest.ocdbt")
+    remove(tmp_path / "4" / "meta")  # so nobody knows that it is not the best
+    lines: list[str] = []
+    shapes = jax.eval_shape(lambda: few(1))
+    reader = Checkpoints(tmp_path)
+    trees, meta = reader.restore(shapes, best=True, warn=lines.append)
+    assert meta["step"] == 3
+    assert_bitwise(trees, few(3))
+    assert [line.split(" (")[0] for line in lines] == [
+        "checkpoint 4 is damaged",
+        "checkpoint 2 is damaged",
+    ]
+    with pytest.raises(ValueError, match="no checkpoint in .* has a held-out loss"):
+        shutil.rmtree(tmp_path / "2")
+        shutil.rmtree(tmp_path / "3")
+        shutil.rmtree(tmp_path / "1")
+        reader.restore(shapes, best=True)
 
 
 FAILING = """

@@ -52,7 +52,11 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise ValueError(f"checkpoint.keep {keep} must be at least 1")
         self._kept = _Kept(keep or 0, best)
-        self._manager = _manager(self.directory, self._kept) if keep else None
+        self._manager = None
+        if keep:
+            _check_directory(self.directory)
+            self._manager = _manager(self.directory, self._kept)
+        self._patience = contextlib.ExitStack()
         self._saving: int | None = None
         self._failed: NotSaved | None = None
 
@@ -96,10 +100,11 @@ class Checkpoints:
         self._make_way(self._manager, step)
         self._kept.saved(step, meta)
         self._saving = step
+        self._patience.enter_context(record.patient_loops())
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
-            self._give_up(self._manager, step, error)
+            self._give_up(step, error)
 
     def restore(
         self,
@@ -158,8 +163,9 @@ class Checkpoints:
             try:
                 self._manager.wait_until_finished()
             except Exception as error:
-                self._give_up(self._manager, self._saving, error)
+                self._give_up(self._saving, error)
             self._saving = None
+        self._patience.close()
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
@@ -249,9 +255,7 @@ class Checkpoints:
             f"no checkpoint is whole in {self.directory}: {'; '.join(lines)}"
         )
 
-    def _give_up(
-        self, manager: ocp.CheckpointManager, step: int, error: Exception
-    ) -> None:
+    def _give_up(self, step: int, error: Exception) -> None:
         """Forget a step that was not saved, and free the room that it has taken."""
         reason = record.short(error)
         self._saving = None
@@ -261,7 +265,8 @@ class Checkpoints:
         self._kept.forget(step)
         for unfinished in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
-        manager.reload()
+        # The old one would raise the same error at every save that follows.
+        self._manager = _manager(self.directory, self._kept)
 
 
 class _Kept:
@@ -317,7 +322,8 @@ def _heldout_loss(meta: dict[str, Any]) -> float | None:
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
-def _manager(directory: Path, kept: _Kept) -> ocp.CheckpointManager:
+def _check_directory(directory: Path) -> None:
+    """Make it. Raises: ValueError: it cannot be made or written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -326,6 +332,9 @@ def _manager(directory: Path, kept: _Kept) -> ocp.CheckpointManager:
         raise ValueError(
             f"checkpoints cannot be written to {directory}: {error.strerror}"
         ) from error
+
+
+def _manager(directory: Path, kept: _Kept) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
         directory,
         options=ocp.CheckpointManagerOptions(

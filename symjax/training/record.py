@@ -13,6 +13,7 @@ No code is stored, and none is run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -216,11 +217,16 @@ def _is_document(found: dict[str, Any]) -> bool:
     )
 
 
+def patient_loops() -> contextlib.AbstractContextManager:
+    """Inside, an error of Orbax is no page of tracebacks."""
+    return mock.patch.object(asyncio, "new_event_loop", _PatientLoop)
+
+
 class _PatientLoop(asyncio.SelectorEventLoop):
     """Finishes its tasks before it closes.
 
-    At the first unreadable array Orbax closes its loop under the reads of the others,
-    and each of those then prints a traceback from a thread of TensorStore.
+    At the first array that cannot be read or written Orbax closes its loop under the
+    others, and each of those then prints a traceback from a thread of TensorStore.
     """
 
     def close(self) -> None:
@@ -244,7 +250,7 @@ def _read_item(directory: Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
     tree = _nested(placed)
     if tree:
         arguments = ocp.args.StandardRestore(tree)
-        with mock.patch.object(asyncio, "new_event_loop", _PatientLoop):
+        with patient_loops():
             handler = ocp.StandardCheckpointHandler()
             tree = handler.restore(epath.Path(directory), args=arguments)
     restored = _named(directory.name, tree)

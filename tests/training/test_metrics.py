@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import resource
 import sys
 
 import jax.numpy as jnp
@@ -156,6 +157,42 @@ def test_a_missing_tensorboardx_says_how_to_get_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="pip install tensorboardX"):
         Metrics(tmp_path, tensorboard=True)
     Metrics(tmp_path).close()
+
+
+def test_lines_wait_for_room_on_a_full_disk(tmp_path, capsys):
+    """No line is lost, doubled or torn, and each file is named once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    metrics = Metrics(tmp_path)
+    metrics.write(1, {"a": 1})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (25, hard))  # within the second line
+        metrics.write(2, {"a": 2})
+        metrics.write(3, {"a": 3})
+        assert len((tmp_path / "metrics.jsonl").read_bytes()) == 25
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 2 and "metrics.csv cannot be written (File too" in said[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    metrics.write(4, {"a": 4})
+    metrics.close()
+    assert lines(tmp_path) == [{"step": n, "a": float(n)} for n in (1, 2, 3, 4)]
+    assert [(row["step"], row["value"]) for row in table(tmp_path)] == [
+        (str(n), f"{n}.0") for n in (1, 2, 3, 4)
+    ]
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_that_never_found_room_are_counted(tmp_path, capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    metrics = Metrics(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+        metrics.write(1, {"a": 1})
+        metrics.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    lost = capsys.readouterr().err.splitlines()[-1]
+    assert lost.endswith("metrics.csv misses its last 4 bytes")
 
 
 def test_a_workdir_that_is_a_file_is_refused(tmp_path):

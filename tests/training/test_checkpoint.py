@@ -679,6 +679,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_survives_kills_during_saves(tmp_path):
     # Integers: another process may compile a float to another rounding.
     shapes = {"params": {"a": jax.ShapeDtypeStruct((1000, 1000), "uint32")}}

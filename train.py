@@ -2,13 +2,15 @@
 
 import sys
 
-from symjax.training import commandline
+from symjax.training import commandline, launch, processes
 from symjax.training.loop import run
 from symjax.training.plan import describe
 
 
 def main(words: list[str]) -> None:
-    command = commandline.parse(words)
+    place = commandline.place(words)
+    launch.join(place)
+    command = processes.together(lambda: commandline.parse(words))
     if command.help:
         print(commandline.help_text(command.config))
     elif command.dry_run:

@@ -6,14 +6,18 @@ ask for its own rows of the global batch only.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from symjax.data.packed import Packed
 
 Tokens = np.ndarray | Packed
+# (start, stop) → inputs and targets int32, weights float32, [stop − start, length] each
+Rows = Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]]
+
 ROUNDS = 4  # a Feistel network of four rounds is a pseudo-random permutation
 
 
@@ -62,9 +66,7 @@ def heldout_batches(
     length: int,
     batch_size: int,
     count: int | None = None,
-    start: int = 0,
-    stop: int | None = None,
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+) -> Iterator[Rows]:
     """`count` batches spread evenly over the held-out text, in order; None: all of it.
 
     Windows follow each other as in `batch`, without shuffling or shift, so every token
@@ -72,24 +74,23 @@ def heldout_batches(
     0 where the text has ended (the end of the last window, and rows after it). The
     mean loss is Σ weights · loss / Σ weights over all batches.
 
-    Args:
-        start, stop: rows of each batch, for one of several processes.
     Returns:
-        an iterator of inputs and targets, int32 [rows, length], and weights, float32
+        for each batch a function of (start, stop), since one of several processes reads
+        only its rows: inputs and targets, int32 [rows, length], and weights, float32
         [rows, length].
     Raises:
         ValueError: the text is shorter than one window.
     """
     check_length(tokens, length, "held-out")
-    stop = batch_size if stop is None else stop
     available = heldout_count(tokens, length, batch_size)
     count = available if count is None else min(count, available)
+
+    def rows(index: int, start: int, stop: int):
+        number = index * batch_size + np.arange(start, stop, dtype=np.int64)
+        return _weighted(number * length, tokens, length)
+
     indices = np.arange(count) * available // count
-    rows = np.arange(start, stop, dtype=np.int64)
-    return (
-        _weighted((index * batch_size + rows) * length, tokens, length)
-        for index in indices
-    )
+    return (functools.partial(rows, index) for index in indices)
 
 
 def heldout_count(tokens: Tokens, length: int, batch_size: int) -> int:

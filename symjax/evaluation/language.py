@@ -4,6 +4,7 @@ The loss on held-out text; on training text in evaluation mode, the same way; an
 training text in training mode, with dropout. The last two say how much was memorised.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from symjax.data.batches import batch, heldout_batches, heldout_count
+from symjax.data.batches import Rows, batch, heldout_batches, heldout_count
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding
 from symjax.evaluation.trained import Trained
-from symjax.training.measure import Batch, mean_loss
+from symjax.training.measure import mean_loss
 
 
 def loss(trained: Trained, asked: Asked) -> Finding:
@@ -59,7 +60,7 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
     tokens = trained.corpus.heldout
     total = heldout_count(tokens, length, rows)
     count = min(batches or total, total)
-    weights = (trained.program, trained.params, trained.constants)
+    weights = (trained.program, trained.params, trained.constants, (rows, length))
     chosen = heldout_batches(tokens, length=length, batch_size=rows, count=count)
     heldout = mean_loss(*weights, chosen)
     nats_per_byte = heldout / trained.corpus.bytes_per_token
@@ -79,14 +80,19 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
     }
 
 
-def _training(trained: Trained, count: int) -> Iterator[Batch]:
-    rows, length = trained.options.batch_size, trained.options.model.length
-    for step in range(count):
+def _training(trained: Trained, count: int) -> Iterator[Rows]:
+    """The first batches of training text, every token with weight 1."""
+
+    def rows(step: int, start: int, stop: int):
         inputs, targets = batch(
             trained.corpus.train,
-            length=length,
-            batch_size=rows,
+            length=trained.options.model.length,
+            batch_size=trained.options.batch_size,
             seed=trained.options.seed,
             step=step,
+            start=start,
+            stop=stop,
         )
-        yield inputs, targets, np.ones(inputs.shape, np.float32)
+        return inputs, targets, np.ones(inputs.shape, np.float32)
+
+    return (functools.partial(rows, step) for step in range(count))

@@ -8,6 +8,7 @@ import inspect
 import io
 import os
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ import jax
 from ml_collections import ConfigDict
 
 from symjax import config, validation
+from symjax.training import launch, processes
 from symjax.training.interrupt import Interrupted
 
 USAGE = """\
@@ -27,15 +29,21 @@ python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
   --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset);
                            the same command run again resumes it
   --dry_run                print the model, its cost and its memory; train nothing
+  --coordinator HOST:PORT --processes N --process I
+                           this is process I of N, and process 0 is on HOST; torchrun,
+                           Slurm, Open MPI and TPU pods say so themselves
   --help                   this text, with the values that --config gives
 
-A signal (Ctrl-C) saves a checkpoint first. Exit code: 0 complete, 2 bad input, 1 a loss
-that is not finite or a machine that failed, 130 interrupted.
+A signal (Ctrl-C, SIGTERM) saves a checkpoint first. Exit code: 0 complete, 2 bad input,
+1 a loss that is not finite or a machine that failed, 130 and 143 interrupted.
 """
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-FLAGS = "--config, --config.KEY, --workdir, --dry_run, --help"
+FLAGS = (
+    "--config, --config.KEY, --workdir, --dry_run, --coordinator, --processes, "
+    "--process, --help"
+)
 
 
 class Command(NamedTuple):
@@ -58,12 +66,7 @@ def parse(words: list[str]) -> Command:
     Raises:
         ValueError: an unknown key, value, file, preset or stray word; one line.
     """
-    parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    parser.add_argument("--workdir")
-    parser.add_argument("--dry_run", action="store_true")
-    parser.add_argument("--help", "-h", action="store_true")
-    known, rest = parser.parse_known_args(words)
+    known, rest = _known(words)
     if known.config is None and not known.help:
         raise ValueError(f"--config FILE is needed: {_files(Path('configs'))}")
     if known.workdir == "":
@@ -77,6 +80,20 @@ def parse(words: list[str]) -> Command:
         _set(tree, key, text)
     workdir = Path(known.workdir or Path("runs", name)).absolute()
     return Command(validation.from_dict(tree), workdir, known.dry_run, known.help)
+
+
+def place(words: list[str]) -> launch.Launch | None:
+    """Which of several processes the words and the environment make this one.
+
+    A dry run and the help are each for itself.
+
+    Raises:
+        ValueError: the flags or variables contradict each other.
+    """
+    known, _ = _known(words)
+    if known.help or known.dry_run:
+        return None
+    return launch.launch(known, os.environ)
 
 
 def default() -> ConfigDict:
@@ -131,7 +148,8 @@ def help_text(options: config.Config) -> str:
 def leave(run: Callable[[], None]) -> NoReturn:
     """Run, and exit with the code that USAGE promises and one line on stderr.
 
-    A fault of ours is none of these, and shows where it is by its traceback.
+    Of several processes that end for one reason, the first prints it. A fault of ours
+    is none of these, and shows where it is by its traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not every terminal can write λ
@@ -139,33 +157,59 @@ def leave(run: Callable[[], None]) -> NoReturn:
     try:
         run()
         sys.stdout.flush()
+    except processes.Refused as error:
+        _stop_all(2, f"error: {_one_line(error)}")
     except ValueError as error:
         _stop(2, f"error: {_one_line(error)}")
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
+        processes.leave_alone(1)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         _stop(2, f"error: {error.strerror or _one_line(error)}{where}")
     except FloatingPointError as error:
-        _stop(1, f"stopped: {_one_line(error)}")
+        _stop_all(1, f"stopped: {_one_line(error)}")
     except MemoryError as error:
         _stop(1, f"stopped: out of memory ({_one_line(error)})")
     except jax.errors.JaxRuntimeError as error:
         line = str(error).splitlines()[0]
-        if not any(words in line for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
+        if any(words in line for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
+            _stop(1, f"stopped: out of memory ({line})")
+        if not processes.several():
             raise
-        _stop(1, f"stopped: out of memory ({line})")
+        _stop(1, f"stopped: another process or its connection has failed ({line})")
     except Interrupted as error:
-        _stop(error.exit_code, f"interrupted: {_one_line(error)}")
+        _stop_all(error.exit_code, f"interrupted: {_one_line(error)}")
     except KeyboardInterrupt:
         _stop(130, "interrupted: nothing more was saved")
+    except Exception:
+        if not processes.several():
+            raise
+        _stop(1, traceback.format_exc())
     sys.exit(0)
 
 
 def _stop(code: int, line: str) -> NoReturn:
+    """What happened to this process alone."""
     print(line, file=sys.stderr)
+    processes.leave_alone(code)
+
+
+def _stop_all(code: int, line: str) -> NoReturn:
+    """What happens in all processes at once."""
+    if processes.is_first():
+        print(line, file=sys.stderr)
     sys.exit(code)
+
+
+def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and the words that are none."""
+    parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
+    for name in ("config", "workdir", *launch.FLAGS):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--dry_run", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    return parser.parse_known_args(words)
 
 
 def _overrides(words: Iterable[str]) -> Iterable[tuple[str, str]]:

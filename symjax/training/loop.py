@@ -16,7 +16,7 @@ from symjax.attention.projections import KINDS
 from symjax.data import batches
 from symjax.data.corpus import Corpus, open_corpus, source_change
 from symjax.models.generate import generate
-from symjax.training import starting
+from symjax.training import processes, starting
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.initial import weights_of
 from symjax.training.interrupt import Interrupted, Interrupts
@@ -39,31 +39,64 @@ def run(options: config.Config, workdir: Path) -> None:
         Interrupted: a signal came; a checkpoint has been saved.
     """
     starting.use_compile_cache()
-    mesh = make_mesh(options.mesh)
+    mesh = processes.together(lambda: make_mesh(options.mesh))
+    processes.check_same(workdir=str(workdir), **validation.to_dict(options))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(starting.owned(workdir))
+        owned = starting.owned(workdir)
+        processes.together(lambda: stack.enter_context(owned))
         with starting.undone_if_refused(workdir):
-            reader = Checkpoints(workdir / "checkpoints")
-            saved = reader.read_meta() if reader.steps() else None
-            if saved is None:
-                starting.refuse_other_files(workdir)
-            if saved is not None:
-                found = starting.saved_options(saved, workdir)
-                starting.refuse_differences(found, options, workdir)
-            corpus = open_corpus(options.data, workdir / "data", replace=saved is None)
-            if saved is not None:
-                starting.check_data(saved, corpus, workdir)
-            corpus.check_length(options.model.length)
-            program = compile_program(starting.with_vocabulary(options, corpus), mesh)
-            checkpoints = Checkpoints(
-                workdir / "checkpoints",
-                options.checkpoint.keep,
-                best=options.checkpoint.best,
+            steps = Checkpoints(workdir / "checkpoints").steps()
+            processes.check_same(checkpoints=steps)
+            saved = (
+                processes.together(lambda: _saved(options, workdir)) if steps else None
+            )
+            corpus = processes.in_turn(lambda: _corpus(options, workdir, saved))
+            program = processes.together(
+                lambda: compile_program(starting.with_vocabulary(options, corpus), mesh)
+            )
+            checkpoints = processes.together(
+                lambda: Checkpoints(
+                    workdir / "checkpoints",
+                    options.checkpoint.keep,
+                    best=options.checkpoint.best,
+                )
             )
             stack.enter_context(checkpoints)
             whole = Run(options, workdir, corpus, program, checkpoints)
         stack.enter_context(contextlib.closing(whole))
         whole.train()
+
+
+def _saved(options: config.Config, workdir: Path) -> dict[str, Any]:
+    """The meta of the newest checkpoint.
+
+    Raises:
+        ValueError: it is damaged, or of a run of another configuration.
+    """
+    saved = Checkpoints(workdir / "checkpoints").read_meta()
+    found = starting.saved_options(saved, workdir)
+    starting.refuse_differences(found, options, workdir)
+    return saved
+
+
+def _corpus(
+    options: config.Config, workdir: Path, saved: dict[str, Any] | None
+) -> Corpus:
+    """The text of the run: the first process packs it, the others find it there.
+
+    Raises:
+        ValueError: it is damaged, too short or not that of the checkpoints.
+    """
+    if not processes.is_first():
+        starting.check_shared(workdir)
+    elif saved is None:
+        starting.refuse_other_files(workdir)
+    replace = saved is None and processes.is_first()
+    corpus = open_corpus(options.data, workdir / "data", replace=replace)
+    if saved is not None:
+        starting.check_data(saved, corpus, workdir)
+    corpus.check_length(options.model.length)
+    return corpus
 
 
 class Run:
@@ -88,14 +121,18 @@ class Run:
         self.program = program
         self.checkpoints = checkpoints
         self.shape = (options.batch_size, options.model.length)
-        self.step = starting.compiled_step(program, self.shape)
-        self.state, self.constants = self._restored()
+        together = processes.together
+        self.step = together(lambda: starting.compiled_step(program, self.shape))
+        self.state, self.constants = together(self._restored)
         self.first = int(self.state.step)
         self.heldout: float | None = None
         self.skipped = int(self.state.optimizer.skipped)
         self.skipped_in_a_row = 0
-        self.metrics = Metrics(workdir, self.first, options.log.tensorboard)
-        self.progress = Progress(options.steps, self.first)
+        board, writes = options.log.tensorboard, processes.is_first()
+        self.metrics = together(
+            lambda: Metrics(workdir, self.first, board, writes=writes)
+        )
+        self.progress = Progress(options.steps, self.first, shown=writes)
 
     def close(self) -> None:
         self.progress.close()
@@ -129,7 +166,7 @@ class Run:
                     self._report(done - 1, waiting)
                 waiting = metrics
                 judge = self._due(options.evaluate.every, done)
-                stop = interrupts.received
+                stop = interrupts.stop(done)
                 save = self._due(options.checkpoint.every, done) or stop
                 if judge or save:
                     self._report(done, waiting)
@@ -187,10 +224,12 @@ class Run:
             begin = f"resumed at step {self.first}"
         elif self.options.init_from:
             begin = f"weights of {self.options.init_from}"
+        count = jax.process_count()
+        many = f" of {count} processes" if count > 1 else ""
         self.progress.line(
             f"{weights:,} parameters, {len(self.corpus.train):,} training tokens, "
-            f"{self.program.mesh.size} {jax.devices()[0].platform} device(s): {begin} "
-            f"in {self.workdir}"
+            f"{self.program.mesh.size} {jax.devices()[0].platform} device(s)"
+            f"{many}: {begin} in {self.workdir}"
         )
         if line := source_change(self.options.data, self.workdir / "data"):
             self.progress.line(line)
@@ -276,7 +315,9 @@ class Run:
         )
         if not math.isfinite(self.heldout):
             self._not_finite(done, f"held-out loss is {self.heldout}")
-        self.progress.line(f"step {done}: sample {self._sample()!r}")
+        weights = processes.gathered((self.state.params, self.constants))
+        sample = processes.first(lambda: self._sample(weights))
+        self.progress.line(f"step {done}: sample {sample!r}")
         return self.heldout
 
     def _loss(self, count: int) -> float:
@@ -287,15 +328,16 @@ class Run:
             batch_size=self.shape[0],
             count=count,
         )
-        return mean_loss(self.program, self.state.params, self.constants, chosen)
+        return mean_loss(
+            self.program, self.state.params, self.constants, self.shape, chosen
+        )
 
-    def _sample(self) -> str:
+    def _sample(self, weights: tuple[Any, Any]) -> str:
         """What the model writes after the first words of the held-out text."""
         start = min(SAMPLE_PROMPT, (self.shape[1] + 1) // 2)
         count = min(SAMPLE_LENGTH, self.shape[1] - start)
         prompt = jnp.asarray(self.corpus.heldout[:start][None], jnp.int32)
         if count:
-            weights = jax.device_get((self.state.params, self.constants))
             model = nnx.merge(self.program.graph, *weights)
             more = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
             prompt = jnp.concatenate([prompt, more], axis=1)

@@ -4,31 +4,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
+from symjax.data.batches import Rows
 from symjax.training.step import Program
-
-# inputs and targets int32 [B T], weights float32 [B T]
-Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def mean_loss(
     program: Program,
     params: Any,
     constants: Any,
-    batches: Iterable[Batch],
+    shape: tuple[int, int],
+    batches: Iterable[Rows],
     key: Array | None = None,
 ) -> float:
     """Σ weight · loss / Σ weight over all batches, in nats a token.
 
     Args:
-        batches: of one shape, that of the program's mesh and model.
+        shape: (rows, length) of each batch.
+        batches: functions that give some of the rows.
         key: turns dropout on; None is evaluation.
     """
     total = weight = 0.0
     for index, batch in enumerate(batches):
-        rows = program.place(batch[0].shape, lambda a, b, x=batch: [y[a:b] for y in x])
+        rows = program.place(shape, batch)
         here = None if key is None else jax.random.fold_in(key, index)
         with jax.set_mesh(program.mesh):
             part = program.evaluate(params, constants, *rows, here)

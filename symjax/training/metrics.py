@@ -28,20 +28,31 @@ HEADER = ("step", "name", "value")
 
 
 class Metrics:
-    """Writes the numbers of a run; one process of a run has one.
+    """Writes the numbers of a run; of several processes only the first.
 
     Args:
         step: the one the run starts or goes on from. What a killed run wrote after it
             goes, so that no step is there twice; so does a line it did not finish.
         tensorboard: also write TensorBoard's event files.
+        writes: else there are no files, and nothing happens.
     Raises:
         ValueError: the files cannot be written, or tensorboardX is not installed.
     """
 
-    def __init__(self, workdir: Path, step: int = 0, tensorboard: bool = False):
-        self._tensorboard = (
-            _event_files(workdir / "tensorboard", step) if tensorboard else None
-        )
+    def __init__(
+        self,
+        workdir: Path,
+        step: int = 0,
+        tensorboard: bool = False,
+        *,
+        writes: bool = True,
+    ):
+        self._files: dict[FileIO, bytes] = {}
+        self._tensorboard = None
+        if not writes:
+            return
+        if tensorboard:
+            self._tensorboard = _event_files(workdir / "tensorboard", step)
         lines, table = workdir / "metrics.jsonl", workdir / "metrics.csv"
         try:
             workdir.mkdir(parents=True, exist_ok=True)
@@ -79,7 +90,8 @@ class Metrics:
             row[name] = number if math.isfinite(number) else None
             if self._tensorboard is not None:
                 self._tensorboard.add_scalar(name, number, step)
-        for file, text in zip(self._files, (_json(row), _table(row)), strict=True):
+        texts = (_json(row), _table(row)) if self._files else ()
+        for file, text in zip(self._files, texts, strict=True):
             self._append(file, text.encode())
 
     def _append(self, file: FileIO, text: bytes) -> None:

@@ -9,12 +9,17 @@ SECONDS, SHARE = 5.0, 1 / 50  # between two lines, at least; the share is of the
 
 
 class Progress:
-    """Loss, tokens a second and time left of a run of `total` steps."""
+    """Loss, tokens a second and time left of a run of `total` steps.
 
-    def __init__(self, total: int, start: int):
+    Args:
+        shown: False says nothing, in all processes but the first.
+    """
+
+    def __init__(self, total: int, start: int, *, shown: bool = True):
         self.total = total
+        self.shown = shown
         self.bar = None
-        if sys.stderr.isatty():
+        if shown and sys.stderr.isatty():
             self.bar = tqdm(total=total, initial=start, unit="step", smoothing=0.1)
         self.began = time.monotonic()
         self.next = self.began
@@ -38,7 +43,7 @@ class Progress:
         """A line above the bar."""
         if self.bar is not None:
             self.bar.write(text, file=sys.stderr)
-        else:
+        elif self.shown:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:

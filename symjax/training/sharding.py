@@ -47,7 +47,8 @@ def make_mesh(options: config.Mesh) -> Mesh:
     """The devices as (data, fsdp, tensor, sequence); one size may be -1, what is left.
 
     Raises:
-        ValueError: the sizes do not fit the number of devices, naming both.
+        ValueError: the sizes do not fit the number of devices, naming both, or leave
+            out all devices of a process.
     """
     sizes = [getattr(options, axis) for axis in AXES]
     devices = jax.devices()
@@ -68,6 +69,12 @@ def make_mesh(options: config.Mesh) -> Mesh:
             f"mesh {shown} needs {_product(sizes)} devices, there are {len(devices)}"
         )
     used = devices[: _product(sizes)]
+    count = len({device.process_index for device in used})
+    if count < jax.process_count():
+        raise ValueError(
+            f"mesh {shown} has the devices of {count} of {jax.process_count()} "
+            f"processes: use all {len(devices)}, or start fewer processes"
+        )
     types = (AxisType.Auto,) * len(AXES)
     return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=used)
 

@@ -117,6 +117,15 @@ def _make_workdir(workdir: Path) -> None:
         ) from None
 
 
+def check_shared(workdir: Path) -> None:
+    """Raises: ValueError: what the first process wrote there is not to be seen."""
+    if not (workdir / "data" / MANIFEST).exists():
+        raise ValueError(
+            f"{workdir / 'data'} has no {MANIFEST}, though process 0 has written it: "
+            "--workdir must be a folder that all processes share"
+        )
+
+
 def refuse_other_files(workdir: Path) -> None:
     """Raises: ValueError: files that no run wrote have the names of a run's metrics.
 

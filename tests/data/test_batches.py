@@ -107,9 +107,8 @@ def test_a_text_of_few_windows_still_gives_batches(size):
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_held_out_batches_count_each_target_once(size, batch_size):
     seen = []
-    for inputs, targets, weights in batches.heldout_batches(
-        TEXT[:size], length=7, batch_size=batch_size
-    ):
+    for read in batches.heldout_batches(TEXT[:size], length=7, batch_size=batch_size):
+        inputs, targets, weights = read(0, batch_size)
         assert inputs.shape == targets.shape == weights.shape == (batch_size, 7)
         assert inputs.dtype == targets.dtype == np.int32
         assert weights.dtype == np.float32
@@ -123,18 +122,17 @@ def test_held_out_batches_count_each_target_once(size, batch_size):
 
 def test_some_held_out_batches_are_spread_over_the_whole_text():
     options = dict(length=7, batch_size=4)
-    whole = list(batches.heldout_batches(TEXT, **options))
-    some = list(batches.heldout_batches(TEXT, count=3, **options))
+
+    def read(start=0, stop=4, **more):
+        found = batches.heldout_batches(TEXT, **options, **more)
+        return [rows(start, stop) for rows in found]
+
+    whole, some = read(), read(count=3)
     assert len(some) == 3
     chosen = [whole[index * len(whole) // 3] for index in range(3)]
     assert np.array_equal(some, chosen)
-    assert len(list(batches.heldout_batches(TEXT, count=10**6, **options))) == len(
-        whole
-    )
-    halves = [
-        list(batches.heldout_batches(TEXT, start=start, stop=start + 2, **options))
-        for start in (0, 2)
-    ]
+    assert len(read(count=10**6)) == len(whole)
+    halves = [read(start, start + 2) for start in (0, 2)]
     assert np.array_equal(np.concatenate(halves, axis=2), whole)
 
 

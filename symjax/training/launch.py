@@ -1,0 +1,174 @@
+"""How the processes of one run find each other: flags, a launcher, or a pod.
+
+A run is one process unless something says otherwise. What speaks first decides:
+
+1. the flags `--coordinator HOST:PORT --processes N --process I`;
+2. MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, as torchrun sets them; with
+   LOCAL_WORLD_SIZE above 1 a process takes the GPU of its LOCAL_RANK;
+3. a TPU pod, Slurm or Open MPI, which jax itself knows how to ask.
+
+Where that is one process, nothing is started and no port is opened.
+"""
+
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+from jax._src import clusters  # what jax.distributed.initialize() asks; not public
+
+WAIT = 300  # seconds for the other processes to start, jax's own default
+FLAGS = ("coordinator", "processes", "process")
+TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+LAUNCHERS = ("gcetpu", "gketpu", "slurm", "ompi")  # jax's names
+
+
+class Launch(NamedTuple):
+    """One process of several."""
+
+    coordinator: str  # host:port, on the machine of process 0
+    processes: int
+    process: int
+    devices: list[int] | None = None  # of this machine's GPUs; None is all
+
+
+def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
+    """The place of this process among several; None where it is the only one.
+
+    Args:
+        flags: coordinator, processes and process, as words or None.
+    Raises:
+        ValueError: some are given and others not, or they contradict each other.
+    """
+    given = {f"--{name}": getattr(flags, name) for name in FLAGS}
+    if any(value is not None for value in given.values()):
+        return _checked(*_complete(given), {})
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        given = {name: environment.get(name) for name in TORCHRUN}
+        if given["WORLD_SIZE"] == "1":
+            return None
+        host, port, count, process = _complete(given)
+        return _checked(f"{host}:{port}", count, process, environment)
+    return _detected(environment)
+
+
+def join(found: Launch | None) -> None:
+    """Meet the other processes, before anything touches a device.
+
+    Process 0 opens the port, the others wait for it. Afterwards `jax.devices()` are
+    those of all processes.
+
+    Raises:
+        ValueError: the port is taken, or nobody answers there.
+    """
+    if found is None:
+        return
+    host, _, port = found.coordinator.rpartition(":")
+    if found.process == 0:
+        _check_free(int(port))
+    else:
+        _wait_for(host.strip("[]"), int(port))
+    # jax would take SIGTERM for itself, also while nobody asks it for a step to stop
+    # at, and does not know SIGINT: symjax.training.interrupt treats both alike.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        found.coordinator,
+        found.processes,
+        found.process,
+        local_device_ids=found.devices,
+        cluster_detection_method="deactivate",  # it would choose devices by itself
+        initialization_timeout=WAIT,
+    )
+
+
+def _complete(given: dict[str, str | None]) -> list[str]:
+    missing = [name for name, value in given.items() if not value]
+    if missing:
+        raise ValueError(
+            f"several processes need all of {', '.join(given)}: "
+            f"{', '.join(missing)} is missing"
+        )
+    return [str(value) for value in given.values()]
+
+
+def _checked(
+    coordinator: str, processes: str, process: str, environment: Mapping[str, str]
+) -> Launch | None:
+    """Words as a Launch, or None for one process."""
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}")
+    count, index = _number("processes", processes), _number("process", process)
+    if not index < count:
+        raise ValueError(
+            f"process {index} of {count} processes: they are numbered from 0 to "
+            f"{count - 1}"
+        )
+    local = environment.get("LOCAL_RANK")
+    shared = environment.get("LOCAL_WORLD_SIZE", "1") != "1" and local is not None
+    devices = [_number("LOCAL_RANK", str(local))] if shared else None
+    return None if count == 1 else Launch(coordinator, count, index, devices)
+
+
+def _number(name: str, text: str) -> int:
+    least = 1 if name == "processes" else 0
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name} must be a number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def _detected(environment: Mapping[str, str]) -> Launch | None:
+    """What jax finds out about a TPU pod, Slurm or Open MPI."""
+    count = environment.get("OMPI_COMM_WORLD_SIZE", "1")
+    if count != "1" and "OMPI_MCA_orte_hnp_uri" not in environment:
+        raise ValueError(
+            f"Open MPI started {count} processes, but OMPI_MCA_orte_hnp_uri does not "
+            "say where the first is: give --coordinator, --processes and --process"
+        )
+    for cluster in clusters.ClusterEnv._cluster_types:
+        if cluster.name not in LAUNCHERS or not cluster.is_env_present():
+            continue
+        if cluster.get_process_count() == 1:
+            return None
+        address = cluster.get_coordinator_address(
+            timeout_secs=WAIT,
+            override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
+        )
+        local = cluster.get_local_process_id()
+        # jax's rule: one process has one GPU, unless its user says otherwise.
+        chosen = local is None or "JAX_LOCAL_DEVICE_IDS" in environment
+        return Launch(
+            address,
+            cluster.get_process_count(),
+            cluster.get_process_id(),
+            None if chosen else [local],
+        )
+    return None
+
+
+def _check_free(port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as here:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            here.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"the coordinator's port {port} cannot be opened: {error.strerror}"
+            ) from None
+
+
+def _wait_for(host: str, port: int) -> None:
+    """jax would end the process with a page of dump."""
+    until = time.monotonic() + WAIT
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=5).close()
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ValueError(
+                    f"no coordinator answers at {host}:{port} for {WAIT} seconds "
+                    f"({error.strerror or error}): is process 0 running there?"
+                ) from None
+        time.sleep(0.2)

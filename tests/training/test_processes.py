@@ -1,0 +1,275 @@
+"""Several real processes on this machine: one run, the same numbers, and one end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+from runs import ROOT, compile_cache, words, write_text
+
+from symjax.training.checkpoint import Checkpoints
+
+SECONDS = 500  # after which a process is taken to hang, and is killed
+# On the same terms as conftest: all devices of this process, exact products.
+ALONE = {"mesh__data": 2, "mesh__fsdp": 2}
+CHANGES = {
+    "steps": 8,
+    "log__every": 1,
+    "evaluate__every": 4,
+    "checkpoint__every": 100,
+    "model__dropout": 0.1,
+    "model__width": 16,
+    "optimizer__eps": 1e-6,
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "jax"
+    with compile_cache(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, cache, tmp_path_factory):
+    """The losses of a run in one process."""
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    assert runs.train(text, workdir, **CHANGES, **ALONE) == 0
+    return losses(workdir)
+
+
+def losses(workdir):
+    """(step, name) → value of what was logged; no step is there twice."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    found = [
+        ((row["step"], name), row[name])
+        for row in map(json.loads, lines)
+        for name in ("train/loss", "heldout/loss")
+        if name in row
+    ]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert abs(found[name] - value) <= 1e-6, name
+
+
+def free_port():
+    with socket.socket() as here:
+        here.bind(("127.0.0.1", 0))
+        return here.getsockname()[1]
+
+
+def start(count, arguments, cache, *, devices=1, program=("train.py",), extra=None):
+    """`count` processes of one run, each with its own words of `extra`."""
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": os.environ.get(
+            "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
+        ),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": str(ROOT),
+    }
+    environment.pop("XLA_FLAGS", None)
+    port = free_port()
+    place = f"--coordinator 127.0.0.1:{port} --processes {count} --process".split()
+    return [
+        subprocess.Popen(
+            [sys.executable, *program, *arguments, *place, str(process)]
+            + (extra or {}).get(process, []),
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(count)
+    ]
+
+
+def ended(running):
+    """(exit code, what was written to stderr) of each; none is left behind."""
+    try:
+        said = [process.communicate(timeout=SECONDS)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    # gloo, which only CPUs use, says whom it has met
+    plain = [
+        "".join(x for x in lines.splitlines(True) if not x.startswith("[Gloo]"))
+        for lines in said
+    ]
+    return [(p.returncode, lines) for p, lines in zip(running, plain, strict=True)]
+
+
+# Notes the rows that each process reads; process 1 is sent a signal in step 3.
+WATCHED = """
+import os, signal, sys, train
+from symjax.data import batches
+from symjax.training.loop import Run
+
+process = int(sys.argv[sys.argv.index("--process") + 1])
+notes = open(os.path.join(os.environ["NOTES"], str(process)), "w")
+report = Run._report
+
+def reported(self, done, metrics):
+    report(self, done, metrics)
+    if done == 3 and process == 1:
+        os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
+
+def watched(name, cut):
+    def noted(starts, tokens, length):
+        print(name, len(starts), file=notes, flush=True)
+        return cut(starts, tokens, length)
+    return noted
+
+batches._cut, batches._weighted = (
+    watched("cut", batches._cut), watched("weighted", batches._weighted)
+)
+Run._report = reported
+from symjax.training.commandline import leave
+leave(lambda: train.main(sys.argv[1:]))
+"""
+
+
+def interrupted_run(count, number, text, workdir, cache, notes, monkeypatch, **changes):
+    """A run in which process 1 alone gets a signal while step 4 is under way."""
+    notes.mkdir()
+    monkeypatch.setenv("NOTES", str(notes))
+    monkeypatch.setenv("SIGNAL", number.name)
+    arguments = words(text, workdir, **CHANGES, **changes)
+    running = start(
+        count, arguments, cache, devices=4 // count, program=("-c", WATCHED)
+    )
+    return ended(running)
+
+
+def test_two_processes_train_as_one_and_stop_together_for_a_signal_to_one(
+    text, undisturbed, cache, tmp_path, monkeypatch
+):
+    workdir, notes = tmp_path / "run", tmp_path / "notes"
+    found = interrupted_run(
+        2, signal.SIGTERM, text, workdir, cache, notes, monkeypatch, **ALONE
+    )
+    assert [code for code, _ in found] == [143, 143], found
+    first, second = (said for _, said in found)
+    assert "4 cpu device(s) of 2 processes: new run" in first
+    [stopped] = Checkpoints(workdir / "checkpoints").steps()
+    assert 4 <= stopped <= 6
+    assert f"interrupted: saved checkpoint {stopped} in" in first
+    said = "interrupted: saving after this step (again: stop at once)"
+    assert second.strip() == said
+    # Eight rows a batch over four devices, so each process reads twice two rows: of
+    # every step's batch, and of held-out ones (two at step 4, one before another save).
+    for process in (0, 1):
+        read = Path(notes, str(process)).read_text().splitlines()
+        heldout = 2 * (2 + (stopped != 4))
+        assert read.count("weighted 2") == heldout
+        assert read.count("cut 2") == 2 * stopped + heldout == len(read) - heldout
+    # One process goes on where the two have stopped, on the same mesh.
+    assert runs.train(text, workdir, **CHANGES, **ALONE) == 0
+    assert_same(losses(workdir), undisturbed)
+
+
+def test_what_one_process_refuses_ends_all_with_one_line(text, cache, tmp_path):
+    workdir = tmp_path / "run"
+    arguments = words(text, workdir, steps=2)
+    extra = {1: ["--config.seed=5"]}
+    (code, said), other = ended(start(2, arguments, cache, extra=extra))
+    assert (code, *other) == (2, 2, "")
+    assert said == (
+        "error: process 1 has seed 5, process 0 0: all need one command and one "
+        "shared --workdir\n"
+    )
+    assert not workdir.exists()
+
+
+@pytest.mark.slow
+def test_four_processes_save_what_one_and_two_go_on_with(
+    text, undisturbed, cache, tmp_path, monkeypatch
+):
+    made = tmp_path / "four"
+    found = interrupted_run(
+        4, signal.SIGINT, text, made, cache, tmp_path / "notes", monkeypatch, **ALONE
+    )
+    assert [code for code, _ in found] == [130] * 4, found
+    assert all(said == "" for _, said in found[2:])
+    read = [Path(tmp_path, "notes", str(p)).read_text() for p in range(4)]
+    assert set("".join(read).split("\n")) == {"cut 2", "weighted 2", ""}
+    for count in (1, 2):
+        workdir = tmp_path / f"on {count}"
+        subprocess.run(["cp", "-r", made, workdir], check=True)
+        arguments = words(text, workdir, **CHANGES, mesh__data=count)
+        assert [code for code, _ in ended(start(count, arguments, cache))] == [
+            0
+        ] * count
+        assert_same(losses(workdir), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["corpus", "checkpoint", "path", "key", "other run"])
+def test_a_refused_start_ends_both_and_leaves_what_was(broken, text, cache, tmp_path):
+    workdir = tmp_path / "run"
+    assert runs.train(text, workdir, steps=1) == 0
+    arguments, said = words(text, workdir, steps=2, mesh__data=2), "error: "
+    if broken == "corpus":
+        path = workdir / "data" / "train.npy"
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        said += f"corpus file {str(path)!r} is damaged"
+    elif broken == "checkpoint":
+        for path in workdir.glob("checkpoints/1/meta/*"):
+            path.write_bytes(b"")
+        said += "checkpoint 1 is damaged"
+    elif broken == "path":
+        arguments += ["--workdir", str(tmp_path / "new"), "--config.data.path=no.txt"]
+        said += "data.path"
+    elif broken == "key":
+        arguments += ["--config.wibble=1"]
+        said += "config.wibble is unknown"
+    else:
+        arguments += ["--config.seed=3"]
+        said += f"{workdir} holds a run of another configuration (seed: 0 → 3)"
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    (code, line), other = ended(start(2, arguments, cache))
+    assert (code, *other) == (2, 2, "")
+    assert line.startswith(said) and line.count("\n") == 1
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_dies_ends_the_others_and_the_run_goes_on(
+    killed, text, cache, tmp_path
+):
+    workdir = tmp_path / "run"
+    changes = {"steps": 10**6, "checkpoint__every": 20, "evaluate__every": 0}
+    running = start(2, words(text, workdir, mesh__data=2, **changes), cache)
+    try:
+        while len(Checkpoints(workdir / "checkpoints").steps()) < 2:
+            assert running[killed].poll() is None
+        running[killed].kill()
+    finally:
+        codes = [code for code, _ in ended(running)]
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] in (1, -signal.SIGABRT)  # the service ends what it can
+    last = Checkpoints(workdir / "checkpoints").steps()[-1]
+    changes["steps"] = last + 1
+    assert runs.train(text, workdir, **changes) == 0
+    assert Checkpoints(workdir / "checkpoints").steps()[-1] == last + 1

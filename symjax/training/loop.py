@@ -39,8 +39,8 @@ def run(options: config.Config, workdir: Path) -> None:
         Interrupted: a signal came; a checkpoint has been saved.
     """
     starting.use_compile_cache()
-    mesh = processes.together(lambda: make_mesh(options.mesh))
     processes.check_same(workdir=str(workdir), **validation.to_dict(options))
+    mesh = processes.together(lambda: make_mesh(options.mesh))
     with contextlib.ExitStack() as stack:
         owned = starting.owned(workdir)
         processes.together(lambda: stack.enter_context(owned))

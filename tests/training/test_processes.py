@@ -190,7 +190,7 @@ def test_two_processes_train_as_one_and_stop_together_for_a_signal_to_one(
 
 def test_what_one_process_refuses_ends_all_with_one_line(text, cache, tmp_path):
     workdir = tmp_path / "run"
-    arguments = words(text, workdir, steps=2)
+    arguments = words(text, workdir, steps=2, mesh__data=2)
     extra = {1: ["--config.seed=5"]}
     (code, said), other = ended(start(2, arguments, cache, extra=extra))
     assert (code, *other) == (2, 2, "")

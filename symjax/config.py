@@ -162,7 +162,15 @@ class Model:
         "of the computation; parameters stay float32",
         ("float32", "bfloat16"),
     )
-    remat: bool = key(False, "recompute each block in the backward pass: less memory")
+    remat: str = key(
+        "none",
+        "what the backward pass computes again, for less memory: nothing, all but "
+        "products with weights, or whole blocks",
+        ("none", "dots", "full"),
+    )
+    scan_layers: bool = key(
+        False, "run the blocks as one loop: a deep model compiles as fast as a flat one"
+    )
     ponder: float = key(
         0.001, "weight of the ponder cost in the loss of a universal model", least=0
     )

@@ -14,6 +14,7 @@ LARGEST = 2**31  # of any number, so that 32 bits hold it
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "seed", "batch_size")
+FREE = ("model.remat", "model.scan_layers")  # they change no function
 
 
 def choices(field: dataclasses.Field) -> tuple[str, ...]:
@@ -66,14 +67,14 @@ def to_dict(options: Config) -> dict[str, Any]:
 
 
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """`key: left → right` for each FIXED key in which two configurations differ.
+    """`key: left → right` for each key in which two configurations must not differ.
 
     A key that one of them does not have yet counts as its default.
     """
     left, right = (to_dict(from_dict(tree)) for tree in (left, right))
     lines = []
     for name, _, _ in fields():
-        if name.split(".")[0] in FIXED:
+        if name.split(".")[0] in FIXED and name not in FREE:
             one, other = _lookup(left, name), _lookup(right, name)
             if one != other:
                 lines.append(f"{name}: {one!r} → {other!r}")
@@ -101,6 +102,8 @@ def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:
             value = _build(kinds[name], value, f"{prefix}{name}.")
         elif isinstance(value, list):  # JSON has no tuples
             value = tuple(value)
+        elif name == "remat" and type(value) is bool:  # of older checkpoints
+            value = "full" if value else "none"
         elif kinds[name] is float and type(value) is int:
             value = float(value)
         values[name] = value

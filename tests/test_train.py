@@ -126,6 +126,29 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert "resumed at step 2" in said
 
 
+@pytest.mark.slow
+def test_a_run_may_go_on_as_a_loop_and_back(text, tmp_path):
+    def losses(folder):
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return [row["train/loss"] for row in rows if "train/loss" in row]
+
+    listed, mixed = tmp_path / "list", tmp_path / "mixed"
+    shared = {"model__depth": 2, "log__every": 1, "checkpoint__every": 0}
+    shared["optimizer__eps"] = 1e-6  # rounding noise does not become a whole step
+    assert train(text, listed, steps=6, **shared) == 0
+    # the same learning rates as in a run of six steps
+    shared["optimizer__decay_steps"] = 6
+    for steps, loop, remat in (
+        (2, True, "none"),
+        (4, False, "full"),
+        (6, True, "dots"),
+    ):
+        changes = {"model__scan_layers": loop, "model__remat": remat, "steps": steps}
+        assert train(text, mixed, **shared, **changes) == 0
+    np.testing.assert_allclose(losses(mixed), losses(listed), rtol=0, atol=5e-6)
+    assert load(mixed).options.model.scan_layers
+
+
 def test_a_damaged_corpus_is_named(text, tmp_path, capsys):
     assert train(text, tmp_path, steps=1) == 0
     path = tmp_path / "data" / "train.npy"

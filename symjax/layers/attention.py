@@ -44,6 +44,8 @@ class Attention(nnx.Module):
         ValueError: choices that exclude each other, naming both.
     """
 
+    BY_DEPTH = ("lambda_initial",)
+
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
         chosen = options.attention
         self.mechanism = config.mechanism_of(options, depth)
@@ -59,6 +61,7 @@ class Attention(nnx.Module):
         self.sizes = sizes(options)
         self.rotate = rotary(options, self.sizes.head_size)
         self._add_projections(options, rngs)
+        self.lambda_initial: Any = 0.0
         if self.differential == "v1":
             self._add_lambda(depth + chosen.depth_offset, rngs)
         elif self.differential == "v2":

@@ -1,5 +1,8 @@
 """How fast a decay mechanism forgets: a number a head, or a gate a channel."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -17,21 +20,25 @@ class FixedDecay(nnx.Module):
         branches: key heads of each head, which forget alike.
     """
 
+    BY_DEPTH = ("rates",)
+
     def __init__(self, options: config.Model, depth: int, branches: int):
-        self.heads = options.kv_heads or options.heads
+        heads, kind = options.kv_heads or options.heads, options.attention.decay
         self.branches = branches
-        self.depth, self.layers = depth, options.depth
-        self.kind = options.attention.decay
+        with jax.ensure_compile_time_eval():  # numbers, also where shapes are traced
+            if kind == "retention":
+                rates = attention.retention_log_decay(heads)
+            else:
+                rates = attention.lightning_log_decay(
+                    heads,
+                    depth,
+                    options.depth,
+                    convention={"lightning": "fla"}.get(kind, kind),
+                )
+            self.rates: Any = tuple(map(float, rates))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "1 1 K"]:
-        if self.kind == "retention":
-            rates = attention.retention_log_decay(self.heads)
-        else:
-            convention = {"lightning": "fla"}.get(self.kind, self.kind)
-            rates = attention.lightning_log_decay(
-                self.heads, self.depth, self.layers, convention=convention
-            )
-        return jnp.repeat(jnp.asarray(rates), self.branches)[None, None]
+        return jnp.repeat(jnp.asarray(self.rates), self.branches)[None, None]
 
 
 class GatedDecay(nnx.Module):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import config
 from symjax.layers.block import Block
 from symjax.layers.linear import Linear
+from symjax.layers.remat import rematerialised
 
 ENOUGH = 0.99  # of a token's weight has been given: it halts
 
@@ -63,7 +64,7 @@ class UniversalBlock(nnx.Module):
 
     Args:
         options: the model's configuration; `depth` is the number of steps, and `remat`
-            recomputes each of them in the backward pass.
+            applies to each of them.
     Raises:
         ValueError: a pattern of mechanisms, since there is one block; a mechanism that
             replaces the feed-forward too.
@@ -121,7 +122,7 @@ class UniversalBlock(nnx.Module):
         keys = [None] * self.depth
         if dropout_key is not None:
             keys = jax.random.split(dropout_key, self.depth)
-        run = nnx.remat(_run) if self.remat else _run
+        run = rematerialised(_run, self.remat)
         return self._steps(x, lambda step, x: run(self.block, x, keys[step]))
 
     def calibrate(self, x: Float[Array, "B T D"]) -> None:

@@ -31,6 +31,7 @@ FREE = (
     "dropout",
     "dtype",
     "remat",
+    "scan_layers",
     "ponder",
     "rope_base",
     "rope_share",

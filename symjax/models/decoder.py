@@ -12,8 +12,10 @@ from symjax.layers.block import Block
 from symjax.layers.gau import GatedBlock
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
+from symjax.layers.remat import rematerialised
 from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock
+from symjax.models.scanned import run_scanned
 
 
 class Memory(NamedTuple):
@@ -41,7 +43,9 @@ class Decoder(nnx.Module):
             raise ValueError(f"model.dropout must be below 1, got {options.dropout}")
         _check_unused(options)
         self.length = options.length
-        self.remat = options.remat and options.kind == "decoder"
+        # A universal block does this itself, step by step.
+        self.remat = options.remat if options.kind == "decoder" else "none"
+        self.period = max(1, len(options.pattern)) if options.scan_layers else 0
         self.learned_positions = options.positions == "learned"
         self.sinusoidal_positions = options.positions == "sinusoidal"
         self.dtype = jnp.dtype(options.dtype)
@@ -90,8 +94,18 @@ class Decoder(nnx.Module):
         if dropout_key is not None:
             first, *keys = jax.random.split(dropout_key, len(self.blocks) + 1)
             x = self.dropout(x, deterministic=False, rngs=first)
+        if self.period:
+            x = run_scanned(
+                list(self.blocks),
+                x,
+                keys,
+                period=self.period,
+                remat=self.remat,
+                dtype=self.dtype,
+            )
+            return self._scores(x)
+        run = rematerialised(_run, self.remat)
         for block, key in zip(self.blocks, keys, strict=True):
-            run = nnx.remat(_run) if self.remat else _run
             x = run(block, x, key)
         return self._scores(x)
 
@@ -168,12 +182,18 @@ def _check_unused(options: config.Model) -> None:
         ("rope_base", turned, "positions"),
         ("rope_share", turned, "positions"),
         ("ponder", options.kind == "universal", "kind"),
+        ("scan_layers", options.kind == "decoder", "kind"),
     ):
         value, chosen = getattr(options, name), getattr(options, owner)
         if not used and value != getattr(config.Model(), name):
             raise ValueError(
                 f"model.{name} {value!r} has no meaning: model.{owner} is {chosen!r}"
             )
+    if options.scan_layers and options.depth % max(1, len(options.pattern)):
+        raise ValueError(
+            f"model.scan_layers repeats the whole model.pattern: model.depth "
+            f"{options.depth} is no multiple of its {len(options.pattern)} mechanisms"
+        )
 
 
 def _blocks(options: config.Model, rngs: nnx.Rngs) -> list[Any]:

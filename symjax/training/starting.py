@@ -243,7 +243,7 @@ def check_memory(needed: int, what: str) -> None:
         raise ValueError(
             f"{what} {needed / GIB:,.1f} GiB a device, there are {there / GIB:,.1f}: "
             "choose a smaller model or batch_size, a larger optimizer.accumulate, or "
-            "model.remat=true"
+            "model.remat=full"
         )
 
 

@@ -1,0 +1,88 @@
+"""The blocks of a deep model as one loop: its program is that of one period."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from symjax.layers.depth import give, of_depth
+from symjax.layers.remat import rematerialised
+
+
+def run_scanned(
+    blocks: list[Any],
+    x: Float[Array, "B T D"],
+    keys: list[Array | None],
+    *,
+    period: int,
+    remat: str,
+    dtype: Any,
+) -> Float[Array, "B T D"]:
+    """`x` through all blocks, as `jax.lax.scan` over the periods of a pattern.
+
+    The weights of the blocks at one place of every period are stacked first, matrices
+    in the type of the computation. So a step copies the weights once; the model, its
+    optimizer and its checkpoints keep those of each block apart.
+
+    Args:
+        keys: of dropout, one a block.
+        period: blocks that are unrolled inside the loop; the same place of another
+            period has the same modules.
+        remat: of every block, see `symjax.layers.remat`.
+        dtype: of the computation.
+    Raises:
+        ValueError: blocks differ in more than weights and numbers of their depth.
+    """
+    graphs = [_graph(block) for block in blocks]
+    for depth, graph in enumerate(graphs):
+        if graph != graphs[depth % period]:
+            raise ValueError(
+                f"block {depth} differs from block {depth % period} in more than its "
+                "weights: model.scan_layers cannot run both as one program"
+            )
+
+    def run(place: int, inputs: Any, x: Array) -> Array:
+        weights, values, key = inputs
+        block = nnx.merge(graphs[place], weights)
+        give(block, values)
+        return block(x, dropout_key=key)
+
+    def step(x: Array, inputs: list[Any]) -> tuple[Array, None]:
+        for place in range(period):
+            here = rematerialised(partial(run, place), remat, in_scan=True)
+            x = here(inputs[place], x)
+        return x, None
+
+    inputs = [
+        (_weights(block, dtype), of_depth(block), key)
+        for block, key in zip(blocks, keys, strict=True)
+    ]
+    stacked = [_stack(inputs[place::period]) for place in range(period)]
+    return jax.lax.scan(step, x, stacked)[0]
+
+
+def _graph(block: nnx.Module) -> nnx.GraphDef:
+    """The block without what its depth gives it: alike for all of one kind."""
+    bare = nnx.merge(*nnx.split(block))
+    give(bare, dict.fromkeys(of_depth(bare)))
+    return nnx.graphdef(bare)
+
+
+def _weights(block: nnx.Module, dtype: Any) -> Any:
+    """Its arrays, the kernels as the layers will use them.
+
+    Narrow ones are half the copy, and half of what fsdp gathers.
+    """
+
+    def cast(path: tuple, weight: Array) -> Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return weight.astype(dtype) if name.endswith("/kernel") else weight
+
+    return jax.tree_util.tree_map_with_path(cast, nnx.to_pure_dict(nnx.state(block)))
+
+
+def _stack(inputs: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)

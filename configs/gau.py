@@ -18,4 +18,5 @@ def get_config(size: str = "3l") -> ConfigDict:
     config.model.attention.mechanism = "gau"
     # A unit replaces attention and feed-forward with half of their weights.
     config.model.depth *= 2
+    config.model.update(feedforward=0, activation="relu")  # it has no other layer
     return config

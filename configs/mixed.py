@@ -18,5 +18,6 @@ def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.pattern = ("performer", "softmax")
     config.model.attention.query_key_norm = True
-    config.model.attention.feature_count = 64  # for heads of 32
+    if size not in base.LARGE:  # their heads of 128 take the default, 256
+        config.model.attention.feature_count = 64  # for heads of 32
     return config

@@ -20,6 +20,10 @@ def get_config(size: str = "3l") -> ConfigDict:
     config.model.attention.update(mechanism="cosine", symmetric="plain")
     # The largest weight of a row is about twice the mean: a long past drowns the token
     # before, on which a small model lives.
+    tokens = config.model.length * config.batch_size
     config.model.length = 32
-    config.batch_size = 32 if size == "tiny" else 300
+    if size in base.LARGE:
+        config.batch_size = tokens // 32
+    else:
+        config.batch_size = 32 if size == "tiny" else 300
     return config

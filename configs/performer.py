@@ -17,6 +17,7 @@ from configs import base
 def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.attention.update(mechanism="performer", query_key_norm=True)
-    config.model.attention.feature_count = 64  # for heads of 32
+    if size not in base.LARGE:  # their heads of 128 take the default, 256
+        config.model.attention.feature_count = 64  # for heads of 32
     config.model.positions = "rope"  # learned ones need many more steps here
     return config

@@ -18,4 +18,6 @@ def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.attention.update(mechanism="linear", features="taylor")
     config.model.attention.query_key_norm = True
+    if size in base.LARGE:  # features grow with the square: 153 of 16
+        config.model.heads = config.model.width // 16
     return config

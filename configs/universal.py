@@ -21,4 +21,8 @@ def get_config(size: str = "3l") -> ConfigDict:
     config.model.kind = "universal"
     if size == "tiny":
         config.model.depth = 4
+    elif size in base.LARGE:  # one block of that size, and few steps
+        width, hidden = (8192, 28_672) if size == "1b" else (20_480, 81_920)
+        config.model.update(width=width, feedforward=hidden, heads=width // 128)
+        config.model.update(depth=8, scan_layers=False)
     return config

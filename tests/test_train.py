@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -176,6 +177,24 @@ def test_the_dry_run_prints_the_model_and_writes_nothing(
     for word in ("blocks/*/attention/query/kernel", "FLOPs a step", "MiB", "mesh"):
         assert word in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_simulates_a_mesh_that_is_larger_than_the_machine(text, tmp_path):
+    changes = {"mesh__fsdp": 16, "mesh__data": -1, "batch_size": 32, "model__depth": 2}
+    changes |= {"model__scan_layers": True, "model__remat": "full"}
+    arguments = words(text, None, "--dry_run", **changes)
+    running = process([*arguments, "--config.mesh.tensor=2"], tmp_path)
+    said, error = running.communicate(timeout=300)
+    assert running.returncode == 0, error
+    mesh = "{'data': 1, 'fsdp': 16, 'tensor': 2, 'sequence': 1}"
+    assert f"mesh                {mesh} of simulated CPU devices\n" in said
+    # 40,048 parameters and two moments of 4 bytes; only small vectors are not split
+    found = re.search(r"([\d.]+) MiB: weights ([\d.]+), optimizer ([\d.]+)", said)
+    total, weights, optimizer = (float(size) * 2**20 for size in found.groups())
+    assert total > weights + optimizer
+    assert weights < 40_048 * 4 / 3 and optimizer < 2 * 40_048 * 4 / 3
+    assert re.search(r"all-gather +[\d.]+ MiB in \d+\n", said)
+    assert re.search(r"32 × TPU v5e +16 GB +yes ", said)
 
 
 def test_help_needs_nothing_but_the_word(capsys):

@@ -1,4 +1,4 @@
-"""What a run would be: its weights, their places, its cost and memory."""
+"""What a run would be: its weights, their places, its cost, memory and time."""
 
 import tempfile
 from collections import Counter
@@ -10,9 +10,16 @@ import jax
 from symjax import config
 from symjax.data.corpus import open_corpus
 from symjax.models import cost
-from symjax.training.sharding import make_mesh
-from symjax.training.starting import compiled_step, use_compile_cache, with_vocabulary
-from symjax.training.step import compile_program
+from symjax.training import sharding
+from symjax.training.chips import CHIPS, seconds
+from symjax.training.collectives import KINDS, Traffic, traffic
+from symjax.training.starting import (
+    compiled_step,
+    shard_bytes,
+    use_compile_cache,
+    with_vocabulary,
+)
+from symjax.training.step import Program, compile_program
 
 MIB = 2**20
 
@@ -20,18 +27,23 @@ MIB = 2**20
 def describe(options: config.Config) -> str:
     """A table of weights, and the cost of a step; compiles it, but trains nothing.
 
+    Where the mesh has more devices than there are, CPU devices stand in for them:
+    nothing is refused for its size, and nothing is allocated.
+
     Raises:
-        ValueError: whatever a run of this configuration would refuse.
+        ValueError: whatever else a run of this configuration would refuse.
     """
     use_compile_cache()
-    mesh = make_mesh(options.mesh)
+    simulated = sharding.simulate(options.mesh)
+    mesh = sharding.make_mesh(options.mesh)
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_corpus(options.data, Path(folder))
         corpus.check_length(options.model.length)
         options = with_vocabulary(options, corpus)
         data = corpus.fingerprint
     program = compile_program(options, mesh)
-    step = compiled_step(program, (options.batch_size, options.model.length))
+    shape = (options.batch_size, options.model.length)
+    step = compiled_step(program, shape, refuse=not simulated)
     weights = program.state.params
     parameters = sum(weight.size for weight in jax.tree.leaves(weights))
     tokens = options.batch_size * options.model.length
@@ -44,8 +56,10 @@ def describe(options: config.Config) -> str:
         f" ({options.steps * tokens / data['train']['tokens']:.1f} passes)",
         f"tokens a step       {tokens:,}",
         f"FLOPs a step        {flops:.3g} (multiply-adds as two, by formula)",
-        f"mesh                {dict(program.mesh.shape)}",
-        _memory(step),
+        f"mesh                {dict(mesh.shape)}"
+        + (" of simulated CPU devices" if simulated else ""),
+        *_memory(program, step),
+        *_prospect(options, program, step, flops),
     ]
     return "\n".join(lines)
 
@@ -64,6 +78,10 @@ def _table(weights: Any) -> list[str]:
         for length in shape:
             size *= length
         rows.append((name, str(shape), str(layers), f"{size:,}", axes))
+    return _aligned(rows)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
@@ -71,14 +89,78 @@ def _table(weights: Any) -> list[str]:
     ]
 
 
-def _memory(step: jax.stages.Compiled) -> str:
+def _memory(program: Program, step: jax.stages.Compiled) -> list[str]:
     """Bytes of the compiled training step on each device, as the compiler plans it."""
     memory = step.memory_analysis()
     if memory is None:
-        return "memory a device     not known to this compiler"
-    state = memory.argument_size_in_bytes / MIB
-    working = memory.temp_size_in_bytes / MIB
-    return (
-        f"memory a device     {state + working:,.1f} MiB: weights, optimizer and batch "
-        f"{state:,.1f}, working {working:,.1f}"
-    )
+        return ["memory a device     not known to this compiler"]
+    weights = shard_bytes((program.state.params, program.constants))
+    optimizer = shard_bytes(program.state.optimizer)
+    parts = {
+        "weights": weights,
+        "optimizer": optimizer,
+        "batch": memory.argument_size_in_bytes - weights - optimizer,
+        "working": memory.temp_size_in_bytes,
+    }
+    total = sum(parts.values())
+    shown = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
+    return [f"memory a device     {total / MIB:,.1f} MiB: {shown}"]
+
+
+def _prospect(
+    options: config.Config, program: Program, step: jax.stages.Compiled, flops: float
+) -> list[str]:
+    """What the devices send each other, and what a step would take on known chips."""
+    memory, devices = step.memory_analysis(), program.mesh.size
+    if memory is None:
+        return []
+    platform = program.mesh.devices.flat[0].platform
+    found = traffic(step.as_text(), devices)
+    state = memory.argument_size_in_bytes
+    if options.model.remat == "full":  # one more forward pass, a third of the rest
+        flops *= 4 / 3
+    rows = [("if on", "memory", "fits", "compute", "memory traffic", "network", "step")]
+    for chip in CHIPS:
+        parts = seconds(
+            chip,
+            devices,
+            flops=flops,
+            touched=2 * (state + memory.temp_size_in_bytes),
+            sent=found.sent.total(),
+        )
+        needed = state + memory.temp_size_in_bytes
+        rows.append(
+            (
+                f"{devices} × {chip.name}",
+                f"{chip.memory / 1e9:.0f} GB",
+                "yes" if needed <= chip.memory else "no",
+                *(f"{part:.3g} s" for part in parts),
+                f"{max(parts):.3g} to {sum(parts):.3g} s",
+            )
+        )
+    return [
+        *_sent(found, platform),
+        "",
+        "the least a step could take, at the full speed that the makers state, with",
+        "bytes of memory written and read once and all parts overlapping or none:",
+        *_aligned(rows),
+    ]
+
+
+def _sent(found: Traffic, platform: str) -> list[str]:
+    """One line a kind of collective."""
+    lines = [
+        f"sent by a device    as partitioned for {platform}, loops counted in full"
+    ]
+    lines += [
+        f"  {kind:<18}{found.sent[kind] / MIB:,.1f} MiB in {found.count[kind]:,}"
+        for kind in KINDS
+        if found.count[kind]
+    ]
+    if not found.count.total():
+        lines = ["sent by a device    nothing"]
+    if found.unknown_loops:
+        lines.append(
+            f"  {found.unknown_loops} loops of unknown length were counted once"
+        )
+    return lines

@@ -1,10 +1,12 @@
 """Where every array lives: one table from weight paths to mesh axes."""
 
+import math
 from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 import optax
+from jax.extend.backend import clear_backends
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -12,6 +14,7 @@ from symjax import config
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = P(("data", "fsdp"), "sequence")
+LARGEST = 4096  # devices that a process can simulate
 
 # The first pattern that matches a weight's path gives its axes. Layer indices match *.
 RULES = (
@@ -41,6 +44,22 @@ RULES = (
     ("blocks/*/kernel", P("fsdp", "tensor")),
     ("blocks/*/bias", P("tensor")),
 )
+
+
+def simulate(options: config.Mesh) -> bool:
+    """Let CPU devices stand in for those of a mesh that is larger than the machine.
+
+    True if they do. Arrays and compiled functions made before then no longer work.
+    """
+    needed = _product([size for axis in AXES if (size := getattr(options, axis)) > 0])
+    if needed <= jax.device_count():
+        return False
+    if needed > LARGEST:
+        raise ValueError(f"a mesh of {needed} devices: at most {LARGEST} are simulated")
+    clear_backends()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", needed)
+    return True
 
 
 def make_mesh(options: config.Mesh) -> Mesh:
@@ -137,6 +156,14 @@ def optimizer_shardings(
         jax.eval_shape(transform.init, weights),
         shardings,
         transform_non_params=lambda _: NamedSharding(mesh, P()),
+    )
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of a tree of abstract arrays on each device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
     )
 
 

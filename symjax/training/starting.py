@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import jax
-import jax.numpy as jnp
 
 from symjax import config, validation
 from symjax.data.corpus import MANIFEST, Corpus
 from symjax.training.progress import print_warning
+from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
 
 # What a run makes inside its workdir, and while it lives the lock.
@@ -204,29 +204,26 @@ def check_state(program: Program, tokens: int) -> None:
     Raises:
         ValueError: weights, optimizer and batch alone are larger than the memory.
     """
-    weights = jax.tree.leaves((program.state, program.constants))
-    state = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in weights
-    )
+    state = shard_bytes((program.state, program.constants))
     batch = 2 * 4 * tokens // program.mesh.size
     check_memory(state + batch, "weights, optimizer and batch alone take")
 
 
-def compiled_step(program: Program, shape: tuple[int, int]) -> jax.stages.Compiled:
+def compiled_step(
+    program: Program, shape: tuple[int, int], *, refuse: bool = True
+) -> jax.stages.Compiled:
     """The training step for batches of `shape`, compiled, and seen to fit.
 
+    Args:
+        refuse: what does not fit; False for devices that are not there.
     Raises:
         ValueError: it needs more memory than there is.
     """
-    check_state(program, shape[0] * shape[1])
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    with jax.set_mesh(program.mesh):
-        step = program.train.lower(
-            program.state, program.constants, tokens, tokens, key
-        ).compile()
+    if refuse:
+        check_state(program, shape[0] * shape[1])
+    step = program.lower(shape).compile()
     memory = step.memory_analysis()
-    if memory is not None:
+    if refuse and memory is not None:
         needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         check_memory(needed, "a training step takes")
     return step

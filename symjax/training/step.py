@@ -46,6 +46,13 @@ class Program(NamedTuple):
     calibrate: Callable
     evaluate: Callable
 
+    def lower(self, shape: tuple[int, int]) -> jax.stages.Lowered:
+        """The training step for batches of `shape`, from abstract arrays alone."""
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        with jax.set_mesh(self.mesh):
+            return self.train.lower(self.state, self.constants, tokens, tokens, key)
+
     def place(self, shape: tuple[int, int], rows: Callable) -> list[Array]:
         """Batch arrays of `shape` over the mesh; rows(start, stop) gives a part."""
         layout = NamedSharding(self.mesh, sharding.BATCH)

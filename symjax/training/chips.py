@@ -1,0 +1,52 @@
+"""What a step would take on chips that are not here, from their makers' figures."""
+
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+    """One accelerator, in its maker's figures; both links count one direction."""
+
+    name: str
+    flops: float  # bfloat16 operations a second, dense
+    memory: float  # bytes
+    bandwidth: float  # bytes a second of that memory
+    link: float  # bytes a second that it sends to chips of its group
+    group: int  # chips that are joined so: a pod, or one box
+    network: float  # bytes a second that it sends out of the group
+
+
+# TPU: docs.cloud.google.com/tpu/docs/v5e and /v5p, read in 2026; interconnect there in
+# both directions, 400 and 1200 GB/s, and the data centre network 6.4 Tbit/s a pod of
+# v5e and 50 Gbit/s a chip of v5p.
+# GPU: nvidia.com/data-center/h100 and /h200, the SXM forms, without sparsity; NVLink
+# there in both directions, 900 GB/s. DGX H100 and H200: eight ports of 400 Gbit/s.
+CHIPS = (
+    Chip("TPU v5e", 197e12, 16e9, 819e9, 200e9, 256, 3.125e9),
+    Chip("TPU v5p", 459e12, 95e9, 2765e9, 600e9, 8960, 6.25e9),
+    Chip("H100", 989e12, 80e9, 3.35e12, 450e9, 8, 50e9),
+    Chip("H200", 989e12, 141e9, 4.8e12, 450e9, 8, 50e9),
+)
+
+
+class Seconds(NamedTuple):
+    """Of one step, each part alone. They overlap: the step takes between the longest
+    and their sum, if every part ran at its maker's figure."""
+
+    compute: float
+    memory: float
+    network: float
+
+
+def seconds(
+    chip: Chip, devices: int, *, flops: float, touched: float, sent: float
+) -> Seconds:
+    """The least time of each part of a step.
+
+    Args:
+        flops: of the whole step, over all devices.
+        touched: bytes of memory that each device reads or writes.
+        sent: bytes that each device sends. In more devices than a group has, all of
+            them are taken to go over the network: rings cross the group's border.
+    """
+    speed = chip.link if devices <= chip.group else chip.network
+    return Seconds(flops / devices / chip.flops, touched / chip.bandwidth, sent / speed)

@@ -1,0 +1,107 @@
+"""Bytes that devices send, counted in programs whose answer is known."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from symjax.training.chips import CHIPS, seconds
+from symjax.training.collectives import traffic
+
+NUMBERS = 3 * 5 * 4  # bytes of a device's part
+
+
+def text_of(function) -> str:
+    types = (AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=types, devices=jax.devices()[:4])
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
+    )
+    return jax.jit(mapped).lower(jnp.zeros((12, 5))).compile().as_text()
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    def inner(x, _):
+        return jax.lax.psum(x, "x") * 0.5, None
+
+    def outer(x, _):
+        x, _ = jax.lax.scan(inner, x, None, length=3)
+        return jax.lax.ppermute(x, "x", [(0, 1), (1, 2)]), None
+
+    found = traffic(text_of(lambda x: jax.lax.scan(outer, x, None, length=7)[0]), 4)
+    assert found.count == {"all-reduce": 21, "collective-permute": 7}
+    # a ring: three quarters out and three quarters back
+    assert found.sent["all-reduce"] == 21 * NUMBERS * 3 // 4 * 2
+    assert found.sent["collective-permute"] == 7 * NUMBERS
+    assert found.unknown_loops == 0
+
+
+def test_every_kind_of_collective_is_counted_once():
+    def all_kinds(x):
+        four = jnp.tile(x, (4, 1))
+        return (
+            jax.lax.all_gather(x, "x"),
+            jax.lax.psum_scatter(four, "x", tiled=True),
+            jax.lax.all_to_all(four, "x", 0, 0, tiled=True),
+        )
+
+    found = traffic(text_of(all_kinds), 4)
+    for kind in ("all-gather", "reduce-scatter", "all-to-all"):
+        assert (found.count[kind], found.sent[kind]) == (1, 3 * NUMBERS), kind
+
+
+WRITTEN = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(f32[] %a, f32[] %b)
+}
+
+%small (p: bf16[8,4]) -> bf16[8,4] {
+  ROOT %r.1 = bf16[8,4]{1,0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add
+}
+
+%large (p: bf16[8,4]) -> bf16[8,4] {
+  %g = (bf16[8,4]{1,0}, bf16[16,4]{1,0:T(8,128)}) all-gather-start(%p), PAIRS
+  %d = bf16[16,4]{1,0} all-gather-done(%g)
+  ROOT %r.2 = bf16[8,4]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+
+%body (t: (s32[], bf16[8,4])) -> (s32[], bf16[8,4]) {
+  %c = bf16[8,4]{1,0} conditional(%i, %x, %x), branch_computations={%small, %large}
+}
+
+%test (t: (s32[], bf16[8,4])) -> pred[] {
+  ROOT %l = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: bf16[8,4]) -> bf16[8,4] {
+  %w = (s32[], bf16[8,4]{1,0}) while(%t), condition=%test, body=%body TRIPS
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("trips", "times", "unknown"),
+    [(', backend_config={"known_trip_count":{"n":"5"}}', 5, 0), ("", 1, 1)],
+)
+def test_the_larger_branch_counts_and_a_loop_of_unknown_length_is_told(
+    trips, times, unknown
+):
+    pairs = "replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}"
+    found = traffic(WRITTEN.replace("TRIPS", trips).replace("PAIRS", pairs), 8)
+    assert found.sent["all-gather"] == times * 16 * 4 * 2 // 2
+    assert found.sent["all-reduce"] == times * 2 * 8 * 4 * 2 * 7 // 8
+    assert found.count == {"all-gather": times, "all-reduce": times}
+    assert found.unknown_loops == unknown
+
+
+def test_more_chips_than_a_group_has_send_over_the_network():
+    chip = next(chip for chip in CHIPS if chip.name == "H100")
+    inside, across = (
+        seconds(chip, devices, flops=8e15, touched=3.35e12, sent=9e11)
+        for devices in (8, 16)
+    )
+    assert inside.network == pytest.approx(2.0)
+    assert across.network == pytest.approx(18.0)
+    assert inside.memory == across.memory == pytest.approx(1.0)
+    assert inside.compute == 2 * across.compute == pytest.approx(1e15 / 989e12)

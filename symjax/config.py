@@ -187,8 +187,8 @@ class Data:
     source: str = key(
         "stdlib",
         "where text comes from: Python's own standard library, files, or a data set of "
-        "the Hugging Face hub",
-        ("stdlib", "text", "hub"),
+        "the Hugging Face hub; or a generated task",
+        ("stdlib", "text", "hub", "mqar", "needle", "copy", "listops"),
     )
     path: str = key("", "source=text: a file, a glob, or several joined by commas")
     name: str = key(

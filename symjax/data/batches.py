@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from symjax.data.draws import mix
 from symjax.data.packed import Packed
 
 Tokens = np.ndarray | Packed
-# (start, stop) → inputs and targets int32, weights float32, [stop − start, length] each
-Rows = Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]]
+Shape = tuple[int, int]  # rows, tokens a row
+# (start, stop) → some rows of a batch, [stop − start, length] each: inputs and targets
+# int32 and, where rows are judged, weights float32
+Rows = Callable[[int, int], tuple[np.ndarray, ...]]
 
 ROUNDS = 4  # a Feistel network of four rounds is a pseudo-random permutation
 
@@ -89,7 +92,7 @@ def heldout_batches(
         number = index * batch_size + np.arange(start, stop, dtype=np.int64)
         return _weighted(number * length, tokens, length)
 
-    indices = np.arange(count) * available // count
+    indices = [number * available // count for number in range(count)]
     return (functools.partial(rows, index) for index in indices)
 
 
@@ -153,8 +156,8 @@ def _permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     while walking.any():
         left, right = np.divmod(index, width)
         for pair in range(0, len(keys), 2):
-            left = (left + _mix(keys[pair] ^ right) % height) % height
-            right = (right + _mix(keys[pair + 1] ^ left) % width) % width
+            left = (left + mix(keys[pair] ^ right) % height) % height
+            right = (right + mix(keys[pair + 1] ^ left) % width) % width
         index = np.where(walking, left * width + right, index)
         walking = index >= size
     return index
@@ -162,14 +165,6 @@ def _permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 def _keys(seed: int, epoch: np.ndarray) -> np.ndarray:
     """Independent uint64 keys [ROUNDS + 1, B] of (seed, epoch), the last for shifts."""
-    base = _mix(np.full(1, int(seed) % 2**64, np.uint64))
-    base = _mix(base ^ epoch.astype(np.uint64))
-    return _mix(base + np.arange(1, ROUNDS + 2, dtype=np.uint64)[:, None])
-
-
-def _mix(value: np.ndarray) -> np.ndarray:
-    """splitmix64, a bijection of 64 bits; source: Steele, Lea, Flood 2014."""
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    base = mix(np.full(1, int(seed) % 2**64, np.uint64))
+    base = mix(base ^ epoch.astype(np.uint64))
+    return mix(base + np.arange(1, ROUNDS + 2, dtype=np.uint64)[:, None])

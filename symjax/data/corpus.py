@@ -16,6 +16,7 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,11 +26,13 @@ import numpy as np
 
 from symjax import config
 from symjax.data import batches, ngrams, sources, tokens
+from symjax.data.batches import Rows, Shape
 from symjax.data.packed import WAY_OUT, Packed
 
 SPLITS = ("train", "heldout")
 SEPARATOR = "\0"  # between two documents; a single document has none
 MANIFEST = "corpus.json"
+PARTS = {"options", "tokenizer", "fingerprint", "ngrams", "files"}  # of it
 UNFINISHED = ".unfinished-"
 STALE = 3600.0  # seconds after which an unfinished folder has no owner any more
 TEXT_KEYS = {"text": "data.path", "hub": "data.name"}  # what a user changes
@@ -44,8 +47,8 @@ class Corpus:
         tokenizer: what turned text into these ids.
         fingerprint: plain values that identify the text: source, sha256, versions,
             and for each split its documents, tokens and bytes.
-        ngrams: held-out cross-entropy of "unigram", "bigram" and "trigram", nats per
-            token.
+        references: held-out cross-entropy of "unigram", "bigram" and "trigram", nats
+            per token.
         bytes_per_token: UTF-8 bytes a held-out token, for bits per byte.
     """
 
@@ -53,8 +56,38 @@ class Corpus:
     heldout: Packed
     tokenizer: tokens.Tokenizer
     fingerprint: dict[str, Any]
-    ngrams: dict[str, float]
+    references: dict[str, float]
     bytes_per_token: float
+
+    @property
+    def vocabulary(self) -> int:
+        return self.tokenizer.vocabulary
+
+    @property
+    def unit(self) -> str:
+        return self.tokenizer.unit
+
+    @property
+    def size(self) -> str:
+        return f"{len(self.train):,} training tokens"
+
+    @property
+    def language(self) -> dict[str, Any]:
+        return self.tokenizer.describe()
+
+    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
+        length = {"length": shape[1], "batch_size": shape[0]}
+        return lambda start, stop: batches.batch(
+            self.train, **length, seed=seed, step=step, start=start, stop=stop
+        )
+
+    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
+        return batches.heldout_batches(
+            self.heldout, length=shape[1], batch_size=shape[0], count=count
+        )
+
+    def heldout_count(self, shape: Shape) -> int:
+        return batches.heldout_count(self.heldout, shape[1], shape[0])
 
     def check_length(self, length: int) -> None:
         """Refuse a model longer than the text, before anything is compiled.
@@ -101,8 +134,8 @@ def open_corpus(
             return open_corpus(options, directory)
         except ValueError:
             _build(options, directory)
-    manifest = _manifest(directory)
-    _check_options(manifest["options"], dataclasses.asdict(options), directory)
+    manifest = read_manifest(directory, PARTS)
+    check_options(manifest["options"], options, directory)
     parts = {
         split: Packed(directory / f"{split}.npy", **manifest["files"][f"{split}.npy"])
         for split in SPLITS
@@ -112,7 +145,7 @@ def open_corpus(
         **parts,
         tokenizer=tokens.from_description(manifest["tokenizer"]),
         fingerprint=manifest["fingerprint"],
-        ngrams=manifest["ngrams"],
+        references=manifest["ngrams"],
         bytes_per_token=heldout["bytes"] / heldout["tokens"],
     )
 
@@ -123,7 +156,7 @@ def source_change(options: config.Data, directory: Path) -> str:
     Names, sizes and times are compared; only where they differ, the content, by sha256.
     A source that is gone is no change: the corpus does not need it.
     """
-    packed = _manifest(directory).get("origin")
+    packed = read_manifest(directory, {"options"}).get("origin")
     try:
         files = sources.files(options)
         if not files or packed is None or _stamp(files) == packed["stamp"]:
@@ -215,13 +248,13 @@ def _sweep(directory: Path) -> None:
             continue  # another process was faster
 
 
-def _manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path, parts: set[str]) -> dict[str, Any]:
+    """Raises: ValueError: the file is not JSON with these parts."""
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         manifest = None
-    parts = {"options", "tokenizer", "fingerprint", "ngrams", "files"}
     if not isinstance(manifest, dict) or not parts <= manifest.keys():
         raise ValueError(
             f"corpus file {str(path)!r} is damaged (not the JSON of a corpus): "
@@ -230,9 +263,11 @@ def _manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_options(
-    stored: dict[str, Any], wanted: dict[str, Any], directory: Path
+def check_options(
+    stored: dict[str, Any], options: config.Data, directory: Path
 ) -> None:
+    """Raises: ValueError: the folder holds examples of other options."""
+    wanted = dataclasses.asdict(options)
     stored = dataclasses.asdict(config.Data()) | stored  # keys it did not have yet
     different = [
         f"data.{name}: {stored[name]!r} → {value!r}"

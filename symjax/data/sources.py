@@ -19,8 +19,16 @@ from symjax.data import hub, splits
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-# The keys that each source reads beside the tokenizer.
-KEYS = {"stdlib": (), "text": ("path",), "hub": ("name", "subset", "column")}
+# The keys that each source reads; of those that are no text, `generated` is the room.
+KEYS = {
+    "stdlib": ("tokenizer",),
+    "text": ("tokenizer", "path"),
+    "hub": ("tokenizer", "name", "subset", "column"),
+    "mqar": ("items", "symbols"),
+    "needle": ("items", "symbols", "asked"),
+    "copy": ("items", "symbols"),
+    "listops": (),
+}
 
 # Tests, generated tables, and what a distribution may leave out.
 EXCLUDED = frozenset(
@@ -42,7 +50,7 @@ def load(options: config.Data) -> Source:
     Raises:
         ValueError: the source is unknown, or cannot give text for these options.
     """
-    _check_keys(options)
+    check_keys(options)
     if options.source == "hub":
         return Source(*hub.load(options))
     documents = text(options.path) if options.source == "text" else stdlib()
@@ -55,7 +63,7 @@ def files(options: config.Data) -> dict[str, Path]:
     Raises:
         ValueError: as `load`, where files are missing.
     """
-    _check_keys(options)
+    check_keys(options)
     if options.source == "stdlib":
         return _library()
     if options.source == "text":
@@ -65,20 +73,24 @@ def files(options: config.Data) -> dict[str, Path]:
     return {str(path.relative_to(folder)): path for path in found if path.is_file()}
 
 
-def _check_keys(options: config.Data) -> None:
-    """Refuse a source that is unknown, and keys that it would not look at."""
+def check_keys(options: config.Data) -> None:
+    """Refuse a source that is unknown, and keys that it would not look at.
+
+    Raises:
+        ValueError: naming the key, and the sources that read it.
+    """
     if options.source not in KEYS:
         raise ValueError(
             f"data.source {options.source!r} is unknown: choose from {', '.join(KEYS)}"
         )
-    for source, keys in KEYS.items():
-        for key in keys if source != options.source else ():
-            value, unset = getattr(options, key), getattr(config.Data(), key)
-            if value != unset:
-                raise ValueError(
-                    f"data.{key} {value!r} is read by data.source={source} only: set "
-                    f"data.source={source}, or leave data.{key} {unset or 'empty'}"
-                )
+    for key in dict.fromkeys(key for keys in KEYS.values() for key in keys):
+        value, unset = getattr(options, key), getattr(config.Data(), key)
+        if value != unset and key not in KEYS[options.source]:
+            readers = ", ".join(name for name, keys in KEYS.items() if key in keys)
+            raise ValueError(
+                f"data.{key} {value!r} is read by data.source={readers} only: set "
+                f"data.source={readers}, or leave data.{key} {unset or 'empty'}"
+            )
 
 
 def stdlib() -> DatasetDict:

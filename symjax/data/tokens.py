@@ -17,6 +17,7 @@ class ByteTokenizer:
     """One token a byte of UTF-8; knows every text."""
 
     kind: ClassVar[str] = "byte"
+    unit: ClassVar[str] = "byte"
     vocabulary: ClassVar[int] = 256
 
     def encode(self, text: str) -> np.ndarray:
@@ -53,6 +54,7 @@ class CharTokenizer:
 
     alphabet: str
     kind: ClassVar[str] = "char"
+    unit: ClassVar[str] = "character"
 
     @property
     def vocabulary(self) -> int:

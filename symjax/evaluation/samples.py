@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from symjax.data.corpus import Corpus
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding
 from symjax.evaluation.trained import Trained
@@ -12,21 +13,23 @@ PROMPT = 16  # tokens of held-out text where no prompt is given
 
 
 def sample(trained: Trained, asked: Asked) -> Finding:
-    """A prompt, and what the model writes after it."""
-    prompt, text = continuation(trained, asked)
+    """A prompt, and what the model writes after it; nothing where there is no text."""
+    if not isinstance(trained.corpus, Corpus):
+        return Finding({}, ["sample: none, the model has not learned a text"])
+    prompt, text = continuation(trained, trained.corpus, asked)
     return Finding({}, [f"prompt {prompt!r}, sample:", prompt + text])
 
 
-def continuation(trained: Trained, asked: Asked) -> tuple[str, str]:
+def continuation(trained: Trained, corpus: Corpus, asked: Asked) -> tuple[str, str]:
     """(prompt, what the model writes after it), at most as far as it has positions.
 
     Raises:
         ValueError: the prompt is empty, too long, or has unknown characters.
     """
-    tokenizer = trained.corpus.tokenizer
+    tokenizer = corpus.tokenizer
     count = asked.tokens
     if asked.prompt is None:
-        ids = trained.corpus.heldout[:PROMPT]
+        ids = corpus.heldout[:PROMPT]
     else:
         ids = tokenizer.encode(asked.prompt)
     if not len(ids):

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from symjax import config
-from symjax.data.corpus import MANIFEST, Corpus, open_corpus
+from symjax.data.corpus import MANIFEST
+from symjax.data.examples import Examples, open_examples
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.sharding import make_mesh
@@ -24,7 +25,7 @@ class Trained(NamedTuple):
 
     step: int
     options: config.Config
-    corpus: Corpus
+    corpus: Examples
     program: Program
     params: dict[str, Any]
     constants: dict[str, Any]
@@ -53,7 +54,7 @@ def load(workdir: Path, step: int | None = None, *, best: bool = False) -> Train
                 f"{workdir / 'data'} has no {MANIFEST}: eval.py needs the text that "
                 "train.py put there"
             )
-        corpus = open_corpus(options.data, workdir / "data")
+        corpus = open_examples(options.data, workdir / "data")
         check_data(meta, corpus, workdir)
         options = with_vocabulary(options, corpus)
         mesh = make_mesh(config.Mesh(data=1))

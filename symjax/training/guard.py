@@ -1,6 +1,6 @@
 """Steps that would harm: a gradient that is not finite, or far larger than usual."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def guarded(
         zero = jnp.zeros((), jnp.int32)
         return Guarded(zero, zero, jnp.zeros(()), transform.init(params))
 
-    def update(gradient: Any, state: Guarded, params: Any = None) -> tuple[Any, Any]:
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         norm = optax.tree.norm(gradient)
         good = jnp.isfinite(norm)
         if spike:
@@ -52,4 +52,4 @@ def guarded(
             lambda one, other: jnp.where(good, one, other), (updates, new), (none, old)
         )
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))

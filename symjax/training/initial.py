@@ -7,7 +7,8 @@ import jax
 from flax import nnx
 
 from symjax import config
-from symjax.data.corpus import MANIFEST, Corpus, open_corpus
+from symjax.data.corpus import MANIFEST
+from symjax.data.examples import Examples, open_examples
 from symjax.layers import Constant
 from symjax.models import Decoder, convert
 from symjax.training.checkpoint import Checkpoints
@@ -15,7 +16,7 @@ from symjax.training.starting import saved_options, with_vocabulary
 
 
 def weights_of(
-    workdir: Path, target: config.Model, corpus: Corpus
+    workdir: Path, target: config.Model, corpus: Examples
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The newest weights in `workdir`, as those of a `target` model for `corpus`.
 
@@ -30,8 +31,8 @@ def weights_of(
             raise ValueError(f"{workdir} is no workdir of train.py")
         with Checkpoints(workdir.absolute() / "checkpoints") as checkpoints:
             options = saved_options(checkpoints.read_meta(), workdir)
-            other = open_corpus(options.data, workdir / "data")
-            if other.tokenizer.describe() != corpus.tokenizer.describe():
+            other = open_examples(options.data, workdir / "data")
+            if other.language != corpus.language:
                 raise ValueError(
                     f"{workdir} was trained on tokens of another data.tokenizer "
                     f"({options.data.tokenizer!r})"

@@ -13,8 +13,8 @@ from flax import nnx
 
 from symjax import config, validation
 from symjax.attention.projections import KINDS
-from symjax.data import batches
-from symjax.data.corpus import Corpus, open_corpus, source_change
+from symjax.data.corpus import Corpus, source_change
+from symjax.data.examples import Examples, open_examples
 from symjax.models.generate import generate
 from symjax.training import processes, starting
 from symjax.training.checkpoint import Checkpoints
@@ -81,7 +81,7 @@ def _saved(options: config.Config, workdir: Path) -> dict[str, Any]:
 
 def _corpus(
     options: config.Config, workdir: Path, saved: dict[str, Any] | None
-) -> Corpus:
+) -> Examples:
     """The text of the run: the first process packs it, the others find it there.
 
     Raises:
@@ -92,7 +92,7 @@ def _corpus(
     elif saved is None:
         starting.refuse_other_files(workdir)
     replace = saved is None and processes.is_first()
-    corpus = open_corpus(options.data, workdir / "data", replace=replace)
+    corpus = open_examples(options.data, workdir / "data", replace=replace)
     if saved is not None:
         starting.check_data(saved, corpus, workdir)
     corpus.check_length(options.model.length)
@@ -111,7 +111,7 @@ class Run:
         self,
         options: config.Config,
         workdir: Path,
-        corpus: Corpus,
+        corpus: Examples,
         program: Program,
         checkpoints: Checkpoints,
     ):
@@ -227,7 +227,7 @@ class Run:
         count = jax.process_count()
         many = f" of {count} processes" if count > 1 else ""
         self.progress.line(
-            f"{weights:,} parameters, {len(self.corpus.train):,} training tokens, "
+            f"{weights:,} parameters, {self.corpus.size}, "
             f"{self.program.mesh.size} {jax.devices()[0].platform} device(s)"
             f"{many}: {begin} in {self.workdir}"
         )
@@ -236,18 +236,8 @@ class Run:
 
     def _rows(self, step: int) -> list[jax.Array]:
         """Inputs and targets of a step, over the mesh."""
-        return self.program.place(
-            self.shape,
-            lambda start, stop: batches.batch(
-                self.corpus.train,
-                length=self.shape[1],
-                batch_size=self.shape[0],
-                seed=self.options.seed,
-                step=step,
-                start=start,
-                stop=stop,
-            ),
-        )
+        rows = self.corpus.batch(self.shape, seed=self.options.seed, step=step)
+        return self.program.place(self.shape, rows)
 
     def _due(self, every: int, done: int) -> bool:
         """The last step is always due, 0 means no other one."""
@@ -305,43 +295,39 @@ class Run:
         """
         self.heldout = self._loss(self.options.evaluate.batches)
         self.metrics.write(done, {"heldout/loss": self.heldout})
-        lines = ", ".join(f"{n} {v:.2f}" for n, v in self.corpus.ngrams.items())
-        unit = "byte" if self.options.data.tokenizer == "byte" else "character"
-        total = batches.heldout_count(self.corpus.heldout, self.shape[1], self.shape[0])
+        lines = ", ".join(f"{n} {v:.2f}" for n, v in self.corpus.references.items())
+        total = self.corpus.heldout_count(self.shape)
         count = min(self.options.evaluate.batches, total)
+        loss = f"{self.heldout:.4f} nats/{self.corpus.unit}"
         self.progress.line(
-            f"step {done}: held-out loss {self.heldout:.4f} nats/{unit} on {count} of "
-            f"{total} batches ({lines})"
+            f"step {done}: held-out loss {loss} on {count} of {total} batches ({lines})"
         )
         if not math.isfinite(self.heldout):
             self._not_finite(done, f"held-out loss is {self.heldout}")
-        weights = processes.gathered((self.state.params, self.constants))
-        sample = processes.first(lambda: self._sample(weights))
-        self.progress.line(f"step {done}: sample {sample!r}")
+        if isinstance(self.corpus, Corpus):
+            weights = processes.gathered((self.state.params, self.constants))
+            corpus = self.corpus
+            sample = processes.first(lambda: self._sample(corpus, weights))
+            self.progress.line(f"step {done}: sample {sample!r}")
         return self.heldout
 
     def _loss(self, count: int) -> float:
         """Of the first `count` held-out batches."""
-        chosen = batches.heldout_batches(
-            self.corpus.heldout,
-            length=self.shape[1],
-            batch_size=self.shape[0],
-            count=count,
-        )
+        chosen = self.corpus.heldout_batches(self.shape, count)
         return mean_loss(
             self.program, self.state.params, self.constants, self.shape, chosen
         )
 
-    def _sample(self, weights: tuple[Any, Any]) -> str:
+    def _sample(self, corpus: Corpus, weights: tuple[Any, Any]) -> str:
         """What the model writes after the first words of the held-out text."""
         start = min(SAMPLE_PROMPT, (self.shape[1] + 1) // 2)
         count = min(SAMPLE_LENGTH, self.shape[1] - start)
-        prompt = jnp.asarray(self.corpus.heldout[:start][None], jnp.int32)
+        prompt = jnp.asarray(corpus.heldout[:start][None], jnp.int32)
         if count:
             model = nnx.merge(self.program.graph, *weights)
             more = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
             prompt = jnp.concatenate([prompt, more], axis=1)
-        return self.corpus.tokenizer.decode(prompt[0])
+        return corpus.tokenizer.decode(prompt[0])
 
     def _save(self, done: int, *, judged: bool) -> None:
         """Save the weights, unless the step that made them has spoilt them."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from symjax import config
-from symjax.data.corpus import open_corpus
+from symjax.data.examples import open_examples
 from symjax.models import cost
 from symjax.training import sharding
 from symjax.training.chips import CHIPS, seconds
@@ -37,10 +37,9 @@ def describe(options: config.Config) -> str:
     simulated = sharding.simulate(options.mesh)
     mesh = sharding.make_mesh(options.mesh)
     with tempfile.TemporaryDirectory() as folder:
-        corpus = open_corpus(options.data, Path(folder))
+        corpus = open_examples(options.data, Path(folder))
         corpus.check_length(options.model.length)
         options = with_vocabulary(options, corpus)
-        data = corpus.fingerprint
     program = compile_program(options, mesh)
     shape = (options.batch_size, options.model.length)
     step = compiled_step(program, shape, refuse=not simulated)
@@ -52,8 +51,7 @@ def describe(options: config.Config) -> str:
         *_table(weights),
         "",
         f"parameters          {parameters:,}",
-        f"training tokens     {data['train']['tokens']:,}"
-        f" ({options.steps * tokens / data['train']['tokens']:.1f} passes)",
+        f"examples            {corpus.size}",
         f"tokens a step       {tokens:,}",
         f"FLOPs a step        {flops:.3g} (multiply-adds as two, by formula)",
         f"mesh                {dict(mesh.shape)}"

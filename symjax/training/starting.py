@@ -14,7 +14,8 @@ from typing import Any, TextIO
 import jax
 
 from symjax import config, validation
-from symjax.data.corpus import MANIFEST, Corpus
+from symjax.data.corpus import MANIFEST
+from symjax.data.examples import Examples
 from symjax.training.progress import print_warning
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
@@ -168,7 +169,7 @@ def refuse_differences(
         )
 
 
-def check_data(meta: dict[str, Any], corpus: Corpus, workdir: Path) -> None:
+def check_data(meta: dict[str, Any], corpus: Examples, workdir: Path) -> None:
     """Raises: ValueError: the corpus is not the one that the checkpoint has seen."""
     saved = meta.get("data")
     then = str(saved.get("sha256")) if isinstance(saved, dict) else "unknown"
@@ -180,17 +181,17 @@ def check_data(meta: dict[str, Any], corpus: Corpus, workdir: Path) -> None:
         )
 
 
-def with_vocabulary(options: config.Config, corpus: Corpus) -> config.Config:
+def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
     """The configuration with the tokenizer's vocabulary where it says 0.
 
     Raises:
         ValueError: the model's vocabulary is smaller than the tokenizer's.
     """
-    needed, given = corpus.tokenizer.vocabulary, options.model.vocabulary
+    needed, given = corpus.vocabulary, options.model.vocabulary
     if given and given < needed:
         raise ValueError(
-            f"model.vocabulary {given} is smaller than the {needed} tokens of "
-            f"data.tokenizer {options.data.tokenizer!r}"
+            f"model.vocabulary {given} is smaller than the {needed} tokens of data: "
+            f"{corpus.language}"
         )
     model = dataclasses.replace(options.model, vocabulary=given or needed)
     return dataclasses.replace(options, model=model)

@@ -1,7 +1,7 @@
 """The pure training and evaluation steps, compiled for one model and one mesh."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from symjax import config
 from symjax.layers.attention import Constant
 from symjax.models.decoder import Decoder
 from symjax.training import sharding
+from symjax.training.guard import Guarded
 from symjax.training.optimizer import optimizer, schedule
 
 
@@ -111,7 +112,8 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         scores = model(inputs, dropout_key=key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
         costs = sum(options.model.ponder * cost.mean() for cost in ponder)
-        predicted = cross_entropy(scores, targets).mean()
+        asked = jnp.maximum((targets >= 0).sum(), 1)
+        predicted = cross_entropy(scores, targets).sum() / asked
         return predicted + costs, predicted
 
     def train(state: State, constants, inputs, targets, key):
@@ -119,15 +121,15 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         (_, value), gradient = _accumulated(
             jax.value_and_grad(loss, has_aux=True), options.optimizer.accumulate
         )(state.params, constants, inputs, targets, key)
-        updates, moments = transform.update(gradient, state.optimizer, state.params)
+        updates, guard = transform.update(gradient, state.optimizer, state.params)
         metrics = {
             "train/loss": value,
             "gradient_norm": optax.tree.norm(gradient),
-            "skipped_steps": moments.skipped,
+            "skipped_steps": cast(Guarded, guard).skipped,
             "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
         }
         params = optax.apply_updates(state.params, updates)
-        return State(state.step + 1, params, moments), metrics
+        return State(state.step + 1, params, guard), metrics
 
     def calibrate(params, constants, inputs) -> dict:
         model = nnx.merge(graph, params, constants)
@@ -167,8 +169,12 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
 def cross_entropy(
     scores: Float[Array, "B T vocabulary"], targets: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """−log softmax(scores)[target], in nats."""
-    return optax.softmax_cross_entropy_with_integer_labels(scores, targets)
+    """−log softmax(scores)[target], in nats; 0 for a target below 0, which is none."""
+    asked = targets >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        scores, jnp.where(asked, targets, 0)
+    )
+    return jnp.where(asked, losses, 0)
 
 
 def _parts(model: Decoder) -> tuple[dict, dict]:

@@ -75,8 +75,8 @@ def test_an_existing_corpus_needs_no_source(options, directory):
     assert everything(again) == TEXT
     assert again.tokenizer == first.tokenizer
     assert again.fingerprint == first.fingerprint
-    assert again.ngrams == first.ngrams
-    assert set(again.ngrams) == {"unigram", "bigram", "trigram"}
+    assert again.references == first.references
+    assert set(again.references) == {"unigram", "bigram", "trigram"}
 
 
 def test_the_same_text_packs_to_the_same_files(options, tmp_path):

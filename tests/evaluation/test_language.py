@@ -104,7 +104,7 @@ def test_the_lambda_table_is_what_the_layers_use(trained):
 
 def test_greedy_sampling_equals_reading_the_whole_text_again(trained):
     asked = Asked(prompt="12 shéép", tokens=20, temperature=0.0)
-    prompt, text = continuation(trained, asked)
+    prompt, text = continuation(trained, trained.corpus, asked)
     ids = [int(i) for i in trained.corpus.tokenizer.encode(prompt)]
     assert prompt == "12 shéép"
     model = jax.jit(lambda tokens: trained.model()(tokens))
@@ -117,7 +117,7 @@ def test_greedy_sampling_equals_reading_the_whole_text_again(trained):
 
 def test_a_sample_depends_on_its_seed_only(trained):
     one, two = (Asked(tokens=20, temperature=1.0, seed=seed) for seed in (1, 2))
-    first = continuation(trained, one)
-    assert first == continuation(trained, one)
-    assert first != continuation(trained, two)
+    first = continuation(trained, trained.corpus, one)
+    assert first == continuation(trained, trained.corpus, one)
+    assert first != continuation(trained, trained.corpus, two)
     assert len(first[1]) == 20

@@ -1,0 +1,164 @@
+"""What a run learns from: a text, or rows that are made up on the spot."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from symjax import config
+from symjax.data import generated
+from symjax.data.batches import Rows, Shape
+from symjax.data.corpus import (
+    MANIFEST,
+    UNFINISHED,
+    check_options,
+    open_corpus,
+    read_manifest,
+)
+from symjax.data.sources import check_keys
+
+HELDOUT_BATCHES = 32  # of generated rows, of which there is no end
+
+
+class Examples(Protocol):
+    """
+    Attributes:
+        vocabulary: token types.
+        unit: what a loss is a mean over: byte, character or answer.
+        size: how much there is, in words.
+        language: plain values; where they are equal, tokens mean the same.
+        fingerprint: plain values that identify the examples, "sha256" among them.
+        references: losses that need no model, by name.
+    """
+
+    @property
+    def fingerprint(self) -> dict[str, Any]: ...
+    @property
+    def references(self) -> dict[str, float]: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def size(self) -> str: ...
+    @property
+    def language(self) -> dict[str, Any]: ...
+
+    def check_length(self, length: int) -> None:
+        """Raises: ValueError: rows of this length cannot be had."""
+
+    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
+        """The training batch of a step. Targets below 0 are not learned."""
+        ...
+
+    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
+        """`count` batches spread over what is held out; None: all of it."""
+        ...
+
+    def heldout_count(self, shape: Shape) -> int:
+        """Batches that cover what is held out."""
+        ...
+
+    def vanished(self) -> str:
+        """One line if files that are being read are gone, else ""."""
+        ...
+
+
+class Generated:
+    """Rows of a generated task; see `generated`."""
+
+    unit = "answer"
+
+    def __init__(self, options: config.Data):
+        self.options = options
+        self.generator = generated.GENERATORS[options.source]
+        self.references = {"chance": math.log(self.generator.answers(options))}
+        length = max(64, self.generator.least(options))
+        some = self._rows((8, length), 0, 0, 8, heldout=True)
+        content = b"".join(x.tobytes() for x in some)
+        self.fingerprint = {
+            "source": options.source,
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+
+    @property
+    def vocabulary(self) -> int:
+        return self.generator.vocabulary(self.options)
+
+    @property
+    def size(self) -> str:
+        return f"any number of {self.options.source} rows"
+
+    @property
+    def language(self) -> dict[str, Any]:
+        return {"source": self.options.source, "symbols": self.options.symbols}
+
+    def check_length(self, length: int) -> None:
+        generated.check(self.options, length)
+
+    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
+        first = step * shape[0]
+
+        def some(start: int, stop: int):
+            return self._rows(shape, seed, first + start, first + stop, heldout=False)
+
+        return some
+
+    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
+        for step in range(min(count or HELDOUT_BATCHES, HELDOUT_BATCHES)):
+            first = step * shape[0]
+            yield functools.partial(self._judged, shape, first)
+
+    def heldout_count(self, shape: Shape) -> int:
+        return HELDOUT_BATCHES
+
+    def vanished(self) -> str:
+        return ""
+
+    def _judged(self, shape: Shape, first: int, start: int, stop: int):
+        return self._rows(shape, 0, first + start, first + stop, heldout=True)
+
+    def _rows(self, shape: Shape, seed: int, start: int, stop: int, *, heldout: bool):
+        tokens, targets = generated.rows(
+            self.options,
+            shape[1],
+            seed=seed,
+            indices=np.arange(start, stop),
+            heldout=heldout,
+        )
+        return tokens, targets, (targets >= 0).astype(np.float32)
+
+
+def open_examples(
+    options: config.Data, directory: Path, *, replace: bool = False
+) -> Examples:
+    """The examples of a run, for which the folder holds what they need.
+
+    Args:
+        replace: build anew over those of other options, as long as nothing has been
+            trained on them.
+    Raises:
+        ValueError: as `open_corpus`; options of a generated task that do not fit.
+    """
+    if options.source not in generated.GENERATORS:
+        return open_corpus(options, directory, replace=replace)
+    check_keys(options)
+    generated.check(options, generated.GENERATORS[options.source].least(options))
+    path = Path(directory, MANIFEST)
+    if path.exists() and not replace:
+        check_options(read_manifest(directory, {"options"})["options"], options, path)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{UNFINISHED}{MANIFEST}")
+        unfinished.write_text(json.dumps({"options": dataclasses.asdict(options)}))
+        os.replace(unfinished, path)
+    return Generated(options)

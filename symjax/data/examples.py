@@ -109,7 +109,7 @@ class Generated:
         first = step * shape[0]
 
         def some(start: int, stop: int):
-            return self._rows(shape, seed, first + start, first + stop, heldout=False)
+            return self._rows(shape, seed, first + start, first + stop)
 
         return some
 
@@ -125,17 +125,16 @@ class Generated:
         return ""
 
     def _judged(self, shape: Shape, first: int, start: int, stop: int):
-        return self._rows(shape, 0, first + start, first + stop, heldout=True)
+        rows = self._rows(shape, 0, first + start, first + stop, heldout=True)
+        return *rows, (rows[1] >= 0).astype(np.float32)
 
-    def _rows(self, shape: Shape, seed: int, start: int, stop: int, *, heldout: bool):
-        tokens, targets = generated.rows(
-            self.options,
-            shape[1],
-            seed=seed,
-            indices=np.arange(start, stop),
-            heldout=heldout,
+    def _rows(
+        self, shape: Shape, seed: int, start: int, stop: int, *, heldout: bool = False
+    ) -> generated.Rows:
+        indices, length = np.arange(start, stop), shape[1]
+        return generated.rows(
+            self.options, length, seed=seed, indices=indices, heldout=heldout
         )
-        return tokens, targets, (targets >= 0).astype(np.float32)
 
 
 def open_examples(

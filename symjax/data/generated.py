@@ -199,12 +199,13 @@ DEPTH = 4  # of operators inside operators
 
 
 def _listops(options: config.Data, length: int, draws: Draws) -> Rows:
-    """Nested lists of digits under MAX, MIN, MED (the lower middle) and SM (sum modulo 10).
+    """Nested lists of digits, with one operator each; "=" asks for the value.
 
         [MAX 2 9 [MIN 4 7] 0] = 9
 
-    "=" asks. Written token by token, all rows at once: an operator opens while there is room to
-    close it again. Rows begin with blanks where the expression is shorter.
+    MED is the lower middle, SM the sum modulo 10. Written token by token, all rows at
+    once: an operator opens while there is room to close it again. Rows begin with
+    blanks where the expression is shorter.
 
     Source: Nangia & Bowman 2018, arXiv:1804.06028.
     """

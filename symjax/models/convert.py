@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from symjax import config
+from symjax.layers.choices import sizes
 from symjax.layers.gau import ROLES
 from symjax.models.decoder import Decoder
 
@@ -37,6 +38,10 @@ FREE = (
     "rope_share",
     "attention",
     "pattern",
+    # compared as what they resolve to
+    "head_size",
+    "kv_heads",
+    "feedforward",
 )
 # What the attention of a model may become, by how its maps are combined.
 COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
@@ -54,22 +59,58 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - differential V2 from one map: each query head twice, λ's map 0 and the values
       twice: the same function, since sigmoid(0) = ½;
     - differential V1 from one map: the projections as they are, halves of a head
-      becoming its branches. A warm start: its norm of every head keeps no function.
+      becoming its branches; of a metric or a feature map of the head each branch gets
+      its own half. A warm start: its norm of every head keeps no function.
 
-    Weights that the target alone has, or has in another shape (λ, norms, feature maps,
-    gates), start fresh; what belongs to the mechanism of the source stays behind (the
-    norm of its heads, feature maps, decays). Random projections and their statistics
-    are constants and not among the weights: the same function needs the same ones.
+    Weights that the target alone has (λ, norms, feature maps, gates) start fresh, so do
+    feature maps of another kind; what belongs to the mechanism of the source stays
+    behind (the norm of its heads, feature maps, decays). Random projections and their
+    statistics are constants and not among the weights: the same function needs the
+    same ones.
 
     Raises:
         ValueError: the models differ where weights cannot follow, naming both, or the
             target has no place for a weight of the source, naming it.
     """
     _check(source, target)
+    _check_sizes(source, target)
     fresh = nnx.to_pure_dict(nnx.state(Decoder(target, rngs=nnx.Rngs(0)), nnx.Param))
     moved = _walk(params, source, target)
     _check_dropped(moved, fresh, "")
     return _overlay(fresh, moved, "")
+
+
+def carried(
+    fresh: Params, known: Params, source: config.Model, target: config.Model
+) -> tuple[Params, bool]:
+    """Constants of a `target` model: those of the source where they mean the same.
+
+    Args:
+        fresh: those of the target, newly drawn.
+        known: those of the source.
+    Returns:
+        The constants, and whether the statistics of random features among them were
+        fitted for other features, or to nothing yet.
+    """
+    before, after = source.attention, target.attention
+    same = {
+        "projection": before.feature_norms == after.feature_norms,
+        "statistics_a": before.features == after.features,
+        "statistics_b": before.features == after.features,
+    }
+    unfitted = False
+
+    def choose(path: tuple, own: jax.Array) -> jax.Array:
+        nonlocal unfitted
+        given, name = known, path[-1].key
+        for part in path:
+            given = given.get(part.key) if isinstance(given, dict) else None
+        if given is not None and given.shape == own.shape and same.get(name, True):
+            return given
+        unfitted |= name.startswith("statistics")
+        return own
+
+    return jax.tree_util.tree_map_with_path(choose, fresh), unfitted
 
 
 def _walk(params: Params, source: config.Model, target: config.Model) -> Params:
@@ -111,6 +152,24 @@ def _check(source: config.Model, target: config.Model) -> None:
         )
 
 
+def _check_sizes(source: config.Model, target: config.Model) -> None:
+    """Raises: ValueError: heads or hidden features differ; 0 is what it stands for."""
+    one, other = sizes(source), sizes(target)
+    for name, before, after in (
+        ("key/value heads", one.kv_heads, other.kv_heads),
+        ("value features a head", one.value_size, other.value_size),
+        (
+            "hidden features",
+            source.feedforward or 4 * source.width,
+            target.feedforward or 4 * target.width,
+        ),
+    ):
+        if before != after:
+            raise ValueError(
+                f"weights of a model with {before} {name} do not fit one with {after}"
+            )
+
+
 def _attention(layer: Params, source: config.Model, target: config.Model) -> Params:
     """One layer's weights with the keys and maps of the target."""
     layer = dict(layer)
@@ -127,6 +186,15 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
         heads = target.heads * (2 if after.differential == "v1" else 1)
         size = layer["query"]["kernel"].shape[1] // heads
         layer["metric"] = jnp.broadcast_to(jnp.eye(size), (heads, size, size))
+    if before.features != after.features:
+        layer.pop("query_map", None)
+        layer.pop("key_map", None)
+    if before.differential == "none" and after.differential == "v1":
+        for name in ("query_map", "key_map"):
+            if name in layer:
+                layer[name] = {k: _halved_map(x) for k, x in layer[name].items()}
+        if before.symmetric == "pairwise":
+            layer["metric"] = _own_halves(layer["metric"])
     if before.differential == "none" and after.differential == "v2":
         layer["query"] = jax.tree.map(lambda x: _twice(x, target.heads), layer["query"])
         # twice the values, before any norm of the heads
@@ -160,6 +228,24 @@ def _check_dropped(params: Params, fresh: Params, prefix: str) -> None:
             _check_dropped(part, fresh[name], f"{path}/")
 
 
+def _own_halves(x: jax.Array) -> jax.Array:
+    """Of matrices [N H H] the blocks of each half with itself, [2N H/2 H/2]."""
+    heads, size, _ = x.shape
+    blocks = x.reshape(heads, 2, size // 2, 2, size // 2)
+    return jnp.stack([blocks[:, 0, :, 0], blocks[:, 1, :, 1]], axis=1).reshape(
+        2 * heads, size // 2, size // 2
+    )
+
+
+def _halved_map(x: jax.Array) -> jax.Array:
+    """A learned map [N H M] of heads as that of their halves; a bias [N M] twice."""
+    if x.ndim == 2:
+        return jnp.repeat(x, 2, axis=0)
+    if x.shape[1] == x.shape[2]:
+        return _own_halves(x)
+    return x.reshape(2 * x.shape[0], x.shape[1] // 2, x.shape[2])
+
+
 def _twice(x: jax.Array, heads: int) -> jax.Array:
     """Every head's outputs [… N·H] two times, side by side."""
     split = x.reshape(*x.shape[:-1], heads, 1, -1)
@@ -172,17 +258,13 @@ def _overlay(fresh: Params, params: Params, prefix: str) -> Params:
     for name, own in fresh.items():
         path, given = f"{prefix}{name}", params.get(name)
         if given is None:
-            if not str(name).startswith(FRESH):
+            if not any(part.startswith(FRESH) for part in path.split("/")):
                 raise ValueError(f"the source has no weight {path!r}")
             result[name] = own
         elif isinstance(own, dict):
             result[name] = _overlay(own, given, f"{path}/")
         elif path == "positions" and given.shape[0] >= own.shape[0]:
             result[name] = given[: own.shape[0]]
-        elif own.shape != given.shape and any(
-            part.startswith(FRESH) for part in path.split("/")
-        ):
-            result[name] = own
         elif own.shape != given.shape:
             raise ValueError(
                 f"weight {path!r} is {given.shape} in the source and {own.shape} in "

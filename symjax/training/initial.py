@@ -1,7 +1,7 @@
 """Weights to start from: those of another run, converted to this model."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -15,12 +15,17 @@ from symjax.training.checkpoint import Checkpoints
 from symjax.training.starting import saved_options, with_vocabulary
 
 
-def weights_of(
-    workdir: Path, target: config.Model, corpus: Examples
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The newest weights in `workdir`, as those of a `target` model for `corpus`.
+class Origin(NamedTuple):
+    """What a run starts from: weights converted to its model, and the constants and
+    the model of the run that they come from."""
 
-    With them the constants of that run, such as random projections, as they are.
+    params: dict[str, Any]
+    constants: dict[str, Any]
+    source: config.Model
+
+
+def weights_of(workdir: Path, target: config.Model, corpus: Examples) -> Origin:
+    """The newest weights in `workdir`, as those of a `target` model for `corpus`.
 
     Raises:
         ValueError: there is no checkpoint, its tokens are not those of the corpus, or
@@ -47,6 +52,7 @@ def weights_of(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted
             )
             trees, _ = checkpoints.restore(wanted)
-        return convert(trees["params"], source, target), trees["constants"]
+        params = convert(trees["params"], source, target)
+        return Origin(params, trees["constants"], source)
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None

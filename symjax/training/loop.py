@@ -15,6 +15,7 @@ from symjax import config, validation
 from symjax.attention.projections import KINDS
 from symjax.data.corpus import Corpus, source_change
 from symjax.data.examples import Examples, open_examples
+from symjax.models.convert import carried
 from symjax.models.generate import generate
 from symjax.training import processes, starting
 from symjax.training.checkpoint import Checkpoints
@@ -203,15 +204,14 @@ class Run:
         """Weights drawn from the seed, or those of the run in `init_from`."""
         with jax.set_mesh(self.program.mesh):
             state, constants = self.program.initial(self.options.seed)
-        known = None
+        unfitted = self.options.model.attention.features in KINDS
         if self.options.init_from:
             model = starting.with_vocabulary(self.options, self.corpus).model
-            origin = Path(self.options.init_from)
-            params, known = weights_of(origin, model, self.corpus)
-            state = state._replace(params=_placed(params, state.params))
-        if jax.tree.map(jnp.shape, known) == jax.tree.map(jnp.shape, constants):
-            constants = _placed(known, constants)
-        elif self.options.model.attention.features in KINDS:
+            origin = weights_of(Path(self.options.init_from), model, self.corpus)
+            state = state._replace(params=_placed(origin.params, state.params))
+            found, unfitted = carried(constants, origin.constants, origin.source, model)
+            constants = _placed(found, constants)
+        if unfitted:
             with jax.set_mesh(self.program.mesh):
                 inputs, _ = self._rows(0)
                 constants = self.program.calibrate(state.params, constants, inputs)

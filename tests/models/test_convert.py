@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 from symjax import config
+from symjax.layers import Constant
 from symjax.models import Decoder, convert
+from symjax.models.convert import carried
 
 MODEL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
@@ -16,6 +18,11 @@ TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
 
 def model(**attention) -> config.Model:
     return replace(MODEL, attention=config.Attention(**attention))
+
+
+def learned(features, **attention) -> config.Model:
+    chosen = {"feature_count": 5} if features == "t2r" else {}
+    return model(mechanism="linear", features=features, **chosen, **attention)
 
 
 def weights(options):
@@ -127,6 +134,75 @@ def test_many_features_come_close_to_the_softmax_they_replace():
 
 
 @pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (model(), model(symmetric="plain", differential="v1")),
+        (model(symmetric="pairwise"), model(symmetric="pairwise", differential="v1")),
+        (learned("hedgehog"), learned("hedgehog", differential="v1")),
+        (learned("t2r"), learned("t2r", differential="v1")),
+        (learned("hedgehog"), learned("t2r")),
+        (learned("t2r"), learned("hedgehog")),
+        (
+            replace(model(), head_size=4),
+            replace(model(differential="v1"), head_size=2),
+        ),
+        (replace(model(), kv_heads=3, feedforward=96), model(differential="v2")),
+    ],
+    ids=str,
+)
+def test_a_warm_start_loses_no_weight(source, target):
+    """The model runs, and what both have in one shape goes over as it is."""
+    before = weights(source)
+    after = convert(before, source, target)
+    assert np.isfinite(scores(target, after)).all()
+    value = after["blocks"][0]["attention"]["value"]["bias"]
+    factor = 2 if target.attention.differential == "v2" else 1
+    given = before["blocks"][0]["attention"]["value"]["bias"]
+    np.testing.assert_array_equal(value, factor * given)
+
+
+def test_branches_take_the_halves_of_their_head():
+    """The metric of branch b of head n is the block (b, b) of that of the head."""
+    source = model(symmetric="pairwise")
+    target = model(symmetric="pairwise", differential="v1")
+    before = weights(source)
+    metric = before["blocks"][0]["attention"]["metric"]
+    halves = convert(before, source, target)["blocks"][0]["attention"]["metric"]
+    for n, b in np.ndindex(3, 2):
+        part = slice(4 * b, 4 * b + 4)
+        np.testing.assert_array_equal(halves[2 * n + b], metric[n, part, part])
+
+
+def test_constants_are_carried_where_they_mean_the_same():
+    def constants(options, seed):
+        found = nnx.state(Decoder(options, rngs=nnx.Rngs(seed)), Constant)
+        return nnx.to_pure_dict(found)
+
+    def random(**changes):
+        chosen = {"mechanism": "performer", "feature_count": 16, **changes}
+        return model(**chosen)
+
+    source = random(features="favor++")
+    known = constants(source, 1)
+    layer = known["blocks"][0]["attention"]
+    for target, unfit, projection, statistics in (
+        (random(features="favor++"), False, True, True),
+        (random(features="favor#"), True, True, False),
+        (random(features="positive"), False, True, None),
+        (random(features="favor++", feature_norms="constant"), False, False, True),
+        (random(features="favor#", feature_count=24), True, False, False),
+    ):
+        fresh = constants(target, 2)
+        found, unfitted = carried(fresh, known, source, target)
+        assert jax.tree.structure(found) == jax.tree.structure(fresh)
+        assert unfitted == unfit
+        own = found["blocks"][0]["attention"]
+        assert (own["projection"] is layer["projection"]) == projection
+        if statistics is not None:
+            assert (own["statistics_a"] is layer["statistics_a"]) == statistics
+
+
+@pytest.mark.parametrize(
     ("source", "target", "words"),
     [
         (model(), replace(MODEL, width=48), "width 24 do not fit one with 48"),
@@ -141,6 +217,17 @@ def test_many_features_come_close_to_the_softmax_they_replace():
         ),
         (model(output_gate=True), model(), "'blocks/0/attention/output_gate'"),
         (model(query_key_norm=True), model(), "no place for the weight 'blocks/0/att"),
+        (
+            learned("t2r"),
+            model(mechanism="linear", features="t2r", feature_count=7),
+            r"'blocks/0/attention/key_map/bias' is \(3, 5\) in the source and \(3, 7\)",
+        ),
+        (
+            replace(model(), head_size=4),
+            replace(model(differential="v1"), head_size=4),
+            "4 value features a head do not fit one with 8",
+        ),
+        (model(), replace(MODEL, feedforward=32), "96 hidden features do not fit"),
     ],
 )
 def test_models_whose_weights_cannot_follow_are_refused(source, target, words):

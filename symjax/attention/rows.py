@@ -142,9 +142,13 @@ def attend_rows(
 def _rows(rule: Rule, operands: Operands) -> Array:
     if rule.whole:
         return _block(rule, operands, 0)
-    if operands.query.shape[0] > 1 and jax.default_backend() == "cpu":
-        return _each_example(partial(_blocks, rule), operands)
-    return _blocks(rule, operands)
+    whole = partial(_blocks, rule)
+    if operands.query.shape[0] == 1:
+        return whole(operands)
+    # Chosen where the program is lowered, not where it is traced: `jax.export`.
+    return jax.lax.platform_dependent(
+        operands, cpu=partial(_each_example, whole), default=whole
+    )
 
 
 def row_map(

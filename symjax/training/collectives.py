@@ -86,8 +86,9 @@ def _of(
     for instruction in computations.get(name, []):
         kind = instruction.operation.removesuffix("-start")
         if kind in KINDS:
-            sent[kind] += _sent(kind, instruction, devices)
-            count[kind] += 1
+            size = _sent(kind, instruction, devices)
+            sent[kind] += size
+            count[kind] += size > 0  # a group of one device sends nothing
             continue
         trips = 1
         if instruction.operation == "while":

@@ -155,6 +155,11 @@ def _sent(found: Traffic, platform: str) -> list[str]:
         for kind in KINDS
         if found.count[kind]
     ]
+    if platform == "cpu":
+        lines.append(
+            "  chips send about half of it in bfloat16, and half of an all-reduce of "
+            "gradients as a reduce-scatter"
+        )
     if not found.count.total():
         lines = ["sent by a device    nothing"]
     if found.unknown_loops:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from symjax.evaluation import answers
 from symjax.evaluation.analysis import lambdas
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding
@@ -23,6 +24,10 @@ TASKS = {
         loss, "held-out loss, and that of training text with and without dropout"
     ),
     "lambda": Task(lambdas, "λ of every differential layer"),
+    "mqar": Task(answers.mqar, "recall by number of pairs (data.source=mqar)"),
+    "needle": Task(answers.needle, "retrieval by depth, length and number of needles"),
+    "copy": Task(answers.copy, "copying by place (data.source=copy)"),
+    "listops": Task(answers.listops, "nested lists by depth (data.source=listops)"),
     "sample": Task(sample, "what the model writes after a prompt"),
 }
 USUAL = "sample,loss,lambda"

@@ -162,6 +162,7 @@ class Run:
                     self.state, metrics = self.step(
                         self.state, self.constants, *rows, key
                     )
+                self.clock.step()
                 # The metrics of a step are read while the next one runs.
                 if waiting:
                     self._report(done - 1, waiting)
@@ -247,7 +248,7 @@ class Run:
         """Check the numbers of a step, show them, and log them where it is time."""
         values = {name: float(value) for name, value in metrics.items()}
         self._judge_step(done, values)
-        speed = self.clock.step()
+        speed = self.clock.speed()
         left = (self.options.steps - done) * self.clock.tokens / speed
         self.progress.update(done, values["train/loss"], speed, left)
         if done % self.options.log.every == 0 or done == self.options.steps:
@@ -364,15 +365,22 @@ class Clock:
 
     def __init__(self, tokens: int):
         self.tokens = tokens
+        self.last = float(tokens)
         self.restart()
 
     def restart(self) -> None:
         self.steps, self.since = 0, time.monotonic()
 
-    def step(self) -> float:
-        """One step more is done: the speed since the start."""
+    def step(self) -> None:
+        """One turn of the loop more."""
         self.steps += 1
-        return self.steps * self.tokens / max(time.monotonic() - self.since, 1e-9)
+
+    def speed(self) -> float:
+        """Since the start; as before where no turn has passed, only two reports."""
+        if self.steps:
+            passed = max(time.monotonic() - self.since, 1e-9)
+            self.last = self.steps * self.tokens / passed
+        return self.last
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:

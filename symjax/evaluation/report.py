@@ -38,6 +38,12 @@ def to_csv(table: Table) -> str:
     return text.getvalue()
 
 
+def to_markdown(table: Table) -> str:
+    rows = [table.columns, ("---",) * len(table.columns)]
+    rows += [tuple(map(_shown, row)) for row in table.rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def to_html(title: str, findings: Mapping[str, Finding]) -> str:
     """One page with every table and figure in it, and nothing to load."""
     parts = [f"<h1>{html.escape(title)}</h1>"]

@@ -1,0 +1,200 @@
+"""Several configurations over several seeds, with equal data and budget, in one table.
+
+python -m symjax.evaluation.compare --configs configs/gpt.py:tiny,configs/sym.py:tiny \\
+    --seeds 0,1,2 [--config.KEY=VALUE ...] [--out runs/compare] [--batches N]
+
+Every run is a workdir of train.py below --out, and is trained only as far as it is not
+yet: the same command goes on after an interruption. Then every run is judged, and
+compare.md, compare.csv, lambda.csv and PNG curves are written. Exit codes are those of
+train.py.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from symjax import config
+from symjax.evaluation import report
+from symjax.evaluation.analysis import lambda_table
+from symjax.evaluation.finding import Finding, Lines, Table
+from symjax.evaluation.language import losses
+from symjax.evaluation.trained import load
+from symjax.training import loop
+from symjax.training.checkpoint import Checkpoints
+from symjax.training.commandline import Command, Parser, leave, parse
+
+COLUMNS = (
+    *("configuration", "seeds", "parameters"),
+    *("held-out", "spread", "train mode", "eval mode", "tokens/s"),
+)
+
+
+class Judged(NamedTuple):
+    """One finished run."""
+
+    parameters: int
+    losses: dict[str, Any]
+    lambdas: list[dict[str, float]]
+    speed: float  # tokens a second, the median of the lines of metrics.jsonl
+    curve: list[tuple[int, float]]  # step, held-out loss
+
+
+def main(words: list[str]) -> None:
+    parser = Parser(prog="python -m symjax.evaluation.compare", description=__doc__)
+    add = parser.add_argument
+    add("--configs", required=True, help="files with presets, between commas")
+    add("--seeds", default="0", help="whole numbers, between commas (%(default)s)")
+    add("--out", type=Path, default=Path("runs/compare"), help="folder (%(default)s)")
+    add("--batches", type=int, help="held-out batches to judge by; all by default")
+    chosen, rest = parser.parse_known_args(words)
+    if chosen.batches is not None and chosen.batches < 1:
+        raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
+    runs = commands(
+        _items("--configs", chosen.configs, str),
+        _items("--seeds", chosen.seeds, int),
+        rest,
+        chosen.out,
+    )
+    check_equal({name: some[0].config for name, some in runs.items()})
+    report.check_folder(chosen.out, "--out")
+    for seed in zip(*runs.values(), strict=True):  # interleaved, for equal conditions
+        for command in seed:
+            _train(command)
+    found = compare(
+        {
+            name: [judge(command.workdir, chosen.batches) for command in some]
+            for name, some in runs.items()
+        }
+    )
+    print(report.to_text(found))
+    text = "\\n\\n".join(map(report.to_markdown, found.tables))
+    report.write(f"{text}\\n".encode(), chosen.out / "compare.md", "--out")
+    report.write_folder({"compare": found}, chosen.out)
+
+
+def commands(
+    files: list[str], seeds: list[int], rest: list[str], out: Path
+) -> dict[str, list[Command]]:
+    """The runs by name of their configuration, a run a seed.
+
+    Raises:
+        ValueError: what train.py would refuse; two configurations of one name.
+    """
+    found: dict[str, list[Command]] = {}
+    for file in files:
+        path, _, preset = file.partition(":")
+        name = Path(path).stem + (f"-{preset}" if preset else "")
+        if name in found:
+            raise ValueError(f"--configs names {name} twice")
+        found[name] = [
+            parse(
+                [
+                    *("--config", file, *rest, f"--config.seed={seed}"),
+                    *("--workdir", str(out / f"{name}-seed{seed}")),
+                ]
+            )
+            for seed in seeds
+        ]
+    return found
+
+
+def check_equal(options: dict[str, config.Config]) -> None:
+    """Refuse to compare runs that read other data, or another number of tokens.
+
+    Raises:
+        ValueError: naming two configurations and what they differ in.
+    """
+
+    def budget(one: config.Config) -> dict[str, Any]:
+        tokens = one.steps * one.batch_size * one.model.length
+        return {"data": one.data, "steps · batch_size · model.length": tokens}
+
+    (first, one), *others = options.items()
+    for name, other in others:
+        for what, value in budget(one).items():
+            if value != budget(other)[what]:
+                raise ValueError(
+                    f"{first} and {name} differ in {what} ({value} and "
+                    f"{budget(other)[what]}): set it for all with --config.KEY=VALUE"
+                )
+
+
+def judge(workdir: Path, batches: int | None = None) -> Judged:
+    trained = load(workdir)
+    lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+    return Judged(
+        sum(x.size for x in jax.tree.leaves(trained.params)),
+        losses(trained, batches),
+        lambda_table(trained.model()),
+        statistics.median(speeds),
+        [(row["step"], row["heldout/loss"]) for row in rows if "heldout/loss" in row],
+    )
+
+
+def compare(runs: dict[str, list[Judged]]) -> Finding:
+    """Means over the seeds; the spread is their standard deviation."""
+    rows, lambdas, curves = [], [], {}
+    for name, seeds in runs.items():
+        heldout = [run.losses["heldout"]["loss"] for run in seeds]
+        train = [run.losses["train"] for run in seeds]
+        rows.append(
+            (
+                *(name, len(seeds), seeds[0].parameters),
+                statistics.mean(heldout),
+                statistics.stdev(heldout) if len(seeds) > 1 else None,
+                statistics.mean(x["loss"] for x in train),
+                statistics.mean(x["loss_eval_mode"] for x in train),
+                round(statistics.mean(run.speed for run in seeds)),
+            )
+        )
+        lambdas += _lambda_rows(name, [run.lambdas for run in seeds])
+        steps = [step for step, _ in seeds[0].curve]
+        values = zip(*([y for _, y in run.curve] for run in seeds), strict=False)
+        curves[name] = ([float(x) for x in steps], [statistics.mean(y) for y in values])
+    tables = [Table("compare", COLUMNS, rows)]
+    if lambdas:
+        columns = ("configuration", "layer", "λ₁", "λ₂", "λ_init", "λ")
+        tables.append(Table("lambda", columns, lambdas))
+    figure = Lines("heldout", "step", "held-out loss, mean of the seeds", curves)
+    return Finding({}, [], tuple(tables), (figure,))
+
+
+def _lambda_rows(name: str, seeds: list[list[dict[str, float]]]) -> list[tuple]:
+    """The mean of each layer's λ over the seeds."""
+    return [
+        (name, layer, *map(statistics.mean, zip(*numbers, strict=True)))
+        for layer, same in enumerate(zip(*seeds, strict=True))
+        for numbers in [[list(row.values())[1:] for row in same]]
+    ]
+
+
+def _train(command: Command) -> None:
+    """As far as it is not yet."""
+    folder = command.workdir / "checkpoints"
+    if command.config.steps not in Checkpoints(folder).steps():
+        loop.run(command.config, command.workdir)
+
+
+def _items(flag: str, text: str, kind: Callable) -> list[Any]:
+    """Raises: ValueError: an item is none of the kind, or there are none."""
+    words = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    try:
+        found = [kind(word) for word in words]
+    except ValueError:
+        raise ValueError(
+            f"{flag} must be {kind.__name__}s with commas, got {text!r}"
+        ) from None
+    if not found:
+        raise ValueError(f"{flag} is empty")
+    return found
+
+
+if __name__ == "__main__":
+    leave(lambda: main(sys.argv[1:]))

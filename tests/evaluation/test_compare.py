@@ -1,0 +1,113 @@
+"""Configurations against each other: equal budgets, resumable, means by hand."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+from runs import ROOT, SMALL, compile_cache, write_text
+
+from symjax import config
+from symjax.evaluation import compare
+from symjax.evaluation.compare import Judged
+from symjax.training.commandline import leave
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
+        yield
+
+
+def call(*words):
+    try:
+        leave(lambda: compare.main([str(word) for word in words]))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def words(folder, names, **changes):
+    keys = SMALL | {"data.path": write_text(folder), "checkpoint.every": 2}
+    keys |= {name.replace("__", "."): value for name, value in changes.items()}
+    files = ",".join(f"{ROOT}/configs/{name}.py:tiny" for name in names)
+    given = [f"--config.{name}={value}" for name, value in keys.items()]
+    return ["--configs", files, "--out", folder / "out", *given]
+
+
+def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
+    given = words(tmp_path, ["gpt", "diff"], model__positions="rope")
+    assert call(*given, "--seeds", "0,1", "--batches", "1") == 0
+    said = capsys.readouterr().out
+    out = tmp_path / "out"
+    table = (out / "compare.csv").read_text().splitlines()
+    assert table[0].startswith("configuration,seeds,parameters,held-out,spread,")
+    rows = [line.split(",") for line in table[1:]]
+    assert [row[:2] for row in rows] == [["gpt-tiny", "2"], ["diff-tiny", "2"]]
+    found = [
+        compare.judge(out / f"diff-tiny-seed{seed}", 1).losses["heldout"]["loss"]
+        for seed in (0, 1)
+    ]
+    assert float(rows[1][3]) == pytest.approx(statistics.mean(found))
+    assert (
+        float(rows[1][4]) == pytest.approx(statistics.stdev(found))
+        and found[0] != found[1]
+    )
+    assert f"{float(rows[1][3]):.4f}" in said
+    text = (out / "compare.md").read_text()
+    assert "| gpt-tiny | 2 |" in text and "| diff-tiny | 0 | " in text
+    assert (out / "heldout.png").read_bytes().startswith(b"\x89PNG")
+    before = {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")}
+    assert call(*given, "--seeds", "0,1", "--batches", "1") == 0
+    assert {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")} == before
+
+
+def run(loss, train, lam):
+    row = {"layer": 0, "lambda_1": lam, "lambda_2": 1.0, "lambda_initial": 0.2}
+    row["lambda"] = lam - 0.8
+    parts = {"heldout": {"loss": loss}, "train": {"loss": train, "loss_eval_mode": 0.5}}
+    return Judged(7, parts, [row] if lam else [], 100.0, [(5, loss + 1), (9, loss)])
+
+
+def test_means_and_spread_are_those_of_the_seeds():
+    found = compare.compare(
+        {"a": [run(1.0, 2.0, 0), run(3.0, 6.0, 0)], "b": [run(2.0, 1.0, 1.5)]}
+    )
+    table, lambdas = found.tables
+    assert table.rows[0] == ("a", 2, 7, 2.0, 2.0**0.5, 4.0, 0.5, 100)
+    assert table.rows[1] == ("b", 1, 7, 2.0, None, 1.0, 0.5, 100)
+    assert lambdas.rows == [("b", 0, 1.5, 1.0, 0.2, pytest.approx(0.7))]
+    assert found.figures[0].series["a"] == ([5.0, 9.0], [3.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--seeds", "x"], "--seeds must be ints with commas, got 'x'"),
+        (["--seeds", ","], "--seeds is empty"),
+        (["--batches", "0"], "--batches must be at least 1, got 0"),
+        (["--config.wibble=1"], "config.wibble is unknown"),
+        (["wibble"], "stray argument 'wibble'"),
+        (["--configs", "configs/none.py"], "no configuration file"),
+    ],
+)
+def test_bad_words_are_one_line(more, said, tmp_path, capsys):
+    assert call(*words(tmp_path, ["gpt"]), *more) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"steps": 7},
+            r"a and b differ in steps · batch_size · model.length \(9600 and",
+        ),
+        ({"data": config.Data(tokenizer="char")}, "a and b differ in data"),
+    ],
+)
+def test_other_budgets_are_not_compared(changes, words):
+    one = config.Config(steps=1)
+    with pytest.raises(ValueError, match=words):
+        compare.check_equal({"a": one, "b": replace(one, **changes)})
+    compare.check_equal({"a": one, "b": replace(one, seed=5)})

@@ -11,6 +11,7 @@ from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples, open_examples
 from symjax.layers import Constant
 from symjax.models import Decoder, convert
+from symjax.training import processes
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.starting import saved_options, with_vocabulary
 
@@ -49,7 +50,10 @@ def weights_of(workdir: Path, target: config.Model, corpus: Examples) -> Origin:
                 "constants": nnx.to_pure_dict(nnx.state(model, Constant)),
             }
             wanted = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted
+                lambda x: jax.ShapeDtypeStruct(
+                    x.shape, x.dtype, sharding=processes.everywhere()
+                ),
+                wanted,
             )
             trees, _ = checkpoints.restore(wanted)
         params = convert(trees["params"], source, target)

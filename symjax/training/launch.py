@@ -44,7 +44,8 @@ def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
     """
     given = {f"--{name}": getattr(flags, name) for name in FLAGS}
     if any(value is not None for value in given.values()):
-        return _checked(*_complete(given), {})
+        coordinator, count, process = _complete(given)
+        return _checked(coordinator, count, process, {})
     if "RANK" in environment or "WORLD_SIZE" in environment:
         given = {name: environment.get(name) for name in TORCHRUN}
         if given["WORLD_SIZE"] == "1":
@@ -138,12 +139,13 @@ def _detected(environment: Mapping[str, str]) -> Launch | None:
         )
         local = cluster.get_local_process_id()
         # jax's rule: one process has one GPU, unless its user says otherwise.
-        chosen = local is None or "JAX_LOCAL_DEVICE_IDS" in environment
+        if "JAX_LOCAL_DEVICE_IDS" in environment:
+            local = None
         return Launch(
             address,
             cluster.get_process_count(),
             cluster.get_process_id(),
-            None if chosen else [local],
+            None if local is None else [local],
         )
     return None
 

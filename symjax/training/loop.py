@@ -352,8 +352,12 @@ class Run:
 
 
 def _placed(values: Any, like: Any) -> Any:
-    """Arrays where those of another tree of the same kind are."""
-    return jax.device_put(values, jax.tree.map(lambda x: x.sharding, like))
+    """Arrays where those of another tree of the same kind are.
+
+    Copies: a conversion may give two weights one array, and a step donates each.
+    """
+    places = jax.tree.map(lambda x: x.sharding, like)
+    return jax.device_put(values, places, may_alias=False)
 
 
 class Clock:

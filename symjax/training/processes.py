@@ -21,6 +21,8 @@ import jax
 import numpy as np
 from jax._src import distributed  # the coordination service has no public face
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 Result = TypeVar("Result")
 DAY = 24 * 3600 * 1000  # milliseconds
@@ -99,6 +101,13 @@ def check_same(**values: Any) -> None:
                     f"process {process} has {name} {other[name]!r}, process 0 "
                     f"{value!r}: all need one command and one shared --workdir"
                 )
+
+
+def everywhere() -> NamedSharding | None:
+    """Whole arrays in every process; None, the default device, where there is one."""
+    if not several():
+        return None
+    return NamedSharding(Mesh(np.array(jax.devices()), ("every",)), P())
 
 
 def gathered(tree: Any) -> Any:

@@ -13,6 +13,7 @@ import runs
 from runs import ROOT, compile_cache, words, write_text
 
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.loop import Run
 
 SECONDS = 500  # after which a process is taken to hang, and is killed
 # On the same terms as conftest: all devices of this process, exact products.
@@ -24,7 +25,8 @@ CHANGES = {
     "checkpoint__every": 100,
     "model__dropout": 0.1,
     "model__width": 16,
-    "optimizer__eps": 1e-6,
+    "optimizer__eps": 1e-6,  # with small steps: rounding noise is not blown up
+    "optimizer__learning_rate": 1e-3,
 }
 
 
@@ -201,6 +203,26 @@ def test_what_one_process_refuses_ends_all_with_one_line(text, cache, tmp_path):
     assert not workdir.exists()
 
 
+def test_another_mesh_goes_on_with_the_same_losses(
+    text, undisturbed, tmp_path, monkeypatch
+):
+    workdir = tmp_path / "run"
+    report = Run._report
+
+    def reported(self, done, metrics):
+        report(self, done, metrics)
+        if done == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_report", reported)
+        assert runs.train(text, workdir, **CHANGES, **ALONE) == 143
+    assert Checkpoints(workdir / "checkpoints").steps() == [4]
+    other = {"mesh__data": 1, "mesh__tensor": 2, "mesh__sequence": 4}
+    assert runs.train(text, workdir, **CHANGES, **other) == 0
+    assert_same(losses(workdir), undisturbed)
+
+
 @pytest.mark.slow
 def test_four_processes_save_what_one_and_two_go_on_with(
     text, undisturbed, cache, tmp_path, monkeypatch
@@ -246,11 +268,12 @@ def test_a_refused_start_ends_both_and_leaves_what_was(broken, text, cache, tmp_
     else:
         arguments += ["--config.seed=3"]
         said += f"{workdir} holds a run of another configuration (seed: 0 → 3)"
-    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    before = sorted((p, p.stat().st_mtime_ns) for p in workdir.rglob("*"))
     (code, line), other = ended(start(2, arguments, cache))
     assert (code, *other) == (2, 2, "")
     assert line.startswith(said) and line.count("\n") == 1
-    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+    after = sorted((p, p.stat().st_mtime_ns) for p in workdir.rglob("*"))
+    assert after == before and not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
@@ -273,3 +296,16 @@ def test_a_process_that_dies_ends_the_others_and_the_run_goes_on(
     changes["steps"] = last + 1
     assert runs.train(text, workdir, **changes) == 0
     assert Checkpoints(workdir / "checkpoints").steps()[-1] == last + 1
+
+
+@pytest.mark.slow
+def test_two_processes_begin_with_the_weights_of_another_run(text, cache, tmp_path):
+    origin = tmp_path / "origin"
+    assert runs.train(text, origin, **CHANGES) == 0
+    changes = CHANGES | {"init_from": origin, "seed": 7}
+    changes["model.attention.symmetric"] = "none"  # a conversion takes place
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert runs.train(text, one, **changes) == 0
+    arguments = words(text, two, **changes, mesh__data=2)
+    assert [code for code, _ in ended(start(2, arguments, cache))] == [0, 0]
+    assert_same(losses(two), losses(one))

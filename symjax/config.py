@@ -108,8 +108,9 @@ class Attention:
     )
     implementation: str = key(
         "rows",
-        "how score mechanisms run: blocks of rows, or the whole map",
-        ("rows", "whole"),
+        "how score mechanisms run: blocks of rows, the whole map, or softmax over "
+        "mesh.sequence by a ring, in which keys travel and are not gathered",
+        ("rows", "whole", "ring"),
     )
 
 

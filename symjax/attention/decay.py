@@ -17,9 +17,18 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.execution import check, cut, heads_last, join, layout, sum_dtype
+from symjax.attention.execution import (
+    check,
+    check_axis,
+    cut,
+    heads_last,
+    join,
+    layout,
+    sum_dtype,
+)
 from symjax.attention.positions import alibi_slopes
 from symjax.attention.prefix import einsum
+from symjax.attention.shards import last_before, state_before
 
 
 class DecayState(NamedTuple):
@@ -51,6 +60,7 @@ def decay_causal(
     state: DecayState | None = None,
     return_state: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DecayState]:
     """Unnormalised linear attention over a past that fades.
 
@@ -72,22 +82,25 @@ def decay_causal(
         state: from `decay_state`, `decay_step` or an earlier call. Its last segment
             goes on with the first run of `segment_ids`.
         segment_ids: the state starts anew wherever the id changes.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
+            array is a device's own stretch. Devices tell each other their states.
     Returns:
         The output, and the state after the last token if `return_state`.
     Raises:
         ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
-            state of other sizes.
+            state of other sizes; a state given or wanted with an axis_name.
     Source: Sun et al. 2023, arXiv:2307.08621 (a constant a head); Qin et al. 2023,
         arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate a channel).
     """
     who = "decay_causal"
     check(who, query, key, value, mask, segment_ids, causal=True)
+    check_axis(who, axis_name, state, return_state)
     _check_log_decay(who, log_decay, key)
     if chunk_size < 1:
         raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
     start = _start(who, state, query, key, value)
     output, end = _causal(
-        chunk_size, start, query, key, value, log_decay, mask, segment_ids
+        chunk_size, axis_name, start, query, key, value, log_decay, mask, segment_ids
     )
     return (output, end) if return_state else output
 
@@ -110,7 +123,7 @@ def decay_step(
     if query.shape[1] != 1:
         raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
     state = _start(who, state, query, key, value)
-    return _causal(1, state, query, key, value, log_decay, None, None)
+    return _causal(1, None, state, query, key, value, log_decay, None, None)
 
 
 def decay_state(
@@ -209,9 +222,10 @@ def _start(
     return DecayState(jnp.asarray(state.sums, dtype))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _causal(
     chunk_size: int,
+    axis_name: str | None,
     state: DecayState,
     query: Array,
     key: Array,
@@ -224,7 +238,9 @@ def _causal(
 
     The backward pass recomputes a chunk from the state before it.
     """
-    chunk = _layout(query, key, value, log_decay, mask, segment_ids)
+    chunk = _layout(query, key, value, log_decay, mask, segment_ids, axis_name)
+    if axis_name is not None:
+        state = _before(chunk, state, axis_name)
     length = key.shape[1]
     size = max(1, min(chunk_size, length))
     chunks = _Chunk(cut(chunk.query, size, 3), *(cut(x, size, 2) for x in chunk[1:]))
@@ -240,19 +256,45 @@ def _layout(
     log_decay: Array,
     mask: Array | None,
     segment_ids: Array | None,
+    axis_name: str | None,
 ) -> _Chunk:
     """Heads before time. Hidden tokens do not decay, and a segment's first forgets."""
-    chunk = layout(query, key, value, mask, segment_ids)
+    chunk = layout(query, key, value, mask, segment_ids, axis_name)
     decay = log_decay[..., None] if log_decay.ndim == 3 else log_decay
     decay = jnp.broadcast_to(decay, (*key.shape[:3], decay.shape[-1]))
     decay = rearrange(decay, "b t k f -> b k t f")
     if mask is not None:
         decay = jnp.where(chunk.visible[:, None, :, None], decay, 0)
     if chunk.run is not None:
-        first = jnp.diff(chunk.run, axis=1, prepend=chunk.run[:, :1]) != 0
+        before = last_before(chunk.run, axis_name)
+        first = jnp.diff(chunk.run, axis=1, prepend=before) != 0
         decay = jnp.where(first[:, None, :, None], -jnp.inf, decay)
     vectors = cast(tuple[Array, Array, Array], chunk[:3])
     return _Chunk(*vectors, decay)
+
+
+class Stretch(NamedTuple):
+    """What a stretch of time makes of the state before it: it fades and is added to."""
+
+    sums: Float[Array, "B K H V"]
+    log_decay: Float[Array, "B K F"]
+
+
+def follow(one: Stretch, two: Stretch) -> Stretch:
+    """One stretch and then the other. Associative."""
+    sums = one.sums * jnp.exp(two.log_decay)[..., None] + two.sums
+    return Stretch(sums, one.log_decay + two.log_decay)
+
+
+def _before(chunk: _Chunk, empty: DecayState, axis_name: str) -> DecayState:
+    """What is left of the stretches before a device's own."""
+    _, key, value, log_decay = (x.astype(empty.sums.dtype) for x in chunk)
+    later = jnp.pad(log_decay[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
+    until = jax.lax.cumsum(later, axis=2, reverse=True)
+    sums = einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
+    own = Stretch(sums, log_decay.sum(axis=2))
+    nothing = Stretch(empty.sums, jnp.zeros_like(own.log_decay))
+    return DecayState(state_before(follow, own, nothing, axis_name).sums)
 
 
 def _advance(

@@ -8,6 +8,7 @@ from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
 from symjax.attention.mechanisms import row_weights_of, unbound
+from symjax.attention.ring import attend_rows_or_ring
 from symjax.attention.rows import attend_rows
 from symjax.attention.softmax import softmax
 
@@ -146,7 +147,8 @@ def _difference(
     weights = row_weights_of(function)
     if weights is not None:
         own = {name: jnp.repeat(array, 2, axis=1) for name, array in own.items()}
-        return attend_rows(weights, query, key, value, lam=lam, **{**options, **own})
+        engine = attend_rows_or_ring if function is softmax else attend_rows
+        return engine(weights, query, key, value, lam=lam, **{**options, **own})
     # Queries must stand together at their key head: (k p) of them, or k.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]

@@ -16,8 +16,9 @@ from jaxtyping import Array
 
 from symjax.attention import prefix
 from symjax.attention.features import Features, Powers
-from symjax.attention.masks import segment_runs, visible_keys
+from symjax.attention.masks import visible_keys
 from symjax.attention.prefix import Chunk, Fraction, LinearState
+from symjax.attention.shards import segment_runs_over, state_before
 
 
 def empty_state(
@@ -69,14 +70,17 @@ def attend_causal(
     state: LinearState | None = None,
     return_state: bool = False,
     segment_ids: Array | None = None,
+    axis_name: str | None = None,
 ) -> Any:
     """Every query sees the visible keys of its segment up to its own."""
     check(who, query, key, value, mask, segment_ids, causal=True)
+    check_axis(who, axis_name, state, return_state)
     if chunk_size < 1:
         raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
     state = _start(who, features, parameters, state, query, key, value)
+    static = (features, chunk_size, axis_name)
     output, state = _causal(
-        features, chunk_size, parameters, state, query, key, value, mask, segment_ids
+        *static, parameters, state, query, key, value, mask, segment_ids
     )
     return (output, state) if return_state else output
 
@@ -158,10 +162,11 @@ def _whole(
     return heads_last(prefix.divide(fraction), value.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _causal(
     features: Features,
     chunk_size: int,
+    axis_name: str | None,
     parameters: Any,
     state: LinearState,
     query: Array,
@@ -170,7 +175,9 @@ def _causal(
     mask: Array | None,
     segment_ids: Array | None,
 ) -> tuple[Array, LinearState]:
-    chunk = layout(query, key, value, mask, segment_ids)
+    chunk = layout(query, key, value, mask, segment_ids, axis_name)
+    if axis_name is not None:
+        state = _before(features, chunk_size, axis_name, parameters, state, chunk)
     state, output = scan_chunks(
         features, parameters, state, chunk, chunk_size, prefix.divide
     )
@@ -218,6 +225,53 @@ def scan_chunks(
     return state, jax.tree.map(lambda x: join(x, length), rows)
 
 
+def _before(
+    features: Features,
+    chunk_size: int,
+    axis_name: str,
+    parameters: Any,
+    empty: LinearState,
+    chunk: Chunk,
+) -> LinearState:
+    """What the stretches before a device's own have seen of the run it goes on with.
+
+    A stretch adds up the keys of its last run; two of the same run are united.
+    """
+    if chunk.run is None:
+        own = _absorb_chunks(features, chunk_size, parameters, empty, chunk)
+        return state_before(prefix.union, own, empty, axis_name)
+    last = chunk.run[:, -1]
+    ending = chunk._replace(visible=chunk.visible & (chunk.run == last[:, None]))
+    own = _absorb_chunks(features, chunk_size, parameters, empty, ending)
+
+    def merge(one: tuple, two: tuple) -> tuple:
+        both = prefix.union(one[0], two[0])
+        return prefix.choose(one[1] == two[1], both, two[0]), two[1]
+
+    nothing = (empty, jnp.full_like(last, -1))
+    state, run = state_before(merge, (own, last), nothing, axis_name)
+    return prefix.choose(run == chunk.run[:, 0], state, empty)
+
+
+def _absorb_chunks(
+    features: Features,
+    chunk_size: int,
+    parameters: Any,
+    state: LinearState,
+    chunk: Chunk,
+) -> LinearState:
+    """The state after all keys, whose features are never there all at once."""
+    chunk = chunk._replace(query=None, run=None)
+    chunks = cut_chunk(chunk, max(1, min(chunk_size, chunk.key.shape[2])))
+
+    def body(state: LinearState, chunk: Chunk) -> tuple[LinearState, None]:
+        dtype = state.total.dtype
+        chunk = prefix.key_features(features, parameters, chunk, dtype)
+        return prefix.absorb(state, chunk.key, chunk.value), None
+
+    return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), state, chunks)[0]
+
+
 def cut(x: Array, size: int, axis: int, mode: str = "constant") -> Array:
     """Chunks of time stacked in front; the last is filled up, with zeros by default."""
     length = x.shape[axis]
@@ -243,7 +297,7 @@ def cut_chunk(chunk: Chunk, size: int) -> Chunk:
         before = jnp.concatenate([run[:1, :, 0], run[:-1, :, -1]])
         fresh = run[:, :, 0] != before
     return Chunk(
-        cut(chunk.query, size, 3),
+        None if chunk.query is None else cut(chunk.query, size, 3),
         cut(chunk.key, size, 2),
         cut(chunk.value, size, 2),
         cut(chunk.visible, size, 1),
@@ -282,6 +336,7 @@ def layout(
     value: Array,
     mask: Array | None,
     segment_ids: Array | None,
+    axis_name: str | None = None,
 ) -> Chunk:
     """Heads before time and queries grouped by key head; hidden keys and values are 0.
 
@@ -292,9 +347,7 @@ def layout(
     if mask is not None:
         key = jnp.where(visible[:, :, None, None], key, 0)
         value = jnp.where(visible[:, :, None, None], value, 0)
-    run = None
-    if segment_ids is not None:
-        run = segment_runs(segment_ids)
+    run, _ = segment_runs_over(segment_ids, axis_name)
     return Chunk(
         rearrange(query, "b t (k g) h -> b k g t h", k=heads),
         rearrange(key, "b s k h -> b k s h"),
@@ -346,6 +399,16 @@ def check(
         )
     if mask is not None:
         check_mask(who, mask, key)
+
+
+def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) -> None:
+    """Time that is split over a mesh axis is all of time, from the first token on."""
+    for name, given in (("state", state is not None), ("return_state", return_state)):
+        if axis_name is not None and given:
+            raise ValueError(
+                f"{who}: {name} has no meaning with axis_name {axis_name!r}, whose "
+                "devices read all tokens from the first on"
+            )
 
 
 def check_mask(who: str, mask: Array, key: Array) -> None:

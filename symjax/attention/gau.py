@@ -58,6 +58,7 @@ def gau(
     mask_self: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"]:
     """The attention of a gated attention unit, relu²(q·k·scale + bias) V / divisor.
 
@@ -78,6 +79,8 @@ def gau(
         mask_self: hide a token from itself unless it sees nothing else.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
         implementation: "rows" (default) or "whole".
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over, as in
+            `softmax`.
     Raises:
         ValueError: shapes that do not fit together, naming both; a divisor that is
             not above 0 or not known.
@@ -97,6 +100,7 @@ def gau(
         mask_self=mask_self,
         segment_ids=segment_ids,
         implementation=implementation,
+        axis_name=axis_name,
     )
 
 

@@ -69,6 +69,7 @@ def linear_causal(
     state: LinearState | None = None,
     return_state: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """`linear` over a token itself, its past, and what `state` has seen.
 
@@ -81,10 +82,13 @@ def linear_causal(
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
             goes on with the first run of `segment_ids`.
         segment_ids: the sums start anew wherever the id changes.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
+            array is a device's own stretch. Devices tell each other their states.
     Returns:
         The output, and the state after the last token if `return_state`.
     Raises:
-        ValueError: as `linear`; T differs from S; a state of other sizes.
+        ValueError: as `linear`; T differs from S; a state of other sizes; a
+            state given or wanted with an axis_name.
     Source: Katharopoulos et al. 2020, arXiv:2006.16236, equations 8 to 12.
     """
     pair = _resolve("linear_causal", features)
@@ -101,6 +105,7 @@ def linear_causal(
         state=state,
         return_state=return_state,
         segment_ids=segment_ids,
+        axis_name=axis_name,
     )
 
 

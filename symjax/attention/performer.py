@@ -93,6 +93,7 @@ def performer_causal(
     state: LinearState | None = None,
     return_state: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """`performer` over a token itself, its past, and what `state` has seen.
 
@@ -108,10 +109,13 @@ def performer_causal(
             the same projection, features, scale and statistics. Its last segment goes
             on with the first run of `segment_ids`.
         segment_ids: the sums start anew wherever the id changes.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
+            array is a device's own stretch. Devices tell each other their states.
     Returns:
         The output, and the state after the last token if `return_state`.
     Raises:
-        ValueError: as `performer`; T differs from S; a state of other sizes.
+        ValueError: as `performer`; T differs from S; a state of other sizes; a
+            state given or wanted with an axis_name.
     Source: Choromanski et al. 2021, arXiv:2009.14794; the running maximum is ours.
     """
     who = "performer_causal"
@@ -128,6 +132,7 @@ def performer_causal(
         state=state,
         return_state=return_state,
         segment_ids=segment_ids,
+        axis_name=axis_name,
     )
 
 

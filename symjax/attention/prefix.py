@@ -78,12 +78,17 @@ def to_features(features: Features, parameters: Any, chunk: Chunk, dtype: Any) -
         largest = jnp.abs(query.amplitude).max(axis=-1, keepdims=True)
         largest = jax.lax.stop_gradient(jnp.where(largest > 0, largest, 1))
         query = query._replace(amplitude=query.amplitude / largest)
+    chunk = chunk._replace(query=query)
+    return key_features(features, parameters, chunk, dtype)
+
+
+def key_features(
+    features: Features, parameters: Any, chunk: Chunk, dtype: Any
+) -> Chunk:
+    """The same chunk with φ of keys alone."""
+    key = features.key(chunk.key.astype(dtype), parameters)
     return chunk._replace(
-        query=query,
-        key=features.key(chunk.key.astype(dtype), parameters).where(
-            chunk.visible[:, None]
-        ),
-        value=chunk.value.astype(dtype),
+        key=key.where(chunk.visible[:, None]), value=chunk.value.astype(dtype)
     )
 
 
@@ -132,6 +137,19 @@ def absorb(state: LinearState, key: Powers, value: Array) -> LinearState:
 def _row(peak: Array | None) -> Array | None:
     """[B K M] → [B K 1 M], to stand beside rows of time."""
     return None if peak is None else peak[:, :, None]
+
+
+def union(one: LinearState, two: LinearState) -> LinearState:
+    """The state that has seen the keys of both, which must be different keys.
+
+    (c, S, z) of both, c = max: S₁ exp(c₁ − c) + S₂ exp(c₂ − c), and so z. Associative
+    and commutative; an empty state changes nothing.
+    """
+    peak = None
+    if one.peak is not None and two.peak is not None:
+        peak = jnp.maximum(one.peak, two.peak)
+    one, two = _refer(one, peak), _refer(two, peak)
+    return LinearState(one.sums + two.sums, one.total + two.total, peak)
 
 
 def read(state: LinearState, query: Powers) -> Fraction:
@@ -212,7 +230,7 @@ def empty(like: LinearState) -> LinearState:
     return LinearState(jnp.zeros_like(like.sums), jnp.zeros_like(like.total), peak)
 
 
-def _choose(where: Array, one: LinearState, two: LinearState) -> LinearState:
+def choose(where: Array, one: LinearState, two: LinearState) -> LinearState:
     """One state or the other for each example of the batch. where: [B]."""
 
     def pick(a: Array, b: Array) -> Array:
@@ -246,7 +264,7 @@ def advance(state: LinearState, chunk: Chunk) -> tuple[LinearState, Fraction]:
     """
     run = chunk.run
     if chunk.fresh is not None:
-        state = _choose(chunk.fresh, empty(state), state)
+        state = choose(chunk.fresh, empty(state), state)
     peak = _reference(state, chunk.key, run)
     weights = _weigh_key(chunk.key, peak)
     old = _refer(state, None if peak is None else peak[:, :, 0])
@@ -254,7 +272,7 @@ def advance(state: LinearState, chunk: Chunk) -> tuple[LinearState, Fraction]:
     if state.peak is not None:
         fraction = _rescue(fraction, state, state.peak, chunk)
     if run is not None:
-        old = _choose(run[:, 0] == run[:, -1], old, empty(old))
+        old = choose(run[:, 0] == run[:, -1], old, empty(old))
         old = old._replace(peak=None if peak is None else peak[:, :, -1])
         last = run == run[:, -1:]
         weights = jnp.where(last[:, None, :, None], weights, 0)

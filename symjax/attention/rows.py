@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.masks import segment_runs, visible_pairs
+from symjax.attention.masks import visible_pairs
 from symjax.attention.scaling import head_scale, length_scale
+from symjax.attention.shards import first_token, gather, segment_runs_over
 
 # Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible.
 RowWeights = Callable[[Array, Array | None], Array]
@@ -47,11 +48,12 @@ class Operands(NamedTuple):
     row_segments: Int[Array, "B T"] | None
     key_segments: Int[Array, "B S"] | None
     scale: Float[Array, ""] | float
+    first: Int[Array, ""] | None  # the position of row 0, where a device decides it
 
 
 # The axis of time and the axis of keys in each operand.
-TIME = (2, None, None, 2, 2, 2, 1, None, None)
-KEYS = (None, 2, 2, 3, 3, None, None, 1, None)
+TIME = (2, None, None, 2, 2, 2, 1, None, None, None)
+KEYS = (None, 2, 2, 3, 3, None, None, 1, None, None)
 
 
 class Rule(NamedTuple):
@@ -61,7 +63,7 @@ class Rule(NamedTuple):
     is_causal: bool
     mask_self: bool
     length_base: float | None
-    offset: int  # the position of row 0: rows are aligned to the last key
+    offset: int  # the position of row 0 otherwise: rows are aligned to the last key
     whole: bool  # all rows as one block, without checkpointing
     block_rows: int
 
@@ -81,6 +83,7 @@ def attend_rows(
     mask_self: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"]:
     """Values averaged by row weights, block by block of query rows.
 
@@ -97,6 +100,9 @@ def attend_rows(
         segment_ids: tokens see only their own run of equal ids; needs T = S.
         implementation: "rows" (the default), or "whole" for one block without
             checkpointing, which is the oracle and the form for reading maps.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over. Rows
+            stay where they are; keys, values and segments of all devices are gathered.
+            A mask or a bias is of a device's own rows and of all keys.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     """
@@ -104,16 +110,22 @@ def attend_rows(
         raise ValueError(
             f"key and value must agree in heads, got {key.shape} and {value.shape}"
         )
-    check_shapes(query, key, value, bias, mask, segment_ids, is_causal)
+    first = None
+    if axis_name is not None:
+        check_shapes(query, key, value, None, None, segment_ids, is_causal)
+        first = first_token(query, key, axis_name)
+        key, value = gather((key, value), axis_name)
+    alike = segment_ids if axis_name is None else None
+    check_shapes(query, key, value, bias, mask, alike, is_causal)
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation {implementation!r} is unknown: choose from "
-            f"{', '.join(IMPLEMENTATIONS)}"
+            f"{', '.join(IMPLEMENTATIONS)}; softmax has ring too"
         )
     if mask is not None:  # not even NaN gets through where no row sees a key
         seen = mask.any(axis=(1, 2))[:, :, None, None]
         key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
-    run = None if segment_ids is None else segment_runs(segment_ids)
+    own_runs, runs = segment_runs_over(segment_ids, axis_name)
     lam = None if lam is None else jnp.swapaxes(lam, 1, 2)
     operands = Operands(
         jnp.swapaxes(query, 1, 2),
@@ -122,9 +134,10 @@ def attend_rows(
         bias,
         mask,
         lam,
-        run,
-        run,
+        own_runs,
+        runs,
         head_scale(query.shape[-1]) if scale is None else scale,
+        first,
     )
     rule = Rule(
         weights,
@@ -198,11 +211,12 @@ def _blocks(rule: Rule, operands: Operands) -> Array:
     time, keys = operands.query.shape[2], operands.key.shape[2]
     count = -(-time // rule.block_rows)
     rows = -(-time // count)
-    per_extent = -(-count // EXTENTS) if rule.is_causal else count
+    triangle = rule.is_causal and operands.first is None
+    per_extent = -(-count // EXTENTS) if triangle else count
     outputs = []
     for first in range(0, count, per_extent):
         start, stop = first * rows, min((first + per_extent) * rows, time)
-        end = stop + rule.offset if rule.is_causal else keys
+        end = stop + rule.offset if triangle else keys
         part = _part(_part(operands, TIME, start, stop - start), KEYS, 0, end)
         if outputs:  # one extent after another: 0.7 of the memory of all at once
             part, outputs[-1] = jax.lax.optimization_barrier((part, outputs[-1]))
@@ -230,7 +244,32 @@ def _extent(rule: Rule, operands: Operands, start: int, rows: int) -> Array:
 
 def _block(rule: Rule, operands: Operands, start: int | Array) -> Array:
     """One block of rows against the keys given: scores, weights, values."""
-    query, key, value, bias, mask, lam, row_segments, key_segments, scale = operands
+    value, lam = operands.value, operands.lam
+    batch, kv_heads = value.shape[:2]
+    own = rule.offset if operands.first is None else operands.first
+    rows = start + own + jnp.arange(operands.query.shape[2])
+    scores, visible = scored(rule, operands, rows, jnp.arange(value.shape[2]))
+    weights = rule.weights(scores, visible)
+    if lam is not None:
+        lam = lam[..., None].astype(weights.dtype)
+        weights = weights[:, 0::2] - lam * weights[:, 1::2]
+    output = jnp.einsum(
+        "bkgts,bksv->bkgtv",
+        weights.reshape(batch, kv_heads, -1, *weights.shape[2:]).astype(value.dtype),
+        value,
+        preferred_element_type=weights.dtype,
+    )
+    return output.reshape(batch, -1, *output.shape[-2:]).astype(value.dtype)
+
+
+def scored(
+    rule: Rule,
+    operands: Operands,
+    rows: Int[Array, " t"],
+    keys: Int[Array, " s"],
+) -> tuple[Float[Array, "B N t s"], Bool[Array, "#B #N t s"] | None]:
+    """The scores of rows and keys at these positions, and which of them count."""
+    query, key, value, bias, mask, _, row_segments, key_segments, scale, _ = operands
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     batch, heads, time, size = query.shape
     kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
@@ -242,8 +281,8 @@ def _block(rule: Rule, operands: Operands, start: int | Array) -> Array:
     )
     scores = scores.reshape(batch, heads, time, -1)
     visible = visible_pairs(
-        start + rule.offset + jnp.arange(time),
-        jnp.arange(key.shape[2]),
+        rows,
+        keys,
         mask,
         is_causal=rule.is_causal,
         mask_self=rule.mask_self,
@@ -257,16 +296,7 @@ def _block(rule: Rule, operands: Operands, start: int | Array) -> Array:
         scores *= length_scale(seen, rule.length_base).astype(wide)
     if bias is not None:
         scores += bias.astype(wide)
-    weights = rule.weights(scores, visible)
-    if lam is not None:
-        weights = weights[:, 0::2] - lam[..., None].astype(wide) * weights[:, 1::2]
-    output = jnp.einsum(
-        "bkgts,bksv->bkgtv",
-        weights.reshape(batch, kv_heads, -1, *weights.shape[2:]).astype(value.dtype),
-        value,
-        preferred_element_type=wide,
-    )
-    return output.reshape(batch, -1, time, value.shape[-1]).astype(value.dtype)
+    return scores, visible
 
 
 def _along(axes: tuple, operands: Operands, function: Callable) -> Operands:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.rows import attend_rows
+from symjax.attention.ring import attend_rows_or_ring
 
 
 def softmax_weights(
@@ -32,6 +32,7 @@ def softmax(
     mask_self: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"]:
     """Scaled dot-product attention, softmax(q·k·scale + bias) V, in blocks of rows.
 
@@ -46,12 +47,16 @@ def softmax(
             sees (entropy-invariant scaling).
         mask_self: hide a token from itself unless it sees nothing else.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
-        implementation: "rows" (default) or "whole".
+        implementation: "rows" (default), "whole", or "ring": over an axis keys and
+            values travel and are not gathered, see `attend_ring`; otherwise as "rows".
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over: query,
+            key, value and segment_ids are a device's own stretch, mask and bias are of
+            its own rows and of all keys.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1.
     """
-    return attend_rows(
+    return attend_rows_or_ring(
         softmax_weights,
         query,
         key,
@@ -64,4 +69,5 @@ def softmax(
         mask_self=mask_self,
         segment_ids=segment_ids,
         implementation=implementation,
+        axis_name=axis_name,
     )

@@ -43,6 +43,7 @@ def sparsemax(
     mask_self: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention whose rows of weights are the points of the simplex nearest to z.
 
@@ -72,6 +73,7 @@ def sparsemax(
         mask_self=mask_self,
         segment_ids=segment_ids,
         implementation=implementation,
+        axis_name=axis_name,
     )
 
 
@@ -88,6 +90,7 @@ def entmax15(
     mask_self: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     implementation: str | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"]:
     """Attention by entmax-1.5, halfway between softmax and sparsemax.
 
@@ -114,6 +117,7 @@ def entmax15(
         mask_self=mask_self,
         segment_ids=segment_ids,
         implementation=implementation,
+        axis_name=axis_name,
     )
 
 

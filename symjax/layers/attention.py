@@ -18,7 +18,7 @@ from symjax.layers.forgetting import FixedDecay, GatedDecay
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
 from symjax.layers.rotary import rotary
-from symjax.layers.sharded import per_device
+from symjax.layers.sharded import per_device, time_axis
 
 
 class Lambda(nnx.Param):
@@ -176,7 +176,11 @@ class Attention(nnx.Module):
             options["is_causal"] = True
         else:
             function = self._form.causal
-        return self._output(x, self._mix(function, options, arrays, "BTN"))
+        axis = time_axis(x.shape[1])
+        if axis is not None:  # keys are a device's own too
+            options["axis_name"] = axis
+            arrays |= {name: (arrays[name][0], "BTK") for name in ("key", "value")}
+        return self._output(x, self._mix(function, options, arrays, "BTN", axis))
 
     def empty(self, batch: int, length: int) -> Any:
         """The decoding state before the first token; `length` bounds a cache."""
@@ -295,6 +299,7 @@ class Attention(nnx.Module):
         options: dict[str, Any],
         arrays: dict[str, tuple[Any, str]],
         output: Any,
+        axis: str | None = None,
     ) -> Any:
         """`function` over all heads, its maps combined as the layer combines them."""
 
@@ -307,7 +312,7 @@ class Attention(nnx.Module):
                 combine = attention.differential_v2
             return combine(query, key, value, lam, attend=function, **more)
 
-        return per_device(run, arrays, output)
+        return per_device(run, arrays, output, time=axis)
 
     def _options_of(self, form: str) -> dict[str, Any]:
         """The options that another form of the mechanism takes."""

@@ -15,7 +15,7 @@ from symjax.layers.cache import Cache, write
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
 from symjax.layers.rotary import rotary
-from symjax.layers.sharded import per_device
+from symjax.layers.sharded import per_device, time_axis
 
 LARGEST_SIZE = 128  # of queries and keys, unless model.head_size says otherwise
 ROLES = {
@@ -99,11 +99,16 @@ class GatedBlock(nnx.Module):
         """Args: dropout_key: None turns dropout off."""
         y = self.norm(x)
         arrays = self._arrays(y, jnp.arange(x.shape[1])[None])
+        axis = None
         if self.mechanism == "gau":
             function = partial(attention.gau, is_causal=True, **dict(self.options))
+            axis = time_axis(x.shape[1])
         else:
             function = partial(attention.flash_causal, **dict(self.options))
-        y = self._output(y, per_device(function, arrays, "BT"))
+        if axis is not None:
+            function = partial(function, axis_name=axis)
+            arrays = {name: (array, "BT") for name, (array, _) in arrays.items()}
+        y = self._output(y, per_device(function, arrays, "BT", time=axis))
         return x + self.dropout(y, deterministic=dropout_key is None, rngs=dropout_key)
 
     def empty(self, batch: int, length: int) -> Any:

@@ -14,11 +14,20 @@ from jaxtyping import Array
 
 BATCH = ("data", "fsdp")  # mesh axes that split the batch
 HEADS = "tensor"
+SEQUENCE = "sequence"
 LETTERS = {"B": BATCH, "N": HEADS, "K": HEADS}  # of axes that are split
 
 
 def has_mesh() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
+
+
+def time_axis(length: int) -> str | None:
+    """The mesh axis that splits rows of so many tokens; None if none does."""
+    if not has_mesh():
+        return None
+    count = jax.sharding.get_abstract_mesh().shape[SEQUENCE]
+    return SEQUENCE if count > 1 and length % count == 0 else None
 
 
 def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
@@ -27,7 +36,11 @@ def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
 
 
 def per_device(
-    function: Callable[..., Any], arrays: dict[str, tuple[Any, str]], output: Any
+    function: Callable[..., Any],
+    arrays: dict[str, tuple[Any, str]],
+    output: Any,
+    *,
+    time: str | None = None,
 ) -> Any:
     """function(**arrays), each device on its own examples and heads.
 
@@ -35,6 +48,8 @@ def per_device(
     the compiler cannot add any (a loop over a sharded batch would gather it).
 
     Args:
+        time: the mesh axis that splits the letter T. The function then has to tell
+            other devices of this axis what they need, by `axis_name`.
         arrays: name → (array or tree of arrays, its first axes): "BTN" is split over
             examples and heads, "" is whole on every device. Axes of length 1 are not
             split.
@@ -52,15 +67,17 @@ def per_device(
         if size > 1
     }
 
+    letters = LETTERS | {"T": time}
+
     def place(axes: str) -> Callable[[Array], P]:
         def leaf(x: Array) -> P:
             sizes = zip(axes, x.shape, strict=False)
-            return P(*(LETTERS.get(a) if size > 1 else None for a, size in sizes))
+            return P(*(letters.get(a) if size > 1 else None for a, size in sizes))
 
         return leaf
 
     def place_output(axes: str) -> P:
-        return P(*(LETTERS.get(axis) if axis in several else None for axis in axes))
+        return P(*(letters.get(axis) if axis in several else None for axis in axes))
 
     places = {
         name: jax.tree.map(place(axes), value) for name, (value, axes) in arrays.items()

@@ -1,0 +1,106 @@
+"""Time split over a mesh axis: what devices tell each other inside a `jax.shard_map`.
+
+Every device holds a stretch of time, of the same length on all, in the order of the
+axis. Mechanisms that score pairs need the keys of other stretches; those that have a
+state need what the stretches before add up to, and no key of them.
+
+Nothing here is a sum over devices (`psum`): a gradient through these functions is that
+of the whole, whatever the devices' outputs are used for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from symjax.attention.masks import segment_runs
+
+
+def gather(tree: Any, axis_name: str) -> Any:
+    """All stretches of arrays [B T …], one after the other."""
+
+    def whole(x: Array) -> Array:
+        return jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
+
+    return jax.tree.map(whole, tree)
+
+
+def first_token(query: Array, key: Array, axis_name: str) -> Int[Array, ""]:
+    """The position of a device's first token.
+
+    Raises:
+        ValueError: query and key [B T …] differ in length.
+    """
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"time split over {axis_name!r} needs as many keys as queries, got query "
+            f"{query.shape} and key {key.shape}"
+        )
+    return jax.lax.axis_index(axis_name) * query.shape[1]
+
+
+def segment_runs_over(
+    segment_ids: Int[Array, "B T"] | None, axis_name: str | None
+) -> tuple[Int[Array, "B T"] | None, Int[Array, "B S"] | None]:
+    """The runs of equal ids of a device's own tokens, and of all tokens.
+
+    Args:
+        axis_name: the mesh axis that time is split over; None: it is not.
+    """
+    if segment_ids is None:
+        return None, None
+    if axis_name is None:
+        runs = segment_runs(segment_ids)
+        return runs, runs
+    length = segment_ids.shape[1]
+    runs = segment_runs(gather(segment_ids, axis_name))
+    first = jax.lax.axis_index(axis_name) * length
+    return jax.lax.dynamic_slice_in_dim(runs, first, length, axis=1), runs
+
+
+def last_before(x: Array, axis_name: str | None) -> Array:
+    """The last [B 1] of x [B T] on the device before; on the first, its own first."""
+    if axis_name is None:
+        return x[:, :1]
+    before = pass_on(x[:, -1:], axis_name)
+    return jnp.where(jax.lax.axis_index(axis_name) == 0, x[:, :1], before)
+
+
+def pass_on(tree: Any, axis_name: str) -> Any:
+    """The arrays of the device before, of the last one for the first."""
+    count = jax.lax.axis_size(axis_name)
+    ring = [(device, (device + 1) % count) for device in range(count)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, ring), tree)
+
+
+def state_before(
+    merge: Callable[[Any, Any], Any], own: Any, empty: Any, axis_name: str
+) -> Any:
+    """The merged states of all stretches before a device's own.
+
+    With n devices in 1 + log₂(n − 1) rounds, rounded up, in each of which a device
+    sends one state.
+
+    Args:
+        merge: (earlier, later) → the state that has read both; associative.
+        own: what a device's own stretch adds up to.
+        empty: the state that has read nothing.
+    """
+    count, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+
+    def from_before(state: Any, distance: int) -> Any:
+        pairs = [(device, device + distance) for device in range(count - distance)]
+
+        def receive(x: Array, nothing: Array) -> Array:
+            x = jax.lax.ppermute(x, axis_name, pairs)
+            return jnp.where(index >= distance, x, nothing)
+
+        return jax.tree.map(receive, state, empty)
+
+    state, window = from_before(own, 1), 1  # of the `window` stretches before
+    while window < count - 1:
+        state = merge(from_before(state, window), state)
+        window *= 2
+    return state

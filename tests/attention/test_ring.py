@@ -1,0 +1,158 @@
+"""Time split over devices: forward and backward, every mechanism is what it is alone."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from laws import close
+
+from symjax import attention
+from symjax.attention import ring
+from symjax.attention.decay import Stretch, follow
+from symjax.attention.prefix import LinearState, union
+
+B, T, N, K, H, V, M = 2, 24, 4, 2, 3, 5, 6
+# Runs inside a stretch, at its border, over several of them, and of single tokens.
+SEGMENTS = np.array(
+    [[0] * 7 + [1] * 5 + [0] * 12, [4] * 12 + [2, 3] + [1] * 4 + [2] * 6]
+)
+DEVICES = pytest.mark.parametrize(
+    "devices", [4, pytest.param(2, marks=pytest.mark.slow)]
+)
+TIME = P(None, "sequence")
+SPLIT = dict.fromkeys(["query", "key", "value", "segment_ids"], TIME)  # others: whole
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def given(queries=N, keys=K, **more):
+    """Query, key and value, large enough that peaks and highest scores move."""
+    return {
+        "query": 2 * draw(B, T, queries, H),
+        "key": 2 * draw(B, T, keys, H, seed=1),
+        "value": draw(B, T, K, V, seed=2),
+        **more,
+    }
+
+
+def over(devices, function, names, split):
+    """A function of arrays by name, time split over devices."""
+    mesh = jax.make_mesh(
+        (devices,),
+        ("sequence",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
+    return jax.shard_map(
+        lambda arrays: function(**arrays, axis_name="sequence"),
+        mesh=mesh,
+        in_specs=({name: split.get(name, P()) for name in names},),
+        out_specs=TIME,
+        check_vma=False,
+    )
+
+
+def results(function, arrays):
+    """The output, and the gradient of a random sum of it for every array of floats."""
+    floats = {name: x for name, x in arrays.items() if x.dtype.kind == "f"}
+    rest = {name: x for name, x in arrays.items() if name not in floats}
+
+    def loss(floats):
+        output = function({**floats, **rest})
+        return (output * draw(*output.shape, seed=3)).sum(), output
+
+    gradient, output = jax.jit(jax.grad(loss, has_aux=True))(floats)
+    return {"output": output, **gradient}
+
+
+def it_is_what_it_is_alone(devices, function, arrays, split=SPLIT, **options):
+    function = partial(function, **options)
+    with jax.enable_x64(True):
+        wanted = results(lambda arrays: function(**arrays), arrays)
+        found = results(over(devices, function, tuple(arrays), split), arrays)
+        for name, exact in wanted.items():
+            close(found[name], exact, 1e-11)
+
+
+SEGMENTED = {"segment_ids": SEGMENTS}
+BIAS = {"bias": draw(1, N, 1, T, seed=4)}
+MASK = {"mask": draw(B, N, 1, T, seed=5) < 0.8}
+COUNTED = {"length_base": 16, "mask_self": True}
+RING = {"implementation": "ring"}
+SCORES = {
+    "softmax": (attention.softmax, SEGMENTED | BIAS, COUNTED),
+    "sparsemax": (attention.sparsemax, {}, {}),
+    "entmax15": (attention.entmax15, MASK, {}),
+    "gau": (attention.gau, {}, {"divisor": "count"}),
+    "ring": (attention.softmax, BIAS, COUNTED | RING),
+    "ring of segments": (attention.softmax, SEGMENTED | MASK, RING),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("name", SCORES)
+def test_mechanisms_that_score_pairs(name, devices):
+    function, more, options = SCORES[name]
+    options = {"is_causal": True, **options}
+    it_is_what_it_is_alone(devices, function, given(**more), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [RING | COUNTED, COUNTED, RING], ids=str)
+def test_softmax_over_both_sides(options):
+    arrays = given(**(BIAS if options is COUNTED else {}))
+    it_is_what_it_is_alone(4, attention.softmax, arrays, **options)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_a_ring_in_blocks_of_rows(block, monkeypatch):
+    """Blocks that do not divide a device's six rows, and blocks of one row."""
+    monkeypatch.setattr(ring, "BLOCK_ROWS", block)
+    options = {"is_causal": True, **COUNTED, **RING}
+    it_is_what_it_is_alone(4, attention.softmax, given(**BIAS), **options)
+
+
+@DEVICES
+@pytest.mark.parametrize("options", [{}, RING], ids=["rows", "ring"])
+def test_differential_softmax(options, devices):
+    options = {"is_causal": True, **options}
+    arrays = given(2 * N, 2 * K, lam=draw(N), **BIAS)
+    it_is_what_it_is_alone(devices, attention.differential, arrays, **options)
+    arrays = given(2 * N, K, lam=draw(B, T, N))
+    function, split = attention.differential_v2, {**SPLIT, "lam": TIME}
+    it_is_what_it_is_alone(devices, function, arrays, split, **options)
+
+
+KEYS = {"mask": draw(B, 1, 1, T, seed=6) < 0.7}
+PROJECTION = {"projection": draw(M, H, seed=7)}
+LINEAR = {
+    "linear": (attention.linear_causal, KEYS, {}),
+    "taylor": (attention.linear_causal, SEGMENTED, {"features": "taylor"}),
+    "cosine": (attention.cosine_causal, SEGMENTED, {}),
+    "performer": (attention.performer_causal, PROJECTION, {}),
+    "segments": (attention.performer_causal, PROJECTION | SEGMENTED, {}),
+    "decay": (attention.decay_causal, {"log_decay": -np.exp(draw(B, T, K, H))}, {}),
+    "fixed": (attention.decay_causal, {"log_decay": -np.exp(draw(1, 1, K))}, {}),
+    "forgets": (
+        attention.decay_causal,
+        SEGMENTED | {"log_decay": -np.exp(draw(B, T, K))},
+        {},
+    ),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("name", LINEAR)
+def test_mechanisms_that_have_a_state(name, devices):
+    function, more, options = LINEAR[name]
+    split = SPLIT | {"mask": P(None, None, None, "sequence")}
+    if name != "fixed":
+        split["log_decay"] = TIME
+    arrays = given(**more)
+    it_is_what_it_is_alone(devices, function, arrays, split, chunk_size=4, **options)

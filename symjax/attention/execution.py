@@ -18,7 +18,7 @@ from symjax.attention import prefix
 from symjax.attention.features import Features, Powers
 from symjax.attention.masks import visible_keys
 from symjax.attention.prefix import Chunk, Fraction, LinearState
-from symjax.attention.shards import segment_runs_over, state_before
+from symjax.attention.shards import run_state_before, segment_runs_over
 
 
 def empty_state(
@@ -233,24 +233,13 @@ def _before(
     empty: LinearState,
     chunk: Chunk,
 ) -> LinearState:
-    """What the stretches before a device's own have seen of the run it goes on with.
-
-    A stretch adds up the keys of its last run; two of the same run are united.
-    """
-    if chunk.run is None:
-        own = _absorb_chunks(features, chunk_size, parameters, empty, chunk)
-        return state_before(prefix.union, own, empty, axis_name)
-    last = chunk.run[:, -1]
-    ending = chunk._replace(visible=chunk.visible & (chunk.run == last[:, None]))
-    own = _absorb_chunks(features, chunk_size, parameters, empty, ending)
-
-    def merge(one: tuple, two: tuple) -> tuple:
-        both = prefix.union(one[0], two[0])
-        return prefix.choose(one[1] == two[1], both, two[0]), two[1]
-
-    nothing = (empty, jnp.full_like(last, -1))
-    state, run = state_before(merge, (own, last), nothing, axis_name)
-    return prefix.choose(run == chunk.run[:, 0], state, empty)
+    """What the stretches before a device's own have seen of the run it goes on with."""
+    visible = chunk.visible
+    if chunk.run is not None:
+        visible = visible & (chunk.run == chunk.run[:, -1:])
+    last = chunk._replace(visible=visible)
+    own = _absorb_chunks(features, chunk_size, parameters, empty, last)
+    return run_state_before(prefix.union, own, empty, chunk.run, axis_name)
 
 
 def _absorb_chunks(

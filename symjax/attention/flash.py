@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import groups
-from symjax.attention.execution import check
+from symjax.attention.execution import check, check_axis
 from symjax.attention.gau import check_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
-from symjax.attention.masks import segment_runs, visible_keys
+from symjax.attention.masks import visible_keys
+from symjax.attention.shards import segment_runs_over
 
 
 def flash(
@@ -73,6 +74,7 @@ def flash_causal(
     state: FlashState | None = None,
     return_state: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlashState]:
     """`flash` over a token itself, its past, and what `state` has read.
 
@@ -84,17 +86,27 @@ def flash_causal(
             their place. So examples of different lengths are padded at the end.
         state: from `flash_state`, `flash_step` or an earlier call, of the same group
             size. Its last segment goes on with the first run of `segment_ids`.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
+            array is a device's own stretch, of whole groups. Devices tell each other
+            their sums.
     Returns:
         The output, and the state after the last visible token if `return_state`.
     Raises:
-        ValueError: as `flash`; a state of other sizes.
+        ValueError: as `flash`; a state of other sizes; a state given or wanted with an
+            axis_name, or a stretch that is not of whole groups.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
     rule = _rule("flash_causal", group_size, True, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
-    tokens = _tokens("flash_causal", *arrays, mask, segment_ids)
+    tokens = _tokens("flash_causal", *arrays, mask, segment_ids, axis_name)
+    check_axis("flash_causal", axis_name, state, return_state)
+    if axis_name is not None and key.shape[1] % group_size:
+        raise ValueError(
+            f"flash_causal: a device's {key.shape[1]} tokens, query {query.shape}, are "
+            f"not a multiple of group_size {group_size}"
+        )
     if state is None and not return_state:
-        return groups.whole(rule, tokens)
+        return groups.whole(rule, tokens, axis_name)
     if state is None:
         state = _empty_like(tokens, group_size)
     _check_state("flash_causal", state, tokens, group_size)
@@ -198,6 +210,7 @@ def _tokens(
     value: Array,
     mask: Array | None,
     segment_ids: Array | None,
+    axis_name: str | None = None,
 ) -> Tokens:
     """The arguments checked; hidden keys and values are zero, not even NaN is left."""
     check(who, query, key, value, mask, segment_ids, causal=True)
@@ -213,7 +226,7 @@ def _tokens(
         key, linear_key, value = (
             jnp.where(visible, x, 0) for x in (key, linear_key, value)
         )
-    run = None if segment_ids is None else segment_runs(segment_ids)
+    run, _ = segment_runs_over(segment_ids, axis_name)
     return Tokens(query, key, linear_query, linear_key, value, run)
 
 

@@ -16,6 +16,7 @@ from symjax.attention.execution import cut, sum_dtype
 from symjax.attention.gau import SquaredReLU
 from symjax.attention.prefix import einsum
 from symjax.attention.rows import attend_rows
+from symjax.attention.shards import run_state_before
 
 
 class FlashState(NamedTuple):
@@ -53,13 +54,14 @@ class Rule(NamedTuple):
     linear_divisor: float
 
 
-@partial(jax.jit, static_argnums=0)
-def whole(rule: Rule, tokens: Tokens) -> Array:
-    """All tokens from the first one on."""
+@partial(jax.jit, static_argnums=(0, 2))
+def whole(rule: Rule, tokens: Tokens, axis_name: str | None = None) -> Array:
+    """All tokens from the first one on, or a device's own stretch of them."""
     length = tokens.key.shape[1]
     size = min(rule.group_size, length)
     filled = jax.tree.map(lambda x: _fill(x, -length % size), tokens)
-    output = _attend(rule, size, filled)
+    sums = None if axis_name is None else _before(tokens, axis_name)
+    output = _attend(rule, size, filled, sums)
     return output[:, :length].astype(tokens.value.dtype)
 
 
@@ -184,6 +186,15 @@ def _attend(
         far = _earlier(tokens, size, None, dtype) + later + own.reshape(later.shape)
     near = near.reshape(batch, length, heads, -1)
     return near + far / rule.linear_divisor
+
+
+def _before(tokens: Tokens, axis_name: str) -> Float[Array, "B K M V"]:
+    """The sums over the stretches before a device's own."""
+    key, run = tokens.linear_key, tokens.run
+    if run is not None:
+        key = jnp.where((run == run[:, -1:])[:, :, None, None], key, 0)
+    own = _sum(key, tokens.value, sum_dtype(*tokens[:5]))
+    return run_state_before(jnp.add, own, jnp.zeros_like(own), run, axis_name)
 
 
 def _products(scores: Array, visible: Array | None) -> Array:

@@ -230,7 +230,7 @@ def empty(like: LinearState) -> LinearState:
     return LinearState(jnp.zeros_like(like.sums), jnp.zeros_like(like.total), peak)
 
 
-def choose(where: Array, one: LinearState, two: LinearState) -> LinearState:
+def choose(where: Array, one: Any, two: Any) -> Any:
     """One state or the other for each example of the batch. where: [B]."""
 
     def pick(a: Array, b: Array) -> Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from symjax.attention.masks import segment_runs
+from symjax.attention.prefix import choose
 
 
 def gather(tree: Any, axis_name: str) -> Any:
@@ -104,3 +105,29 @@ def state_before(
         state = merge(from_before(state, window), state)
         window *= 2
     return state
+
+
+def run_state_before(
+    merge: Callable[[Any, Any], Any],
+    own: Any,
+    empty: Any,
+    run: Int[Array, "B T"] | None,
+    axis_name: str,
+) -> Any:
+    """`state_before` where states are those of a run: of the run of the first token.
+
+    Args:
+        own: the state of the last run of a device's own stretch, arrays [B …].
+        run: numbers the runs of all tokens, here those of a device's own.
+    """
+    if run is None:
+        return state_before(merge, own, empty, axis_name)
+
+    def merge_runs(one: tuple, two: tuple) -> tuple:
+        """Stretches that end with the same run are parts of it; others replace it."""
+        return choose(one[1] == two[1], merge(one[0], two[0]), two[0]), two[1]
+
+    last = run[:, -1]
+    nothing = (empty, jnp.full_like(last, -1))
+    state, before = state_before(merge_runs, (own, last), nothing, axis_name)
+    return choose(before == run[:, 0], state, empty)

@@ -100,6 +100,12 @@ def _check_the_rest(options: config.Model, known: dict[str, tuple[str, ...]]) ->
             f"model.attention.feature_count {chosen.feature_count}: "
             f"{', '.join(known)} has no random features"
         )
+    scores = [x for x, arguments in known.items() if "implementation" in arguments]
+    if chosen.implementation == "ring" and scores != ["softmax"]:
+        raise ValueError(
+            "model.attention.implementation 'ring' is of softmax alone: "
+            f"{', '.join(x for x in scores if x != 'softmax')} takes rows or whole"
+        )
     if chosen.length_base == 1:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")
     if chosen.key_norm != "none" and chosen.symmetric == "none":

@@ -99,12 +99,12 @@ class GatedBlock(nnx.Module):
         """Args: dropout_key: None turns dropout off."""
         y = self.norm(x)
         arrays = self._arrays(y, jnp.arange(x.shape[1])[None])
-        axis = None
+        options = dict(self.options)
         if self.mechanism == "gau":
-            function = partial(attention.gau, is_causal=True, **dict(self.options))
-            axis = time_axis(x.shape[1])
+            function = partial(attention.gau, is_causal=True, **options)
         else:
-            function = partial(attention.flash_causal, **dict(self.options))
+            function = partial(attention.flash_causal, **options)
+        axis = time_axis(x.shape[1], options.get("group_size", 1))
         if axis is not None:
             function = partial(function, axis_name=axis)
             arrays = {name: (array, "BT") for name, (array, _) in arrays.items()}
@@ -197,6 +197,11 @@ def _check(options: config.Model) -> None:
         )
     if not set(names) <= set(OWN):
         return
+    if options.attention.implementation == "ring" and "gau" in names:
+        raise ValueError(
+            "model.attention.implementation 'ring' is of softmax alone: gau takes rows "
+            "or whole"
+        )
     known = {"mechanism", *(key for name in names for key in OWN[name])}
     foreign = {field.name for field in dataclasses.fields(config.Attention)} - known
     for prefix, found, keys in (

@@ -22,12 +22,16 @@ def has_mesh() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
-def time_axis(length: int) -> str | None:
-    """The mesh axis that splits rows of so many tokens; None if none does."""
+def time_axis(length: int, group_size: int = 1) -> str | None:
+    """The mesh axis that splits rows of so many tokens; None if none does.
+
+    Args:
+        group_size: tokens that cannot be parted.
+    """
     if not has_mesh():
         return None
     count = jax.sharding.get_abstract_mesh().shape[SEQUENCE]
-    return SEQUENCE if count > 1 and length % count == 0 else None
+    return SEQUENCE if count > 1 and length % (count * group_size) == 0 else None
 
 
 def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:

@@ -1,9 +1,8 @@
-"""Time split over devices: forward and backward, every mechanism is what it is alone."""
+"""Time split over devices: every mechanism is what it is on one, backward too."""
 
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -14,6 +13,7 @@ from symjax import attention
 from symjax.attention import ring
 from symjax.attention.decay import Stretch, follow
 from symjax.attention.prefix import LinearState, union
+from symjax.attention.shards import state_before
 
 B, T, N, K, H, V, M = 2, 24, 4, 2, 3, 5, 6
 # Runs inside a stretch, at its border, over several of them, and of single tokens.
@@ -156,3 +156,83 @@ def test_mechanisms_that_have_a_state(name, devices):
         split["log_decay"] = TIME
     arrays = given(**more)
     it_is_what_it_is_alone(devices, function, arrays, split, chunk_size=4, **options)
+
+
+def states(devices=4):
+    """States of stretches whose peaks differ, one that has seen no key among them."""
+    states = [
+        LinearState(
+            draw(B, K, M, V, seed=seed),
+            np.abs(draw(B, K, M, seed=seed + 10)),
+            3 * draw(B, K, M, seed=seed + 20),
+        )
+        for seed in range(devices)
+    ]
+    empty = LinearState(*(np.zeros(x.shape) for x in states[1][:2]), None)
+    states[1] = empty._replace(peak=np.full((B, K, M), -np.inf))
+    return states
+
+
+def test_united_states_are_that_of_all_keys_in_any_grouping():
+    one, two, three, four = states()
+    with jax.enable_x64(True):
+        left = union(union(union(one, two), three), four)
+        right = union(one, union(two, union(three, four)))
+    peak = np.maximum.reduce([state.peak for state in (one, two, three, four)])
+    sums, total = (
+        sum(
+            part * np.exp(state.peak - peak).reshape((B, K, M) + (1,) * (part.ndim - 3))
+            for state in (one, two, three, four)
+            for part in [state[index]]
+        )
+        for index in (0, 1)
+    )
+    for found in (left, right):
+        for part, wanted in zip(found, (sums, total, peak), strict=True):
+            close(part, wanted, 1e-14)
+
+
+def test_stretches_that_follow_each_other_are_one_in_any_grouping():
+    """A state read through them fades by the sum of their decays, −∞ forgets it."""
+    stretches = [
+        Stretch(draw(B, K, H, V, seed=seed), -np.exp(draw(B, K, H, seed=seed + 10)))
+        for seed in range(4)
+    ]
+    stretches[2].log_decay[0, 0, 1] = -np.inf
+    with jax.enable_x64(True):
+        one, two, three, four = stretches
+        left = follow(follow(follow(one, two), three), four)
+        right = follow(one, follow(two, follow(three, four)))
+    state = np.zeros((B, K, H, V))
+    for stretch in stretches:
+        state = state * np.exp(stretch.log_decay)[..., None] + stretch.sums
+    total = sum(stretch.log_decay for stretch in stretches)
+    for found in (left, right):
+        close(found.sums, state, 1e-14)
+        np.testing.assert_allclose(found.log_decay, total, 1e-14)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5, 8])
+def test_a_device_gets_the_stretches_before_it_in_order(devices):
+    """Words joined: the merge is not commutative, and no device is left out."""
+
+    def join(one, two):  # the digits of a number, and how many
+        return one[0] * 10 ** two[1] + two[0], one[1] + two[1]
+
+    mesh = jax.make_mesh(
+        (devices,),
+        ("sequence",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
+    run = jax.shard_map(
+        lambda own, empty: state_before(join, own, empty, "sequence"),
+        mesh=mesh,
+        in_specs=(P("sequence"), P()),
+        out_specs=P("sequence"),
+        check_vma=False,
+    )
+    own = np.arange(1, devices + 1), np.ones(devices, int)
+    found, count = run(own, (np.zeros(1, int), np.zeros(1, int)))
+    assert found.tolist() == [int("0" + "12345678"[:n]) for n in range(devices)]
+    assert count.tolist() == list(range(devices))

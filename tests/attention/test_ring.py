@@ -1,5 +1,6 @@
 """Time split over devices: every mechanism is what it is on one, backward too."""
 
+import re
 from functools import partial
 
 import jax
@@ -19,9 +20,6 @@ B, T, N, K, H, V, M = 2, 24, 4, 2, 3, 5, 6
 # Runs inside a stretch, at its border, over several of them, and of single tokens.
 SEGMENTS = np.array(
     [[0] * 7 + [1] * 5 + [0] * 12, [4] * 12 + [2, 3] + [1] * 4 + [2] * 6]
-)
-DEVICES = pytest.mark.parametrize(
-    "devices", [4, pytest.param(2, marks=pytest.mark.slow)]
 )
 TIME = P(None, "sequence")
 SPLIT = dict.fromkeys(["query", "key", "value", "segment_ids"], TIME)  # others: whole
@@ -85,77 +83,129 @@ BIAS = {"bias": draw(1, N, 1, T, seed=4)}
 MASK = {"mask": draw(B, N, 1, T, seed=5) < 0.8}
 COUNTED = {"length_base": 16, "mask_self": True}
 RING = {"implementation": "ring"}
+CAUSAL = {"is_causal": True}
 SCORES = {
-    "softmax": (attention.softmax, SEGMENTED | BIAS, COUNTED),
-    "sparsemax": (attention.sparsemax, {}, {}),
-    "entmax15": (attention.entmax15, MASK, {}),
-    "gau": (attention.gau, {}, {"divisor": "count"}),
-    "ring": (attention.softmax, BIAS, COUNTED | RING),
-    "ring of segments": (attention.softmax, SEGMENTED | MASK, RING),
+    "softmax": (attention.softmax, SEGMENTED | BIAS, CAUSAL | COUNTED),
+    "sparsemax": (attention.sparsemax, {}, CAUSAL),
+    "ring": (attention.softmax, SEGMENTED | MASK, CAUSAL | RING),
+    "entmax15": (attention.entmax15, MASK, CAUSAL),
+    "gau": (attention.gau, {}, CAUSAL | {"divisor": "count"}),
+    "both sides": (attention.softmax, BIAS, COUNTED),
+    "ring of both sides": (attention.softmax, {}, COUNTED | RING),
 }
 
 
-@DEVICES
-@pytest.mark.parametrize("name", SCORES)
+def some(names, default):
+    """Each name over 4 devices, and over 2; those that are not default are slow."""
+    return [
+        pytest.param(
+            name, n, marks=() if name in default and n == 4 else pytest.mark.slow
+        )
+        for n in (4, 2)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), some(SCORES, ["softmax", "sparsemax", "ring"])
+)
 def test_mechanisms_that_score_pairs(name, devices):
     function, more, options = SCORES[name]
-    options = {"is_causal": True, **options}
     it_is_what_it_is_alone(devices, function, given(**more), **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [RING | COUNTED, COUNTED, RING], ids=str)
-def test_softmax_over_both_sides(options):
-    arrays = given(**(BIAS if options is COUNTED else {}))
-    it_is_what_it_is_alone(4, attention.softmax, arrays, **options)
+def test_a_ring_in_blocks_of_rows(monkeypatch):
+    """Three of the eight rows that a device has, with log n and a bias."""
+    monkeypatch.setattr(ring, "BLOCK_ROWS", 3)
+    options = CAUSAL | COUNTED | RING
+    it_is_what_it_is_alone(3, attention.softmax, given(**BIAS), **options)
 
 
-@pytest.mark.parametrize("block", [1, 4])
-def test_a_ring_in_blocks_of_rows(block, monkeypatch):
-    """Blocks that do not divide a device's six rows, and blocks of one row."""
-    monkeypatch.setattr(ring, "BLOCK_ROWS", block)
-    options = {"is_causal": True, **COUNTED, **RING}
-    it_is_what_it_is_alone(4, attention.softmax, given(**BIAS), **options)
+LAMBDA = {"lam": TIME}
+DIFFERENTIAL = {
+    "v1": (attention.differential, given(2 * N, 2 * K, lam=draw(N), **BIAS), {}),
+    "v1 ring": (attention.differential, given(2 * N, 2 * K, lam=draw(N), **BIAS), RING),
+    "v2": (attention.differential_v2, given(2 * N, K, lam=draw(B, T, N)), {}),
+    "v2 ring": (attention.differential_v2, given(2 * N, K, lam=draw(B, T, N)), RING),
+}
 
 
-@DEVICES
-@pytest.mark.parametrize("options", [{}, RING], ids=["rows", "ring"])
-def test_differential_softmax(options, devices):
-    options = {"is_causal": True, **options}
-    arrays = given(2 * N, 2 * K, lam=draw(N), **BIAS)
-    it_is_what_it_is_alone(devices, attention.differential, arrays, **options)
-    arrays = given(2 * N, K, lam=draw(B, T, N))
-    function, split = attention.differential_v2, {**SPLIT, "lam": TIME}
-    it_is_what_it_is_alone(devices, function, arrays, split, **options)
+@pytest.mark.parametrize(
+    ("name", "devices"), some(DIFFERENTIAL, ["v1", "v1 ring", "v2 ring"])
+)
+def test_differential_softmax(name, devices):
+    function, arrays, options = DIFFERENTIAL[name]
+    split = SPLIT | (LAMBDA if name.startswith("v2") else {})
+    it_is_what_it_is_alone(devices, function, arrays, split, **CAUSAL, **options)
 
 
 KEYS = {"mask": draw(B, 1, 1, T, seed=6) < 0.7}
 PROJECTION = {"projection": draw(M, H, seed=7)}
+MORE = {"linear_query": draw(B, T, N, M), "linear_key": draw(B, T, K, M, seed=8)}
+DECAY = {"log_decay": -np.exp(draw(B, T, K))}
 LINEAR = {
     "linear": (attention.linear_causal, KEYS, {}),
+    "performer": (attention.performer_causal, PROJECTION | SEGMENTED | KEYS, {}),
+    "decay": (attention.decay_causal, SEGMENTED | DECAY, {}),
+    "flash": (attention.flash_causal, SEGMENTED | MORE, {"group_size": 3}),
     "taylor": (attention.linear_causal, SEGMENTED, {"features": "taylor"}),
     "cosine": (attention.cosine_causal, SEGMENTED, {}),
-    "performer": (attention.performer_causal, PROJECTION, {}),
-    "segments": (attention.performer_causal, PROJECTION | SEGMENTED, {}),
-    "decay": (attention.decay_causal, {"log_decay": -np.exp(draw(B, T, K, H))}, {}),
+    "one run": (attention.performer_causal, PROJECTION, {}),
+    "gated": (attention.decay_causal, {"log_decay": -np.exp(draw(B, T, K, H))}, {}),
     "fixed": (attention.decay_causal, {"log_decay": -np.exp(draw(1, 1, K))}, {}),
-    "forgets": (
-        attention.decay_causal,
-        SEGMENTED | {"log_decay": -np.exp(draw(B, T, K))},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), some(LINEAR, ["linear", "performer", "decay", "flash"])
+)
+def test_mechanisms_that_have_a_state(name, devices):
+    function, more, options = LINEAR[name]
+    places = {"mask": P(None, None, None, "sequence"), "log_decay": TIME}
+    split = SPLIT | places | dict.fromkeys(MORE, TIME)
+    if name == "fixed":
+        split["log_decay"] = P()
+    options = options if name == "flash" else {"chunk_size": 4, **options}
+    it_is_what_it_is_alone(devices, function, given(**more), split, **options)
+
+
+REFUSED = {
+    "a bias must be the same for all rows, broadcast to (2, 4, 1, 96)": (
+        attention.softmax,
+        {"bias": draw(1, N, T, 4 * T)},
+        RING,
+    ),
+    "with segment_ids cannot count the keys that a row sees, as mask_self True": (
+        attention.softmax,
+        SEGMENTED,
+        RING | {"mask_self": True},
+    ),
+    "with a mask cannot count the keys that a row sees, as length_base 16": (
+        attention.softmax,
+        {"mask": np.ones((1, 1, 1, 4 * T), bool)},
+        RING | {"length_base": 16},
+    ),
+    "'ring' is unknown: choose from rows, whole": (attention.sparsemax, {}, RING),
+    "return_state has no meaning with axis_name 'sequence'": (
+        attention.cosine_causal,
         {},
+        {"return_state": True},
+    ),
+    "a device's 24 tokens, query (2, 24, 4, 3), are not a multiple of group_size 5": (
+        attention.flash_causal,
+        MORE,
+        {"group_size": 5},
     ),
 }
 
 
-@DEVICES
-@pytest.mark.parametrize("name", LINEAR)
-def test_mechanisms_that_have_a_state(name, devices):
-    function, more, options = LINEAR[name]
-    split = SPLIT | {"mask": P(None, None, None, "sequence")}
-    if name != "fixed":
-        split["log_decay"] = TIME
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_split_is_refused_by_name(words):
+    function, more, options = REFUSED[words]
     arrays = given(**more)
-    it_is_what_it_is_alone(devices, function, arrays, split, chunk_size=4, **options)
+    run = over(4, partial(function, **options), tuple(arrays), {})
+    with pytest.raises(ValueError, match=re.escape(words)):
+        jax.eval_shape(run, arrays)
 
 
 def states(devices=4):

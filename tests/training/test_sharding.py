@@ -153,7 +153,7 @@ def test_a_warning_of_xla_would_be_heard(capfd):
 @functools.cache
 def memory(fsdp: int) -> tuple[int, int]:
     """Bytes a device: of what a training step is given, and of all that it needs."""
-    model = replace(MODEL, vocabulary=256, width=64, dropout=0.0)
+    model = replace(MODEL, vocabulary=256, width=128, dropout=0.0)
     options = replace(OPTIONS, model=model, mesh=config.Mesh(data=1, fsdp=fsdp))
     program = compile_program(options, make_mesh(options.mesh))
     batch = [jax.ShapeDtypeStruct((8, 24), jnp.int32)] * 2
@@ -170,11 +170,11 @@ def memory(fsdp: int) -> tuple[int, int]:
     "fsdp", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
 )
 def test_fsdp_splits_memory(fsdp):
-    """Weights and moments all but norms and biases; the rest of the step falls too."""
+    """Weights and moments but for norms and biases, and at least half of the rest."""
     (given, total), (one_given, one_total) = memory(fsdp), memory(1)
     print(f"fsdp {fsdp}: {given} of {one_given}, {total} of {one_total} bytes")
     assert given < 1.1 * one_given / fsdp
-    assert total < one_total / (1 + 0.5 * (fsdp - 1))
+    assert total < min(2 / fsdp, 0.9) * one_total
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch():

@@ -17,18 +17,11 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.execution import (
-    check,
-    check_axis,
-    cut,
-    heads_last,
-    join,
-    layout,
-    sum_dtype,
-)
+from symjax.attention.checks import check, check_axis
+from symjax.attention.execution import cut, heads_last, join, layout, sum_dtype
 from symjax.attention.positions import alibi_slopes
 from symjax.attention.prefix import einsum
-from symjax.attention.shards import last_before, state_before
+from symjax.attention.shards import Stretch, follow, last_before, state_before
 
 
 class DecayState(NamedTuple):
@@ -271,19 +264,6 @@ def _layout(
         decay = jnp.where(first[:, None, :, None], -jnp.inf, decay)
     vectors = cast(tuple[Array, Array, Array], chunk[:3])
     return _Chunk(*vectors, decay)
-
-
-class Stretch(NamedTuple):
-    """What a stretch of time makes of the state before it: it fades and is added to."""
-
-    sums: Float[Array, "B K H V"]
-    log_decay: Float[Array, "B K F"]
-
-
-def follow(one: Stretch, two: Stretch) -> Stretch:
-    """One stretch and then the other. Associative."""
-    sums = one.sums * jnp.exp(two.log_decay)[..., None] + two.sums
-    return Stretch(sums, one.log_decay + two.log_decay)
 
 
 def _before(chunk: _Chunk, empty: DecayState, axis_name: str) -> DecayState:

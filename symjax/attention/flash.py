@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import groups
-from symjax.attention.execution import check, check_axis
+from symjax.attention.checks import check, check_axis
 from symjax.attention.gau import check_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
 from symjax.attention.masks import visible_keys

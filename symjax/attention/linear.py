@@ -8,13 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import features as maps
-from symjax.attention.execution import (
-    attend,
-    attend_causal,
-    attend_step,
-    check_mask,
-    empty_state,
-)
+from symjax.attention.checks import check_mask
+from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
 from symjax.attention.features import Features
 from symjax.attention.masks import visible_keys
 from symjax.attention.prefix import LinearState

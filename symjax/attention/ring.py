@@ -128,7 +128,7 @@ def attend_ring(
         )
     count, length = jax.lax.axis_size(axis_name), query.shape[1]
     first = first_token(query, key, axis_name)
-    _check(arrays, segment_ids, length_base, mask_self, count)
+    _check(arrays, segment_ids, length_base, mask_self, count, lam is not None)
     position = first + jnp.arange(length)
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     if mask is not None:  # not even NaN gets through where no row sees a key
@@ -136,7 +136,7 @@ def attend_ring(
         key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
     if scale is None:
         scale = head_scale(query.shape[-1])
-    if length_base:
+    if length_base:  # a factor of a row's scores is one of its query
         visible = position + 1 if is_causal else jnp.full(length, count * length)
         visible = jnp.maximum(visible - mask_self, 1)
         factor = length_scale(visible, length_base).astype(wide)
@@ -157,7 +157,7 @@ def attend_ring(
         runs,
         mask,
     )
-    rule = Rule(weights, is_causal, False, None, 0, False, size)
+    rule = Rule(weights, is_causal, False, None, 0, whole=False, block_rows=size)
     rows = jnp.moveaxis(_ring(Turn(rule, mask_self, axis_name), given, known), 0, 2)
     rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])[:, :, :length]
     if lam is not None:
@@ -347,10 +347,15 @@ def _check(
     length_base: float | None,
     mask_self: bool,
     count: int,
+    differential: bool,
 ) -> None:
     """Refuse what does not fit, and what a ring cannot know."""
     query, key, value, bias, mask = arrays
     check_shapes(query, key, value, None, None, segment_ids, False)
+    if not differential and key.shape[2] != value.shape[2]:
+        raise ValueError(
+            f"key and value must agree in heads, got {key.shape} and {value.shape}"
+        )
     keys = (query.shape[0], query.shape[2], 1, count * key.shape[1])
     for name, pairs in (("bias", bias), ("mask", mask)):
         if pairs is not None and not (

@@ -9,14 +9,27 @@ of the whole, whatever the devices' outputs are used for.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from symjax.attention.masks import segment_runs
 from symjax.attention.prefix import choose
+
+
+class Stretch(NamedTuple):
+    """What a stretch of time makes of the state before it: it fades and is added to."""
+
+    sums: Float[Array, "B K H V"]
+    log_decay: Float[Array, "B K F"]
+
+
+def follow(one: Stretch, two: Stretch) -> Stretch:
+    """One stretch and then the other. Associative."""
+    sums = one.sums * jnp.exp(two.log_decay)[..., None] + two.sums
+    return Stretch(sums, one.log_decay + two.log_decay)
 
 
 def gather(tree: Any, axis_name: str) -> Any:

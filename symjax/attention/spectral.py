@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.execution import check_mask
+from symjax.attention.checks import check_mask
 
 EXACT = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 # Exact to rounding for eigenvalues from −3500 up in float64, −20,000 in float32.

@@ -30,7 +30,7 @@ def time_axis(length: int, group_size: int = 1) -> str | None:
     """
     if not has_mesh():
         return None
-    count = jax.sharding.get_abstract_mesh().shape[SEQUENCE]
+    count = jax.sharding.get_abstract_mesh().shape.get(SEQUENCE, 1)
     return SEQUENCE if count > 1 and length % (count * group_size) == 0 else None
 
 
@@ -52,12 +52,12 @@ def per_device(
     the compiler cannot add any (a loop over a sharded batch would gather it).
 
     Args:
-        time: the mesh axis that splits the letter T. The function then has to tell
-            other devices of this axis what they need, by `axis_name`.
         arrays: name → (array or tree of arrays, its first axes): "BTN" is split over
             examples and heads, "" is whole on every device. Axes of length 1 are not
             split.
         output: the axes of the result, or a tuple of them for a tuple.
+        time: the mesh axis that splits the letter T. The function then has to tell
+            other devices of this axis what they need, by `axis_name`.
     """
     values = {name: value for name, (value, _) in arrays.items()}
     if not has_mesh():

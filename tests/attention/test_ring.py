@@ -12,9 +12,8 @@ from laws import close
 
 from symjax import attention
 from symjax.attention import ring
-from symjax.attention.decay import Stretch, follow
 from symjax.attention.prefix import LinearState, union
-from symjax.attention.shards import state_before
+from symjax.attention.shards import Stretch, follow, state_before
 
 B, T, N, K, H, V, M = 2, 24, 4, 2, 3, 5, 6
 # Runs inside a stretch, at its border, over several of them, and of single tokens.
@@ -286,3 +285,20 @@ def test_a_device_gets_the_stretches_before_it_in_order(devices):
     found, count = run(own, (np.zeros(1, int), np.zeros(1, int)))
     assert found.tolist() == [int("0" + "12345678"[:n]) for n in range(devices)]
     assert count.tolist() == list(range(devices))
+
+
+@pytest.mark.slow
+def test_a_ring_holds_less_than_what_would_be_gathered():
+    """Of the gradient over 8 devices; both forms are linear in time."""
+
+    def memory(options, length):
+        graded = over(8, partial(attention.softmax, **CAUSAL, **options), names, split)
+        shapes = dict.fromkeys(names, jax.ShapeDtypeStruct((1, length, 2, 64), "f4"))
+        loss = jax.jit(jax.grad(lambda arrays: graded(arrays).sum()))
+        return loss.lower(shapes).compile().memory_analysis().temp_size_in_bytes
+
+    names = "query", "key", "value"
+    split = dict.fromkeys(names, TIME)
+    short, long = (memory(RING, length) for length in (2048, 4096))
+    assert long < 2.2 * short
+    assert long < 0.4 * memory({}, 4096)

@@ -11,7 +11,7 @@ Source: Liu et al. 2023, arXiv:2310.01889; the online softmax is Milakov & Gimel
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ class Turn(NamedTuple):
 
 def attend_rows_or_ring(
     weights: RowWeights,
-    *arrays: Array | None,
+    *arrays: Any,
     implementation: str | None = None,
     **options,
 ) -> Float[Array, "B T N V"]:
@@ -131,8 +131,9 @@ def attend_ring(
     _check(arrays, segment_ids, length_base, mask_self, count, lam is not None)
     position = first + jnp.arange(length)
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
-    if mask is not None:  # not even NaN gets through where no row sees a key
-        seen = _own(mask, first, length).any(axis=(1, 2))[:, :, None, None]
+    seen = _own(mask, first, length)
+    if seen is not None:  # not even NaN gets through where no row sees a key
+        seen = seen.any(axis=(1, 2))[:, :, None, None]
         key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
     if scale is None:
         scale = head_scale(query.shape[-1])
@@ -250,7 +251,8 @@ def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None]
         return (query, *rest), (keys, (key, value))
 
     def step(carry: tuple, distance: Array) -> tuple[tuple, None]:
-        own, moving = meet(*carry, (index - distance) % count)
+        own, moving = carry
+        own, moving = meet(own, moving, (index - distance) % count)
         return (own, pass_on(moving, turn.axis_name)), None
 
     keys = (given.key, given.value)

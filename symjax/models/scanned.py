@@ -1,5 +1,6 @@
 """The blocks of a deep model as one loop: its program is that of one period."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from symjax.layers.remat import rematerialised
 def run_scanned(
     blocks: list[Any],
     x: Float[Array, "B T D"],
-    keys: list[Array | None],
+    keys: Sequence[Array | None],
     *,
     period: int,
     remat: str,

@@ -113,11 +113,13 @@ def _prospect(
     if memory is None:
         return []
     platform = program.mesh.devices.flat[0].platform
-    found = traffic(step.as_text(), devices)
+    found = traffic(step.as_text() or "", devices)
     state = memory.argument_size_in_bytes
     if options.model.remat == "full":  # one more forward pass, a third of the rest
         flops *= 4 / 3
-    rows = [("if on", "memory", "fits", "compute", "memory traffic", "network", "step")]
+    rows: list[tuple[str, ...]] = [
+        ("if on", "memory", "fits", "compute", "memory traffic", "network", "step")
+    ]
     for chip in CHIPS:
         parts = seconds(
             chip,

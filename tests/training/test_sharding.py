@@ -212,7 +212,9 @@ def test_a_loop_over_layers_trains_like_the_list_over_a_mesh_and_in_parts():
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize(
+    "scan_layers", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_bfloat16_computes_and_float32_remembers(scan_layers):
     # ln 21 = 3.04 nats: 2⁻⁸ of rounding in every layer moves the mean loss by < 1 %
     narrow = replace(MODEL, dropout=0.0, dtype="bfloat16", scan_layers=scan_layers)

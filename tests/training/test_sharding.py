@@ -26,6 +26,7 @@ MODEL = config.Model(
     dropout=0.1,
     attention=config.Attention(symmetric="plain", differential="v1"),
 )
+DEEP = replace(MODEL, depth=2, dropout=0.0)
 # eps 1e-6: rounding noise in vanishing gradients is not blown up to a whole step
 OPTIMIZER = config.Optimizer(eps=1e-6, learning_rate=1e-3, warmup=0.0)
 OPTIONS = config.Config(steps=3, batch_size=8, model=MODEL, optimizer=OPTIMIZER)
@@ -102,10 +103,14 @@ def heard(capfd) -> list[str]:
     return [line for line in lines if "nvoluntary full remat" in line]
 
 
+DEFAULT = [("differential", "1x2x2x2"), ("mixed", "2x1x1x4"), ("decay", "1x1x2x3")]
+
+
 def slow(*models: str, shapes: list[str]) -> list:
     return [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in itertools.product(models, shapes)
+        if case not in DEFAULT
     ]
 
 
@@ -114,7 +119,6 @@ SHAPES = [
     for sizes in itertools.product((1, 2, 4, 8), repeat=4)
     if math.prod(sizes) == 8
 ]
-DEFAULT = [("differential", "1x2x2x2"), ("mixed", "2x1x1x4"), ("decay", "1x1x2x3")]
 OTHERS = ["ring", "decay", "sparse", "flash", "universal"]
 
 
@@ -194,7 +198,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
 
 
 def test_a_loop_over_layers_trains_like_the_list_over_a_mesh_and_in_parts():
-    model = replace(MODELS["softmax"], dropout=0.0, remat="dots", scan_layers=True)
+    model = replace(DEEP, remat="dots", scan_layers=True)
     looped = replace(
         OPTIONS,
         model=model,
@@ -217,9 +221,9 @@ def test_a_loop_over_layers_trains_like_the_list_over_a_mesh_and_in_parts():
 )
 def test_bfloat16_computes_and_float32_remembers(scan_layers):
     # ln 21 = 3.04 nats: 2⁻⁸ of rounding in every layer moves the mean loss by < 1 %
-    narrow = replace(MODEL, dropout=0.0, dtype="bfloat16", scan_layers=scan_layers)
+    narrow = replace(DEEP, dtype="bfloat16", scan_layers=scan_layers)
     state, losses = train(replace(OPTIONS, model=narrow))
-    _, expected = train(replace(OPTIONS, model=replace(MODEL, dropout=0.0)))
+    _, expected = train(replace(OPTIONS, model=DEEP))
     for leaf in jax.tree.leaves((state.params, state.optimizer)):
         assert leaf.dtype in (jnp.float32, jnp.int32)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=0.03)

@@ -8,9 +8,14 @@ import jax
 from symjax.evaluation import answers
 from symjax.evaluation.analysis import lambdas
 from symjax.evaluation.asked import Asked
+from symjax.evaluation.attended import dilution, noise, self_share
 from symjax.evaluation.finding import Finding
 from symjax.evaluation.language import loss
+from symjax.evaluation.maps import maps
+from symjax.evaluation.outliers import outliers
+from symjax.evaluation.ranks import rank
 from symjax.evaluation.samples import sample
+from symjax.evaluation.spread import entropy, support
 from symjax.evaluation.trained import Trained
 
 
@@ -29,6 +34,14 @@ TASKS = {
     "copy": Task(answers.copy, "copying by place (data.source=copy)"),
     "listops": Task(answers.listops, "nested lists by depth (data.source=listops)"),
     "sample": Task(sample, "what the model writes after a prompt"),
+    "noise": Task(noise, "attention on the answer, on the context, and elsewhere"),
+    "self_share": Task(self_share, "attention of a token on itself"),
+    "dilution": Task(dilution, "attention on the last 1, 4, 16, 64 tokens"),
+    "entropy": Task(entropy, "entropy of rows by the number of keys they see"),
+    "support": Task(support, "keys with a weight, where maps are sparse"),
+    "rank": Task(rank, "ranks of QKᵀ, of maps and of differential maps"),
+    "outliers": Task(outliers, "the largest logits and hidden states"),
+    "maps": Task(maps, "pictures of the maps of a sentence"),
 }
 USUAL = "sample,loss,lambda"
 

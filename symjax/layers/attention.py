@@ -164,23 +164,28 @@ class Attention(nnx.Module):
         They estimate softmax without bias either way, and with less variance so.
         """
         if hasattr(self, "statistics_a"):
-            query, key, _ = self._project(x, jnp.arange(x.shape[1])[None])
+            query, key, _ = self.project(x, jnp.arange(x.shape[1])[None])
             found = attention.favor_statistics(query, key, kind=self.kind)
             self._set_statistics(found)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Every token attends to itself and to those before it."""
-        arrays = self._arrays(x, jnp.arange(x.shape[1])[None])
+        arrays = self.arrays(x, jnp.arange(x.shape[1])[None])
+        return self._output(x, self.mix(arrays))
+
+    def mix(self, arrays: dict[str, tuple[Any, str]]) -> Float[Array, "B T N V"]:
+        """The values as every head weighs them, before its norm; of `arrays`."""
         function, options = self._form.attend, dict(self.options)
         if self._form.causal is None:
             options["is_causal"] = True
         else:
             function = self._form.causal
-        axis = time_axis(x.shape[1])
+        axis = time_axis(arrays["query"][0].shape[1])
         if axis is not None:  # keys are a device's own too
             options["axis_name"] = axis
-            arrays |= {name: (arrays[name][0], "BTK") for name in ("key", "value")}
-        return self._output(x, self._mix(function, options, arrays, "BTN", axis))
+            own = {name: (arrays[name][0], "BTK") for name in ("key", "value")}
+            arrays = arrays | own
+        return self._combine(function, options, arrays, "BTN", axis)
 
     def empty(self, batch: int, length: int) -> Any:
         """The decoding state before the first token; `length` bounds a cache."""
@@ -213,7 +218,7 @@ class Attention(nnx.Module):
                 None: all.
         """
         positions = position[:, None] + jnp.arange(x.shape[1])[None]
-        arrays = self._arrays(x, positions)
+        arrays = self.arrays(x, positions)
         if self._form.state is None:
             mixed, state = self._read_cache(arrays, state, positions)
             return self._output(x, mixed), state
@@ -226,7 +231,7 @@ class Attention(nnx.Module):
             function = self._form.causal or self._form.attend
             if present is not None:
                 arrays["mask"] = (present[:, None, None], "B")
-        mixed, state = self._mix(function, options, arrays, ("BTN", "BK"))
+        mixed, state = self._combine(function, options, arrays, ("BTN", "BK"))
         return self._output(x, mixed), state
 
     def _read_cache(
@@ -246,12 +251,16 @@ class Attention(nnx.Module):
         options.pop("mask_self", None)  # it is in the mask
         if self.positions == "alibi":
             arrays["bias"] = self._alibi(key.shape[1])
-        mixed = self._mix(self._form.attend, options, arrays, "BTN")
+        mixed = self._combine(self._form.attend, options, arrays, "BTN")
         return mixed, Cache(key, value)
 
-    def _arrays(self, x: Array, positions: Array) -> dict[str, tuple[Any, str]]:
+    def arrays(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> dict[str, tuple[Any, str]]:
         """All that the mechanism is given, and how it is split over devices."""
-        query, key, value = self._project(x, positions)
+        query, key, value = self.project(x, positions)
+        if hasattr(self, "query_map"):
+            query, key = self.query_map(query), self.key_map(key)
         arrays: dict[str, tuple[Any, str]] = {
             "query": (query, "BTN"),
             "key": (key, "BSK"),
@@ -275,8 +284,11 @@ class Attention(nnx.Module):
     def _alibi(self, keys: int) -> tuple[Array, str]:
         return attention.alibi_bias(self.sizes.heads, jnp.arange(keys)), "BN"
 
-    def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of every (sub-)head, rotated and mapped."""
+    def project(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of every (sub-)head, rotated; learned feature maps
+        come after."""
         query = self._split(self.query(x), self.sizes.head_size)
         value = self._split(self.value(x), self.sizes.value_size)
         if self.query_key_norm:
@@ -288,12 +300,9 @@ class Attention(nnx.Module):
         else:
             metric = self.metric[...] if self.symmetric == "pairwise" else None
             key = attention.symmetric_key(query, metric, normalise=self.key_norm)
-        query, key = self.rotate(query, positions), self.rotate(key, positions)
-        if hasattr(self, "query_map"):
-            query, key = self.query_map(query), self.key_map(key)
-        return query, key, value
+        return self.rotate(query, positions), self.rotate(key, positions), value
 
-    def _mix(
+    def _combine(
         self,
         function: Callable,
         options: dict[str, Any],

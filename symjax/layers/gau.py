@@ -98,18 +98,22 @@ class GatedBlock(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Args: dropout_key: None turns dropout off."""
         y = self.norm(x)
-        arrays = self._arrays(y, jnp.arange(x.shape[1])[None])
+        y = self._output(y, self.mix(self.arrays(y, jnp.arange(x.shape[1])[None])))
+        return x + self.dropout(y, deterministic=dropout_key is None, rngs=dropout_key)
+
+    def mix(self, arrays: dict[str, tuple[Any, str]]) -> Float[Array, "B T 1 E"]:
+        """The values as the head weighs them, before the gate; of `arrays`."""
         options = dict(self.options)
         if self.mechanism == "gau":
             function = partial(attention.gau, is_causal=True, **options)
         else:
             function = partial(attention.flash_causal, **options)
-        axis = time_axis(x.shape[1], options.get("group_size", 1))
+        length = arrays["query"][0].shape[1]
+        axis = time_axis(length, options.get("group_size", 1))
         if axis is not None:
             function = partial(function, axis_name=axis)
             arrays = {name: (array, "BT") for name, (array, _) in arrays.items()}
-        y = self._output(y, per_device(function, arrays, "BT", time=axis))
-        return x + self.dropout(y, deterministic=dropout_key is None, rngs=dropout_key)
+        return per_device(function, arrays, "BT", time=axis)
 
     def empty(self, batch: int, length: int) -> Any:
         """The decoding state before the first of at most `length` tokens."""
@@ -136,7 +140,7 @@ class GatedBlock(nnx.Module):
         """
         y = self.norm(x)
         positions = position[:, None] + jnp.arange(x.shape[1])[None]
-        arrays = self._arrays(y, positions)
+        arrays = self.arrays(y, positions)
         if self.mechanism == "gau":
             mixed, state = self._read_cache(arrays, state, positions)
         elif x.shape[1] == 1:
@@ -163,7 +167,7 @@ class GatedBlock(nnx.Module):
         function = partial(attention.gau, **dict(self.options))
         return per_device(function, arrays, "BT"), Cache(key, value)
 
-    def _arrays(
+    def arrays(
         self, y: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> dict[str, tuple[Any, str]]:
         """All that the attention is given; a device has its own examples."""

@@ -84,7 +84,7 @@ def test_statistics_of_random_features_are_fitted_to_a_text(choice):
     if choice:
         x = x + model.blocks[0].step_embedding[0][None, None]
     layer = block.attention
-    query, key, _ = layer._project(block.attention_norm(x), jnp.zeros((1, 1), int))
+    query, key, _ = layer.project(block.attention_norm(x), jnp.zeros((1, 1), int))
     query, key = (np.asarray(x, "f8").reshape(-1, x.shape[-1]) for x in (query, key))
     pairs = (query[:, None] + key[None]).reshape(-1, query.shape[-1])
     spectrum = np.linalg.eigvalsh(

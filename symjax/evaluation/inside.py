@@ -1,0 +1,235 @@
+"""What happens inside a model while it reads: queries, keys, maps, hidden states.
+
+One way of reading for every mechanism: the map of a layer is what the layer itself
+makes of unit vectors as values. The model runs as it is, and its blocks are watched.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange, repeat
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from symjax import attention
+from symjax.attention.rows import row_map
+from symjax.data.batches import heldout_batches
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.trained import Trained
+from symjax.layers import Attention, GatedBlock, UniversalBlock
+from symjax.models.decoder import Decoder
+
+WINDOWS = 4  # of held-out text that are read, unless --batches says fewer
+LONGEST = 512  # tokens of a window: a map has the square of them, in every head
+
+
+class Layer(NamedTuple):
+    """What one layer does with one window of T tokens.
+
+    P is 2 for the branches of a differential head, 1 otherwise. Heads that share keys
+    or values each have their own here.
+
+    Attributes:
+        query, key: rotated, before any feature map.
+        scores: q·k scaled, without the bias of positions; 0 where hidden. None for
+            mechanisms that never form them.
+        branches: the map of each branch.
+        map: of the head: that of its branch, or A₁ − λA₂.
+        lam: λ of every token and head; None if not differential.
+        hidden: the residual stream after the layer.
+    """
+
+    query: Float[np.ndarray, "N P T H"]
+    key: Float[np.ndarray, "N P T H"]
+    value: Float[np.ndarray, "N T V"]
+    scores: Float[np.ndarray, "N P T T"] | None
+    branches: Float[np.ndarray, "N P T T"]
+    map: Float[np.ndarray, "N T T"]
+    lam: Float[np.ndarray, "T N"] | None
+    hidden: Float[np.ndarray, "T D"]
+
+
+class Window(NamedTuple):
+    """Held-out text, and what every layer does with it."""
+
+    tokens: Int[np.ndarray, "T"]
+    targets: Int[np.ndarray, "T"]
+    layers: list[Layer]
+
+
+def windows(trained: Trained, asked: Asked) -> Iterator[Window]:
+    """A few windows spread over the held-out text, as long as those of training.
+
+    At most 512 tokens each, 4 of them, or as many as `--batches` if that is fewer.
+    """
+    text, model = trained.corpus.heldout, trained.model()
+    length = min(trained.options.model.length, LONGEST, len(text) - 1)
+    whole = (len(text) - 1) // length  # the rest would be filled up
+    count = min(asked.batches or WINDOWS, WINDOWS, whole)
+    text = text[: whole * length + 1]
+    batches = heldout_batches(text, length=length, batch_size=1, count=count)
+    for tokens, targets, _ in tqdm(
+        batches, "windows", count, leave=False, disable=None
+    ):
+        yield Window(tokens[0], targets[0], read(model, tokens[0]))
+
+
+def mean_by_layer(
+    trained: Trained, asked: Asked, measure: Callable[[Window, Layer], np.ndarray]
+) -> list[np.ndarray]:
+    """The mean of a measure over windows, for every layer; NaN is left out."""
+    found = [
+        [np.asarray(measure(window, layer), np.float64) for layer in window.layers]
+        for window in windows(trained, asked)
+    ]
+    return [_mean(np.stack(layer)) for layer in zip(*found, strict=True)]
+
+
+def _mean(x: np.ndarray) -> np.ndarray:
+    known = ~np.isnan(x)
+    total = np.where(known, x, 0).sum(axis=0)
+    return np.where(known.any(axis=0), total / np.maximum(known.sum(axis=0), 1), np.nan)
+
+
+def attentions(model: Decoder) -> list[Attention | GatedBlock]:
+    """The attention of every layer; that of a universal model as often as it steps."""
+    found: list[Attention | GatedBlock] = []
+    for block in model.blocks:
+        if isinstance(block, UniversalBlock):
+            found += [block.block.attention] * block.depth
+        else:
+            found.append(block if isinstance(block, GatedBlock) else block.attention)
+    return found
+
+
+def read(model: Decoder, tokens: Int[np.ndarray, "T"]) -> list[Layer]:
+    """What every layer does with a window. Memory O(N T²) a layer."""
+    graph, weights = nnx.split(model)
+    found = _read(graph, weights, jnp.asarray(tokens)[None])
+    return jax.tree.map(lambda x: np.asarray(x[0], np.float32), found)
+
+
+@partial(jax.jit, static_argnums=0)
+def _read(graph: nnx.GraphDef, weights: Any, tokens: Array) -> list[Layer]:
+    model, found = nnx.merge(graph, weights), []
+    model.remat = False
+    watched = []
+    for block in model.blocks:
+        if isinstance(block, UniversalBlock):
+            block.remat = False
+            block.block = nnx.static(_Watched(block.block, found))
+            watched.append(block.__call__)
+        else:
+            watched.append(_Watched(block, found))
+    model.blocks = nnx.static(watched)
+    model(tokens)
+    return found
+
+
+class _Watched:
+    """A block that also writes down what its attention does."""
+
+    def __init__(self, block: Any, found: list[Layer]):
+        self.block, self.found = block, found
+
+    def __call__(self, x: Array, **options: Any) -> Array:
+        hidden = self.block(x, **options)
+        if isinstance(self.block, GatedBlock):
+            layer, y = self.block, self.block.norm(x)
+        else:
+            layer, y = self.block.attention, self.block.attention_norm(x)
+        self.found.append(_layer(layer, y, hidden))
+        return hidden
+
+
+def _layer(layer: Attention | GatedBlock, x: Array, hidden: Array) -> Layer:
+    positions = jnp.arange(x.shape[1])[None]
+    arrays = layer.arrays(x, positions)
+    query, key = arrays["query"][0], arrays["key"][0]
+    kind, lam = "none", None
+    if isinstance(layer, Attention):
+        query, key, _ = layer.project(x, positions)
+        kind = layer.differential
+    if kind != "none":
+        lam = arrays["lam"][0]
+        lam = jnp.broadcast_to(lam, (*x.shape[:2], layer.sizes.heads))
+    value = arrays["value"][0]
+    heads = query.shape[2] // (1 if lam is None else 2)
+    length = x.shape[1]
+    units = jnp.broadcast_to(
+        jnp.eye(length)[None, :, None], (1, length, value.shape[2], length)
+    )
+    arrays["value"] = (units, arrays["value"][1])
+    scores = None
+    if _has_scores(layer):
+        scores = _branches(partial(_scores, layer), arrays, kind)
+    return Layer(
+        *(_each_head(x, heads, kind) for x in (query, key)),
+        repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
+        scores,
+        _branches(partial(_map, layer), arrays, kind),
+        _map(layer, arrays),
+        lam,
+        hidden,
+    )
+
+
+def _each_head(x: Array, heads: int, kind: str) -> Array:
+    """Queries or keys [B T Nk H] as [B N P T H], shared ones repeated."""
+    if x.shape[2] < 2 * heads and kind == "v2":  # both branches share their key
+        x = jnp.repeat(x, 2, axis=2)
+    branches = 1 if kind == "none" else 2
+    own = rearrange(x, "b t (k p) h -> b k p t h", p=branches)
+    return repeat(own, "b k p t h -> b (k g) p t h", g=heads // own.shape[1])
+
+
+def _branches(read: Callable, arrays: dict[str, Any], kind: str) -> Array:
+    """read(arrays) [B N T T] for every branch: λ = 0 leaves the first, and after they
+    have changed places the second."""
+    if kind == "none":
+        return read(arrays)[:, :, None]
+    lam, axes = arrays["lam"]
+    first = arrays | {"lam": (jnp.zeros_like(lam), axes)}
+    names = ("query",) if kind == "v2" else ("query", "key", "log_decay")
+    swapped = {
+        name: (_swap(first[name][0]), first[name][1]) for name in names if name in first
+    }
+    return jnp.stack([read(first), read(first | swapped)], axis=2)
+
+
+def _swap(x: Array) -> Array:
+    """Heads 2n and 2n + 1 in each other's place."""
+    pairs = x.reshape(*x.shape[:2], -1, 2, *x.shape[3:])
+    return jnp.flip(pairs, axis=3).reshape(x.shape)
+
+
+def _map(layer: Attention | GatedBlock, arrays: dict[str, Any]) -> Array:
+    return jnp.swapaxes(layer.mix(arrays), 1, 2)
+
+
+def _has_scores(layer: Attention | GatedBlock) -> bool:
+    if isinstance(layer, GatedBlock):
+        return layer.mechanism == "gau"
+    return attention.MECHANISMS[layer.mechanism].row_weights is not None
+
+
+def _scores(layer: Attention | GatedBlock, arrays: dict[str, Any]) -> Array:
+    """The engine's own scores: the map of a mechanism whose weights are its scores."""
+    options = {
+        name: x for name, x in layer.options if name in ("length_base", "mask_self")
+    }
+    query, key = arrays["query"][0], arrays["key"][0]
+    if "lam" in arrays:
+        shape = (*query.shape[:2], query.shape[2] // 2)
+        options["lam"] = jnp.broadcast_to(arrays["lam"][0], shape)
+        options["shared_keys"] = layer.differential == "v2"
+    return row_map(_itself, query, key, is_causal=True, **options)
+
+
+def _itself(scores: Array, visible: Array | None) -> Array:
+    return scores if visible is None else jnp.where(visible, scores, 0)

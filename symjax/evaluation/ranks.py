@@ -1,0 +1,105 @@
+"""The ranks of score matrices and maps, by layer.
+
+exp of a matrix of low rank is of full rank in exact arithmetic, and so is every causal
+map: what people call its rank is an effective one. So all four are always given.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.finding import Finding, Lines, Table
+from symjax.evaluation.inside import Layer, attentions, windows
+from symjax.evaluation.trained import Trained
+from symjax.layers import Attention
+
+PRODUCTS = {"none": "QKᵀ", "plain": "QQᵀ", "pairwise": "QUQᵀ"}
+
+
+class Ranks(NamedTuple):
+    """Of matrices with singular values s, one number each.
+
+    Attributes:
+        effective: exp of the entropy of s / Σ s (Roy & Vetterli 2007).
+        stable: Σ s² / max s².
+        numerical: values above max s · n · 1.2e-7, what float32 can tell from zero.
+        energy_90, energy_99: how many of the largest hold that share of Σ s².
+    """
+
+    effective: Float[np.ndarray, "*N"]
+    stable: Float[np.ndarray, "*N"]
+    numerical: Float[np.ndarray, "*N"]
+    energy_90: Float[np.ndarray, "*N"]
+    energy_99: Float[np.ndarray, "*N"]
+
+
+def rank(trained: Trained, asked: Asked) -> Finding:
+    """Ranks of products of queries and keys, of maps and of differential maps.
+
+    Means over heads and windows. Each head's matrix is of one window, not masked for
+    products, causal for maps.
+    """
+    kinds = [
+        PRODUCTS[layer.symmetric if isinstance(layer, Attention) else "none"]
+        for layer in attentions(trained.model())
+    ]
+    found: dict[tuple[int, str], list[np.ndarray]] = {}
+    length = 0
+    for window in windows(trained, asked):
+        length = len(window.tokens)
+        for index, layer in enumerate(window.layers):
+            for name, values in singular_values(layer, kinds[index]).items():
+                own = np.stack(ranks(values, length)).reshape(len(Ranks._fields), -1)
+                found.setdefault((index, name), []).append(own.mean(axis=1))
+    rows = [
+        {"layer": index, "matrix": name}
+        | dict(zip(Ranks._fields, np.mean(own, axis=0).tolist(), strict=True))
+        for (index, name), own in found.items()
+    ]
+    columns = ("layer", "matrix", "effective", "stable", "numerical", "90 %", "99 %")
+    table = Table("rank", columns, [tuple(row.values()) for row in rows])
+    series: dict[str, tuple[list[float], list[float]]] = {}
+    for row in rows:
+        x, y = series.setdefault(row["matrix"], ([], []))
+        x.append(row["layer"])
+        y.append(row["effective"])
+    lines = Lines("rank", "layer", "effective rank", series)
+    text = [f"ranks of matrices of {length} tokens, the mean over heads and windows"]
+    return Finding({"rank": rows}, text, (table,), (lines,))
+
+
+def singular_values(layer: Layer, product: str) -> dict[str, np.ndarray]:
+    """Of every matrix of a layer, in float64, largest first; a name for each matrix."""
+    query, key = (
+        np.linalg.qr(x.astype(np.float64), mode="r") for x in (layer.query, layer.key)
+    )
+    # QKᵀ has the singular values of R_q R_kᵀ, which is H × H
+    values = {product: _singular(query @ np.swapaxes(key, -1, -2))}
+    if layer.lam is None:
+        return values | {"A": _singular(layer.map)}
+    values["A₁, A₂"] = _singular(layer.branches)
+    return values | {"A₁ − λA₂": _singular(layer.map)}
+
+
+def ranks(singular: Float[np.ndarray, "*N k"], size: int) -> Ranks:
+    """Args: size: rows of the matrix, which may be more than there are values."""
+    total = singular.sum(axis=-1, keepdims=True)
+    share = singular / np.where(total == 0, 1, total)
+    entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(axis=-1)
+    squares = singular**2
+    largest = singular.max(axis=-1, keepdims=True)
+    tiny = largest * size * np.finfo(np.float32).eps
+    energy = squares.sum(axis=-1, keepdims=True)
+    before = np.cumsum(squares, axis=-1) - squares
+    return Ranks(
+        np.where(energy[..., 0] == 0, 0, np.exp(entropy)),
+        energy[..., 0] / np.where(largest == 0, 1, largest)[..., 0] ** 2,
+        (singular > tiny).sum(axis=-1).astype(np.float64),
+        *((before < part * energy).sum(axis=-1).astype(float) for part in (0.9, 0.99)),
+    )
+
+
+def _singular(x: np.ndarray) -> np.ndarray:
+    return np.linalg.svd(x.astype(np.float64), compute_uv=False)

@@ -1,0 +1,82 @@
+"""How many keys a row of attention is spread over: its entropy, and its support."""
+
+import numpy as np
+from jaxtyping import Float
+
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.attended import Shares, shares
+from symjax.evaluation.finding import Finding, Lines, Table
+from symjax.evaluation.inside import Layer, Window, attentions, mean_by_layer
+from symjax.evaluation.trained import Trained
+
+SPARSE = ("sparsemax", "entmax15", "gau")  # with weights that are exactly zero
+
+
+def entropy(trained: Trained, asked: Asked) -> Finding:
+    """The entropy of rows by the number of keys they see, beside ln n."""
+    found = mean_by_layer(
+        trained, asked, lambda _, layer: entropies(shares(layer.map)).mean(axis=0)
+    )
+    counts = np.arange(1, len(found[0]) + 1)
+    shown = [n for n in 2 ** np.arange(20) if n <= len(counts)]
+    rows = [
+        {
+            "layer": layer,
+            "entropy": {str(n): float(x[n - 1]) for n in shown},
+            "slope": slope(x),
+        }
+        for layer, x in enumerate(found)
+    ]
+    columns = ("layer", *(f"n={n}" for n in shown), "slope")
+    cells = [(row["layer"], *row["entropy"].values(), row["slope"]) for row in rows]
+    cells.append(("ln n", *(float(np.log(n)) for n in shown), 1.0))
+    series = {f"layer {i}": (counts.tolist(), x.tolist()) for i, x in enumerate(found)}
+    series["uniform: ln n"] = (counts.tolist(), np.log(counts).tolist())
+    return Finding(
+        {"entropy": rows},
+        ["entropy of rows of |A| that see n keys, in nats; slope is dH/d ln n, n ≥ 16"],
+        (Table("entropy", columns, cells),),
+        (Lines("entropy", "keys a row sees", "nats", series, log_x=True),),
+    )
+
+
+def entropies(shares: Shares) -> Float[np.ndarray, "*N T"]:
+    """−Σ p ln p of every row; 0 of a row without weights."""
+    logarithms = np.log(np.where(shares > 0, shares, 1))
+    return -(shares * logarithms).sum(axis=-1)
+
+
+def slope(entropy: Float[np.ndarray, "T"], shortest: int = 16) -> float | None:
+    """dH/d ln n by least squares over rows that see at least `shortest` keys."""
+    counts = np.arange(1, len(entropy) + 1)
+    long = counts >= shortest
+    if long.sum() < 2:
+        return None
+    return float(np.polyfit(np.log(counts[long]), entropy[long], 1)[0])
+
+
+def support(trained: Trained, asked: Asked) -> Finding:
+    """How many keys have a weight, of those a row sees, in layers with sparse maps."""
+    mechanisms = [layer.mechanism for layer in attentions(trained.model())]
+    sparse = [i for i, name in enumerate(mechanisms) if name in SPARSE]
+    if not sparse:
+        known = ", ".join(sorted(set(mechanisms)))
+        return Finding({"support": []}, [f"support: {known} is not sparse"])
+
+    def measure(_: Window, layer: Layer) -> np.ndarray:
+        return (layer.map != 0).sum(axis=-1).mean(axis=0)
+
+    rows, series = [], {}
+    found = mean_by_layer(trained, asked, measure)
+    for index in sparse:
+        keys = found[index]
+        seen = np.arange(1, len(keys) + 1)
+        row = {"layer": index, "mechanism": mechanisms[index]}
+        row |= {"keys": float(keys.mean()), "share": float((keys / seen).mean())}
+        rows.append(row)
+        series[f"layer {index}"] = seen.tolist(), keys.tolist()
+    columns = ("layer", "mechanism", "keys with a weight", "share of those seen")
+    table = Table("support", columns, [tuple(row.values()) for row in rows])
+    lines = Lines("support", "keys a row sees", "keys with a weight", series)
+    text = ["keys whose weight is not zero, the mean over rows and heads"]
+    return Finding({"support": rows}, text, (table,), (lines,))

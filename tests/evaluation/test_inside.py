@@ -1,0 +1,192 @@
+"""What is read inside a model is what the model does, and statistics of known maps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from symjax import config
+from symjax.evaluation import attended, outliers, ranks, spread
+from symjax.evaluation.inside import Layer, Window, attentions, read
+from symjax.models import Decoder
+
+TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])
+TIME = len(TOKENS)
+CASES = {
+    "softmax": ({}, {"length_base": 64, "mask_self": True}),
+    "v1": (
+        {"kv_heads": 2, "positions": "alibi"},
+        {"mechanism": "entmax15", "differential": "v1"},
+    ),
+    "v2": (
+        {"kv_heads": 2},
+        {"mechanism": "linear", "features": "hedgehog", "differential": "v2"},
+    ),
+    "decay": (
+        {"kv_heads": 2, "depth": 1},
+        {"mechanism": "decay", "decay": "gated", "differential": "v1"},
+    ),
+    "gated": ({"pattern": ("gau", "flash")}, {"chunk_size": 4}),
+    "universal": ({"kind": "universal"}, {}),
+}
+
+
+def make(name):
+    model, attention = CASES[name]
+    options = {"vocabulary": 10, "width": 16, "depth": 2, "heads": 4, "length": 16}
+    options |= {"positions": "rope"} | model
+    made = config.Model(attention=config.Attention(**attention), **options)
+    decoder = Decoder(made, rngs=nnx.Rngs(0))
+    for path, weight in nnx.iter_graph(decoder):
+        if "lambda" in "".join(map(str, path)) and isinstance(weight, nnx.Param):
+            weight[...] = weight[...] * 3  # far from λ_init
+    return decoder
+
+
+@pytest.fixture(scope="module", params=CASES)
+def seen(request):
+    model = make(request.param)
+    return request.param, model, read(model, TOKENS)
+
+
+def test_maps_times_values_are_what_the_layers_put_out(seen):
+    _, model, layers = seen
+    assert (
+        len(layers)
+        == len(attentions(model))
+        == len(model.blocks) * (2 if seen[0] == "universal" else 1)
+    )
+    layer, block = attentions(model)[0], model.blocks[0]
+
+    @jax.jit
+    def run(tokens):
+        x = jnp.take(model.embedding.embedding[...], tokens[None], axis=0)
+        inner = block
+        if seen[0] == "universal":
+            x, inner = x + block.step_embedding[0][None, None], block.block
+        norm = inner.norm if seen[0] == "gated" else inner.attention_norm
+        arrays = layer.arrays(norm(x), jnp.arange(TIME)[None])
+        return layer.mix(arrays)[0], inner(x)[0]
+
+    mixed, hidden = run(TOKENS)
+    found = np.einsum("nts,nsv->tnv", layers[0].map, layers[0].value)
+    np.testing.assert_allclose(found, mixed, atol=2e-6)
+    np.testing.assert_allclose(layers[0].hidden, hidden, atol=2e-6)
+
+
+def test_a_differential_map_is_the_difference_of_its_branches(seen):
+    name, _, layers = seen
+    for layer in layers:
+        assert (layer.lam is not None) == (name in ("v1", "v2", "decay"))
+        first, second = layer.branches[:, 0], layer.branches[:, -1]
+        if layer.lam is None:
+            assert layer.branches.shape[1] == 1
+            np.testing.assert_array_equal(layer.map, first)
+        else:
+            lam = layer.lam.T[..., None]
+            np.testing.assert_allclose(layer.map, first - lam * second, atol=2e-6)
+            assert np.abs(first - second).max() > 1e-4
+        assert not np.triu(layer.branches, 1).any()
+
+
+def test_scores_are_products_of_the_queries_and_keys_that_are_given():
+    layers = read(make("v1"), TOKENS)
+    for layer in layers:
+        size = layer.query.shape[-1]
+        products = np.einsum("npth,npsh->npts", layer.query, layer.key) * size**-0.5
+        found = np.where(np.tri(TIME) > 0, products, 0)
+        np.testing.assert_allclose(layer.scores, found, atol=2e-6)
+
+
+def test_softmax_of_the_scores_is_the_map_and_log_n_is_in_them():
+    model = make("softmax")
+    for layer in read(model, TOKENS):
+        visible = np.tri(TIME, k=-1) > 0
+        visible[0, 0] = True
+        products = np.einsum("npth,npsh->npts", layer.query, layer.key) * 4**-0.5
+        scaled = products * np.log(16) / np.log(64)
+        np.testing.assert_allclose(
+            layer.scores, np.where(visible, scaled, 0), atol=2e-6
+        )
+        powers = np.where(visible, np.exp(layer.scores.astype(np.float64)), 0)
+        powers /= powers.sum(axis=-1, keepdims=True)
+        np.testing.assert_allclose(layer.branches, powers, atol=2e-6)
+
+
+def test_what_is_read_does_not_change_the_model():
+    model = make("v1")
+    before = jax.tree.leaves(nnx.state(model))
+    blocks = list(model.blocks)
+    read(model, TOKENS)
+    assert list(model.blocks) == blocks
+    for one, two in zip(before, jax.tree.leaves(nnx.state(model)), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_mass_on_the_answer_the_context_and_elsewhere_by_hand():
+    """Tokens a b a c, next b a c a: rows 1 and 3 have answers, at 0 and at 0, 2."""
+    tokens, targets = np.array([0, 1, 0, 2]), np.array([1, 0, 2, 0])
+    answer = attended.answers(Window(tokens, targets, []))
+    wanted = np.zeros((4, 4), bool)
+    wanted[1, 0] = wanted[3, 0] = wanted[3, 2] = True
+    np.testing.assert_array_equal(answer, wanted)
+    weights = np.array(
+        [[1, 0, 0, 0], [0.75, -0.25, 0, 0], [0, 0, 1, 0], [0.1, 0.2, 0.3, 0.4]]
+    )
+    found = attended.on_answer(attended.shares(weights), answer, near=2)
+    np.testing.assert_allclose(found, [(0.75 + 0.4) / 2, (0.25 + 0.4) / 2, 0.1])
+    even = attended.on_answer(attended.uniform(4), answer, near=1)
+    np.testing.assert_allclose(even, [0.5, (0.5 + 0.25) / 2, 0.125])
+    assert np.isnan(attended.on_answer(attended.uniform(4), answer & False)).all()
+
+
+def test_mass_within_the_last_tokens_by_hand():
+    """Rows 64 to 70 of a uniform map: w of n keys."""
+    rows = np.arange(64, 71)
+    wanted = [(w / rows).mean() for w in attended.WITHIN]
+    np.testing.assert_allclose(attended.within(attended.uniform(70)), wanted)
+    np.testing.assert_allclose(attended.within(np.eye(5)), [1, 1, 1, 1])
+
+
+def test_entropy_of_uniform_rows_is_ln_n_and_of_one_key_zero():
+    found = spread.entropies(attended.uniform(40))
+    np.testing.assert_allclose(found, np.log(np.arange(1, 41)), atol=1e-12)
+    assert spread.slope(found) == pytest.approx(1)
+    assert not spread.entropies(np.eye(40)).any()
+    assert spread.slope(found[:16]) is None
+
+
+def test_ranks_of_matrices_that_are_known():
+    identity = ranks.ranks(np.ones(6), 6)
+    assert [float(x) for x in identity] == pytest.approx([6, 6, 6, 6, 6])
+    one = ranks.ranks(np.array([3.0, 0, 0, 0]), 4)
+    assert [float(x) for x in one] == pytest.approx([1, 1, 1, 1, 1])
+    two = ranks.ranks(np.array([[3.0, 1.0, 1e-9]]), 100)
+    assert two.stable == pytest.approx(10 / 9)
+    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
+    assert two.effective == pytest.approx(np.exp(entropy), rel=1e-6)
+    assert (two.numerical, two.energy_90, two.energy_99) == (2, 1, 2)
+    assert [float(x) for x in ranks.ranks(np.zeros(3), 3)] == [0] * 5
+
+
+def test_singular_values_of_products_are_those_of_the_whole_matrix():
+    query, key = np.random.default_rng(0).normal(size=(2, 3, 1, 20, 5))
+    maps = np.tile(np.eye(20), (3, 1, 1, 1))
+    layer = Layer(query, key, query[:, 0], None, maps, maps[:, 0], None, query[0, 0])
+    found = ranks.singular_values(layer, "QKᵀ")
+    whole = np.linalg.svd(query @ np.swapaxes(key, -1, -2), compute_uv=False)
+    np.testing.assert_allclose(found["QKᵀ"], whole[..., :5], rtol=1e-10)
+    np.testing.assert_allclose(found["A"], np.ones((3, 20)))
+
+
+def test_the_largest_are_counted_from_the_largest():
+    found = outliers.largest(np.random.default_rng(0).permutation(50) + 1.0)
+    assert found == {
+        "top_1": 50,
+        "top_2": 49,
+        "top_3": 48,
+        "top_10": 41,
+        "top_100": None,
+        "median": 25.5,
+    }

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from symjax import attention
+from symjax.attention.features import PLAIN, UNIT
 from symjax.attention.rows import row_map
 from symjax.data.batches import heldout_batches
 from symjax.evaluation.asked import Asked
@@ -38,6 +39,8 @@ class Layer(NamedTuple):
         query, key: rotated, before any feature map.
         scores: q·k scaled, without the bias of positions; 0 where hidden. None for
             mechanisms that never form them.
+        products: φ(q)·φ(k) of linear and cosine layers, which their sum divides; 0
+            where hidden.
         branches: the map of each branch.
         map: of the head: that of its branch, or A₁ − λA₂.
         lam: λ of every token and head; None if not differential.
@@ -48,6 +51,7 @@ class Layer(NamedTuple):
     key: Float[np.ndarray, "N P T H"]
     value: Float[np.ndarray, "N T V"]
     scores: Float[np.ndarray, "N P T T"] | None
+    products: Float[np.ndarray, "N P T T"] | None
     branches: Float[np.ndarray, "N P T T"]
     map: Float[np.ndarray, "N T T"]
     lam: Float[np.ndarray, "T N"] | None
@@ -172,6 +176,7 @@ def _layer(layer: Attention | GatedBlock, x: Array, hidden: Array) -> Layer:
         *(_each_head(x, heads, kind) for x in (query, key)),
         repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
         scores,
+        _products(layer, arrays, heads, kind),
         _branches(partial(_map, layer), arrays, kind),
         _map(layer, arrays),
         lam,
@@ -229,6 +234,19 @@ def _scores(layer: Attention | GatedBlock, arrays: dict[str, Any]) -> Array:
         options["lam"] = jnp.broadcast_to(arrays["lam"][0], shape)
         options["shared_keys"] = layer.differential == "v2"
     return row_map(_itself, query, key, is_causal=True, **options)
+
+
+def _products(
+    layer: Attention | GatedBlock, arrays: dict[str, Any], heads: int, kind: str
+) -> Array | None:
+    if layer.mechanism not in ("linear", "cosine"):
+        return None
+    maps = UNIT
+    if layer.mechanism == "linear":
+        maps = PLAIN[dict(layer.options).get("features", "elu")]
+    query = _each_head(maps.query(arrays["query"][0], None).weights(), heads, kind)
+    key = _each_head(maps.key(arrays["key"][0], None).weights(), heads, kind)
+    return jnp.tril(jnp.einsum("bnpth,bnpsh->bnpts", query, key))
 
 
 def _itself(scores: Array, visible: Array | None) -> Array:

@@ -173,7 +173,9 @@ def test_ranks_of_matrices_that_are_known():
 def test_singular_values_of_products_are_those_of_the_whole_matrix():
     query, key = np.random.default_rng(0).normal(size=(2, 3, 1, 20, 5))
     maps = np.tile(np.eye(20), (3, 1, 1, 1))
-    layer = Layer(query, key, query[:, 0], None, maps, maps[:, 0], None, query[0, 0])
+    layer = Layer(
+        query, key, query[:, 0], None, None, maps, maps[:, 0], None, query[0, 0]
+    )
     found = ranks.singular_values(layer, "QKᵀ")
     whole = np.linalg.svd(query @ np.swapaxes(key, -1, -2), compute_uv=False)
     np.testing.assert_allclose(found["QKᵀ"], whole[..., :5], rtol=1e-10)

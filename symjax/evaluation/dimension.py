@@ -31,7 +31,7 @@ def dimension(trained: Trained, asked: Asked) -> Finding:
     shown = ", ".join(map(str, sizes))
     reach = ", ".join(f"{math.exp(size / 8):,.0f}" for size in sizes)
     text = [
-        f"heads of size {shown} can tell about {reach} tokens apart by the rule 8 ln n;",
+        f"by the rule 8 ln n heads of size {shown} can tell {reach} tokens apart;",
         f"{length} tokens of training need {needed_dimension(length):.0f}",
     ]
     values = {"head_sizes": sizes, "length": length, "needed": needed_dimension(length)}

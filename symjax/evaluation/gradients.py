@@ -43,9 +43,8 @@ def gradients(trained: Trained, asked: Asked) -> Finding:
         bound = BOUND if names[index] == "softmax" else None
         found = {"largest": float(every.max()), "mean": float(every.mean())}
         found["quantile_99"] = float(np.quantile(every, 0.99))
-        rows.append(
-            {"layer": index, "mechanism": names[index], **found, "bound": bound}
-        )
+        about = {"layer": index, "mechanism": names[index]}
+        rows.append({**about, **found, "bound": bound})
     columns = ("layer", "mechanism", "largest", "mean", "99 % below", "bound")
     table = Table("gradients", columns, [tuple(row.values()) for row in rows])
     return Finding({"gradients": rows}, text, (table,))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from symjax import attention
 from symjax.attention.features import PLAIN, UNIT
 from symjax.attention.rows import row_map
-from symjax.data.batches import heldout_batches
+from symjax.data.corpus import Corpus
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.trained import Trained
 from symjax.layers import Attention, GatedBlock, UniversalBlock
@@ -59,7 +59,8 @@ class Layer(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Held-out text, and what every layer does with it."""
+    """Held-out tokens, and what every layer does with them; targets below 0 are not
+    asked for."""
 
     tokens: Int[np.ndarray, "T"]
     targets: Int[np.ndarray, "T"]
@@ -67,19 +68,19 @@ class Window(NamedTuple):
 
 
 def windows(trained: Trained, asked: Asked) -> Iterator[Window]:
-    """A few windows spread over the held-out text, as long as those of training.
+    """A few windows spread over what is held out, as long as those of training.
 
-    At most 512 tokens each, 4 of them, or as many as `--batches` if that is fewer.
+    Of a text at most 512 tokens each. 4 of them, or `--batches` if that is fewer.
     """
-    text, model = trained.corpus.heldout, trained.model()
-    length = min(trained.options.model.length, LONGEST, len(text) - 1)
-    whole = (len(text) - 1) // length  # the rest would be filled up
-    count = min(asked.batches or WINDOWS, WINDOWS, whole)
-    text = text[: whole * length + 1]
-    batches = heldout_batches(text, length=length, batch_size=1, count=count)
-    for tokens, targets, _ in tqdm(
-        batches, "windows", count, leave=False, disable=None
-    ):
+    corpus, model = trained.corpus, trained.model()
+    length = trained.options.model.length
+    if isinstance(corpus, Corpus):
+        length = min(length, LONGEST)
+    count = min(asked.batches or WINDOWS, WINDOWS)
+    chosen = [rows(0, 1) for rows in corpus.heldout_batches((1, length), count)]
+    if isinstance(corpus, Corpus) and len(chosen) > 1:  # the last may be filled up
+        chosen = [window for window in chosen if window[2].all()]
+    for tokens, targets, _ in tqdm(chosen, "windows", leave=False, disable=None):
         yield Window(tokens[0], targets[0], read(model, tokens[0]))
 
 
@@ -121,11 +122,11 @@ def read(model: Decoder, tokens: Int[np.ndarray, "T"]) -> list[Layer]:
 @partial(jax.jit, static_argnums=0)
 def _read(graph: nnx.GraphDef, weights: Any, tokens: Array) -> list[Layer]:
     model, found = nnx.merge(graph, weights), []
-    model.remat = False
+    model.remat, model.period = "none", 0  # one block after another
     watched = []
     for block in model.blocks:
         if isinstance(block, UniversalBlock):
-            block.remat = False
+            block.remat = "none"
             block.block = nnx.static(_Watched(block.block, found))
             watched.append(block.__call__)
         else:

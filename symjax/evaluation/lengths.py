@@ -1,4 +1,4 @@
-"""How a model predicts by place in the window, and in windows longer than it has seen."""
+"""How a model predicts by place in the window, and in longer windows than it knows."""
 
 import dataclasses
 from functools import partial
@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from symjax import attention, config
-from symjax.data.batches import heldout_batches
+from symjax.data.corpus import Corpus
+from symjax.data.examples import Examples
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.averaging import averages, averaging_table
 from symjax.evaluation.finding import Cell, Finding, Lines, Table
@@ -26,17 +27,19 @@ POINTS = 64  # of a curve over places
 
 
 class ByPlace(NamedTuple):
-    """Means over rows at every place of the window; NaN where the text has ended."""
+    """Means over rows at every place of the window; weight 0 where nothing is asked."""
 
     loss: Float[np.ndarray, "T"]
     accuracy: Float[np.ndarray, "T"]
     weight: Float[np.ndarray, "T"]
 
-    def mean(self, start: int = 0) -> tuple[float, float]:
-        """Loss and accuracy over the places from `start` on."""
-        weight = self.weight[start:]
-        means = (np.average(x[start:], weights=weight) for x in self[:2])
-        return tuple(map(float, means))
+    def mean(self, start: int = 0, stop: int | None = None) -> list[float | None]:
+        """Loss and accuracy over the places from `start` up to `stop`."""
+        part = slice(start, stop)
+        if not self.weight[part].any():
+            return [None, None]
+        weights = self.weight[part]
+        return [float(np.average(x[part], weights=weights)) for x in self[:2]]
 
 
 def length(trained: Trained, asked: Asked) -> Finding:
@@ -53,11 +56,11 @@ def length(trained: Trained, asked: Asked) -> Finding:
             f"a model with learned positions has {model.length} of them: no longer "
             "windows"
         )
-    enough = [x for x in factors if x * model.length < len(trained.corpus.heldout)]
+    enough = [x for x in factors if _has(trained.corpus, x * model.length)]
     if enough != list(factors):
         missing = ", ".join(f"{x}×" for x in factors if x not in enough)
         text.append(f"the held-out text is too short for {missing} of {model.length}")
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, dict[str, float | None]]] = {}
     cells: list[tuple[Cell, ...]] = []
     series = {}
     options = variants(model)
@@ -103,10 +106,8 @@ def position(trained: Trained, asked: Asked) -> Finding:
     edges = [x for x in 2 ** np.arange(30) if x < model.length]
     rows = []
     for start, stop in zip([0, *edges], [*edges, model.length], strict=True):
-        part = slice(start, stop)
-        if places.weight[part].sum():
-            loss = np.average(places.loss[part], weights=places.weight[part])
-            rows.append({"from": int(start + 1), "to": int(stop), "loss": float(loss)})
+        if (loss := places.mean(start, stop)[0]) is not None:
+            rows.append({"from": int(start + 1), "to": int(stop), "loss": loss})
     cells = [tuple(row.values()) for row in rows]
     lines = Lines(
         "position",
@@ -163,10 +164,8 @@ def by_place(
     rows = max(1, trained.options.batch_size // factor)
     graph, weights = nnx.split(model)
     sums = np.zeros((3, tokens))
-    chosen = heldout_batches(
-        trained.corpus.heldout, length=tokens, batch_size=rows, count=batches
-    )
-    for inputs, targets, weight in chosen:
+    for chosen in trained.corpus.heldout_batches((rows, tokens), batches):
+        inputs, targets, weight = chosen(0, rows)
         loss, right = map(np.asarray, _scored(graph, weights, inputs, targets))
         sums += [(weight * x).sum(axis=0) for x in (loss, right, np.ones_like(loss))]
     weight = np.maximum(sums[2], 1)
@@ -182,7 +181,12 @@ def _scored(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     scores = nnx.merge(graph, weights)(inputs)
     right = scores.argmax(axis=-1) == targets
-    return cross_entropy(scores, targets), right.astype(jnp.float32)
+    return cross_entropy(scores, jnp.maximum(targets, 0)), right.astype(jnp.float32)
+
+
+def _has(examples: Examples, tokens: int) -> bool:
+    """Whether there is a held-out window of so many tokens."""
+    return not isinstance(examples, Corpus) or len(examples.heldout) > tokens
 
 
 def curve(places: ByPlace) -> tuple[list[float], list[float]]:

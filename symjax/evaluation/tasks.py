@@ -7,10 +7,14 @@ import jax
 
 from symjax.evaluation import answers
 from symjax.evaluation.analysis import lambdas
+from symjax.evaluation.approximation import approximation
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.attended import dilution, noise, self_share
+from symjax.evaluation.dimension import dimension
 from symjax.evaluation.finding import Finding
+from symjax.evaluation.gradients import gradients
 from symjax.evaluation.language import loss
+from symjax.evaluation.lengths import length, position
 from symjax.evaluation.maps import maps
 from symjax.evaluation.outliers import outliers
 from symjax.evaluation.ranks import rank
@@ -34,6 +38,8 @@ TASKS = {
     "copy": Task(answers.copy, "copying by place (data.source=copy)"),
     "listops": Task(answers.listops, "nested lists by depth (data.source=listops)"),
     "sample": Task(sample, "what the model writes after a prompt"),
+    "length": Task(length, "loss at 1, 2, 4, 8 times the length, log-n off and on"),
+    "position": Task(position, "held-out loss by place in the window"),
     "noise": Task(noise, "attention on the answer, on the context, and elsewhere"),
     "self_share": Task(self_share, "attention of a token on itself"),
     "dilution": Task(dilution, "attention on the last 1, 4, 16, 64 tokens"),
@@ -42,6 +48,9 @@ TASKS = {
     "rank": Task(rank, "ranks of QKᵀ, of maps and of differential maps"),
     "outliers": Task(outliers, "the largest logits and hidden states"),
     "maps": Task(maps, "pictures of the maps of a sentence"),
+    "approximation": Task(approximation, "errors of features against exact softmax"),
+    "gradients": Task(gradients, "how strongly a weight answers to its score"),
+    "dimension": Task(dimension, "the 8 ln n rule for the size of heads"),
 }
 USUAL = "sample,loss,lambda"
 

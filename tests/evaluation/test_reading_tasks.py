@@ -1,0 +1,183 @@
+"""Tasks that look inside, on one small trained model and on numbers known by hand."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from runs import compile_cache, train, write_text
+
+from symjax.evaluation import approximation, averaging, gradients, lengths, tasks
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.inside import Layer
+from symjax.evaluation.trained import load
+
+KEYS = {
+    "model__depth": 2,
+    "model__attention__length_base": 64,
+    "steps": 20,
+    "checkpoint__every": 10,
+}
+ONE = Asked(batches=1)
+INSIDE = ("noise", "self_share", "dilution", "entropy", "support", "rank", "outliers")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
+        place = tmp_path_factory.mktemp("reading")
+        assert train(write_text(place), place / "run", **KEYS) == 0
+        yield load(place / "run")
+
+
+def measure(trained, name):
+    return tasks.TASKS[name].measure(trained, ONE)
+
+
+def test_every_task_gives_plain_numbers_for_json_the_same_each_time(trained):
+    for name in (*INSIDE, "maps", "gradients", "dimension", "position"):
+        found = measure(trained, name)
+        text = json.dumps(found.values, allow_nan=False)
+        assert text == json.dumps(measure(trained, name).values)
+        assert found.text or found.tables
+        assert name in found.values or name == "maps"
+
+
+def test_shares_of_every_map_sum_to_one(trained):
+    rows = measure(trained, "noise").values["noise"]
+    assert [(row["layer"], row["map"]) for row in rows] == [
+        (layer, name) for layer in (0, 1) for name in ("A", "A₁", "A₂")
+    ]
+    for row in rows:
+        assert row["answer"] + row["context"] + row["elsewhere"] == pytest.approx(1)
+        assert 0 < row["uniform"] < 1
+
+
+def test_the_whole_window_is_within_64_of_32_tokens(trained):
+    for row in measure(trained, "dilution").values["dilution"]:
+        shares = list(row["within"].values())
+        assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
+
+
+def test_ranks_stay_below_the_size_of_heads(trained):
+    size = trained.model().blocks[0].attention.sizes.head_size
+    rows = measure(trained, "rank").values["rank"]
+    assert {row["matrix"] for row in rows} == {"QQᵀ", "A₁, A₂", "A₁ − λA₂"}
+    for row in rows:
+        limit = size if row["matrix"] == "QQᵀ" else 32
+        assert 1 <= row["stable"] <= row["numerical"] <= limit
+        assert 1 <= row["effective"] <= limit and row["energy_90"] <= row["energy_99"]
+
+
+def test_a_map_is_drawn_of_every_branch_and_is_causal(trained):
+    figures = measure(trained, "maps").figures
+    assert [figure.name for figure in figures] == [
+        f"map_{layer}{name}"
+        for layer in (0, 1)
+        for name in ("", "_branch_1", "_branch_2")
+    ]
+    for figure in figures:
+        for place, row in enumerate(figure.values):
+            known = [x is not None for x in row]
+            assert sum(known) == place + 1 and all(known[: place + 1])
+
+
+def test_places_of_the_window_are_those_of_the_loss(trained):
+    """Their mean is the held-out loss of the same windows, computed elsewhere."""
+    places = lengths.by_place(trained, trained.model(), 32, 2)
+    found = tasks.TASKS["loss"].measure(trained, Asked(batches=2)).values
+    assert places.mean()[0] == pytest.approx(found["heldout"]["loss"], rel=1e-5)
+    rows = lengths.position(trained, Asked(batches=2)).values["position"]
+    assert [(row["from"], row["to"]) for row in rows] == [
+        (1, 1),
+        (2, 2),
+        (3, 4),
+        (5, 8),
+        (9, 16),
+        (17, 32),
+    ]
+    total = sum(row["loss"] * (row["to"] - row["from"] + 1) for row in rows) / 32
+    assert total == pytest.approx(found["heldout"]["loss"], rel=1e-4)
+
+
+def test_longer_windows_and_log_n_off_and_on(trained, monkeypatch):
+    monkeypatch.setattr(lengths, "FACTORS", (1, 2))
+    found = measure(trained, "length").values["length"]
+    assert list(found) == ["32", "64"]
+    for row in found.values():
+        assert list(row) == ["off", "evaluation", "trained"]
+    same = lengths.by_place(trained, trained.model(), 64, 1, 2)
+    assert found["64"]["trained"]["loss"] == pytest.approx(same.mean()[0])
+    assert found["64"]["trained"]["last"] == pytest.approx(same.mean(32)[0])
+    assert found["64"]["off"]["loss"] != found["64"]["trained"]["loss"]
+
+
+def test_learned_positions_have_no_longer_windows(trained):
+    model = trained.options.model
+    assert model.positions == "rope"
+    learned = dataclasses.replace(model, positions="learned")
+    options = dataclasses.replace(trained.options, model=learned)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lengths, "merged", lambda trained, _: trained.model())
+        finding = lengths.length(trained._replace(options=options), ONE)
+    assert list(finding.values["length"]) == ["32"]
+    assert "learned positions" in finding.text[0]
+
+
+def test_log_n_hurts_an_average_as_much_as_its_formula_says():
+    base = 32
+    for row in averaging.averages([512, 1024], base, seed=0):
+        growth = np.log(row["n"]) / np.log(base)
+        for name, factor in (("off", 1), ("on", growth)):
+            variance = (averaging.SPREAD * factor) ** 2
+            expected = np.sqrt(np.exp(variance) - 1)
+            assert row[f"average_{name}"] == pytest.approx(expected, rel=0.15)
+        assert row["average_on"] > 1.5 * row["average_off"]
+        assert row["majority_on"] > row["majority_off"] > 0
+
+
+def test_errors_of_features_are_those_of_their_definition():
+    rng = np.random.default_rng(0)
+    query, key, value = rng.normal(size=(3, 2, 9, 4)) * 0.7
+    projection = rng.normal(size=(8, 4))
+    found = np.asarray(approximation.random_map("positive", query, key, projection))
+    pairs = oracles.seen(1, 9, 9, causal=True)
+    places = [np.swapaxes(x, 0, 1)[None] for x in (query, key)]
+    products = oracles.performer_products(*places, projection)
+    units = np.broadcast_to(np.eye(9)[None, :, None], (1, 9, 2, 9))
+    wanted = oracles.weighted_mean(*products, units, pairs)[0].swapaxes(0, 1)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    exact = approximation.exact_map(query, key)
+    scores = np.einsum("nth,nsh->nts", query, key) / 2
+    by_hand = oracles.softmax_weights(scores, np.tri(9) > 0)
+    np.testing.assert_allclose(exact, by_hand, atol=1e-12)
+    assert not approximation.errors(exact, exact, value).any()
+    np.testing.assert_allclose(approximation.errors(3 * exact, exact, value), 2)
+
+
+def test_slopes_are_the_derivatives_of_weights():
+    rng = np.random.default_rng(0)
+    positive = np.tril(rng.uniform(0.01, 2, (1, 1, 6, 6)))
+    linear = positive / positive.sum(axis=-1, keepdims=True)
+    powers = np.tril(np.exp(positive))
+    soft = powers / powers.sum(axis=-1, keepdims=True)
+
+    def layer(weights, products):
+        empty = np.zeros((1, 1, 6, 1))
+        rest = (weights, weights[:, 0], None, empty)
+        return Layer(empty, empty, empty[:, 0], None, products, *rest)
+
+    def diagonal(weights, scores):
+        return np.diagonal(jax.jacobian(weights)(jnp.asarray(scores)))
+
+    row = positive[0, 0, -1]
+    found = gradients.slope(layer(linear, positive))[0, 0, -1]
+    np.testing.assert_allclose(found, diagonal(lambda z: z / z.sum(), row), rtol=1e-5)
+    found = gradients.slope(layer(soft, None))[0, 0, -1]
+    np.testing.assert_allclose(found, diagonal(jax.nn.softmax, row), rtol=1e-5)
+    # the claim: features near zero, slopes without a bound
+    tiny = gradients.slope(layer(linear, 1e-4 * positive))
+    assert tiny.max() > 1e3 and gradients.slope(layer(soft, None)).max() <= 0.25

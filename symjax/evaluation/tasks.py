@@ -19,6 +19,7 @@ from symjax.evaluation.maps import maps
 from symjax.evaluation.outliers import outliers
 from symjax.evaluation.ranks import rank
 from symjax.evaluation.samples import sample
+from symjax.evaluation.speed import speed
 from symjax.evaluation.spread import entropy, support
 from symjax.evaluation.trained import Trained
 
@@ -50,6 +51,7 @@ TASKS = {
     "maps": Task(maps, "pictures of the maps of a sentence"),
     "approximation": Task(approximation, "errors of features against exact softmax"),
     "gradients": Task(gradients, "how strongly a weight answers to its score"),
+    "speed": Task(speed, "reading, training and writing against softmax, by length"),
     "dimension": Task(dimension, "the 8 ln n rule for the size of heads"),
 }
 USUAL = "sample,loss,lambda"

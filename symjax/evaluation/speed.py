@@ -1,0 +1,195 @@
+"""How fast a model reads, learns and writes, against the same model with softmax.
+
+Both models take turns inside one run, so that what else the machine does meets both.
+Weights are new ones: time does not depend on them. Nothing of it goes into the JSON of
+a checkpoint, which is the same bytes each time.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from symjax import config
+from symjax.evaluation.asked import Asked
+from symjax.evaluation.finding import Cell, Finding, Lines, Table
+from symjax.evaluation.trained import Trained
+from symjax.models.decoder import Decoder
+from symjax.training.sharding import make_mesh
+from symjax.training.starting import compiled_step
+from symjax.training.step import compile_program
+
+LENGTHS = tuple(2**i for i in range(7, 12))
+ROUNDS = 5
+STEPS = 16  # tokens written in a round
+PATIENCE = 60.0  # seconds for one length, after which no longer one is tried
+MIB = 2**20
+
+
+class Job(NamedTuple):
+    """Something to time: calls of `run` do `tokens` tokens of work each."""
+
+    run: Callable[[], Any]
+    tokens: int
+    memory: float  # MiB of arguments and workspace, as the compiler plans them
+
+
+def speed(trained: Trained, asked: Asked) -> Finding:
+    """Tokens a second and memory by length: prefill, a training step, decoding.
+
+    One row of tokens; decoding with a full context. Ratios to softmax are medians of
+    those of rounds.
+    """
+    options = trained.options
+    name = "+".join(dict.fromkeys(mechanisms(options.model)))
+    cells: list[tuple[Cell, ...]] = []
+    for length in tqdm(LENGTHS, "speed", leave=False, disable=None):
+        start = time.monotonic()
+        try:
+            cells += compare(options, length)
+        except ValueError as error:  # it does not fit into memory
+            text = [f"{length} tokens and more left out: {error}"]
+            break
+        if length < LENGTHS[-1] and time.monotonic() - start > PATIENCE:
+            text = [f"more than {length} tokens left out: these took {PATIENCE:.0f} s"]
+            break
+    else:
+        text = []
+    text = [
+        f"{name} against softmax: one row of tokens, {ROUNDS} rounds that take turns, "
+        f"on {jax.devices()[0].device_kind}",
+        *text,
+    ]
+    measured = ("tokens/s", "of softmax", "MiB", "MiB of softmax")
+    columns = ("work", "tokens", *measured)
+    return Finding({}, text, (Table("speed", columns, cells),), _figures(cells))
+
+
+def mechanisms(model: config.Model) -> list[str]:
+    return [config.mechanism_of(model, depth) for depth in range(model.depth)]
+
+
+def compare(options: config.Config, length: int) -> list[tuple[Cell, ...]]:
+    """(work, length, tokens/s, ratio, MiB, ratio) of prefill, training and decoding.
+
+    Raises:
+        ValueError: a training step needs more memory than there is.
+    """
+    models = [sized(options.model, length), softmax(sized(options.model, length))]
+    cells: list[tuple[Cell, ...]] = []
+    for work in (prefill, training, decoding):
+        one, other = (
+            work(dataclasses.replace(options, model=model), length) for model in models
+        )
+        seconds = in_turns(one.run, other.run)
+        ratio = float(np.median(seconds[1] / seconds[0]))
+        rate = one.tokens / float(np.median(seconds[0]))
+        memory = one.memory / other.memory if other.memory else None
+        cells.append((work.__name__, length, rate, ratio, one.memory, memory))
+    return cells
+
+
+def sized(model: config.Model, length: int) -> config.Model:
+    return dataclasses.replace(model, length=length)
+
+
+def softmax(model: config.Model) -> config.Model:
+    """The same model with plain softmax attention in every block."""
+    return dataclasses.replace(model, attention=config.Attention(), pattern=())
+
+
+def in_turns(*jobs: Callable[[], Any]) -> np.ndarray:
+    """Seconds [jobs, rounds]; a first round, in which things are compiled, is left
+    out."""
+    seconds = np.zeros((len(jobs), ROUNDS + 1))
+    for turn in range(ROUNDS + 1):
+        for index, job in enumerate(jobs):
+            start = time.perf_counter()
+            jax.block_until_ready(job())
+            seconds[index, turn] = time.perf_counter() - start
+    return seconds[:, 1:]
+
+
+def prefill(options: config.Config, length: int) -> Job:
+    """The scores of a whole text."""
+    graph, weights = _new(options)
+    tokens = _tokens(length)
+    run = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
+    compiled = run.lower(weights, tokens).compile()
+    return Job(partial(compiled, weights, tokens), length, _memory(compiled))
+
+
+def training(options: config.Config, length: int) -> Job:
+    """One step of the optimizer on one row."""
+    optimizer = dataclasses.replace(options.optimizer, accumulate=1)
+    options = dataclasses.replace(options, batch_size=1, optimizer=optimizer)
+    program = compile_program(options, make_mesh(config.Mesh(data=1)))
+    compiled = compiled_step(program, (1, length))
+    rows = program.place((1, length), lambda *_: [np.asarray(_tokens(length))] * 2)
+    key = jax.random.key(0)
+    with jax.set_mesh(program.mesh):
+        state, constants = program.initial(0)
+
+    def run() -> Any:
+        nonlocal state
+        with jax.set_mesh(program.mesh):
+            state, metrics = compiled(state, constants, *rows, key)
+        return metrics
+
+    return Job(run, length, _memory(compiled))
+
+
+def decoding(options: config.Config, length: int) -> Job:
+    """Tokens after a context that fills the memory up to its end."""
+    graph, weights = _new(options)
+    steps = min(STEPS, length)
+
+    memory = nnx.merge(graph, weights).empty(1, length)
+    memory = memory._replace(position=memory.position + length - steps)
+
+    def write(weights: Any, memory: Any, tokens: jax.Array) -> Any:
+        model = nnx.merge(graph, weights)
+
+        def step(memory: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+            scores, memory = model.extend(token[None, None], memory)
+            return memory, scores[0, 0]
+
+        return jax.lax.scan(step, memory, tokens)[1]
+
+    given = weights, memory, _tokens(steps)[0]
+    compiled = jax.jit(write).lower(*given).compile()
+    return Job(partial(compiled, *given), steps, _memory(compiled))
+
+
+def _new(options: config.Config) -> tuple[nnx.GraphDef, Any]:
+    return nnx.split(Decoder(options.model, rngs=nnx.Rngs(0)))
+
+
+def _tokens(count: int) -> jax.Array:
+    return jnp.zeros((1, count), jnp.int32)
+
+
+def _memory(compiled: jax.stages.Compiled) -> float:
+    planned = compiled.memory_analysis()
+    if planned is None:
+        return 0.0
+    return (planned.argument_size_in_bytes + planned.temp_size_in_bytes) / MIB
+
+
+def _figures(cells: list[tuple[Cell, ...]]) -> tuple[Lines, ...]:
+    series: dict[str, tuple[list, list]] = {}
+    for work, length, _, ratio, *_ in cells:
+        x, y = series.setdefault(str(work), ([], []))
+        x.append(length)
+        y.append(ratio)
+    if not cells:
+        return ()
+    label = "tokens/s of softmax"
+    return (Lines("speed", "tokens", label, series, log_x=True),)

@@ -1,0 +1,90 @@
+"""Times are taken in turns, of the same model with another attention."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from symjax import config
+from symjax.evaluation import speed
+from symjax.models import Decoder
+
+MODEL = config.Model(
+    vocabulary=11,
+    width=16,
+    depth=1,
+    heads=2,
+    positions="rope",
+    attention=config.Attention(mechanism="linear", differential="v1"),
+)
+
+
+def test_jobs_take_turns_and_the_first_round_does_not_count(monkeypatch):
+    clock, calls = [0.0], []
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+
+    def job(name, cost):
+        def run():
+            first = name not in calls
+            calls.append(name)
+            clock[0] += 100 if first else cost
+
+        return run
+
+    seconds = speed.in_turns(job("a", 2), job("b", 6))
+    assert calls == ["a", "b"] * (speed.ROUNDS + 1)
+    np.testing.assert_array_equal(seconds, [[2] * speed.ROUNDS, [6] * speed.ROUNDS])
+
+
+def test_the_measure_is_the_same_model_with_plain_softmax():
+    other = speed.softmax(speed.sized(MODEL, 64))
+    assert other.attention == config.Attention() and other.length == 64
+    assert (other.width, other.depth, other.heads) == (16, 1, 2)
+
+
+def test_memory_holds_the_weights_and_what_is_read():
+    options = config.Config(model=MODEL)
+    job = speed.prefill(options, 32)
+    weights = nnx.state(Decoder(MODEL, rngs=nnx.Rngs(0)), nnx.Param)
+    size = sum(x.nbytes for x in jax.tree.leaves(weights))
+    assert job.tokens == 32 and job.run().shape == (1, 32, 11)
+    assert size / speed.MIB <= job.memory < 2
+
+
+@pytest.mark.slow
+def test_speeds_are_ratios_of_the_same_run_and_stay_out_of_the_json(monkeypatch):
+    monkeypatch.setattr(speed, "LENGTHS", (32,))
+    monkeypatch.setattr(speed, "ROUNDS", 2)
+
+    class Trained:
+        options = config.Config(model=MODEL)
+
+    finding = speed.speed(Trained, None)
+    assert finding.values == {}
+    (table,) = finding.tables
+    assert [row[:2] for row in table.rows] == [
+        ("prefill", 32),
+        ("training", 32),
+        ("decoding", 32),
+    ]
+    assert all(x > 0 for row in table.rows for x in row[2:])
+    assert list(finding.figures[0].series) == ["prefill", "training", "decoding"]
+
+
+def test_what_does_not_fit_into_memory_is_said(monkeypatch):
+    def refuse(*_):
+        raise ValueError("a training step takes 9 GiB a device, there are 1")
+
+    class Trained:
+        options = config.Config(model=MODEL)
+
+    monkeypatch.setattr(speed, "compare", refuse)
+    finding = speed.speed(Trained, None)
+    assert "128 tokens and more left out: a training step takes" in finding.text[1]
+    assert finding.tables[0].rows == [] and finding.figures == ()
+
+
+@pytest.mark.parametrize("pattern", [(), ("gau", "softmax")])
+def test_a_pattern_becomes_softmax_everywhere(pattern):
+    model = config.Model(depth=2, pattern=pattern)
+    assert speed.mechanisms(speed.softmax(model)) == ["softmax", "softmax"]

@@ -1,5 +1,6 @@
 """What an evaluation found: numbers, and how people look at them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 Cell = str | int | float | None
@@ -10,7 +11,7 @@ class Table(NamedTuple):
 
     name: str
     columns: tuple[str, ...]
-    rows: list[tuple[Cell, ...]]
+    rows: Sequence[Sequence[Cell]]
 
 
 class Lines(NamedTuple):

@@ -102,7 +102,8 @@ def carried(
 
     def choose(path: tuple, own: jax.Array) -> jax.Array:
         nonlocal unfitted
-        given, name = known, path[-1].key
+        given: Any = known
+        name = path[-1].key
         for part in path:
             given = given.get(part.key) if isinstance(given, dict) else None
         if given is not None and given.shape == own.shape and same.get(name, True):

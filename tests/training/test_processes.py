@@ -220,7 +220,9 @@ def test_another_mesh_goes_on_with_the_same_losses(
     assert Checkpoints(workdir / "checkpoints").steps() == [4]
     other = {"mesh__data": 1, "mesh__tensor": 2, "mesh__sequence": 4}
     assert runs.train(text, workdir, **CHANGES, **other) == 0
-    assert_same(losses(workdir), undisturbed)
+    # Relative here: tokens are summed in another order, and float32 numbers are
+    # 4.8e-7 apart at a loss of 5.
+    assert losses(workdir) == pytest.approx(undisturbed, rel=1e-6, abs=0)
 
 
 @pytest.mark.slow

@@ -1,9 +1,29 @@
-"""What the arguments of feature mechanisms must be; messages name both sides."""
+"""What the arguments of mechanisms must be; messages name both sides."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
+
+
+def check_arrays(who: str = "", **arrays: Array) -> None:
+    """Refuse what is not a floating array [batch, time, heads, size], by its name.
+
+    Raises:
+        ValueError: naming all of the arrays and their shapes, or the one whose numbers
+            are not floating.
+    """
+    who = f"{who}: " if who else ""
+    if any(x.ndim != 4 for x in arrays.values()):
+        shapes = ", ".join(str(x.shape) for x in arrays.values())
+        raise ValueError(
+            f"{who}{', '.join(arrays)} must be [batch, time, heads, size], got {shapes}"
+        )
+    for name, array in arrays.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"{who}{name} must be an array of floating numbers, got {array.dtype}"
+            )
 
 
 def check(
@@ -24,11 +44,7 @@ def check(
             f"{who}: {wanted}, got {one} {shapes[one]} and {two} {shapes[two]}"
         )
 
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(
-            f"{who}: query, key and value must be [B T heads size], got "
-            f"{query.shape}, {key.shape} and {value.shape}"
-        )
+    check_arrays(who, query=query, key=key, value=value)
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         refuse("query and key must agree in batch and head size", "query", "key")
     if key.shape[:3] != value.shape[:3]:
@@ -68,3 +84,10 @@ def check_mask(who: str, mask: Array, key: Array) -> None:
         )
     if mask.dtype != jnp.bool_:
         raise ValueError(f"{who}: a mask is boolean, True = attend, got {mask.dtype}")
+
+
+def shown_state(state: Any) -> str:
+    """A state as errors name it: its kind, and the shape of each part."""
+    parts = state._asdict() if hasattr(state, "_asdict") else {}
+    named = [f"{name} {jnp.shape(x)}" for name, x in parts.items() if x is not None]
+    return f"a {type(state).__name__}" + (f" of {', '.join(named)}" if named else "")

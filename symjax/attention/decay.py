@@ -17,7 +17,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check, check_axis
+from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.execution import cut, heads_last, join, layout, sum_dtype
 from symjax.attention.positions import alibi_slopes
 from symjax.attention.prefix import einsum
@@ -135,8 +135,11 @@ def decay_state(
 def retention_log_decay(heads: int) -> Float[Array, "N"]:
     """log(1 − 2^(−5−h)) of heads h from 0: a memory of 32, 64, 128 … tokens.
 
+    Raises:
+        ValueError: fewer than 1 head.
     Source: Sun et al. 2023, arXiv:2307.08621, "multi-scale retention".
     """
+    _check_heads("retention_log_decay", heads)
     return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(heads)))))
 
 
@@ -152,9 +155,10 @@ def lightning_log_decay(
     Args:
         layer, layers: l, counted from 0, of L: later layers remember longer.
     Raises:
-        ValueError: an unknown convention, or no such layer.
+        ValueError: an unknown convention, fewer than 1 head, or no such layer.
     Source: Qin et al. 2023, arXiv:2307.14995.
     """
+    _check_heads("lightning_log_decay", heads)
     if not 0 <= layer < layers:
         raise ValueError(
             f"lightning_log_decay: layer must be 0 to layers - 1, got layer {layer} "
@@ -186,6 +190,11 @@ def gated_log_decay(
     return power * jax.nn.log_sigmoid(logits.astype(sum_dtype(logits)))
 
 
+def _check_heads(who: str, heads: int) -> None:
+    if heads < 1:
+        raise ValueError(f"{who} needs at least 1 head, got {heads}")
+
+
 def _check_log_decay(who: str, log_decay: Array, key: Array) -> None:
     batch, length, heads, size = key.shape
     shape = log_decay.shape
@@ -206,11 +215,10 @@ def _start(
     wanted = decay_state(batch, heads, size, value.shape[-1], dtype=dtype)
     if state is None:
         return wanted
-    given = jnp.shape(state.sums)
-    if not isinstance(state, DecayState) or given != wanted.sums.shape:
+    if not isinstance(state, DecayState) or state.sums.shape != wanted.sums.shape:
         raise ValueError(
-            f"{who}: key {key.shape} and value {value.shape} need a DecayState of "
-            f"{wanted.sums.shape}, got a {type(state).__name__} of {given}"
+            f"{who}: key {key.shape} and value {value.shape} need {shown_state(wanted)}"
+            f", got {shown_state(state)}"
         )
     return DecayState(jnp.asarray(state.sums, dtype))
 
@@ -338,14 +346,15 @@ def _to_power_of_two(x: Array) -> Array:
 
 def _halves(x: Array, half: int) -> tuple[Array, Array]:
     """[… T F] → the first and the second halves of blocks, both [… T/2half half F]."""
-    blocks = x.reshape(*x.shape[:-2], -1, 2, half, x.shape[-1])
+    count = x.shape[-2] // (2 * half)
+    blocks = x.reshape(*x.shape[:-2], count, 2, half, x.shape[-1])
     return blocks[..., 0, :, :], blocks[..., 1, :, :]
 
 
 def _rejoin(first: Array, second: Array) -> Array:
     """The inverse of `_halves`."""
     blocks = jnp.concatenate([first, second], axis=-2)
-    return blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])
+    return jax.lax.collapse(blocks, blocks.ndim - 3, blocks.ndim - 1)
 
 
 def _by_halves(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
+from symjax.attention.checks import check_arrays
 from symjax.attention.mechanisms import row_weights_of, unbound
 from symjax.attention.ring import attend_rows_or_ring
 from symjax.attention.rows import attend_rows
@@ -16,8 +17,12 @@ from symjax.attention.softmax import softmax
 def lambda_initial(depth: int) -> float:
     """0.8 − 0.6 exp(−0.3 depth), the constant part of λ; depth counts from 0.
 
+    Raises:
+        ValueError: a depth below 0.
     Source: Ye et al. 2024, arXiv:2410.05258, section 2.1 (there from layer 1).
     """
+    if depth < 0:
+        raise ValueError(f"lambda_initial: depth must be at least 0, got {depth}")
     return 0.8 - 0.6 * math.exp(-0.3 * depth)
 
 
@@ -71,11 +76,7 @@ def differential(
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1.
     """
-    if not query.ndim == key.ndim == value.ndim == 4:
-        raise ValueError(
-            "query, key and value must be [B T heads size], got "
-            f"{query.shape}, {key.shape} and {value.shape}"
-        )
+    check_arrays("differential", query=query, key=key, value=value)
     heads = query.shape[2] // 2
     if query.shape[2] % 2 or key.shape[2] != 2 * value.shape[2]:
         raise ValueError(
@@ -118,6 +119,7 @@ def differential_v2(
             that would be split between two key heads.
     Source: Ye et al. 2026, differential transformer V2 (microsoft/unilm).
     """
+    check_arrays("differential_v2", query=query, key=key, value=value)
     if key.shape[2] != value.shape[2]:
         raise ValueError(
             "differential_v2 needs as many key heads as value heads, got key "

@@ -15,7 +15,7 @@ from einops import rearrange
 from jaxtyping import Array
 
 from symjax.attention import prefix
-from symjax.attention.checks import check, check_axis
+from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.features import Features, Powers
 from symjax.attention.masks import visible_keys
 from symjax.attention.prefix import Chunk, Fraction, LinearState
@@ -121,17 +121,13 @@ def _start(
     )
     if state is None:
         return empty_state(features, parameters, batch, heads, size, width, dtype)
-    if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, wanted):
+    fits = jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, wanted)
+    if not isinstance(state, LinearState) or not fits:
         raise ValueError(
-            f"{who}: key {key.shape} and value {value.shape} need a state of "
-            f"{_shapes(wanted)}, got {_shapes(state)}"
+            f"{who}: key {key.shape} and value {value.shape} need {shown_state(wanted)}"
+            f", got {shown_state(state)}"
         )
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
-
-
-def _shapes(state: LinearState) -> str:
-    named = state._asdict().items()
-    return ", ".join(f"{name} {jnp.shape(x)}" for name, x in named if x is not None)
 
 
 def sum_dtype(*arrays: Array) -> Any:
@@ -276,7 +272,7 @@ def cut(x: Array, size: int, axis: int, mode: str = "constant") -> Array:
 def join(rows: Array, length: int) -> Array:
     """Chunks [C B K G T …] put together again along time: [B K G length …]."""
     rows = jnp.moveaxis(rows, 0, 3)
-    return rows.reshape(*rows.shape[:3], -1, *rows.shape[5:])[:, :, :, :length]
+    return jax.lax.collapse(rows, 3, 5)[:, :, :, :length]
 
 
 def cut_chunk(chunk: Chunk, size: int) -> Chunk:
@@ -313,7 +309,7 @@ def _both_sides(
         jnp.flip(chunk.query, 3),
         jnp.roll(jnp.flip(chunk.key, 2), 1, axis=2),
         jnp.roll(jnp.flip(chunk.value, 2), 1, axis=2),
-        (jnp.roll(visible, 1, axis=1) & same).at[:, 0].set(False),
+        jnp.roll(visible, 1, axis=1) & same & (jnp.arange(run.shape[1]) > 0)[None],
         run,
     )
     future = jax.tree.map(lambda x: jnp.flip(x, 3), scan(late))

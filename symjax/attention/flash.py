@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import groups
-from symjax.attention.checks import check, check_axis
-from symjax.attention.gau import check_divisor
+from symjax.attention.checks import check, check_axis, shown_state
+from symjax.attention.gau import fixed_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
 from symjax.attention.masks import visible_keys
 from symjax.attention.shards import segment_runs_over
@@ -134,6 +134,8 @@ def flash_step(
     Raises:
         ValueError: as `flash_causal`; more than one token.
     """
+    if not isinstance(state, FlashState):
+        raise ValueError(f"flash_step needs a FlashState, got {shown_state(state)}")
     group_size = state.key.shape[1]
     rule = _rule("flash_step", group_size, True, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
@@ -181,11 +183,12 @@ def _rule(
 ) -> Rule:
     if group_size < 1:
         raise ValueError(f"{who}: group_size must be at least 1, got {group_size}")
-    divisor = group_size if divisor is None else divisor
-    linear_divisor = group_size if linear_divisor is None else linear_divisor
-    check_divisor(f"{who}: divisor", divisor)
-    check_divisor(f"{who}: linear_divisor", linear_divisor)
-    return Rule(group_size, is_causal, scale, divisor, linear_divisor)
+    one, other = (
+        fixed_divisor(f"{who}: {name}", group_size if given is None else given)
+        for name, given in (("divisor", divisor), ("linear_divisor", linear_divisor))
+    )
+    scale = None if scale is None else float(scale)
+    return Rule(group_size, is_causal, scale, float(one), float(other))
 
 
 def _empty_like(tokens: Tokens, group_size: int) -> FlashState:
@@ -233,12 +236,8 @@ def _tokens(
 def _check_state(who: str, state: FlashState, tokens: Tokens, group_size: int) -> None:
     """Raise if the state is not of these tokens' sizes, naming all of them."""
     wanted = jax.eval_shape(lambda: _empty_like(tokens, group_size))
-
-    def shown(state: FlashState) -> str:
-        return ", ".join(f"{n} {jnp.shape(x)}" for n, x in state._asdict().items())
-
     if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, wanted):
         raise ValueError(
             f"{who}: key {tokens.key.shape}, value {tokens.value.shape} and groups of "
-            f"{group_size} need a state of {shown(wanted)}, got {shown(state)}"
+            f"{group_size} need {shown_state(wanted)}, got {shown_state(state)}"
         )

@@ -75,7 +75,7 @@ def gau(
         scale: of the scores, 1/√H by default.
         is_causal: the last query sees every key (bottom-right alignment).
         length_base: multiply a row's scores by log n / log length_base, n the keys it
-            sees.
+            sees; None or 0: off.
         mask_self: hide a token from itself unless it sees nothing else.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
         implementation: "rows" (default) or "whole".
@@ -86,9 +86,8 @@ def gau(
             not above 0 or not known.
     Source: Hua et al. 2022, arXiv:2202.10447, section 3.
     """
-    check_divisor("gau: divisor", divisor, DIVISORS)
     return attend_rows(
-        SquaredReLU(divisor),
+        SquaredReLU(fixed_divisor("gau: divisor", divisor, DIVISORS)),
         query,
         key,
         value,
@@ -104,9 +103,21 @@ def gau(
     )
 
 
-def check_divisor(name: str, divisor: Any, known: tuple[str, ...] = ()) -> None:
-    """Raise unless it is a number above 0 or one of the known names."""
-    if divisor in known or (not isinstance(divisor, str) and divisor > 0):
-        return
-    also = f", or one of {', '.join(known)}" if known else ""
-    raise ValueError(f"{name} must be a number above 0{also}, got {divisor!r}")
+def fixed_divisor(name: str, divisor: Any, known: tuple[str, ...] = ()) -> float | str:
+    """The divisor as Python's number, which a program is compiled for, or its name.
+
+    Raises:
+        ValueError: it is not above 0, not one of the known names, or traced.
+    """
+    if isinstance(divisor, str) and divisor in known:
+        return divisor
+    try:
+        number = 0.0 if isinstance(divisor, str) else float(divisor)
+    except TypeError:  # several numbers, none, or one that is traced
+        number = 0.0
+    if not number > 0:
+        also = f", or one of {', '.join(known)}" if known else ""
+        raise ValueError(
+            f"{name} must be a constant number above 0{also}, got {divisor!r}"
+        )
+    return number

@@ -57,6 +57,8 @@ class Rule(NamedTuple):
 @partial(jax.jit, static_argnums=(0, 2))
 def whole(rule: Rule, tokens: Tokens, axis_name: str | None = None) -> Array:
     """All tokens from the first one on, or a device's own stretch of them."""
+    if _is_empty(tokens):
+        return _no_rows(tokens)
     length = tokens.key.shape[1]
     size = min(rule.group_size, length)
     filled = jax.tree.map(lambda x: _fill(x, -length % size), tokens)
@@ -70,6 +72,8 @@ def go_on(
     rule: Rule, tokens: Tokens, state: FlashState, visible: Bool[Array, "B T"]
 ) -> tuple[Array, FlashState]:
     """The tokens put behind those of the state's group, each example at its place."""
+    if _is_empty(tokens):
+        return _no_rows(tokens), state
     size, length = rule.group_size, visible.shape[1]
     total = -(-(size - 1 + length) // size) * size
 
@@ -124,6 +128,8 @@ def _after(
 @partial(jax.jit, static_argnums=0)
 def step(rule: Rule, tokens: Tokens, state: FlashState) -> tuple[Array, FlashState]:
     """One token, which sees its group and the sums. Empty places weigh nothing."""
+    if _is_empty(tokens):
+        return _no_rows(tokens), state
     new = tokens.key, tokens.linear_key, tokens.value
     key, linear_key, value = (
         _put(old.astype(jnp.promote_types(old.dtype, x.dtype)), x, state.place)
@@ -150,6 +156,16 @@ def step(rule: Rule, tokens: Tokens, state: FlashState) -> tuple[Array, FlashSta
     group = FlashState(key, linear_key, value, state.place + 1, state.sums)
     group = jax.lax.cond(full.any(), fold, lambda group: group, group)
     return (near + far).astype(tokens.value.dtype), _as(state, group)
+
+
+def _is_empty(tokens: Tokens) -> bool:
+    """No example, or no token in any."""
+    return 0 in tokens.query.shape[:2]
+
+
+def _no_rows(tokens: Tokens) -> Float[Array, "B T N V"]:
+    shape = (*tokens.query.shape[:3], tokens.value.shape[-1])
+    return jnp.zeros(shape, tokens.value.dtype)
 
 
 def _attend(

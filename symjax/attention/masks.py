@@ -51,8 +51,8 @@ def visible_keys(
 
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The number of each token's run of equal ids, from 0: what a state can follow."""
-    change = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(jnp.cumsum(change, axis=1), ((0, 0), (1, 0)))
+    before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    return jnp.cumsum(segment_ids != before, axis=1)
 
 
 def _both(visible: Array | None, more: Array) -> Array:

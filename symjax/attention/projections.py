@@ -102,7 +102,7 @@ def favor_statistics(
         query, key: a sample, in which every axis but the last is a number of draws.
         scale: of the scores, 1/√H by default.
     Raises:
-        ValueError: an unknown `kind`, or head sizes that differ.
+        ValueError: an unknown `kind`, head sizes that differ, or an empty sample.
     Source: Likhosherstov et al. 2022, arXiv:2205.15317 (FAVOR++); 2023,
         arXiv:2302.00787 (FAVOR#).
     """
@@ -116,6 +116,11 @@ def favor_statistics(
         raise ValueError(
             "favor_statistics: query and key must agree in head size, got query "
             f"{query.shape} and key {key.shape}"
+        )
+    if not query.size or not key.size:
+        raise ValueError(
+            "favor_statistics: a sample needs at least one query and one key, got "
+            f"query {query.shape} and key {key.shape}"
         )
     dtype = jnp.promote_types(jnp.result_type(query, key), jnp.float32)
     query, key = (x.reshape(-1, size).astype(dtype) for x in (query, key))

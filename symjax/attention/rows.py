@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.checks import check_arrays
 from symjax.attention.masks import visible_pairs
 from symjax.attention.scaling import head_scale, length_scale
 from symjax.attention.shards import first_token, gather, segment_runs_over
@@ -91,11 +92,12 @@ def attend_rows(
     w[2n] − lam[n]·w[2n+1].
 
     Time O(T S (H + V)) a head, half of it if causal; memory O(T + S) beside one block.
+    Rows that see no key are zero, also where there are no keys at all.
 
     Args:
         scale: of the scores, 1/√H by default.
         is_causal: row t sees keys up to t + S − T: the last query sees every key.
-        length_base: multiply a row's scores by log n / log length_base.
+        length_base: multiply a row's scores by log n / log length_base; None or 0: off.
         mask_self: hide a token from itself unless it sees nothing else.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
         implementation: "rows" (the default), or "whole" for one block without
@@ -122,6 +124,10 @@ def attend_rows(
             f"implementation {implementation!r} is unknown: choose from "
             f"{', '.join(IMPLEMENTATIONS)}; softmax has ring too"
         )
+    if 0 in (*query.shape[:2], key.shape[1]):  # no rows, or nothing that they see
+        heads = query.shape[2] // (1 if lam is None else 2)
+        shape = (*query.shape[:2], heads, value.shape[-1])
+        return jnp.zeros(shape, value.dtype)
     if mask is not None:  # not even NaN gets through where no row sees a key
         seen = mask.any(axis=(1, 2))[:, :, None, None]
         key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
@@ -143,7 +149,7 @@ def attend_rows(
         weights,
         is_causal,
         mask_self,
-        length_base or None,
+        float(length_base) if length_base else None,
         offset=key.shape[1] - query.shape[1],
         whole=implementation == "whole" or query.shape[1] == 1,
         block_rows=BLOCK_ROWS,
@@ -323,11 +329,7 @@ def _pad(array: Array, axis: int, amount: int) -> Array:
 
 def check_shapes(query, key, value, bias, mask, segment_ids, is_causal) -> None:
     """Raise a ValueError that names both sides of the first thing that does not fit."""
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim != 4:
-            raise ValueError(
-                f"{name} must be [batch, time, heads, size], got {array.shape}"
-            )
+    check_arrays(query=query, key=key, value=value)
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(
             "query and key must agree in batch and head size, got "

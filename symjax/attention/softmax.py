@@ -44,7 +44,7 @@ def softmax(
         scale: of the scores, 1/√H by default.
         is_causal: the last query sees every key (bottom-right alignment).
         length_base: multiply a row's scores by log n / log length_base, n the keys it
-            sees (entropy-invariant scaling).
+            sees (entropy-invariant scaling); None or 0: off.
         mask_self: hide a token from itself unless it sees nothing else.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
         implementation: "rows" (default), "whole", or "ring": over an axis keys and

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check_mask
+from symjax.attention.checks import check_arrays, check_mask
 
 EXACT = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 # Exact to rounding for eigenvalues from −3500 up in float64, −20,000 in float32.
@@ -169,7 +169,8 @@ def _check(
             "matrix_function: segment_ids are not possible, since every segment is a "
             f"matrix of its own; hide tokens with mask, got {segment_ids.shape}"
         )
-    if query.ndim != 4 or value.ndim != 4 or query.shape[:3] != value.shape[:3]:
+    check_arrays("matrix_function", query=query, value=value)
+    if query.shape[:3] != value.shape[:3]:
         raise ValueError(
             "matrix_function: query [B T N H] and value [B T N V] must agree in "
             f"batch, time and heads, got query {query.shape} and value {value.shape}"

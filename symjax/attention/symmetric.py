@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.checks import check_arrays
 from symjax.attention.softmax import softmax
 
 NORMALISERS = ("unit", "rms")
@@ -33,6 +34,7 @@ def symmetric_key(
         raise ValueError(
             f"normalise {normalise!r} is unknown: choose from {', '.join(NORMALISERS)}"
         )
+    check_arrays("symmetric_key", query=query)
     key = query
     if metric is not None:
         heads, size = query.shape[-2:]
@@ -76,6 +78,7 @@ def symmetric(
         ValueError: value heads differ from query heads (grouped heads would need a
             key for several queries).
     """
+    check_arrays("symmetric", query=query, value=value)
     if query.shape[2] != value.shape[2]:
         raise ValueError(
             "symmetric keys need as many value heads as query heads, got query "

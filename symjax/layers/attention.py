@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import attention, config
 from symjax.attention.masks import visible_pairs
 from symjax.attention.projections import KINDS, unit_statistics
-from symjax.layers.cache import Cache, write
+from symjax.layers.cache import Cache, check_room, write
 from symjax.layers.choices import LEARNED, mechanism_options, sizes
 from symjax.layers.features import feature_map
 from symjax.layers.forgetting import FixedDecay, GatedDecay
@@ -216,10 +216,15 @@ class Attention(nnx.Module):
             position: how many tokens each example has read.
             present: the tokens that exist, the others stand at the end of their row;
                 None: all.
+        Raises:
+            ValueError: more tokens than a cache has places.
         """
         positions = position[:, None] + jnp.arange(x.shape[1])[None]
         arrays = self.arrays(x, positions)
         if self._form.state is None:
+            places = state.key.shape[1]
+            named = f"a cache of {places}"
+            check_room(places, named, position, x.shape[1], present)
             mixed, state = self._read_cache(arrays, state, positions)
             return self._output(x, mixed), state
         arrays["state"] = (state, "BK")
@@ -343,14 +348,14 @@ class Attention(nnx.Module):
             mixed = self.head_norm(mixed)
         if self.differential == "v1":
             mixed = mixed * (1 - self.lambda_initial)
-        mixed = mixed.reshape(*mixed.shape[:2], -1)
+        mixed = jax.lax.collapse(mixed, 2)
         if hasattr(self, "output_gate"):
             mixed = mixed * jax.nn.silu(self.output_gate(x))
         return self.out(mixed)
 
     @staticmethod
     def _split(x: Array, size: int) -> Array:
-        return x.reshape(*x.shape[:2], -1, size)
+        return x.reshape(*x.shape[:2], x.shape[-1] // size, size)
 
 
 def _state_first(step: Any) -> Callable:

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
 
 
 class Cache(NamedTuple):
@@ -11,6 +12,33 @@ class Cache(NamedTuple):
 
     key: Float[Array, "B L K H"]
     value: Float[Array, "B L K V"]
+
+
+def check_room(
+    room: int,
+    named: str,
+    position: Int[Array, "B"],
+    count: int,
+    present: Bool[Array, "B T"] | None = None,
+) -> None:
+    """Refuse tokens beyond the room there is, as far as their number is known.
+
+    Under `jax.jit` it is known how many come, not how many came before nor which of
+    them exist.
+
+    Args:
+        room, named: how many tokens fit, and the words that name it.
+        position: how many tokens each example has read.
+        count, present: how many come, and which of them exist; None: all.
+    Raises:
+        ValueError: more tokens than room, naming both.
+    """
+    needed = position + (count if present is None else present.sum(axis=1))
+    least = count if present is None else 0
+    if not isinstance(needed, Tracer):
+        least = max(needed.tolist(), default=0)
+    if least > room:
+        raise ValueError(f"{least} tokens do not fit {named}")
 
 
 def write(

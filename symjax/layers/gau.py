@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.attention.masks import visible_pairs
-from symjax.layers.cache import Cache, write
+from symjax.layers.cache import Cache, check_room, write
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
 from symjax.layers.rotary import rotary
@@ -137,11 +137,16 @@ class GatedBlock(nnx.Module):
         Args:
             position: how many tokens each example has read.
             present: the tokens that exist, the others stand at the end; None: all.
+        Raises:
+            ValueError: more tokens than the cache of "gau" has places.
         """
         y = self.norm(x)
         positions = position[:, None] + jnp.arange(x.shape[1])[None]
         arrays = self.arrays(y, positions)
         if self.mechanism == "gau":
+            places = state.key.shape[1]
+            named = f"a cache of {places}"
+            check_room(places, named, position, x.shape[1], present)
             mixed, state = self._read_cache(arrays, state, positions)
         elif x.shape[1] == 1:
             arrays["state"] = (state, "B")

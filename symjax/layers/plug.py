@@ -42,10 +42,11 @@ def attention_fn(
         is_causal: a token sees itself and the past; or say so in an NNX layer's call.
         options: of the mechanism, such as features or length_base.
     Raises:
-        ValueError: an unknown mechanism or option, or one that needs an array which
-            Flax's layers do not have; in a call: dropout of weights, storing them
-            (`sow_weights`), Linen's own einsums, masks and biases that a mechanism
-            cannot honour, causality with other than T or 1 queries for T keys.
+        ValueError: an unknown mechanism or option, a value that the option cannot
+            have, or a mechanism that needs an array which Flax's layers do not have;
+            in a call: dropout of weights, storing them (`sow_weights`), Linen's own
+            einsums, masks and biases that a mechanism cannot honour, causality with
+            other than T or 1 queries for T keys.
     """
     form = _form(mechanism, options)
     causal = is_causal
@@ -126,7 +127,21 @@ def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
                 f"attention_fn: {mechanism} has no option {name!r}: choose from "
                 f"{choices}"
             )
+    _try_options(function, options, "projection" in known)
     return form
+
+
+def _try_options(function: Callable, options: dict[str, Any], projected: bool) -> None:
+    """Refuse now a name or number that the mechanism would refuse in every call.
+
+    Arrays and functions may belong to heads of one size, and wait for the call.
+    """
+    like = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
+    arrays = dict.fromkeys(ARRAYS, like)
+    if projected:
+        arrays["projection"] = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    tried = {name: x for name, x in options.items() if isinstance(x, str | int | float)}
+    jax.eval_shape(lambda arrays: function(**arrays, **tried), arrays)
 
 
 def _scores(

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from symjax import attention, config, validation
 from symjax.layers.block import Block
+from symjax.layers.cache import check_room
 from symjax.layers.gau import GatedBlock
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
@@ -89,7 +90,7 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: more tokens than learned positions.
         """
-        x = self._embed(tokens, jnp.arange(tokens.shape[1])[None])
+        x = self._embed(tokens, jnp.zeros(1, jnp.int32))
         keys = [None] * len(self.blocks)
         if dropout_key is not None:
             first, *keys = jax.random.split(dropout_key, len(self.blocks) + 1)
@@ -115,7 +116,7 @@ class Decoder(nnx.Module):
         They are constants of the model. Take another text than those the model is
         judged on: of the same one they would tell earlier tokens about later ones.
         """
-        x = self._embed(tokens, jnp.arange(tokens.shape[1])[None])
+        x = self._embed(tokens, jnp.zeros(1, jnp.int32))
         for block in self.blocks:
             if not isinstance(block, GatedBlock):
                 block.calibrate(x)
@@ -139,12 +140,16 @@ class Decoder(nnx.Module):
         Args:
             lengths: how many of each row's tokens exist; the rest of the row is
                 filling, which is not read and whose scores mean nothing. None: all.
+        Raises:
+            ValueError: more tokens than the memory or learned positions have room
+                for. Under `jax.jit` the tokens of one call are counted, not those
+                read before.
         """
         count = tokens.shape[1]
         present = None
         if lengths is not None:
             present = jnp.arange(count)[None] < lengths[:, None]
-        x = self._embed(tokens, memory.position[:, None] + jnp.arange(count)[None])
+        x = self._embed(tokens, memory.position, present)
         layers = []
         for block, state in zip(self.blocks, memory.layers, strict=True):
             x, state = block.extend(x, state, memory.position, present)
@@ -152,16 +157,18 @@ class Decoder(nnx.Module):
         read = memory.position + (count if lengths is None else lengths)
         return self._scores(x), Memory(read, layers)
 
-    def _embed(self, tokens: Array, positions: Array) -> Array:
+    def _embed(self, tokens: Array, read: Array, present: Array | None = None) -> Array:
+        """Args: read: how many tokens came before, of each example or of all."""
+        count = tokens.shape[1]
+        positions = read[:, None] + jnp.arange(count)[None]
         table = self.embedding.embedding[...].astype(self.dtype)
         # The lookup of a table split over features makes XLA rematerialise it.
         x = jnp.take(constrain(table, None, None), tokens, axis=0)
         if self.learned_positions:
-            if tokens.shape[1] > self.length:
-                raise ValueError(
-                    f"{tokens.shape[1]} tokens do not fit model.length {self.length} "
-                    "learned positions"
-                )
+            named = f"model.length {self.length} learned positions"
+            check_room(self.length, named, read, count, present)
+            if present is not None:  # filling has no position, nor needs one
+                positions = jnp.where(present, positions, 0)
             rows = jnp.take(self.positions[...], positions, axis=0)
             x = x + rows.astype(self.dtype)
         if self.sinusoidal_positions:  # as large as the embeddings, as in the paper

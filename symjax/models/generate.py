@@ -31,9 +31,13 @@ def generate(
             as it would be alone.
         temperature: divides the scores; 0 takes the likeliest token.
     Raises:
-        ValueError: an empty prompt, lengths that do not fit the prompts, or more
-            tokens than learned positions.
+        ValueError: an empty prompt, one without an axis of examples, lengths that do
+            not fit the prompts, or more tokens than learned positions.
     """
+    if prompt.ndim != 2:
+        raise ValueError(
+            f"generation needs prompts [examples, tokens], got {prompt.shape}"
+        )
     length = prompt.shape[1] + count
     if prompt.shape[1] < 1 or count < 1:
         raise ValueError(

@@ -274,6 +274,28 @@ def vmap_changes_nothing(mechanism):
     close(run(one_by_one, *arrays), run(mechanism.causal, *arrays), 1e-6)
 
 
+def nothing_gives_nothing(mechanism):
+    """No example, or no token in any, gives no row. Gradients exist."""
+    arrays = _single(inputs(3))
+    segments = np.zeros((B, 3), int)
+    for cut in (np.s_[:0], np.s_[:, :0]):
+        empty, ids = [x[cut] for x in arrays], segments[cut]
+        for form in (*mechanism.both, partial(mechanism.whole, segment_ids=ids)):
+
+            def graded(*arrays, form=form):
+                output, back = jax.vjp(form, *arrays)
+                return output, back(output)
+
+            output, gradients = jax.eval_shape(graded, *empty)
+            assert output.shape == (*empty[0].shape[:3], V)
+            assert [x.shape for x in gradients] == [x.shape for x in empty]
+
+
+def no_keys_give_zeros(mechanism):
+    query, key, value = _single(inputs(3))
+    same(mechanism.whole(query, key[:, :0], value[:, :0]), np.zeros((B, 3, N, V)))
+
+
 def wrong_shapes_are_named(mechanism):
     query, key, value = _single(inputs())
     wrong = [
@@ -304,6 +326,10 @@ def wrong_shapes_are_named(mechanism):
     _refused((value[:, :1], state.sums), mechanism.step, state, *now)
     later = partial(mechanism.causal, state=state)
     _refused((value, state.sums), later, query, key, value)
+    with pytest.raises(ValueError, match="State of sums .*got a tuple"):
+        mechanism.step((1, 2), *now)
+    with pytest.raises(ValueError, match="key must be .*floating.*int"):
+        mechanism.whole(query, key.astype(int), value)
     state = mechanism.state(B, K, H, V)
     _refused((query,), mechanism.step, state, query, key, value)
     with pytest.raises(ValueError, match="chunk_size"):
@@ -357,6 +383,8 @@ LAWS = (
     bfloat16_is_as_good_as_its_rounding,
     grouped_heads_share_their_key_head,
     vmap_changes_nothing,
+    nothing_gives_nothing,
+    no_keys_give_zeros,
     wrong_shapes_are_named,
     nothing_of_size_T_T_or_T_M_V_is_kept,
 )

@@ -62,6 +62,7 @@ KINDS = {kind: Gated.of_kind(kind) for kind in SHAPES}
 # say the same of hidden tokens and gradients, with those of the decays.
 OTHER = (
     laws.keys_may_be_more_or_fewer_than_queries,
+    laws.no_keys_give_zeros,
     laws.grouped_heads_share_their_key_head,
     laws.hidden_keys_change_nothing,
     laws.gradients_equal_those_of_the_definition,
@@ -82,6 +83,7 @@ def test_decay_of_channels_obeys(law):
         laws.chunks_of_any_size_agree,
         laws.a_prefill_goes_on_in_chunks_and_steps,
         laws.the_future_changes_nothing,
+        laws.nothing_gives_nothing,
         laws.nothing_of_size_T_T_or_T_M_V_is_kept,
     ],
     ids=lambda law: law.__name__,
@@ -275,6 +277,10 @@ def test_wrong_makers_are_named():
         lightning_log_decay(4, 0, 1, convention="alibi")
     with pytest.raises(ValueError, match="layer 3 and layers 3"):
         lightning_log_decay(4, 3, 3, convention="fla")
+    with pytest.raises(ValueError, match="retention.* at least 1 head, got 0"):
+        retention_log_decay(0)
+    with pytest.raises(ValueError, match="lightning.* at least 1 head, got 0"):
+        lightning_log_decay(0, 0, 1, convention="fla")
     with pytest.raises(ValueError, match="-0.5"):
         gated_log_decay(np.zeros(3), power=-0.5)
 

@@ -241,7 +241,14 @@ def test_vectors_of_lambda_of_different_lengths_are_refused():
         attention.differential_lambda(one, other, one, one, 0.2)
 
 
+def test_layers_count_from_zero():
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        attention.lambda_initial(-1)
+
+
 def test_a_query_without_heads_is_refused():
     arrays = np.ones((2, 4)), np.ones((2, 5, 2, 4)), np.ones((2, 5, 1, 4))
     with pytest.raises(ValueError, match=r"got \(2, 4\), \(2, 5, 2, 4\)"):
         attention.differential(*arrays, 0.5)
+    with pytest.raises(ValueError, match=r"got \(2, 4\), \(2, 5, 2, 4\)"):
+        attention.differential_v2(*arrays, 0.5)

@@ -219,3 +219,5 @@ def test_wrong_samples_and_kinds_are_named():
         favor_statistics(x, x, kind="favor")
     with pytest.raises(ValueError, match=r"\(3, 4\).*\(3, 2\)"):
         favor_statistics(x, x[:, :2])
+    with pytest.raises(ValueError, match=r"at least one .*\(0, 4\).*\(3, 4\)"):
+        favor_statistics(x[:0], x, kind="favor#")

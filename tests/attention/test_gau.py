@@ -19,6 +19,7 @@ from symjax.attention import (
     flash_state,
     flash_step,
     gau,
+    linear_state,
 )
 
 M = 4  # features of linear queries and keys
@@ -100,6 +101,8 @@ def test_divisors_are_numbers_above_0_or_known():
             gau(*arrays, divisor=divisor)
     with pytest.raises(ValueError, match="count, squared_count"):
         gau(*arrays, divisor="keys")
+    with pytest.raises(ValueError, match="constant number above 0"):
+        jax.eval_shape(lambda divisor: gau(*arrays, divisor=divisor), jnp.float32(3))
     for name in ("divisor", "linear_divisor"):
         with pytest.raises(ValueError, match=f"{name} .* 'count'"):
             flash(*single(inputs()), **{name: "count"})
@@ -323,6 +326,40 @@ def test_the_gradient_keeps_no_map():
     assert laws._largest(jaxpr.jaxpr) <= 2 * length * 32
 
 
+def test_divisors_and_scales_may_be_numbers_of_numpy_and_jax():
+    arrays = single(SOFTMAX.arrays(3))
+    same(gau(*arrays, divisor=jnp.float32(3)), gau(*arrays, divisor=3))
+    arrays = single(inputs(3))
+    given = {"scale": jnp.float32(0.5), "divisor": np.float32(3), "group_size": 2}
+    same(flash(*arrays, **given), flash(*arrays, scale=0.5, divisor=3, group_size=2))
+
+
+@pytest.mark.parametrize("cut", [np.s_[:0], np.s_[:, :0]], ids=["batch", "time"])
+def test_nothing_gives_nothing_and_leaves_the_state(cut):
+    arrays = [x[cut] for x in single(inputs(3))]
+    segments = np.zeros((B, 3), int)[cut]
+    rows = (*arrays[0].shape[:3], V)
+    for is_causal, ids in ((False, segments), (True, segments), (True, None)):
+        form = partial(flash, is_causal=is_causal, segment_ids=ids, group_size=2)
+        output, back = jax.vjp(form, *arrays)
+        assert output.shape == rows
+        assert [x.shape for x in back(output)] == [x.shape for x in arrays]
+    state = jax.tree.map(lambda x: x + 1, empty(jnp.float32))
+    state = jax.tree.map(lambda x: x[:0], state) if not len(arrays[0]) else state
+    go_on = partial(flash_causal, group_size=GROUP, return_state=True)
+    output, after = go_on(*arrays, state=state)
+    assert output.shape == rows
+    jax.tree.map(same, after, state)
+
+
+def test_a_step_without_examples_has_no_rows():
+    arrays = [x[:0, :1] for x in single(inputs(3))]
+    state = jax.tree.map(lambda x: x[:0], empty(jnp.float32))
+    output, after = flash_step(state, *arrays)
+    assert output.shape == (0, 1, N, V)
+    jax.tree.map(same, after, state)
+
+
 def test_wrong_shapes_are_named():
     arrays = single(inputs())
     names = "query", "key", "linear_query", "linear_key", "value"
@@ -345,5 +382,7 @@ def test_wrong_shapes_are_named():
             assert str(array.shape) in str(refusal.value)
     with pytest.raises(ValueError, match="one token"):
         flash_step(state, *arrays)
+    with pytest.raises(ValueError, match=r"FlashState, got a LinearState of sums \("):
+        flash_step(linear_state(B, K, H, V), *(x[:, :1] for x in arrays))
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         flash(*arrays, group_size=0)

@@ -155,3 +155,43 @@ def test_not_even_nan_comes_through_a_hidden_key(shape):
     )
     for part in jax.grad(total, argnums=(0, 1, 2))(query, key, value):
         assert np.isfinite(part).all()
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        attention.softmax,
+        attention.sparsemax,
+        attention.entmax15,
+        partial(attention.gau, divisor="count"),
+        partial(attention.softmax, implementation="whole", length_base=4.0),
+    ],
+    ids=["softmax", "sparsemax", "entmax15", "gau", "whole"],
+)
+def test_no_keys_give_zeros_and_no_rows_give_no_rows(attend):
+    arrays = [np.float32(x) for x in SOFTMAX.arrays(3)]
+    query, key, value = arrays
+    no_example = tuple(x[:0] for x in arrays)
+    cases = (query, key[:, :0], value[:, :0]), (query[:, :0], key, value), no_example
+    for case in cases:
+        output, back = jax.vjp(attend, *case)
+        assert output.shape == (*case[0].shape[:3], V) and not output.any()
+        for part, array in zip(back(output), case, strict=True):
+            assert part.shape == array.shape and not part.any()
+
+
+def test_maps_of_nothing_have_the_shape_of_maps():
+    query, key, _, lam = (np.float32(x) for x in DIFFERENTIAL.arrays(3))
+    for rows, keys in ((0, 3), (3, 0)):
+        read = row_map(
+            softmax_weights, query[:, :rows], key[:, :keys], lam=lam[None, None]
+        )
+        assert read.shape == (B, N, rows, keys)
+
+
+def test_only_floating_arrays_are_attended_to():
+    arrays = [np.float32(x) for x in SOFTMAX.arrays(3)]
+    for which, name in enumerate(("query", "key", "value")):
+        wrong = [x.astype(int) if i == which else x for i, x in enumerate(arrays)]
+        with pytest.raises(ValueError, match=f"{name} must be .*floating.*int"):
+            attention.sparsemax(*wrong)

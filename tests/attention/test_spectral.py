@@ -241,3 +241,13 @@ def test_wrong_shapes_and_names_are_named():
         run(query, value, "exp", segment_ids=np.zeros((B, T), int))
     with pytest.raises(TypeError, match="is_causal"):
         run(query, value, "exp", is_causal=True)
+    with pytest.raises(ValueError, match="query must be .*floating.*int"):
+        run(query.astype(int), value, "exp")
+
+
+@every_kind
+def test_nothing_gives_nothing(kind):
+    query, value = single(*inputs())
+    for cut in (np.s_[:0], np.s_[:, :0]):
+        output = jax.eval_shape(compiled(kind), query[cut], value[cut])
+        assert output.shape == value[cut].shape

@@ -110,3 +110,8 @@ def test_wrong_shapes_and_names_are_named():
     assert str((N, H, V)) in str(refusal.value)
     with pytest.raises(ValueError, match="'length'.*unit, rms"):
         attention.symmetric_key(query, normalise="length")
+    for query in (np.ones(H), np.ones((T, H)), np.ones((B, T, N, H), int)):
+        with pytest.raises(ValueError, match="symmetric_key: query must be"):
+            attention.symmetric_key(query, np.ones((N, H, H)))
+    with pytest.raises(ValueError, match=r"got \(19, 5\), \(2, 19, 2, 7\)"):
+        attention.symmetric(np.ones((T, H)), value)

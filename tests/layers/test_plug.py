@@ -224,6 +224,33 @@ def test_what_cannot_be_honoured_is_refused_by_name(mechanism, options, call, me
         attention_fn(mechanism, **options)(array, key, key, **call)
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "options", "message"),
+    [
+        ("performer", {"features": "nope"}, "'nope' is unknown: choose from .*favor"),
+        ("linear", {"features": "nope"}, "'nope' is unknown: choose from elu"),
+        ("linear", {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ("softmax", {"length_base": 1}, "length_base must be above 1, got 1"),
+        ("sparsemax", {"implementation": "flash"}, "'flash' is unknown: choose from"),
+    ],
+)
+def test_options_are_refused_when_the_function_is_made(mechanism, options, message):
+    with pytest.raises(ValueError, match=message):
+        attention_fn(mechanism, **options)
+
+
+def test_functions_and_arrays_for_heads_of_one_size_are_taken():
+    turn = np.eye(4, dtype=np.float32)
+    attention_fn("linear", features=lambda x: x @ turn, is_causal=True)
+    attention_fn("performer", projection=turn, features="relu")
+
+
+@pytest.mark.parametrize("cut", [np.s_[:0], np.s_[:, :0]], ids=["batch", "time"])
+def test_nothing_gives_nothing(cut):
+    layer = of_nnx(attention_fn("softmax"))
+    assert layer(X[cut]).shape == X[cut].shape
+
+
 def test_dropout_that_is_off_is_no_dropout():
     array = np.ones((2, 5, 3, 4), np.float32)
     attend = attention_fn("softmax")

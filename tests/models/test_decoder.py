@@ -335,3 +335,48 @@ def test_more_tokens_than_learned_positions_are_refused():
         model(TOKENS)
     with pytest.raises(ValueError, match="prompt of 5 and 8 new tokens"):
         generate(model, TOKENS[:, :5], 8, jax.random.key(0))
+
+
+def test_prompts_have_an_axis_of_examples():
+    with pytest.raises(ValueError, match=r"\[examples, tokens\], got \(19,\)"):
+        generate(small(), TOKENS[0], 2, jax.random.key(0))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "gau"])
+def test_more_tokens_than_the_memory_holds_are_refused(mechanism):
+    """Those of one call also under jit; those read before where they are known."""
+    model = small(mechanism, depth=1, positions="none")
+    memory = model.empty(2, 3)
+    with pytest.raises(ValueError, match="5 tokens do not fit a cache of 3"):
+        jax.eval_shape(model.extend, TOKENS[:, :5], memory)
+    jax.eval_shape(model.extend, TOKENS[:, :5], memory, jnp.array([0, 2]))
+    later = memory._replace(position=jnp.array([2, 0]))
+    for tokens, lengths in ((2, None), (5, jnp.array([2, 3]))):
+        with pytest.raises(ValueError, match="4 tokens do not fit a cache of 3"):
+            model.extend(TOKENS[:, :tokens], later, lengths)
+
+
+def test_filling_needs_no_learned_position():
+    """What stands after a row's own tokens may reach beyond them, and is not read."""
+    model = small(depth=1, length=12)
+    memory = model.empty(2, 16)._replace(position=jnp.array([10, 10]))
+
+    @nnx.jit
+    def both(model, tokens, lengths):
+        padded = jnp.pad(tokens, ((0, 0), (0, 12)))
+        wanted, _ = model.extend(tokens, memory)
+        return wanted, model.extend(padded, memory, lengths)[0][:, :2]
+
+    wanted, found = both(model, TOKENS[:, :2], jnp.array([2, 2]))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    for count in (3, 13):
+        named = f"{10 + count} tokens do not fit model.length 12 learned positions"
+        with pytest.raises(ValueError, match=named):
+            model.extend(TOKENS[:, :count], memory)
+
+
+def test_nothing_is_scored_where_nothing_is_read():
+    for choice in ({}, {"mechanism": "performer", "differential": "v1"}):
+        model = small(**choice, depth=1)
+        for tokens in (TOKENS[:0], TOKENS[:, :0]):
+            assert jax.eval_shape(model, tokens).shape == (*tokens.shape, 23)

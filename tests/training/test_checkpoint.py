@@ -246,7 +246,15 @@ def two_small_steps(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind in ("truncated", "removed", "middle_byte_flipped")
+        else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in DAMAGE
+    ],
+)
 def test_damage_to_any_file_is_harmless_or_named(
     two_small_steps, tmp_path, kind, capfd
 ):

@@ -190,8 +190,13 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            self.close()
+        except NotSaved as error:
+            if kind is None:
+                raise
+            print_warning(str(error))  # and what ended the run goes on
 
     def _candidates(self, step: int | None, best: bool) -> tuple[list[int], list[int]]:
         """Steps on disk, newest first, and those to try until one is whole.

@@ -715,3 +715,19 @@ def test_the_newest_checkpoint_survives_kills_during_saves(tmp_path):
         wanted = jax.random.bits(jax.random.key(last), (1000, 1000))
         assert_bitwise(trees["params"]["a"], wanted)
     assert interrupted
+
+
+def test_what_ended_a_run_is_not_hidden_by_a_save_that_failed(
+    tmp_path, monkeypatch, capsys
+):
+    def fail(self):
+        raise NotSaved("checkpoint 3 cannot be written")
+
+    monkeypatch.setattr(Checkpoints, "wait", fail)
+    with pytest.raises(KeyError, match="the cause"):
+        with Checkpoints(tmp_path / "one", 1):
+            raise KeyError("the cause")
+    assert capsys.readouterr().err == "checkpoint 3 cannot be written\n"
+    with pytest.raises(NotSaved):
+        with Checkpoints(tmp_path / "two", 1):
+            pass

@@ -33,7 +33,7 @@ TASKS = {
     "loss": Task(
         loss, "held-out loss, and that of training text with and without dropout"
     ),
-    "lambda": Task(lambdas, "λ of every differential layer"),
+    "lambda": Task(lambdas, "λ of every differential layer, now and by step"),
     "mqar": Task(answers.mqar, "recall by number of pairs (data.source=mqar)"),
     "needle": Task(answers.needle, "retrieval by depth, length and number of needles"),
     "copy": Task(answers.copy, "copying by place (data.source=copy)"),

@@ -1,5 +1,6 @@
 """A trained model as its workdir holds it; nothing else is read."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class Trained(NamedTuple):
     program: Program
     params: dict[str, Any]
     constants: dict[str, Any]
+    workdir: Path
 
     def model(self) -> Decoder:
         return nnx.merge(self.program.graph, self.params, self.constants)
@@ -59,6 +61,25 @@ def load(workdir: Path, step: int | None = None, *, best: bool = False) -> Train
         options = with_vocabulary(options, corpus)
         mesh = make_mesh(config.Mesh(data=1))
         program = compile_program(options, mesh)
-        wanted = {"params": program.state.params, "constants": program.constants}
-        trees, meta = checkpoints.restore(wanted, step, best=best)
-    return Trained(meta["step"], options, corpus, program, **trees)
+        trees, meta = checkpoints.restore(_wanted(program), step, best=best)
+    return Trained(meta["step"], options, corpus, program, workdir=workdir, **trees)
+
+
+def history(trained: Trained, warn: Callable[[str], None]) -> Iterator[Trained]:
+    """The run at every checkpoint kept, from the oldest on.
+
+    Args:
+        warn: called with one line for each checkpoint that is damaged.
+    """
+    with Checkpoints(trained.workdir / "checkpoints") as checkpoints:
+        for step in checkpoints.steps():
+            try:
+                trees, _ = checkpoints.restore(_wanted(trained.program), step)
+            except ValueError as error:
+                warn(str(error))
+            else:
+                yield trained._replace(step=step, **trees)
+
+
+def _wanted(program: Program) -> dict[str, Any]:
+    return {"params": program.state.params, "constants": program.constants}

@@ -46,6 +46,18 @@ def test_every_task_gives_plain_numbers_for_json_the_same_each_time(trained):
         assert name in found.values or name == "maps"
 
 
+def test_lambda_is_drawn_over_the_steps_that_are_kept(trained):
+    finding = measure(trained, "lambda")
+    last, table = finding.tables
+    assert [row[0] for row in table.rows] == [10, 20]
+    assert table.rows[-1][1:] == tuple(row[-1] for row in last.rows)
+    assert table.rows[0][1:] != table.rows[1][1:]
+    (figure,) = finding.figures
+    assert list(figure.series) == ["layer 0", "layer 1"]
+    first = load(trained.workdir, 10)
+    assert measure(first, "lambda").tables[0].rows[1][-1] == table.rows[0][2]
+
+
 def test_shares_of_every_map_sum_to_one(trained):
     rows = measure(trained, "noise").values["noise"]
     assert [(row["layer"], row["map"]) for row in rows] == [

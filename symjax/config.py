@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+LARGEST = 2**31 - 1  # of any number, so that 32 bits hold it
+
 
 def key(
     default: Any,
@@ -20,11 +22,12 @@ def key(
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] = (),
     *,
     least: float = -math.inf,
+    most: float = LARGEST,
 ) -> Any:
-    """One key: its default, its meaning, the values it may take, the least of them."""
+    """One key: its default, its meaning, and the values it may take."""
     return dataclasses.field(
         default=default,
-        metadata={"meaning": meaning, "choices": choices, "least": least},
+        metadata={"meaning": meaning, "choices": choices, "least": least, "most": most},
     )
 
 
@@ -123,7 +126,7 @@ class Model:
     )
     vocabulary: int = key(0, "token types; 0: as many as the tokenizer has", least=0)
     width: int = key(256, "features of the residual stream", least=1)
-    depth: int = key(3, "number of blocks", least=1)
+    depth: int = key(3, "number of blocks", least=1, most=1000)
     heads: int = key(
         8, "output heads; a differential head has two branches inside", least=1
     )
@@ -201,7 +204,9 @@ class Data:
     items: int = key(
         8, "of generated tasks: pairs of mqar, needles, symbols to copy", least=1
     )
-    symbols: int = key(64, "of mqar, needle and copy: different symbols", least=2)
+    symbols: int = key(
+        64, "of mqar, needle and copy: different symbols", least=2, most=2**16
+    )
     asked: int = key(2, "needles asked, of data.items", least=1)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from symjax.config import Config
 
-LARGEST = 2**31  # of any number, so that 32 bits hold it
-
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "seed", "batch_size")
 FREE = ("model.remat", "model.scan_layers")  # they change no function
@@ -119,16 +117,17 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
         plain is tuple and tuple(map(type, value)) != items
     ):
         raise ValueError(f"{name} must be {shown(kind)}, got {value!r}")
-    known, least = choices(field), field.metadata["least"]
+    known = choices(field)
+    least, most = field.metadata["least"], field.metadata["most"]
     for one in value if plain is tuple else (value,):
         if known and one not in known:
             raise ValueError(
                 f"{name} {one!r} is unknown: choose from {', '.join(known)}"
             )
-    if plain in (int, float) and not least <= value < LARGEST:
+    if plain in (int, float) and not least <= value <= most:
         wanted = f"at least {least}" if least > -math.inf else "a number"
-        if value >= LARGEST:
-            wanted = f"below {LARGEST}"
+        if value > most:
+            wanted = f"at most {most}"
         raise ValueError(f"{name} must be {wanted}, got {value}")
 
 

@@ -80,6 +80,9 @@ IMPOSSIBLE = [
     {"data.path": "/"},
     {"data.path": "*.nothing"},
     {"init_from": "no/such/run"},
+    {"model.depth": 10**6},
+    {"data.source": "copy", "data.path": "", "data.items": 2 * 10**9},
+    {"data.source": "mqar", "data.path": "", "data.symbols": 2 * 10**9},
 ]
 # Right choices that leave every case wrong.
 BESIDE = {

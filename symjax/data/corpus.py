@@ -32,7 +32,6 @@ from symjax.data.packed import WAY_OUT, Packed
 SPLITS = ("train", "heldout")
 SEPARATOR = "\0"  # between two documents; a single document has none
 MANIFEST = "corpus.json"
-PARTS = {"options", "tokenizer", "fingerprint", "ngrams", "files"}  # of it
 UNFINISHED = ".unfinished-"
 STALE = 3600.0  # seconds after which an unfinished folder has no owner any more
 TEXT_KEYS = {"text": "data.path", "hub": "data.name"}  # what a user changes
@@ -134,7 +133,7 @@ def open_corpus(
             return open_corpus(options, directory)
         except ValueError:
             _build(options, directory)
-    manifest = read_manifest(directory, PARTS)
+    manifest = read_manifest(directory)
     check_options(manifest["options"], options, directory)
     parts = {
         split: Packed(directory / f"{split}.npy", **manifest["files"][f"{split}.npy"])
@@ -156,7 +155,7 @@ def source_change(options: config.Data, directory: Path) -> str:
     Names, sizes and times are compared; only where they differ, the content, by sha256.
     A source that is gone is no change: the corpus does not need it.
     """
-    packed = read_manifest(directory, {"options"}).get("origin")
+    packed = read_manifest(directory).get("origin")
     try:
         files = sources.files(options)
         if not files or packed is None or _stamp(files) == packed["stamp"]:
@@ -233,7 +232,7 @@ def _build(options: config.Data, directory: Path) -> None:
             "files": written,
             "origin": origin,
         }
-        Path(unfinished, MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        Path(unfinished, MANIFEST).write_text(sealed(manifest))
         for name in (*written, MANIFEST):
             os.replace(Path(unfinished, name), directory / name)
 
@@ -248,14 +247,20 @@ def _sweep(directory: Path) -> None:
             continue  # another process was faster
 
 
-def read_manifest(directory: Path, parts: set[str]) -> dict[str, Any]:
-    """Raises: ValueError: the file is not JSON with these parts."""
+def sealed(manifest: dict[str, Any]) -> str:
+    """A manifest as JSON with a hash of itself."""
+    return json.dumps({**manifest, "seal": _json_sha256(manifest)}, indent=1) + "\n"
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Raises: ValueError: the file is not what `sealed` made."""
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         manifest = None
-    if not isinstance(manifest, dict) or not parts <= manifest.keys():
+    seal = manifest.pop("seal", None) if isinstance(manifest, dict) else None
+    if seal is None or seal != _json_sha256(manifest):
         raise ValueError(
             f"corpus file {str(path)!r} is damaged (not the JSON of a corpus): "
             f"{WAY_OUT}"

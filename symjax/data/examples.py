@@ -23,6 +23,7 @@ from symjax.data.corpus import (
     check_options,
     open_corpus,
     read_manifest,
+    sealed,
 )
 from symjax.data.sources import check_keys
 
@@ -82,12 +83,9 @@ class Generated:
         self.options = options
         self.generator = generated.GENERATORS[options.source]
         self.references = {"chance": math.log(self.generator.answers(options))}
-        length = max(64, self.generator.least(options))
-        some = self._rows((8, length), 0, 0, 8, heldout=True)
-        content = b"".join(x.tobytes() for x in some)
         self.fingerprint = {
             "source": options.source,
-            "sha256": hashlib.sha256(content).hexdigest(),
+            "sha256": hashlib.sha256(_sign(options)).hexdigest(),
         }
 
     @property
@@ -137,6 +135,15 @@ class Generated:
         )
 
 
+def _sign(options: config.Data) -> bytes:
+    """The options, and rows of a small task, which tell whether the generator has
+    changed."""
+    small = dataclasses.replace(options, items=4, symbols=8, asked=2)
+    rows = generated.rows(small, 64, seed=0, indices=np.arange(8), heldout=True)
+    parts = json.dumps(dataclasses.asdict(options)).encode(), *map(bytes, rows)
+    return b"".join(parts)
+
+
 def open_examples(
     options: config.Data, directory: Path, *, replace: bool = False
 ) -> Examples:
@@ -154,10 +161,10 @@ def open_examples(
     generated.check(options, generated.GENERATORS[options.source].least(options))
     path = Path(directory, MANIFEST)
     if path.exists() and not replace:
-        check_options(read_manifest(directory, {"options"})["options"], options, path)
+        check_options(read_manifest(directory)["options"], options, path)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{UNFINISHED}{MANIFEST}")
-        unfinished.write_text(json.dumps({"options": dataclasses.asdict(options)}))
+        unfinished.write_text(sealed({"options": dataclasses.asdict(options)}))
         os.replace(unfinished, path)
     return Generated(options)

@@ -181,7 +181,7 @@ class Run:
                             self._save(done, judged=judge)
                 if stop and done < options.steps:
                     raise Interrupted(stop, self._stopped_at(done))
-        self.checkpoints.wait()
+            self.checkpoints.wait()  # a signal does not end the last save
         self.progress.line(
             f"complete at step {done}: python eval.py --workdir {self.workdir}"
         )

@@ -125,12 +125,16 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_refuse)
             row["step"] = int(row["step"])
         except (ValueError, TypeError, KeyError):
             continue
         rows.append(row)
     return rows
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _json(row: dict[str, Any]) -> str:

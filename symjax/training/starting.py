@@ -8,8 +8,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
@@ -75,27 +76,28 @@ def _locked(workdir: Path) -> Iterator[None]:
         file.close()
 
 
-def _lock(path: Path) -> TextIO | None:
+def _lock(path: Path) -> FileIO | None:
     """The open file with the lock on it; None if its owner has just removed it.
 
     Raises:
         ValueError: another process has the lock.
     """
-    file = open(path, "a+")
+    file = open(path, "ab+", buffering=0)  # nothing is left to write when it closes
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise FileNotFoundError
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # the number is for people, not the lock
+            file.truncate(0)
+            file.write(str(os.getpid()).encode())
     except BlockingIOError:
         file.seek(0)
         with file:
-            raise ValueError(
-                f"--workdir {str(path.parent)!r} is in use by process {file.read()}: "
-                "wait for it, or use another"
-            ) from None
+            owner = file.read().decode()
+        raise ValueError(
+            f"--workdir {str(path.parent)!r} is in use by process {owner}: wait for "
+            "it, or use another"
+        ) from None
     except FileNotFoundError:
         file.close()
         return None

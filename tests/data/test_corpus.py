@@ -178,12 +178,32 @@ def test_a_damaged_manifest_is_named(options, directory, content):
         corpus.open_corpus(options, directory)
 
 
+def test_any_flipped_bit_of_the_manifest_is_noticed(options, directory):
+    """What it says of tokenizer, references and bytes is as much data as the tokens."""
+    corpus.open_corpus(options, directory)
+    path = directory / "corpus.json"
+    content, whole = path.read_bytes(), corpus.read_manifest(directory)
+    for place in range(0, 8 * len(content), 37):
+        changed = bytearray(content)
+        changed[place // 8] ^= 1 << place % 8
+        path.write_bytes(changed)
+        try:
+            found = corpus.read_manifest(directory)
+        except ValueError as error:
+            assert "corpus.json' is damaged" in str(error)
+        else:  # white space
+            assert found == {
+                k: v for k, v in json.loads(content).items() if k != "seal"
+            }
+
+
 def test_an_option_the_manifest_does_not_know_has_its_default(options, directory):
     corpus.open_corpus(options, directory)
     path = directory / "corpus.json"
     manifest = json.loads(path.read_text())
     del manifest["options"]["tokenizer"]  # as if it had been added since
-    path.write_text(json.dumps(manifest))
+    del manifest["seal"]
+    path.write_text(corpus.sealed(manifest))
     corpus.open_corpus(options, directory)
     with pytest.raises(ValueError, match="data.tokenizer: 'byte' → 'char'"):
         corpus.open_corpus(replaced(options, tokenizer="char"), directory)

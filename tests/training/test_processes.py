@@ -310,4 +310,5 @@ def test_two_processes_begin_with_the_weights_of_another_run(text, cache, tmp_pa
     assert runs.train(text, one, **changes) == 0
     arguments = words(text, two, **changes, mesh__data=2)
     assert [code for code, _ in ended(start(2, arguments, cache))] == [0, 0]
-    assert_same(losses(two), losses(one))
+    # Relative here too: means over two halves are summed in another order.
+    assert losses(two) == pytest.approx(losses(one), rel=1e-6, abs=0)

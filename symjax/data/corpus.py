@@ -259,8 +259,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         manifest = None
-    seal = manifest.pop("seal", None) if isinstance(manifest, dict) else None
-    if seal is None or seal != _json_sha256(manifest):
+    if not isinstance(manifest, dict):
+        manifest = {}
+    if manifest.pop("seal", None) != _json_sha256(manifest):
         raise ValueError(
             f"corpus file {str(path)!r} is damaged (not the JSON of a corpus): "
             f"{WAY_OUT}"

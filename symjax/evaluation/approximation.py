@@ -93,9 +93,9 @@ def random_errors(
 @partial(jax.jit, static_argnums=0)
 def random_map(
     kind: str,
-    query: Float[np.ndarray, "N T H"],
-    key: Float[np.ndarray, "N T H"],
-    projection: Float[np.ndarray, "M H"],
+    query: Float[jax.Array, "N T H"],
+    key: Float[jax.Array, "N T H"],
+    projection: Float[jax.Array, "M H"],
 ) -> Float[jax.Array, "N T T"]:
     """The causal map that random features make: their output for unit vectors."""
     heads, length, _ = query.shape

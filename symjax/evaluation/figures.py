@@ -22,6 +22,7 @@ def png(figure: Lines | Grid) -> bytes:
     axes.set(title=figure.name, xlabel=figure.x_label, ylabel=figure.y_label)
     if isinstance(figure, Lines):
         for label, (x, y) in figure.series.items():
+            y = [float("nan") if value is None else value for value in y]
             axes.plot(x, y, marker="." if len(x) < 40 else "", label=label)
         if figure.log_x:
             axes.set_xscale("log", base=2)

@@ -1,6 +1,6 @@
 """What an evaluation found: numbers, and how people look at them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 Cell = str | int | float | None
@@ -25,7 +25,7 @@ class Lines(NamedTuple):
     name: str
     x_label: str
     y_label: str
-    series: dict[str, tuple[list[float], list[float]]]
+    series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]]
     log_x: bool = False
 
 

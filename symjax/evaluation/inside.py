@@ -127,7 +127,8 @@ def _read(graph: nnx.GraphDef, weights: Any, tokens: Array) -> list[Layer]:
     for block in model.blocks:
         if isinstance(block, UniversalBlock):
             block.remat = "none"
-            block.block = nnx.static(_Watched(block.block, found))
+            watching: Any = block
+            watching.block = nnx.static(_Watched(block.block, found))
             watched.append(block.__call__)
         else:
             watched.append(_Watched(block, found))
@@ -152,7 +153,8 @@ class _Watched:
         return hidden
 
 
-def _layer(layer: Attention | GatedBlock, x: Array, hidden: Array) -> Layer:
+def _layer(layer: Any, x: Array, hidden: Array) -> Layer:
+    """What an `Attention` or a `GatedBlock` makes of x."""
     positions = jnp.arange(x.shape[1])[None]
     arrays = layer.arrays(x, positions)
     query, key = arrays["query"][0], arrays["key"][0]
@@ -173,15 +175,19 @@ def _layer(layer: Attention | GatedBlock, x: Array, hidden: Array) -> Layer:
     scores = None
     if _has_scores(layer):
         scores = _branches(partial(_scores, layer), arrays, kind)
-    return Layer(
-        *(_each_head(x, heads, kind) for x in (query, key)),
-        repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
-        scores,
-        _products(layer, arrays, heads, kind),
-        _branches(partial(_map, layer), arrays, kind),
-        _map(layer, arrays),
-        lam,
-        hidden,
+    # Traced here; `read` gives them out as numpy arrays.
+    return Layer._make(
+        (
+            _each_head(query, heads, kind),
+            _each_head(key, heads, kind),
+            repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
+            scores,
+            _products(layer, arrays, heads, kind),
+            _branches(partial(_map, layer), arrays, kind),
+            _map(layer, arrays),
+            lam,
+            hidden,
+        )
     )
 
 
@@ -224,9 +230,9 @@ def _has_scores(layer: Attention | GatedBlock) -> bool:
     return attention.MECHANISMS[layer.mechanism].row_weights is not None
 
 
-def _scores(layer: Attention | GatedBlock, arrays: dict[str, Any]) -> Array:
+def _scores(layer: Any, arrays: dict[str, Any]) -> Array:
     """The engine's own scores: the map of a mechanism whose weights are its scores."""
-    options = {
+    options: dict[str, Any] = {
         name: x for name, x in layer.options if name in ("length_base", "mask_self")
     }
     query, key = arrays["query"][0], arrays["key"][0]

@@ -103,7 +103,7 @@ def position(trained: Trained, asked: Asked) -> Finding:
     model = trained.options.model
     batches = asked.batches or 4 * BATCHES
     places = by_place(trained, trained.model(), model.length, batches)
-    edges = [x for x in 2 ** np.arange(30) if x < model.length]
+    edges = [2**i for i in range(30) if 2**i < model.length]
     rows = []
     for start, stop in zip([0, *edges], [*edges, model.length], strict=True):
         if (loss := places.mean(start, stop)[0]) is not None:

@@ -137,7 +137,7 @@ def _try_options(function: Callable, options: dict[str, Any], projected: bool) -
     Arrays and functions may belong to heads of one size, and wait for the call.
     """
     like = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
-    arrays = dict.fromkeys(ARRAYS, like)
+    arrays: dict[str, Any] = dict.fromkeys(ARRAYS, like)
     if projected:
         arrays["projection"] = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     tried = {name: x for name, x in options.items() if isinstance(x, str | int | float)}

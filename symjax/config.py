@@ -37,9 +37,9 @@ GATED = ("gau", "flash")
 
 def mechanisms() -> tuple[str, ...]:
     """The names in the table of mechanisms, which knows jax and so is read late."""
-    from symjax.attention import MECHANISMS
+    from symjax.attention import BIDIRECTIONAL, MECHANISMS
 
-    return *MECHANISMS, *GATED
+    return *MECHANISMS, *BIDIRECTIONAL, *GATED
 
 
 def group(kind: type) -> Any:
@@ -100,6 +100,14 @@ class Attention:
         "published Lightning slopes, or a learned gate for every channel (GLA)",
         ("retention", "transnormer", "lightning", "gated"),
     )
+    function: str = key(
+        "exp",
+        "of matrix_function: what of the matrix A = QQᵀ stands in for a map of weights",
+        ("exp", "expm1", "resolvent", "resolventm1"),
+    )
+    function_scale: float = key(
+        1.0, "of matrix_function: times A, a mean of softmax's scores", least=0
+    )
     output_gate: bool = key(
         False, "multiply the output by silu(W x), as RetNet and GLA do"
     )
@@ -121,10 +129,22 @@ class Attention:
 class Model:
     kind: str = key(
         "decoder",
-        "depth blocks, or one block applied depth times with halting (universal)",
-        ("decoder", "universal"),
+        "depth blocks, or one block applied depth times with halting (universal); an "
+        "encoder's tokens see all others, not only those before them",
+        ("decoder", "universal", "encoder"),
     )
     vocabulary: int = key(0, "token types; 0: as many as the tokenizer has", least=0)
+    classes: int = key(
+        0, "of an encoder: labels to choose from; 0: it fills in masked tokens", least=0
+    )
+    patch: int = key(
+        0,
+        "of an encoder: pixels a side of what is one token of an image; 0: text",
+        least=0,
+    )
+    image: tuple[int, int, int] = key(
+        (0, 0, 0), "height, width and channels of images; 0: those of the data", least=0
+    )
     width: int = key(256, "features of the residual stream", least=1)
     depth: int = key(3, "number of blocks", least=1, most=1000)
     heads: int = key(
@@ -191,15 +211,22 @@ class Data:
     source: str = key(
         "stdlib",
         "where text comes from: Python's own standard library, files, or a data set of "
-        "the Hugging Face hub; or a generated task",
-        ("stdlib", "text", "hub", "mqar", "needle", "copy", "listops"),
+        "the Hugging Face hub; labelled files of packages of that library, or digits "
+        "of scikit-learn; or a generated task",
+        (
+            *("stdlib", "text", "hub", "packages", "digits"),
+            *("mqar", "needle", "copy", "listops"),
+        ),
     )
     path: str = key("", "source=text: a file, a glob, or several joined by commas")
     name: str = key(
         "", "source=hub: owner/name, or a local folder of parquet, json or text files"
     )
     subset: str = key("", "source=hub: which part, where a data set has several")
-    column: str = key("text", "source=hub: the column that holds the text")
+    column: str = key("text", "source=hub: the column that holds the text, or images")
+    label: str = key(
+        "", "source=hub: the column that holds the labels, if there is one"
+    )
     tokenizer: str = key("byte", "what a token is", ("byte", "char"))
     items: int = key(
         8, "of generated tasks: pairs of mqar, needles, symbols to copy", least=1
@@ -307,6 +334,11 @@ class Config:
     evaluate: Evaluate = group(Evaluate)
     checkpoint: Checkpoint = group(Checkpoint)
     log: Log = group(Log)
+
+
+def is_causal(model: Model) -> bool:
+    """Whether a token sees only itself and those before it."""
+    return model.kind != "encoder"
 
 
 def mechanism_of(model: Model, depth: int) -> str:

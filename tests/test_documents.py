@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from symjax import validation
-from symjax.models import Decoder
+from symjax.models import build
 from symjax.training.commandline import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +50,8 @@ def test_every_configuration_names_its_command_and_builds_its_models(path):
     for size, depth in (("tiny", 2), ("6l", 6)):
         tree = load(path, size).to_dict()
         tree["model"]["vocabulary"] = 65
+        if tree["model"]["patch"]:
+            tree["model"]["image"] = (8, 8, 1)
         options = validation.from_dict(tree).model
-        built = nnx.eval_shape(lambda m=options: Decoder(m, rngs=nnx.Rngs(0)))
+        built = nnx.eval_shape(lambda m=options: build(m, rngs=nnx.Rngs(0)))
         assert len(built.blocks) in (depth, 2 * depth, 1)  # gated, universal

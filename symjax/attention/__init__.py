@@ -39,7 +39,7 @@ from symjax.attention.linear import (
     linear_state,
     linear_step,
 )
-from symjax.attention.mechanisms import MECHANISMS, Mechanism
+from symjax.attention.mechanisms import BIDIRECTIONAL, MECHANISMS, Mechanism
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -63,6 +63,7 @@ from symjax.attention.spectral import matrix_function
 from symjax.attention.symmetric import symmetric, symmetric_key
 
 __all__ = [
+    "BIDIRECTIONAL",
     "MECHANISMS",
     "Mechanism",
     "Statistics",

@@ -5,17 +5,17 @@ from typing import NamedTuple, get_args
 
 from symjax.attention.flash import flash, flash_causal, flash_state, flash_step
 from symjax.attention.gau import gau
-from symjax.attention.mechanisms import MECHANISMS, Mechanism
+from symjax.attention.mechanisms import BIDIRECTIONAL, MECHANISMS, Mechanism
 from symjax.attention.spectral import matrix_function
 
-# Those that are whole blocks, or have no causal form, are not choices of a layer.
+# Those that are whole blocks are no choices of a layer.
 ROWS = MECHANISMS | {
     "gau": Mechanism(gau),
     "flash": Mechanism(
         *(flash, None, flash_causal, flash_step, flash_state),
         *("T (G (H + V) + M V)", "G (H + M + V) + M V"),
     ),
-    "matrix_function": Mechanism(matrix_function, time="T H (H + V)", memory="-"),
+    **BIDIRECTIONAL,
 }
 
 

@@ -32,6 +32,7 @@ from symjax.attention.sparse import (
     sparsemax,
     sparsemax_weights,
 )
+from symjax.attention.spectral import matrix_function
 
 
 class Mechanism(NamedTuple):
@@ -77,6 +78,11 @@ MECHANISMS = {
         *(performer, None, performer_causal, performer_step, performer_state),
         *("T (M (H + V) + C (M + V))", "M (V + 2)"),
     ),
+}
+
+# Those without keys and without a causal form: they are choices of encoders only.
+BIDIRECTIONAL = {
+    "matrix_function": Mechanism(matrix_function, time="T H (H + V)", memory="-"),
 }
 
 

@@ -56,11 +56,24 @@ def batch(
     shifts = min(length, total - windows * length + 1)
 
     row = int(step) * batch_size + np.arange(start, stop, dtype=np.int64)
-    epoch = row // windows
-    keys = _keys(seed, epoch)
-    window = _permute((row % windows).astype(np.uint64), windows, keys[:ROUNDS])
-    shift = keys[ROUNDS] % np.uint64(shifts)
+    window, key = visited(windows, row, seed)
+    shift = key % np.uint64(shifts)
     return _cut((window * np.uint64(length) + shift).astype(np.int64), tokens, length)
+
+
+def visited(count: int, rows: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which of `count` things each row shows, and a random number of its epoch.
+
+    An epoch shows every thing once, in a pseudo-random order of its own.
+
+    Args:
+        rows: int64 [B], numbered from the first row of the first epoch.
+    Returns:
+        both uint64 [B].
+    """
+    keys = _keys(seed, rows // count)
+    place = (rows % count).astype(np.uint64)
+    return _permute(place, count, keys[:ROUNDS]), keys[ROUNDS]
 
 
 def heldout_batches(

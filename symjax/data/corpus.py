@@ -101,13 +101,7 @@ class Corpus:
 
     def vanished(self) -> str:
         """One line if files of the corpus are gone from their folder, else ""."""
-        gone = [str(part) for part in (self.train, self.heldout) if part.vanished]
-        if not gone:
-            return ""
-        return (
-            f"{' and '.join(gone)} was deleted or replaced: this run goes on with what "
-            "it opened, the next one needs it back or its source"
-        )
+        return vanished(self.train, self.heldout)
 
 
 def open_corpus(
@@ -149,6 +143,17 @@ def open_corpus(
     )
 
 
+def vanished(*files: Packed) -> str:
+    """One line if files are gone from their folder, else ""."""
+    gone = [str(file) for file in files if file.vanished]
+    if not gone:
+        return ""
+    return (
+        f"{' and '.join(gone)} was deleted or replaced: this run goes on with what "
+        "it opened, the next one needs it back or its source"
+    )
+
+
 def source_change(options: config.Data, directory: Path) -> str:
     """One line if the source's files are no longer those that were packed, else "".
 
@@ -174,6 +179,19 @@ def source_change(options: config.Data, directory: Path) -> str:
     )
 
 
+class Origin:
+    """The files of a source, from before they are read."""
+
+    def __init__(self, files: dict[str, Path]):
+        self.files, self.stamp = files, _stamp(files)
+
+    def read(self) -> dict[str, str]:
+        """For the manifest, after they were read: what was packed."""
+        unchanged = _stamp(self.files) == self.stamp  # else another content was read
+        sha256 = _content(self.files) if unchanged else ""
+        return {"stamp": self.stamp, "sha256": sha256}
+
+
 def _stamp(files: dict[str, Path]) -> str:
     """A hash of names, sizes and times of change."""
     status = {name: path.stat() for name, path in files.items()}
@@ -190,12 +208,8 @@ def _json_sha256(value: Any) -> str:
 
 
 def _build(options: config.Data, directory: Path) -> None:
-    """Pack the source into temporary files, then move them in, the manifest last."""
-    files = sources.files(options)
-    stamp = _stamp(files)
+    origin = Origin(sources.files(options))
     documents, facts = sources.load(options)
-    unchanged = _stamp(files) == stamp  # else the content is not what was read
-    origin = {"stamp": stamp, "sha256": _content(files) if unchanged else ""}
     texts = {split: SEPARATOR.join(documents[split]["text"]) for split in SPLITS}
     tokenizer = tokens.build(options.tokenizer, texts.values())
     packed = {split: tokenizer.encode(text) for split, text in texts.items()}
@@ -216,22 +230,29 @@ def _build(options: config.Data, directory: Path) -> None:
             "tokens": len(packed[split]),
             "bytes": len(encoded[split]),
         }
+    manifest = {
+        "options": dataclasses.asdict(options),
+        "tokenizer": tokenizer.describe(),
+        "fingerprint": fingerprint,
+        "ngrams": lines,
+        "origin": origin.read(),
+    }
+    write(directory, packed, manifest)
+
+
+def write(
+    directory: Path, arrays: dict[str, np.ndarray], manifest: dict[str, Any]
+) -> None:
+    """Arrays [T] into temporary files, which are moved in, the manifest last."""
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=directory) as unfinished:
         written = {}
-        for split in SPLITS:
-            path = Path(unfinished, f"{split}.npy")
-            np.save(path, packed[split])
+        for name, array in arrays.items():
+            path = Path(unfinished, f"{name}.npy")
+            np.save(path, array)
             written[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-        manifest = {
-            "options": dataclasses.asdict(options),
-            "tokenizer": tokenizer.describe(),
-            "fingerprint": fingerprint,
-            "ngrams": lines,
-            "files": written,
-            "origin": origin,
-        }
+        manifest = {**manifest, "files": written}
         Path(unfinished, MANIFEST).write_text(sealed(manifest))
         for name in (*written, MANIFEST):
             os.replace(Path(unfinished, name), directory / name)

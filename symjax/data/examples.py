@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from symjax import config
-from symjax.data import generated
+from symjax.data import classes, generated
 from symjax.data.batches import Rows, Shape
 from symjax.data.corpus import (
     MANIFEST,
@@ -25,6 +25,8 @@ from symjax.data.corpus import (
     read_manifest,
     sealed,
 )
+from symjax.data.labelled import open_labelled
+from symjax.data.masked import Masked
 from symjax.data.sources import check_keys
 
 HELDOUT_BATCHES = 32  # of generated rows, of which there is no end
@@ -145,18 +147,27 @@ def _sign(options: config.Data) -> bytes:
 
 
 def open_examples(
-    options: config.Data, directory: Path, *, replace: bool = False
+    whole: config.Config, directory: Path, *, replace: bool = False
 ) -> Examples:
     """The examples of a run, for which the folder holds what they need.
+
+    A decoder learns the next token of a text, an encoder its labels or, without
+    classes, tokens that are masked.
 
     Args:
         replace: build anew over those of other options, as long as nothing has been
             trained on them.
     Raises:
-        ValueError: as `open_corpus`; options of a generated task that do not fit.
+        ValueError: as `open_corpus`; options of a generated task that do not fit; a
+            model that cannot learn what there is.
     """
+    options, encoder = whole.data, not config.is_causal(whole.model)
+    _check_task(options, whole.model)
+    if classes.has_labels(options):
+        return open_labelled(options, directory, replace=replace)
     if options.source not in generated.GENERATORS:
-        return open_corpus(options, directory, replace=replace)
+        corpus = open_corpus(options, directory, replace=replace)
+        return Masked(corpus) if encoder else corpus
     check_keys(options)
     generated.check(options, generated.GENERATORS[options.source].least(options))
     path = Path(directory, MANIFEST)
@@ -168,3 +179,24 @@ def open_examples(
         unfinished.write_text(sealed({"options": dataclasses.asdict(options)}))
         os.replace(unfinished, path)
     return Generated(options)
+
+
+def _check_task(options: config.Data, model: config.Model) -> None:
+    """Raises: ValueError: the model cannot learn what the source has, naming both."""
+    labelled, source = classes.has_labels(options), f"data.source {options.source!r}"
+    if labelled and not model.classes:
+        what = f"data.label {options.label!r}" if options.label else source
+        raise ValueError(
+            f"{what} has labels: set model.kind to 'encoder' and model.classes to "
+            "their number"
+        )
+    if model.classes and not labelled:
+        raise ValueError(
+            f"model.classes {model.classes}: {source} has no labels; packages, digits, "
+            "and hub with data.label have"
+        )
+    if options.source in generated.GENERATORS and not config.is_causal(model):
+        raise ValueError(
+            f"{source} asks for what comes next, which an encoder would see: "
+            f"model.kind is {model.kind!r}"
+        )

@@ -8,13 +8,16 @@ times and waits HF_HUB_DOWNLOAD_TIMEOUT seconds (10) for the next byte.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+import numpy as np
 
 from symjax import config
 from symjax.data import splits
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 SILENCE = 10.0  # seconds
 HELDOUT = ("validation", "test")  # the first of them that there is
 FOLDER = "a local folder of parquet, json or text files"
+
+Examples = tuple[list[Any], list[int]]  # contents and the numbers of their labels
 
 
 class _Refused(ValueError):
@@ -46,6 +51,56 @@ def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
         ValueError: the hub is silent, or there is no such data set, subset, column or
             text in it; the message names what there is.
     """
+    texts, facts, where = _read(options, lambda rows: _texts(rows, options.column))
+    if len(texts) > 1:
+        train, heldout = texts.values()
+        return splits.dataset(train=train, heldout=heldout), facts
+    [train] = texts.values()
+    return splits.by_content(train, where, "rows"), facts
+
+
+def load_labelled(
+    options: config.Data,
+) -> tuple[Examples, Examples | None, list[str], dict[str, Any]]:
+    """Texts or images with their labels, and what identifies them.
+
+    Splits are chosen as in `load`. Rows without content or label are left out. Images
+    are uint8 [height, width, channels] of one size, with 1 or 3 channels.
+
+    Returns:
+        training and held-out examples, these None where no split is held out; the
+        names of the labels, by which labels are numbered; and facts as `load`.
+    Raises:
+        ValueError: as `load`; no such label column, a held-out label that training
+            does not have, images of several sizes, or no Pillow for images.
+    """
+    columns = options.column, options.label
+    found, facts, where = _read(options, lambda rows: _labelled(rows, *columns))
+    names = next(iter(found.values()))[2]
+    numbers = {name: number for number, name in enumerate(names)}
+    some = []
+    for split, (contents, labels, _) in found.items():
+        if unknown := sorted(set(labels) - set(names)):
+            raise ValueError(
+                f"{where} has label {unknown[0]!r} in split {split!r} only, training "
+                f"has {', '.join(names)}"
+            )
+        some.append((contents, [numbers[label] for label in labels]))
+    shapes = {x.shape for contents, _ in some for x in contents if not _is_text(x)}
+    if len(shapes) > 1:
+        one, other = sorted(shapes)[:2]
+        raise ValueError(f"{where} has images of several sizes: {one} and {other}")
+    facts["label"] = options.label
+    return some[0], some[1] if len(some) > 1 else None, names, facts
+
+
+def _read(
+    options: config.Data, read: Callable[[Any], Any]
+) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """What `read` makes of the training split and of the held-out one, if there is one.
+
+    Also what identifies them, and what to call them in messages.
+    """
     _check_name(options.name)
     path, where = os.path.expanduser(options.name), f"data.name {options.name!r}"
     with contextlib.ExitStack() as stack:
@@ -59,22 +114,19 @@ def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
         builder = _builder(path, options.subset, cache)
         builder.download_and_prepare()
         train, heldout = _choose(list(builder.info.splits or ()), where)
-        chosen = [split for split in (train, heldout) if split]
-        texts = {}
-        for split in chosen:
-            texts[split] = _texts(builder.as_dataset(split=split), options.column)
-            if not texts[split]:
+        found = {}
+        for split in (train, heldout) if heldout else (train,):
+            found[split] = read(builder.as_dataset(split=split))
+            if not found[split]:
                 raise _Refused(f"{where} has no text in split {split!r}")
         facts = {
             "name": options.name,
             "subset": builder.config.name.removesuffix("-sample_by=document"),
             "column": options.column,
             "revision": builder.hash,
-            "splits": chosen,
+            "splits": list(found),
         }
-    if heldout:
-        return splits.dataset(train=texts[train], heldout=texts[heldout]), facts
-    return splits.by_content(texts[train], where, "rows"), facts
+    return found, facts, where
 
 
 def _check_name(name: str) -> None:
@@ -138,13 +190,63 @@ def _choose(names: list[str], where: str) -> tuple[str, str]:
 
 def _texts(rows: Any, column: str) -> list[str]:
     """The column of a `Dataset`, without rows that have no text."""
-    if column not in rows.column_names:
-        known = ", ".join(rows.column_names)
-        raise _Refused(f"data.column {column!r} is unknown: choose from {known}")
-    kind = rows.features[column]
+    kind = _kind(rows, "column", column)
     if getattr(kind, "dtype", "") not in ("string", "large_string"):
         raise _Refused(f"data.column {column!r} holds no text, but {kind}")
     return [text for text in rows[column] if text]
+
+
+def _labelled(rows: Any, column: str, label: str) -> tuple[Any, ...]:
+    """Contents, the names of their labels, and all names in order; () if no rows."""
+    import datasets
+
+    kind, labels = _kind(rows, "column", column), _kind(rows, "label", label)
+    if isinstance(kind, datasets.Image):
+        _check_pillow(column)
+    elif getattr(kind, "dtype", "") not in ("string", "large_string"):
+        raise _Refused(f"data.column {column!r} holds no text or images, but {kind}")
+    names = list(getattr(labels, "names", ()))
+    pairs = [
+        (_pixels(content) if isinstance(kind, datasets.Image) else content, value)
+        for content, value in zip(rows[column], rows[label], strict=True)
+        if content and value is not None and not (names and value < 0)
+    ]
+    if not pairs:
+        return ()
+    if names:
+        pairs = [(content, names[value]) for content, value in pairs]
+    else:
+        names = list(map(str, sorted({value for _, value in pairs})))
+    return [content for content, _ in pairs], [str(x) for _, x in pairs], names
+
+
+def _kind(rows: Any, key: str, column: str) -> Any:
+    """Raises: ValueError: there is no such column."""
+    if column not in rows.column_names:
+        known = ", ".join(rows.column_names)
+        raise _Refused(f"data.{key} {column!r} is unknown: choose from {known}")
+    return rows.features[column]
+
+
+def _check_pillow(column: str) -> None:
+    try:
+        importlib.import_module("PIL")
+    except ImportError:
+        raise _Refused(
+            f"data.column {column!r} holds images, which need Pillow: "
+            "pip install 'symjax[images]'"
+        ) from None
+
+
+def _pixels(image: Any) -> np.ndarray:
+    """Of a Pillow image; shades of grey stay one channel."""
+    gray = image.mode in ("1", "L")
+    pixels = np.asarray(image.convert("L" if gray else "RGB"), np.uint8)
+    return pixels[..., None] if gray else pixels
+
+
+def _is_text(content: Any) -> bool:
+    return isinstance(content, str)
 
 
 @contextlib.contextmanager

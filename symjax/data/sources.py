@@ -19,11 +19,14 @@ from symjax.data import hub, splits
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-# The keys that each source reads; of those that are no text, `generated` is the room.
+# The keys that each source reads; of those that are no plain text, `classes` and
+# `generated` are the rooms.
 KEYS = {
     "stdlib": ("tokenizer",),
     "text": ("tokenizer", "path"),
-    "hub": ("tokenizer", "name", "subset", "column"),
+    "hub": ("tokenizer", "name", "subset", "column", "label"),
+    "packages": ("tokenizer",),
+    "digits": (),
     "mqar": ("items", "symbols"),
     "needle": ("items", "symbols", "asked"),
     "copy": ("items", "symbols"),
@@ -35,6 +38,8 @@ EXCLUDED = frozenset(
     "site-packages dist-packages test tests idle_test __pycache__ idlelib lib2to3 "
     "turtledemo tkinter distutils encodings pydoc_data ensurepip".split()
 )
+
+PACKAGES, LEAST_FILES = 8, 5  # to tell apart, and of each
 
 
 class Source(NamedTuple):
@@ -66,6 +71,8 @@ def files(options: config.Data) -> dict[str, Path]:
     check_keys(options)
     if options.source == "stdlib":
         return _library()
+    if options.source == "packages":
+        return {n: path for files in packages().values() for n, path in files.items()}
     if options.source == "text":
         return {name: file for name, (file, _) in _files(options.path).items()}
     folder = Path(options.name).expanduser()
@@ -104,8 +111,27 @@ def stdlib() -> DatasetDict:
         ValueError: this Python has no source files, or one cannot be read.
     """
     paths = _library()
-    texts = [_read(path, "data.source=stdlib") for path in paths.values()]
+    texts = [read(path, "data.source=stdlib") for path in paths.values()]
     return splits.by_key(texts, keys=[splits.sha256(name) for name in paths])
+
+
+def packages() -> dict[str, dict[str, Path]]:
+    """The files of the largest packages of the standard library that have several.
+
+    On Python 3.11 to 3.12 these are asyncio, email, http, importlib, multiprocessing,
+    unittest, urllib and xml. Empty files are left out.
+    """
+    found: dict[str, dict[str, Path]] = {}
+    for name, path in _library().items():
+        if "/" in name and path.stat().st_size:
+            found.setdefault(name.partition("/")[0], {})[name] = path
+
+    def size(package: str) -> int:
+        return sum(path.stat().st_size for path in found[package].values())
+
+    several = [name for name in found if len(found[name]) >= LEAST_FILES]
+    largest = sorted(several, key=size, reverse=True)[:PACKAGES]
+    return {name: found[name] for name in sorted(largest)}
 
 
 def _library() -> dict[str, Path]:
@@ -145,7 +171,7 @@ def text(path: str | Path) -> DatasetDict:
             is not UTF-8, or all files are copies of one.
     """
     found = _files(str(path))
-    texts = {name: _read(file, "data.path") for name, (file, _) in found.items()}
+    texts = {name: read(file, "data.path") for name, (file, _) in found.items()}
     for name, (_, named) in found.items():
         if named and not texts[name]:
             raise ValueError(f"data.path {name!r} is an empty file")
@@ -194,7 +220,8 @@ def _check_regular(name: str) -> None:
         raise ValueError(f"data.path {name!r} is not a regular file")
 
 
-def _read(path: Path, key: str) -> str:
+def read(path: Path, key: str) -> str:
+    """Raises: ValueError: the file cannot be read, or is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

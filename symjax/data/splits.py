@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
 HELD_SHARE = 1 / 20  # of the documents; 3.5 % of the bytes of Python 3.11
+LABELLED_SHARE = 1 / 5  # of the examples of every label
 LARGEST_SHARE = 1 / 4  # the hash of a few documents may hold out more
 
 
@@ -66,6 +69,27 @@ def by_key(texts: list[str], keys: list[str]) -> DatasetDict:
         train=[content for key, content in documents if key not in held],
         heldout=[content for key, content in documents if key in held],
     )
+
+
+def stratified(keys: list[str], labels: list[int]) -> list[bool]:
+    """Which examples are held out: a fifth of those of every label, by their hash.
+
+    Examples with one key are copies, and on one side.
+
+    Raises:
+        ValueError: all examples of a label are copies of one.
+    """
+    held: set[str] = set()
+    for label in sorted(set(labels)):
+        own = {key for key, its in zip(keys, labels, strict=True) if its == label}
+        if len(own) < 2:
+            raise ValueError(f"label {label} has one example: none can be held out")
+        held |= {*sorted(own)[: max(1, round(len(own) * LABELLED_SHARE))]}
+    return [key in held for key in keys]
+
+
+def sha256_of(image: np.ndarray) -> str:
+    return hashlib.sha256(image.tobytes()).hexdigest()
 
 
 def sha256(content: str) -> str:

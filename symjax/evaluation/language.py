@@ -17,7 +17,7 @@ from symjax.data.corpus import Corpus
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding
 from symjax.evaluation.trained import Trained
-from symjax.training.measure import mean_loss
+from symjax.training.measure import means
 
 
 def loss(trained: Trained, asked: Asked) -> Finding:
@@ -32,6 +32,8 @@ def loss(trained: Trained, asked: Asked) -> Finding:
         f"held-out loss                    {heldout['loss']:.4f} nats/{unit}",
         f"held-out perplexity              {heldout['perplexity']:.3f}",
     ]
+    if "accuracy" in heldout:
+        lines.append(f"held-out accuracy                {heldout['accuracy']:.4f}")
     if "bits_per_byte" in heldout:
         bits = heldout["bits_per_byte"]
         lines.append(f"held-out bits per byte           {bits:.4f}")
@@ -65,7 +67,7 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
     total = corpus.heldout_count(shape)
     count = min(batches or total, total)
     weights = (trained.program, trained.params, trained.constants, shape)
-    value = mean_loss(*weights, corpus.heldout_batches(shape, count))
+    value, accuracy = means(*weights, corpus.heldout_batches(shape, count))
     heldout: dict[str, Any] = {
         "loss": value,
         "perplexity": math.exp(value) if value < 700 else math.inf,
@@ -77,12 +79,14 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
         heldout["ngrams"] = dict(corpus.references)
     else:
         heldout["references"] = dict(corpus.references)
+    if trained.options.model.classes:
+        heldout["accuracy"] = accuracy
     key = jax.random.key(0)
     return {
         "heldout": heldout,
         "train": {
-            "loss": mean_loss(*weights, _training(trained, shape, count), key),
-            "loss_eval_mode": mean_loss(*weights, _training(trained, shape, count)),
+            "loss": means(*weights, _training(trained, shape, count), key).loss,
+            "loss_eval_mode": means(*weights, _training(trained, shape, count)).loss,
         },
     }
 

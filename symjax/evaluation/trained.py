@@ -9,7 +9,7 @@ from flax import nnx
 from symjax import config
 from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples, open_examples
-from symjax.models.decoder import Decoder
+from symjax.models.build import Model
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.sharding import make_mesh
 from symjax.training.starting import (
@@ -32,7 +32,7 @@ class Trained(NamedTuple):
     constants: dict[str, Any]
     workdir: Path
 
-    def model(self) -> Decoder:
+    def model(self) -> Model:
         return nnx.merge(self.program.graph, self.params, self.constants)
 
 
@@ -56,7 +56,7 @@ def load(workdir: Path, step: int | None = None, *, best: bool = False) -> Train
                 f"{workdir / 'data'} has no {MANIFEST}: eval.py needs the text that "
                 "train.py put there"
             )
-        corpus = open_examples(options.data, workdir / "data")
+        corpus = open_examples(options, workdir / "data")
         check_data(meta, corpus, workdir)
         options = with_vocabulary(options, corpus)
         mesh = make_mesh(config.Mesh(data=1))

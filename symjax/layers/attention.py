@@ -12,7 +12,13 @@ from symjax import attention, config
 from symjax.attention.masks import visible_pairs
 from symjax.attention.projections import KINDS, unit_statistics
 from symjax.layers.cache import Cache, check_room, write
-from symjax.layers.choices import LEARNED, mechanism_options, sizes
+from symjax.layers.choices import (
+    LEARNED,
+    form_of,
+    has_keys,
+    mechanism_options,
+    sizes,
+)
 from symjax.layers.features import feature_map
 from symjax.layers.forgetting import FixedDecay, GatedDecay
 from symjax.layers.linear import Linear
@@ -30,7 +36,9 @@ class Constant(nnx.Variable):
 
 
 class Attention(nnx.Module):
-    """Causal self-attention with any mechanism, kind of key and combination of maps.
+    """Self-attention with any mechanism, kind of key and combination of maps.
+
+    It is causal, save in an encoder, whose tokens see all that are present.
 
     With differential V1 a head has two branches of size width/2N, values of twice
     that size, and an RMSNorm of its output times 1 − λ_init. With V2 it has two query
@@ -49,7 +57,9 @@ class Attention(nnx.Module):
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
         chosen = options.attention
         self.mechanism = config.mechanism_of(options, depth)
-        self.symmetric = chosen.symmetric
+        self.causal = config.is_causal(options)
+        self.symmetric = chosen.symmetric if has_keys(self.mechanism) else "plain"
+        self.function_scale = chosen.function_scale
         self.differential = chosen.differential
         self.query_key_norm = chosen.query_key_norm
         self.key_norm = None if chosen.key_norm == "none" else chosen.key_norm
@@ -89,7 +99,7 @@ class Attention(nnx.Module):
 
     @property
     def _form(self) -> attention.Mechanism:
-        return attention.MECHANISMS[self.mechanism]
+        return form_of(self.mechanism)
 
     def _add_projections(self, options: config.Model, rngs: nnx.Rngs) -> None:
         """Queries, keys, values, the output, and their norms."""
@@ -168,19 +178,32 @@ class Attention(nnx.Module):
             found = attention.favor_statistics(query, key, kind=self.kind)
             self._set_statistics(found)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Every token attends to itself and to those before it."""
+    def __call__(
+        self, x: Float[Array, "B T D"], present: Bool[Array, "B T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """Every token attends to itself and to those it may see.
+
+        Args:
+            present: the tokens that exist, the others are seen by none; None: all.
+        """
         arrays = self.arrays(x, jnp.arange(x.shape[1])[None])
+        if present is not None:
+            arrays["mask"] = (present[:, None, None], "B")
         return self._output(x, self.mix(arrays))
 
     def mix(self, arrays: dict[str, tuple[Any, str]]) -> Float[Array, "B T N V"]:
-        """The values as every head weighs them, before its norm; of `arrays`."""
+        """The values as every head weighs them, before its norm; of `arrays`.
+
+        Where a mesh splits the tokens of a row, an encoder gathers them.
+        """
         function, options = self._form.attend, dict(self.options)
-        if self._form.causal is None:
+        if not self.causal and not has_keys(self.mechanism):
+            function = _of_queries(function, self.function_scale)
+        elif self.causal and self._form.causal is None:
             options["is_causal"] = True
-        else:
+        elif self.causal:
             function = self._form.causal
-        axis = time_axis(arrays["query"][0].shape[1])
+        axis = time_axis(arrays["query"][0].shape[1]) if self.causal else None
         if axis is not None:  # keys are a device's own too
             options["axis_name"] = axis
             own = {name: (arrays[name][0], "BTK") for name in ("key", "value")}
@@ -287,7 +310,9 @@ class Attention(nnx.Module):
         return arrays
 
     def _alibi(self, keys: int) -> tuple[Array, str]:
-        return attention.alibi_bias(self.sizes.heads, jnp.arange(keys)), "BN"
+        places = jnp.arange(keys)
+        rows = None if self.causal else places
+        return attention.alibi_bias(self.sizes.heads, places, rows), "BN"
 
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
@@ -356,6 +381,18 @@ class Attention(nnx.Module):
     @staticmethod
     def _split(x: Array, size: int) -> Array:
         return x.reshape(*x.shape[:2], x.shape[-1] // size, size)
+
+
+def _of_queries(attend: Callable, factor: float) -> Callable:
+    """A function of the queries alone, with the arguments of a mechanism.
+
+    A factor of the matrix QQᵀ is its root in every query.
+    """
+
+    def run(query, key, value, **options) -> Any:
+        return attend(query * factor**0.5, value, **options)
+
+    return run
 
 
 def _state_first(step: Any) -> Callable:

@@ -36,11 +36,20 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(options.dropout)
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, dropout_key: Array | None = None
+        self,
+        x: Float[Array, "B T D"],
+        present: Bool[Array, "B T"] | None = None,
+        *,
+        dropout_key: Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """Args: dropout_key: None turns dropout off."""
+        """
+        Args:
+            present: the tokens that exist, the others are seen by none; None: all.
+            dropout_key: None turns dropout off.
+        """
         attention_key, feedforward_key = _two(dropout_key)
-        x = self._add(x, self.attention(self.attention_norm(x)), attention_key)
+        y = self.attention(self.attention_norm(x), present)
+        x = self._add(x, y, attention_key)
         y = self.feedforward(self.feedforward_norm(x))
         return self._add(x, y, feedforward_key)
 

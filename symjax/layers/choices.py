@@ -3,14 +3,23 @@
 from typing import Any, NamedTuple
 
 from symjax import attention, config
+from symjax.attention.capabilities import capabilities
 from symjax.layers.gau import OWN
 
 # Keys of config.Attention that a mechanism may or may not take as an option.
-OPTIONS = ("length_base", "mask_self", "features", "chunk_size", "implementation")
+OPTIONS = (
+    "length_base",
+    "mask_self",
+    "features",
+    "chunk_size",
+    "implementation",
+    "function",
+)
 # And those that one kind of mechanism has, known by an argument that it takes.
 OWNED = {
     "feature_norms": "projection",
     "decay": "log_decay",
+    "function_scale": "function",
 }
 LEARNED = ("hedgehog", "t2r")  # features that are weights of the layer
 
@@ -64,7 +73,7 @@ def mechanism_options(options: config.Model, depth: int) -> dict[str, Any]:
     """
     chosen, defaults = options.attention, config.Attention()
     names = options.pattern or (chosen.mechanism,)
-    known = {name: _arguments(name) for name in names}
+    known = {name: _arguments(name, options) for name in names}
     for key in (*OPTIONS, *OWNED):
         value, argument = getattr(chosen, key), OWNED.get(key, key)
         if value != getattr(defaults, key) and not any(
@@ -75,6 +84,8 @@ def mechanism_options(options: config.Model, depth: int) -> dict[str, Any]:
                 "option"
             )
     _check_the_rest(options, known)
+    for name in names:
+        _check_direction(options, name)
     mechanism = config.mechanism_of(options, depth)
     found = {key: getattr(chosen, key) for key in OPTIONS if key in known[mechanism]}
     if mechanism == "linear" and chosen.features in LEARNED:
@@ -82,10 +93,52 @@ def mechanism_options(options: config.Model, depth: int) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value not in ("", 0)}
 
 
-def _arguments(mechanism: str) -> tuple[str, ...]:
+def form_of(mechanism: str) -> attention.Mechanism:
+    """The functions of a mechanism that is no block of its own."""
+    return (attention.MECHANISMS | attention.BIDIRECTIONAL)[mechanism]
+
+
+def has_keys(mechanism: str) -> bool:
+    """Whether keys may be others than the queries."""
+    return "key" in form_of(mechanism).options("attend")
+
+
+def _arguments(mechanism: str, options: config.Model) -> tuple[str, ...]:
     if mechanism in config.GATED:
         return OWN[mechanism]
-    return attention.MECHANISMS[mechanism].options()
+    form = "causal" if config.is_causal(options) else "attend"
+    return form_of(mechanism).options(form)
+
+
+def _check_direction(options: config.Model, mechanism: str) -> None:
+    """Raises: ValueError: the mechanism cannot read as the model reads."""
+    if mechanism in config.GATED:
+        return
+    claims, causal = capabilities(form_of(mechanism)), config.is_causal(options)
+    if not (claims.causal if causal else claims.bidirectional):
+        raise ValueError(
+            f"model.attention.mechanism {mechanism!r} has no "
+            f"{'causal' if causal else 'bidirectional'} form: model.kind is "
+            f"{options.kind!r}"
+        )
+    if not has_keys(mechanism):
+        _check_no_keys(options, mechanism)
+
+
+def _check_no_keys(options: config.Model, mechanism: str) -> None:
+    """Raises: ValueError: keys are to be made, and there are none."""
+    chosen = options.attention
+    for key, value, allowed in (
+        ("model.kv_heads", options.kv_heads, (0, options.heads)),
+        ("model.attention.symmetric", chosen.symmetric, ("none", "plain")),
+        ("model.attention.key_norm", chosen.key_norm, ("none",)),
+        ("model.attention.differential", chosen.differential, ("none", "v1")),
+    ):
+        if value not in allowed:
+            raise ValueError(
+                f"{key} {value!r} is about keys: {mechanism} has none, it takes the "
+                "queries twice"
+            )
 
 
 def _check_the_rest(options: config.Model, known: dict[str, tuple[str, ...]]) -> None:
@@ -105,6 +158,11 @@ def _check_the_rest(options: config.Model, known: dict[str, tuple[str, ...]]) ->
         raise ValueError(
             "model.attention.implementation 'ring' is of softmax alone: "
             f"{', '.join(x for x in scores if x != 'softmax')} takes rows or whole"
+        )
+    if chosen.implementation == "ring" and not config.is_causal(options):
+        raise ValueError(
+            f"model.attention.implementation 'ring' is causal: model.kind is "
+            f"{options.kind!r}"
         )
     if chosen.length_base == 1:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")

@@ -52,7 +52,7 @@ class GatedBlock(nnx.Module):
     so that two such blocks cost about as much as one of attention and feed-forward.
 
     gau   every pair; the divisor is model.length, a constant, since a causal model
-          may not know how long its text will be
+          may not know how long its text will be, and of an encoder the number of tokens
     flash groups of chunk_size tokens, with linear attention across them from a second
           query and key; both divisors are the size of a group
 
@@ -68,13 +68,15 @@ class GatedBlock(nnx.Module):
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
         _check(options)
         self.mechanism = config.mechanism_of(options, depth)
+        self.causal = config.is_causal(options)
         self.dtype = jnp.dtype(options.dtype)
         self.size = options.head_size or max(1, min(LARGEST_SIZE, options.width // 2))
         self.hidden = 2 * options.width
         self.rotate = rotary(options, self.size)
         if self.mechanism == "gau":
             implementation = options.attention.implementation
-            shared = {"divisor": options.length, "implementation": implementation}
+            divisor = options.length if self.causal else "count"
+            shared = {"divisor": divisor, "implementation": implementation}
         else:
             shared = {"group_size": options.attention.chunk_size}
         self.options = tuple(shared.items())  # hashable, as jit needs
@@ -94,22 +96,31 @@ class GatedBlock(nnx.Module):
         self.dropout = nnx.Dropout(options.dropout)
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, dropout_key: Array | None = None
+        self,
+        x: Float[Array, "B T D"],
+        present: Bool[Array, "B T"] | None = None,
+        *,
+        dropout_key: Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """Args: dropout_key: None turns dropout off."""
+        """
+        Args:
+            present: the tokens that exist, the others are seen by none; None: all.
+            dropout_key: None turns dropout off.
+        """
         y = self.norm(x)
-        y = self._output(y, self.mix(self.arrays(y, jnp.arange(x.shape[1])[None])))
+        arrays = self.arrays(y, jnp.arange(x.shape[1])[None])
+        if present is not None:
+            arrays["mask"] = (present[:, None, None], "B")
+        y = self._output(y, self.mix(arrays))
         return x + self.dropout(y, deterministic=dropout_key is None, rngs=dropout_key)
 
     def mix(self, arrays: dict[str, tuple[Any, str]]) -> Float[Array, "B T 1 E"]:
         """The values as the head weighs them, before the gate; of `arrays`."""
         options = dict(self.options)
-        if self.mechanism == "gau":
-            function = partial(attention.gau, is_causal=True, **options)
-        else:
-            function = partial(attention.flash_causal, **options)
-        length = arrays["query"][0].shape[1]
-        axis = time_axis(length, options.get("group_size", 1))
+        function = attention.gau if self.mechanism == "gau" else attention.flash
+        function = partial(function, is_causal=self.causal, **options)
+        length, group = arrays["query"][0].shape[1], options.get("group_size", 1)
+        axis = time_axis(length, group) if self.causal else None
         if axis is not None:
             function = partial(function, axis_name=axis)
             arrays = {name: (array, "BT") for name, (array, _) in arrays.items()}

@@ -10,7 +10,7 @@ from flax import nnx
 from symjax import config
 from symjax.layers.choices import sizes
 from symjax.layers.gau import ROLES
-from symjax.models.decoder import Decoder
+from symjax.models.build import build
 
 # Weights that only some mechanisms have. Where the source lacks them they start fresh.
 FRESH = (
@@ -23,11 +23,13 @@ FRESH = (
     "key_map",
     "decay",
     "output_gate",
+    "head",
 )
 # Weights of one mechanism, which another has no use for.
 DROPPED = ("head_norm", "query_map", "key_map", "decay")
 # Keys that may differ between two models whose weights fit.
 FREE = (
+    "classes",
     "length",
     "dropout",
     "dtype",
@@ -56,6 +58,7 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - symmetric keys from own ones: the mean of both projections; own keys from
       symmetric ones, and a metric from plain ones (U = 1): the same function;
     - gated blocks of another length: the same function, their outputs scaled by it;
+    - other classes, or classes after masked tokens: all but the output layer;
     - differential V2 from one map: each query head twice, λ's map 0 and the values
       twice: the same function, since sigmoid(0) = ½;
     - differential V1 from one map: the projections as they are, halves of a head
@@ -74,8 +77,10 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     """
     _check(source, target)
     _check_sizes(source, target)
-    fresh = nnx.to_pure_dict(nnx.state(Decoder(target, rngs=nnx.Rngs(0)), nnx.Param))
+    fresh = nnx.to_pure_dict(nnx.state(build(target, rngs=nnx.Rngs(0)), nnx.Param))
     moved = _walk(params, source, target)
+    if source.classes != target.classes:
+        moved.pop("head", None)
     _check_dropped(moved, fresh, "")
     return _overlay(fresh, moved, "")
 
@@ -120,7 +125,7 @@ def _walk(params: Params, source: config.Model, target: config.Model) -> Params:
     for name, part in params.items():
         if name == "attention":
             part = _attention(part, source, target)
-        elif name == "out" and "roles" in params and _of_gau(params):
+        elif name == "out" and config.is_causal(target) and _of_gau(params):
             part = _divided(part, source.length / target.length)
         elif isinstance(part, dict):
             part = _walk(part, source, target)
@@ -210,7 +215,7 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
 
 def _of_gau(block: Params) -> bool:
     """Not of flash, whose divisor is the size of a group."""
-    return set(block["roles"]) == set(ROLES["gau"])
+    return set(block.get("roles", ())) == set(ROLES["gau"])
 
 
 def _divided(out: Params, divisor: float) -> Params:

@@ -2,21 +2,14 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from symjax import attention, config, validation
-from symjax.layers.block import Block
-from symjax.layers.cache import check_room
+from symjax import config
 from symjax.layers.gau import GatedBlock
-from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
-from symjax.layers.remat import rematerialised
-from symjax.layers.sharded import BATCH, constrain
-from symjax.layers.universal import UniversalBlock
-from symjax.models.scanned import run_scanned
+from symjax.models import trunk
 
 
 class Memory(NamedTuple):
@@ -37,12 +30,11 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
-        validation.check(options, "model.")
-        if options.vocabulary < 1:
-            raise ValueError("model.vocabulary must be at least 1, got 0")
-        if options.dropout >= 1:
-            raise ValueError(f"model.dropout must be below 1, got {options.dropout}")
-        _check_unused(options)
+        trunk.check(options)
+        if not config.is_causal(options):
+            raise ValueError(
+                f"model.kind {options.kind!r} is no Decoder, but an Encoder"
+            )
         self.length = options.length
         # A universal block does this itself, step by step.
         self.remat = options.remat if options.kind == "decoder" else "none"
@@ -50,18 +42,10 @@ class Decoder(nnx.Module):
         self.learned_positions = options.positions == "learned"
         self.sinusoidal_positions = options.positions == "sinusoidal"
         self.dtype = jnp.dtype(options.dtype)
-        draw = nnx.initializers.normal(0.02)
-        self.embedding = nnx.Embed(
-            options.vocabulary,
-            options.width,
-            embedding_init=draw,
-            dtype=self.dtype,
-            rngs=rngs,
-        )
+        self.embedding = trunk.embedding(options, rngs)
         if self.learned_positions:
-            shape = (options.length, options.width)
-            self.positions = nnx.Param(draw(rngs.params(), shape))
-        self.blocks = nnx.List(_blocks(options, rngs))
+            self.positions = trunk.learned_positions(options, rngs)
+        self.blocks = trunk.blocks(options, rngs)
         self.final_norm = norm(
             options.norm,
             options.width,
@@ -71,13 +55,7 @@ class Decoder(nnx.Module):
         )
         self.tied = options.tie_embeddings
         if not self.tied:
-            self.head = Linear(
-                options.width,
-                options.vocabulary,
-                use_bias=options.bias,
-                dtype=self.dtype,
-                rngs=rngs,
-            )
+            self.head = trunk.output(options, options.vocabulary, rngs)
         self.dropout = nnx.Dropout(options.dropout)
 
     def __call__(
@@ -91,24 +69,7 @@ class Decoder(nnx.Module):
             ValueError: more tokens than learned positions.
         """
         x = self._embed(tokens, jnp.zeros(1, jnp.int32))
-        keys = [None] * len(self.blocks)
-        if dropout_key is not None:
-            first, *keys = jax.random.split(dropout_key, len(self.blocks) + 1)
-            x = self.dropout(x, deterministic=False, rngs=first)
-        if self.period:
-            x = run_scanned(
-                list(self.blocks),
-                x,
-                keys,
-                period=self.period,
-                remat=self.remat,
-                dtype=self.dtype,
-            )
-            return self._scores(x)
-        run = rematerialised(_run, self.remat)
-        for block, key in zip(self.blocks, keys, strict=True):
-            x = run(block, x, key)
-        return self._scores(x)
+        return self._scores(trunk.run_blocks(self, x, dropout_key))
 
     def calibrate(self, tokens: Int[Array, "B T"]) -> None:
         """Fit the statistics of adaptive random features (FAVOR++, FAVOR#) to a text.
@@ -159,60 +120,9 @@ class Decoder(nnx.Module):
 
     def _embed(self, tokens: Array, read: Array, present: Array | None = None) -> Array:
         """Args: read: how many tokens came before, of each example or of all."""
-        count = tokens.shape[1]
-        positions = read[:, None] + jnp.arange(count)[None]
-        table = self.embedding.embedding[...].astype(self.dtype)
-        # The lookup of a table split over features makes XLA rematerialise it.
-        x = jnp.take(constrain(table, None, None), tokens, axis=0)
-        if self.learned_positions:
-            named = f"model.length {self.length} learned positions"
-            check_room(self.length, named, read, count, present)
-            if present is not None:  # filling has no position, nor needs one
-                positions = jnp.where(present, positions, 0)
-            rows = jnp.take(self.positions[...], positions, axis=0)
-            x = x + rows.astype(self.dtype)
-        if self.sinusoidal_positions:  # as large as the embeddings, as in the paper
-            rows = attention.sinusoidal(positions, x.shape[-1])
-            x = x * x.shape[-1] ** 0.5 + rows.astype(self.dtype)
-        return constrain(x, BATCH, "sequence", None)
+        return trunk.placed(self, trunk.look_up(self.embedding, tokens), read, present)
 
     def _scores(self, x: Array) -> Array:
         x = self.final_norm(x)
         scores = self.embedding.attend(x) if self.tied else self.head(x)
         return scores.astype(jnp.float32)
-
-
-def _check_unused(options: config.Model) -> None:
-    """Refuse a key that the model would not look at."""
-    turned = options.positions in ("rope", "rope_interleaved")
-    for name, used, owner in (
-        ("rope_base", turned, "positions"),
-        ("rope_share", turned, "positions"),
-        ("ponder", options.kind == "universal", "kind"),
-        ("scan_layers", options.kind == "decoder", "kind"),
-    ):
-        value, chosen = getattr(options, name), getattr(options, owner)
-        if not used and value != getattr(config.Model(), name):
-            raise ValueError(
-                f"model.{name} {value!r} has no meaning: model.{owner} is {chosen!r}"
-            )
-    if options.scan_layers and options.depth % max(1, len(options.pattern)):
-        raise ValueError(
-            f"model.scan_layers repeats the whole model.pattern: model.depth "
-            f"{options.depth} is no multiple of its {len(options.pattern)} mechanisms"
-        )
-
-
-def _blocks(options: config.Model, rngs: nnx.Rngs) -> list[Any]:
-    """The blocks by depth; a universal model has one, which it repeats by itself."""
-    if options.kind == "universal":
-        return [UniversalBlock(options, rngs=rngs)]
-    mechanisms = [config.mechanism_of(options, x) for x in range(options.depth)]
-    return [
-        (GatedBlock if name in config.GATED else Block)(options, depth, rngs=rngs)
-        for depth, name in enumerate(mechanisms)
-    ]
-
-
-def _run(block: Any, x: Array, key: Array | None) -> Array:
-    return block(x, dropout_key=key)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from symjax.layers.depth import give, of_depth
 from symjax.layers.remat import rematerialised
@@ -17,6 +17,7 @@ def run_scanned(
     blocks: list[Any],
     x: Float[Array, "B T D"],
     keys: Sequence[Array | None],
+    present: Bool[Array, "B T"] | None = None,
     *,
     period: int,
     remat: str,
@@ -30,6 +31,7 @@ def run_scanned(
 
     Args:
         keys: of dropout, one a block.
+        present: the tokens that exist; None: all.
         period: blocks that are unrolled inside the loop; the same place of another
             period has the same modules.
         remat: of every block, see `symjax.layers.remat`.
@@ -49,7 +51,7 @@ def run_scanned(
         weights, values, key = inputs
         block = nnx.merge(graphs[place], weights)
         give(block, values)
-        return block(x, dropout_key=key)
+        return block(x, present, dropout_key=key)
 
     def step(x: Array, inputs: list[Any]) -> tuple[Array, None]:
         for place in range(period):

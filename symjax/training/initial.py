@@ -10,7 +10,7 @@ from symjax import config
 from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples, open_examples
 from symjax.layers import Constant
-from symjax.models import Decoder, convert
+from symjax.models import build, convert
 from symjax.training import processes
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.starting import saved_options, with_vocabulary
@@ -37,14 +37,14 @@ def weights_of(workdir: Path, target: config.Model, corpus: Examples) -> Origin:
             raise ValueError(f"{workdir} is no workdir of train.py")
         with Checkpoints(workdir.absolute() / "checkpoints") as checkpoints:
             options = saved_options(checkpoints.read_meta(), workdir)
-            other = open_examples(options.data, workdir / "data")
+            other = open_examples(options, workdir / "data")
             if other.language != corpus.language:
                 raise ValueError(
                     f"{workdir} was trained on tokens of another data.tokenizer "
                     f"({options.data.tokenizer!r})"
                 )
             source = with_vocabulary(options, other).model
-            model = nnx.eval_shape(lambda: Decoder(source, rngs=nnx.Rngs(0)))
+            model = nnx.eval_shape(lambda: build(source, rngs=nnx.Rngs(0)))
             wanted = {
                 "params": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
                 "constants": nnx.to_pure_dict(nnx.state(model, Constant)),

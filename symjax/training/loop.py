@@ -21,7 +21,7 @@ from symjax.training import processes, starting
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.initial import weights_of
 from symjax.training.interrupt import Interrupted, Interrupts
-from symjax.training.measure import mean_loss
+from symjax.training.measure import Means, means
 from symjax.training.metrics import Metrics
 from symjax.training.progress import Progress
 from symjax.training.sharding import make_mesh
@@ -93,7 +93,7 @@ def _corpus(
     elif saved is None:
         starting.refuse_other_files(workdir)
     replace = saved is None and processes.is_first()
-    corpus = open_examples(options.data, workdir / "data", replace=replace)
+    corpus = open_examples(options, workdir / "data", replace=replace)
     if saved is not None:
         starting.check_data(saved, corpus, workdir)
     corpus.check_length(options.model.length)
@@ -294,12 +294,17 @@ class Run:
         Raises:
             FloatingPointError: it is not finite.
         """
-        self.heldout = self._loss(self.options.evaluate.batches)
-        self.metrics.write(done, {"heldout/loss": self.heldout})
+        found = self._means(self.options.evaluate.batches)
+        self.heldout, values = found.loss, {"heldout/loss": found.loss}
+        accuracy = ""
+        if self.options.model.classes:
+            values["heldout/accuracy"] = found.accuracy
+            accuracy = f", accuracy {found.accuracy:.4f},"
+        self.metrics.write(done, values)
         lines = ", ".join(f"{n} {v:.2f}" for n, v in self.corpus.references.items())
         total = self.corpus.heldout_count(self.shape)
         count = min(self.options.evaluate.batches, total)
-        loss = f"{self.heldout:.4f} nats/{self.corpus.unit}"
+        loss = f"{self.heldout:.4f} nats/{self.corpus.unit}{accuracy}"
         self.progress.line(
             f"step {done}: held-out loss {loss} on {count} of {total} batches ({lines})"
         )
@@ -312,10 +317,10 @@ class Run:
             self.progress.line(f"step {done}: sample {sample!r}")
         return self.heldout
 
-    def _loss(self, count: int) -> float:
+    def _means(self, count: int) -> Means:
         """Of the first `count` held-out batches."""
         chosen = self.corpus.heldout_batches(self.shape, count)
-        return mean_loss(
+        return means(
             self.program, self.state.params, self.constants, self.shape, chosen
         )
 
@@ -334,7 +339,7 @@ class Run:
         """Save the weights, unless the step that made them has spoilt them."""
         if line := self.corpus.vanished():
             self.progress.line(line)
-        if not judged and not math.isfinite(loss := self._loss(1)):
+        if not judged and not math.isfinite(loss := self._means(1).loss):
             self._not_finite(done, f"held-out loss is {loss}")
         self.checkpoints.save(
             done,

@@ -1,7 +1,7 @@
-"""The mean loss of a model over batches of text."""
+"""The mean loss of a model over batches, and how often it is right."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array
@@ -10,22 +10,33 @@ from symjax.data.batches import Rows
 from symjax.training.step import Program
 
 
-def mean_loss(
+class Means(NamedTuple):
+    """
+    Attributes:
+        loss: Σ weight · loss / Σ weight over all batches, in nats a token.
+        accuracy: the share of targets that have the highest score, weighed likewise.
+    """
+
+    loss: float
+    accuracy: float
+
+
+def means(
     program: Program,
     params: Any,
     constants: Any,
     shape: tuple[int, int],
     batches: Iterable[Rows],
     key: Array | None = None,
-) -> float:
-    """Σ weight · loss / Σ weight over all batches, in nats a token.
+) -> Means:
+    """Loss and accuracy over all batches.
 
     Args:
         shape: (rows, length) of each batch.
         batches: functions that give some of the rows.
         key: turns dropout on; None is evaluation.
     """
-    total = weight = 0.0
+    total = weight = right = 0.0
     for index, batch in enumerate(batches):
         rows = program.place(shape, batch)
         here = None if key is None else jax.random.fold_in(key, index)
@@ -33,4 +44,5 @@ def mean_loss(
             part = program.evaluate(params, constants, *rows, here)
         total += float(part[0])
         weight += float(part[1])
-    return total / weight
+        right += float(part[2])
+    return Means(total / weight, right / weight)

@@ -37,7 +37,7 @@ def describe(options: config.Config) -> str:
     simulated = sharding.simulate(options.mesh)
     mesh = sharding.make_mesh(options.mesh)
     with tempfile.TemporaryDirectory() as folder:
-        corpus = open_examples(options.data, Path(folder))
+        corpus = open_examples(options, Path(folder))
         corpus.check_length(options.model.length)
         options = with_vocabulary(options, corpus)
     program = compile_program(options, mesh)

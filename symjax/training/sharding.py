@@ -14,12 +14,15 @@ from symjax import config
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = P(("data", "fsdp"), "sequence")
+ROWS = P(("data", "fsdp"))  # of images, and of what there is once a row
 LARGEST = 4096  # devices that a process can simulate
 
 # The first pattern that matches a weight's path gives its axes. Layer indices match *.
 RULES = (
     ("embedding/embedding", P(None, "fsdp")),
     ("positions", P(None, "fsdp")),
+    ("patches/kernel", P(None, "fsdp")),
+    ("patches/bias", P(None)),
     ("head/kernel", P("fsdp", None)),
     ("head/bias", P(None)),
     ("*norm/*", P(None)),

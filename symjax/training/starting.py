@@ -17,6 +17,7 @@ import jax
 from symjax import config, validation
 from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples
+from symjax.data.labelled import Labelled
 from symjax.training.progress import print_warning
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
@@ -184,11 +185,17 @@ def check_data(meta: dict[str, Any], corpus: Examples, workdir: Path) -> None:
 
 
 def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
-    """The configuration with the tokenizer's vocabulary where it says 0.
+    """The configuration with the data's vocabulary, or size of images, where it says 0.
 
     Raises:
-        ValueError: the model's vocabulary is smaller than the tokenizer's.
+        ValueError: the model's vocabulary is smaller than the tokenizer's, its classes
+            are not those of the data, or it is for images and there are none.
     """
+    if isinstance(corpus, Labelled):
+        check_labels(options.model, corpus)
+        if corpus.image:
+            model = dataclasses.replace(options.model, image=corpus.image)
+            return dataclasses.replace(options, model=model)
     needed, given = corpus.vocabulary, options.model.vocabulary
     if given and given < needed:
         raise ValueError(
@@ -197,6 +204,24 @@ def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
         )
     model = dataclasses.replace(options.model, vocabulary=given or needed)
     return dataclasses.replace(options, model=model)
+
+
+def check_labels(model: config.Model, corpus: Labelled) -> None:
+    """Raises: ValueError: the model is for other examples, naming both."""
+    if model.classes != len(corpus.labels):
+        raise ValueError(
+            f"model.classes {model.classes} must be the {len(corpus.labels)} of data: "
+            f"{', '.join(corpus.labels)}"
+        )
+    if bool(model.patch) != bool(corpus.image):
+        raise ValueError(
+            f"model.patch is {model.patch}, but the data are "
+            f"{'images: set it' if corpus.image else 'texts: leave it 0'}"
+        )
+    if corpus.image and model.image not in ((0, 0, 0), corpus.image):
+        raise ValueError(
+            f"model.image is {model.image}, the images of data are {corpus.image}"
+        )
 
 
 def check_state(program: Program, tokens: int) -> None:

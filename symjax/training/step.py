@@ -1,5 +1,6 @@
 """The pure training and evaluation steps, compiled for one model and one mesh."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from symjax import config
 from symjax.layers.attention import Constant
-from symjax.models.decoder import Decoder
+from symjax.models.build import Model, build
 from symjax.training import sharding
 from symjax.training.guard import Guarded
 from symjax.training.optimizer import optimizer, schedule
@@ -34,10 +35,11 @@ class Program(NamedTuple):
     initial(seed) → (State, constants)
     train(state, constants, inputs, targets, key) → (State, metrics); state is donated
     calibrate(params, constants, inputs) → constants that fit these inputs
-    evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w);
-        a key turns dropout on, None is evaluation
+    evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w,
+        Σ w·right); a key turns dropout on, None is evaluation
     """
 
+    model: config.Model
     graph: nnx.GraphDef
     mesh: Mesh
     state: State  # abstract, with shardings
@@ -49,29 +51,31 @@ class Program(NamedTuple):
 
     def lower(self, shape: tuple[int, int]) -> jax.stages.Lowered:
         """The training step for batches of `shape`, from abstract arrays alone."""
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        inputs, targets = batch_like(self.model, shape)
         key = jax.eval_shape(lambda: jax.random.key(0))
         with jax.set_mesh(self.mesh):
-            return self.train.lower(self.state, self.constants, tokens, tokens, key)
+            return self.train.lower(self.state, self.constants, inputs, targets, key)
 
     def place(self, shape: tuple[int, int], rows: Callable) -> list[Array]:
-        """Batch arrays of `shape` over the mesh; rows(start, stop) gives a part."""
-        layout = NamedSharding(self.mesh, sharding.BATCH)
-        parts: dict[tuple[int, int], list[np.ndarray]] = {}
-        indices: Any = layout.addressable_devices_indices_map(shape).values()
-        for index in indices:
-            start, stop, _ = index[0].indices(shape[0])
-            if (start, stop) not in parts:
-                parts[start, stop] = list(rows(start, stop))
+        """The arrays of a batch over the mesh; rows(start, stop) gives a part of them.
 
-        def array(number: int) -> Array:
+        Args:
+            shape: rows, and the tokens of a row.
+        """
+        found = functools.cache(lambda start, stop: tuple(rows(start, stop)))
+        inputs, targets = batch_like(self.model, shape)
+
+        def array(number: int, whole: tuple[int, ...]) -> Array:
             def piece(index: Any) -> np.ndarray:
                 start, stop, _ = index[0].indices(shape[0])
-                return parts[start, stop][number][:, index[1]]
+                return found(start, stop)[number][(slice(None), *index[1:])]
 
-            return jax.make_array_from_callback(shape, layout, piece)
+            layout = NamedSharding(self.mesh, _axes(whole, shape))
+            return jax.make_array_from_callback(whole, layout, piece)
 
-        return [array(i) for i in range(len(next(iter(parts.values()))))]
+        first = array(0, inputs.shape)
+        count = len(found(*_a_part(first)))
+        return [first, *(array(i, targets.shape) for i in range(1, count))]
 
 
 def compile_program(options: config.Config, mesh: Mesh) -> Program:
@@ -82,13 +86,10 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
     """
     sharding.check_batch(options, mesh)
 
-    def build(seed: Array) -> tuple[Decoder, dict, dict]:
-        model = Decoder(options.model, rngs=nnx.Rngs(jax.random.key(seed)))
-        return model, *_parts(model)
+    def drawn(seed: Array | int) -> Model:
+        return build(options.model, rngs=nnx.Rngs(jax.random.key(seed)))
 
-    model = nnx.eval_shape(
-        lambda: Decoder(options.model, rngs=nnx.Rngs(jax.random.key(0)))
-    )
+    model = nnx.eval_shape(lambda: drawn(0))
     graph = nnx.graphdef(model)
     params, constants = _parts(model)
     transform = optimizer(options.optimizer, options.steps, params)
@@ -102,7 +103,7 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
     constant_shardings = sharding.weight_shardings(constants, mesh)
 
     def initial(seed: Array) -> tuple[State, dict]:
-        _, params, constants = build(seed)
+        params, constants = _parts(drawn(seed))
         step = jnp.zeros((), jnp.int32)
         return State(step, params, transform.init(params)), constants
 
@@ -139,10 +140,16 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
     def evaluate(params, constants, inputs, targets, weights, key):
         scores = nnx.merge(graph, params, constants)(inputs, dropout_key=key)
         losses = weights * cross_entropy(scores, targets)
-        return losses.sum(), weights.sum()
+        right = weights * (scores.argmax(axis=-1) == targets)
+        return losses.sum(), weights.sum(), right.sum()
 
-    batch = NamedSharding(mesh, sharding.BATCH)
+    shape = (options.batch_size, options.model.length)
+    inputs, targets = (
+        NamedSharding(mesh, _axes(x.shape, shape))
+        for x in batch_like(options.model, shape)
+    )
     return Program(
+        model=options.model,
         graph=graph,
         mesh=mesh,
         state=_abstract(jax.eval_shape(initial, 0)[0], state_shardings),
@@ -150,20 +157,47 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         initial=jax.jit(initial, out_shardings=(state_shardings, constant_shardings)),
         train=jax.jit(
             train,
-            in_shardings=(state_shardings, constant_shardings, batch, batch, None),
+            in_shardings=(state_shardings, constant_shardings, inputs, targets, None),
             out_shardings=(state_shardings, None),
             donate_argnums=0,
         ),
         calibrate=jax.jit(
             calibrate,
-            in_shardings=(shardings, constant_shardings, batch),
+            in_shardings=(shardings, constant_shardings, inputs),
             out_shardings=constant_shardings,
         ),
         evaluate=jax.jit(
             evaluate,
-            in_shardings=(shardings, constant_shardings, batch, batch, batch, None),
+            in_shardings=(
+                *(shardings, constant_shardings),
+                *(inputs, targets, targets, None),
+            ),
         ),
     )
+
+
+def batch_like(
+    model: config.Model, shape: tuple[int, int]
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Inputs and targets of a model, for batches of (rows, tokens)."""
+    inputs = jax.ShapeDtypeStruct(shape, jnp.int32)
+    targets = inputs
+    if model.patch:
+        inputs = jax.ShapeDtypeStruct((shape[0], *model.image), jnp.float32)
+    if model.classes:
+        targets = jax.ShapeDtypeStruct((shape[0], 1), jnp.int32)
+    return inputs, targets
+
+
+def _axes(whole: tuple[int, ...], shape: tuple[int, int]) -> P:
+    """Tokens are split over the mesh by rows and in a row, all else by rows."""
+    return sharding.BATCH if whole == shape else sharding.ROWS
+
+
+def _a_part(x: Array) -> tuple[int, int]:
+    """The rows (start, stop) of some device of this process."""
+    index: Any = x.addressable_shards[0].index
+    return index[0].indices(x.shape[0])[:2]
 
 
 def cross_entropy(
@@ -177,7 +211,7 @@ def cross_entropy(
     return jnp.where(asked, losses, 0)
 
 
-def _parts(model: Decoder) -> tuple[dict, dict]:
+def _parts(model: Model) -> tuple[dict, dict]:
     """(weights, constants) of a model as nested dicts."""
     return (
         nnx.to_pure_dict(nnx.state(model, nnx.Param)),
@@ -192,7 +226,7 @@ def _accumulated(value_and_grad: Callable, count: int) -> Callable:
 
     def accumulate(params, constants, inputs, targets, key):
         def split(x: Array) -> Array:  # every device keeps a part of each micro-batch
-            return jnp.swapaxes(x.reshape(-1, count, x.shape[1]), 0, 1)
+            return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
 
         def add(total, part):
             index, inputs, targets = part

@@ -59,7 +59,7 @@ def test_only_what_is_asked_counts(tmp_path):
 
 
 def test_processes_get_their_own_rows(tmp_path):
-    examples = open_examples(COPY, tmp_path)
+    examples = open_examples(config.Config(data=COPY), tmp_path)
     for rows in (
         examples.batch(SHAPE, seed=1, step=7),
         *examples.heldout_batches(SHAPE, 2),
@@ -85,7 +85,10 @@ def test_another_task_in_the_workdir_is_refused(tmp_path, capsys):
         ),
         ({"data__path": "a.txt"}, "data.path 'a.txt' is read by data.source=text only"),
         ({"data__asked": 3}, "data.asked 3 is read by data.source=needle only"),
-        ({"data__tokenizer": "char"}, "read by data.source=stdlib, text, hub only"),
+        (
+            {"data__tokenizer": "char"},
+            "data.source=stdlib, text, hub, packages only",
+        ),
     ],
 )
 def test_what_a_task_cannot_be_is_one_line(changes, line, tmp_path, capsys):

@@ -1,0 +1,23 @@
+"""Patch transformer on scikit-learn's digits, 1797 images of 8 × 8 in ten classes.
+
+    python train.py --config configs/digits.py
+    python train.py --config configs/digits.py --config.model.attention.mechanism=linear
+
+Needs scikit-learn: pip install 'symjax[digits]'. A fifth of every class is held out.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(size: str = "tiny") -> ConfigDict:
+    config = base.get_config(size)
+    config.model.update(kind="encoder", classes=10, patch=2, length=16)
+    config.model.update(positions="learned", dropout=0.1)
+    config.data.source = "digits"
+    config.optimizer.learning_rate = 2e-3
+    if size == "tiny":
+        config.model.update(width=64, heads=4)
+        config.update(batch_size=64, steps=1200)
+    return config

@@ -1,0 +1,30 @@
+"""Encoder: which package of Python's standard library is a piece of source code from?
+
+    python train.py --config configs/encoder.py
+    python train.py --config configs/encoder.py:masked
+
+Eight packages; a fifth of each one's files is held out, and files are cut into pieces of
+model.length bytes. The presets `:masked` and `:masked-3l` fill in masked bytes of the
+whole library instead; `--config.init_from` takes the weights of such a run.
+
+    --config.data.source=hub --config.data.name=fancyzhx/ag_news
+    --config.data.label=label --config.model.classes=4
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(size: str = "tiny") -> ConfigDict:
+    name = size.removeprefix("masked").removeprefix("-") or "tiny"
+    config = base.get_config(name)
+    config.model.kind = "encoder"
+    if not size.startswith("masked"):
+        config.model.classes = 8
+        config.data.source = "packages"
+    if name == "tiny":
+        config.model.update(width=64, dropout=0.1)
+        config.update(batch_size=32, steps=1000)
+        config.optimizer.learning_rate = 2e-3
+    return config

@@ -1,0 +1,158 @@
+"""What decoder and encoder share: the way in, through the blocks, and out."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax import attention, config, validation
+from symjax.layers.block import Block
+from symjax.layers.cache import check_room
+from symjax.layers.gau import GatedBlock
+from symjax.layers.linear import Linear
+from symjax.layers.remat import rematerialised
+from symjax.layers.sharded import BATCH, constrain
+from symjax.layers.universal import UniversalBlock
+from symjax.models.scanned import run_scanned
+
+draw = nnx.initializers.normal(0.02)
+
+
+def check(options: config.Model) -> None:
+    """Raises: ValueError: a value is out of range, or a key has no meaning here."""
+    validation.check(options, "model.")
+    if options.dropout >= 1:
+        raise ValueError(f"model.dropout must be below 1, got {options.dropout}")
+    turned = options.positions in ("rope", "rope_interleaved")
+    for name, used, owner in (
+        ("rope_base", turned, "positions"),
+        ("rope_share", turned, "positions"),
+        ("ponder", options.kind == "universal", "kind"),
+        ("scan_layers", options.kind != "universal", "kind"),
+        ("classes", options.kind == "encoder", "kind"),
+        ("patch", options.kind == "encoder", "kind"),
+        ("image", options.patch > 0, "patch"),
+    ):
+        value, chosen = getattr(options, name), getattr(options, owner)
+        if not used and value != getattr(config.Model(), name):
+            raise ValueError(
+                f"model.{name} {value!r} has no meaning: model.{owner} is {chosen!r}"
+            )
+    if options.scan_layers and options.depth % max(1, len(options.pattern)):
+        raise ValueError(
+            f"model.scan_layers repeats the whole model.pattern: model.depth "
+            f"{options.depth} is no multiple of its {len(options.pattern)} mechanisms"
+        )
+    if options.vocabulary < 1 and not options.patch:
+        raise ValueError("model.vocabulary must be at least 1, got 0")
+
+
+def embedding(options: config.Model, rngs: nnx.Rngs) -> nnx.Embed:
+    return nnx.Embed(
+        options.vocabulary,
+        options.width,
+        embedding_init=draw,
+        dtype=jnp.dtype(options.dtype),
+        rngs=rngs,
+    )
+
+
+def learned_positions(options: config.Model, rngs: nnx.Rngs) -> nnx.Param:
+    return nnx.Param(draw(rngs.params(), (options.length, options.width)))
+
+
+def output(options: config.Model, scores: int, rngs: nnx.Rngs) -> Linear:
+    return Linear(
+        options.width,
+        scores,
+        use_bias=options.bias,
+        dtype=jnp.dtype(options.dtype),
+        rngs=rngs,
+    )
+
+
+def blocks(options: config.Model, rngs: nnx.Rngs) -> nnx.List:
+    """The blocks by depth; a universal model has one, which it repeats by itself."""
+    if options.kind == "universal":
+        return nnx.List([UniversalBlock(options, rngs=rngs)])
+    mechanisms = [config.mechanism_of(options, x) for x in range(options.depth)]
+    return nnx.List(
+        (GatedBlock if name in config.GATED else Block)(options, depth, rngs=rngs)
+        for depth, name in enumerate(mechanisms)
+    )
+
+
+def look_up(embedding: nnx.Embed, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    table = embedding.embedding[...].astype(embedding.dtype)
+    # The lookup of a table split over features makes XLA rematerialise it.
+    return jnp.take(constrain(table, None, None), tokens, axis=0)
+
+
+def placed(
+    model: Any,
+    x: Float[Array, "B T D"],
+    read: Int[Array, "#B"],
+    present: Bool[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """Tokens with their positions in the way the model has chosen, over the mesh.
+
+    Args:
+        read: how many tokens came before, of each example or of all.
+        present: the tokens that exist; None: all.
+    Raises:
+        ValueError: more tokens than learned positions.
+    """
+    count = x.shape[1]
+    positions = read[:, None] + jnp.arange(count)[None]
+    if model.learned_positions:
+        named = f"model.length {model.length} learned positions"
+        check_room(model.length, named, read, count, present)
+        if present is not None:  # filling has no position, nor needs one
+            positions = jnp.where(present, positions, 0)
+        rows = jnp.take(model.positions[...], positions, axis=0)
+        x = x + rows.astype(x.dtype)
+    if model.sinusoidal_positions:  # as large as the embeddings, as in the paper
+        rows = attention.sinusoidal(positions, x.shape[-1])
+        x = x * x.shape[-1] ** 0.5 + rows.astype(x.dtype)
+    return constrain(x, BATCH, "sequence", None)
+
+
+def run_blocks(
+    model: Any,
+    x: Float[Array, "B T D"],
+    dropout_key: Array | None,
+    present: Bool[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """`x` through the blocks of a model, in the way it has chosen.
+
+    Args:
+        model: has blocks, dropout, period, remat and dtype.
+        dropout_key: None turns dropout off.
+        present: the tokens that exist; None: all.
+    """
+    keys = [None] * len(model.blocks)
+    if dropout_key is not None:
+        first, *keys = jax.random.split(dropout_key, len(model.blocks) + 1)
+        x = model.dropout(x, deterministic=False, rngs=first)
+    if model.period:
+        return run_scanned(
+            list(model.blocks),
+            x,
+            keys,
+            present,
+            period=model.period,
+            remat=model.remat,
+            dtype=model.dtype,
+        )
+    run = rematerialised(_run, model.remat)
+    for block, key in zip(model.blocks, keys, strict=True):
+        x = run(block, x, key, present)
+    return x
+
+
+def _run(block: Any, x: Array, key: Array | None, present: Array | None) -> Array:
+    if present is None:
+        return block(x, dropout_key=key)
+    return block(x, present, dropout_key=key)

@@ -1,0 +1,71 @@
+"""Masked text: the shares that the definition gives, and nothing else changed."""
+
+import numpy as np
+import pytest
+from runs import write_text
+
+from symjax import config
+from symjax.data.examples import open_examples
+from symjax.data.masked import Masked
+
+SHAPE = (16, 100)
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masked")
+    data = config.Data(source="text", path=str(write_text(folder)))
+    options = config.Config(data=data, model=config.Model(kind="encoder"))
+    found = open_examples(options, folder / "data")
+    assert isinstance(found, Masked)
+    assert isinstance(open_examples(options, folder / "data"), Masked)
+    return found
+
+
+def test_fifteen_in_a_hundred_are_asked_and_the_rest_is_untouched(masked):
+    shown = kept = other = 0
+    for step in range(20):
+        inputs, targets = masked.batch(SHAPE, seed=0, step=step)(0, 16)
+        tokens, _ = masked.corpus.batch(SHAPE, seed=0, step=step)(0, 16)
+        asked = targets >= 0
+        assert (asked.sum(axis=1) == 15).all()
+        np.testing.assert_array_equal(targets[asked], tokens[asked])
+        np.testing.assert_array_equal(inputs[~asked], tokens[~asked])
+        assert inputs.max() <= 256 and (tokens < 256).all()
+        shown += (inputs[asked] == 256).sum()
+        kept += (inputs[asked] == tokens[asked]).sum()
+        other += (inputs[asked] != tokens[asked]).sum()
+    total = 20 * 16 * 15  # standard deviations of the shares are below 0.006
+    assert shown / total == pytest.approx(0.8, abs=0.025)
+    assert kept / total == pytest.approx(0.1, abs=0.02)
+    assert (other - shown) / total == pytest.approx(0.1, abs=0.02)
+
+
+def test_steps_and_seeds_hide_other_places_and_processes_get_their_own(masked):
+    rows = masked.batch(SHAPE, seed=0, step=5)
+    for one, two, both in zip(rows(0, 3), rows(3, 16), rows(0, 16), strict=True):
+        np.testing.assert_array_equal(np.concatenate([one, two]), both)
+    hidden = rows(0, 16)[1] >= 0
+    for seed, step in ((0, 6), (1, 5)):
+        other = masked.batch(SHAPE, seed=seed, step=step)(0, 16)[1] >= 0
+        assert (hidden != other).any(axis=1).all()
+    assert (hidden[0] != hidden[1]).any()
+
+
+def test_the_same_places_are_judged_each_time_and_none_beyond_the_text(masked):
+    for one, other in zip(
+        masked.heldout_batches(SHAPE), masked.heldout_batches(SHAPE), strict=True
+    ):
+        for a, b in zip(one(0, 16), other(0, 16), strict=True):
+            np.testing.assert_array_equal(a, b)
+    *_, last = masked.heldout_batches(SHAPE)
+    _, targets, weights = last(0, 16)
+    *_, rows = masked.corpus.heldout_batches(SHAPE)
+    there = rows(0, 16)[2]
+    assert there.min() == 0  # the text ends in this batch
+    np.testing.assert_array_equal(weights, there * (targets >= 0))
+
+
+def test_the_mask_is_a_token_of_its_own(masked):
+    assert masked.vocabulary == 257 and masked.language["mask"] == 256
+    assert masked.unit == "masked byte" and set(masked.references) == {"unigram"}

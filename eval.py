@@ -68,7 +68,7 @@ def judge(chosen: argparse.Namespace) -> None:
     )
     findings = {}
     for name in chosen.names:
-        findings[name] = tasks.TASKS[name].measure(trained, asked)
+        findings[name] = tasks.measure(name, trained, asked)
         print(f"\n{report.to_text(findings[name])}", flush=True)
     if chosen.json is not None:
         text = report.to_json(tasks.about(trained), findings)

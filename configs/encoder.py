@@ -3,9 +3,10 @@
     python train.py --config configs/encoder.py
     python train.py --config configs/encoder.py:masked
 
-Eight packages; a fifth of each one's files is held out, and files are cut into pieces of
+Eight packages; a fifth of the files of each is held out. Files are cut into pieces of
 model.length bytes. The presets `:masked` and `:masked-3l` fill in masked bytes of the
-whole library instead; `--config.init_from` takes the weights of such a run.
+whole library instead, and `--config.init_from` takes the weights of such a run (which
+has read the text of most held-out files). Any data set of the hub with labels:
 
     --config.data.source=hub --config.data.name=fancyzhx/ag_news
     --config.data.label=label --config.model.classes=4

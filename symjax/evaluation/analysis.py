@@ -8,7 +8,7 @@ from symjax.evaluation.finding import Finding, Lines, Table
 from symjax.evaluation.inside import Layer, mean_by_layer
 from symjax.evaluation.trained import Trained, history
 from symjax.layers import Attention
-from symjax.models.decoder import Decoder
+from symjax.models.build import Model
 
 
 def lambdas(trained: Trained, asked: Asked) -> Finding:
@@ -18,8 +18,11 @@ def lambdas(trained: Trained, asked: Asked) -> Finding:
     held-out tokens. Empty where the attention is not differential.
     """
     if trained.options.model.attention.differential == "v2":
+        if trained.options.model.kind == "encoder":
+            text = ["λ: of differential V2 a token's own, and not read of encoders"]
+            return Finding({"lambda": []}, text)
         return _lambdas_of_tokens(trained, asked)
-    rows = lambda_table(trained.model())
+    rows = lambda_table(trained.any_model())
     if not rows:
         text = ["λ: none, the attention is not differential"]
         return Finding({"lambda": []}, text)
@@ -27,7 +30,7 @@ def lambdas(trained: Trained, asked: Asked) -> Finding:
     table = Table("lambda", columns, [tuple(row.values()) for row in rows])
     text: list[str] = []
     steps = {
-        at.step: [row["lambda"] for row in lambda_table(at.model())]
+        at.step: [row["lambda"] for row in lambda_table(at.any_model())]
         for at in history(trained, text.append)
     }
     if len(steps) < 2:
@@ -62,7 +65,7 @@ def _mean_lambda(layer: Layer) -> np.ndarray:
     return np.full(1, np.nan) if layer.lam is None else layer.lam.mean(axis=0)
 
 
-def lambda_table(model: Decoder) -> list[dict[str, float]]:
+def lambda_table(model: Model) -> list[dict[str, float]]:
     """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with differential V1."""
     rows = []
     modules = sorted(nnx.iter_modules(model), key=lambda found: found[0])

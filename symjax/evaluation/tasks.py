@@ -27,13 +27,18 @@ from symjax.evaluation.trained import Trained
 class Task(NamedTuple):
     measure: Callable[[Trained, Asked], Finding]
     meaning: str
+    encoders: bool = False  # have an answer too
 
 
 TASKS = {
     "loss": Task(
-        loss, "held-out loss, and that of training text with and without dropout"
+        loss,
+        "held-out loss, and that of training text with and without dropout",
+        encoders=True,
     ),
-    "lambda": Task(lambdas, "λ of every differential layer, now and by step"),
+    "lambda": Task(
+        lambdas, "λ of every differential layer, now and by step", encoders=True
+    ),
     "mqar": Task(answers.mqar, "recall by number of pairs (data.source=mqar)"),
     "needle": Task(answers.needle, "retrieval by depth, length and number of needles"),
     "copy": Task(answers.copy, "copying by place (data.source=copy)"),
@@ -52,7 +57,9 @@ TASKS = {
     "approximation": Task(approximation, "errors of features against exact softmax"),
     "gradients": Task(gradients, "how strongly a weight answers to its score"),
     "speed": Task(speed, "reading, training and writing against softmax, by length"),
-    "dimension": Task(dimension, "the 8 ln n rule for the size of heads"),
+    "dimension": Task(
+        dimension, "the 8 ln n rule for the size of heads", encoders=True
+    ),
 }
 USUAL = "sample,loss,lambda"
 
@@ -72,6 +79,14 @@ def named(text: str) -> tuple[str, ...]:
                 f"--tasks {name!r} is unknown: choose from all, {', '.join(TASKS)}"
             )
     return names
+
+
+def measure(name: str, trained: Trained, asked: Asked) -> Finding:
+    """What a task finds; nothing where it is about models that read one way."""
+    task = TASKS[name]
+    if trained.options.model.kind == "encoder" and not task.encoders:
+        return Finding({}, [f"{name}: none, the model is an encoder"])
+    return task.measure(trained, asked)
 
 
 def about(trained: Trained) -> dict[str, Any]:

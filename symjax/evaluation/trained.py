@@ -10,6 +10,7 @@ from symjax import config
 from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples, open_examples
 from symjax.models.build import Model
+from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.sharding import make_mesh
 from symjax.training.starting import (
@@ -32,7 +33,14 @@ class Trained(NamedTuple):
     constants: dict[str, Any]
     workdir: Path
 
-    def model(self) -> Model:
+    def model(self) -> Decoder:
+        """Raises: ValueError: it is an encoder, see `any_model`."""
+        model = self.any_model()
+        if not isinstance(model, Decoder):
+            raise ValueError("the model is an encoder: it says no next token")
+        return model
+
+    def any_model(self) -> Model:
         return nnx.merge(self.program.graph, self.params, self.constants)
 
 

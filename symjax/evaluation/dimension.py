@@ -23,7 +23,7 @@ def dimension(trained: Trained, asked: Asked) -> Finding:
     sizes = sorted(
         {
             layer.sizes.head_size if isinstance(layer, Attention) else layer.size
-            for layer in attentions(trained.model())
+            for layer in attentions(trained.any_model())
         }
     )
     lengths = sorted({length, 64, 256, 512, 1024, 4096, 16384, 65536})

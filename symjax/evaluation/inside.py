@@ -23,6 +23,7 @@ from symjax.data.corpus import Corpus
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.trained import Trained
 from symjax.layers import Attention, GatedBlock, UniversalBlock
+from symjax.models.build import Model
 from symjax.models.decoder import Decoder
 
 WINDOWS = 4  # of held-out text that are read, unless --batches says fewer
@@ -101,7 +102,7 @@ def _mean(x: np.ndarray) -> np.ndarray:
     return np.where(known.any(axis=0), total / np.maximum(known.sum(axis=0), 1), np.nan)
 
 
-def attentions(model: Decoder) -> list[Attention | GatedBlock]:
+def attentions(model: Model) -> list[Attention | GatedBlock]:
     """The attention of every layer; that of a universal model as often as it steps."""
     found: list[Attention | GatedBlock] = []
     for block in model.blocks:

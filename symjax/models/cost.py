@@ -3,9 +3,9 @@
 import jax
 from flax import nnx
 
-from symjax import attention, config
+from symjax import config
 from symjax.layers import Attention, GatedBlock
-from symjax.layers.choices import sizes
+from symjax.layers.choices import form_of, has_keys, sizes
 
 
 def forward_flops(options: config.Model, parameters: int) -> float:
@@ -31,10 +31,12 @@ def attention_flops(options: config.Model, depth: int) -> float:
     mechanism = config.mechanism_of(options, depth)
     if mechanism in config.GATED:
         return _gated_flops(options, depth)
-    form = attention.MECHANISMS[mechanism]
+    form, seen = form_of(mechanism), _seen(options)
     heads, _, queries, _, size, value = sizes(options)
-    if form.row_weights is not None:  # half the pairs of a causal map
-        return options.length * (queries * size + heads * value)
+    if form.row_weights is not None:
+        return 2 * seen * (queries * size + heads * value)
+    if not has_keys(mechanism):
+        return 2 * queries * (size * size + 2 * size * value)
     state = jax.eval_shape(
         lambda: Attention(options, depth, rngs=nnx.Rngs(jax.random.key(0))).empty(1, 1)
     )
@@ -42,14 +44,21 @@ def attention_flops(options: config.Model, depth: int) -> float:
     random = "projection" in form.options()
     drawing = 4 * options.attention.feature_count * size * random
     inside = min(options.attention.chunk_size, options.length) * (features + value)
+    inside *= config.is_causal(options)
     return queries * (drawing + inside + 4 * features * value)
+
+
+def _seen(options: config.Model) -> float:
+    """Keys that a token sees in the mean: of a causal map half the pairs."""
+    return options.length / 2 if config.is_causal(options) else options.length
 
 
 def _gated_flops(options: config.Model, depth: int) -> float:
     block = nnx.eval_shape(lambda: GatedBlock(options, depth, rngs=nnx.Rngs(0)))
     if block.mechanism == "gau":
-        return options.length * (block.size + block.hidden)
+        return 2 * _seen(options) * (block.size + block.hidden)
     inside = options.attention.chunk_size * (block.size + block.hidden)
+    inside *= 1 if block.causal else 2
     return inside + 4 * block.size * block.hidden
 
 

@@ -1,0 +1,159 @@
+"""Runs that learn labels, images and masked tokens."""
+
+import json
+import math
+
+import datasets
+import jax
+import numpy as np
+import pytest
+from runs import ROOT, call, compile_cache, words
+
+from symjax import config
+from symjax.evaluation.language import losses
+from symjax.evaluation.trained import load
+from symjax.training.sharding import make_mesh
+from symjax.training.step import compile_program
+
+SMALL = {
+    "model__kind": "encoder",
+    "model__positions": "learned",
+    "model__heads": 2,
+    "model__attention__symmetric": "none",
+    "model__attention__differential": "none",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    """Short texts of random letters; the label is whether the first is early."""
+    folder = tmp_path_factory.mktemp("reviews")
+    random = np.random.default_rng(0)
+    letters = random.integers(97, 123, (400, 30))
+    texts = [bytes(x[: random.integers(3, 30)].tolist()).decode() for x in letters]
+    labels = ["early" if text[0] < "n" else "late" for text in texts]
+    table = datasets.Dataset.from_dict({"text": texts, "label": labels})
+    table.to_parquet(folder / "train.parquet")
+    return folder
+
+
+def train(workdir, reviews, **changes):
+    keys = {"data__source": "hub", "data__path": "", "data__name": reviews}
+    keys |= {"data__label": "label", "model__classes": 2, **SMALL}
+    return call("train", words("", workdir, **keys | changes))
+
+
+def test_a_run_learns_labels_and_reports_how_often_it_is_right(
+    reviews, tmp_path, capsys
+):
+    rate = {"optimizer__learning_rate": 3e-3, "optimizer__decay_steps": 200}
+    run = tmp_path / "run"
+    chosen = {"steps": 200, "batch_size": 32, "evaluate__batches": 9, **rate}
+    assert train(run, reviews, **chosen) == 0
+    said = capsys.readouterr().err
+    assert "320 training texts of 2 labels" in said and "sample" not in said
+    assert " nats/label, accuracy " in said and "(frequency 0.69)" in said
+    lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+    [found] = [line for line in lines if "heldout/accuracy" in line]
+    assert found["heldout/accuracy"] > 0.8 and found["heldout/loss"] < 0.5
+    heldout = losses(load(run))["heldout"]
+    assert heldout["accuracy"] == pytest.approx(found["heldout/accuracy"])
+    assert "bits_per_byte" not in heldout
+    assert call("eval", ["--workdir", str(run), "--tasks", "loss,sample,rank"]) == 0
+    said = capsys.readouterr().out
+    assert f"held-out accuracy                {heldout['accuracy']:.4f}" in said
+    assert "sample: none, the model is an encoder" in said and "rank: none" in said
+
+
+def test_the_accuracy_is_that_of_the_highest_scores(reviews, tmp_path):
+    assert train(tmp_path / "run", reviews, steps=1, model__dropout=0.0) == 0
+    trained = load(tmp_path / "run")
+    [rows] = trained.corpus.heldout_batches((96, 32), 1)
+    inputs, targets, weights = rows(0, 96)
+    scores = np.asarray(trained.any_model()(inputs), np.float64)
+    right = (scores.argmax(axis=-1) == targets) * weights
+    found = losses(trained)["heldout"]["accuracy"]
+    assert found == pytest.approx(right.sum() / weights.sum())
+    assert weights.sum() == 80
+
+
+def test_labels_are_learned_from_the_weights_of_a_masked_run(reviews, tmp_path, capsys):
+    masked = {"data__label": "", "model__classes": 0}
+    assert train(tmp_path / "masked", reviews, **masked) == 0
+    said = capsys.readouterr().err
+    assert "nats/masked byte on" in said and "(unigram " in said
+    assert train(tmp_path / "run", reviews, init_from=tmp_path / "masked", steps=1) == 0
+    said = capsys.readouterr().err
+    assert f"weights of {tmp_path / 'masked'}" in said
+    found = losses(load(tmp_path / "masked"), 2)["heldout"]
+    assert 2 < found["loss"] < math.log(257) + 1 and "accuracy" not in found
+
+
+def test_what_does_not_fit_is_one_line(reviews, tmp_path, capsys):
+    for changes, line in (
+        ({"model__classes": 3}, "model.classes 3 must be the 2 of data: early, late"),
+        ({"model__patch": 2}, "model.patch is 2, but the data are texts: leave it 0"),
+        ({"model__kind": "decoder"}, "model.classes 2 has no meaning: model.kind is"),
+        ({"model__attention__mechanism": "decay"}, "has no bidirectional form"),
+    ):
+        assert train(tmp_path / "run", reviews, **changes) == 2
+        said = capsys.readouterr().err
+        assert line in said and said.count("\n") == 1
+        assert not (tmp_path / "run").exists()
+
+
+def test_digits_are_learned_by_their_configuration(tmp_path, capsys):
+    small = {"steps": 2, "model.width": 16, "mesh.data": 2, "evaluate.batches": 1}
+    given = [f"--config.{key}={value}" for key, value in small.items()]
+    path = ["--config", f"{ROOT}/configs/digits.py", "--workdir", str(tmp_path / "run")]
+    assert call("train", [*path, *given]) == 0
+    assert "1,438 training images of 10 labels" in capsys.readouterr().err
+    assert call("eval", ["--workdir", str(tmp_path / "run"), "--tasks", "loss"]) == 0
+    assert "held-out accuracy" in capsys.readouterr().out
+
+
+IMAGES = config.Model(
+    **{"kind": "encoder", "width": 16, "heads": 4, "depth": 1, "length": 4},
+    **{"classes": 3, "patch": 2, "image": (4, 4, 1)},
+)
+TEXTS = config.Model(
+    **{"kind": "encoder", "width": 16, "heads": 4, "depth": 1, "length": 8},
+    **{"classes": 3, "vocabulary": 9},
+)
+
+
+@pytest.mark.parametrize("model", [IMAGES, TEXTS], ids=["images", "texts"])
+def test_a_mesh_and_micro_batches_change_no_loss(model):
+    """Images and labels are split by rows, tokens also within a row."""
+    random = np.random.default_rng(0)
+    inputs = random.integers(-1, 9, (8, 8)).astype(np.int32)
+    if model.patch:
+        inputs = random.normal(size=(8, 4, 4, 1)).astype(np.float32)
+    targets = random.integers(0, 3, (8, 1)).astype(np.int32)
+    found = []
+    for mesh, parts in (
+        (config.Mesh(data=1), 1),
+        (config.Mesh(data=2, fsdp=2, sequence=2), 2),
+        (config.Mesh(data=2, tensor=4), 1),
+    ):
+        optimizer = config.Optimizer(accumulate=parts)
+        options = config.Config(
+            model=model, mesh=mesh, optimizer=optimizer, batch_size=8, steps=2
+        )
+        program = compile_program(options, make_mesh(mesh))
+        rows = program.place(
+            (8, model.length), lambda a, b: (inputs[a:b], targets[a:b])
+        )
+        with jax.set_mesh(program.mesh):
+            state, constants = program.initial(0)
+            state, _ = program.train(state, constants, *rows, jax.random.key(0))
+            _, metrics = program.train(state, constants, *rows, jax.random.key(0))
+        found.append([float(metrics["train/loss"]), float(metrics["gradient_norm"])])
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=2e-5)

@@ -24,9 +24,6 @@ from symjax.data.batches import Rows, Shape
 from symjax.data.generated import NOTHING
 from symjax.data.packed import Packed
 
-PARTS = {"options", "tokenizer", "fingerprint", "files", "labels", "image", "white"}
-PARTS |= {"references"}
-
 
 class Pieces(NamedTuple):
     """What one row each shows of the content of a split."""
@@ -174,7 +171,7 @@ def open_labelled(
             return open_labelled(options, directory)
         except ValueError:
             _build(options, directory)
-    manifest = corpus.read_manifest(directory, PARTS)
+    manifest = corpus.read_manifest(directory)
     corpus.check_options(manifest["options"], options, directory)
     parts = {
         Path(name).stem: Packed(directory / name, **facts)

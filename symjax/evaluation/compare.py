@@ -132,7 +132,7 @@ def judge(workdir: Path, batches: int | None = None) -> Judged:
     return Judged(
         sum(x.size for x in jax.tree.leaves(trained.params)),
         losses(trained, batches),
-        lambda_table(trained.model()),
+        lambda_table(trained.any_model()),
         statistics.median(speeds),
         [(row["step"], row["heldout/loss"]) for row in rows if "heldout/loss" in row],
     )
@@ -144,6 +144,7 @@ def compare(runs: dict[str, list[Judged]]) -> Finding:
     for name, seeds in runs.items():
         heldout = [run.losses["heldout"]["loss"] for run in seeds]
         train = [run.losses["train"] for run in seeds]
+        right = [run.losses["heldout"].get("accuracy") for run in seeds]
         rows.append(
             (
                 *(name, len(seeds), seeds[0].parameters),
@@ -152,13 +153,15 @@ def compare(runs: dict[str, list[Judged]]) -> Finding:
                 statistics.mean(x["loss"] for x in train),
                 statistics.mean(x["loss_eval_mode"] for x in train),
                 round(statistics.mean(run.speed for run in seeds)),
+                *([statistics.mean(right)] if None not in right else []),
             )
         )
         lambdas += _lambda_rows(name, [run.lambdas for run in seeds])
         steps = [step for step, _ in seeds[0].curve]
         values = zip(*([y for _, y in run.curve] for run in seeds), strict=False)
         curves[name] = ([float(x) for x in steps], [statistics.mean(y) for y in values])
-    tables = [Table("compare", COLUMNS, rows)]
+    labelled = ("accuracy",) if len(rows[0]) > len(COLUMNS) else ()
+    tables = [Table("compare", COLUMNS + labelled, rows)]
     if lambdas:
         columns = ("configuration", "layer", "λ₁", "λ₂", "λ_init", "λ")
         tables.append(Table("lambda", columns, lambdas))

@@ -29,7 +29,7 @@ def split(layer, name, x, heads):
     return getattr(layer, name)(x).reshape(BATCH, TIME, heads, -1)
 
 
-@pytest.mark.parametrize("mechanism", sorted(MECHANISMS))
+@pytest.mark.parametrize("mechanism", ["softmax", "performer", "matrix_function"])
 def test_a_layer_is_the_pure_function_between_its_projections(mechanism):
     layer = Attention(options(mechanism=mechanism), 0, rngs=nnx.Rngs(0))
     x, mask = inputs(), jnp.asarray(PRESENT)[:, None, None]
@@ -64,7 +64,7 @@ def test_the_matrix_function_and_its_scale_are_chosen_by_name():
     np.testing.assert_allclose(layer(x), wanted, atol=5e-6)
 
 
-@pytest.mark.parametrize("mechanism", ["softmax", "linear", "matrix_function"])
+@pytest.mark.parametrize("mechanism", ["linear", "matrix_function"])
 def test_differential_maps_are_subtracted_both_ways(mechanism):
     chosen = options(mechanism=mechanism, symmetric="plain", differential="v1")
     layer = Attention(chosen, 0, rngs=nnx.Rngs(0))

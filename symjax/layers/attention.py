@@ -196,13 +196,14 @@ class Attention(nnx.Module):
 
         Where a mesh splits the tokens of a row, an encoder gathers them.
         """
-        function, options = self._form.attend, dict(self.options)
-        if not self.causal and not has_keys(self.mechanism):
+        form, options = self._form, dict(self.options)
+        function = form.attend
+        if not has_keys(self.mechanism):
             function = _of_queries(function, self.function_scale)
-        elif self.causal and self._form.causal is None:
-            options["is_causal"] = True
+        elif self.causal and form.causal is not None:
+            function = form.causal
         elif self.causal:
-            function = self._form.causal
+            options["is_causal"] = True
         axis = time_axis(arrays["query"][0].shape[1]) if self.causal else None
         if axis is not None:  # keys are a device's own too
             options["axis_name"] = axis

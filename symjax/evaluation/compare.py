@@ -72,8 +72,8 @@ def main(words: list[str]) -> None:
         }
     )
     print(report.to_text(found))
-    text = "\\n\\n".join(map(report.to_markdown, found.tables))
-    report.write(f"{text}\\n".encode(), chosen.out / "compare.md", "--out")
+    text = "\n\n".join(map(report.to_markdown, found.tables))
+    report.write(f"{text}\n".encode(), chosen.out / "compare.md", "--out")
     report.write_folder({"compare": found}, chosen.out)
 
 

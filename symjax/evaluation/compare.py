@@ -2,13 +2,18 @@
 
 python -m symjax.evaluation.compare --configs configs/gpt.py:tiny,configs/sym.py:tiny \\
     --seeds 0,1,2 [--config.KEY=VALUE ...] [--out runs/compare] [--batches N]
+python -m symjax.evaluation.compare --configs configs/digits.py \\
+    --vary model.attention.mechanism=softmax,linear,matrix_function
 
+--vary makes a configuration of each value, and of each pair where it is given twice.
 Every run is a workdir of train.py below --out, and is trained only as far as it is not
 yet: the same command goes on after an interruption. Then every run is judged, and
 compare.md, compare.csv, lambda.csv and PNG curves are written. Exit codes are those of
 train.py.
 """
 
+import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -45,9 +50,14 @@ class Judged(NamedTuple):
 
 
 def main(words: list[str]) -> None:
-    parser = Parser(prog="python -m symjax.evaluation.compare", description=__doc__)
+    parser = Parser(
+        prog="python -m symjax.evaluation.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--configs", required=True, help="files with presets, between commas")
+    add("--vary", action="append", default=[], help="KEY=VALUE,VALUE of a config")
     add("--seeds", default="0", help="whole numbers, between commas (%(default)s)")
     add("--out", type=Path, default=Path("runs/compare"), help="folder (%(default)s)")
     add("--batches", type=int, help="held-out batches to judge by; all by default")
@@ -56,6 +66,7 @@ def main(words: list[str]) -> None:
         raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
     runs = commands(
         _items("--configs", chosen.configs, str),
+        [_values(text) for text in chosen.vary],
         _items("--seeds", chosen.seeds, int),
         rest,
         chosen.out,
@@ -78,23 +89,31 @@ def main(words: list[str]) -> None:
 
 
 def commands(
-    files: list[str], seeds: list[int], rest: list[str], out: Path
+    files: list[str],
+    varied: list[list[str]],
+    seeds: list[int],
+    rest: list[str],
+    out: Path,
 ) -> dict[str, list[Command]]:
     """The runs by name of their configuration, a run a seed.
 
+    Args:
+        varied: of each key, the words KEY=VALUE; one of each goes into a configuration.
     Raises:
         ValueError: what train.py would refuse; two configurations of one name.
     """
     found: dict[str, list[Command]] = {}
-    for file in files:
+    for file, *values in itertools.product(files, *varied):
         path, _, preset = file.partition(":")
-        name = Path(path).stem + (f"-{preset}" if preset else "")
+        parts = [Path(path).stem, *filter(None, [preset]), *map(_short, values)]
+        name = "-".join(parts)
         if name in found:
-            raise ValueError(f"--configs names {name} twice")
+            raise ValueError(f"{name} is there twice")
+        chosen = [f"--config.{value}" for value in values]
         found[name] = [
             parse(
                 [
-                    *("--config", file, *rest, f"--config.seed={seed}"),
+                    *("--config", file, *rest, *chosen, f"--config.seed={seed}"),
                     *("--workdir", str(out / f"{name}-seed{seed}")),
                 ]
             )
@@ -183,6 +202,20 @@ def _train(command: Command) -> None:
     folder = command.workdir / "checkpoints"
     if command.config.steps not in Checkpoints(folder).steps():
         loop.run(command.config, command.workdir)
+
+
+def _values(text: str) -> list[str]:
+    """Raises: ValueError: there is no key, or no value."""
+    key, equals, values = text.partition("=")
+    if not key or not equals:
+        raise ValueError(f"--vary must be KEY=VALUE,VALUE, got {text!r}")
+    return [f"{key}={value}" for value in _items(f"--vary {key}", values, str)]
+
+
+def _short(word: str) -> str:
+    """`mechanism=linear` of `model.attention.mechanism=linear`."""
+    key, _, value = word.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
 
 
 def _items(flag: str, text: str, kind: Callable) -> list[Any]:

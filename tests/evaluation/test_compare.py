@@ -61,6 +61,24 @@ def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
     assert {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")} == before
 
 
+def test_varied_keys_make_a_configuration_of_each_pair_of_values(tmp_path):
+    varied = [["model.attention.mechanism=softmax", "model.attention.mechanism=linear"]]
+    varied += [["model.dropout=0.1", "model.dropout=0.25"]]
+    files = [f"{ROOT}/configs/gpt.py:tiny"]
+    found = compare.commands(files, varied, [3, 4], [], tmp_path)
+    assert list(found) == [
+        "gpt-tiny-mechanism=softmax-dropout=0.1",
+        "gpt-tiny-mechanism=softmax-dropout=0.25",
+        "gpt-tiny-mechanism=linear-dropout=0.1",
+        "gpt-tiny-mechanism=linear-dropout=0.25",
+    ]
+    last = found["gpt-tiny-mechanism=linear-dropout=0.25"][1]
+    chosen = last.config
+    assert (chosen.model.attention.mechanism, chosen.model.dropout) == ("linear", 0.25)
+    assert chosen.seed == 4
+    assert last.workdir == tmp_path / "gpt-tiny-mechanism=linear-dropout=0.25-seed4"
+
+
 def run(loss, train, lam):
     row = {"layer": 0, "lambda_1": lam, "lambda_2": 1.0, "lambda_initial": 0.2}
     row["lambda"] = lam - 0.8
@@ -87,6 +105,9 @@ def test_means_and_spread_are_those_of_the_seeds():
         (["--batches", "0"], "--batches must be at least 1, got 0"),
         (["--config.wibble=1"], "config.wibble is unknown"),
         (["wibble"], "stray argument 'wibble'"),
+        (["--vary", "steps"], "--vary must be KEY=VALUE,VALUE, got 'steps'"),
+        (["--vary", "steps="], "--vary steps is empty"),
+        (["--vary", "stepz=3"], "config.stepz is unknown"),
         (["--configs", "configs/none.py"], "no configuration file"),
     ],
 )

@@ -178,6 +178,31 @@ def plant(
     return tokens[:, :length].astype(np.int32), targets.astype(np.int32)
 
 
+def shown(options: config.Data, tokens: np.ndarray) -> np.ndarray:
+    """The places [B, items, size] of the examples in rows of `mqar` and `needle`.
+
+    In the order in which they are shown; the last two of each are key and value.
+    """
+    count = options.items
+    if options.source == "mqar":
+        return np.arange(2 * count).reshape(1, count, 2).repeat(len(tokens), axis=0)
+    marks = np.nonzero(tokens == 3 * options.symbols)[1].reshape(-1, count, 1)
+    return marks + np.arange(3)
+
+
+def reordered(
+    options: config.Data, tokens: np.ndarray, order: np.ndarray
+) -> np.ndarray:
+    """Rows [B, T] that show example order[i] at the place of example i.
+
+    Their questions, and whatever else is in them, stay where they are.
+    """
+    places = shown(options, tokens)
+    changed, rows = tokens.copy(), np.arange(len(tokens))[:, None, None]
+    changed[rows, places] = tokens[rows, places[:, order]]
+    return changed
+
+
 def _copy(options: config.Data, length: int, draws: Draws) -> Rows:
     """`items` symbols, a separator, and the same symbols again, each asked.
 

@@ -32,11 +32,11 @@ def mqar(trained: Trained, asked: Asked) -> Finding:
         return none
     options, length = trained.options.data, trained.options.model.length
     counts = [2**i for i in range(options.items.bit_length()) if 2**i < options.items]
-    rows = []
+    say, rows = answering(trained), []
     for count in [*counts, options.items]:
         own = replace(options, items=count)
-        examples = _heldout(own, length, ROWS, asked.seed)
-        rows.append((count, _share(trained, examples), 1 / options.symbols))
+        examples = heldout(own, length, ROWS, asked.seed)
+        rows.append((count, _share(say, examples), 1 / options.symbols))
     return _by("mqar", "pairs", rows)
 
 
@@ -45,7 +45,8 @@ def copy(trained: Trained, asked: Asked) -> Finding:
     if (none := _not_learned(trained, "copy")) is not None:
         return none
     options, length = trained.options.data, trained.options.model.length
-    right = _right(trained, _heldout(options, length, ROWS, asked.seed))
+    examples = heldout(options, length, ROWS, asked.seed)
+    right = _right(answering(trained), examples)
     shares = right[:, -options.items :].mean(axis=0)
     rows = [
         (place, float(share), 1 / options.symbols)
@@ -62,8 +63,8 @@ def listops(trained: Trained, asked: Asked) -> Finding:
     if (none := _not_learned(trained, "listops")) is not None:
         return none
     options, length = trained.options.data, trained.options.model.length
-    examples = _heldout(options, length, 5 * ROWS, asked.seed)
-    right = _right(trained, examples)[:, -1]
+    examples = heldout(options, length, 5 * ROWS, asked.seed)
+    right = _right(answering(trained), examples)[:, -1]
     tokens = examples[0]
     opens = (tokens >= generated.MAXIMUM) & (tokens < generated.CLOSE)
     steps = opens.astype(int) - (tokens == generated.CLOSE)
@@ -92,9 +93,10 @@ def needle(trained: Trained, asked: Asked) -> Finding:
     lengths = [int(f * model.length) for f in factors]
     lengths = [length for length in lengths if length >= least]
     cells = [(depth, length) for depth in DEPTHS for length in lengths]
+    say = answering(trained)
     grid = [
-        _share(trained, _planted(options, length, depth, asked.seed), first=True)
-        for depth, length in tqdm(cells, desc="needle", leave=False)
+        _share(say, planted(options, length, depth, asked.seed), first=True)
+        for depth, length in tqdm(cells, "needles", leave=False, disable=None)
     ]
     values = np.reshape(grid, (len(DEPTHS), len(lengths))).tolist()
     columns = ("depth", *(f"{length} tokens" for length in lengths))
@@ -104,8 +106,8 @@ def needle(trained: Trained, asked: Asked) -> Finding:
         own = replace(options, items=count, asked=wanted)
         fits = generated.GENERATORS["needle"].least(own) <= model.length
         if count <= options.symbols and fits:
-            examples = _heldout(own, model.length, ROWS, asked.seed)
-            several.append((f"{count}, {wanted}", _share(trained, examples)))
+            examples = heldout(own, model.length, ROWS, asked.seed)
+            several.append((f"{count}, {wanted}", _share(say, examples)))
     chance = 1 / options.symbols
     found = {
         "chance": chance,
@@ -131,8 +133,14 @@ def needle(trained: Trained, asked: Asked) -> Finding:
     )
 
 
+def learned(trained: Trained, *sources: str) -> bool:
+    """Whether the model was trained on one of these generated tasks."""
+    known = isinstance(trained.corpus, Generated)
+    return known and trained.options.data.source in sources
+
+
 def _not_learned(trained: Trained, source: str) -> Finding | None:
-    if isinstance(trained.corpus, Generated) and trained.options.data.source == source:
+    if learned(trained, source):
         return None
     text = f"{source}: none, the model was not trained on data.source={source}"
     return Finding({source: None}, [text])
@@ -149,12 +157,13 @@ def _by(name: str, label: str, rows: list[tuple[int, float, float]]) -> Finding:
     return Finding({name: found}, [], (Table(name, columns, rows),), (figure,))
 
 
-def _heldout(options: config.Data, length: int, count: int, seed: int) -> Rows:
+def heldout(options: config.Data, length: int, count: int, seed: int) -> Rows:
+    """The first held-out rows of a seed."""
     indices = np.arange(count)
     return generated.rows(options, length, seed=seed, indices=indices, heldout=True)
 
 
-def _planted(options: config.Data, length: int, depth: float, seed: int) -> Rows:
+def planted(options: config.Data, length: int, depth: float, seed: int) -> Rows:
     """Held-out rows whose first asked needle lies at a depth."""
     found: list[Rows] = []
     for attempt in range(40 * generated.HELDOUT):
@@ -174,23 +183,31 @@ def _planted(options: config.Data, length: int, depth: float, seed: int) -> Rows
     return tokens, targets
 
 
-def _share(trained: Trained, rows: Rows, *, first: bool = False) -> float:
+Say = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] → what comes next [B, T]
+
+
+def answering(trained: Trained) -> Say:
+    """A function that gives the likeliest token after each; compiled once a length."""
+    model = trained.model()
+    answer = jax.jit(lambda tokens: model(tokens).argmax(axis=-1))
+
+    def say(tokens: np.ndarray) -> np.ndarray:
+        count = max(1, len(tokens) // SAMPLES)
+        parts = np.array_split(tokens, count)
+        return np.concatenate([np.asarray(answer(jnp.asarray(x))) for x in parts])
+
+    return say
+
+
+def _share(say: Say, rows: Rows, *, first: bool = False) -> float:
     """Of all answers, or of the first in each row."""
-    right, there = _right(trained, rows), rows[1] >= 0
+    right, there = _right(say, rows), rows[1] >= 0
     if first:
         there &= np.cumsum(there, axis=1) == 1
     return float(right[there].mean())
 
 
-def _right(trained: Trained, rows: Rows) -> np.ndarray:
+def _right(say: Say, rows: Rows) -> np.ndarray:
     """Where the likeliest token is the target [B, T]."""
     tokens, targets = rows
-    answer = _answers(trained)
-    parts = np.array_split(np.arange(len(tokens)), max(1, len(tokens) // SAMPLES))
-    said = [np.asarray(answer(jnp.asarray(tokens[part]))) for part in parts]
-    return np.concatenate(said) == targets
-
-
-def _answers(trained: Trained) -> Callable:
-    model = trained.model()
-    return jax.jit(lambda tokens: model(tokens).argmax(axis=-1))
+    return say(tokens) == targets

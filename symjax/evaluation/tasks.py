@@ -16,6 +16,7 @@ from symjax.evaluation.gradients import gradients
 from symjax.evaluation.language import loss
 from symjax.evaluation.lengths import length, position
 from symjax.evaluation.maps import maps
+from symjax.evaluation.order import order
 from symjax.evaluation.outliers import outliers
 from symjax.evaluation.ranks import rank
 from symjax.evaluation.samples import sample
@@ -43,6 +44,7 @@ TASKS = {
     "needle": Task(answers.needle, "retrieval by depth, length and number of needles"),
     "copy": Task(answers.copy, "copying by place (data.source=copy)"),
     "listops": Task(answers.listops, "nested lists by depth (data.source=listops)"),
+    "order": Task(order, "accuracy over the orders of in-context examples"),
     "sample": Task(sample, "what the model writes after a prompt"),
     "length": Task(length, "loss at 1, 2, 4, 8 times the length, log-n off and on"),
     "position": Task(position, "held-out loss by place in the window"),

@@ -4,20 +4,29 @@ All of it is about shares: |a| of a pair over the sum of |a| of its row. Maps wi
 negative weights, as differential ones, are read by their size.
 """
 
-import numpy as np
-from jaxtyping import Bool, Float
+from typing import Any
 
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from tqdm import tqdm
+
+from symjax import config
+from symjax.data import generated
+from symjax.evaluation.answers import DEPTHS, learned, planted
 from symjax.evaluation.asked import Asked
-from symjax.evaluation.finding import Finding, Table
-from symjax.evaluation.inside import Layer, Window, mean_by_layer
+from symjax.evaluation.finding import Finding, Lines, Table
+from symjax.evaluation.inside import Layer, Window, mean_by_layer, read
 from symjax.evaluation.trained import Trained
+from symjax.models.decoder import Decoder
 
 NEAR = 16  # tokens before a row that count as its context
+ROWS = 8  # read at every depth of a needle
 WITHIN = (1, 4, 16, 64)
 MAPS = ("A", "A₁", "A₂")  # of a head, and of the branches of a differential one
 PLACES = ("answer", "context", "elsewhere")
 
 Shares = Float[np.ndarray, "*N T T"]
+Places = Bool[np.ndarray, "T T"]
 
 
 def shares(maps: Float[np.ndarray, "*N T T"]) -> Shares:
@@ -37,56 +46,132 @@ def noise(trained: Trained, asked: Asked) -> Finding:
 
     In plain text the answer of a row is every place where the token stands that comes
     next; rows without one do not count. Context are the last 16 other tokens, its own
-    among them.
+    among them. Needles: see `noise_of_needles`.
     """
+    if learned(trained, "needle"):
+        return noise_of_needles(trained, asked)
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         answer = answers(window)
-        maps = [layer.map[:, None]]
-        if layer.lam is not None:
-            maps.append(layer.branches)
-        found = [on_answer(shares(x), answer).mean(axis=0) for x in maps]
-        found.append(on_answer(uniform(len(answer)), answer)[None])
-        return np.concatenate(found)  # [maps + 1, 3]
+        return of_maps(layer, answer, context(answer))
 
-    rows = []
-    for layer, found in enumerate(mean_by_layer(trained, asked, measure)):
-        for name, share in zip(MAPS, found[:-1], strict=False):
-            parts = dict(zip(PLACES, map(number, share), strict=True))
-            even = number(found[-1, 0])
-            rows.append({"layer": layer, "map": name, **parts, "uniform": even})
-    columns = ("layer", "map", *PLACES, "answer if uniform")
+    found = enumerate(mean_by_layer(trained, asked, measure))
+    rows = [row for layer, shares in found for row in _by_map(layer, shares)]
     text = [
         "share of |A| on places that hold the next token (answer), on the last "
         f"{NEAR} others (context),",
         "and elsewhere; rows whose next token is new do not count",
     ]
-    table = Table("noise", columns, [tuple(row.values()) for row in rows])
-    return Finding({"noise": rows}, text, (table,))
+    return Finding({"noise": rows}, text, (_table(rows),))
 
 
-def answers(window: Window) -> Bool[np.ndarray, "T T"]:
+def noise_of_needles(trained: Trained, asked: Asked) -> Finding:
+    """Shares of attention of the first key that is asked, by the depth of its needle.
+
+    Answer is that needle (mark, key and value), context all other tokens before the
+    questions, elsewhere the questions. By layer means over depths, by depth means over
+    layers; 8 rows a depth, or `--batches` if that is fewer.
+
+    Source: Ye et al. 2024, arXiv:2410.05258, table 3.
+    """
+    options, model = trained.options.data, trained.model()
+    length, count = trained.options.model.length, min(asked.batches or ROWS, ROWS)
+    found = []  # by depth and row the [maps + 1, 3] of every layer
+    for depth in tqdm(DEPTHS, "depths", leave=False, disable=None):
+        drawn = planted(options, length, depth, asked.seed)
+        rows = zip(*(x[:count] for x in drawn), strict=True)
+        found.append([_of_row(options, model, *row) for row in rows])
+    layers = [np.array(x).mean(axis=0) for x in zip(*sum(found, []), strict=True)]
+    by_layer = [row for i, x in enumerate(layers) for row in _by_map(i, x)]
+    by_depth = []
+    for depth, rows in zip(DEPTHS, found, strict=True):
+        mean, even = np.mean([[x[[0, -1]] for x in row] for row in rows], axis=(0, 1))
+        parts = dict(zip(PLACES, mean.tolist(), strict=True))
+        by_depth.append({"depth": depth, **parts, "uniform": float(even[0])})
+    text = [
+        "share of |A| of the first question on its needle (answer), on all else before",
+        "the questions (context), and elsewhere; by depth the mean over layers",
+    ]
+    columns = ("depth", *PLACES, "answer if uniform")
+    cells = [(f"{row['depth']:.0%}", *list(row.values())[1:]) for row in by_depth]
+    tables = _table(by_layer), Table("noise_by_depth", columns, cells)
+    names = ("answer", "context", "uniform")
+    curves = {x: (list(DEPTHS), [row[x] for row in by_depth]) for x in names}
+    figure = Lines("noise_by_depth", "depth of the needle", "share of |A|", curves)
+    values = {"noise": by_layer, "noise_by_depth": by_depth}
+    return Finding(values, text, tables, (figure,))
+
+
+def _of_row(
+    options: config.Data, model: Decoder, tokens: np.ndarray, targets: np.ndarray
+) -> list[np.ndarray]:
+    places = needle_places(options, tokens, targets)
+    return [of_maps(layer, *places) for layer in read(model, tokens)]
+
+
+def needle_places(
+    options: config.Data, tokens: Int[np.ndarray, "T"], targets: Int[np.ndarray, "T"]
+) -> tuple[Places, Places]:
+    """Of the row of the first question: its needle, and the rest before questions."""
+    question = np.flatnonzero(targets >= 0)[0]
+    places = generated.shown(options, tokens[None])[0]
+    its = places[tokens[places[:, -2]] == tokens[question]]
+    answer = np.zeros((len(tokens), len(tokens)), bool)
+    answer[question, its] = True
+    around = np.zeros_like(answer)
+    around[question, : question - 1] = True  # up to the token that asks
+    return answer, around & ~answer
+
+
+def of_maps(layer: Layer, answer: Places, context: Places) -> Float[np.ndarray, "M 3"]:
+    """Means over heads of the map, of branches where there are two, and last of a
+    uniform map: shares on answer, context and elsewhere."""
+    maps = [layer.map[:, None]]
+    if layer.lam is not None:
+        maps.append(layer.branches)
+    found = [on_places(shares(x), answer, context).mean(axis=0) for x in maps]
+    found.append(on_places(uniform(len(answer)), answer, context)[None])
+    return np.concatenate(found)
+
+
+def _by_map(layer: int, found: Float[np.ndarray, "M 3"]) -> list[dict[str, Any]]:
+    rows, even = [], number(found[-1, 0])
+    for name, share in zip(MAPS, found[:-1], strict=False):
+        parts = dict(zip(PLACES, map(number, share), strict=True))
+        rows.append({"layer": layer, "map": name, **parts, "uniform": even})
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    columns = ("layer", "map", *PLACES, "answer if uniform")
+    return Table("noise", columns, [tuple(row.values()) for row in rows])
+
+
+def answers(window: Window) -> Places:
     """Whether the token at place s is the one that comes after row t, for s ≤ t."""
     same = window.targets[:, None] == window.tokens[None]
     return same & (np.tri(len(same)) > 0)
 
 
-def on_answer(
-    shares: Shares, answer: Bool[np.ndarray, "T T"], near: int = NEAR
+def context(answer: Places, near: int = NEAR) -> Places:
+    """The `near` last tokens of every row, its own among them, without its answer."""
+    distance = np.arange(len(answer))[:, None] - np.arange(len(answer))[None]
+    return (distance >= 0) & (distance < near) & ~answer
+
+
+def on_places(
+    shares: Shares, answer: Places, context: Places
 ) -> Float[np.ndarray, "*N 3"]:
-    """Mean shares on the answer, on the `near` last tokens without it, and elsewhere.
+    """Mean shares on the answer, on the context, and elsewhere.
 
     Over the rows that have an answer; NaN if none has.
     """
-    length = len(answer)
-    distance = np.arange(length)[:, None] - np.arange(length)[None]
-    context = (distance >= 0) & (distance < near) & ~answer
     rows = answer.any(axis=1)
     if not rows.any():
         return np.full((*shares.shape[:-2], 3), np.nan)
-    places = np.stack([answer, context, ~(answer | context)])
-    found = np.einsum("...ts,pts->...tp", shares, places.astype(np.float64))
-    return found[..., rows, :].mean(axis=-2)
+    places = np.stack([answer, context, ~(answer | context)])[:, rows]
+    weights = places.astype(np.float64)
+    return np.einsum("...ts,pts->...tp", shares[..., rows, :], weights).mean(axis=-2)
 
 
 def self_share(trained: Trained, asked: Asked) -> Finding:

@@ -1,5 +1,8 @@
 """What is read inside a model is what the model does, and statistics of known maps."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,9 @@ import pytest
 from flax import nnx
 
 from symjax import config
+from symjax.data.examples import Generated
 from symjax.evaluation import attended, outliers, ranks, spread
+from symjax.evaluation.asked import Asked
 from symjax.evaluation.inside import Layer, Window, attentions, read
 from symjax.models import Decoder
 
@@ -134,11 +139,14 @@ def test_mass_on_the_answer_the_context_and_elsewhere_by_hand():
     weights = np.array(
         [[1, 0, 0, 0], [0.75, -0.25, 0, 0], [0, 0, 1, 0], [0.1, 0.2, 0.3, 0.4]]
     )
-    found = attended.on_answer(attended.shares(weights), answer, near=2)
+    near = attended.context(answer, near=2)
+    found = attended.on_places(attended.shares(weights), answer, near)
     np.testing.assert_allclose(found, [(0.75 + 0.4) / 2, (0.25 + 0.4) / 2, 0.1])
-    even = attended.on_answer(attended.uniform(4), answer, near=1)
+    near = attended.context(answer, near=1)
+    even = attended.on_places(attended.uniform(4), answer, near)
     np.testing.assert_allclose(even, [0.5, (0.5 + 0.25) / 2, 0.125])
-    assert np.isnan(attended.on_answer(attended.uniform(4), answer & False)).all()
+    nothing = answer & False
+    assert np.isnan(attended.on_places(attended.uniform(4), nothing, near)).all()
 
 
 def test_mass_within_the_last_tokens_by_hand():
@@ -192,3 +200,43 @@ def test_the_largest_are_counted_from_the_largest():
         "top_100": None,
         "median": 25.5,
     }
+
+
+def test_the_needle_of_the_first_question_is_the_answer_by_hand():
+    """Hay, mark 1 4, hay, mark 0 5, ask 0, ask 1: symbols 3, so mark is 9, ask 10."""
+    options = config.Data(source="needle", symbols=3, items=2, asked=2)
+    tokens = np.array([6, 9, 1, 4, 7, 9, 0, 5, 10, 0, 5, 10, 1])
+    targets = np.where(np.arange(13) == 9, 5, np.where(np.arange(13) == 12, 4, -1))
+    answer, around = attended.needle_places(options, tokens, targets)
+    np.testing.assert_array_equal(np.argwhere(answer), [[9, 5], [9, 6], [9, 7]])
+    wanted = [[9, place] for place in (0, 1, 2, 3, 4)]
+    np.testing.assert_array_equal(np.argwhere(around), wanted)
+    even = attended.on_places(attended.uniform(13), answer, around)
+    np.testing.assert_allclose(even, [0.3, 0.5, 0.2])
+
+
+@pytest.mark.parametrize("differential", ["none", "v1"])
+def test_noise_of_needles_is_read_depth_by_depth(differential):
+    """Without queries the maps are uniform, and so are the shares at every depth."""
+    options = config.Data(source="needle", symbols=3, items=2, asked=1)
+    chosen = config.Attention(differential=differential)
+    model = config.Model(width=16, depth=1, heads=2, length=24, attention=chosen)
+    model = replace(model, vocabulary=11)
+    decoder = Decoder(model, rngs=nnx.Rngs(0))
+    for layer in attentions(decoder):
+        layer.query.kernel[...] *= 0
+        layer.query.bias[...] *= 0
+    run = SimpleNamespace(
+        corpus=Generated(options),
+        options=config.Config(data=options, model=model),
+        model=lambda: decoder,
+    )
+    found = attended.noise(run, Asked(batches=2)).values
+    maps = ["A"] if differential == "none" else ["A", "A₁", "A₂"]
+    assert [row["map"] for row in found["noise"]] == maps
+    assert [row["depth"] for row in found["noise_by_depth"]] == [0, 0.25, 0.5, 0.75, 1]
+    # the one question is the last of 24 tokens: 3 of its needle, 2 of its own
+    for row in (*found["noise"], *found["noise_by_depth"]):
+        assert row["answer"] == row["uniform"] == pytest.approx(3 / 24)
+        assert row["context"] == pytest.approx(19 / 24)
+        assert row["elsewhere"] == pytest.approx(2 / 24)

@@ -17,6 +17,7 @@ from symjax.evaluation.trained import load
 from symjax.training import record, starting
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.loop import Run
+from symjax.training.measure import Means
 
 SMALL = {"model__width": 16, "checkpoint__every": 2, "log__every": 1}
 
@@ -364,7 +365,7 @@ HOSTILE = [
     ({"__class__": "os.system"}, "__class__ is unknown"),
     ({"model.wibble": 1}, "model.wibble is unknown"),
     ({"model.width": -1}, "model.width must be at least 1"),
-    ({"batch_size": 10**400}, "batch_size must be below"),
+    ({"batch_size": 10**400}, "batch_size must be at most 2147483647, got 1000"),
     ({"optimizer.learning_rate": 10**400}, "too large"),
     ({"optimizer.eps": float("nan")}, "optimizer.eps must be"),
     ({"model.attention.mechanism": ["softmax"]}, "model.attention.mechanism must be"),
@@ -416,12 +417,12 @@ def test_the_best_is_kept_apart_and_never_made_way_for_a_bad_one(
 ):
     losses = {1: 3.0, 3: 1.0, 5: 2.0, 6: 2.5}
 
-    def loss(self, count):
-        return losses[int(self.state.step)]
+    def judged(self, count):
+        return Means(losses[int(self.state.step)], 0.0)
 
     changes = {**SMALL, "evaluate__every": 1, "checkpoint__best": True}
     changes |= {"checkpoint__keep": 1, "optimizer__decay_steps": 9}
-    monkeypatch.setattr(Run, "_loss", loss)
+    monkeypatch.setattr(Run, "_means", judged)
     losses |= {2: 2.9, 4: 1.0}
     assert train(text, tmp_path, steps=6, **changes) == 0
     assert steps(tmp_path) == [3, 6]

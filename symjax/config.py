@@ -181,6 +181,9 @@ class Model:
         0.0, "share dropped after embedding, attention, feed-forward", least=0
     )
     tie_embeddings: bool = key(False, "use the embedding table as the output layer")
+    embedding_scale: float = key(
+        0.02, "standard deviation of new embeddings and learned positions", least=0
+    )
     dtype: str = key(
         "float32",
         "of the computation; parameters stay float32",

@@ -4,6 +4,8 @@ import io
 
 from symjax.evaluation.finding import Grid, Lines
 
+MANY = 24  # rows of a grid, with which it is drawn large and its labels small
+
 
 def png(figure: Lines | Grid) -> bytes:
     """The same bytes for the same figure.
@@ -13,11 +15,14 @@ def png(figure: Lines | Grid) -> bytes:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ValueError(
             "figures need matplotlib: pip install 'symjax[plots]'"
         ) from error
-    drawing = Figure(figsize=(6.4, 4.2), layout="constrained")
+    large = isinstance(figure, Grid) and len(figure.rows) > MANY
+    size = (8.0, 7.0) if large else (6.4, 4.2)
+    drawing = Figure(figsize=size, layout="constrained")
     axes = drawing.subplots()
     axes.set(title=figure.name, xlabel=figure.x_label, ylabel=figure.y_label)
     if isinstance(figure, Lines):
@@ -26,6 +31,8 @@ def png(figure: Lines | Grid) -> bytes:
             axes.plot(x, y, marker="." if len(x) < 40 else "", label=label)
         if figure.log_x:
             axes.set_xscale("log", base=2)
+        elif all(float(n).is_integer() for x, _ in figure.series.values() for n in x):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
         axes.grid(alpha=0.3)
     else:
@@ -33,8 +40,11 @@ def png(figure: Lines | Grid) -> bytes:
             [float("nan") if x is None else x for x in row] for row in figure.values
         ]
         shown = axes.imshow(values, aspect="auto", cmap="viridis")
-        axes.set_xticks(range(len(figure.columns)), figure.columns, rotation=90)
-        axes.set_yticks(range(len(figure.rows)), figure.rows)
+        small = {"fontsize": 7 if large else None}
+        turned = 90 if max(map(len, figure.columns)) > 3 else 0
+        places = range(len(figure.columns)), range(len(figure.rows))
+        axes.set_xticks(places[0], figure.columns, rotation=turned, **small)
+        axes.set_yticks(places[1], figure.rows, **small)
         drawing.colorbar(shown)
     file = io.BytesIO()
     drawing.savefig(file, format="png", dpi=120, metadata={"Software": None})

@@ -138,7 +138,9 @@ def _aligned(table: Table) -> str:
 def _shown(cell: Cell) -> str:
     if cell is None:
         return "-"
-    return f"{cell:.4f}" if isinstance(cell, float) else str(cell)
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.4f}"
 
 
 def _html_table(table: Table) -> str:

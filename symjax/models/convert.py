@@ -32,6 +32,7 @@ FREE = (
     "classes",
     "length",
     "dropout",
+    "embedding_scale",
     "dtype",
     "remat",
     "scan_layers",

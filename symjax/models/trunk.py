@@ -17,8 +17,6 @@ from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock
 from symjax.models.scanned import run_scanned
 
-draw = nnx.initializers.normal(0.02)
-
 
 def check(options: config.Model) -> None:
     """Raises: ValueError: a value is out of range, or a key has no meaning here."""
@@ -53,13 +51,14 @@ def embedding(options: config.Model, rngs: nnx.Rngs) -> nnx.Embed:
     return nnx.Embed(
         options.vocabulary,
         options.width,
-        embedding_init=draw,
+        embedding_init=nnx.initializers.normal(options.embedding_scale),
         dtype=jnp.dtype(options.dtype),
         rngs=rngs,
     )
 
 
 def learned_positions(options: config.Model, rngs: nnx.Rngs) -> nnx.Param:
+    draw = nnx.initializers.normal(options.embedding_scale)
     return nnx.Param(draw(rngs.params(), (options.length, options.width)))
 
 

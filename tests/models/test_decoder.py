@@ -293,6 +293,13 @@ def test_bfloat16_computes_close_to_float32_and_keeps_float32_weights(choice):
     assert jnp.sqrt(jnp.mean((rough - exact) ** 2)) < 0.03 * exact.std()
 
 
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_embeddings_and_positions_start_as_large_as_they_are_told(scale):
+    model = small(embedding_scale=scale)
+    for table in (model.embedding.embedding, model.positions):
+        assert float(table[...].std()) == pytest.approx(scale, rel=0.1)
+
+
 def test_tied_embeddings_share_one_table():
     tied, untied = small(tie_embeddings=True, bias=False), small(bias=False)
     assert count(untied) - count(tied) == 23 * 24

@@ -19,7 +19,7 @@ from typing import Any
 import absl.logging
 import orbax.checkpoint as ocp
 
-from symjax.training import record
+from symjax.training import processes, record
 from symjax.training.progress import print_warning
 from symjax.training.record import Damaged
 
@@ -80,7 +80,8 @@ class Checkpoints:
         """Start saving; on return the caller may donate or delete the arrays.
 
         A save that cannot be written, on a full disk for instance, takes nothing else
-        with it: `wait` raises it, and the next save only says so on stderr.
+        with it: `wait` raises it, and the next save only says so on stderr (with
+        several processes it raises it too).
 
         Waits for the save before it, and for the arrays. Steps that the last `restore`
         passed over, because they were damaged or later than the step it was asked for,
@@ -105,6 +106,8 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
             self._give_up(step, error)
+            if processes.several():
+                self.wait()  # raises it
 
     def restore(
         self,
@@ -171,10 +174,16 @@ class Checkpoints:
             raise failed
 
     def settle(self) -> None:
-        """`wait`, where a checkpoint that is missing shall not stop what comes next."""
+        """`wait`, where a checkpoint that is missing shall not stop what comes next.
+
+        Raises: NotSaved: with several processes, of which the others may wait for this
+            one to finish the save: it ends, and they with it.
+        """
         try:
             self.wait()
         except NotSaved as error:
+            if processes.several():
+                raise
             print_warning(f"{error}; going on without it")
 
     def close(self) -> None:
@@ -270,8 +279,10 @@ class Checkpoints:
         self._kept.forget(step)
         for unfinished in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
-        # The old one would raise the same error at every save that follows.
-        self._manager = _manager(self.directory, self._kept)
+        # The old one would raise the same error at every save that follows; with
+        # several processes none follows, and closing it would wait for the others.
+        several = processes.several()
+        self._manager = None if several else _manager(self.directory, self._kept)
 
 
 class _Kept:
@@ -339,8 +350,26 @@ def _check_directory(directory: Path) -> None:
         ) from error
 
 
+class _Manager(ocp.CheckpointManager):
+    """Ends this process where it, of several, cannot write its part of a checkpoint.
+
+    Orbax would let it wait for the others, and these for its part: 20 minutes.
+    """
+
+    def _wait_for_checkpointers(self) -> None:
+        try:
+            super()._wait_for_checkpointers()
+        except Exception as error:
+            if processes.several():
+                where, why = self.directory, record.short(error)
+                processes.leave_alone(
+                    2, f"error: a checkpoint cannot be written to {where}: {why}"
+                )
+            raise
+
+
 def _manager(directory: Path, kept: _Kept) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager(
+    return _Manager(
         directory,
         options=ocp.CheckpointManagerOptions(
             preservation_policy=kept,

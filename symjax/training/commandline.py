@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import jax
 from ml_collections import ConfigDict
 
 from symjax import config, validation
 from symjax.training import launch, processes
-from symjax.training.interrupt import Interrupted
+from symjax.training.ending import Interrupted, Refused, ending
+from symjax.training.interrupt import told_to_end
 
 USAGE = """\
 python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
@@ -32,17 +32,18 @@ python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
   --coordinator HOST:PORT --processes N --process I
                            this is process I of N, and process 0 is on HOST; torchrun,
                            Slurm, Open MPI and TPU pods say so themselves
+  --wait SECONDS           for all processes to come (300)
   --help                   this text, with the values that --config gives
 
-A signal (Ctrl-C, SIGTERM) saves a checkpoint first. Exit code: 0 complete, 2 bad input,
-1 a loss that is not finite or a machine that failed, 130 and 143 interrupted.
+A signal (Ctrl-C, SIGTERM) saves a checkpoint first, a second one ends at once. Exit
+code: 0 complete, 2 bad input, 1 a loss that is not finite or a machine that failed,
+130 and 143 interrupted.
 """
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-
-
+AGREED = (Refused, FloatingPointError, Interrupted)  # come to all processes at once
 FLAGS = (
     "--config, --config.KEY, --workdir, --dry_run, --coordinator, --processes, "
-    "--process, --help"
+    "--process, --wait, --help"
 )
 
 
@@ -93,7 +94,9 @@ def place(words: list[str]) -> launch.Launch | None:
     known, _ = _known(words)
     if known.help or known.dry_run:
         return None
-    return launch.launch(known, os.environ)
+    wait = float(launch.number("--wait", known.wait))
+    found = launch.launch(known, os.environ)
+    return found and found._replace(wait=wait)
 
 
 def default() -> ConfigDict:
@@ -154,52 +157,23 @@ def leave(run: Callable[[], None]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not every terminal can write λ
             stream.reconfigure(errors="replace")
-    try:
-        run()
-        sys.stdout.flush()
-    except processes.Refused as error:
-        _stop_all(2, f"error: {_one_line(error)}")
-    except ValueError as error:
-        _stop(2, f"error: {_one_line(error)}")
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        processes.leave_alone(1)
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        _stop(2, f"error: {error.strerror or _one_line(error)}{where}")
-    except FloatingPointError as error:
-        _stop_all(1, f"stopped: {_one_line(error)}")
-    except MemoryError as error:
-        _stop(1, f"stopped: out of memory ({_one_line(error)})")
-    except jax.errors.JaxRuntimeError as error:
-        line = str(error).splitlines()[0]
-        if any(words in line for words in ("RESOURCE_EXHAUSTED", "Out of memory")):
-            _stop(1, f"stopped: out of memory ({line})")
-        if not processes.several():
-            raise
-        _stop(1, f"stopped: another process or its connection has failed ({line})")
-    except Interrupted as error:
-        _stop_all(error.exit_code, f"interrupted: {_one_line(error)}")
-    except KeyboardInterrupt:
-        _stop(130, "interrupted: nothing more was saved")
-    except Exception:
-        if not processes.several():
-            raise
-        _stop(1, traceback.format_exc())
-    sys.exit(0)
-
-
-def _stop(code: int, line: str) -> NoReturn:
-    """What happened to this process alone."""
-    print(line, file=sys.stderr)
-    processes.leave_alone(code)
-
-
-def _stop_all(code: int, line: str) -> NoReturn:
-    """What happens in all processes at once."""
-    if processes.is_first():
-        print(line, file=sys.stderr)
-    sys.exit(code)
+    with told_to_end():
+        try:
+            run()
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader of our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            processes.leave_alone(1, "")
+        except (Exception, KeyboardInterrupt) as error:
+            found = ending(error, several=processes.several())
+            if isinstance(error, AGREED) and found is not None:
+                processes.leave_together(found.exit_code, str(found))
+            if found is not None:
+                processes.leave_alone(found.exit_code, str(found))
+            if not processes.several():
+                raise
+            processes.leave_alone(1, traceback.format_exc())
+        processes.leave_together(0, "")
 
 
 def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -207,6 +181,7 @@ def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("config", "workdir", *launch.FLAGS):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--wait", default=str(launch.WAIT))
     parser.add_argument("--dry_run", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
     return parser.parse_known_args(words)
@@ -269,7 +244,3 @@ def _files(folder: Path) -> str:
         if known:
             return f"choose from {', '.join(sorted(known))}"
     return f"{folder} has none"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

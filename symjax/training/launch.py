@@ -10,14 +10,14 @@ A run is one process unless something says otherwise. What speaks first decides:
 Where that is one process, nothing is started and no port is opened.
 """
 
-import socket
-import time
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 from jax._src import clusters  # what jax.distributed.initialize() asks; not public
+
+from symjax.training import meeting
 
 WAIT = 300  # seconds for the other processes to start, jax's own default
 FLAGS = ("coordinator", "processes", "process")
@@ -32,6 +32,7 @@ class Launch(NamedTuple):
     processes: int
     process: int
     devices: list[int] | None = None  # of this machine's GPUs; None is all
+    wait: float = WAIT  # seconds
 
 
 def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
@@ -58,19 +59,15 @@ def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
 def join(found: Launch | None) -> None:
     """Meet the other processes, before anything touches a device.
 
-    Process 0 opens the port, the others wait for it. Afterwards `jax.devices()` are
-    those of all processes.
+    Process 0 opens the port, the others come to it. Afterwards `jax.devices()` are
+    those of all processes, and none of them outlives another (`meeting`).
 
     Raises:
-        ValueError: the port is taken, or nobody answers there.
+        ValueError: not all have come, or they disagree about who they are.
     """
     if found is None:
         return
-    host, _, port = found.coordinator.rpartition(":")
-    if found.process == 0:
-        _check_free(int(port))
-    else:
-        _wait_for(host.strip("[]"), int(port))
+    meeting.meet(found.coordinator, found.processes, found.process, found.wait)
     # jax would take SIGTERM for itself, also while nobody asks it for a step to stop
     # at, and does not know SIGINT: symjax.training.interrupt treats both alike.
     jax.config.update("jax_enable_preemption_service", False)
@@ -80,7 +77,7 @@ def join(found: Launch | None) -> None:
         found.process,
         local_device_ids=found.devices,
         cluster_detection_method="deactivate",  # it would choose devices by itself
-        initialization_timeout=WAIT,
+        initialization_timeout=WAIT,  # all are there
     )
 
 
@@ -101,7 +98,7 @@ def _checked(
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}")
-    count, index = _number("processes", processes), _number("process", process)
+    count, index = number("processes", processes), number("process", process)
     if not index < count:
         raise ValueError(
             f"process {index} of {count} processes: they are numbered from 0 to "
@@ -109,12 +106,13 @@ def _checked(
         )
     local = environment.get("LOCAL_RANK")
     shared = environment.get("LOCAL_WORLD_SIZE", "1") != "1" and local is not None
-    devices = [_number("LOCAL_RANK", str(local))] if shared else None
+    devices = [number("LOCAL_RANK", str(local))] if shared else None
     return None if count == 1 else Launch(coordinator, count, index, devices)
 
 
-def _number(name: str, text: str) -> int:
-    least = 1 if name == "processes" else 0
+def number(name: str, text: str) -> int:
+    """Raises: ValueError: the text is no number, or too small a one."""
+    least = 0 if name in ("process", "LOCAL_RANK") else 1
     if not text.isdecimal() or int(text) < least:
         raise ValueError(f"{name} must be a number of at least {least}, got {text!r}")
     return int(text)
@@ -148,29 +146,3 @@ def _detected(environment: Mapping[str, str]) -> Launch | None:
             None if local is None else [local],
         )
     return None
-
-
-def _check_free(port: int) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as here:
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            here.bind(("", port))
-        except OSError as error:
-            raise ValueError(
-                f"the coordinator's port {port} cannot be opened: {error.strerror}"
-            ) from None
-
-
-def _wait_for(host: str, port: int) -> None:
-    """jax would end the process with a page of dump."""
-    until = time.monotonic() + WAIT
-    while True:
-        try:
-            return socket.create_connection((host, port), timeout=5).close()
-        except OSError as error:
-            if time.monotonic() > until:
-                raise ValueError(
-                    f"no coordinator answers at {host}:{port} for {WAIT} seconds "
-                    f"({error.strerror or error}): is process 0 running there?"
-                ) from None
-        time.sleep(0.2)

@@ -19,8 +19,9 @@ from symjax.models.convert import carried
 from symjax.models.generate import generate
 from symjax.training import processes, starting
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.ending import Interrupted
 from symjax.training.initial import weights_of
-from symjax.training.interrupt import Interrupted, Interrupts
+from symjax.training.interrupt import Interrupts
 from symjax.training.measure import Means, means
 from symjax.training.metrics import Metrics
 from symjax.training.progress import Progress
@@ -37,12 +38,13 @@ def run(options: config.Config, workdir: Path) -> None:
     Raises:
         ValueError: bad input; the message is one line, and the workdir is as it was.
         FloatingPointError: the loss or its gradient is not finite, or a spike.
-        Interrupted: a signal came; a checkpoint has been saved.
+        Interrupted: a signal came; after a step, a checkpoint has been saved.
     """
     starting.use_compile_cache()
     processes.check_same(workdir=str(workdir), **validation.to_dict(options))
     mesh = processes.together(lambda: make_mesh(options.mesh))
     with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
         owned = starting.owned(workdir)
         processes.together(lambda: stack.enter_context(owned))
         with starting.undone_if_refused(workdir):
@@ -51,7 +53,10 @@ def run(options: config.Config, workdir: Path) -> None:
             saved = (
                 processes.together(lambda: _saved(options, workdir)) if steps else None
             )
-            corpus = processes.in_turn(lambda: _corpus(options, workdir, saved))
+            corpus = processes.in_turn(
+                lambda: _corpus(options, workdir, saved, interrupts)
+            )
+            interrupts.check()
             program = processes.together(
                 lambda: compile_program(starting.with_vocabulary(options, corpus), mesh)
             )
@@ -64,8 +69,9 @@ def run(options: config.Config, workdir: Path) -> None:
             )
             stack.enter_context(checkpoints)
             whole = Run(options, workdir, corpus, program, checkpoints)
+            interrupts.check()
         stack.enter_context(contextlib.closing(whole))
-        whole.train()
+        whole.train(interrupts)
 
 
 def _saved(options: config.Config, workdir: Path) -> dict[str, Any]:
@@ -81,19 +87,24 @@ def _saved(options: config.Config, workdir: Path) -> dict[str, Any]:
 
 
 def _corpus(
-    options: config.Config, workdir: Path, saved: dict[str, Any] | None
+    options: config.Config,
+    workdir: Path,
+    saved: dict[str, Any] | None,
+    interrupts: Interrupts,
 ) -> Examples:
     """The text of the run: the first process packs it, the others find it there.
 
     Raises:
         ValueError: it is damaged, too short or not that of the checkpoints.
+        Interrupted: a signal came, here or before.
     """
     if not processes.is_first():
         starting.check_shared(workdir)
     elif saved is None:
         starting.refuse_other_files(workdir)
     replace = saved is None and processes.is_first()
-    corpus = open_examples(options, workdir / "data", replace=replace)
+    with interrupts.anywhere():
+        corpus = open_examples(options, workdir / "data", replace=replace)
     if saved is not None:
         starting.check_data(saved, corpus, workdir)
     corpus.check_length(options.model.length)
@@ -139,7 +150,7 @@ class Run:
         self.progress.close()
         self.metrics.close()
 
-    def train(self) -> None:
+    def train(self, interrupts: Interrupts) -> None:
         """Every step that is left, with what is due after each.
 
         Raises:
@@ -155,7 +166,7 @@ class Run:
         key = jax.random.key(options.seed)
         self.clock = Clock(self.shape[0] * self.shape[1])
         waiting: dict[str, Any] = {}
-        with Interrupts() as interrupts:
+        with interrupts.steps():
             for done in range(self.first + 1, options.steps + 1):
                 rows = self._rows(done - 1)
                 with jax.set_mesh(self.program.mesh):

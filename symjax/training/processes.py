@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -24,14 +25,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from symjax.training import meeting
+from symjax.training.ending import Refused, ending
+
 Result = TypeVar("Result")
 DAY = 24 * 3600 * 1000  # milliseconds
+PATIENCE = 1  # second
 NOTICE = "symjax/notice/"
 _rounds = itertools.count()
-
-
-class Refused(ValueError):
-    """What one process could not do, raised in all; the first one prints it."""
 
 
 def several() -> bool:
@@ -50,23 +51,23 @@ def together(task: Callable[[], Result]) -> Result:
     It may use collectives if it fails in all processes or before the first of them.
 
     Raises:
-        Refused: it raised ValueError or OSError in some process, or, with one
-            process, the error itself.
+        Refused: it failed in some process for a reason that `ending` knows, or, with
+            one process, the error itself. A fault of ours passes, and ends all.
     """
     if not several():
         return task()
-    result, refusal, cause = None, "", None
+    result, failed, cause = None, None, None
     try:
         result = task()
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        refusal, cause = f"{error.strerror or error}{where}", error
-    except ValueError as error:
-        refusal, cause = str(error), error
-    for process, said in enumerate(_exchange(refusal)):
-        if said:
+    except Exception as error:
+        failed, cause = ending(error, several=True), error
+        if failed is None:
+            raise
+    for process, said in enumerate(exchanged(json.dumps(failed))):
+        if said != "null":
+            exit_code, kind, reason = json.loads(said)
             who = f"process {process}: " if process else ""
-            raise Refused(who + said) from cause
+            raise Refused(who + reason, exit_code=exit_code, kind=kind) from cause
     return result  # pyright: ignore[reportReturnType]
 
 
@@ -93,7 +94,7 @@ def check_same(**values: Any) -> None:
     """Raises: Refused: a named value is not that of the first process."""
     if not several():
         return
-    first, *others = (json.loads(said) for said in _exchange(json.dumps(values)))
+    first, *others = map(json.loads, exchanged(json.dumps(values)))
     for process, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
@@ -151,21 +152,36 @@ class Notice:
         return number if step >= when else 0
 
 
-def leave_alone(code: int) -> NoReturn:
-    """Exit while the others may still be at work.
+def leave_together(exit_code: int, line: str) -> NoReturn:
+    """Exit for a reason that is the same in all; the first one says it."""
+    if line and is_first():
+        print(line, file=sys.stderr)
+    meeting.farewell()
+    sys.exit(exit_code)
 
-    At an ordinary exit jax waits until all processes are there, for minutes. Without
-    it they notice at once, and fail at their next collective.
+
+def leave_alone(exit_code: int, line: str) -> NoReturn:
+    """Exit while the others are still at work: they are told, and end too.
+
+    At an ordinary exit jax would wait until all processes are there, for minutes.
     """
+    if several():
+        # Where another one is gone, that was the cause, and `meeting` says so instead.
+        time.sleep(PATIENCE)
+        meeting.give_up(f"process {distributed.global_state.process_id} ended: {line}")
+    if line:
+        print(line, file=sys.stderr)
     if several():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(code)
-    sys.exit(code)
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
-def _exchange(text: str) -> list[str]:
+def exchanged(text: str) -> list[str]:
     """What every process says, in their order."""
+    if not several():
+        return [text]
     state, here = distributed.global_state, f"symjax/{next(_rounds)}"
     client: Any = state.client
     client.key_value_set(f"{here}/{state.process_id}", text)

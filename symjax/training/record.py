@@ -27,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
+from jax.errors import JaxRuntimeError
 from jax.sharding import SingleDeviceSharding
 
+from symjax.training import processes
 from symjax.training.checksum import checksums
 
 META = "meta"
@@ -179,22 +180,22 @@ def _must_fit(
 def _attempt(what: str, read: Callable[[], Any]) -> Any:
     """What `read` returns; Damaged in every process if it fails in one of them.
 
-    A lack of memory, of permission or of a working device is no damage.
+    A lack of memory, of permission or of a working device is no damage, and ends all.
     """
-    value, reason = None, ""
-    try:
-        value = read()
-    except Damaged as error:
-        reason = str(error)
-    except Exception as error:
-        no_damage = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
-        if isinstance(error.__cause__ or error, no_damage):
-            raise
-        reason = f"{what} cannot be read: {short(error)}"
-    if jax.process_count() > 1:
-        anywhere = multihost_utils.process_allgather(np.array(bool(reason))).any()
-        reason = reason or ("another process cannot read it" if anywhere else "")
-    if reason:
+
+    def attempt() -> tuple[Any, str]:
+        try:
+            return read(), ""
+        except Damaged as error:
+            return None, str(error)
+        except Exception as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, MemoryError | PermissionError | JaxRuntimeError):
+                raise cause from None
+            return None, f"{what} cannot be read: {short(error)}"
+
+    value, reason = processes.together(attempt)
+    if reason := next(filter(None, processes.exchanged(reason)), ""):
         raise Damaged(reason)
     return value
 

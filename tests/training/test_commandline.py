@@ -1,6 +1,7 @@
 """What words after `python train.py` mean, and what is refused, in one line."""
 
 import errno
+import signal
 
 import pytest
 from runs import ROOT, words
@@ -8,7 +9,7 @@ from runs import ROOT, words
 from symjax import validation
 from symjax.training import commandline
 from symjax.training.commandline import leave, parse
-from symjax.training.interrupt import Interrupted
+from symjax.training.ending import Interrupted, Stopped
 
 CONFIG = f"{ROOT}/configs/diff_sym.py:tiny"
 
@@ -174,6 +175,7 @@ def test_help_shows_the_values_of_the_configuration_it_is_given():
         (OSError(errno.ENOSPC, "No space left", "file"), 2, "No space left: file"),
         (MemoryError("too much"), 1, "out of memory (too much)"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (Stopped(signal.SIGTERM), 143, "interrupted: nothing more was saved"),
         (Interrupted(15, "saved checkpoint 3"), 143, "saved checkpoint 3"),
     ],
 )

@@ -2,12 +2,14 @@
 
 import json
 import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 import runs
-from runs import compile_cache, train, write_text
+from runs import ROOT, compile_cache, train, write_text
 
 from symjax.training import loop, progress, starting
 from symjax.training.checkpoint import Checkpoints
@@ -108,6 +110,84 @@ def test_a_second_signal_stops_at_once(text, workdir, monkeypatch, capfd):
     assert train(text, workdir, checkpoint__every=2) == 130
     assert "interrupted" in capfd.readouterr().err
     assert steps(workdir) == [2]
+
+
+def signalled(monkeypatch, room, name, *, after=False):
+    """SIGTERM comes where a function is called, or as it returns."""
+    task = getattr(room, name)
+
+    def run(*arguments, **options):
+        if not after:
+            signal.raise_signal(signal.SIGTERM)
+        result = task(*arguments, **options)
+        if after:
+            signal.raise_signal(signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(room, name, run)
+
+
+@pytest.mark.parametrize(
+    ("room", "name"), [(loop, "open_examples"), (starting, "compiled_step")]
+)
+def test_a_signal_before_the_first_step_leaves_a_new_workdir_as_it_was(
+    room, name, text, workdir, monkeypatch, capfd
+):
+    signalled(monkeypatch, room, name)
+    assert train(text, workdir) == 143
+    said = capfd.readouterr().err
+    assert said.endswith(
+        "interrupted: no step was made, the same command starts again\n"
+    )
+    assert "Traceback" not in said and not workdir.exists()
+
+
+def test_a_signal_while_a_run_resumes_leaves_its_checkpoints(
+    text, workdir, monkeypatch, capfd
+):
+    assert train(text, workdir, steps=2) == 0
+    before = {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
+    with monkeypatch.context() as patched:
+        signalled(patched, loop.Checkpoints, "restore", after=True)
+        assert train(text, workdir, steps=3) == 143
+    assert "interrupted: no step was made" in capfd.readouterr().err
+    after = {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
+    assert after == before
+    assert train(text, workdir, steps=3) == 0
+    assert steps(workdir) == [2, 3]
+
+
+# A long call that hears no signal, as a compiler does.
+DEAF = """
+import hashlib
+from symjax.training.commandline import leave
+from symjax.training.interrupt import Interrupts
+
+def run():
+    with Interrupts():
+        print("deaf", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+leave(run)
+"""
+
+
+def test_a_second_signal_stops_also_what_hears_none():
+    program = [sys.executable, "-c", DEAF]
+    with subprocess.Popen(
+        program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stdout is not None and running.stdout.readline() == "deaf\n"
+            running.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.wait(1)
+            running.send_signal(signal.SIGINT)
+            said = running.communicate(timeout=60)[1]
+        finally:
+            running.kill()
+    assert running.returncode == 130
+    assert said == "interrupted: nothing more was saved\n"
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(text, workdir, monkeypatch):

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -280,24 +281,97 @@ def test_a_refused_start_ends_both_and_leaves_what_was(broken, text, cache, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("saving", [False, True])
 def test_a_process_that_dies_ends_the_others_and_the_run_goes_on(
-    killed, text, cache, tmp_path
+    killed, saving, text, cache, tmp_path
 ):
     workdir = tmp_path / "run"
     changes = {"steps": 10**6, "checkpoint__every": 20, "evaluate__every": 0}
     running = start(2, words(text, workdir, mesh__data=2, **changes), cache)
+    checkpoints = workdir / "checkpoints"
     try:
-        while len(Checkpoints(workdir / "checkpoints").steps()) < 2:
+        while len(Checkpoints(checkpoints).steps()) < 2 or (
+            saving and not list(checkpoints.glob("*tmp*"))
+        ):
             assert running[killed].poll() is None
+            time.sleep(0.002)  # the cores are for the run
         running[killed].kill()
     finally:
-        codes = [code for code, _ in ended(running)]
-    assert codes[killed] == -signal.SIGKILL
-    assert codes[1 - killed] in (1, -signal.SIGABRT)  # the service ends what it can
-    last = Checkpoints(workdir / "checkpoints").steps()[-1]
+        found = ended(running)
+    assert found[killed][0] == -signal.SIGKILL
+    code, said = found[1 - killed]
+    assert code == 1
+    assert said.splitlines()[-1] == (
+        f"stopped: process {killed} is gone without a word; the same command goes on "
+        "from the newest checkpoint"
+    )
+    last = Checkpoints(checkpoints).steps()[-1]
     changes["steps"] = last + 1
     assert runs.train(text, workdir, **changes) == 0
-    assert Checkpoints(workdir / "checkpoints").steps()[-1] == last + 1
+    assert Checkpoints(checkpoints).steps()[-1] == last + 1
+
+
+# Process 1 alone meets what its first words say.
+ALONE_IN_TROUBLE = """
+import errno, os, signal, sys
+import train
+from orbax.checkpoint._src.checkpointers import async_checkpointer
+from symjax.training import record, starting
+from symjax.training.checkpoint import Checkpoints
+from symjax.training.commandline import leave
+
+def refuse(error):
+    def refused(*_, **__):
+        raise error
+    return refused
+
+def signalled(program, shape):
+    signal.raise_signal(signal.SIGTERM)
+    return compiled_step(program, shape)
+
+compiled_step = starting.compiled_step
+trouble = os.environ["TROUBLE"]
+if sys.argv[-1] == "1":
+    if trouble == "a file of another":
+        record._read_item = refuse(PermissionError(errno.EACCES, "Permission denied"))
+    elif trouble == "no memory":
+        record._read_item = refuse(MemoryError("1 TiB"))
+    elif trouble == "a damaged file":
+        record._read_item = refuse(KeyError("shape"))
+    elif trouble == "a full disk":
+        full = OSError(errno.ENOSPC, "No space left on device")
+        async_checkpointer._background_wait_for_commit_futures = refuse(full)
+    elif trouble == "a signal":
+        starting.compiled_step = signalled
+leave(lambda: train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trouble", "codes", "said"),
+    [
+        ("a file of another", [2, 2], "error: process 1: Permission denied"),
+        ("no memory", [1, 1], "stopped: process 1: out of memory (1 TiB)"),
+        ("a damaged file", [2, 2], "error: checkpoint 1 is damaged (params cannot be"),
+        ("a full disk", [1, 2], "stopped: process 1 ended: error: a checkpoint cannot"),
+        ("a signal", [143, 143], "interrupted: no step was made, the same command"),
+    ],
+)
+def test_what_goes_wrong_in_one_process_ends_all_with_one_line(
+    trouble, codes, said, text, cache, tmp_path, monkeypatch
+):
+    workdir = tmp_path / "run"
+    assert runs.train(text, workdir, steps=1) == 0
+    monkeypatch.setenv("TROUBLE", trouble)
+    arguments = words(text, workdir, steps=4, checkpoint__every=1, mesh__data=2)
+    found = ended(start(2, arguments, cache, program=("-c", ALONE_IN_TROUBLE)))
+    assert [code for code, _ in found] == codes, found
+    assert found[0][1].splitlines()[-1].startswith(said)
+    assert "Traceback" not in found[0][1] + found[1][1]
+    assert Checkpoints(workdir / "checkpoints").steps() == [1]
+    assert runs.train(text, workdir, steps=2) == 0
+    assert Checkpoints(workdir / "checkpoints").steps() == [1, 2]
 
 
 @pytest.mark.slow

@@ -1,0 +1,186 @@
+"""Processes meet at one port, or each says in one line why not; none lives alone."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+from runs import ROOT, call
+
+from symjax.training import meeting
+
+# One process of a run that does nothing, and says so when all have come.
+WAITING = """
+import sys, time
+from symjax.training import meeting
+place, count, process = sys.argv[1:]
+meeting.meet(place, int(count), int(process), 30)
+print("met", flush=True)
+if sys.stdin.readline().strip() == "end":
+    meeting.farewell()
+elif process == "2":
+    meeting.give_up("process 2 ended: error: no room")
+else:
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def place():
+    with socket.socket() as here:
+        here.bind(("127.0.0.1", 0))
+        port = here.getsockname()[1]
+    return f"127.0.0.1:{port}"
+
+
+def words(place, processes, process, wait=1):
+    return (
+        f"--coordinator {place} --processes {processes} --process {process} "
+        f"--wait {wait}"
+    ).split()
+
+
+def refused(capsys, *arguments):
+    """The line that ends a process which does not meet the others."""
+    assert call("train", words(*arguments)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def at_the_side(task):
+    """What a task in another thread says when it is refused."""
+    found = []
+
+    def run():
+        with pytest.raises(ValueError) as error:
+            task()
+        found.append(str(error.value))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+def test_process_0_says_who_did_not_come(place, capsys):
+    said = refused(capsys, place, 3, 0)
+    assert "process 1, 2 of 3 did not come to port" in said and "1 seconds" in said
+
+
+def test_who_finds_no_process_0_says_where(place, capsys):
+    assert f"no process 0 answers at {place} for 1 seconds" in refused(
+        capsys, place, 2, 1
+    )
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_unknown_host_is_refused_at_once(process, capsys):
+    said = refused(capsys, "nowhere.invalid:29500", 2, process, 300)
+    assert "host 'nowhere.invalid' is unknown" in said
+
+
+@pytest.mark.parametrize("wait", ["0", "-3", "soon", "1e3"])
+def test_a_wait_that_is_no_number_is_refused(wait, place, capsys):
+    assert f"--wait must be a number of at least 1, got '{wait}'" in refused(
+        capsys, place, 2, 0, wait
+    )
+
+
+def test_processes_that_count_differently_both_say_so(place, capsys):
+    thread, found = at_the_side(lambda: meeting.meet(place, 3, 1, 20))
+    said = refused(capsys, place, 2, 0, 20)
+    thread.join()
+    reason = (
+        "process 1 is one of 3 processes, process 0 one of 2: all need the same number"
+    )
+    assert found == [reason] and said == f"error: {reason}\n"
+
+
+def test_two_processes_of_one_number_and_process_0_all_say_so(place, capsys):
+    both = [at_the_side(lambda: meeting.meet(place, 3, 1, 20)) for _ in range(2)]
+    said = refused(capsys, place, 3, 0, 20)
+    for thread, found in both:
+        thread.join()
+        assert found == ["two processes have the number 1"]
+    assert said == "error: two processes have the number 1\n"
+
+
+def test_a_port_of_something_else_is_said_to_be_that(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def answer():
+            line = door.accept()[0]
+            line.sendall(b"SSH-2.0-OpenSSH\r\n")
+            line.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        said = refused(capsys, f"127.0.0.1:{door.getsockname()[1]}", 2, 1, 20)
+        thread.join()
+    assert "is no process 0 of symjax" in said and "SSH-2.0" in said
+
+
+def knock(place, said):
+    host, port = place.split(":")
+    while True:
+        try:
+            line = socket.create_connection((host, int(port)))
+        except OSError:
+            time.sleep(0.02)
+            continue
+        with closing(line):
+            line.sendall(said)
+        return
+
+
+@contextmanager
+def three(place):
+    """Process 0 first; before the others, something that is no process of the run."""
+    running = []
+    try:
+        for process in range(3):
+            program = [sys.executable, "-c", WAITING, place, "3", str(process)]
+            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+            running.append(subprocess.Popen(program, cwd=ROOT, text=True, **pipes))
+            if process == 0:
+                knock(place, b"GET / HTTP/1.1\r\n\r\n")
+        for process in running:
+            assert process.stdout.readline() == "met\n"
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [
+        (0, "process 0 is gone without a word"),
+        (1, "process 1 is gone without a word"),
+        (2, "process 2 ended: error: no room"),
+    ],
+)
+def test_no_process_outlives_one_that_is_killed_or_gives_up(ended, reason, place):
+    with three(place) as running:
+        if ended == 2:
+            print("alone", file=running[2].stdin, flush=True)
+        else:
+            running[ended].kill()
+        running.pop(ended)
+        for process in running:
+            assert process.wait(60) == 1
+            said = process.stderr.read()
+            assert said.startswith(f"stopped: {reason}; the same command")
+            assert said.count("\n") == 1
+
+
+def test_a_farewell_ends_nobody_else(place):
+    with three(place) as running:
+        for process in running:
+            print("end", file=process.stdin, flush=True)
+            assert process.wait(60) == 0
+            assert process.stderr.read() == ""

@@ -66,10 +66,12 @@ def judge(chosen: argparse.Namespace) -> None:
     asked = Asked(
         chosen.batches, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed
     )
-    findings = {}
+    findings, brief = {}, False
     for name in chosen.names:
         findings[name] = tasks.measure(name, trained, asked)
-        print(f"\n{report.to_text(findings[name])}", flush=True)
+        text, before = report.to_text(findings[name]), brief
+        brief = "\n" not in text  # what has nothing to show stands line by line
+        print(text if brief and before else f"\n{text}", flush=True)
     if chosen.json is not None:
         text = report.to_json(tasks.about(trained), findings)
         report.write(text.encode(), chosen.json, "--json")

@@ -87,6 +87,17 @@ def test_tables_figures_and_a_page_are_written(original, tmp_path, capsys):
     assert judge(original, *words) == 0 and page.read_bytes() == before
 
 
+def test_tasks_with_nothing_to_show_stand_line_by_line(original, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["--tasks", "mqar,copy,lambda,support", "--report", str(page)]
+    assert judge(original, *words) == 0
+    first, second, empty, *rest = capsys.readouterr().out.strip().splitlines()
+    assert first.startswith("mqar: none") and second.startswith("copy: none")
+    assert empty == "" and rest[-2:] == ["", "support: softmax is not sparse"]
+    last = page.read_text().rindex("<pre>")
+    assert page.read_text()[last:].startswith(f"<pre>{first}\n{second}\nsupport:")
+
+
 def test_the_tasks_are_listed(capsys):
     assert call("eval", ["--list"]) == 0
     said = capsys.readouterr().out

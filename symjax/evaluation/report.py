@@ -46,8 +46,11 @@ def to_markdown(table: Table) -> str:
 
 def to_html(title: str, findings: Mapping[str, Finding]) -> str:
     """One page with every table and figure in it, and nothing to load."""
-    parts = [f"<h1>{html.escape(title)}</h1>"]
+    parts, brief = [f"<h1>{html.escape(title)}</h1>"], []
     for name, finding in findings.items():
+        if len(finding.text) == 1 and not (finding.tables or finding.figures):
+            brief += finding.text  # of a task that has nothing to show
+            continue
         parts.append(f"<h2>{html.escape(name)}</h2>")
         if finding.text:
             parts.append(f"<pre>{html.escape(chr(10).join(finding.text))}</pre>")
@@ -56,6 +59,8 @@ def to_html(title: str, findings: Mapping[str, Finding]) -> str:
             image = base64.b64encode(png(figure)).decode()
             source = f"data:image/png;base64,{image}"
             parts.append(f'<img alt="{html.escape(figure.name)}" src="{source}">')
+    if brief:
+        parts.append(f"<pre>{html.escape(chr(10).join(brief))}</pre>")
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8">\n'

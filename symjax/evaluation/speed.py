@@ -48,7 +48,7 @@ def speed(trained: Trained, asked: Asked) -> Finding:
     those of rounds.
     """
     options = trained.options
-    name = "+".join(dict.fromkeys(mechanisms(options.model)))
+    name = named(options.model)
     cells: list[tuple[Cell, ...]] = []
     for length in tqdm(LENGTHS, "speed", leave=False, disable=None):
         start = time.monotonic()
@@ -74,6 +74,17 @@ def speed(trained: Trained, asked: Asked) -> Finding:
 
 def mechanisms(model: config.Model) -> list[str]:
     return [config.mechanism_of(model, depth) for depth in range(model.depth)]
+
+
+def named(model: config.Model) -> str:
+    """What softmax is measured against: the mechanisms, keys and maps."""
+    chosen = model.attention
+    parts = ["+".join(dict.fromkeys(mechanisms(model)))]
+    if chosen.differential != "none":
+        parts.append(f"differential {chosen.differential}")
+    if chosen.symmetric != "none":
+        parts.append(f"{chosen.symmetric} symmetric keys")
+    return ", ".join(parts)
 
 
 def compare(options: config.Config, length: int) -> list[tuple[Cell, ...]]:

@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from symjax.training.initial import weights_of
 from symjax.training.interrupt import Interrupts
 from symjax.training.measure import Means, means
 from symjax.training.metrics import Metrics
-from symjax.training.progress import Progress
+from symjax.training.progress import Clock, Progress
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, State, compile_program
 
@@ -374,36 +372,3 @@ def _placed(values: Any, like: Any) -> Any:
     """
     places = jax.tree.map(lambda x: x.sharding, like)
     return jax.device_put(values, places, may_alias=False)
-
-
-class Clock:
-    """Tokens a second, pauses left out.
-
-    Args:
-        tokens: of a step.
-    """
-
-    def __init__(self, tokens: int):
-        self.tokens = tokens
-        self.last = float(tokens)
-        self.restart()
-
-    def restart(self) -> None:
-        self.steps, self.since = 0, time.monotonic()
-
-    def step(self) -> None:
-        """One turn of the loop more."""
-        self.steps += 1
-
-    def speed(self) -> float:
-        """Since the start; as before where no turn has passed, only two reports."""
-        if self.steps:
-            passed = max(time.monotonic() - self.since, 1e-9)
-            self.last = self.steps * self.tokens / passed
-        return self.last
-
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.since += time.monotonic() - began

@@ -120,7 +120,8 @@ def _door(port: int) -> socket.socket:
             (host.strip("[]"), port), family=family, dualstack_ipv6=both
         )
     except OSError as error:
-        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error
         raise ValueError(
             f"the coordinator's port {port} cannot be opened: {why}"
         ) from None

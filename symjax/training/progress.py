@@ -1,7 +1,9 @@
 """How a run shows itself: a bar on a terminal, plain lines in a file."""
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
@@ -61,3 +63,36 @@ def clock(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     tail = f"{minutes:02d}:{seconds:02d}"
     return f"{hours}:{tail}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Clock:
+    """Tokens a second, pauses left out.
+
+    Args:
+        tokens: of a step.
+    """
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens
+        self.last = float(tokens)
+        self.restart()
+
+    def restart(self) -> None:
+        self.steps, self.since = 0, time.monotonic()
+
+    def step(self) -> None:
+        """One turn of the loop more."""
+        self.steps += 1
+
+    def speed(self) -> float:
+        """Since the start; as before where no turn has passed, only two reports."""
+        if self.steps:
+            passed = max(time.monotonic() - self.since, 1e-9)
+            self.last = self.steps * self.tokens / passed
+        return self.last
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.since += time.monotonic() - began

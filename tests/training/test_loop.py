@@ -13,7 +13,8 @@ from runs import ROOT, compile_cache, train, write_text
 
 from symjax.training import loop, progress, starting
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.loop import Clock, Run
+from symjax.training.loop import Run
+from symjax.training.progress import Clock
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -340,7 +341,7 @@ def test_time_left_is_hours_minutes_and_seconds(seconds, said):
 
 def test_the_clock_leaves_pauses_out(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     clock = Clock(100)
     now[0] = 2.0
     clock.step()

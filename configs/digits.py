@@ -14,10 +14,11 @@ from configs import base
 def get_config(size: str = "tiny") -> ConfigDict:
     config = base.get_config(size)
     config.model.update(kind="encoder", classes=10, patch=2, length=16)
-    config.model.update(positions="learned", dropout=0.1)
+    # Positions of the usual size, 0.02, drown in the patches: 94 % instead of 99.
+    config.model.update(positions="learned", dropout=0.1, embedding_scale=0.5)
     config.data.source = "digits"
     config.optimizer.learning_rate = 2e-3
     if size == "tiny":
         config.model.update(width=64, heads=4)
-        config.update(batch_size=64, steps=1200)
+        config.update(batch_size=64, steps=800)
     return config

@@ -41,7 +41,7 @@ def png(figure: Lines | Grid) -> bytes:
         ]
         shown = axes.imshow(values, aspect="auto", cmap="viridis")
         small = {"fontsize": 7 if large else None}
-        turned = 90 if max(map(len, figure.columns)) > 3 else 0
+        turned = 90 if max(map(len, figure.columns)) > (1 if large else 3) else 0
         places = range(len(figure.columns)), range(len(figure.rows))
         axes.set_xticks(places[0], figure.columns, rotation=turned, **small)
         axes.set_yticks(places[1], figure.rows, **small)

@@ -21,8 +21,7 @@ def png(figure: Lines | Grid) -> bytes:
             "figures need matplotlib: pip install 'symjax[plots]'"
         ) from error
     large = isinstance(figure, Grid) and len(figure.rows) > MANY
-    size = (8.0, 7.0) if large else (6.4, 4.2)
-    drawing = Figure(figsize=size, layout="constrained")
+    drawing = Figure(figsize=(8.0, 7.0) if large else (6.4, 4.2), layout="constrained")
     axes = drawing.subplots()
     axes.set(title=figure.name, xlabel=figure.x_label, ylabel=figure.y_label)
     if isinstance(figure, Lines):
@@ -40,11 +39,11 @@ def png(figure: Lines | Grid) -> bytes:
             [float("nan") if x is None else x for x in row] for row in figure.values
         ]
         shown = axes.imshow(values, aspect="auto", cmap="viridis")
-        small = {"fontsize": 7 if large else None}
+        size = 7 if large else 10
         turned = 90 if max(map(len, figure.columns)) > (1 if large else 3) else 0
         places = range(len(figure.columns)), range(len(figure.rows))
-        axes.set_xticks(places[0], figure.columns, rotation=turned, **small)
-        axes.set_yticks(places[1], figure.rows, **small)
+        axes.set_xticks(places[0], figure.columns, rotation=turned, fontsize=size)
+        axes.set_yticks(places[1], figure.rows, fontsize=size)
         drawing.colorbar(shown)
     file = io.BytesIO()
     drawing.savefig(file, format="png", dpi=120, metadata={"Software": None})

@@ -110,13 +110,22 @@ def test_what_does_not_fit_is_one_line(reviews, tmp_path, capsys):
         assert not (tmp_path / "run").exists()
 
 
-def test_digits_are_learned_by_their_configuration(tmp_path, capsys):
+def test_digits_are_read_by_their_configuration(tmp_path, capsys):
     small = {"steps": 2, "model.width": 16, "mesh.data": 2, "evaluate.batches": 1}
     given = [f"--config.{key}={value}" for key, value in small.items()]
     path = ["--config", f"{ROOT}/configs/digits.py", "--workdir", str(tmp_path / "run")]
     assert call("train", [*path, *given]) == 0
     said = capsys.readouterr().err
     assert "1,438 training images of 10 labels" in said and ", accuracy 0." in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_digits_are_learned(seed, tmp_path):
+    path = ["--config", f"{ROOT}/configs/digits.py", "--workdir", str(tmp_path / "run")]
+    assert call("train", [*path, f"--config.seed={seed}", "--config.mesh.data=1"]) == 0
+    found = losses(load(tmp_path / "run"))["heldout"]
+    assert found["accuracy"] >= 0.97
 
 
 IMAGES = config.Model(

@@ -78,6 +78,58 @@ class Program(NamedTuple):
         return [first, *(array(i, targets.shape) for i in range(1, count))]
 
 
+class Steps(NamedTuple):
+    """The pure functions of `Program`, before they are compiled for a mesh."""
+
+    options: config.Config
+    graph: nnx.GraphDef
+    transform: optax.GradientTransformation
+
+    def initial(self, seed: Array) -> tuple[State, dict]:
+        params, constants = _parts(_drawn(self.options.model, seed))
+        step = jnp.zeros((), jnp.int32)
+        return State(step, params, self.transform.init(params)), constants
+
+    def loss(self, params, constants, inputs, targets, key) -> tuple[Array, Array]:
+        """What is minimised, and the part of it that is reported."""
+        model = nnx.merge(self.graph, params, constants)
+        scores = model(inputs, dropout_key=key)
+        ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
+        costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
+        asked = jnp.maximum((targets >= 0).sum(), 1)
+        predicted = cross_entropy(scores, targets).sum() / asked
+        return predicted + costs, predicted
+
+    def train(self, state: State, constants, inputs, targets, key):
+        chosen = self.options.optimizer
+        key = jax.random.fold_in(key, state.step)
+        (_, value), gradient = _accumulated(
+            jax.value_and_grad(self.loss, has_aux=True), chosen.accumulate
+        )(state.params, constants, inputs, targets, key)
+        updates, guard = self.transform.update(gradient, state.optimizer, state.params)
+        rate = schedule(chosen, self.options.steps)(state.step)
+        metrics = {
+            "train/loss": value,
+            "gradient_norm": optax.tree.norm(gradient),
+            "skipped_steps": cast(Guarded, guard).skipped,
+            "learning_rate": jnp.asarray(rate, jnp.float32),
+        }
+        params = optax.apply_updates(state.params, updates)
+        return State(state.step + 1, params, guard), metrics
+
+    def calibrate(self, params, constants, inputs) -> dict:
+        model = nnx.merge(self.graph, params, constants)
+        model.calibrate(inputs)
+        return _parts(model)[1]
+
+    def evaluate(self, params, constants, inputs, targets, weights, key):
+        model = nnx.merge(self.graph, params, constants)
+        scores = model(inputs, dropout_key=key)
+        losses = weights * cross_entropy(scores, targets)
+        right = weights * (scores.argmax(axis=-1) == targets)
+        return losses.sum(), weights.sum(), right.sum()
+
+
 def compile_program(options: config.Config, mesh: Mesh) -> Program:
     """The steps of a configuration over a mesh; nothing is compiled before its use.
 
@@ -85,64 +137,15 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
         ValueError: sizes that exclude each other or do not divide over the mesh.
     """
     sharding.check_batch(options, mesh)
-
-    def drawn(seed: Array | int) -> Model:
-        return build(options.model, rngs=nnx.Rngs(jax.random.key(seed)))
-
-    model = nnx.eval_shape(lambda: drawn(0))
-    graph = nnx.graphdef(model)
+    model = nnx.eval_shape(lambda: _drawn(options.model, 0))
     params, constants = _parts(model)
     transform = optimizer(options.optimizer, options.steps, params)
-    rate = schedule(options.optimizer, options.steps)
-    shardings = sharding.weight_shardings(params, mesh)
-    state_shardings = State(
-        NamedSharding(mesh, P()),
-        shardings,
-        sharding.optimizer_shardings(transform, params, shardings, mesh),
-    )
-    constant_shardings = sharding.weight_shardings(constants, mesh)
+    steps = Steps(options, nnx.graphdef(model), transform)
 
-    def initial(seed: Array) -> tuple[State, dict]:
-        params, constants = _parts(drawn(seed))
-        step = jnp.zeros((), jnp.int32)
-        return State(step, params, transform.init(params)), constants
-
-    def loss(params, constants, inputs, targets, key) -> tuple[Array, Array]:
-        """What is minimised, and the part of it that is reported."""
-        model = nnx.merge(graph, params, constants)
-        scores = model(inputs, dropout_key=key)
-        ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
-        costs = sum(options.model.ponder * cost.mean() for cost in ponder)
-        asked = jnp.maximum((targets >= 0).sum(), 1)
-        predicted = cross_entropy(scores, targets).sum() / asked
-        return predicted + costs, predicted
-
-    def train(state: State, constants, inputs, targets, key):
-        key = jax.random.fold_in(key, state.step)
-        (_, value), gradient = _accumulated(
-            jax.value_and_grad(loss, has_aux=True), options.optimizer.accumulate
-        )(state.params, constants, inputs, targets, key)
-        updates, guard = transform.update(gradient, state.optimizer, state.params)
-        metrics = {
-            "train/loss": value,
-            "gradient_norm": optax.tree.norm(gradient),
-            "skipped_steps": cast(Guarded, guard).skipped,
-            "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
-        }
-        params = optax.apply_updates(state.params, updates)
-        return State(state.step + 1, params, guard), metrics
-
-    def calibrate(params, constants, inputs) -> dict:
-        model = nnx.merge(graph, params, constants)
-        model.calibrate(inputs)
-        return _parts(model)[1]
-
-    def evaluate(params, constants, inputs, targets, weights, key):
-        scores = nnx.merge(graph, params, constants)(inputs, dropout_key=key)
-        losses = weights * cross_entropy(scores, targets)
-        right = weights * (scores.argmax(axis=-1) == targets)
-        return losses.sum(), weights.sum(), right.sum()
-
+    weights = sharding.weight_shardings(params, mesh)
+    fixed = sharding.weight_shardings(constants, mesh)
+    moments = sharding.optimizer_shardings(transform, params, weights, mesh)
+    state = State(NamedSharding(mesh, P()), weights, moments)
     shape = (options.batch_size, options.model.length)
     inputs, targets = (
         NamedSharding(mesh, _axes(x.shape, shape))
@@ -150,30 +153,31 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
     )
     return Program(
         model=options.model,
-        graph=graph,
+        graph=steps.graph,
         mesh=mesh,
-        state=_abstract(jax.eval_shape(initial, 0)[0], state_shardings),
-        constants=_abstract(constants, constant_shardings),
-        initial=jax.jit(initial, out_shardings=(state_shardings, constant_shardings)),
+        state=_abstract(jax.eval_shape(steps.initial, 0)[0], state),
+        constants=_abstract(constants, fixed),
+        initial=jax.jit(steps.initial, out_shardings=(state, fixed)),
         train=jax.jit(
-            train,
-            in_shardings=(state_shardings, constant_shardings, inputs, targets, None),
-            out_shardings=(state_shardings, None),
+            steps.train,
+            in_shardings=(state, fixed, inputs, targets, None),
+            out_shardings=(state, None),
             donate_argnums=0,
         ),
         calibrate=jax.jit(
-            calibrate,
-            in_shardings=(shardings, constant_shardings, inputs),
-            out_shardings=constant_shardings,
+            steps.calibrate,
+            in_shardings=(weights, fixed, inputs),
+            out_shardings=fixed,
         ),
         evaluate=jax.jit(
-            evaluate,
-            in_shardings=(
-                *(shardings, constant_shardings),
-                *(inputs, targets, targets, None),
-            ),
+            steps.evaluate,
+            in_shardings=(weights, fixed, inputs, targets, targets, None),
         ),
     )
+
+
+def _drawn(model: config.Model, seed: Array | int) -> Model:
+    return build(model, rngs=nnx.Rngs(jax.random.key(seed)))
 
 
 def batch_like(

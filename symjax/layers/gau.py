@@ -117,8 +117,11 @@ class GatedBlock(nnx.Module):
     def mix(self, arrays: dict[str, tuple[Any, str]]) -> Float[Array, "B T 1 E"]:
         """The values as the head weighs them, before the gate; of `arrays`."""
         options = dict(self.options)
-        function = attention.gau if self.mechanism == "gau" else attention.flash
-        function = partial(function, is_causal=self.causal, **options)
+        if self.mechanism == "gau":
+            function = partial(attention.gau, is_causal=self.causal, **options)
+        else:
+            form = attention.flash_causal if self.causal else attention.flash
+            function = partial(form, **options)
         length, group = arrays["query"][0].shape[1], options.get("group_size", 1)
         axis = time_axis(length, group) if self.causal else None
         if axis is not None:

@@ -44,7 +44,8 @@ def run(options: config.Config, workdir: Path) -> None:
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         owned = starting.owned(workdir)
-        processes.together(lambda: stack.enter_context(owned))
+        # In turn: who makes the folder is who removes it, after the lock in it.
+        processes.in_turn(lambda: stack.enter_context(owned))
         with starting.undone_if_refused(workdir):
             steps = Checkpoints(workdir / "checkpoints").steps()
             processes.check_same(checkpoints=steps)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from symjax.evaluation import report, tasks
+from symjax.evaluation import figures, report, tasks
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.trained import load
 from symjax.training.commandline import Parser, leave
@@ -60,6 +60,8 @@ def judge(chosen: argparse.Namespace) -> None:
     for flag in ("json", "report"):
         if (path := getattr(chosen, flag)) is not None:
             report.check_file(path, f"--{flag}")
+    if chosen.out is not None or chosen.report is not None:
+        figures.check()
     if chosen.out is not None:
         report.check_folder(chosen.out, "--out")
     trained = load(chosen.workdir, chosen.step, best=chosen.best)

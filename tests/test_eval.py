@@ -1,12 +1,16 @@
 """eval.py: one checkpoint in, every number out, from the workdir alone."""
 
 import json
+import math
 import re
 import shutil
+import sys
 
 import pytest
 from runs import TEXT, call, compile_cache, train, write_text
 
+from symjax.evaluation.finding import Finding
+from symjax.evaluation.report import to_json
 from symjax.evaluation.tasks import TASKS
 
 
@@ -85,6 +89,22 @@ def test_tables_figures_and_a_page_are_written(original, tmp_path, capsys):
     assert not re.search(r"(src|href)=.?http", text)
     before = page.read_bytes()
     assert judge(original, *words) == 0 and page.read_bytes() == before
+
+
+def test_without_matplotlib_nothing_is_half_written(
+    original, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for flag in ("--out", "--report"):
+        assert judge(original, "--tasks", "lambda", flag, str(tmp_path / "new")) == 2
+        said = capsys.readouterr()
+        assert "figures need matplotlib" in said.err and not said.out
+    assert not (tmp_path / "new").exists()
+
+
+def test_json_has_no_numbers_that_are_not_finite():
+    found = Finding({"a": [math.inf, {"b": math.nan}, 1.5, 2]}, [])
+    assert json.loads(to_json({}, {"x": found})) == {"a": [None, {"b": None}, 1.5, 2]}
 
 
 def test_tasks_with_nothing_to_show_stand_line_by_line(original, tmp_path, capsys):

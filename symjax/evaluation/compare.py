@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from symjax import config
-from symjax.evaluation import report
+from symjax.evaluation import figures, report
 from symjax.evaluation.analysis import lambda_table
 from symjax.evaluation.finding import Finding, Lines, Table
 from symjax.evaluation.language import losses
@@ -32,6 +32,7 @@ from symjax.evaluation.trained import load
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, leave, parse
+from symjax.training.starting import refuse_differences, saved_options
 
 COLUMNS = (
     *("configuration", "seeds", "parameters"),
@@ -64,14 +65,19 @@ def main(words: list[str]) -> None:
     chosen, rest = parser.parse_known_args(words)
     if chosen.batches is not None and chosen.batches < 1:
         raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
+    varied = [_values(text) for text in chosen.vary]
+    check_words(rest, [values[0].partition("=")[0] for values in varied])
     runs = commands(
         _items("--configs", chosen.configs, str),
-        [_values(text) for text in chosen.vary],
+        varied,
         _items("--seeds", chosen.seeds, int),
         rest,
         chosen.out,
     )
     check_equal({name: some[0].config for name, some in runs.items()})
+    figures.check()
+    for command in itertools.chain(*runs.values()):
+        check_run(command)
     report.check_folder(chosen.out, "--out")
     for seed in zip(*runs.values(), strict=True):  # interleaved, for equal conditions
         for command in seed:
@@ -86,6 +92,26 @@ def main(words: list[str]) -> None:
     text = "\n\n".join(map(report.to_markdown, found.tables))
     report.write(f"{text}\n".encode(), chosen.out / "compare.md", "--out")
     report.write_folder({"compare": found}, chosen.out)
+
+
+def check_words(rest: list[str], varied: list[str]) -> None:
+    """Refuse what a run has from elsewhere, or what only train.py can do.
+
+    Args:
+        rest: the words that are not flags of this command.
+        varied: the keys of --vary.
+    Raises:
+        ValueError: naming the word.
+    """
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    for flag in flags:
+        if not flag.startswith("--config."):
+            raise ValueError(f"{flag} is unknown: see --help")
+    if "seed" in varied or "--config.seed" in flags:
+        raise ValueError("seeds are given by --seeds, not as config.seed")
+    for key in varied:
+        if varied.count(key) > 1 or f"--config.{key}" in flags:
+            raise ValueError(f"config.{key} is given twice: --vary gives its values")
 
 
 def commands(
@@ -141,6 +167,25 @@ def check_equal(options: dict[str, config.Config]) -> None:
                     f"{first} and {name} differ in {what} ({value} and "
                     f"{budget(other)[what]}): set it for all with --config.KEY=VALUE"
                 )
+
+
+def check_run(command: Command) -> None:
+    """Refuse a workdir in which other runs have been.
+
+    Raises:
+        ValueError: it is of another configuration, or of another number of steps,
+            which a schedule depends on.
+    """
+    checkpoints = Checkpoints(command.workdir / "checkpoints")
+    if not checkpoints.steps():
+        return
+    saved = saved_options(checkpoints.read_meta(), command.workdir)
+    refuse_differences(saved, command.config, command.workdir)
+    if saved.steps != command.config.steps:
+        raise ValueError(
+            f"{command.workdir} holds a run of {saved.steps} steps, not "
+            f"{command.config.steps}: use another --out"
+        )
 
 
 def judge(workdir: Path, batches: int | None = None) -> Judged:
@@ -220,9 +265,9 @@ def _short(word: str) -> str:
 
 def _items(flag: str, text: str, kind: Callable) -> list[Any]:
     """Raises: ValueError: an item is none of the kind, or there are none."""
-    words = list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+    words = filter(None, map(str.strip, text.split(",")))
     try:
-        found = [kind(word) for word in words]
+        found = list(dict.fromkeys(map(kind, words)))
     except ValueError:
         raise ValueError(
             f"{flag} must be {kind.__name__}s with commas, got {text!r}"

@@ -1,10 +1,21 @@
 """Curves and grids as PNG, by matplotlib, which is an extra."""
 
+import importlib
 import io
 
 from symjax.evaluation.finding import Grid, Lines
 
 MANY = 24  # rows of a grid, with which it is drawn large and its labels small
+
+
+def check() -> None:
+    """Raises: ValueError: matplotlib is not installed; asked before the long work."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ValueError(
+            "figures need matplotlib: pip install 'symjax[plots]'"
+        ) from error
 
 
 def png(figure: Lines | Grid) -> bytes:
@@ -13,13 +24,10 @@ def png(figure: Lines | Grid) -> bytes:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ValueError(
-            "figures need matplotlib: pip install 'symjax[plots]'"
-        ) from error
+    check()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     large = isinstance(figure, Grid) and len(figure.rows) > MANY
     drawing = Figure(figsize=(8.0, 7.0) if large else (6.4, 4.2), layout="constrained")
     axes = drawing.subplots()

@@ -5,6 +5,7 @@ import csv
 import html
 import io
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -18,12 +19,13 @@ from symjax.evaluation.finding import Cell, Finding, Table
 def to_json(about: dict[str, Any], findings: Mapping[str, Finding]) -> str:
     """One object: what the checkpoint is, and the values of all findings side by side.
 
-    The same bytes for the same checkpoint.
+    The same bytes for the same checkpoint; null for numbers that are not finite.
     """
     found = dict(about)
     for finding in findings.values():
         found |= finding.values
-    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(_finite(found), indent=1, ensure_ascii=False, allow_nan=False)
+    return f"{text}\n"
 
 
 def to_text(finding: Finding) -> str:
@@ -127,6 +129,16 @@ def write(content: bytes, path: Path, flag: str) -> None:
             os.replace(whole, path)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
+
+
+def _finite(value: Any) -> Any:
+    """Plain values with None for what JSON has no number for."""
+    if isinstance(value, Mapping):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    unknown = isinstance(value, float) and not math.isfinite(value)
+    return None if unknown else value
 
 
 def _aligned(table: Table) -> str:

@@ -1,6 +1,7 @@
 """Configurations against each other: equal budgets, resumable, means by hand."""
 
 import statistics
+import sys
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,40 @@ def test_varied_keys_make_a_configuration_of_each_pair_of_values(tmp_path):
     assert last.workdir == tmp_path / "gpt-tiny-mechanism=linear-dropout=0.25-seed4"
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model__width": 16}, "another configuration (model.width: 32 → 16)"),
+        ({"steps": 2}, "holds a run of 1 steps, not 2"),
+    ],
+)
+def test_runs_of_other_options_are_not_taken_for_these(
+    changes, said, tmp_path, capsys, monkeypatch
+):
+    given = words(tmp_path, ["gpt"], steps=1)
+    monkeypatch.setattr(compare, "judge", lambda *_: run(1.0, 1.0, 0))
+    assert call(*given) == 0
+    before = (tmp_path / "out" / "compare.csv").read_bytes()
+    assert call(*words(tmp_path, ["gpt"], **{"steps": 1} | changes)) == 2
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "out" / "compare.csv").read_bytes() == before
+
+
+def test_a_seed_given_twice_is_one_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "_train", lambda command: None)
+    monkeypatch.setattr(compare, "judge", lambda *_: run(1.0, 1.0, 0))
+    assert call(*words(tmp_path, ["gpt"]), "--seeds", "1, 01,2") == 0
+    [_, row] = (tmp_path / "out" / "compare.csv").read_text().splitlines()
+    assert row.startswith("gpt-tiny,2,")
+
+
+def test_without_matplotlib_nothing_is_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert call(*words(tmp_path, ["gpt"])) == 2
+    assert "figures need matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def run(loss, train, lam):
     row = {"layer": 0, "lambda_1": lam, "lambda_2": 1.0, "lambda_initial": 0.2}
     row["lambda"] = lam - 0.8
@@ -108,6 +143,14 @@ def test_means_and_spread_are_those_of_the_seeds():
         (["--vary", "steps"], "--vary must be KEY=VALUE,VALUE, got 'steps'"),
         (["--vary", "steps="], "--vary steps is empty"),
         (["--vary", "stepz=3"], "config.stepz is unknown"),
+        (["--vary", "seed=1,2"], "seeds are given by --seeds"),
+        (["--config.seed=1"], "seeds are given by --seeds"),
+        (
+            ["--vary", "model.width=8", "--vary", "model.width=16"],
+            "config.model.width is given twice",
+        ),
+        (["--workdir", "elsewhere"], "--workdir is unknown"),
+        (["--dry_run"], "--dry_run is unknown"),
         (["--configs", "configs/none.py"], "no configuration file"),
     ],
 )

@@ -18,6 +18,7 @@ from symjax.data.draws import Draws, mix
 
 NOTHING = -1  # the target where nothing is asked
 HELDOUT = 8  # one row of so many
+ATTEMPTS = 5000  # to draw a row, after which there is none
 
 Rows = tuple[np.ndarray, np.ndarray]  # tokens and targets, int32 [B, length]
 
@@ -48,7 +49,8 @@ def rows(
     """The rows of these indices.
 
     Raises:
-        ValueError: the task does not fit the length, or the options each other.
+        ValueError: the task does not fit the length, or the options each other; or it
+            has so few rows that all of them are on one side.
     """
     generator = GENERATORS[options.source]
     check(options, length)
@@ -57,6 +59,13 @@ def rows(
     targets = np.full_like(tokens, NOTHING)
     waiting, attempt = np.arange(len(indices)), 0
     while len(waiting):
+        if attempt == ATTEMPTS:
+            side = "is held out" if heldout else "is left to train on"
+            raise ValueError(
+                f"data.source={options.source} with data.items {options.items} and "
+                f"data.symbols {options.symbols} has so few different rows that none "
+                f"{side}: choose more"
+            )
         draws = Draws(seed, indices[waiting], attempt)
         some, asked = generator.make(options, length, draws)
         right = is_heldout(some) == heldout

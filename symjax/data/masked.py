@@ -51,9 +51,11 @@ class Masked:
         return some
 
     def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
-        found = self.corpus.heldout_batches(shape, count)
-        for number, rows in enumerate(found):
-            yield functools.partial(self._judged, rows, number * shape[0])
+        available = self.heldout_count(shape)
+        count = available if count is None else min(count, available)
+        for index, rows in enumerate(self.corpus.heldout_batches(shape, count)):
+            first = (index * available // count) * shape[0]
+            yield functools.partial(self._judged, rows, first)
 
     def heldout_count(self, shape: Shape) -> int:
         return self.corpus.heldout_count(shape)
@@ -62,8 +64,11 @@ class Masked:
         return self.corpus.vanished()
 
     def _judged(self, rows: Rows, first: int, start: int, stop: int):
+        """Where the text has ended there are pads: an encoder would see the repeated
+        tokens that fill up the row of a decoder."""
         tokens, _, there = rows(start, stop)
         inputs, targets = self._hidden(tokens, 0, first + start)
+        inputs = np.where(there > 0, inputs, NOTHING)
         return inputs, targets, there * (targets != NOTHING)
 
     def _hidden(

@@ -40,8 +40,9 @@ def weights_of(workdir: Path, target: config.Model, corpus: Examples) -> Origin:
             other = open_examples(options, workdir / "data")
             if other.language != corpus.language:
                 raise ValueError(
-                    f"{workdir} was trained on tokens of another data.tokenizer "
-                    f"({options.data.tokenizer!r})"
+                    f"{workdir} was trained on other tokens: data.source "
+                    f"{options.data.source!r}, data.tokenizer "
+                    f"{options.data.tokenizer!r}, model.kind {options.model.kind!r}"
                 )
             source = with_vocabulary(options, other).model
             model = nnx.eval_shape(lambda: build(source, rngs=nnx.Rngs(0)))

@@ -8,6 +8,7 @@ import pytest
 from symjax import config
 from symjax.data import generated
 from symjax.data.draws import Draws
+from symjax.data.examples import Generated
 from symjax.data.generated import NOTHING, rows
 
 OPTIONS = {
@@ -139,12 +140,23 @@ def test_no_row_of_training_is_held_out():
         ),
         ({"source": "mqar", "items": 14}, 99, "14 different keys need as many"),
         ({"source": "listops"}, 4, "needs rows of 5 tokens"),
+        (
+            {"source": "copy", "items": 1, "symbols": 2},
+            9,
+            "so few different rows that none is left to train on",
+        ),
     ],
 )
 def test_a_task_that_does_not_fit_is_refused(options, length, words):
     options = replace(OPTIONS[options["source"]], **options)
     with pytest.raises(ValueError, match=words):
         rows(options, length, seed=0, indices=np.arange(2), heldout=False)
+
+
+def test_a_task_without_held_out_rows_is_refused_before_it_is_learned():
+    task = Generated(config.Data(source="copy", items=1, symbols=2))
+    with pytest.raises(ValueError, match="that none is held out"):
+        task.check_length(3)
 
 
 def test_draws_are_uniform_and_differ_by_row_call_and_attempt():

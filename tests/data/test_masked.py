@@ -59,11 +59,21 @@ def test_the_same_places_are_judged_each_time_and_none_beyond_the_text(masked):
         for a, b in zip(one(0, 16), other(0, 16), strict=True):
             np.testing.assert_array_equal(a, b)
     *_, last = masked.heldout_batches(SHAPE)
-    _, targets, weights = last(0, 16)
+    inputs, targets, weights = last(0, 16)
     *_, rows = masked.corpus.heldout_batches(SHAPE)
     there = rows(0, 16)[2]
     assert there.min() == 0  # the text ends in this batch
     np.testing.assert_array_equal(weights, there * (targets >= 0))
+    np.testing.assert_array_equal(inputs < 0, there == 0)  # pads, which none sees
+
+
+def test_a_few_batches_hide_what_all_of_them_hide(masked):
+    shape = (4, 50)
+    every = [rows(0, 4)[0] for rows in masked.heldout_batches(shape)]
+    assert len(every) > 6
+    for index, rows in enumerate(masked.heldout_batches(shape, 3)):
+        same = every[index * len(every) // 3]
+        np.testing.assert_array_equal(rows(0, 4)[0], same)
 
 
 def test_the_mask_is_a_token_of_its_own(masked):

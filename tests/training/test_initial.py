@@ -53,7 +53,10 @@ def test_random_features_are_fitted_to_the_weights_they_start_from(first):
     [
         ({"init_from": "nowhere"}, "init_from: nowhere is no workdir"),
         ({"model__width": 64}, "init_from: weights of a model with width 32"),
-        ({"data__tokenizer": "char"}, "tokens of another data.tokenizer ('byte')"),
+        (
+            {"data__tokenizer": "char"},
+            "other tokens: data.source 'text', data.tokenizer 'byte', model.kind 'dec",
+        ),
         ({"model__attention__differential": "none"}, "'v1' does not turn into 'none'"),
     ],
 )

@@ -10,7 +10,7 @@ from symjax.attention import groups
 from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.gau import fixed_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
-from symjax.attention.masks import visible_keys
+from symjax.attention.masks import only_seen, visible_keys
 from symjax.attention.shards import segment_runs_over
 
 
@@ -225,10 +225,8 @@ def _tokens(
             f"and {linear_query.shape}"
         )
     if mask is not None:
-        visible = visible_keys(mask, *key.shape[:2])[:, :, None, None]
-        key, linear_key, value = (
-            jnp.where(visible, x, 0) for x in (key, linear_key, value)
-        )
+        seen = visible_keys(mask, *key.shape[:2])
+        key, linear_key, value = only_seen(seen, key, linear_key, value)
     run, _ = segment_runs_over(segment_ids, axis_name)
     return Tokens(query, key, linear_query, linear_key, value, run)
 

@@ -11,7 +11,7 @@ from symjax.attention import features as maps
 from symjax.attention.checks import check_mask
 from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
 from symjax.attention.features import Features
-from symjax.attention.masks import visible_keys
+from symjax.attention.masks import only_seen, visible_keys
 from symjax.attention.prefix import LinearState
 
 FeatureFunction = Callable[[Array], Array]
@@ -158,6 +158,5 @@ def _mapped(
         return query, key
     if mask is not None:
         check_mask(who, mask, key)
-        seen = visible_keys(mask, *key.shape[:2])
-        key = jnp.where(seen[:, :, None, None], key, 0)
+        (key,) = only_seen(visible_keys(mask, *key.shape[:2]), key)
     return features(query), features(key)

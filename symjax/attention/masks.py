@@ -1,7 +1,7 @@
 """Which key each query row may see."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 
 def visible_pairs(
@@ -47,6 +47,14 @@ def visible_keys(
         return jnp.ones((batch, length), bool)
     flat = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask.reshape(1, 1)
     return jnp.broadcast_to(flat, (batch, length))
+
+
+def only_seen(
+    seen: Bool[Array, "#B #S"], *arrays: Shaped[Array, "B S K _"]
+) -> tuple[Array, ...]:
+    """Keys, values and the like, with 0 for the keys that are not seen: not even NaN
+    gets through where it is multiplied by a weight of 0."""
+    return tuple(jnp.where(seen[:, :, None, None], x, 0) for x in arrays)
 
 
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

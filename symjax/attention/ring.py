@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.execution import cut
+from symjax.attention.masks import only_seen
 from symjax.attention.rows import (
     BLOCK_ROWS,
     Operands,
@@ -131,17 +132,15 @@ def attend_ring(
     _check(arrays, segment_ids, length_base, mask_self, count, lam is not None)
     position = first + jnp.arange(length)
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
-    seen = _own(mask, first, length)
-    if seen is not None:  # not even NaN gets through where no row sees a key
-        seen = seen.any(axis=(1, 2))[:, :, None, None]
-        key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+    own = _own(mask, first, length)
+    if own is not None:
+        key, value = only_seen(own.any(axis=(1, 2)), key, value)
     if scale is None:
         scale = head_scale(query.shape[-1])
     if length_base:  # a factor of a row's scores is one of its query
         visible = position + 1 if is_causal else jnp.full(length, count * length)
-        visible = jnp.maximum(visible - mask_self, 1)
-        factor = length_scale(visible, length_base).astype(wide)
-        query = query.astype(wide) * factor[None, :, None, None]
+        factor = length_scale(jnp.maximum(visible - mask_self, 1), length_base)
+        query = query.astype(wide) * factor.astype(wide)[None, :, None, None]
     own_runs, runs = segment_runs_over(segment_ids, axis_name)
     blocks = -(-length // BLOCK_ROWS)
     size = -(-length // blocks)
@@ -159,12 +158,19 @@ def attend_ring(
         mask,
     )
     rule = Rule(weights, is_causal, False, None, 0, whole=False, block_rows=size)
-    rows = jnp.moveaxis(_ring(Turn(rule, mask_self, axis_name), given, known), 0, 2)
-    rows = rows.reshape(*rows.shape[:2], -1, rows.shape[-1])[:, :, :length]
-    if lam is not None:
-        lam = jnp.swapaxes(lam, 1, 2)[..., None].astype(wide)
-        rows = rows[:, 0::2] - lam * rows[:, 1::2]
-    return jnp.swapaxes(rows, 1, 2).astype(value.dtype)
+    rows = _joined(_ring(Turn(rule, mask_self, axis_name), given, known), length, lam)
+    return rows.astype(value.dtype)
+
+
+def _joined(
+    blocks: Float[Array, "C B Nq t V"], length: int, lam: Float[Array, "#B #T N"] | None
+) -> Float[Array, "B T N V"]:
+    """Rows out of their blocks, without the filling, and the difference of branches."""
+    rows = jnp.moveaxis(blocks, 0, 1).swapaxes(2, 3)
+    rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
+    if lam is None:
+        return rows
+    return rows[:, :, 0::2] - lam[..., None].astype(rows.dtype) * rows[:, :, 1::2]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

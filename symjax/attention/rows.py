@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import check_arrays
-from symjax.attention.masks import visible_pairs
+from symjax.attention.masks import only_seen, visible_pairs
 from symjax.attention.scaling import head_scale, length_scale
 from symjax.attention.shards import first_token, gather, segment_runs_over
 
@@ -108,10 +108,7 @@ def attend_rows(
     Raises:
         ValueError: shapes that do not fit together, naming both.
     """
-    if lam is None and key.shape[2:3] != value.shape[2:3]:
-        raise ValueError(
-            f"key and value must agree in heads, got {key.shape} and {value.shape}"
-        )
+    _check_choices(key, value, lam, implementation)
     first = None
     if axis_name is not None:
         check_shapes(query, key, value, None, None, segment_ids, is_causal)
@@ -119,18 +116,12 @@ def attend_rows(
         key, value = gather((key, value), axis_name)
     alike = segment_ids if axis_name is None else None
     check_shapes(query, key, value, bias, mask, alike, is_causal)
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation {implementation!r} is unknown: choose from "
-            f"{', '.join(IMPLEMENTATIONS)}; softmax has ring too"
-        )
     if 0 in (*query.shape[:2], key.shape[1]):  # no rows, or nothing that they see
         heads = query.shape[2] // (1 if lam is None else 2)
         shape = (*query.shape[:2], heads, value.shape[-1])
         return jnp.zeros(shape, value.dtype)
-    if mask is not None:  # not even NaN gets through where no row sees a key
-        seen = mask.any(axis=(1, 2))[:, :, None, None]
-        key, value = jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+    if mask is not None:
+        key, value = only_seen(mask.any(axis=(1, 2)), key, value)
     own_runs, runs = segment_runs_over(segment_ids, axis_name)
     lam = None if lam is None else jnp.swapaxes(lam, 1, 2)
     operands = Operands(
@@ -155,6 +146,21 @@ def attend_rows(
         block_rows=BLOCK_ROWS,
     )
     return jnp.swapaxes(_rows(rule, operands), 1, 2)
+
+
+def _check_choices(
+    key: Array, value: Array, lam: Array | None, implementation: str | None
+) -> None:
+    """Raises: ValueError: what `check_shapes` does not ask, since it serves others."""
+    if lam is None and key.shape[2:3] != value.shape[2:3]:
+        raise ValueError(
+            f"key and value must agree in heads, got {key.shape} and {value.shape}"
+        )
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"implementation {implementation!r} is unknown: choose from "
+            f"{', '.join(IMPLEMENTATIONS)}; softmax has ring too"
+        )
 
 
 @partial(jax.jit, static_argnums=0)  # a call outside jit compiles once a shape

@@ -16,11 +16,11 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from symjax.data.packed import WAY_OUT, Packed
 
 SPLITS = ("train", "heldout")
 SEPARATOR = "\0"  # between two documents; a single document has none
+Result = TypeVar("Result")
 MANIFEST = "corpus.json"
 UNFINISHED = ".unfinished-"
 STALE = 3600.0  # seconds after which an unfinished folder has no owner any more
@@ -119,14 +120,31 @@ def open_corpus(
         ValueError: the source cannot be read, the folder holds a corpus of other
             options, or a file of it is damaged.
     """
-    directory = Path(directory)
-    if not (directory / MANIFEST).exists():
-        _build(options, directory)
-    elif replace:
-        try:
-            return open_corpus(options, directory)
-        except ValueError:
-            _build(options, directory)
+    return built(_read, _build, options, Path(directory), replace=replace)
+
+
+def built(
+    read: Callable[[config.Data, Path], Result],
+    build: Callable[[config.Data, Path], None],
+    options: config.Data,
+    directory: Path,
+    *,
+    replace: bool,
+) -> Result:
+    """What a folder holds, built the first time, or anew if it cannot be read."""
+    fresh = not (directory / MANIFEST).exists()
+    if fresh:
+        build(options, directory)
+    try:
+        return read(options, directory)
+    except ValueError:
+        if fresh or not replace:
+            raise
+    build(options, directory)
+    return read(options, directory)
+
+
+def _read(options: config.Data, directory: Path) -> Corpus:
     manifest = read_manifest(directory)
     check_options(manifest["options"], options, directory)
     parts = {

@@ -163,14 +163,10 @@ def open_labelled(
         ValueError: the source cannot be read, the folder holds examples of other
             options, or a file of it is damaged.
     """
-    directory = Path(directory)
-    if not (directory / corpus.MANIFEST).exists():
-        _build(options, directory)
-    elif replace:
-        try:
-            return open_labelled(options, directory)
-        except ValueError:
-            _build(options, directory)
+    return corpus.built(_read, _build, options, Path(directory), replace=replace)
+
+
+def _read(options: config.Data, directory: Path) -> Labelled:
     manifest = corpus.read_manifest(directory)
     corpus.check_options(manifest["options"], options, directory)
     parts = {

@@ -12,15 +12,10 @@ from symjax import attention, config
 from symjax.attention.masks import visible_pairs
 from symjax.attention.projections import KINDS, unit_statistics
 from symjax.layers.cache import Cache, check_room, write
-from symjax.layers.choices import (
-    LEARNED,
-    form_of,
-    has_keys,
-    mechanism_options,
-    sizes,
-)
+from symjax.layers.choices import LEARNED, mechanism_options, sizes
 from symjax.layers.features import feature_map
 from symjax.layers.forgetting import FixedDecay, GatedDecay
+from symjax.layers.forms import form_of, has_keys, of_queries, state_first
 from symjax.layers.linear import Linear
 from symjax.layers.norms import norm
 from symjax.layers.rotary import rotary
@@ -199,7 +194,7 @@ class Attention(nnx.Module):
         form, options = self._form, dict(self.options)
         function = form.attend
         if not has_keys(self.mechanism):
-            function = _of_queries(function, self.function_scale)
+            function = of_queries(function, self.function_scale)
         elif self.causal and form.causal is not None:
             function = form.causal
         elif self.causal:
@@ -254,7 +249,7 @@ class Attention(nnx.Module):
         arrays["state"] = (state, "BK")
         if x.shape[1] == 1 and present is None:
             options = self._options_of("step")
-            function = _state_first(self._form.step)
+            function = state_first(self._form.step)
         else:
             options = {**dict(self.options), "return_state": True}
             function = self._form.causal or self._form.attend
@@ -382,24 +377,3 @@ class Attention(nnx.Module):
     @staticmethod
     def _split(x: Array, size: int) -> Array:
         return x.reshape(*x.shape[:2], x.shape[-1] // size, size)
-
-
-def _of_queries(attend: Callable, factor: float) -> Callable:
-    """A function of the queries alone, with the arguments of a mechanism.
-
-    A factor of the matrix QQᵀ is its root in every query.
-    """
-
-    def run(query, key, value, **options) -> Any:
-        return attend(query * factor**0.5, value, **options)
-
-    return run
-
-
-def _state_first(step: Any) -> Callable:
-    """A step with the arguments of the causal form."""
-
-    def run(query, key, value, *, state, **options) -> Any:
-        return step(state, query, key, value, **options)
-
-    return run

@@ -2,8 +2,9 @@
 
 from typing import Any, NamedTuple
 
-from symjax import attention, config
+from symjax import config
 from symjax.attention.capabilities import capabilities
+from symjax.layers.forms import form_of, has_keys
 from symjax.layers.gau import OWN
 
 # Keys of config.Attention that a mechanism may or may not take as an option.
@@ -91,16 +92,6 @@ def mechanism_options(options: config.Model, depth: int) -> dict[str, Any]:
     if mechanism == "linear" and chosen.features in LEARNED:
         found["features"] = "identity"  # the layer maps queries and keys itself
     return {key: value for key, value in found.items() if value not in ("", 0)}
-
-
-def form_of(mechanism: str) -> attention.Mechanism:
-    """The functions of a mechanism that is no block of its own."""
-    return (attention.MECHANISMS | attention.BIDIRECTIONAL)[mechanism]
-
-
-def has_keys(mechanism: str) -> bool:
-    """Whether keys may be others than the queries."""
-    return "key" in form_of(mechanism).options("attend")
 
 
 def _arguments(mechanism: str, options: config.Model) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ from flax import nnx
 
 from symjax import config
 from symjax.layers import Attention, GatedBlock
-from symjax.layers.choices import form_of, has_keys, sizes
+from symjax.layers.choices import sizes
+from symjax.layers.forms import form_of, has_keys
 
 
 def forward_flops(options: config.Model, parameters: int) -> float:

@@ -241,8 +241,15 @@ def test_options_are_refused_when_the_function_is_made(mechanism, options, messa
 
 def test_functions_and_arrays_for_heads_of_one_size_are_taken():
     turn = np.eye(4, dtype=np.float32)
-    attention_fn("linear", features=lambda x: x @ turn, is_causal=True)
-    attention_fn("performer", projection=turn, features="relu")
+    arrays = [
+        np.float32(np.random.default_rng(i).normal(size=(2, 5, 3, 4))) for i in range(3)
+    ]
+    rotated = {"features": lambda x: jnp.exp(x @ turn)}
+    given = attention_fn("linear", is_causal=True, **rotated)(*arrays)
+    np.testing.assert_array_equal(given, attention.linear_causal(*arrays, **rotated))
+    given = attention_fn("performer", projection=turn, features="relu")(*arrays)
+    wanted = attention.performer(*arrays, turn, features="relu")
+    np.testing.assert_array_equal(given, wanted)
 
 
 @pytest.mark.parametrize("cut", [np.s_[:0], np.s_[:, :0]], ids=["batch", "time"])

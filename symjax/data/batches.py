@@ -98,15 +98,19 @@ def heldout_batches(
         ValueError: the text is shorter than one window.
     """
     check_length(tokens, length, "held-out")
-    available = heldout_count(tokens, length, batch_size)
-    count = available if count is None else min(count, available)
+    chosen = spread(heldout_count(tokens, length, batch_size), count)
 
     def rows(index: int, start: int, stop: int):
         number = index * batch_size + np.arange(start, stop, dtype=np.int64)
         return _weighted(number * length, tokens, length)
 
-    indices = [number * available // count for number in range(count)]
-    return (functools.partial(rows, index) for index in indices)
+    return (functools.partial(rows, index) for index in chosen)
+
+
+def spread(available: int, count: int | None) -> list[int]:
+    """`count` of the available batches, evenly over all, in order; None: every one."""
+    count = available if count is None else min(count, available)
+    return [number * available // count for number in range(count)]
 
 
 def heldout_count(tokens: Tokens, length: int, batch_size: int) -> int:

@@ -108,11 +108,8 @@ class Labelled:
         return some
 
     def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
-        available = self.heldout_count(shape)
-        count = available if count is None else min(count, available)
-        for number in range(count):
-            first = (number * available // count) * shape[0]
-            yield functools.partial(self._judged, shape, first)
+        for number in batches.spread(self.heldout_count(shape), count):
+            yield functools.partial(self._judged, shape, number * shape[0])
 
     def heldout_count(self, shape: Shape) -> int:
         return math.ceil(len(self._pieces("heldout", shape[1]).labels) / shape[0])

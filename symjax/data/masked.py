@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from symjax.data.batches import Rows, Shape
+from symjax.data.batches import Rows, Shape, spread
 from symjax.data.corpus import Corpus
 from symjax.data.draws import Draws
 from symjax.data.generated import NOTHING
@@ -51,11 +51,10 @@ class Masked:
         return some
 
     def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
-        available = self.heldout_count(shape)
-        count = available if count is None else min(count, available)
-        for index, rows in enumerate(self.corpus.heldout_batches(shape, count)):
-            first = (index * available // count) * shape[0]
-            yield functools.partial(self._judged, rows, first)
+        numbers = spread(self.heldout_count(shape), count)
+        found = self.corpus.heldout_batches(shape, count)
+        for number, rows in zip(numbers, found, strict=True):
+            yield functools.partial(self._judged, rows, number * shape[0])
 
     def heldout_count(self, shape: Shape) -> int:
         return self.corpus.heldout_count(shape)

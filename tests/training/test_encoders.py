@@ -111,7 +111,8 @@ def test_what_does_not_fit_is_one_line(reviews, tmp_path, capsys):
 
 
 def test_digits_are_read_by_their_configuration(tmp_path, capsys):
-    small = {"steps": 2, "model.width": 16, "mesh.data": 2, "evaluate.batches": 1}
+    small = {"steps": 2, "model.width": 16, "model.depth": 1}
+    small |= {"mesh.data": 2, "evaluate.batches": 1}
     given = [f"--config.{key}={value}" for key, value in small.items()]
     path = ["--config", f"{ROOT}/configs/digits.py", "--workdir", str(tmp_path / "run")]
     assert call("train", [*path, *given]) == 0

@@ -188,7 +188,8 @@ def test_a_second_signal_stops_also_what_hears_none():
         finally:
             running.kill()
     assert running.returncode == 130
-    assert said == "interrupted: nothing more was saved\n"
+    # The first signal is heard where it comes before the long call has begun.
+    assert said.endswith("interrupted: nothing more was saved\n")
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(text, workdir, monkeypatch):

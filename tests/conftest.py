@@ -14,6 +14,7 @@ if quick := "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 
 import jax  # noqa: E402  (it reads XLA_FLAGS once)
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
@@ -21,6 +22,16 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 if quick:
     jax.config.update("jax_disable_most_optimizations", True)
+
+# The same examples each time, however slow the machine is.
+settings.register_profile(
+    "steady",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("steady")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import socket
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from symjax.training.commandline import leave
 
 ROOT = Path(__file__).parent.parent
+SECONDS = 900  # after which a process is taken to hang
+_reserved: list[socket.socket] = []
 sys.path.insert(0, str(ROOT))  # train.py, eval.py and configs are not installed
 
 TEXT = "".join(
@@ -41,6 +44,19 @@ def compile_cache(folder: Path):
         jax.config.update("jax_compilation_cache_dir", before)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
         compilation_cache.reset_cache()
+
+
+def reserve_port() -> int:
+    """A port that the kernel gives to nobody else, and that its number opens.
+
+    A socket that is bound and does not listen keeps it, until this process ends.
+    Addresses that may be reused, as a server's, do not stand in each other's way.
+    """
+    here = socket.socket()
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    here.bind(("127.0.0.1", 0))
+    _reserved.append(here)
+    return here.getsockname()[1]
 
 
 def write_text(folder: Path) -> Path:

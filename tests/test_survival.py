@@ -223,10 +223,11 @@ import sys
 sys.path.insert(0, "tests")
 from pathlib import Path
 from runs import compile_cache, train
+from symjax.training.checkpoint import Checkpoints
 from symjax.training.loop import Run
 
 disk, text, cache = map(Path, sys.argv[1:])
-fill, report = disk / "fill", Run._report
+fill, report, give_up = disk / "fill", Run._report, Checkpoints._give_up
 
 def reported(self, done, metrics):
     report(self, done, metrics)
@@ -238,10 +239,13 @@ def reported(self, done, metrics):
                     pass
             except OSError:
                 pass
-    if done == 13:
+
+def given_up(self, step, error):
+    give_up(self, step, error)
+    if step == 10:
         fill.unlink()
 
-Run._report = reported
+Run._report, Checkpoints._give_up = reported, given_up
 changes = {"model__width": 16, "checkpoint__every": 5, "log__every": 1, "steps": 20}
 with compile_cache(cache):
     print("---", train(text, disk / "run", **changes), file=sys.stderr)
@@ -272,8 +276,9 @@ def on_a_small_disk(size, disk, words):
 
 
 def test_a_full_disk_is_a_warning_and_at_the_end_an_error(text, tmp_path):
-    """It fills at step 7 and has room from step 13 to 17: checkpoint 10 is missing, 15
-    is there, 20 ends the run with one line, and the same command goes on from 15."""
+    """It fills at step 7, has room once the save of step 10 is given up, and fills at
+    17: checkpoint 10 is missing, 15 is there, 20 ends the run with one line, and the
+    same command goes on from 15."""
     (tmp_path / "disk").mkdir()
     script = [sys.executable, "-c", FULL, tmp_path / "disk", text, tmp_path / "cache"]
     done = on_a_small_disk("4m", tmp_path / "disk", map(str, script))

@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, call, compile_cache, train, words, write_text
+from runs import ROOT, SECONDS, call, compile_cache, train, words, write_text
 
 from symjax import config, validation
 from symjax.data.corpus import open_corpus
@@ -184,7 +184,7 @@ def test_a_dry_run_simulates_a_mesh_that_is_larger_than_the_machine(text, tmp_pa
     changes |= {"model__scan_layers": True, "model__remat": "full"}
     arguments = words(text, None, "--dry_run", **changes)
     running = process([*arguments, "--config.mesh.tensor=2"], tmp_path)
-    said, error = running.communicate(timeout=300)
+    said, error = running.communicate(timeout=SECONDS)
     assert running.returncode == 0, error
     mesh = "{'data': 1, 'fsdp': 16, 'tensor': 2, 'sequence': 1}"
     assert f"mesh                {mesh} of simulated CPU devices\n" in said
@@ -204,13 +204,13 @@ def test_help_needs_nothing_but_the_word(capsys):
 
 
 def test_the_compile_cache_is_the_users_unless_jax_has_one(tmp_path, monkeypatch):
-    jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    starting.use_compile_cache()
-    assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/symjax/jax"
-    jax.config.update("jax_compilation_cache_dir", "/elsewhere")
-    starting.use_compile_cache()
-    assert jax.config.jax_compilation_cache_dir == "/elsewhere"
+    with compile_cache(tmp_path / "elsewhere"):
+        starting.use_compile_cache()
+        assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/elsewhere"
+        jax.config.update("jax_compilation_cache_dir", None)
+        starting.use_compile_cache()
+        assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/symjax/jax"
 
 
 def process(arguments, cache, program=("train.py",), **options):
@@ -232,7 +232,7 @@ def process(arguments, cache, program=("train.py",), **options):
 def test_a_process_ends_with_the_code_and_one_line(tmp_path):
     arguments = ["--config", "configs/diff_sym.py:tiny", "--config.wibble=1"]
     running = process([*arguments, "--workdir", str(tmp_path / "run")], tmp_path)
-    out, err = running.communicate(timeout=120)
+    out, err = running.communicate(timeout=SECONDS)
     assert running.returncode == 2 and out == ""
     assert err.startswith("error: config.wibble is unknown") and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
@@ -269,14 +269,14 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     there = words(text, parts, **changes)
     other = process(words(text, whole, **changes), cache)
     killed = process(there, cache, program=("-c", KILLED))
-    killed.communicate(timeout=200)
+    killed.communicate(timeout=SECONDS)
     assert killed.returncode == -signal.SIGKILL
     assert Checkpoints(parts / "checkpoints").steps() == [10]
     assert logged(parts)[-1] == 13
     resumed = process(there, cache)
-    _, said = resumed.communicate(timeout=200)
+    _, said = resumed.communicate(timeout=SECONDS)
     assert resumed.returncode == 0 and "resumed at step 10" in said
-    other.communicate(timeout=200)
+    other.communicate(timeout=SECONDS)
     assert other.returncode == 0
     assert logged(parts) == logged(whole) == list(range(1, 21))
     left, right = arrays(whole), arrays(parts)

@@ -21,7 +21,7 @@ def rows(count: int, tokens=TEXT, **options):
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_permutation_is_one_to_one(size, seed, epoch):
     keys = batches._keys(seed, np.full(size, epoch))[: batches.ROUNDS]
     image = batches._permute(np.arange(size, dtype=np.uint64), size, keys)
@@ -82,7 +82,7 @@ def test_a_known_batch_stays_the_same():
 
 
 @given(st.lists(st.integers(0, 13), max_size=4), st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_slices_of_processes_make_the_global_batch(cuts, step):
     options = OPTIONS | {"batch_size": 13, "step": step}
     cuts = [0, *sorted(cuts), 13]

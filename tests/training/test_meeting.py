@@ -8,7 +8,7 @@ import time
 from contextlib import closing, contextmanager
 
 import pytest
-from runs import ROOT, call
+from runs import ROOT, SECONDS, call, reserve_port
 
 from symjax.training import meeting
 
@@ -17,7 +17,7 @@ WAITING = """
 import sys, time
 from symjax.training import meeting
 place, count, process = sys.argv[1:]
-meeting.meet(place, int(count), int(process), 30)
+meeting.meet(place, int(count), int(process), 900)
 print("met", flush=True)
 if sys.stdin.readline().strip() == "end":
     meeting.farewell()
@@ -30,10 +30,7 @@ else:
 
 @pytest.fixture
 def place():
-    with socket.socket() as here:
-        here.bind(("127.0.0.1", 0))
-        port = here.getsockname()[1]
-    return f"127.0.0.1:{port}"
+    return f"127.0.0.1:{reserve_port()}"
 
 
 def words(place, processes, process, wait=1):
@@ -90,8 +87,8 @@ def test_a_wait_that_is_no_number_is_refused(wait, place, capsys):
 
 
 def test_processes_that_count_differently_both_say_so(place, capsys):
-    thread, found = at_the_side(lambda: meeting.meet(place, 3, 1, 20))
-    said = refused(capsys, place, 2, 0, 20)
+    thread, found = at_the_side(lambda: meeting.meet(place, 3, 1, SECONDS))
+    said = refused(capsys, place, 2, 0, SECONDS)
     thread.join()
     reason = (
         "process 1 is one of 3 processes, process 0 one of 2: all need the same number"
@@ -100,8 +97,8 @@ def test_processes_that_count_differently_both_say_so(place, capsys):
 
 
 def test_two_processes_of_one_number_and_process_0_all_say_so(place, capsys):
-    both = [at_the_side(lambda: meeting.meet(place, 3, 1, 20)) for _ in range(2)]
-    said = refused(capsys, place, 3, 0, 20)
+    both = [at_the_side(lambda: meeting.meet(place, 3, 1, SECONDS)) for _ in range(2)]
+    said = refused(capsys, place, 3, 0, SECONDS)
     for thread, found in both:
         thread.join()
         assert found == ["two processes have the number 1"]
@@ -118,7 +115,7 @@ def test_a_port_of_something_else_is_said_to_be_that(capsys):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        said = refused(capsys, f"127.0.0.1:{door.getsockname()[1]}", 2, 1, 20)
+        said = refused(capsys, f"127.0.0.1:{door.getsockname()[1]}", 2, 1, SECONDS)
         thread.join()
     assert "is no process 0 of symjax" in said and "SSH-2.0" in said
 
@@ -172,7 +169,7 @@ def test_no_process_outlives_one_that_is_killed_or_gives_up(ended, reason, place
             running[ended].kill()
         running.pop(ended)
         for process in running:
-            assert process.wait(60) == 1
+            assert process.wait(SECONDS) == 1
             said = process.stderr.read()
             assert said.startswith(f"stopped: {reason}; the same command")
             assert said.count("\n") == 1
@@ -182,5 +179,5 @@ def test_a_farewell_ends_nobody_else(place):
     with three(place) as running:
         for process in running:
             print("end", file=process.stdin, flush=True)
-            assert process.wait(60) == 0
+            assert process.wait(SECONDS) == 0
             assert process.stderr.read() == ""

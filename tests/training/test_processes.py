@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import runs
-from runs import ROOT, compile_cache, words, write_text
+from runs import ROOT, SECONDS, compile_cache, reserve_port, words, write_text
 
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.loop import Run
 
-SECONDS = 500  # after which a process is taken to hang, and is killed
 # On the same terms as conftest: all devices of this process, exact products.
 ALONE = {"mesh__data": 2, "mesh__fsdp": 2}
 CHANGES = {
@@ -70,12 +68,6 @@ def assert_same(found, expected):
         assert abs(found[name] - value) <= 1e-6, name
 
 
-def free_port():
-    with socket.socket() as here:
-        here.bind(("127.0.0.1", 0))
-        return here.getsockname()[1]
-
-
 def start(count, arguments, cache, *, devices=1, program=("train.py",), extra=None):
     """`count` processes of one run, each with its own words of `extra`."""
     environment = {
@@ -87,12 +79,14 @@ def start(count, arguments, cache, *, devices=1, program=("train.py",), extra=No
             "JAX_DISABLE_MOST_OPTIMIZATIONS", "1"
         ),
         "JAX_PLATFORMS": "cpu",
+        # One process may read a program while another writes it; jax compiles it then.
+        "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache",
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONPATH": str(ROOT),
     }
     environment.pop("XLA_FLAGS", None)
-    port = free_port()
-    place = f"--coordinator 127.0.0.1:{port} --processes {count} --process".split()
+    there = f"127.0.0.1:{reserve_port()}"
+    place = f"--coordinator {there} --processes {count} --process".split()
     return [
         subprocess.Popen(
             [sys.executable, *program, *arguments, *place, str(process)]

@@ -9,7 +9,10 @@ from symjax.evaluation.asked import Asked
 from symjax.evaluation.trained import load
 from symjax.training.commandline import Parser, leave
 
-NOTE = "Losses are nats a token; the JSON of a checkpoint is the same bytes each time."
+NOTE = (
+    "Losses are nats a token, an answer or a label; the JSON of a checkpoint is the "
+    "same bytes each time."
+)
 
 
 def main(words: list[str]) -> None:

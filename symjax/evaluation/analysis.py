@@ -18,9 +18,6 @@ def lambdas(trained: Trained, asked: Asked) -> Finding:
     held-out tokens. Empty where the attention is not differential.
     """
     if trained.options.model.attention.differential == "v2":
-        if trained.options.model.kind == "encoder":
-            text = ["λ: of differential V2 a token's own, and not read of encoders"]
-            return Finding({"lambda": []}, text)
         return _lambdas_of_tokens(trained, asked)
     rows = lambda_table(trained.any_model())
     if not rows:

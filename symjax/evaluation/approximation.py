@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Float
 from tqdm import tqdm
 
-from symjax import attention
+from symjax import attention, config
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.attended import uniform
 from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import Layer, attentions, windows
+from symjax.evaluation.inside import Layer, all_pairs, attentions, windows
 from symjax.evaluation.trained import Trained
 
 FEATURES = (16, 64, 256, 1024)
@@ -31,16 +31,18 @@ Rows = Float[np.ndarray, "N T T"]
 
 def approximation(trained: Trained, asked: Asked) -> Finding:
     """Errors of maps and outputs against exact softmax, relative to its size."""
+    causal = config.is_causal(trained.options.model)
     own, layers = _own_maps(trained, asked)
     layers = [_start(layer) for layer in layers]
     kinds = random_kinds(trained)
-    found, references = [], [errors(_even(x), *_exact(x)) for x in layers]
+    found = []
+    references = [errors(_even(x, causal), *_exact(x, causal)) for x in layers]
     even = np.mean(references, axis=0)
     runs = [(kind, count) for kind in kinds for count in FEATURES]
     for kind, count in tqdm(runs, "random features", leave=False, disable=None):
         for draw in ("orthogonal", "independent"):
             errors_of = [
-                random_errors(layer, kind, count, draw, asked.seed + i)
+                random_errors(layer, kind, count, draw, asked.seed + i, causal=causal)
                 for i in range(DRAWS)
                 for layer in layers
             ]
@@ -70,7 +72,9 @@ def random_kinds(trained: Trained) -> list[str]:
     """The kinds of random features to try: those of the model, or the usual ones."""
     chosen = trained.options.model.attention
     performers = [
-        layer for layer in attentions(trained.model()) if layer.mechanism == "performer"
+        layer
+        for layer in attentions(trained.any_model())
+        if layer.mechanism == "performer"
     ]
     if not performers:
         return ["positive", "hyperbolic"]
@@ -78,7 +82,7 @@ def random_kinds(trained: Trained) -> list[str]:
 
 
 def random_errors(
-    layer: Layer, kind: str, count: int, draw: str, seed: int
+    layer: Layer, kind: str, count: int, draw: str, seed: int, *, causal: bool
 ) -> Float[np.ndarray, "2"]:
     """Errors of a layer's map and output with a new projection of `count` rows."""
     rng, size = jax.random.key(seed), layer.query.shape[-1]
@@ -86,32 +90,37 @@ def random_errors(
         projection = attention.orthogonal_projection(rng, count, size)
     else:
         projection = jax.random.normal(rng, (count, size))
-    found = random_map(kind, _flat(layer.query), _flat(layer.key), projection)
-    return errors(np.asarray(found), *_exact(layer))
+    given = _flat(layer.query), _flat(layer.key), projection
+    found = random_map(kind, *given, causal=causal)
+    return errors(np.asarray(found), *_exact(layer, causal))
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0, static_argnames="causal")
 def random_map(
     kind: str,
     query: Float[jax.Array, "N T H"],
     key: Float[jax.Array, "N T H"],
     projection: Float[jax.Array, "M H"],
+    *,
+    causal: bool,
 ) -> Float[jax.Array, "N T T"]:
-    """The causal map that random features make: their output for unit vectors."""
+    """The map that random features make: their output for unit vectors."""
     heads, length, _ = query.shape
     units = jnp.broadcast_to(jnp.eye(length)[None, :, None], (1, length, heads, length))
     query, key = (jnp.swapaxes(x, 0, 1)[None] for x in (query, key))
-    rows = attention.performer_causal(query, key, units, projection, features=kind)
+    attend = attention.performer_causal if causal else attention.performer
+    rows = attend(query, key, units, projection, features=kind)
     return jnp.swapaxes(rows[0], 0, 1)
 
 
 def exact_map(
-    query: Float[np.ndarray, "N T H"], key: Float[np.ndarray, "N T H"]
+    query: Float[np.ndarray, "N T H"], key: Float[np.ndarray, "N T H"], *, causal: bool
 ) -> Rows:
-    """Causal softmax attention in float64."""
+    """Softmax attention in float64."""
     query, key = query.astype(np.float64), key.astype(np.float64)
     scores = query @ np.swapaxes(key, -1, -2) / np.sqrt(query.shape[-1])
-    scores = np.where(np.tri(scores.shape[-1]) > 0, scores, -np.inf)
+    visible = all_pairs(scores.shape[-1], causal=causal)
+    scores = np.where(visible, scores, -np.inf)
     powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
 
@@ -132,17 +141,19 @@ def errors(
 
 
 def _own_maps(trained: Trained, asked: Asked) -> tuple[list[dict], list[Layer]]:
-    """Errors of the model's own features, and the layers of the first window."""
-    names = [layer.mechanism for layer in attentions(trained.model())]
+    """Errors of the model's own features, and the layers of the longest window."""
+    names = [layer.mechanism for layer in attentions(trained.any_model())]
+    causal = config.is_causal(trained.options.model)
     found: dict[int, list[np.ndarray]] = {}
-    first: list[Layer] = []
+    longest: list[Layer] = []
     for window in windows(trained, asked):
-        first = first or window.layers
+        if not longest or len(window.visible) > len(longest[0].hidden):
+            longest = window.layers
         for index, layer in enumerate(window.layers):
             if names[index] in BY_FEATURES:
-                exact = _exact(layer)
+                exact = _exact(layer, causal)
                 own = errors(_flat(layer.branches), *exact)
-                both = np.concatenate([own, errors(_even(layer), *exact)])
+                both = np.concatenate([own, errors(_even(layer, causal), *exact)])
                 found.setdefault(index, []).append(both)
     columns = ("map", "output", "uniform_map", "uniform_output")
     rows = [
@@ -150,24 +161,25 @@ def _own_maps(trained: Trained, asked: Asked) -> tuple[list[dict], list[Layer]]:
         | dict(zip(columns, np.mean(own, axis=0).tolist(), strict=True))
         for index, own in found.items()
     ]
-    return rows, first
+    return rows, longest
 
 
 def _start(layer: Layer) -> Layer:
-    """Queries, keys and values of the first tokens, which later ones do not change."""
+    """Queries, keys and values of the first tokens."""
     query, key, value = (x[..., :LONGEST, :] for x in layer[:3])
     return layer._replace(query=query, key=key, value=value)
 
 
-def _exact(layer: Layer) -> tuple[Rows, np.ndarray]:
+def _exact(layer: Layer, causal: bool) -> tuple[Rows, np.ndarray]:
     """The softmax map of every branch, and the values that it meets."""
     value = np.repeat(layer.value.astype(np.float64), layer.query.shape[1], axis=0)
-    return exact_map(_flat(layer.query), _flat(layer.key)), value
+    return exact_map(_flat(layer.query), _flat(layer.key), causal=causal), value
 
 
-def _even(layer: Layer) -> Rows:
+def _even(layer: Layer, causal: bool) -> Rows:
     heads, branches, length, _ = layer.query.shape
-    return np.broadcast_to(uniform(length), (heads * branches, length, length))
+    even = uniform(all_pairs(length, causal=causal))
+    return np.broadcast_to(even, (heads * branches, length, length))
 
 
 def _flat(x: Float[np.ndarray, "N P T s"]) -> Float[np.ndarray, "M T s"]:

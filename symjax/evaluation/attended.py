@@ -36,9 +36,9 @@ def shares(maps: Float[np.ndarray, "*N T T"]) -> Shares:
     return size / np.where(total == 0, 1, total)
 
 
-def uniform(length: int) -> Float[np.ndarray, "T T"]:
-    """The causal map that gives every visible key the same: the reference."""
-    return shares(np.tri(length))
+def uniform(visible: Places) -> Float[np.ndarray, "T T"]:
+    """The map that gives every visible key the same: the reference."""
+    return shares(visible)
 
 
 def noise(trained: Trained, asked: Asked) -> Finding:
@@ -46,14 +46,20 @@ def noise(trained: Trained, asked: Asked) -> Finding:
 
     In plain text the answer of a row is every place where the token stands that comes
     next; rows without one do not count. Context are the last 16 other tokens, its own
-    among them. Needles: see `noise_of_needles`.
+    among them. Needles: see `noise_of_needles`. An encoder is asked for tokens that are
+    hidden: their answers are the other places where the same token is shown, and
+    context are the tokens less than 8 places away. A label stands at no place.
     """
     if learned(trained, "needle"):
         return noise_of_needles(trained, asked)
+    if trained.options.model.classes:
+        text = ["noise: none, a label is no token that attention could look at"]
+        return Finding({"noise": None}, text)
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         answer = answers(window)
-        return of_maps(layer, answer, context(answer))
+        near = context(answer, window.visible)
+        return of_maps(layer, answer, near, window.visible)
 
     found = enumerate(mean_by_layer(trained, asked, measure))
     rows = [row for layer, shares in found for row in _by_map(layer, shares)]
@@ -62,6 +68,12 @@ def noise(trained: Trained, asked: Asked) -> Finding:
         f"{NEAR} others (context),",
         "and elsewhere; rows whose next token is new do not count",
     ]
+    if not config.is_causal(trained.options.model):
+        text = [
+            "share of |A| of hidden tokens on other places that show the same token "
+            "(answer),",
+            f"on those less than {NEAR // 2} places away (context), and elsewhere",
+        ]
     return Finding({"noise": rows}, text, (_table(rows),))
 
 
@@ -105,7 +117,7 @@ def noise_of_needles(trained: Trained, asked: Asked) -> Finding:
 def _of_row(
     options: config.Data, model: Decoder, tokens: np.ndarray, targets: np.ndarray
 ) -> list[np.ndarray]:
-    places = needle_places(options, tokens, targets)
+    places = *needle_places(options, tokens, targets), np.tri(len(tokens)) > 0
     return [of_maps(layer, *places) for layer in read(model, tokens)]
 
 
@@ -123,14 +135,16 @@ def needle_places(
     return answer, around & ~answer
 
 
-def of_maps(layer: Layer, answer: Places, context: Places) -> Float[np.ndarray, "M 3"]:
+def of_maps(
+    layer: Layer, answer: Places, context: Places, visible: Places
+) -> Float[np.ndarray, "M 3"]:
     """Means over heads of the map, of branches where there are two, and last of a
     uniform map: shares on answer, context and elsewhere."""
     maps = [layer.map[:, None]]
     if layer.lam is not None:
         maps.append(layer.branches)
     found = [on_places(shares(x), answer, context).mean(axis=0) for x in maps]
-    found.append(on_places(uniform(len(answer)), answer, context)[None])
+    found.append(on_places(uniform(visible), answer, context)[None])
     return np.concatenate(found)
 
 
@@ -148,15 +162,29 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 
 def answers(window: Window) -> Places:
-    """Whether the token at place s is the one that comes after row t, for s ≤ t."""
-    same = window.targets[:, None] == window.tokens[None]
-    return same & (np.tri(len(same)) > 0)
+    """Whether the token at place s is the one that row t is asked for.
+
+    Of a decoder, which is asked for the next one, for s ≤ t. Of an encoder for s ≠ t:
+    its own place shows the token that is asked for by chance, if at all.
+    """
+    tokens: Any = window.tokens
+    same = window.targets[:, None] == tokens[None]
+    if window.visible.all():
+        same &= ~np.eye(len(same), dtype=bool)
+    return same & window.visible
 
 
-def context(answer: Places, near: int = NEAR) -> Places:
-    """The `near` last tokens of every row, its own among them, without its answer."""
-    distance = np.arange(len(answer))[:, None] - np.arange(len(answer))[None]
-    return (distance >= 0) & (distance < near) & ~answer
+def context(answer: Places, visible: Places, near: int = NEAR) -> Places:
+    """The `near` last tokens of every row, its own among them, without its answer; of
+    an encoder those less than near/2 places away."""
+    distance = distances(visible)
+    return (distance < (near // 2 if visible.all() else near)) & ~answer
+
+
+def distances(visible: Places) -> Float[np.ndarray, "T T"]:
+    """How many places away each key is, ∞ where it is not visible."""
+    places = np.arange(len(visible))
+    return np.where(visible, np.abs(places[:, None] - places[None]), np.inf)
 
 
 def on_places(
@@ -175,11 +203,14 @@ def on_places(
 
 
 def self_share(trained: Trained, asked: Asked) -> Finding:
-    """What a row gives itself, by layer and head; the first row has no choice."""
+    """What a row gives itself, by layer and head, where it sees any other key."""
 
-    def measure(_: Window, layer: Layer) -> np.ndarray:
-        maps = np.concatenate([shares(layer.map), uniform(layer.map.shape[-1])[None]])
-        return np.diagonal(maps, axis1=-2, axis2=-1)[:, 1:].mean(axis=-1)
+    def measure(window: Window, layer: Layer) -> np.ndarray:
+        maps = np.concatenate([shares(layer.map), uniform(window.visible)[None]])
+        free = window.visible.sum(axis=-1) > 1
+        if not free.any():
+            return np.full(len(maps), np.nan)
+        return np.diagonal(maps, axis1=-2, axis2=-1)[:, free].mean(axis=-1)
 
     rows = []
     for layer, found in enumerate(mean_by_layer(trained, asked, measure)):
@@ -204,12 +235,16 @@ def self_share(trained: Trained, asked: Asked) -> Finding:
 def dilution(trained: Trained, asked: Asked) -> Finding:
     """How much of a row stays on its last w tokens: attention that is diluted, little.
 
-    Of rows that see at least 64 keys, or of the last row of a shorter window.
+    Of rows that see at least 64 keys, or of the last row of a shorter window. In an
+    encoder on the tokens less than w places away, before and after.
     """
+    if trained.options.model.patch:
+        text = ["dilution: none, the patches of an image do not follow each other"]
+        return Finding({"dilution": None}, text)
 
-    def measure(_: Window, layer: Layer) -> np.ndarray:
-        maps = np.concatenate([shares(layer.map), uniform(layer.map.shape[-1])[None]])
-        near = within(maps)
+    def measure(window: Window, layer: Layer) -> np.ndarray:
+        maps = np.concatenate([shares(layer.map), uniform(window.visible)[None]])
+        near = within(maps, window.visible)
         return np.stack([near[:-1].mean(axis=0), near[-1]])
 
     found = mean_by_layer(trained, asked, measure)
@@ -217,23 +252,22 @@ def dilution(trained: Trained, asked: Asked) -> Finding:
         {"layer": i, "within": dict(zip(map(str, WITHIN), x[0].tolist(), strict=True))}
         for i, x in enumerate(found)
     ]
-    columns = ("layer", *(f"last {w}" for w in WITHIN))
+    named, text = "last {}", "share of |A| on the last w tokens"
+    if not config.is_causal(trained.options.model):
+        named, text = "nearer than {}", "share of |A| on tokens less than w places away"
+    columns = ("layer", *(named.format(w) for w in WITHIN))
     cells = [(row["layer"], *row["within"].values()) for row in rows]
     cells.append(("uniform", *found[0][1].tolist()))
-    text = ["share of |A| on the last w tokens, the row's own among them"]
+    text = [f"{text}, the row's own among them"]
     return Finding({"dilution": rows}, text, (Table("dilution", columns, cells),))
 
 
-def within(shares: Shares) -> Float[np.ndarray, "*N w"]:
-    """Mean shares on the last 1, 4, 16 and 64 tokens."""
-    length = shares.shape[-1]
-    distance = np.arange(length)[:, None] - np.arange(length)[None]
-    first = min(max(WITHIN), length) - 1
-    found = [
-        np.where((distance >= 0) & (distance < w), shares, 0).sum(axis=-1)
-        for w in WITHIN
-    ]
-    return np.stack(found, axis=-1)[..., first:, :].mean(axis=-2)
+def within(shares: Shares, visible: Places) -> Float[np.ndarray, "*N w"]:
+    """Mean shares on visible tokens less than 1, 4, 16 and 64 places away."""
+    distance, seen = distances(visible), visible.sum(axis=-1)
+    rows = seen >= min(max(WITHIN), seen.max())
+    found = [np.where(distance < w, shares, 0).sum(axis=-1) for w in WITHIN]
+    return np.stack(found, axis=-1)[..., rows, :].mean(axis=-2)
 
 
 def number(x: float) -> float | None:

@@ -7,11 +7,16 @@ Cell = str | int | float | None
 
 
 class Table(NamedTuple):
-    """Rows of cells; a name that is also the name of its file."""
+    """Rows of cells; a name that is also the name of its file.
+
+    Attributes:
+        printed: False where the text of the finding has the numbers already.
+    """
 
     name: str
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Cell]]
+    printed: bool = True
 
 
 class Lines(NamedTuple):

@@ -20,7 +20,7 @@ BOUND = 0.25  # of softmax
 
 def gradients(trained: Trained, asked: Asked) -> Finding:
     """The size of ∂weight/∂score over all pairs: softmax, linear and cosine layers."""
-    names = [layer.mechanism for layer in attentions(trained.model())]
+    names = [layer.mechanism for layer in attentions(trained.any_model())]
     known = [name in ("softmax", "linear", "cosine") for name in names]
     left = sorted({name for name, yes in zip(names, known, strict=True) if not yes})
     text = ["|∂a/∂z| of a weight and its own score, over all pairs, heads, branches"]
@@ -32,10 +32,9 @@ def gradients(trained: Trained, asked: Asked) -> Finding:
         return Finding({"gradients": []}, text)
     slopes: dict[int, list[np.ndarray]] = {}
     for window in windows(trained, asked):
-        visible = np.tri(len(window.tokens)) > 0
         for index, layer in enumerate(window.layers):
             if known[index]:
-                found = np.abs(slope(layer)[..., visible]).ravel()
+                found = np.abs(slope(layer)[..., window.visible]).ravel()
                 slopes.setdefault(index, []).append(found)
     rows = []
     for index, parts in slopes.items():

@@ -2,6 +2,7 @@
 
 One way of reading for every mechanism: the map of a layer is what the layer itself
 makes of unit vectors as values. The model runs as it is, and its blocks are watched.
+The same for encoders: they read a row with its pads, which are then left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,25 +14,32 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange, repeat
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
-from symjax import attention
+from symjax import config
 from symjax.attention.features import PLAIN, UNIT
 from symjax.attention.rows import row_map
 from symjax.data.corpus import Corpus
+from symjax.data.examples import Generated
+from symjax.data.generated import NOTHING
+from symjax.data.masked import Masked
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.trained import Trained
 from symjax.layers import Attention, GatedBlock, UniversalBlock
+from symjax.layers.forms import form_of
 from symjax.models.build import Model
-from symjax.models.decoder import Decoder
+from symjax.models.encoder import Encoder
 
 WINDOWS = 4  # of held-out text that are read, unless --batches says fewer
 LONGEST = 512  # tokens of a window: a map has the square of them, in every head
 
+# The tokens of a row, below 0 where there are none, or an image.
+Inputs = Int[np.ndarray, "T"] | Float[np.ndarray, "height width channels"]
+
 
 class Layer(NamedTuple):
-    """What one layer does with one window of T tokens.
+    """What one layer does with one window of T tokens, those of an image its patches.
 
     P is 2 for the branches of a differential head, 1 otherwise. Heads that share keys
     or values each have their own here.
@@ -60,12 +68,19 @@ class Layer(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Held-out tokens, and what every layer does with them; targets below 0 are not
-    asked for."""
+    """What is held out, and what every layer does with it.
 
-    tokens: Int[np.ndarray, "T"]
+    Attributes:
+        tokens: those that exist; None of an image.
+        targets: below 0 where nothing is asked; of a classifier the label.
+        layers: what each does.
+        visible: the pairs that see each other: causal in a decoder, else all.
+    """
+
+    tokens: Int[np.ndarray, "T"] | None
     targets: Int[np.ndarray, "T"]
     layers: list[Layer]
+    visible: Bool[np.ndarray, "T T"]
 
 
 def windows(trained: Trained, asked: Asked) -> Iterator[Window]:
@@ -73,16 +88,83 @@ def windows(trained: Trained, asked: Asked) -> Iterator[Window]:
 
     Of a text at most 512 tokens each. 4 of them, or `--batches` if that is fewer.
     """
-    corpus, model = trained.corpus, trained.model()
-    length = trained.options.model.length
-    if isinstance(corpus, Corpus):
+    model = trained.any_model()
+    for row in tqdm(_chosen(trained, asked), "windows", leave=False, disable=None):
+        yield _window(model, *row)
+
+
+def _chosen(trained: Trained, asked: Asked) -> list[tuple[Inputs, np.ndarray]]:
+    """Inputs and targets of the rows to read."""
+    corpus, length = trained.corpus, trained.options.model.length
+    if not (isinstance(corpus, Generated) or trained.options.model.patch):
         length = min(length, LONGEST)
     count = min(asked.batches or WINDOWS, WINDOWS)
     chosen = [rows(0, 1) for rows in corpus.heldout_batches((1, length), count)]
-    if isinstance(corpus, Corpus) and len(chosen) > 1:  # the last may be filled up
-        chosen = [window for window in chosen if window[2].all()]
-    for tokens, targets, _ in tqdm(chosen, "windows", leave=False, disable=None):
-        yield Window(tokens[0], targets[0], read(model, tokens[0]))
+    if isinstance(corpus, Corpus | Masked) and len(chosen) > 1:
+        chosen = [rows for rows in chosen if _is_filled(*rows)]  # the last may not be
+    return [(inputs[0], targets[0]) for inputs, targets, _ in chosen]
+
+
+def _is_filled(inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> bool:
+    """Whether a row of text has neither pads nor tokens that stand in for pads."""
+    return bool((inputs >= 0).all() and (weights[targets >= 0] > 0).all())
+
+
+def _window(model: Model, inputs: Inputs, targets: np.ndarray) -> Window:
+    layers = read(model, inputs)
+    visible = all_pairs(len(layers[0].hidden), causal=not isinstance(model, Encoder))
+    there = inputs >= 0
+    if inputs.ndim > 1:
+        return Window(None, targets, layers, visible)
+    if len(targets) == len(inputs):
+        targets = targets[there]
+    return Window(inputs[there], targets, layers, visible)
+
+
+def all_pairs(count: int, *, causal: bool) -> Bool[np.ndarray, "T T"]:
+    """The pairs of so many tokens that see each other."""
+    pairs = np.ones((count, count), bool)
+    return np.tril(pairs) if causal else pairs
+
+
+def by_keys(
+    trained: Trained, asked: Asked, measure: Callable[[Layer], np.ndarray]
+) -> tuple[Int[np.ndarray, " n"], list[Float[np.ndarray, " n"]]]:
+    """How many keys rows see, and the mean of a measure of such rows in every layer.
+
+    Row t of a decoder sees t keys. All rows of an encoder see the same keys, so that
+    it reads the first 1, 2, 4, … tokens of its windows and all of them; images whole.
+
+    Args:
+        measure: of a layer, a number a row [T].
+    """
+    if config.is_causal(trained.options.model):
+        found = mean_by_layer(trained, asked, lambda _, layer: measure(layer))
+        return np.arange(1, len(found[0]) + 1), found
+    model, rows = trained.any_model(), _chosen(trained, asked)
+    if trained.options.model.patch:
+        cuts = {trained.options.model.length: rows}
+    else:
+        longest = max(int((inputs >= 0).sum()) for inputs, _ in rows)
+        sizes = [2**i for i in range(longest.bit_length()) if 2**i < longest]
+        cuts = {n: _first_tokens(rows, n) for n in (*sizes, longest)}
+    values = []  # [sizes, layers]
+    for some in tqdm(cuts.values(), "number of keys", leave=False, disable=None):
+        found = [[measure(x).mean() for x in read(model, row)] for row, _ in some]
+        values.append(np.mean(found, axis=0))
+    return np.array(list(cuts)), list(np.stack(values, axis=1))
+
+
+def _first_tokens(
+    rows: list[tuple[Inputs, np.ndarray]], count: int
+) -> list[tuple[Inputs, np.ndarray]]:
+    """The rows that have so many tokens, the others of them hidden."""
+    places = np.arange(len(rows[0][0]))
+    return [
+        (np.where(places < count, inputs, NOTHING), targets)
+        for inputs, targets in rows
+        if (inputs >= 0).sum() >= count
+    ]
 
 
 def mean_by_layer(
@@ -113,15 +195,34 @@ def attentions(model: Model) -> list[Attention | GatedBlock]:
     return found
 
 
-def read(model: Decoder, tokens: Int[np.ndarray, "T"]) -> list[Layer]:
-    """What every layer does with a window. Memory O(N T²) a layer."""
+def read(model: Model, inputs: Inputs) -> list[Layer]:
+    """What every layer does with a window. Memory O(N T²) a layer.
+
+    Pads are left out: no token sees them, and what they see is of no use.
+    """
     graph, weights = nnx.split(model)
-    found = _read(graph, weights, jnp.asarray(tokens)[None])
-    return jax.tree.map(lambda x: np.asarray(x[0], np.float32), found)
+    found = _read(graph, weights, jnp.asarray(inputs)[None])
+    layers = jax.tree.map(lambda x: np.asarray(x[0], np.float32), found)
+    if inputs.ndim > 1 or (inputs >= 0).all():
+        return layers
+    return [_without_pads(layer, inputs >= 0) for layer in layers]
+
+
+def _without_pads(layer: Layer, there: Bool[np.ndarray, "T"]) -> Layer:
+    def kept(x: np.ndarray | None, *axes: int) -> Any:
+        for axis in axes if x is not None else ():
+            x = np.compress(there, x, axis=axis)
+        return x
+
+    pairs = ("scores", "products", "branches", "map")
+    found = {name: kept(getattr(layer, name), -2, -1) for name in pairs}
+    found |= {name: kept(getattr(layer, name), -2) for name in ("query", "key")}
+    value, hidden = kept(layer.value, -2), kept(layer.hidden, 0)
+    return layer._replace(value=value, hidden=hidden, lam=kept(layer.lam, 0), **found)
 
 
 @partial(jax.jit, static_argnums=0)
-def _read(graph: nnx.GraphDef, weights: Any, tokens: Array) -> list[Layer]:
+def _read(graph: nnx.GraphDef, weights: Any, inputs: Array) -> list[Layer]:
     model, found = nnx.merge(graph, weights), []
     model.remat, model.period = "none", 0  # one block after another
     watched = []
@@ -134,7 +235,7 @@ def _read(graph: nnx.GraphDef, weights: Any, tokens: Array) -> list[Layer]:
         else:
             watched.append(_Watched(block, found))
     model.blocks = nnx.static(watched)
-    model(tokens)
+    model(inputs)
     return found
 
 
@@ -144,20 +245,22 @@ class _Watched:
     def __init__(self, block: Any, found: list[Layer]):
         self.block, self.found = block, found
 
-    def __call__(self, x: Array, **options: Any) -> Array:
-        hidden = self.block(x, **options)
+    def __call__(self, x: Array, present: Array | None = None, **options: Any) -> Array:
+        hidden = self.block(x, present, **options)
         if isinstance(self.block, GatedBlock):
             layer, y = self.block, self.block.norm(x)
         else:
             layer, y = self.block.attention, self.block.attention_norm(x)
-        self.found.append(_layer(layer, y, hidden))
+        self.found.append(_layer(layer, y, present, hidden))
         return hidden
 
 
-def _layer(layer: Any, x: Array, hidden: Array) -> Layer:
+def _layer(layer: Any, x: Array, present: Array | None, hidden: Array) -> Layer:
     """What an `Attention` or a `GatedBlock` makes of x."""
     positions = jnp.arange(x.shape[1])[None]
     arrays = layer.arrays(x, positions)
+    if present is not None:
+        arrays["mask"] = (present[:, None, None], "B")
     query, key = arrays["query"][0], arrays["key"][0]
     kind, lam = "none", None
     if isinstance(layer, Attention):
@@ -228,7 +331,7 @@ def _map(layer: Attention | GatedBlock, arrays: dict[str, Any]) -> Array:
 def _has_scores(layer: Attention | GatedBlock) -> bool:
     if isinstance(layer, GatedBlock):
         return layer.mechanism == "gau"
-    return attention.MECHANISMS[layer.mechanism].row_weights is not None
+    return form_of(layer.mechanism).row_weights is not None
 
 
 def _scores(layer: Any, arrays: dict[str, Any]) -> Array:
@@ -241,7 +344,9 @@ def _scores(layer: Any, arrays: dict[str, Any]) -> Array:
         shape = (*query.shape[:2], query.shape[2] // 2)
         options["lam"] = jnp.broadcast_to(arrays["lam"][0], shape)
         options["shared_keys"] = layer.differential == "v2"
-    return row_map(_itself, query, key, is_causal=True, **options)
+    if "mask" in arrays:
+        options["mask"] = arrays["mask"][0]
+    return row_map(_itself, query, key, is_causal=layer.causal, **options)
 
 
 def _products(
@@ -254,7 +359,8 @@ def _products(
         maps = PLAIN[dict(layer.options).get("features", "elu")]
     query = _each_head(maps.query(arrays["query"][0], None).weights(), heads, kind)
     key = _each_head(maps.key(arrays["key"][0], None).weights(), heads, kind)
-    return jnp.tril(jnp.einsum("bnpth,bnpsh->bnpts", query, key))
+    products = jnp.einsum("bnpth,bnpsh->bnpts", query, key)
+    return jnp.tril(products) if layer.causal else products
 
 
 def _itself(scores: Array, visible: Array | None) -> Array:

@@ -1,4 +1,4 @@
-"""How well a language model predicts text: three numbers, never mixed up.
+"""How well a model predicts what it is asked for: three numbers, never mixed up.
 
 The loss on held-out text; on training text in evaluation mode, the same way; and on
 training text in training mode, with dropout. The last two say how much was memorised.
@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from tqdm import tqdm
 
 from symjax.data.batches import Rows, Shape
 from symjax.data.corpus import Corpus
 from symjax.evaluation.asked import Asked
-from symjax.evaluation.finding import Finding
+from symjax.evaluation.finding import Finding, Table
 from symjax.evaluation.trained import Trained
-from symjax.training.measure import means
+from symjax.training.measure import Means, means
 
 
 def loss(trained: Trained, asked: Asked) -> Finding:
@@ -52,11 +53,25 @@ def loss(trained: Trained, asked: Asked) -> Finding:
         f"training text, training mode     {train['loss']:.4f} nats/{unit}",
         f"training text, evaluation mode   {train['loss_eval_mode']:.4f} nats/{unit}",
     ]
-    return Finding(found, lines)
+    return Finding(found, lines, (_table(heldout, train),))
+
+
+def _table(heldout: dict[str, Any], train: dict[str, float]) -> Table:
+    """The numbers of the text once more, for CSV."""
+    parts = ("loss", "perplexity", "bits_per_byte", "accuracy")
+    known = [name for name in parts if name in heldout]
+    rest = (None,) * (len(known) - 1)
+    rows = [
+        ("held-out", *(heldout[name] for name in known)),
+        ("training text, training mode", train["loss"], *rest),
+        ("training text, evaluation mode", train["loss_eval_mode"], *rest),
+    ]
+    return Table("loss", ("of", *known), rows, printed=False)
 
 
 def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
-    """Held-out and training losses, in nats a token, or an answer.
+    """Held-out and training losses, in nats a token, an answer or a label; and how
+    many of the answers, labels or hidden tokens that are held out are right.
 
     Args:
         batches: of held-out text; None is all of it. As many batches of training text
@@ -67,7 +82,12 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
     total = corpus.heldout_count(shape)
     count = min(batches or total, total)
     weights = (trained.program, trained.params, trained.constants, shape)
-    value, accuracy = means(*weights, corpus.heldout_batches(shape, count))
+
+    def over(name: str, rows: Iterator[Rows], key: jax.Array | None = None) -> Means:
+        bar = tqdm(rows, name, count, leave=False, disable=None)
+        return means(*weights, bar, key)
+
+    value, accuracy = over("held-out", corpus.heldout_batches(shape, count))
     heldout: dict[str, Any] = {
         "loss": value,
         "perplexity": math.exp(value) if value < 700 else math.inf,
@@ -79,14 +99,13 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
         heldout["ngrams"] = dict(corpus.references)
     else:
         heldout["references"] = dict(corpus.references)
-    if trained.options.model.classes:
         heldout["accuracy"] = accuracy
     key = jax.random.key(0)
     return {
         "heldout": heldout,
         "train": {
-            "loss": means(*weights, _training(trained, shape, count), key).loss,
-            "loss_eval_mode": means(*weights, _training(trained, shape, count)).loss,
+            "loss": over("dropout", _training(trained, shape, count), key).loss,
+            "loss_eval_mode": over("training", _training(trained, shape, count)).loss,
         },
     }
 

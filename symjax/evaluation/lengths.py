@@ -14,11 +14,12 @@ from tqdm import tqdm
 from symjax import attention, config
 from symjax.data.corpus import Corpus
 from symjax.data.examples import Examples
+from symjax.data.masked import Masked
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.averaging import averages, averaging_table
 from symjax.evaluation.finding import Cell, Finding, Lines, Table
 from symjax.evaluation.trained import Trained
-from symjax.models.decoder import Decoder
+from symjax.models.build import Model, build
 from symjax.training.step import cross_entropy
 
 FACTORS = (1, 2, 4, 8)
@@ -27,7 +28,10 @@ POINTS = 64  # of a curve over places
 
 
 class ByPlace(NamedTuple):
-    """Means over rows at every place of the window; weight 0 where nothing is asked."""
+    """Means over rows at every place of the window; weight 0 where nothing is asked.
+
+    Of a classifier at one place, that of its label.
+    """
 
     loss: Float[np.ndarray, "T"]
     accuracy: Float[np.ndarray, "T"]
@@ -46,9 +50,13 @@ def length(trained: Trained, asked: Asked) -> Finding:
     """Loss and accuracy at 1, 2, 4 and 8 times the length of training.
 
     With log-n scaling off, at evaluation only (its base the length of training), and
-    as trained; and a case where it should hurt.
+    as trained; and a case where it should hurt. A classifier reads longer pieces of
+    its texts, as far as there are any.
     """
     model = trained.options.model
+    if model.patch:
+        text = f"length: none, images have {model.length} patches each"
+        return Finding({"length": None}, [text])
     text, factors = [], FACTORS
     if model.positions == "learned":
         factors = (1,)
@@ -67,9 +75,9 @@ def length(trained: Trained, asked: Asked) -> Finding:
     text += [f"{name}: {meaning}" for name, (_, meaning) in options.items()]
     runs = [(x, name) for x in enough for name in options]
     for factor, name in tqdm(runs, "lengths", leave=False, disable=None):
-        decoder = merged(trained, options[name][0])
+        changed = merged(trained, options[name][0])
         tokens = factor * model.length
-        places = by_place(trained, decoder, tokens, asked.batches or BATCHES, factor)
+        places = by_place(trained, changed, tokens, asked.batches or BATCHES, factor)
         loss, accuracy = places.mean()
         last = places.mean(tokens - model.length)[0]
         row = {"loss": loss, "accuracy": accuracy, "last": last}
@@ -77,6 +85,8 @@ def length(trained: Trained, asked: Asked) -> Finding:
         cells.append((tokens, name, *row.values()))
         series[name] = curve(places)  # the longest stays
     columns = ("tokens", "log-n", "loss", "accuracy", f"loss of last {model.length}")
+    unit = f"nats/{trained.corpus.unit}"
+    text.append(f"losses in {unit}")
     tables = [Table("length", columns, cells)]
     base = max(2, model.length)
     average = averages([x * base for x in FACTORS], base, asked.seed)
@@ -90,19 +100,21 @@ def length(trained: Trained, asked: Asked) -> Finding:
         name: ([int(n) for n in found], [row[name]["loss"] for row in found.values()])
         for name in options
     }
-    figures = (
-        Lines("length", "tokens in the window", "nats a token", by_length, log_x=True),
-        Lines("length_by_place", "place", "nats a token", series, log_x=True),
-    )
+    figures = [Lines("length", "tokens in the window", unit, by_length, log_x=True)]
+    if not model.classes:
+        figures.append(Lines("length_by_place", "place", unit, series, log_x=True))
     values = {"length": found, "averaging": average}
-    return Finding(values, text, tuple(tables), figures if found else ())
+    return Finding(values, text, tuple(tables), tuple(figures) if found else ())
 
 
 def position(trained: Trained, asked: Asked) -> Finding:
     """Held-out loss by place in a window as long as those of training."""
-    model = trained.options.model
+    model, unit = trained.options.model, f"nats/{trained.corpus.unit}"
+    if model.classes:
+        text = "position: none, a label stands at no place of the window"
+        return Finding({"position": None}, [text])
     batches = asked.batches or 4 * BATCHES
-    places = by_place(trained, trained.model(), model.length, batches)
+    places = by_place(trained, trained.any_model(), model.length, batches)
     edges = [2**i for i in range(30) if 2**i < model.length]
     rows = []
     for start, stop in zip([0, *edges], [*edges, model.length], strict=True):
@@ -112,13 +124,13 @@ def position(trained: Trained, asked: Asked) -> Finding:
     lines = Lines(
         "position",
         "place",
-        "nats a token",
+        unit,
         {"held-out loss": curve(places)},
         log_x=True,
     )
     return Finding(
         {"position": rows},
-        [f"held-out loss by place in a window of {model.length}, in nats a token"],
+        [f"held-out loss by place in a window of {model.length}, in {unit}"],
         (Table("position", ("from", "to", "loss"), cells),),
         (lines,),
     )
@@ -146,24 +158,26 @@ def variants(model: config.Model) -> dict[str, tuple[config.Model, str]]:
     return found | {"off": (model, "no log-n scaling, as trained")}
 
 
-def merged(trained: Trained, model: config.Model) -> Decoder:
+def merged(trained: Trained, model: config.Model) -> Model:
     """The trained weights under other options that do not change their shapes."""
-    like = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(jax.random.key(0))))
+    like = nnx.eval_shape(lambda: build(model, rngs=nnx.Rngs(jax.random.key(0))))
     return nnx.merge(nnx.graphdef(like), trained.params, trained.constants)
 
 
 def by_place(
-    trained: Trained, model: Decoder, tokens: int, batches: int, factor: int = 1
+    trained: Trained, model: Model, tokens: int, batches: int, factor: int = 1
 ) -> ByPlace:
     """Loss and accuracy at every place of held-out windows of `tokens` tokens.
 
     Args:
         batches: as many as have these tokens at the length of training; `factor` times
-            longer rows are as many fewer.
+            longer rows are as many fewer, unless every row has one label.
     """
-    rows = max(1, trained.options.batch_size // factor)
+    rows, classes = trained.options.batch_size, trained.options.model.classes
+    if not classes:
+        rows = max(1, rows // factor)
     graph, weights = nnx.split(model)
-    sums = np.zeros((3, tokens))
+    sums = np.zeros((3, 1 if classes else tokens))
     for chosen in trained.corpus.heldout_batches((rows, tokens), batches):
         inputs, targets, weight = chosen(0, rows)
         loss, right = map(np.asarray, _scored(graph, weights, inputs, targets))
@@ -186,6 +200,8 @@ def _scored(
 
 def _has(examples: Examples, tokens: int) -> bool:
     """Whether there is a held-out window of so many tokens."""
+    if isinstance(examples, Masked):
+        examples = examples.corpus
     return not isinstance(examples, Corpus) or len(examples.heldout) > tokens
 
 

@@ -1,56 +1,86 @@
-"""What attention looks like: the maps of one sentence."""
+"""What attention looks like: the maps of one sentence, or of one image."""
 
 import numpy as np
 
+from symjax import config
 from symjax.data.corpus import Corpus
+from symjax.data.labelled import Labelled
+from symjax.data.masked import Masked
+from symjax.data.tokens import Tokenizer
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Grid
-from symjax.evaluation.inside import read
+from symjax.evaluation.inside import Inputs, read
 from symjax.evaluation.trained import Trained
 
 SENTENCE = 48  # tokens at most: more cannot be read from a figure
+HIDDEN = "[mask]"
 
 
 def maps(trained: Trained, asked: Asked) -> Finding:
-    """A picture of every layer's map of the prompt, or of the first held-out tokens.
+    """A picture of every layer's map of the prompt, or of what is held out first.
 
-    Means over heads; of differential layers also those of the two branches.
+    Means over heads; of differential layers also those of the two branches. The tokens
+    of an image are patches, named by row and column.
 
     Raises:
         ValueError: the prompt is empty, or has unknown characters.
     """
-    ids, labels = _sentence(trained, asked.prompt)
+    inputs, labels = _sentence(trained, asked.prompt)
+    causal = config.is_causal(trained.options.model)
     figures = []
-    for index, layer in enumerate(read(trained.model(), ids)):
+    for index, layer in enumerate(read(trained.any_model(), inputs)):
         pictures = {"": layer.map.mean(axis=0)}
         if layer.lam is not None:
             first, second = layer.branches.mean(axis=0)
             pictures |= {"_branch_1": first, "_branch_2": second}
         for name, picture in pictures.items():
-            seen = [row[: t + 1].tolist() for t, row in enumerate(picture)]
-            values = [row + [None] * (len(ids) - len(row)) for row in seen]
+            seen = [row[: t + 1 if causal else None] for t, row in enumerate(picture)]
+            values = [row.tolist() + [None] * (len(labels) - len(row)) for row in seen]
             title = f"map_{index}{name}"
             figures.append(Grid(title, "key", "query", labels, labels, values))
+    patches = trained.options.model.patch > 0
+    what = "patches (row, column)" if patches else f"tokens, {' '.join(labels)!r}"
     text = [
-        f"maps of {len(ids)} tokens, {' '.join(labels)!r}:",
+        f"maps of {len(labels)} {what}:",
         f"{len(figures)} figures for --out and --report",
     ]
+    if asked.prompt is not None and _tokenizer(trained) is None:
+        text.append("of what is held out: the model reads no text, and no --prompt")
     return Finding({}, text, (), tuple(figures))
 
 
-def _sentence(trained: Trained, prompt: str | None) -> tuple[np.ndarray, list[str]]:
-    """The tokens to read, and what they are called in a figure."""
-    corpus, length = trained.corpus, trained.options.model.length
-    if not isinstance(corpus, Corpus):
-        (ids,), *_ = next(corpus.heldout_batches((1, length), 1))(0, 1)
+def _sentence(trained: Trained, prompt: str | None) -> tuple[Inputs, list[str]]:
+    """What to read, and what its tokens are called in a figure."""
+    model, tokenizer = trained.options.model, _tokenizer(trained)
+    longest = min(SENTENCE, model.length)
+    if prompt is not None and tokenizer is not None:
+        ids = tokenizer.encode(prompt)[:longest]
+        if not len(ids):
+            raise ValueError("--prompt is empty: give text to look at")
+    else:
+        rows = next(trained.corpus.heldout_batches((1, model.length), 1))
+        ids = rows(0, 1)[0][0]
+    if model.patch:
+        rows, columns = (size // model.patch for size in model.image[:2])
+        return ids, [f"{y},{x}" for y in range(rows) for x in range(columns)]
+    if tokenizer is None:
         return ids, [str(x) for x in ids]
-    ids = corpus.heldout[: min(SENTENCE, length)]
-    if prompt is not None:
-        ids = corpus.tokenizer.encode(prompt)[: min(SENTENCE, length)]
-    if not len(ids):
-        raise ValueError("--prompt is empty: give text to look at")
-    single = (corpus.tokenizer.decode(ids[i : i + 1]) for i in range(len(ids)))
-    return ids, list(map(_shown, single))
+    ids = ids[ids >= 0][:longest]
+    single = (tokenizer.decode(ids[i : i + 1]) for i in range(len(ids)))
+    labels = list(map(_shown, single))
+    for place in np.flatnonzero(ids == tokenizer.vocabulary):
+        labels[place] = HIDDEN
+    return ids, labels
+
+
+def _tokenizer(trained: Trained) -> Tokenizer | None:
+    """Of the text that the model has learned; None: it has not learned any."""
+    corpus = trained.corpus
+    if isinstance(corpus, Masked):
+        corpus = corpus.corpus
+    if isinstance(corpus, Labelled) and corpus.image:
+        return None
+    return corpus.tokenizer if isinstance(corpus, Corpus | Labelled) else None
 
 
 def _shown(token: str) -> str:

@@ -18,13 +18,12 @@ def outliers(trained: Trained, asked: Asked) -> Finding:
     """The top-1, 2, 3, 10, 100 and the median of |logit| and |hidden|, by layer."""
     sizes: dict[tuple[str, int], list[np.ndarray]] = {}
     for window in windows(trained, asked):
-        visible = np.tri(len(window.tokens)) > 0
         for index, layer in enumerate(window.layers):
             hidden = sizes.setdefault(("hidden", index), [])
             hidden.append(np.abs(layer.hidden).ravel())
             if layer.scores is not None:
                 logits = sizes.setdefault(("logit", index), [])
-                logits.append(np.abs(layer.scores[..., visible]).ravel())
+                logits.append(np.abs(layer.scores[..., window.visible]).ravel())
     found: dict[str, list[dict[str, Cell]]] = {"logit": [], "hidden": []}
     for (name, index), parts in sorted(sizes.items()):
         found[name].append({"layer": index, **largest(np.concatenate(parts))})

@@ -39,16 +39,17 @@ def rank(trained: Trained, asked: Asked) -> Finding:
     """Ranks of products of queries and keys, of maps and of differential maps.
 
     Means over heads and windows. Each head's matrix is of one window, not masked for
-    products, causal for maps.
+    products; maps of a decoder are causal.
     """
     kinds = [
         PRODUCTS[layer.symmetric if isinstance(layer, Attention) else "none"]
-        for layer in attentions(trained.model())
+        for layer in attentions(trained.any_model())
     ]
     found: dict[tuple[int, str], list[np.ndarray]] = {}
-    length = 0
+    lengths = set()
     for window in windows(trained, asked):
-        length = len(window.tokens)
+        length = len(window.visible)
+        lengths.add(length)
         for index, layer in enumerate(window.layers):
             for name, values in singular_values(layer, kinds[index]).items():
                 own = np.stack(ranks(values, length)).reshape(len(Ranks._fields), -1)
@@ -66,7 +67,8 @@ def rank(trained: Trained, asked: Asked) -> Finding:
         x.append(row["layer"])
         y.append(row["effective"])
     lines = Lines("rank", "layer", "effective rank", series)
-    text = [f"ranks of matrices of {length} tokens, the mean over heads and windows"]
+    sizes = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+    text = [f"ranks of matrices of {sizes} tokens, the mean over heads and windows"]
     return Finding({"rank": rows}, text, (table,), (lines,))
 
 

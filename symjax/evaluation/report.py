@@ -30,7 +30,7 @@ def to_json(about: dict[str, Any], findings: Mapping[str, Finding]) -> str:
 
 def to_text(finding: Finding) -> str:
     """A finding as a page for people."""
-    parts = ["\n".join(finding.text), *map(_aligned, finding.tables)]
+    parts = ["\n".join(finding.text), *map(_aligned, _printed(finding))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -56,7 +56,7 @@ def to_html(title: str, findings: Mapping[str, Finding]) -> str:
         parts.append(f"<h2>{html.escape(name)}</h2>")
         if finding.text:
             parts.append(f"<pre>{html.escape(chr(10).join(finding.text))}</pre>")
-        parts += map(_html_table, finding.tables)
+        parts += map(_html_table, _printed(finding))
         for figure in finding.figures:
             image = base64.b64encode(png(figure)).decode()
             source = f"data:image/png;base64,{image}"
@@ -129,6 +129,10 @@ def write(content: bytes, path: Path, flag: str) -> None:
             os.replace(whole, path)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
+
+
+def _printed(finding: Finding) -> list[Table]:
+    return [table for table in finding.tables if table.printed]
 
 
 def _finite(value: Any) -> Any:

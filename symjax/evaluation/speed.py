@@ -21,10 +21,10 @@ from symjax import config
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Cell, Finding, Lines, Table
 from symjax.evaluation.trained import Trained
-from symjax.models.decoder import Decoder
+from symjax.models.build import build
 from symjax.training.sharding import make_mesh
 from symjax.training.starting import compiled_step
-from symjax.training.step import compile_program
+from symjax.training.step import batch_like, compile_program
 
 LENGTHS = tuple(2**i for i in range(7, 12))
 ROUNDS = 5
@@ -45,7 +45,7 @@ def speed(trained: Trained, asked: Asked) -> Finding:
     """Tokens a second and memory by length: prefill, a training step, decoding.
 
     One row of tokens; decoding with a full context. Ratios to softmax are medians of
-    those of rounds.
+    those of rounds. An encoder is not decoded: it says no next token.
     """
     options = trained.options
     name = named(options.model)
@@ -67,6 +67,10 @@ def speed(trained: Trained, asked: Asked) -> Finding:
         f"on {jax.devices()[0].device_kind}",
         *text,
     ]
+    if not config.is_causal(options.model):
+        text.insert(1, "decoding: none, an encoder reads whole rows and writes nothing")
+    if options.model.patch:
+        text.insert(1, "the tokens are patches, of images one patch high")
     measured = ("tokens/s", "of softmax", "MiB", "MiB of softmax")
     columns = ("work", "tokens", *measured)
     return Finding({}, text, (Table("speed", columns, cells),), _figures(cells))
@@ -88,14 +92,18 @@ def named(model: config.Model) -> str:
 
 
 def compare(options: config.Config, length: int) -> list[tuple[Cell, ...]]:
-    """(work, length, tokens/s, ratio, MiB, ratio) of prefill, training and decoding.
+    """(work, length, tokens/s, ratio, MiB, ratio) of prefill, training and, unless it
+    is an encoder, decoding.
 
     Raises:
         ValueError: a training step needs more memory than there is.
     """
     models = [sized(options.model, length), softmax(sized(options.model, length))]
     cells: list[tuple[Cell, ...]] = []
-    for work in (prefill, training, decoding):
+    works = [prefill, training]
+    if config.is_causal(options.model):
+        works.append(decoding)
+    for work in works:
         one, other = (
             work(dataclasses.replace(options, model=model), length) for model in models
         )
@@ -108,7 +116,11 @@ def compare(options: config.Config, length: int) -> list[tuple[Cell, ...]]:
 
 
 def sized(model: config.Model, length: int) -> config.Model:
-    return dataclasses.replace(model, length=length)
+    """A model of so many tokens; of an image, of so many patches side by side."""
+    image = model.image
+    if model.patch:
+        image = (model.patch, model.patch * length, image[2])
+    return dataclasses.replace(model, length=length, image=image)
 
 
 def softmax(model: config.Model) -> config.Model:
@@ -131,10 +143,10 @@ def in_turns(*jobs: Callable[[], Any]) -> np.ndarray:
 def prefill(options: config.Config, length: int) -> Job:
     """The scores of a whole text."""
     graph, weights = _new(options)
-    tokens = _tokens(length)
-    run = jax.jit(lambda weights, tokens: nnx.merge(graph, weights)(tokens))
-    compiled = run.lower(weights, tokens).compile()
-    return Job(partial(compiled, weights, tokens), length, _memory(compiled))
+    inputs, _ = _row(options.model, length)
+    run = jax.jit(lambda weights, inputs: nnx.merge(graph, weights)(inputs))
+    compiled = run.lower(weights, inputs).compile()
+    return Job(partial(compiled, weights, inputs), length, _memory(compiled))
 
 
 def training(options: config.Config, length: int) -> Job:
@@ -143,7 +155,8 @@ def training(options: config.Config, length: int) -> Job:
     options = dataclasses.replace(options, batch_size=1, optimizer=optimizer)
     program = compile_program(options, make_mesh(config.Mesh(data=1)))
     compiled = compiled_step(program, (1, length))
-    rows = program.place((1, length), lambda *_: [np.asarray(_tokens(length))] * 2)
+    row = list(map(np.asarray, _row(options.model, length)))
+    rows = program.place((1, length), lambda *_: row)
     key = jax.random.key(0)
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(0)
@@ -174,17 +187,18 @@ def decoding(options: config.Config, length: int) -> Job:
 
         return jax.lax.scan(step, memory, tokens)[1]
 
-    given = weights, memory, _tokens(steps)[0]
+    given = weights, memory, jnp.zeros(steps, jnp.int32)
     compiled = jax.jit(write).lower(*given).compile()
     return Job(partial(compiled, *given), steps, _memory(compiled))
 
 
 def _new(options: config.Config) -> tuple[nnx.GraphDef, Any]:
-    return nnx.split(Decoder(options.model, rngs=nnx.Rngs(0)))
+    return nnx.split(build(options.model, rngs=nnx.Rngs(0)))
 
 
-def _tokens(count: int) -> jax.Array:
-    return jnp.zeros((1, count), jnp.int32)
+def _row(model: config.Model, length: int) -> list[jax.Array]:
+    """Inputs and targets of one row: time does not depend on what they are."""
+    return [jnp.zeros(x.shape, x.dtype) for x in batch_like(model, (1, length))]
 
 
 def _memory(compiled: jax.stages.Compiled) -> float:

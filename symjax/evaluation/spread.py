@@ -1,29 +1,48 @@
 """How many keys a row of attention is spread over: its entropy, and its support."""
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
+from symjax import config
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.attended import Shares, shares
 from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import Layer, Window, attentions, mean_by_layer
+from symjax.evaluation.inside import (
+    Layer,
+    Window,
+    attentions,
+    by_keys,
+    mean_by_layer,
+)
 from symjax.evaluation.trained import Trained
 
 SPARSE = ("sparsemax", "entmax15", "gau")  # with weights that are exactly zero
 
 
 def entropy(trained: Trained, asked: Asked) -> Finding:
-    """The entropy of rows by the number of keys they see, beside ln n."""
-    found = mean_by_layer(
-        trained, asked, lambda _, layer: entropies(shares(layer.map)).mean(axis=0)
+    """The entropy of rows by the number of keys they see, beside ln n.
+
+    Row t of a decoder sees t keys; all rows of an encoder see the same, those of
+    windows that are cut: see `by_keys`.
+    """
+    counts, found = by_keys(
+        trained, asked, lambda layer: entropies(shares(layer.map)).mean(axis=0)
     )
-    counts = np.arange(1, len(found[0]) + 1)
-    shown = [n for n in 2 ** np.arange(20) if n <= len(counts)]
+    shown = [n for n in 2 ** np.arange(20) if n in counts]
+    text = [
+        "entropy of rows of |A| that see n keys, in nats; slope is dH/d ln n, n ≥ 16"
+    ]
+    if not config.is_causal(trained.options.model):
+        shown = counts.tolist()
+        cut = "windows are cut to their first n tokens"
+        if trained.options.model.patch:
+            cut = "an image is read whole"
+        text.append(f"no causal mask: every row sees all keys that exist; {cut}")
     rows = [
         {
             "layer": layer,
-            "entropy": {str(n): float(x[n - 1]) for n in shown},
-            "slope": slope(x),
+            "entropy": {str(n): float(x[counts == n][0]) for n in shown},
+            "slope": slope(counts, x),
         }
         for layer, x in enumerate(found)
     ]
@@ -34,7 +53,7 @@ def entropy(trained: Trained, asked: Asked) -> Finding:
     series["uniform: ln n"] = (counts.tolist(), np.log(counts).tolist())
     return Finding(
         {"entropy": rows},
-        ["entropy of rows of |A| that see n keys, in nats; slope is dH/d ln n, n ≥ 16"],
+        text,
         (Table("entropy", columns, cells),),
         (Lines("entropy", "keys a row sees", "nats", series, log_x=True),),
     )
@@ -46,9 +65,12 @@ def entropies(shares: Shares) -> Float[np.ndarray, "*N T"]:
     return -(shares * logarithms).sum(axis=-1)
 
 
-def slope(entropy: Float[np.ndarray, "T"], shortest: int = 16) -> float | None:
+def slope(
+    counts: Int[np.ndarray, " n"],
+    entropy: Float[np.ndarray, " n"],
+    shortest: int = 16,
+) -> float | None:
     """dH/d ln n by least squares over rows that see at least `shortest` keys."""
-    counts = np.arange(1, len(entropy) + 1)
     long = counts >= shortest
     if long.sum() < 2:
         return None
@@ -57,24 +79,27 @@ def slope(entropy: Float[np.ndarray, "T"], shortest: int = 16) -> float | None:
 
 def support(trained: Trained, asked: Asked) -> Finding:
     """How many keys have a weight, of those a row sees, in layers with sparse maps."""
-    mechanisms = [layer.mechanism for layer in attentions(trained.model())]
+    mechanisms = [layer.mechanism for layer in attentions(trained.any_model())]
     sparse = [i for i, name in enumerate(mechanisms) if name in SPARSE]
     if not sparse:
         known = ", ".join(sorted(set(mechanisms)))
         return Finding({"support": []}, [f"support: {known} is not sparse"])
 
-    def measure(_: Window, layer: Layer) -> np.ndarray:
+    def weighted(layer: Layer) -> np.ndarray:
         return (layer.map != 0).sum(axis=-1).mean(axis=0)
 
+    def measure(window: Window, layer: Layer) -> np.ndarray:
+        keys = weighted(layer)
+        return np.array([keys.mean(), (keys / window.visible.sum(axis=-1)).mean()])
+
     rows, series = [], {}
-    found = mean_by_layer(trained, asked, measure)
+    whole = mean_by_layer(trained, asked, measure)
+    counts, found = by_keys(trained, asked, weighted)
     for index in sparse:
-        keys = found[index]
-        seen = np.arange(1, len(keys) + 1)
+        keys, share = whole[index].tolist()
         row = {"layer": index, "mechanism": mechanisms[index]}
-        row |= {"keys": float(keys.mean()), "share": float((keys / seen).mean())}
-        rows.append(row)
-        series[f"layer {index}"] = seen.tolist(), keys.tolist()
+        rows.append(row | {"keys": keys, "share": share})
+        series[f"layer {index}"] = counts.tolist(), found[index].tolist()
     columns = ("layer", "mechanism", "keys with a weight", "share of those seen")
     table = Table("support", columns, [tuple(row.values()) for row in rows])
     lines = Lines("support", "keys a row sees", "keys with a weight", series)

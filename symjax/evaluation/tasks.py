@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from symjax import config
 from symjax.evaluation import answers
 from symjax.evaluation.analysis import lambdas
 from symjax.evaluation.approximation import approximation
@@ -28,24 +29,25 @@ from symjax.evaluation.trained import Trained
 class Task(NamedTuple):
     measure: Callable[[Trained, Asked], Finding]
     meaning: str
-    encoders: bool = False  # have an answer too
+    encoders: bool = True  # have an answer too: it needs no next token
 
 
 TASKS = {
     "loss": Task(
         loss,
         "held-out loss, and that of training text with and without dropout",
-        encoders=True,
     ),
-    "lambda": Task(
-        lambdas, "λ of every differential layer, now and by step", encoders=True
+    "lambda": Task(lambdas, "λ of every differential layer, now and by step"),
+    "mqar": Task(answers.mqar, "recall by number of pairs (data.source=mqar)", False),
+    "needle": Task(
+        answers.needle, "retrieval by depth, length and number of needles", False
     ),
-    "mqar": Task(answers.mqar, "recall by number of pairs (data.source=mqar)"),
-    "needle": Task(answers.needle, "retrieval by depth, length and number of needles"),
-    "copy": Task(answers.copy, "copying by place (data.source=copy)"),
-    "listops": Task(answers.listops, "nested lists by depth (data.source=listops)"),
-    "order": Task(order, "accuracy over the orders of in-context examples"),
-    "sample": Task(sample, "what the model writes after a prompt"),
+    "copy": Task(answers.copy, "copying by place (data.source=copy)", False),
+    "listops": Task(
+        answers.listops, "nested lists by depth (data.source=listops)", False
+    ),
+    "order": Task(order, "accuracy over the orders of in-context examples", False),
+    "sample": Task(sample, "what the model writes after a prompt", False),
     "length": Task(length, "loss at 1, 2, 4, 8 times the length, log-n off and on"),
     "position": Task(position, "held-out loss by place in the window"),
     "noise": Task(noise, "attention on the answer, on the context, and elsewhere"),
@@ -59,9 +61,7 @@ TASKS = {
     "approximation": Task(approximation, "errors of features against exact softmax"),
     "gradients": Task(gradients, "how strongly a weight answers to its score"),
     "speed": Task(speed, "reading, training and writing against softmax, by length"),
-    "dimension": Task(
-        dimension, "the 8 ln n rule for the size of heads", encoders=True
-    ),
+    "dimension": Task(dimension, "the 8 ln n rule for the size of heads"),
 }
 USUAL = "sample,loss,lambda"
 
@@ -84,10 +84,10 @@ def named(text: str) -> tuple[str, ...]:
 
 
 def measure(name: str, trained: Trained, asked: Asked) -> Finding:
-    """What a task finds; nothing where it is about models that read one way."""
+    """What a task finds; nothing of an encoder where the next token is asked."""
     task = TASKS[name]
-    if trained.options.model.kind == "encoder" and not task.encoders:
-        return Finding({}, [f"{name}: none, the model is an encoder"])
+    if not config.is_causal(trained.options.model) and not task.encoders:
+        return Finding({}, [f"{name}: none, an encoder does not say what comes next"])
     return task.measure(trained, asked)
 
 

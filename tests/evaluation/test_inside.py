@@ -18,6 +18,7 @@ from symjax.models import Decoder
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])
 TIME = len(TOKENS)
+CAUSAL = np.tri(80) > 0
 CASES = {
     "softmax": ({}, {"length_base": 64, "mask_self": True}),
     "v1": (
@@ -132,37 +133,40 @@ def test_what_is_read_does_not_change_the_model():
 def test_mass_on_the_answer_the_context_and_elsewhere_by_hand():
     """Tokens a b a c, next b a c a: rows 1 and 3 have answers, at 0 and at 0, 2."""
     tokens, targets = np.array([0, 1, 0, 2]), np.array([1, 0, 2, 0])
-    answer = attended.answers(Window(tokens, targets, []))
+    answer = attended.answers(Window(tokens, targets, [], CAUSAL[:4, :4]))
     wanted = np.zeros((4, 4), bool)
     wanted[1, 0] = wanted[3, 0] = wanted[3, 2] = True
     np.testing.assert_array_equal(answer, wanted)
     weights = np.array(
         [[1, 0, 0, 0], [0.75, -0.25, 0, 0], [0, 0, 1, 0], [0.1, 0.2, 0.3, 0.4]]
     )
-    near = attended.context(answer, near=2)
+    near = attended.context(answer, CAUSAL[:4, :4], near=2)
     found = attended.on_places(attended.shares(weights), answer, near)
     np.testing.assert_allclose(found, [(0.75 + 0.4) / 2, (0.25 + 0.4) / 2, 0.1])
-    near = attended.context(answer, near=1)
-    even = attended.on_places(attended.uniform(4), answer, near)
+    near = attended.context(answer, CAUSAL[:4, :4], near=1)
+    even = attended.on_places(attended.uniform(CAUSAL[:4, :4]), answer, near)
     np.testing.assert_allclose(even, [0.5, (0.5 + 0.25) / 2, 0.125])
     nothing = answer & False
-    assert np.isnan(attended.on_places(attended.uniform(4), nothing, near)).all()
+    even = attended.uniform(CAUSAL[:4, :4])
+    assert np.isnan(attended.on_places(even, nothing, near)).all()
 
 
 def test_mass_within_the_last_tokens_by_hand():
     """Rows 64 to 70 of a uniform map: w of n keys."""
     rows = np.arange(64, 71)
     wanted = [(w / rows).mean() for w in attended.WITHIN]
-    np.testing.assert_allclose(attended.within(attended.uniform(70)), wanted)
-    np.testing.assert_allclose(attended.within(np.eye(5)), [1, 1, 1, 1])
+    even = attended.uniform(CAUSAL[:70, :70])
+    np.testing.assert_allclose(attended.within(even, CAUSAL[:70, :70]), wanted)
+    found = attended.within(np.eye(5), CAUSAL[:5, :5])
+    np.testing.assert_allclose(found, [1, 1, 1, 1])
 
 
 def test_entropy_of_uniform_rows_is_ln_n_and_of_one_key_zero():
-    found = spread.entropies(attended.uniform(40))
-    np.testing.assert_allclose(found, np.log(np.arange(1, 41)), atol=1e-12)
-    assert spread.slope(found) == pytest.approx(1)
+    found, counts = spread.entropies(attended.uniform(CAUSAL)), np.arange(1, 81)
+    np.testing.assert_allclose(found, np.log(counts), atol=1e-12)
+    assert spread.slope(counts, found) == pytest.approx(1)
     assert not spread.entropies(np.eye(40)).any()
-    assert spread.slope(found[:16]) is None
+    assert spread.slope(counts[:16], found[:16]) is None
 
 
 def test_ranks_of_matrices_that_are_known():
@@ -211,7 +215,7 @@ def test_the_needle_of_the_first_question_is_the_answer_by_hand():
     np.testing.assert_array_equal(np.argwhere(answer), [[9, 5], [9, 6], [9, 7]])
     wanted = [[9, place] for place in (0, 1, 2, 3, 4)]
     np.testing.assert_array_equal(np.argwhere(around), wanted)
-    even = attended.on_places(attended.uniform(13), answer, around)
+    even = attended.on_places(attended.uniform(CAUSAL[:13, :13]), answer, around)
     np.testing.assert_allclose(even, [0.3, 0.5, 0.2])
 
 
@@ -230,6 +234,7 @@ def test_noise_of_needles_is_read_depth_by_depth(differential):
         corpus=Generated(options),
         options=config.Config(data=options, model=model),
         model=lambda: decoder,
+        any_model=lambda: decoder,
     )
     found = attended.noise(run, Asked(batches=2)).values
     maps = ["A"] if differential == "none" else ["A", "A₁", "A₂"]

@@ -155,14 +155,15 @@ def test_errors_of_features_are_those_of_their_definition():
     rng = np.random.default_rng(0)
     query, key, value = rng.normal(size=(3, 2, 9, 4)) * 0.7
     projection = rng.normal(size=(8, 4))
-    found = np.asarray(approximation.random_map("positive", query, key, projection))
+    given = query, key, projection
+    found = np.asarray(approximation.random_map("positive", *given, causal=True))
     pairs = oracles.seen(1, 9, 9, causal=True)
     places = [np.swapaxes(x, 0, 1)[None] for x in (query, key)]
     products = oracles.performer_products(*places, projection)
     units = np.broadcast_to(np.eye(9)[None, :, None], (1, 9, 2, 9))
     wanted = oracles.weighted_mean(*products, units, pairs)[0].swapaxes(0, 1)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    exact = approximation.exact_map(query, key)
+    exact = approximation.exact_map(query, key, causal=True)
     scores = np.einsum("nth,nsh->nts", query, key) / 2
     by_hand = oracles.softmax_weights(scores, np.tri(9) > 0)
     np.testing.assert_allclose(exact, by_hand, atol=1e-12)

@@ -32,6 +32,7 @@ from symjax.models.build import Model
 from symjax.models.encoder import Encoder
 
 WINDOWS = 4  # of held-out text that are read, unless --batches says fewer
+IMAGES = 32  # likewise; they have few tokens
 LONGEST = 512  # tokens of a window: a map has the square of them, in every head
 
 # The tokens of a row, below 0 where there are none, or an image.
@@ -86,7 +87,8 @@ class Window(NamedTuple):
 def windows(trained: Trained, asked: Asked) -> Iterator[Window]:
     """A few windows spread over what is held out, as long as those of training.
 
-    Of a text at most 512 tokens each. 4 of them, or `--batches` if that is fewer.
+    Of a text at most 512 tokens each. 4 of them, or 32 images, or `--batches` if that
+    is fewer.
     """
     model = trained.any_model()
     for row in tqdm(_chosen(trained, asked), "windows", leave=False, disable=None):
@@ -98,7 +100,8 @@ def _chosen(trained: Trained, asked: Asked) -> list[tuple[Inputs, np.ndarray]]:
     corpus, length = trained.corpus, trained.options.model.length
     if not (isinstance(corpus, Generated) or trained.options.model.patch):
         length = min(length, LONGEST)
-    count = min(asked.batches or WINDOWS, WINDOWS)
+    most = IMAGES if trained.options.model.patch else WINDOWS
+    count = min(asked.batches or most, most)
     chosen = [rows(0, 1) for rows in corpus.heldout_batches((1, length), count)]
     if isinstance(corpus, Corpus | Masked) and len(chosen) > 1:
         chosen = [rows for rows in chosen if _is_filled(*rows)]  # the last may not be

@@ -80,11 +80,15 @@ def length(trained: Trained, asked: Asked) -> Finding:
         places = by_place(trained, changed, tokens, asked.batches or BATCHES, factor)
         loss, accuracy = places.mean()
         last = places.mean(tokens - model.length)[0]
-        row = {"loss": loss, "accuracy": accuracy, "last": last}
+        row = {"loss": loss, "accuracy": accuracy}
+        if not model.classes:
+            row["last"] = last
         found.setdefault(str(tokens), {})[name] = row
         cells.append((tokens, name, *row.values()))
         series[name] = curve(places)  # the longest stays
-    columns = ("tokens", "log-n", "loss", "accuracy", f"loss of last {model.length}")
+    columns = ("tokens", "log-n", "loss", "accuracy")
+    if not model.classes:
+        columns += (f"loss of last {model.length}",)
     unit = f"nats/{trained.corpus.unit}"
     text.append(f"losses in {unit}")
     tables = [Table("length", columns, cells)]

@@ -51,11 +51,12 @@ def entropy(trained: Trained, asked: Asked) -> Finding:
     cells.append(("ln n", *(float(np.log(n)) for n in shown), 1.0))
     series = {f"layer {i}": (counts.tolist(), x.tolist()) for i, x in enumerate(found)}
     series["uniform: ln n"] = (counts.tolist(), np.log(counts).tolist())
+    lines = Lines("entropy", "keys a row sees", "nats", series, log_x=True)
     return Finding(
         {"entropy": rows},
         text,
         (Table("entropy", columns, cells),),
-        (Lines("entropy", "keys a row sees", "nats", series, log_x=True),),
+        (lines,) if len(counts) > 1 else (),
     )
 
 
@@ -104,4 +105,5 @@ def support(trained: Trained, asked: Asked) -> Finding:
     table = Table("support", columns, [tuple(row.values()) for row in rows])
     lines = Lines("support", "keys a row sees", "keys with a weight", series)
     text = ["keys whose weight is not zero, the mean over rows and heads"]
-    return Finding({"support": rows}, text, (table,), (lines,))
+    figures = (lines,) if len(counts) > 1 else ()
+    return Finding({"support": rows}, text, (table,), figures)

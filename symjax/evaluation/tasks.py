@@ -38,16 +38,22 @@ TASKS = {
         "held-out loss, and that of training text with and without dropout",
     ),
     "lambda": Task(lambdas, "λ of every differential layer, now and by step"),
-    "mqar": Task(answers.mqar, "recall by number of pairs (data.source=mqar)", False),
+    "mqar": Task(
+        answers.mqar, "recall by number of pairs (data.source=mqar)", encoders=False
+    ),
     "needle": Task(
-        answers.needle, "retrieval by depth, length and number of needles", False
+        answers.needle,
+        "retrieval by depth, length and number of needles",
+        encoders=False,
     ),
-    "copy": Task(answers.copy, "copying by place (data.source=copy)", False),
+    "copy": Task(answers.copy, "copying by place (data.source=copy)", encoders=False),
     "listops": Task(
-        answers.listops, "nested lists by depth (data.source=listops)", False
+        answers.listops, "nested lists by depth (data.source=listops)", encoders=False
     ),
-    "order": Task(order, "accuracy over the orders of in-context examples", False),
-    "sample": Task(sample, "what the model writes after a prompt", False),
+    "order": Task(
+        order, "accuracy over the orders of in-context examples", encoders=False
+    ),
+    "sample": Task(sample, "what the model writes after a prompt", encoders=False),
     "length": Task(length, "loss at 1, 2, 4, 8 times the length, log-n off and on"),
     "position": Task(position, "held-out loss by place in the window"),
     "noise": Task(noise, "attention on the answer, on the context, and elsewhere"),

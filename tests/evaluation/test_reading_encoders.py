@@ -226,7 +226,9 @@ def test_patches_see_all_patches_and_are_named_by_row_and_column():
         labels = [f"{row},{column}" for row in (0, 1) for column in range(4)]
         assert figure.rows == figure.columns == labels
         np.testing.assert_allclose(figure.values, 1 / 8, rtol=1e-6)
-    for row in measure(run, "entropy").values["entropy"]:
+    entropy = measure(run, "entropy")
+    assert not entropy.figures, "one point makes no curve"
+    for row in entropy.values["entropy"]:
         assert row["entropy"] == {"8": pytest.approx(np.log(8), abs=1e-6)}
     for name in ("dilution", "noise", "position", "length"):
         assert measure(run, name).text[0].startswith(f"{name}: none, ")

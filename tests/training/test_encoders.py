@@ -1,5 +1,6 @@
 """Runs that learn labels, images and masked tokens."""
 
+import csv
 import json
 
 import datasets
@@ -10,6 +11,7 @@ from runs import ROOT, call, compile_cache, words
 
 from symjax import config
 from symjax.evaluation.language import losses
+from symjax.evaluation.tasks import TASKS
 from symjax.evaluation.trained import load
 from symjax.training.initial import weights_of
 from symjax.training.sharding import make_mesh
@@ -96,6 +98,51 @@ def test_labels_can_be_learned_from_the_weights_of_a_masked_run(
     assert weights["head"]["kernel"].shape == (32, 2)
     for name in weights.keys() - {"head"}:
         jax.tree.map(np.testing.assert_array_equal, weights[name], before.params[name])
+
+
+def test_hidden_tokens_are_judged_by_how_many_are_right(reviews, tmp_path, capsys):
+    """Over the hidden tokens that exist; printed, and written as JSON and CSV."""
+    masked = {"data__label": "", "model__classes": 0, "steps": 40, "batch_size": 32}
+    assert train(tmp_path / "run", reviews, **masked) == 0
+    trained = load(tmp_path / "run")
+    right = asked = 0
+    model = jax.jit(trained.any_model())
+    for rows in trained.corpus.heldout_batches((32, 32)):
+        inputs, targets, weights = rows(0, 32)
+        hidden = (targets >= 0) & (inputs >= 0)
+        np.testing.assert_array_equal(weights, hidden)
+        right += ((np.asarray(model(inputs)).argmax(axis=-1) == targets) & hidden).sum()
+        asked += hidden.sum()
+    path, out = tmp_path / "found.json", tmp_path / "out"
+    words = ["--tasks", "loss", "--json", str(path), "--out", str(out)]
+    assert call("eval", ["--workdir", str(tmp_path / "run"), *words]) == 0
+    assert f"held-out accuracy                {right / asked:.4f}" in (
+        capsys.readouterr().out
+    )
+    found = json.loads(path.read_text())["heldout"]
+    assert 0 < found["accuracy"] == pytest.approx(right / asked)
+    names, row, *_ = csv.reader((out / "loss.csv").read_text().splitlines())
+    values = dict(zip(names, row, strict=True))
+    assert values == {
+        "of": "held-out",
+        **{name: str(found[name]) for name in ("loss", "perplexity", "accuracy")},
+    }
+
+
+def test_everything_is_asked_of_an_encoder(run, tmp_path, capsys):
+    """All but speed, which takes long: no task fails, and each says something."""
+    names = [name for name in TASKS if name != "speed"]
+    page = tmp_path / "page.html"
+    words = ["--tasks", ",".join(names), "--prompt", "early", "--report", str(page)]
+    assert call("eval", ["--workdir", str(run), *words]) == 0
+    said = capsys.readouterr().out
+    for name in names:
+        if not TASKS[name].encoders:
+            assert f"{name}: none, an encoder" in said
+    assert "maps of 5 tokens, 'e a r l y':" in said
+    assert "losses in nats/label" in said
+    assert "windows are cut to their first n tokens" in said
+    assert page.read_text().count("<img") >= 4
 
 
 def test_what_does_not_fit_is_one_line(reviews, tmp_path, capsys):

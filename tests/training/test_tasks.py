@@ -39,7 +39,10 @@ def test_a_run_learns_its_task_and_is_judged_by_answers(tmp_path, capsys):
     assert "bits_per_byte" not in found["heldout"]
     assert call("eval", ["--workdir", str(tmp_path / "one"), "--batches", "2"]) == 0
     said = capsys.readouterr().out
-    assert "sample: none" in said and "chance" in said
+    assert "sample: none" in said and "chance" in said and "accuracy" in said
+    chosen = ["--workdir", str(tmp_path / "one"), "--tasks", "position"]
+    assert call("eval", chosen) == 0
+    assert "by place in a window of 24, in nats/answer" in capsys.readouterr().out
 
 
 def test_only_what_is_asked_counts(tmp_path):
@@ -55,7 +58,10 @@ def test_only_what_is_asked_counts(tmp_path):
     logs = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     picked = np.take_along_axis(logs, np.maximum(targets, 0)[..., None], -1)[..., 0]
     wanted = -(picked * weights).sum() / weights.sum()
-    assert losses(trained, 1)["heldout"]["loss"] == pytest.approx(wanted, rel=1e-5)
+    found = losses(trained, 1)["heldout"]
+    assert found["loss"] == pytest.approx(wanted, rel=1e-5)
+    right = (scores.argmax(axis=-1) == targets) * weights
+    assert found["accuracy"] == pytest.approx(right.sum() / weights.sum())
 
 
 def test_processes_get_their_own_rows(tmp_path):

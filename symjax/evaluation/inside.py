@@ -212,8 +212,8 @@ def read(model: Model, inputs: Inputs) -> list[Layer]:
 
 
 def _without_pads(layer: Layer, there: Bool[np.ndarray, "T"]) -> Layer:
-    def kept(x: np.ndarray | None, *axes: int) -> Any:
-        for axis in axes if x is not None else ():
+    def kept(x: Any, *axes: int) -> Any:
+        for axis in () if x is None else axes:
             x = np.compress(there, x, axis=axis)
         return x
 

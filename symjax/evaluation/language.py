@@ -104,8 +104,10 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
     return {
         "heldout": heldout,
         "train": {
-            "loss": over("dropout", _training(trained, shape, count), key).loss,
-            "loss_eval_mode": over("training", _training(trained, shape, count)).loss,
+            "loss": over("training mode", _training(trained, shape, count), key).loss,
+            "loss_eval_mode": over(
+                "evaluation mode", _training(trained, shape, count)
+            ).loss,
         },
     }
 

@@ -132,6 +132,15 @@ def test_means_and_spread_are_those_of_the_seeds():
     assert found.figures[0].series["a"] == ([5.0, 9.0], [3.0, 2.0])
 
 
+def test_the_accuracy_of_what_is_asked_is_a_column_of_its_own():
+    runs = [run(1.0, 2.0, 0), run(3.0, 6.0, 0)]
+    for one, accuracy in zip(runs, (0.25, 0.75), strict=True):
+        one.losses["heldout"]["accuracy"] = accuracy
+    table, *_ = compare.compare({"a": runs}).tables
+    assert table.columns == (*compare.COLUMNS, "accuracy")
+    assert table.rows[0][-1] == 0.5
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

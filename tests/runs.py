@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import socket
 import sys
 from pathlib import Path
@@ -44,6 +45,11 @@ def compile_cache(folder: Path):
         jax.config.update("jax_compilation_cache_dir", before)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
         compilation_cache.reset_cache()
+
+
+def environment() -> dict[str, str]:
+    """Without proxies, which jax warns of, and which may answer for a hub."""
+    return {n: v for n, v in os.environ.items() if "_proxy" not in n.lower()}
 
 
 def reserve_port() -> int:

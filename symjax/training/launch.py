@@ -45,15 +45,15 @@ def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
     """
     given = {f"--{name}": getattr(flags, name) for name in FLAGS}
     if any(value is not None for value in given.values()):
-        coordinator, count, process = _complete(given)
-        return _checked(coordinator, count, process, {})
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        given = {name: environment.get(name) for name in TORCHRUN}
-        if given["WORLD_SIZE"] == "1":
-            return None
-        host, port, count, process = _complete(given)
-        return _checked(f"{host}:{port}", count, process, environment)
-    return _detected(environment)
+        found = _checked(*_complete(given))
+    elif "RANK" in environment or "WORLD_SIZE" in environment:
+        found = _torchrun(environment)
+    else:
+        found = _detected(environment)
+    # Its user knows better than a launcher; jax reads the variable itself.
+    if found and "JAX_LOCAL_DEVICE_IDS" in environment:
+        return found._replace(devices=None)
+    return found
 
 
 def join(found: Launch | None) -> None:
@@ -92,7 +92,7 @@ def _complete(given: dict[str, str | None]) -> list[str]:
 
 
 def _checked(
-    coordinator: str, processes: str, process: str, environment: Mapping[str, str]
+    coordinator: str, processes: str, process: str, device: str | None = None
 ) -> Launch | None:
     """Words as a Launch, or None for one process."""
     host, _, port = coordinator.rpartition(":")
@@ -104,10 +104,10 @@ def _checked(
             f"process {index} of {count} processes: they are numbered from 0 to "
             f"{count - 1}"
         )
-    local = environment.get("LOCAL_RANK")
-    shared = environment.get("LOCAL_WORLD_SIZE", "1") != "1" and local is not None
-    devices = [number("LOCAL_RANK", str(local))] if shared else None
-    return None if count == 1 else Launch(coordinator, count, index, devices)
+    devices = None if device is None else [number("LOCAL_RANK", device)]
+    if ":" in host and not host.startswith("["):  # jax would wait for ever
+        host = f"[{host}]"
+    return None if count == 1 else Launch(f"{host}:{port}", count, index, devices)
 
 
 def number(name: str, text: str) -> int:
@@ -116,6 +116,16 @@ def number(name: str, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ValueError(f"{name} must be a number of at least {least}, got {text!r}")
     return int(text)
+
+
+def _torchrun(environment: Mapping[str, str]) -> Launch | None:
+    given = {name: environment.get(name) for name in TORCHRUN}
+    if given["WORLD_SIZE"] == "1":
+        return None
+    host, port, count, process = _complete(given)
+    shared = environment.get("LOCAL_WORLD_SIZE", "1") != "1"
+    device = environment.get("LOCAL_RANK") if shared else None
+    return _checked(f"{host}:{port}", count, process, device)
 
 
 def _detected(environment: Mapping[str, str]) -> Launch | None:
@@ -127,22 +137,25 @@ def _detected(environment: Mapping[str, str]) -> Launch | None:
             "say where the first is: give --coordinator, --processes and --process"
         )
     for cluster in clusters.ClusterEnv._cluster_types:
-        if cluster.name not in LAUNCHERS or not cluster.is_env_present():
-            continue
-        if cluster.get_process_count() == 1:
+        if cluster.name in LAUNCHERS and cluster.is_env_present():
+            return _asked(cluster, environment.get("JAX_COORDINATOR_PORT"))
+    return None
+
+
+def _asked(cluster: type[clusters.ClusterEnv], port: str | None) -> Launch | None:
+    """What a launcher says; by jax's rule, one process has one GPU."""
+    try:
+        count = cluster.get_process_count()
+        if count == 1:
             return None
         address = cluster.get_coordinator_address(
-            timeout_secs=WAIT,
-            override_coordinator_port=environment.get("JAX_COORDINATOR_PORT"),
+            timeout_secs=WAIT, override_coordinator_port=port
         )
-        local = cluster.get_local_process_id()
-        # jax's rule: one process has one GPU, unless its user says otherwise.
-        if "JAX_LOCAL_DEVICE_IDS" in environment:
-            local = None
-        return Launch(
-            address,
-            cluster.get_process_count(),
-            cluster.get_process_id(),
-            None if local is None else [local],
-        )
-    return None
+        process, device = cluster.get_process_id(), cluster.get_local_process_id()
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{cluster.name} does not say where its processes are ({error}): give "
+            "--coordinator, --processes and --process"
+        ) from error
+    words = address, str(count), str(process)
+    return _checked(*words, None if device is None else str(device))

@@ -12,16 +12,18 @@ kernel closes them with a process, however it ends, and the others end too.
 """
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 MARK, WELCOME, FAREWELL = "symjax", "welcome", "farewell"
-KNOCK = 5  # seconds for a connection, and for its first line
+KNOCK = 5  # seconds for a connection, and for a line that has begun
+IDLE = 60  # seconds after which the kernel asks whether the other machine is there
 LONGEST = 1000  # letters of a line
 
 _lines: dict[int, socket.socket] = {}  # to the others; to process 0 alone for them
@@ -43,6 +45,10 @@ def meet(coordinator: str, processes: int, process: int, wait: float) -> None:
         _lines.update(_gather(int(port), processes, wait))
     else:
         _lines[0] = _come(host.strip("[]"), int(port), processes, process, wait)
+    for line in _lines.values():  # else firewalls forget one that is silent for long
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
     threading.Thread(target=_watch, daemon=True).start()
 
 
@@ -65,41 +71,61 @@ def _check_host(host: str) -> None:
 
 
 def _gather(port: int, processes: int, wait: float) -> dict[int, socket.socket]:
-    """A connection to each other process.
+    """A connection to each other process. Nobody who is silent holds up the others.
 
     Raises: ValueError: as `meet`; those who have come are told.
     """
     lines: dict[int, socket.socket] = {}
     until = time.monotonic() + wait
-    with _door(port) as door:
+    with _door(port) as door, selectors.DefaultSelector() as selector:
+        selector.register(door, selectors.EVENT_READ)
         while len(lines) < processes - 1:
-            door.settimeout(max(until - time.monotonic(), 0.001))
-            try:
-                line = door.accept()[0]
-            except TimeoutError:
+            left = until - time.monotonic()
+            if left <= 0:
                 missing = [p for p in range(1, processes) if p not in lines]
                 _refuse(
                     [*lines.values()],
                     f"process {', '.join(map(str, missing))} of {processes} did not "
                     f"come to port {port} of process 0 in {wait:g} seconds (--wait)",
                 )
-            number, count = _named(_hear(line, KNOCK))
-            if count is None:  # whoever else knocks at ports
-                line.close()
-                continue
-            everyone = [*lines.values(), line]
-            if count != processes:
-                _refuse(
-                    everyone,
-                    f"process {number} is one of {count} processes, process 0 one of "
-                    f"{processes}: all need the same number",
-                )
-            if number in (0, *lines):
-                _refuse(everyone, f"two processes have the number {number}")
-            lines[number] = line
+            found: list[Any] = [key.fileobj for key, _ in selector.select(left)]
+            for line in found:
+                if line is door:
+                    selector.register(door.accept()[0], selectors.EVENT_READ)
+                elif not _has_come(line, lines, processes):
+                    selector.unregister(line)
+                    line.close()
     for line in lines.values():
         _say(line, WELCOME)
     return lines
+
+
+def _has_come(
+    line: socket.socket, lines: dict[int, socket.socket], processes: int
+) -> bool:
+    """Note which process says its name there.
+
+    False: it is none, but whoever else knocks at ports; or it has come before and is
+    gone, and may come again. Raises: ValueError: as `meet`.
+    """
+    for number, known in lines.items():
+        if line is known:
+            del lines[number]
+            return False
+    number, count = _named(_hear(line, KNOCK))
+    if count is None:
+        return False
+    everyone = [*lines.values(), line]
+    if count != processes:
+        _refuse(
+            everyone,
+            f"process {number} is one of {count} processes, process 0 one of "
+            f"{processes}: all need the same number",
+        )
+    if number in (0, *lines):
+        _refuse(everyone, f"two processes have the number {number}")
+    lines[number] = line
+    return True
 
 
 def _named(said: str) -> tuple[int, int | None]:
@@ -112,13 +138,12 @@ def _named(said: str) -> tuple[int, int | None]:
 
 def _door(port: int) -> socket.socket:
     """The open port, on the interface that jax would take."""
-    host = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").rpartition(":")[0]
-    both = not host and socket.has_dualstack_ipv6()
+    bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "")
+    host = bound.rpartition(":")[0].strip("[]")
+    both = host in ("", "::") and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     try:
-        return socket.create_server(
-            (host.strip("[]"), port), family=family, dualstack_ipv6=both
-        )
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error
@@ -134,7 +159,7 @@ def _come(
     until, line = time.monotonic() + wait, None
     while line is None:
         try:
-            line = socket.create_connection((host, port), timeout=KNOCK)
+            line = _connected(host, port)
         except OSError as error:
             if time.monotonic() > until:
                 raise ValueError(
@@ -152,6 +177,16 @@ def _come(
         f"what answers at {host}:{port} is no process 0 of symjax, or it ended before "
         f"all had come: it says {said!r}"
     )
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """Raises: OSError: nobody is there."""
+    line = socket.create_connection((host, port), timeout=KNOCK)
+    if line.getsockname() != line.getpeername():
+        return line
+    # The kernel gave this end the very port that is asked for: it has met itself.
+    line.close()
+    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _refuse(lines: list[socket.socket], reason: str) -> NoReturn:
@@ -176,12 +211,14 @@ def _watch() -> None:
 def _end(reason: str) -> NoReturn:
     """Whatever the main thread waits for: it may never come."""
     _tell(reason)
-    print(
-        f"stopped: {reason}; the same command goes on from the newest checkpoint",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
+    try:
+        print(
+            f"stopped: {reason}; the same command goes on from the newest checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+    finally:  # also where nobody reads stderr any more
+        os._exit(1)
 
 
 def _tell(words: str) -> None:
@@ -196,10 +233,12 @@ def _say(line: socket.socket, words: str) -> None:
 
 def _hear(line: socket.socket, seconds: float) -> str:
     """One line; what came of it where the other side has hung up or fallen silent."""
-    found = bytearray()
-    line.settimeout(seconds)
+    found, letter, until = b"", b"", time.monotonic() + seconds
     with contextlib.suppress(OSError):
         # A letter at a time: what follows the line is heard later.
-        while len(found) <= LONGEST and (letter := line.recv(1)) not in (b"", b"\n"):
+        while len(found) <= LONGEST and letter != b"\n":
             found += letter
+            line.settimeout(max(until - time.monotonic(), 0.001))
+            if not (letter := line.recv(1)):
+                break
     return found.decode(errors="replace")

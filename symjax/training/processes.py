@@ -10,6 +10,7 @@ collective, so that a process may prepare data for hours while the others wait. 
 one process every function here does nothing but what it is given.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -166,15 +167,19 @@ def leave_alone(exit_code: int, line: str) -> NoReturn:
     At an ordinary exit jax would wait until all processes are there, for minutes.
     """
     if several():
-        # Where another one is gone, that was the cause, and `meeting` says so instead.
-        time.sleep(PATIENCE)
-        meeting.give_up(f"process {distributed.global_state.process_id} ended: {line}")
+        try:
+            # Where another one is gone, that was the cause: `meeting` says so instead.
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(PATIENCE)
+            process = distributed.global_state.process_id
+            meeting.give_up(f"process {process} ended: {line}")
+            print(line, file=sys.stderr, end="\n" if line else "")
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:  # also where nobody reads them any more, or a signal comes
+            os._exit(exit_code)
     if line:
         print(line, file=sys.stderr)
-    if several():
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(exit_code)
     sys.exit(exit_code)
 
 

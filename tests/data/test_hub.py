@@ -11,7 +11,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from runs import SECONDS
+import runs
 
 from symjax import config
 from symjax.data import corpus, hub, sources
@@ -183,8 +183,8 @@ def ask(port: int, folder: Path, **environment: str) -> str:
     """What a process says that wants a data set of a hub, whatever is set here."""
     plain = {
         name: value
-        for name, value in os.environ.items()
-        if not name.lower().startswith("hf_") and not name.lower().endswith("_proxy")
+        for name, value in runs.environment().items()
+        if not name.startswith("HF_")
     }
     variables = plain | {
         "HF_ENDPOINT": f"http://127.0.0.1:{port}",
@@ -197,7 +197,7 @@ def ask(port: int, folder: Path, **environment: str) -> str:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=runs.SECONDS,
     )
     assert not done.stderr
     assert not (folder / "data").exists()

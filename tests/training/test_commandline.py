@@ -1,13 +1,16 @@
 """What words after `python train.py` mean, and what is refused, in one line."""
 
 import errno
+import os
 import signal
+import sys
+from types import SimpleNamespace
 
 import pytest
 from runs import ROOT, words
 
 from symjax import validation
-from symjax.training import commandline
+from symjax.training import commandline, processes
 from symjax.training.commandline import leave, parse
 from symjax.training.ending import Interrupted, Stopped
 
@@ -200,3 +203,20 @@ def test_the_words_of_the_small_run_are_what_they_say(tmp_path):
     command = parse(words(tmp_path / "text", tmp_path / "w", "--dry_run", seed=9))
     assert command.dry_run and command.workdir == tmp_path / "w"
     assert command.config.model.width == 32 and command.config.seed == 9
+
+
+def test_a_signal_does_not_keep_one_of_several_processes_from_leaving(
+    monkeypatch, capsys
+):
+    def impatient(_):
+        raise KeyboardInterrupt
+
+    told = []
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=impatient))
+    monkeypatch.setattr(processes.meeting, "give_up", told.append)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        processes.leave_alone(2, "error: no room")
+    assert end.value.code == 2 and told == ["process 0 ended: error: no room"]
+    assert capsys.readouterr().err == "error: no room\n"

@@ -40,7 +40,8 @@ def flags(*values):
 
 def found(flags, environment, monkeypatch):
     """jax reads the variables of the process itself."""
-    for name in {**TORCHRUN, **SLURM, **OPEN_MPI, "JAX_LOCAL_DEVICE_IDS": ""}:
+    others = ("JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_PORT")
+    for name in (*TORCHRUN, *SLURM, *OPEN_MPI, *others):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -60,6 +61,11 @@ def found(flags, environment, monkeypatch):
             Launch("node7:29500", 4, 3),
         ),
         ((None,) * 3, SLURM | TORCHRUN, Launch("node7:29500", 4, 3, [1])),
+        (
+            (None,) * 3,
+            TORCHRUN | {"JAX_LOCAL_DEVICE_IDS": "0,1", "MASTER_ADDR": "::1"},
+            Launch("[::1]:29500", 4, 3),
+        ),
         ((None,) * 3, SLURM, Launch("gpu03:61441", 16, 9, [1])),
         (
             (None,) * 3,
@@ -67,6 +73,11 @@ def found(flags, environment, monkeypatch):
             Launch("gpu03:88", 16, 9),
         ),
         ((None,) * 3, OPEN_MPI, Launch("10.96.0.1:62624", 2, 1, [0])),
+        (
+            (None,) * 3,
+            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::b9b,2620::2]:4"},
+            Launch("[fe80::b9b]:61441", 2, 1, [0]),
+        ),
     ],
 )
 def test_the_first_that_speaks_places_the_process(
@@ -112,6 +123,21 @@ def test_one_process_starts_nothing(given, environment, monkeypatch):
             {"OMPI_COMM_WORLD_SIZE": "2"},
             "Open MPI started 2 processes, but OMPI_MCA_orte_hnp_uri",
         ),
+        (
+            (None,) * 3,
+            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;"},
+            "ompi does not say where its processes are (Could not parse",
+        ),
+        (
+            (None,) * 3,
+            SLURM | {"SLURM_PROCID": "nine"},
+            "slurm does not say where its processes are (invalid literal",
+        ),
+        (
+            (None,) * 3,
+            SLURM | {"JAX_COORDINATOR_PORT": "http"},
+            "must be HOST:PORT, got 'gpu03:http'",
+        ),
     ],
 )
 def test_half_a_place_is_refused_by_name(given, environment, words, monkeypatch):
@@ -126,7 +152,7 @@ def test_a_wrong_place_is_one_line_and_exit_code_2(capsys):
         place = f"--coordinator {here} --processes 2 --process".split()
         for words, said in [
             (place[:2], "--processes, --process is missing"),
-            ([*place, "0"], "port"),
+            ([*place, "0"], "cannot be opened"),
             (["--coordinator", "127.0.0.1:x", *place[2:], "1"], "must be HOST:PORT"),
         ]:
             assert call("train", words) == 2

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 from runs import ROOT, SECONDS, call, reserve_port
@@ -120,7 +120,32 @@ def test_a_port_of_something_else_is_said_to_be_that(capsys):
     assert "is no process 0 of symjax" in said and "SSH-2.0" in said
 
 
+def test_nobody_takes_himself_for_process_0(capsys, monkeypatch):
+    """As the kernel may make it: this end has the port that is asked for."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        place = f"127.0.0.1:{door.getsockname()[1]}"
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda to, timeout: connect(to, timeout, to)
+    )
+    assert f"no process 0 answers at {place} for 1 seconds" in refused(
+        capsys, place, 2, 1
+    )
+
+
+@pytest.mark.parametrize("bound", ["", "[::]:1", "0.0.0.0:1", "127.0.0.1:1"])
+def test_the_port_is_open_to_ipv4_wherever_it_may_be(bound, place, monkeypatch):
+    if "::" in bound and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bound)
+    host, port = place.split(":")
+    with meeting._door(int(port)) as door:
+        with closing(socket.create_connection((host, int(port)))):
+            door.accept()[0].close()
+
+
 def knock(place, said):
+    """A connection on which that was said."""
     host, port = place.split(":")
     while True:
         try:
@@ -128,9 +153,33 @@ def knock(place, said):
         except OSError:
             time.sleep(0.02)
             continue
-        with closing(line):
-            line.sendall(said)
-        return
+        line.sendall(said)
+        return line
+
+
+def test_the_silent_and_those_who_left_again_hold_up_nobody(place):
+    """One after another, the silent alone would take longer than process 0 waits."""
+    found = []
+    port, wait = int(place.split(":")[1]), 60
+    silent = wait // meeting.KNOCK + 2
+    thread = threading.Thread(
+        target=lambda: found.append(meeting._gather(port, 3, wait))
+    )
+    thread.start()
+    with ExitStack() as stack:
+        for _ in range(silent):
+            stack.enter_context(closing(knock(place, b"")))
+        left = stack.enter_context(closing(knock(place, b"symjax 1 3\n")))
+        left.shutdown(socket.SHUT_WR)
+        assert left.recv(1) == b""  # process 0 has noticed
+        both = [knock(place, f"symjax {number} 3\n".encode()) for number in (1, 2)]
+        for line in both:
+            stack.enter_context(closing(line))
+            assert meeting._hear(line, SECONDS) == meeting.WELCOME
+        thread.join()
+    assert sorted(found[0]) == [1, 2]
+    for line in found[0].values():
+        line.close()
 
 
 @contextmanager
@@ -143,7 +192,7 @@ def three(place):
             pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
             running.append(subprocess.Popen(program, cwd=ROOT, text=True, **pipes))
             if process == 0:
-                knock(place, b"GET / HTTP/1.1\r\n\r\n")
+                knock(place, b"GET / HTTP/1.1\r\n\r\n").close()
         for process in running:
             assert process.stdout.readline() == "met\n"
         yield running
@@ -173,6 +222,14 @@ def test_no_process_outlives_one_that_is_killed_or_gives_up(ended, reason, place
             said = process.stderr.read()
             assert said.startswith(f"stopped: {reason}; the same command")
             assert said.count("\n") == 1
+
+
+def test_a_process_whose_lines_nobody_reads_ends_too(place):
+    with three(place) as running:
+        for process in running[1:]:
+            process.stderr.close()
+        running[0].kill()
+        assert [process.wait(SECONDS) for process in running[1:]] == [1, 1]
 
 
 def test_a_farewell_ends_nobody_else(place):

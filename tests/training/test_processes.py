@@ -71,7 +71,7 @@ def assert_same(found, expected):
 def start(count, arguments, cache, *, devices=1, program=("train.py",), extra=None):
     """`count` processes of one run, each with its own words of `extra`."""
     environment = {
-        **os.environ,
+        **runs.environment(),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",

@@ -213,7 +213,9 @@ def read(model: Model, inputs: Inputs) -> list[Layer]:
 
 def _without_pads(layer: Layer, there: Bool[np.ndarray, "T"]) -> Layer:
     def kept(x: Any, *axes: int) -> Any:
-        for axis in () if x is None else axes:
+        if x is None:
+            return None
+        for axis in axes:
             x = np.compress(there, x, axis=axis)
         return x
 

@@ -1,5 +1,6 @@
 """eval.py: one checkpoint in, every number out, from the workdir alone."""
 
+import errno
 import json
 import math
 import re
@@ -9,9 +10,10 @@ import sys
 import pytest
 from runs import TEXT, call, compile_cache, train, write_text
 
+from symjax.evaluation import report
 from symjax.evaluation.finding import Finding
 from symjax.evaluation.report import to_json
-from symjax.evaluation.tasks import TASKS
+from symjax.evaluation.tasks import TASKS, named
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -199,6 +201,27 @@ def test_a_bad_argument_is_one_line(more, said, original, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert said in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--json", "--report", "--out"])
+def test_a_folder_without_room_for_files_is_named_before_the_long_work(
+    flag, original, tmp_path, capsys, monkeypatch
+):
+    def refused(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(report.tempfile, "TemporaryFile", refused)
+    path = tmp_path / "x"
+    assert judge(original, flag, str(path)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    said = f"{flag} {path} cannot be written: Permission denied\n"
+    assert captured.err.endswith(said)
+
+
+def test_all_among_other_tasks_is_all_of_them():
+    assert named("loss,all") == named("all") == tuple(TASKS)
+    assert named(" rank, loss ,rank") == ("rank", "loss")
 
 
 def remove_data(workdir):

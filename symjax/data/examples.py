@@ -165,7 +165,8 @@ def open_examples(
     options, encoder = whole.data, not config.is_causal(whole.model)
     _check_task(options, whole.model)
     if classes.has_labels(options):
-        return open_labelled(options, directory, replace=replace)
+        length = whole.model.length
+        return open_labelled(options, directory, length, replace=replace)
     if options.source not in generated.GENERATORS:
         corpus = open_corpus(options, directory, replace=replace)
         return Masked(corpus) if encoder else corpus

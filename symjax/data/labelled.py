@@ -57,6 +57,8 @@ class Labelled:
     piece is filled up with tokens of −1, which an encoder does not see. Images come as
     numbers from 0 (black) to 1 (white).
 
+    Args:
+        length: of the rows that the reference is about.
     Attributes:
         labels: their names.
         image: height, width and channels; None for texts.
@@ -64,18 +66,20 @@ class Labelled:
 
     unit = "label"
 
-    def __init__(self, manifest: dict[str, Any], parts: dict[str, Packed]):
+    def __init__(self, manifest: dict[str, Any], parts: dict[str, Packed], length: int):
         self.train, self.heldout = (
             Split(parts[name], parts[f"{name}_ends"][:], parts[f"{name}_labels"][:])
             for name in corpus.SPLITS
         )
         self.fingerprint: dict[str, Any] = manifest["fingerprint"]
-        self.references: dict[str, float] = manifest["references"]
         self.labels: list[str] = manifest["labels"]
         self.image = tuple(manifest["image"]) if manifest["image"] else None
         self.white: int = manifest["white"]
         self.tokenizer = tokens.from_description(manifest["tokenizer"])
         self._pieces = functools.cache(self._cut)
+        # What a loss is a mean over are pieces, not files nor their bytes.
+        labels = (self._pieces(name, length).labels for name in corpus.SPLITS)
+        self.references = {"frequency": _frequency(*labels, len(self.labels))}
 
     @property
     def vocabulary(self) -> int:
@@ -150,27 +154,29 @@ class Labelled:
 
 
 def open_labelled(
-    options: config.Data, directory: Path, *, replace: bool = False
+    options: config.Data, directory: Path, length: int, *, replace: bool = False
 ) -> Labelled:
     """The labelled examples of a folder, built from their source the first time.
 
     Args:
+        length: of a row, which says in how many pieces a text is judged.
         replace: build anew over those of other options, or damaged ones.
     Raises:
         ValueError: the source cannot be read, the folder holds examples of other
             options, or a file of it is damaged.
     """
-    return corpus.built(_read, _build, options, Path(directory), replace=replace)
+    read = functools.partial(_read, length=length)
+    return corpus.built(read, _build, options, Path(directory), replace=replace)
 
 
-def _read(options: config.Data, directory: Path) -> Labelled:
+def _read(options: config.Data, directory: Path, *, length: int) -> Labelled:
     manifest = corpus.read_manifest(directory)
     corpus.check_options(manifest["options"], options, directory)
     parts = {
         Path(name).stem: Packed(directory / name, **facts)
         for name, facts in manifest["files"].items()
     }
-    return Labelled(manifest, parts)
+    return Labelled(manifest, parts, length)
 
 
 def _build(options: config.Data, directory: Path) -> None:
@@ -205,18 +211,14 @@ def _build(options: config.Data, directory: Path) -> None:
         "labels": found.names,
         "image": image,
         "white": found.white,
-        "references": {"frequency": _frequency(arrays, len(found.names))},
         "origin": origin.read(),
     }
     corpus.write(directory, arrays, manifest)
 
 
-def _frequency(arrays: dict[str, np.ndarray], count: int) -> float:
-    """Cross-entropy of held-out labels and those of training, by size; nats a label."""
-    share = {}
-    for split in corpus.SPLITS:
-        sizes = np.diff(arrays[f"{split}_ends"], prepend=0)
-        labels = arrays[f"{split}_labels"]
-        share[split] = np.bincount(labels, sizes, count) / sizes.sum()
-    smooth = (share["train"] + 1e-3) / (1 + 1e-3 * count)
-    return float(-(share["heldout"] * np.log(smooth)).sum())
+def _frequency(train: np.ndarray, heldout: np.ndarray, count: int) -> float:
+    """Cross-entropy of the held-out labels and how often training has each, nats."""
+    shares = (np.bincount(x, minlength=count) / len(x) for x in (train, heldout))
+    known, wanted = shares
+    smooth = (known + 1e-3) / (1 + 1e-3 * count)
+    return float(-(wanted * np.log(smooth)).sum())

@@ -99,8 +99,10 @@ def check_file(path: Path, flag: str) -> None:
     """Raises: ValueError: there cannot be such a file; asked before the long work."""
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file")
-    if not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise ValueError(f"{flag} {path} cannot be written: no folder {path.parent}")
+    _check_writable(folder, path, flag)
 
 
 def check_folder(path: Path, flag: str) -> None:
@@ -113,6 +115,15 @@ def check_folder(path: Path, flag: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{flag} {path} is no folder: {error.strerror}") from None
+    _check_writable(path, path, flag)
+
+
+def _check_writable(folder: Path, path: Path, flag: str) -> None:
+    """Raises: ValueError: no file can be made in the folder."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
 def write(content: bytes, path: Path, flag: str) -> None:

@@ -71,7 +71,7 @@ def speed(trained: Trained, asked: Asked) -> Finding:
         text.insert(1, "decoding: none, an encoder reads whole rows and writes nothing")
     if options.model.patch:
         text.insert(1, "the tokens are patches, of images one patch high")
-    measured = ("tokens/s", "of softmax", "MiB", "MiB of softmax")
+    measured = ("tokens/s", "÷ softmax", "MiB", "MiB ÷ softmax")
     columns = ("work", "tokens", *measured)
     return Finding({}, text, (Table("speed", columns, cells),), _figures(cells))
 
@@ -216,5 +216,5 @@ def _figures(cells: list[tuple[Cell, ...]]) -> tuple[Lines, ...]:
         y.append(ratio)
     if not cells:
         return ()
-    label = "tokens/s of softmax"
+    label = "tokens/s ÷ those of softmax"
     return (Lines("speed", "tokens", label, series, log_x=True),)

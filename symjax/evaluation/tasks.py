@@ -73,20 +73,18 @@ USUAL = "sample,loss,lambda"
 
 
 def named(text: str) -> tuple[str, ...]:
-    """The tasks of a list with commas; "all" is all of them.
+    """The tasks of a list with commas; "all" among them is all there are.
 
     Raises:
         ValueError: one is unknown.
     """
-    if text == "all":
-        return tuple(TASKS)
     names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names or [text]:
-        if name not in TASKS:
+        if name not in TASKS and name != "all":
             raise ValueError(
                 f"--tasks {name!r} is unknown: choose from all, {', '.join(TASKS)}"
             )
-    return names
+    return tuple(TASKS) if "all" in names else names
 
 
 def measure(name: str, trained: Trained, asked: Asked) -> Finding:

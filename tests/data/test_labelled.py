@@ -20,7 +20,7 @@ REVIEWS = [(f"film {i} was {w}", w) for i in range(40) for w in ("good", "bad")]
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    return open_labelled(config.Data(source="digits"), tmp_path_factory.mktemp("d"))
+    return open_labelled(config.Data(source="digits"), tmp_path_factory.mktemp("d"), 16)
 
 
 def write_rows(folder, split="train", rows=REVIEWS, names=None):
@@ -126,7 +126,7 @@ def test_a_long_text_is_cut_and_a_short_one_filled_with_pads(tmp_path):
     rows = [("a" * 16, "x"), ("b" * 37, "y"), ("cd", "x"), ("é" * 9, "y")] * 1
     write_rows(tmp_path, rows=rows)
     write_rows(tmp_path, "test", rows=rows)
-    found = open_labelled(hub(tmp_path), tmp_path / "data")
+    found = open_labelled(hub(tmp_path), tmp_path / "data", 16)
     inputs, labels = rows_of(found)
     pieces = [bytes(row[row >= 0].tolist()) for row in inputs]
     wanted = [b"a" * 16, b"b" * 16, b"b" * 16, b"b" * 5, b"cd", "éééééééé".encode()]
@@ -139,7 +139,7 @@ def test_a_long_text_is_cut_and_a_short_one_filled_with_pads(tmp_path):
 
 def test_a_data_set_of_the_hub_is_read_by_its_columns(tmp_path):
     write_rows(tmp_path, names=None)
-    found = open_labelled(hub(tmp_path), tmp_path / "data")
+    found = open_labelled(hub(tmp_path), tmp_path / "data", 16)
     assert found.labels == ["bad", "good"] and found.fingerprint["label"] == "label"
     assert found.size == "64 training texts of 2 labels"
     for side, count in (("train", 64), ("heldout", 16)):
@@ -154,7 +154,7 @@ def test_named_labels_keep_their_order_and_rows_without_one_are_left_out(tmp_pat
     rows = [("one", 1), ("two", 0), ("none", -1), ("", 1), ("three", 1)]
     write_rows(tmp_path, rows=rows, names=["pos", "neg"])
     write_rows(tmp_path, "test", rows=rows[:2], names=["pos", "neg"])
-    found = open_labelled(hub(tmp_path), tmp_path / "data")
+    found = open_labelled(hub(tmp_path), tmp_path / "data", 16)
     assert found.labels == ["pos", "neg"]
     assert rows_of(found)[1].tolist() == [1, 0, 1]
     assert rows_of(found, "heldout")[1].tolist() == [1, 0]
@@ -181,7 +181,7 @@ def images(folder, sizes=((4, 6), (4, 6))):
 
 def test_images_of_the_hub_keep_their_pixels(tmp_path):
     pixels = images(tmp_path)
-    found = open_labelled(hub(tmp_path, column="img"), tmp_path / "data")
+    found = open_labelled(hub(tmp_path, column="img"), tmp_path / "data", 16)
     assert found.image == (4, 6, 3) and found.vocabulary == 0
     seen = [x for side in ("train", "heldout") for x in rows_of(found, side)[0]]
     assert {(255 * x).round().astype(np.uint8).tobytes() for x in seen} == {
@@ -192,37 +192,37 @@ def test_images_of_the_hub_keep_their_pixels(tmp_path):
 def test_the_folder_is_enough_and_a_damaged_one_is_refused(tmp_path):
     write_rows(tmp_path)
     options, data = hub(tmp_path), tmp_path / "data"
-    before = open_labelled(options, data)
+    before = open_labelled(options, data, 16)
     (tmp_path / "train.parquet").unlink()
-    again = open_labelled(options, data)
+    again = open_labelled(options, data, 16)
     for one, other in zip(rows_of(before), rows_of(again), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="data.column: 'text' → 'x'"):
-        open_labelled(replace(options, column="x"), data)
+        open_labelled(replace(options, column="x"), data, 16)
     path = data / "train_labels.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(ValueError, match="train_labels.npy' is damaged"):
-        open_labelled(options, data)
+        open_labelled(options, data, 16)
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     write_rows(tmp_path)
     with pytest.raises(ValueError, match="data.label 'stars' is unknown: choose from"):
-        open_labelled(replace(hub(tmp_path), label="stars"), tmp_path / "a")
+        open_labelled(replace(hub(tmp_path), label="stars"), tmp_path / "a", 16)
     write_rows(tmp_path, "test", rows=[("x", "ugly")])
     with pytest.raises(ValueError, match="label 'ugly' in split 'test' only, training"):
-        open_labelled(hub(tmp_path), tmp_path / "a")
+        open_labelled(hub(tmp_path), tmp_path / "a", 16)
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     images(pictures, sizes=((4, 6), (5, 6)))
     with pytest.raises(ValueError, match=r"several sizes: \(4, 6, 3\) and \(5, 6, 3\)"):
-        open_labelled(hub(pictures, column="img"), tmp_path / "a")
+        open_labelled(hub(pictures, column="img"), tmp_path / "a", 16)
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ValueError, match="data.column 'img' holds images, which need"):
-        open_labelled(hub(pictures, column="img"), tmp_path / "a")
+        open_labelled(hub(pictures, column="img"), tmp_path / "a", 16)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'symjax\[digits\]'"):
-        open_labelled(config.Data(source="digits"), tmp_path / "a")
+        open_labelled(config.Data(source="digits"), tmp_path / "a", 16)
     assert not (tmp_path / "a").exists()
 
 
@@ -248,7 +248,24 @@ def test_the_frequency_of_labels_is_a_reference(tmp_path):
     rows = [(f"{i:02d}", "xxxy"[i % 4]) for i in range(40)]
     write_rows(tmp_path, rows=rows)
     write_rows(tmp_path, "test", rows=rows)
-    found = open_labelled(hub(tmp_path), tmp_path / "data")
+    found = open_labelled(hub(tmp_path), tmp_path / "data", 16)
     wanted = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
     assert found.references["frequency"] == pytest.approx(wanted, abs=1e-3)
     assert isinstance(found, Labelled)
+
+
+@pytest.mark.parametrize("length, pieces", [(16, 1), (8, 2), (4, 4)])
+def test_the_frequency_of_labels_is_that_of_rows_however_long_they_are(
+    tmp_path, length, pieces
+):
+    """One long text to three short ones; the long one is judged as so many pieces."""
+    rows = [
+        (f"{i:02d}".ljust(15 if i % 4 == 3 else 2, "."), "xxxy"[i % 4])
+        for i in range(40)
+    ]
+    write_rows(tmp_path, rows=rows)
+    write_rows(tmp_path, "test", rows=rows)
+    found = open_labelled(hub(tmp_path), tmp_path / "data", length)
+    share = np.array([3, pieces]) / (3 + pieces)
+    wanted = -(share * np.log(share)).sum()
+    assert found.references["frequency"] == pytest.approx(wanted, abs=1e-3)

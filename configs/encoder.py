@@ -10,6 +10,11 @@ has read the text of most held-out files). Any data set of the hub with labels:
 
     --config.data.source=hub --config.data.name=fancyzhx/ag_news
     --config.data.label=label --config.model.classes=4
+
+Measured on a 2-core CPU VM with softmax: 33.6 % of the held-out pieces right after 1000
+steps (guessing the most frequent package: 19 %), 2.04 nats a piece, and no more from
+the weights of `:masked`, whose 1000 steps end at 1.69 nats a masked byte, where a table
+of bytes gives 3.20. docs/results.md has the other mechanisms.
 """
 
 from ml_collections import ConfigDict

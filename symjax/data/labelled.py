@@ -78,8 +78,8 @@ class Labelled:
         self.tokenizer = tokens.from_description(manifest["tokenizer"])
         self._pieces = functools.cache(self._cut)
         # What a loss is a mean over are pieces, not files nor their bytes.
-        labels = (self._pieces(name, length).labels for name in corpus.SPLITS)
-        self.references = {"frequency": _frequency(*labels, len(self.labels))}
+        labels = {name: self._pieces(name, length).labels for name in corpus.SPLITS}
+        self.references = {"frequency": _frequency(**labels, count=len(self.labels))}
 
     @property
     def vocabulary(self) -> int:
@@ -218,7 +218,6 @@ def _build(options: config.Data, directory: Path) -> None:
 
 def _frequency(train: np.ndarray, heldout: np.ndarray, count: int) -> float:
     """Cross-entropy of the held-out labels and how often training has each, nats."""
-    shares = (np.bincount(x, minlength=count) / len(x) for x in (train, heldout))
-    known, wanted = shares
+    known, wanted = (np.bincount(x, minlength=count) / len(x) for x in (train, heldout))
     smooth = (known + 1e-3) / (1 + 1e-3 * count)
     return float(-(wanted * np.log(smooth)).sum())

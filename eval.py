@@ -34,7 +34,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     which.add_argument(
         "--best",
         action="store_true",
-        help="the checkpoint of the least held-out loss (checkpoint.best keeps it)",
+        help="of those that are kept, the checkpoint of the least held-out loss; "
+        "checkpoint.best=true keeps that of the whole run",
     )
     add("--tasks", default=tasks.USUAL, help="names, or all (%(default)s)")
     add("--list", action="store_true", help="the tasks and what they measure")

@@ -307,7 +307,7 @@ class Run:
         found = self._means(self.options.evaluate.batches)
         self.heldout, values = found.loss, {"heldout/loss": found.loss}
         accuracy = ""
-        if self.options.model.classes:
+        if not isinstance(self.corpus, Corpus):  # something is asked
             values["heldout/accuracy"] = found.accuracy
             accuracy = f", accuracy {found.accuracy:.4f},"
         self.metrics.write(done, values)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
 import pytest
 from flax import nnx
 
@@ -246,24 +245,6 @@ def test_lambdas_of_tokens_are_means_over_those_that_exist():
     finding = measure(run_of(model, made, (PADDED, LABEL)), "lambda")
     for row, layer in zip(finding.values["lambda"], read(made, TOKENS), strict=True):
         assert row["lambda"] == pytest.approx(layer.lam.mean(), abs=1e-6)
-
-
-def test_errors_of_features_without_a_mask_are_those_of_their_definition():
-    rng = np.random.default_rng(0)
-    query, key = rng.normal(size=(2, 2, 9, 4)) * 0.7
-    projection = rng.normal(size=(8, 4))
-    given = query, key, projection
-    found = np.asarray(approximation.random_map("positive", *given, causal=False))
-    pairs = oracles.seen(1, 9, 9, causal=False)
-    places = [np.swapaxes(x, 0, 1)[None] for x in (query, key)]
-    products = oracles.performer_products(*places, projection)
-    units = np.broadcast_to(np.eye(9)[None, :, None], (1, 9, 2, 9))
-    wanted = oracles.weighted_mean(*products, units, pairs)[0].swapaxes(0, 1)
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
-    exact = approximation.exact_map(query, key, causal=False)
-    scores = np.einsum("nth,nsh->nts", query, key) / 2
-    by_hand = oracles.softmax_weights(scores, np.ones((9, 9), bool))
-    np.testing.assert_allclose(exact, by_hand, atol=1e-12)
 
 
 @pytest.mark.parametrize("classes", [0, 3])

@@ -61,8 +61,9 @@ def test_causal_and_bidirectional(name):
         refused("is_causal", name, is_causal=True)
     if claims.bidirectional:
         it_works(call_with_own_keys(name))
-    else:
+    else:  # a form that has no such option may see all keys without it
         refused("is_causal", name, is_causal=False)
+        assert ROWS[name].attend is ROWS[name].causal
 
 
 @every_mechanism

@@ -14,7 +14,7 @@ def main(words: list[str]) -> None:
     if command.help:
         print(commandline.help_text(command.config))
     elif command.dry_run:
-        print(describe(command.config))
+        print(describe(command.config, command.target))
     else:
         run(command.config, command.workdir)
 

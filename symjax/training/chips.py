@@ -13,16 +13,19 @@ class Chip(NamedTuple):
     link: float  # bytes a second that it sends to chips of its group
     group: int  # chips that are joined so: a pod, or one box
     network: float  # bytes a second that it sends out of the group
+    per_cycle: int = 0  # bfloat16 operations a cycle of a TPU
 
 
-# TPU: docs.cloud.google.com/tpu/docs/v5e and /v5p, read in 2026; interconnect there in
-# both directions, 400 and 1200 GB/s, and the data centre network 6.4 Tbit/s a pod of
-# v5e and 50 Gbit/s a chip of v5p.
+# TPU: docs.cloud.google.com/tpu/docs/v5e, /v5p and /v6e, read in 2026; interconnect
+# there in both directions, 400, 1200 and 800 GB/s, and the data centre network 6.4
+# Tbit/s a pod of v5e, 25.6 Tbit/s a pod of v6e and 50 Gbit/s a chip of v5p. Operations
+# a cycle: the compiler's estimate of a 4096³ product is 1.04 to 1.15 of that.
 # GPU: nvidia.com/data-center/h100 and /h200, the SXM forms, without sparsity; NVLink
 # there in both directions, 900 GB/s. DGX H100 and H200: eight ports of 400 Gbit/s.
 CHIPS = (
-    Chip("TPU v5e", 197e12, 16e9, 819e9, 200e9, 256, 3.125e9),
-    Chip("TPU v5p", 459e12, 95e9, 2765e9, 600e9, 8960, 6.25e9),
+    Chip("TPU v5e", 197e12, 16e9, 819e9, 200e9, 256, 3.125e9, 2**17),
+    Chip("TPU v5p", 459e12, 95e9, 2765e9, 600e9, 8960, 6.25e9, 2**18),
+    Chip("TPU v6e", 918e12, 32e9, 1640e9, 400e9, 256, 12.5e9, 2**19),
     Chip("H100", 989e12, 80e9, 3.35e12, 450e9, 8, 50e9),
     Chip("H200", 989e12, 141e9, 4.8e12, 450e9, 8, 50e9),
 )

@@ -29,6 +29,8 @@ python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
   --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset);
                            the same command run again resumes it
   --dry_run                print the model, its cost and its memory; train nothing
+  --target MACHINE         of a dry run: compile for v5e-N, v5p-N, v6e-N (TPUs) or
+                           h200-N with the machine's own compiler; none is needed here
   --coordinator HOST:PORT --processes N --process I
                            this is process I of N, and process 0 is on HOST; torchrun,
                            Slurm, Open MPI and TPU pods say so themselves
@@ -42,8 +44,8 @@ code: 0 complete, 2 bad input, 1 a loss that is not finite or a machine that fai
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 AGREED = (Refused, FloatingPointError, Interrupted)  # come to all processes at once
 FLAGS = (
-    "--config, --config.KEY, --workdir, --dry_run, --coordinator, --processes, "
-    "--process, --wait, --help"
+    "--config, --config.KEY, --workdir, --dry_run, --target, --coordinator, "
+    "--processes, --process, --wait, --help"
 )
 
 
@@ -52,6 +54,7 @@ class Command(NamedTuple):
     workdir: Path
     dry_run: bool
     help: bool
+    target: str | None = None
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,7 +83,10 @@ def parse(words: list[str]) -> Command:
     for key, text in _overrides(rest):
         _set(tree, key, text)
     workdir = Path(known.workdir or Path("runs", name)).absolute()
-    return Command(validation.from_dict(tree), workdir, known.dry_run, known.help)
+    if known.target is not None and not known.dry_run:
+        raise ValueError(f"--target {known.target!r} is of --dry_run: give both")
+    options = validation.from_dict(tree)
+    return Command(options, workdir, known.dry_run, known.help, known.target)
 
 
 def place(words: list[str]) -> launch.Launch | None:
@@ -179,7 +185,7 @@ def leave(run: Callable[[], None]) -> NoReturn:
 def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The flags, and the words that are none."""
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
-    for name in ("config", "workdir", *launch.FLAGS):
+    for name in ("config", "workdir", "target", *launch.FLAGS):
         parser.add_argument(f"--{name}")
     parser.add_argument("--wait", default=str(launch.WAIT))
     parser.add_argument("--dry_run", action="store_true")

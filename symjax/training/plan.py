@@ -10,9 +10,10 @@ import jax
 from symjax import config
 from symjax.data.examples import open_examples
 from symjax.models import cost
-from symjax.training import sharding
+from symjax.training import sharding, targets
 from symjax.training.chips import CHIPS, seconds
 from symjax.training.collectives import KINDS, Traffic, traffic
+from symjax.training.cycles import PARTS, estimate
 from symjax.training.starting import (
     compiled_step,
     shard_bytes,
@@ -24,25 +25,30 @@ from symjax.training.step import Program, compile_program
 MIB = 2**20
 
 
-def describe(options: config.Config) -> str:
+def describe(options: config.Config, target: str | None = None) -> str:
     """A table of weights, and the cost of a step; compiles it, but trains nothing.
 
     Where the mesh has more devices than there are, CPU devices stand in for them:
     nothing is refused for its size, and nothing is allocated.
 
+    Args:
+        target: a machine that is not here, such as v5e-64, to compile for with its own
+            compiler: see `targets.py`.
     Raises:
-        ValueError: whatever else a run of this configuration would refuse.
+        ValueError: whatever else a run of this configuration would refuse; a target
+            that is unknown or whose compiler is not installed.
     """
     use_compile_cache()
-    simulated = sharding.simulate(options.mesh)
-    mesh = sharding.make_mesh(options.mesh)
+    machine = targets.find(target) if target else None
+    simulated = machine is None and sharding.simulate(options.mesh)
+    mesh = sharding.make_mesh(options.mesh, machine and machine.devices)
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_examples(options, Path(folder))
         corpus.check_length(options.model.length)
         options = with_vocabulary(options, corpus)
     program = compile_program(options, mesh)
     shape = (options.batch_size, options.model.length)
-    step = compiled_step(program, shape, refuse=not simulated)
+    step = compiled_step(program, shape, refuse=not (simulated or machine))
     weights = program.state.params
     parameters = sum(weight.size for weight in jax.tree.leaves(weights))
     tokens = options.batch_size * options.model.length
@@ -55,10 +61,14 @@ def describe(options: config.Config) -> str:
         f"tokens a step       {tokens:,}",
         f"FLOPs a step        {flops:.3g} (multiply-adds as two, by formula)",
         f"mesh                {dict(mesh.shape)}"
-        + (" of simulated CPU devices" if simulated else ""),
+        + (" of simulated CPU devices" if simulated else "")
+        + (f" of {machine.name}, by its compiler" if machine else ""),
         *_memory(program, step),
-        *_prospect(options, program, step, flops),
     ]
+    if machine is None:
+        lines += _prospect(options, program, step, flops)
+    else:
+        lines += _estimate(machine, program, step, flops)
     return "\n".join(lines)
 
 
@@ -145,6 +155,52 @@ def _prospect(
         "bytes of memory written and read once and all parts overlapping or none:",
         *_aligned(rows),
     ]
+
+
+def _estimate(
+    machine: targets.Target, program: Program, step: jax.stages.Compiled, flops: float
+) -> list[str]:
+    """What the machine's own compiler plans: whether it fits, what is sent, cycles."""
+    chip, devices, memory = machine.chip, program.mesh.size, step.memory_analysis()
+    text, lines = step.as_text() or "", []
+    if memory is not None:
+        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        fits = "it fits" if needed <= chip.memory else "it does NOT fit"
+        lines.append(f"memory of a chip    {chip.memory / 1e9:.0f} GB: {fits}")
+    found = traffic(text, devices)
+    lines += _sent(found, machine.name)
+    if not chip.per_cycle:
+        return [*lines, "", "the compiler for GPUs estimates no cycles"]
+    clock = chip.flops / chip.per_cycle
+    cycles = estimate(text, flops=chip.per_cycle, bandwidth=chip.bandwidth / clock)
+    total, least = cycles.cycles.total(), flops / devices / chip.per_cycle
+    rows: list[tuple[str, ...]] = [("part of a step", "Mcycles", "seconds", "share")]
+    for part, n in (*((x, cycles.cycles[x]) for x in PARTS), ("sum", total)):
+        rows.append((part, *_cycles(n, clock), f"{n / max(total, 1):.0%}"))
+    rows.append(("FLOPs by formula at peak", *_cycles(least, clock), ""))
+    speed = chip.link if devices <= chip.group else chip.network
+    sending = found.sent.total() / speed
+    return [
+        *lines,
+        "",
+        *_aligned(rows),
+        f"share of peak       {least / max(total, 1):.1%} by this estimate",
+        f"collectives         {sending:.3g} s at the full speed of the links, not in "
+        "the sum: they may overlap with it",
+        "The cycles are the compiler's estimate: close for products, too high where "
+        "memory is the limit.",
+        *_listed("kernels, by the FLOPs that they declare, at peak", cycles.kernels),
+        *_listed("without an estimate, counted as nothing", cycles.unknown),
+    ]
+
+
+def _listed(what: str, found: Counter) -> list[str]:
+    runs = ", ".join(f"{name} {count:,}" for name, count in found.items())
+    return [f"{what}: {runs}"] if found else []
+
+
+def _cycles(count: float, clock: float) -> tuple[str, str]:
+    return f"{count / 1e6:,.1f}", f"{count / clock:.3g}"
 
 
 def _sent(found: Traffic, platform: str) -> list[str]:

@@ -65,15 +65,17 @@ def simulate(options: config.Mesh) -> bool:
     return True
 
 
-def make_mesh(options: config.Mesh) -> Mesh:
+def make_mesh(options: config.Mesh, devices: list | None = None) -> Mesh:
     """The devices as (data, fsdp, tensor, sequence); one size may be -1, what is left.
 
+    Args:
+        devices: those to use; None: all there are.
     Raises:
         ValueError: the sizes do not fit the number of devices, naming both, or leave
             out all devices of a process.
     """
     sizes = [getattr(options, axis) for axis in AXES]
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     shown = " × ".join(f"{a} {s}" for a, s in zip(AXES, sizes, strict=True))
     if any(size == 0 or size < -1 for size in sizes) or sizes.count(-1) > 1:
         raise ValueError(

@@ -1,0 +1,124 @@
+"""What a compiled program executes, read from its text.
+
+XLA prints a program as computations of one instruction a line. An instruction in the
+body of a loop runs as often as the loop does, and `cost_analysis` counts it once; so
+the text is read here, loop by loop.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Instruction(NamedTuple):
+    name: str
+    shape: str
+    operation: str
+    rest: str  # operands and attributes
+
+
+UNKNOWN_LOOPS = "loops of unknown length"  # a key of every total: counted as one trip
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-<>]+) .*\{$")
+_LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_CALLED = re.compile(r"\b(body|to_apply|calls|called_computations)=\{?%?([\w.\-<>]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TWO = re.compile(r"(?:true|false)_computation=%?([\w.\-<>]+)")
+_TRIPS = re.compile(r'known_trip_count\D*"?(\d+)')
+_CONDITION = re.compile(r"condition=%?([\w.\-<>]+)")
+
+Computations = dict[str, list[Instruction]]
+
+
+def total(
+    text: str,
+    measure: Callable[[Instruction, Computations], Counter | None],
+    choose: Callable = max,
+) -> Counter:
+    """The sum of a measure over all that one run of a program executes.
+
+    The body of a loop counts as often as its `known_trip_count` says, or as the
+    constant that its condition compares with, and of the branches of a condition one.
+
+    Args:
+        text: of the program (`as_text()`).
+        measure: of one instruction, numbers by key; None for an instruction whose
+            called computations are to be measured instead.
+        choose: max or min, of the branches by the sum of their numbers.
+    """
+    computations, entry = _computations(text)
+    return _of(entry, computations, measure, choose, {})
+
+
+def _computations(text: str) -> tuple[Computations, str]:
+    """Instructions by the name of their computation, and the name of the first."""
+    found: Computations = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            current = found.setdefault(head[2], [])
+            entry = head[2] if head[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (parts := _LINE.match(line)):
+            current.append(Instruction(*parts.groups()))
+    return found, entry
+
+
+def _of(
+    name: str,
+    computations: Computations,
+    measure: Callable,
+    choose: Callable,
+    known: dict[str, Counter],
+) -> Counter:
+    """The numbers of one computation and those it calls."""
+    if name in known:
+        return known[name]
+    found: Counter = Counter()
+    for instruction in computations.get(name, []):
+        own = measure(instruction, computations)
+        if own is not None:
+            _add(found, own, 1)
+            continue
+        trips: int | None = 1
+        if instruction.operation == "while":
+            trips = _trips(instruction, computations)
+            found[UNKNOWN_LOOPS] += trips is None
+        parts = [
+            _of(called, computations, measure, choose, known)
+            for called in _called(instruction)
+        ]
+        if instruction.operation == "conditional" and parts:
+            parts = [choose(parts, key=lambda part: part.total())]
+        for part in parts:
+            _add(found, part, 1 if trips is None else trips)
+    known[name] = found
+    return found
+
+
+def _add(found: Counter, more: Counter, times: int) -> None:
+    for key, number in more.items():
+        found[key] += number if key == UNKNOWN_LOOPS else times * number
+
+
+def _trips(loop: Instruction, computations: Computations) -> int | None:
+    """How often a loop runs; None if the text does not say."""
+    if known := _TRIPS.search(loop.rest):
+        return int(known[1])
+    condition = _CONDITION.search(loop.rest)
+    limits = [
+        int(limit[1])
+        for x in computations.get(condition[1] if condition else "", [])
+        if x.operation == "constant" and (limit := re.match(r"(\d+)\)", x.rest))
+    ]
+    return max(limits, default=None)
+
+
+def _called(instruction: Instruction) -> list[str]:
+    """The computations that an instruction runs: what a reduction adds is none."""
+    names = [name for _, name in _CALLED.findall(instruction.rest)]
+    for group in _BRANCHES.findall(instruction.rest):
+        names += [name.strip().lstrip("%") for name in group.split(",")]
+    return names + _TWO.findall(instruction.rest)

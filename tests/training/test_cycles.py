@@ -1,0 +1,104 @@
+"""Estimated cycles, from texts of programs and from the compiler for TPUs."""
+
+import dataclasses
+import importlib.util
+from collections import Counter
+
+import pytest
+
+from symjax import config
+from symjax.training import sharding, targets
+from symjax.training.cycles import PARTS, estimate
+from symjax.training.step import compile_program
+
+PROGRAM = """\
+HloModule jit_train
+
+%fused_product (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8]{1,0} parameter(0)
+  ROOT %c = f32[8,8]{1,0} convolution(%p, %p), dim_labels=bf_io->bf
+}
+
+%fused_move (p.1: f32[8,8]) -> f32[8,8] {
+  %p.1 = f32[8,8]{1,0} parameter(0)
+  ROOT %t = f32[8,8]{1,0} transpose(%p.1), dimensions={1,0}
+}
+
+%body (s: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %s = (s32[], f32[8,8]) parameter(0)
+  %a = f32[8,8]{1,0} fusion(%s), kind=kLoop, calls=%fused_product, \
+metadata={op_name="jit(train)/shard_map/dot"}, backend_config={"estimated_cycles":"7"}
+  %k.1 = f32[8,8]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", \
+backend_config={"cost_estimate":{"flops":"600","bytes_accessed":"50"}}
+  ROOT %r = (s32[], f32[8,8]) tuple(%s, %k.1)
+}
+
+%limit (s.1: (s32[], f32[8,8])) -> pred[] {
+  %s.1 = (s32[], f32[8,8]) parameter(0)
+  %n = s32[]{:T(128)} constant(5)
+  ROOT %less = pred[] compare(%s.1, %n), direction=LT
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %w = (s32[], f32[8,8]) while(%x), condition=%limit, body=%body
+  %b = f32[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused_product, \
+metadata={op_name="jit(train)/dot"}, backend_config={"estimated_cycles":"100"}
+  %m = f32[8,8]{1,0} fusion(%b), kind=kLoop, calls=%fused_move, \
+backend_config={"estimated_cycles":"11"}
+  %copy.1 = f32[8,8]{1,0} copy(%m), backend_config={"estimated_cycles":"2"}
+  ROOT %u = f32[8,8]{1,0} fusion(%m), kind=kLoop, calls=%fused_move
+}
+"""
+
+
+def test_a_loop_counts_as_often_as_it_runs_and_every_part_is_named():
+    found = estimate(PROGRAM, flops=10, bandwidth=1)
+    assert found.cycles == Counter(
+        {
+            "attention": 5 * (7 + 60),  # the kernel is limited by its FLOPs
+            "products with weights": 100,
+            "copies": 11 + 2,
+        }
+    )
+    assert found.kernels == {"k": 5}
+    assert found.unknown == {"fusion": 1}
+
+
+def test_a_kernel_that_moves_more_than_it_computes_counts_by_its_bytes():
+    found = estimate(PROGRAM, flops=1000, bandwidth=0.5)
+    assert found.cycles["attention"] == 5 * (7 + 100)
+
+
+@pytest.mark.parametrize("name", ["v5e-5", "v5e", "v5e-", "v9-4", "h200-3"])
+def test_an_unknown_machine_is_refused_with_the_known_ones(name):
+    with pytest.raises(ValueError, match=f"--target '{name}' is unknown.*v5e-N"):
+        targets.find(name)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None, reason="the compiler is installed"
+)
+def test_a_missing_compiler_is_one_line_that_says_what_to_install():
+    with pytest.raises(ValueError, match="pip install 'symjax.tpu-compiler.'") as error:
+        targets.find("v5e-4")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the wheel libtpu"
+)
+def test_a_training_step_compiles_for_a_tpu_with_cycles_in_every_part():
+    machine = targets.find("v5e-4")
+    model = config.Model(vocabulary=50, width=128, depth=2, heads=2, length=128)
+    options = config.Config(
+        model=model, batch_size=4, mesh=dataclasses.replace(config.Mesh(), fsdp=4)
+    )
+    mesh = sharding.make_mesh(options.mesh, machine.devices)
+    step = compile_program(options, mesh).lower((4, 128)).compile()
+    chip = machine.chip
+    found = estimate(
+        step.as_text(), flops=chip.per_cycle, bandwidth=chip.bandwidth / 1.5e9
+    )
+    assert all(found.cycles[part] > 0 for part in PARTS)
+    assert step.memory_analysis().temp_size_in_bytes > 0

@@ -34,9 +34,9 @@ ROUNDS, STEPS = 9, 20
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def step(graph, weights, memory, tokens):
-    scores, memory = nnx.merge(graph, weights).extend(tokens, memory)
-    return scores, memory
+def step(graph, weights, cache, tokens):
+    logits, cache = nnx.merge(graph, weights).decode(tokens, cache)
+    return logits, cache
 
 
 def main() -> None:
@@ -46,26 +46,26 @@ def main() -> None:
         model = Decoder(options, rngs=nnx.Rngs(0))
         graph, weights = nnx.split(model)
         tokens = jnp.zeros((1, 1), jnp.int32)
-        memories, times = {}, {SHORT: [], LONG: []}
+        caches, times = {}, {SHORT: [], LONG: []}
         for length in times:
-            memory = model.empty(1, length)
-            memories[length] = memory._replace(
-                position=memory.position + length - ROUNDS * STEPS - STEPS
+            cache = model.init_cache(1, length)
+            caches[length] = cache._replace(
+                position=cache.position + length - ROUNDS * STEPS - STEPS
             )
         kept = [
-            sum(x.nbytes for x in jax.tree.leaves(memories[length].layers))
+            sum(x.nbytes for x in jax.tree.leaves(caches[length].layers))
             for length in times
         ]
         for turn in range(ROUNDS + 1):  # the first compiles
             for length, found in times.items():
-                memory = memories[length]
+                cache = caches[length]
                 start = time.perf_counter()
                 for _ in range(STEPS):
-                    scores, memory = step(graph, weights, memory, tokens)
-                scores.block_until_ready()
+                    logits, cache = step(graph, weights, cache, tokens)
+                logits.block_until_ready()
                 if turn:
                     found.append(time.perf_counter() - start)
-                memories[length] = memory
+                caches[length] = cache
         ratio = np.median(np.array(times[LONG]) / np.array(times[SHORT]))
         sizes = " → ".join(f"{size / 1024:.0f} KiB" for size in kept)
         print(f"{name:14}{ratio:7.2f}×{sizes:>22}")

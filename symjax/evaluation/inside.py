@@ -250,22 +250,24 @@ class _Watched:
     def __init__(self, block: Any, found: list[Layer]):
         self.block, self.found = block, found
 
-    def __call__(self, x: Array, present: Array | None = None, **options: Any) -> Array:
-        hidden = self.block(x, present, **options)
+    def __call__(
+        self, x: Array, padding_mask: Array | None = None, **options: Any
+    ) -> Array:
+        hidden = self.block(x, padding_mask, **options)
         if isinstance(self.block, GatedBlock):
             layer, y = self.block, self.block.norm(x)
         else:
             layer, y = self.block.attention, self.block.attention_norm(x)
-        self.found.append(_layer(layer, y, present, hidden))
+        self.found.append(_layer(layer, y, padding_mask, hidden))
         return hidden
 
 
-def _layer(layer: Any, x: Array, present: Array | None, hidden: Array) -> Layer:
+def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> Layer:
     """What an `Attention` or a `GatedBlock` makes of x."""
     positions = jnp.arange(x.shape[1])[None]
     arrays = layer.arrays(x, positions)
-    if present is not None:
-        arrays["mask"] = (present[:, None, None], "B")
+    if padding_mask is not None:
+        arrays["mask"] = (padding_mask[:, None, None], "B")
     query, key = arrays["query"][0], arrays["key"][0]
     kind, lam = "none", None
     if isinstance(layer, Attention):

@@ -197,9 +197,9 @@ def _scored(
     inputs: Int[Array, "B T"],
     targets: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    scores = nnx.merge(graph, weights)(inputs)
-    right = scores.argmax(axis=-1) == targets
-    return cross_entropy(scores, jnp.maximum(targets, 0)), right.astype(jnp.float32)
+    logits = nnx.merge(graph, weights)(inputs)
+    right = logits.argmax(axis=-1) == targets
+    return cross_entropy(logits, jnp.maximum(targets, 0)), right.astype(jnp.float32)
 
 
 def _has(examples: Examples, tokens: int) -> bool:

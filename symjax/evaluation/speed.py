@@ -141,7 +141,7 @@ def in_turns(*jobs: Callable[[], Any]) -> np.ndarray:
 
 
 def prefill(options: config.Config, length: int) -> Job:
-    """The scores of a whole text."""
+    """The logits of a whole text."""
     graph, weights = _new(options)
     inputs, _ = _row(options.model, length)
     run = jax.jit(lambda weights, inputs: nnx.merge(graph, weights)(inputs))
@@ -171,23 +171,23 @@ def training(options: config.Config, length: int) -> Job:
 
 
 def decoding(options: config.Config, length: int) -> Job:
-    """Tokens after a context that fills the memory up to its end."""
+    """Tokens after a context that fills the cache up to its end."""
     graph, weights = _new(options)
     steps = min(STEPS, length)
 
-    memory = nnx.merge(graph, weights).empty(1, length)
-    memory = memory._replace(position=memory.position + length - steps)
+    cache = nnx.merge(graph, weights).init_cache(1, length)
+    cache = cache._replace(position=cache.position + length - steps)
 
-    def write(weights: Any, memory: Any, tokens: jax.Array) -> Any:
+    def write(weights: Any, cache: Any, tokens: jax.Array) -> Any:
         model = nnx.merge(graph, weights)
 
-        def step(memory: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-            scores, memory = model.extend(token[None, None], memory)
-            return memory, scores[0, 0]
+        def step(cache: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+            logits, cache = model.decode(token[None, None], cache)
+            return cache, logits[0, 0]
 
-        return jax.lax.scan(step, memory, tokens)[1]
+        return jax.lax.scan(step, cache, tokens)[1]
 
-    given = weights, memory, jnp.zeros(steps, jnp.int32)
+    given = weights, cache, jnp.zeros(steps, jnp.int32)
     compiled = jax.jit(write).lower(*given).compile()
     return Job(partial(compiled, *given), steps, _memory(compiled))
 

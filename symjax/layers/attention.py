@@ -11,15 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import attention, config
 from symjax.attention.masks import visible_pairs
 from symjax.attention.projections import KINDS, unit_statistics
-from symjax.layers.cache import Cache, check_room, write
-from symjax.layers.choices import LEARNED, mechanism_options, sizes
+from symjax.layers.cache import KeyValues, check_room, write
 from symjax.layers.features import feature_map
-from symjax.layers.forgetting import FixedDecay, GatedDecay
 from symjax.layers.forms import form_of, has_keys, of_queries, state_first
-from symjax.layers.linear import Linear
-from symjax.layers.norms import norm
-from symjax.layers.rotary import rotary
+from symjax.layers.gates import FixedDecay, GatedDecay
+from symjax.layers.primitives import Linear, norm, rotary
 from symjax.layers.sharded import per_device, time_axis
+from symjax.layers.validate import LEARNED, mechanism_options, sizes
 
 
 class Lambda(nnx.Param):
@@ -33,7 +31,7 @@ class Constant(nnx.Variable):
 class Attention(nnx.Module):
     """Self-attention with any mechanism, kind of key and combination of maps.
 
-    It is causal, save in an encoder, whose tokens see all that are present.
+    It is causal, save in an encoder, whose tokens see all that exist.
 
     With differential V1 a head has two branches of size width/2N, values of twice
     that size, and an RMSNorm of its output times 1 − λ_init. With V2 it has two query
@@ -84,7 +82,7 @@ class Attention(nnx.Module):
             )
         if chosen.features and self.mechanism in ("linear", "performer"):
             try:
-                jax.eval_shape(lambda: self.empty(1, 1))
+                jax.eval_shape(lambda: self.init_cache(1, 1))
             except ValueError as error:
                 raise ValueError(f"model.attention.features: {error}") from None
 
@@ -174,16 +172,17 @@ class Attention(nnx.Module):
             self._set_statistics(found)
 
     def __call__(
-        self, x: Float[Array, "B T D"], present: Bool[Array, "B T"] | None = None
+        self, x: Float[Array, "B T D"], padding_mask: Bool[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
         """Every token attends to itself and to those it may see.
 
         Args:
-            present: the tokens that exist, the others are seen by none; None: all.
+            padding_mask: True for tokens that exist; the others are seen by none.
+                None: all.
         """
         arrays = self.arrays(x, jnp.arange(x.shape[1])[None])
-        if present is not None:
-            arrays["mask"] = (present[:, None, None], "B")
+        if padding_mask is not None:
+            arrays["mask"] = (padding_mask[:, None, None], "B")
         return self._output(x, self.mix(arrays))
 
     def mix(self, arrays: dict[str, tuple[Any, str]]) -> Float[Array, "B T N V"]:
@@ -206,13 +205,15 @@ class Attention(nnx.Module):
             arrays = arrays | own
         return self._combine(function, options, arrays, "BTN", axis)
 
-    def empty(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int) -> Any:
         """The decoding state before the first token; `length` bounds a cache."""
         size = self.sizes.head_size
         if self._form.state is None:
             shape = (batch, length, self.sizes.keys, size)
             values = (batch, length, self.sizes.kv_heads, self.sizes.value_size)
-            return Cache(jnp.zeros(shape, self.dtype), jnp.zeros(values, self.dtype))
+            return KeyValues(
+                jnp.zeros(shape, self.dtype), jnp.zeros(values, self.dtype)
+            )
         options = self._options_of("state")
         if hasattr(self, "projection"):
             options["projection"] = self.projection[...]
@@ -222,19 +223,19 @@ class Attention(nnx.Module):
         values = self.sizes.value_size
         return self._form.state(batch, self.sizes.keys, size, values, **options)
 
-    def extend(
+    def decode(
         self,
         x: Float[Array, "B T D"],
         state: Any,
         position: Int[Array, "B"],
-        present: Bool[Array, "B T"] | None = None,
+        padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The next T tokens of every example: (output, new state).
 
         Args:
             position: how many tokens each example has read.
-            present: the tokens that exist, the others stand at the end of their row;
-                None: all.
+            padding_mask: True for tokens that exist, the others stand at the end; None:
+                all.
         Raises:
             ValueError: more tokens than a cache has places.
         """
@@ -243,24 +244,24 @@ class Attention(nnx.Module):
         if self._form.state is None:
             places = state.key.shape[1]
             named = f"a cache of {places}"
-            check_room(places, named, position, x.shape[1], present)
+            check_room(places, named, position, x.shape[1], padding_mask)
             mixed, state = self._read_cache(arrays, state, positions)
             return self._output(x, mixed), state
         arrays["state"] = (state, "BK")
-        if x.shape[1] == 1 and present is None:
+        if x.shape[1] == 1 and padding_mask is None:
             options = self._options_of("step")
             function = state_first(self._form.step)
         else:
             options = {**dict(self.options), "return_state": True}
             function = self._form.causal or self._form.attend
-            if present is not None:
-                arrays["mask"] = (present[:, None, None], "B")
+            if padding_mask is not None:
+                arrays["mask"] = (padding_mask[:, None, None], "B")
         mixed, state = self._combine(function, options, arrays, ("BTN", "BK"))
         return self._output(x, mixed), state
 
     def _read_cache(
-        self, arrays: dict[str, Any], cache: Cache, positions: Array
-    ) -> tuple[Array, Cache]:
+        self, arrays: dict[str, Any], cache: KeyValues, positions: Array
+    ) -> tuple[Array, KeyValues]:
         """What tokens that are not there write is hidden until it is overwritten."""
         key = write(cache.key, arrays["key"][0], positions)
         value = write(cache.value, arrays["value"][0], positions)
@@ -276,7 +277,7 @@ class Attention(nnx.Module):
         if self.positions == "alibi":
             arrays["bias"] = self._alibi(key.shape[1])
         mixed = self._combine(self._form.attend, options, arrays, "BTN")
-        return mixed, Cache(key, value)
+        return mixed, KeyValues(key, value)
 
     def arrays(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]

@@ -1,5 +1,6 @@
 """One transformer block: attention and feed-forward, each after a norm."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +10,53 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
 from symjax.layers.attention import Attention
-from symjax.layers.feedforward import FeedForward
-from symjax.layers.norms import norm
+from symjax.layers.primitives import Linear, norm
+
+# swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.
+ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
+
+# By the values of model.remat. Products of weights and tokens have no batch dimension,
+# since layers see flat tokens; those of attention have, and grow with the context.
+POLICIES = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class FeedForward(nnx.Module):
+    """down(activation(up(x))), or with a gate down(silu(gate(x)) · up(x)).
+
+    Raises:
+        ValueError: the activation is unknown.
+    Source: Shazeer 2020, arXiv:2002.05202 (SwiGLU).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        activation: str = "relu",
+        bias: bool = True,
+        dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation {activation!r} is unknown: choose from "
+                f"{', '.join(ACTIVATIONS)}"
+            )
+        self.activation = activation
+        self.up = Linear(width, hidden, use_bias=bias, dtype=dtype, rngs=rngs)
+        if activation == "swiglu":
+            self.gate = Linear(width, hidden, use_bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Linear(hidden, width, use_bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        activate = ACTIVATIONS[self.activation]
+        if self.activation == "swiglu":
+            return self.down(activate(self.gate(x)) * self.up(x))
+        return self.down(activate(self.up(x)))
 
 
 class Block(nnx.Module):
@@ -38,17 +84,18 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        present: Bool[Array, "B T"] | None = None,
+        padding_mask: Bool[Array, "B T"] | None = None,
         *,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T D"]:
         """
         Args:
-            present: the tokens that exist, the others are seen by none; None: all.
+            padding_mask: True for tokens that exist; the others are seen by none.
+                None: all.
             dropout_key: None turns dropout off.
         """
         attention_key, feedforward_key = _two(dropout_key)
-        y = self.attention(self.attention_norm(x), present)
+        y = self.attention(self.attention_norm(x), padding_mask)
         x = self._add(x, y, attention_key)
         y = self.feedforward(self.feedforward_norm(x))
         return self._add(x, y, feedforward_key)
@@ -57,25 +104,26 @@ class Block(nnx.Module):
         """As `Attention.calibrate`, from a sample of inputs of the block."""
         self.attention.calibrate(self.attention_norm(x))
 
-    def empty(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int) -> Any:
         """The decoding state before the first of at most `length` tokens."""
-        return self.attention.empty(batch, length)
+        return self.attention.init_cache(batch, length)
 
-    def extend(
+    def decode(
         self,
         x: Float[Array, "B T D"],
         state: Any,
         position: Int[Array, "B"],
-        present: Bool[Array, "B T"] | None = None,
+        padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The next T tokens of every example from its state: (output, new state).
 
         Args:
             position: how many tokens each example has read.
-            present: the tokens that exist, the others stand at the end; None: all.
+            padding_mask: True for tokens that exist, the others stand at the end; None:
+                all.
         """
         normed = self.attention_norm(x)
-        y, state = self.attention.extend(normed, state, position, present)
+        y, state = self.attention.decode(normed, state, position, padding_mask)
         x = x + y
         return x + self.feedforward(self.feedforward_norm(x)), state
 
@@ -85,3 +133,16 @@ class Block(nnx.Module):
 
 def _two(key: Array | None) -> tuple[Array | None, Array | None]:
     return (None, None) if key is None else tuple(jax.random.split(key))
+
+
+def rematerialised(run: Callable, choice: str, *, in_scan: bool = False) -> Callable:
+    """`run`, of modules or arrays, so that its backward pass keeps less.
+
+    Args:
+        choice: "none" keeps everything, "dots" the input and the products with weights,
+            "full" the input alone.
+        in_scan: the loop itself keeps the compiler from merging both computations.
+    """
+    if choice == "none":
+        return run
+    return nnx.remat(run, policy=POLICIES[choice], prevent_cse=not in_scan)

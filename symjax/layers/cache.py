@@ -1,4 +1,4 @@
-"""The keys and values that score mechanisms decode with."""
+"""The cached keys and values that score mechanisms decode with."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 
-class Cache(NamedTuple):
+class KeyValues(NamedTuple):
     """The decoding state of score mechanisms: the keys and values seen so far."""
 
     key: Float[Array, "B L K H"]
@@ -19,7 +19,7 @@ def check_room(
     named: str,
     position: Int[Array, "B"],
     count: int,
-    present: Bool[Array, "B T"] | None = None,
+    padding_mask: Bool[Array, "B T"] | None = None,
 ) -> None:
     """Refuse tokens beyond the room there is, as far as their number is known.
 
@@ -29,12 +29,12 @@ def check_room(
     Args:
         room, named: how many tokens fit, and the words that name it.
         position: how many tokens each example has read.
-        count, present: how many come, and which of them exist; None: all.
+        count, padding_mask: how many come, and which of them exist; None: all.
     Raises:
         ValueError: more tokens than room, naming both.
     """
-    needed = position + (count if present is None else present.sum(axis=1))
-    least = count if present is None else 0
+    needed = position + (count if padding_mask is None else padding_mask.sum(axis=1))
+    least = count if padding_mask is None else 0
     if not isinstance(needed, Tracer):
         least = max(needed.tolist(), default=0)
     if least > room:

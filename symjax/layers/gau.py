@@ -11,10 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.attention.masks import visible_pairs
-from symjax.layers.cache import Cache, check_room, write
-from symjax.layers.linear import Linear
-from symjax.layers.norms import norm
-from symjax.layers.rotary import rotary
+from symjax.layers.cache import KeyValues, check_room, write
+from symjax.layers.primitives import Linear, norm, rotary
 from symjax.layers.sharded import per_device, time_axis
 
 LARGEST_SIZE = 128  # of queries and keys, unless model.head_size says otherwise
@@ -98,19 +96,20 @@ class GatedBlock(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        present: Bool[Array, "B T"] | None = None,
+        padding_mask: Bool[Array, "B T"] | None = None,
         *,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T D"]:
         """
         Args:
-            present: the tokens that exist, the others are seen by none; None: all.
+            padding_mask: True for tokens that exist; the others are seen by none.
+                None: all.
             dropout_key: None turns dropout off.
         """
         y = self.norm(x)
         arrays = self.arrays(y, jnp.arange(x.shape[1])[None])
-        if present is not None:
-            arrays["mask"] = (present[:, None, None], "B")
+        if padding_mask is not None:
+            arrays["mask"] = (padding_mask[:, None, None], "B")
         y = self._output(y, self.mix(arrays))
         return x + self.dropout(y, deterministic=dropout_key is None, rngs=dropout_key)
 
@@ -129,28 +128,29 @@ class GatedBlock(nnx.Module):
             arrays = {name: (array, "BT") for name, (array, _) in arrays.items()}
         return per_device(function, arrays, "BT", time=axis)
 
-    def empty(self, batch: int, length: int) -> Any:
+    def init_cache(self, batch: int, length: int) -> Any:
         """The decoding state before the first of at most `length` tokens."""
         if self.mechanism == "flash":
             sizes = batch, 1, self.size, self.hidden
             return attention.flash_state(*sizes, dtype=self.dtype, **dict(self.options))
-        return Cache(
+        return KeyValues(
             jnp.zeros((batch, length, 1, self.size), self.dtype),
             jnp.zeros((batch, length, 1, self.hidden), self.dtype),
         )
 
-    def extend(
+    def decode(
         self,
         x: Float[Array, "B T D"],
         state: Any,
         position: Int[Array, "B"],
-        present: Bool[Array, "B T"] | None = None,
+        padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The next T tokens of every example from its state: (output, new state).
 
         Args:
             position: how many tokens each example has read.
-            present: the tokens that exist, the others stand at the end; None: all.
+            padding_mask: True for tokens that exist, the others stand at the end; None:
+                all.
         Raises:
             ValueError: more tokens than the cache of "gau" has places.
         """
@@ -160,31 +160,35 @@ class GatedBlock(nnx.Module):
         if self.mechanism == "gau":
             places = state.key.shape[1]
             named = f"a cache of {places}"
-            check_room(places, named, position, x.shape[1], present)
+            check_room(places, named, position, x.shape[1], padding_mask)
             mixed, state = self._read_cache(arrays, state, positions)
         elif x.shape[1] == 1:
             arrays["state"] = (state, "B")
             mixed, after = per_device(attention.flash_step, arrays, ("BT", "B"))
-            state = after if present is None else _where(present[:, 0], after, state)
+            state = (
+                after
+                if padding_mask is None
+                else _where(padding_mask[:, 0], after, state)
+            )
         else:
             arrays["state"] = (state, "B")
-            if present is not None:
-                arrays["mask"] = (present[:, None, None], "B")
+            if padding_mask is not None:
+                arrays["mask"] = (padding_mask[:, None, None], "B")
             options = {**dict(self.options), "return_state": True}
             function = partial(attention.flash_causal, **options)
             mixed, state = per_device(function, arrays, ("BT", "B"))
         return x + self._output(y, mixed), state
 
     def _read_cache(
-        self, arrays: dict[str, Any], cache: Cache, positions: Array
-    ) -> tuple[Array, Cache]:
+        self, arrays: dict[str, Any], cache: KeyValues, positions: Array
+    ) -> tuple[Array, KeyValues]:
         """What tokens that are not there write is hidden until it is overwritten."""
         key = write(cache.key, arrays["key"][0], positions)
         value = write(cache.value, arrays["value"][0], positions)
         visible = visible_pairs(positions, jnp.arange(key.shape[1]), is_causal=True)
         arrays |= {"key": (key, "B"), "value": (value, "B"), "mask": (visible, "B")}
         function = partial(attention.gau, **dict(self.options))
-        return per_device(function, arrays, "BT"), Cache(key, value)
+        return per_device(function, arrays, "BT"), KeyValues(key, value)
 
     def arrays(
         self, y: Float[Array, "B T D"], positions: Int[Array, "#B T"]

@@ -9,9 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
-from symjax.layers.block import Block
-from symjax.layers.linear import Linear
-from symjax.layers.remat import rematerialised
+from symjax.layers.block import Block, rematerialised
+from symjax.layers.primitives import Linear
 
 ENOUGH = 0.99  # of a token's weight has been given: it halts
 
@@ -129,27 +128,28 @@ class UniversalBlock(nnx.Module):
         """As `Block.calibrate`, from what the first step sees."""
         self.block.calibrate(x + self.step_embedding[0].astype(x.dtype)[None, None])
 
-    def empty(self, batch: int, length: int) -> tuple[Any, ...]:
+    def init_cache(self, batch: int, length: int) -> tuple[Any, ...]:
         """The decoding states of all steps before the first of `length` tokens."""
-        return tuple(self.block.empty(batch, length) for _ in range(self.depth))
+        return tuple(self.block.init_cache(batch, length) for _ in range(self.depth))
 
-    def extend(
+    def decode(
         self,
         x: Float[Array, "B T D"],
         state: tuple[Any, ...],
         position: Int[Array, "B"],
-        present: Bool[Array, "B T"] | None = None,
+        padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
         """The next T tokens of every example from its states: (output, new states).
 
         Args:
             position: how many tokens each example has read.
-            present: the tokens that exist, the others stand at the end; None: all.
+            padding_mask: True for tokens that exist, the others stand at the end; None:
+                all.
         """
         states = list(state)
 
         def advance(step: int, x: Array) -> Array:
-            x, states[step] = self.block.extend(x, states[step], position, present)
+            x, states[step] = self.block.decode(x, states[step], position, padding_mask)
             return x
 
         output, _ = self._steps(x, advance)

@@ -4,14 +4,14 @@ from symjax.models.build import build
 from symjax.models.convert import convert
 from symjax.models.decoder import Decoder
 from symjax.models.encoder import Encoder
-from symjax.models.exchange import (
+from symjax.models.generate import generate
+from symjax.models.hf_weights import (
     diffllama_attention,
     load_diffllama,
     official_attention,
     to_diffllama,
     to_official,
 )
-from symjax.models.generate import generate
 
 __all__ = [
     "Decoder",

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from symjax import config
-from symjax.layers.choices import sizes
 from symjax.layers.gau import ROLES
+from symjax.layers.validate import sizes
 from symjax.models.build import build
 
 # Weights that only some mechanisms have. Where the source lacks them they start fresh.

@@ -5,8 +5,8 @@ from flax import nnx
 
 from symjax import config
 from symjax.layers import Attention, GatedBlock
-from symjax.layers.choices import sizes
 from symjax.layers.forms import form_of, has_keys
+from symjax.layers.validate import sizes
 
 
 def forward_flops(options: config.Model, parameters: int) -> float:
@@ -39,7 +39,9 @@ def attention_flops(options: config.Model, depth: int) -> float:
     if not has_keys(mechanism):
         return 2 * queries * (size * size + 2 * size * value)
     state = jax.eval_shape(
-        lambda: Attention(options, depth, rngs=nnx.Rngs(jax.random.key(0))).empty(1, 1)
+        lambda: Attention(options, depth, rngs=nnx.Rngs(jax.random.key(0))).init_cache(
+            1, 1
+        )
     )
     features = max(leaf.shape[2] for leaf in jax.tree.leaves(state))
     random = "projection" in form.options()

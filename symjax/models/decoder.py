@@ -8,12 +8,12 @@ from jaxtyping import Array, Float, Int
 
 from symjax import config
 from symjax.layers.gau import GatedBlock
-from symjax.layers.norms import norm
-from symjax.models import trunk
+from symjax.layers.primitives import norm
+from symjax.models import transformer
 
 
-class Memory(NamedTuple):
-    """What a decoder remembers of the tokens read so far."""
+class Cache(NamedTuple):
+    """What the layers of a decoder keep of the tokens read so far."""
 
     position: Int[Array, "B"]  # tokens read of each example
     layers: list[Any]
@@ -30,7 +30,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
-        trunk.check(options)
+        transformer.check(options)
         if not config.is_causal(options):
             raise ValueError(
                 f"model.kind {options.kind!r} is no Decoder, but an Encoder"
@@ -42,10 +42,10 @@ class Decoder(nnx.Module):
         self.learned_positions = options.positions == "learned"
         self.sinusoidal_positions = options.positions == "sinusoidal"
         self.dtype = jnp.dtype(options.dtype)
-        self.embedding = trunk.embedding(options, rngs)
+        self.embedding = transformer.embedding(options, rngs)
         if self.learned_positions:
-            self.positions = trunk.learned_positions(options, rngs)
-        self.blocks = trunk.blocks(options, rngs)
+            self.positions = transformer.learned_positions(options, rngs)
+        self.blocks = transformer.blocks(options, rngs)
         self.final_norm = norm(
             options.norm,
             options.width,
@@ -55,13 +55,13 @@ class Decoder(nnx.Module):
         )
         self.tied = options.tie_embeddings
         if not self.tied:
-            self.head = trunk.output(options, options.vocabulary, rngs)
+            self.head = transformer.output(options, options.vocabulary, rngs)
         self.dropout = nnx.Dropout(options.dropout)
 
     def __call__(
         self, tokens: Int[Array, "B T"], *, dropout_key: Array | None = None
     ) -> Float[Array, "B T vocabulary"]:
-        """Scores of the next token at every place, in float32.
+        """Logits of the next token at every place, in float32.
 
         Args:
             dropout_key: a random key turns dropout on; None is evaluation.
@@ -69,7 +69,7 @@ class Decoder(nnx.Module):
             ValueError: more tokens than learned positions.
         """
         x = self._embed(tokens, jnp.zeros(1, jnp.int32))
-        return self._scores(trunk.run_blocks(self, x, dropout_key))
+        return self._logits(transformer.run_blocks(self, x, dropout_key))
 
     def calibrate(self, tokens: Int[Array, "B T"]) -> None:
         """Fit the statistics of adaptive random features (FAVOR++, FAVOR#) to a text.
@@ -83,46 +83,50 @@ class Decoder(nnx.Module):
                 block.calibrate(x)
             x = block(x)
 
-    def empty(self, batch: int, length: int) -> Memory:
-        """The memory before the first token, for at most `length` tokens."""
-        layers = [block.empty(batch, length) for block in self.blocks]
-        return Memory(jnp.zeros(batch, jnp.int32), layers)
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """The cache before the first token, for at most `length` tokens."""
+        layers = [block.init_cache(batch, length) for block in self.blocks]
+        return Cache(jnp.zeros(batch, jnp.int32), layers)
 
-    def extend(
+    def decode(
         self,
         tokens: Int[Array, "B T"],
-        memory: Memory,
+        cache: Cache,
         lengths: Int[Array, "B"] | None = None,
-    ) -> tuple[Float[Array, "B T vocabulary"], Memory]:
-        """Scores after each of the next tokens, and the memory that has read them.
+    ) -> tuple[Float[Array, "B T vocabulary"], Cache]:
+        """Logits after each of the next tokens, and the cache that has read them.
 
         Costs one token's work a token; nothing before it is computed again.
 
         Args:
             lengths: how many of each row's tokens exist; the rest of the row is
-                filling, which is not read and whose scores mean nothing. None: all.
+                filling, which is not read and whose logits mean nothing. None: all.
         Raises:
-            ValueError: more tokens than the memory or learned positions have room
+            ValueError: more tokens than the cache or learned positions have room
                 for. Under `jax.jit` the tokens of one call are counted, not those
                 read before.
         """
         count = tokens.shape[1]
-        present = None
+        padding_mask = None
         if lengths is not None:
-            present = jnp.arange(count)[None] < lengths[:, None]
-        x = self._embed(tokens, memory.position, present)
+            padding_mask = jnp.arange(count)[None] < lengths[:, None]
+        x = self._embed(tokens, cache.position, padding_mask)
         layers = []
-        for block, state in zip(self.blocks, memory.layers, strict=True):
-            x, state = block.extend(x, state, memory.position, present)
+        for block, state in zip(self.blocks, cache.layers, strict=True):
+            x, state = block.decode(x, state, cache.position, padding_mask)
             layers.append(state)
-        read = memory.position + (count if lengths is None else lengths)
-        return self._scores(x), Memory(read, layers)
+        read = cache.position + (count if lengths is None else lengths)
+        return self._logits(x), Cache(read, layers)
 
-    def _embed(self, tokens: Array, read: Array, present: Array | None = None) -> Array:
+    def _embed(
+        self, tokens: Array, read: Array, padding_mask: Array | None = None
+    ) -> Array:
         """Args: read: how many tokens came before, of each example or of all."""
-        return trunk.placed(self, trunk.look_up(self.embedding, tokens), read, present)
+        return transformer.placed(
+            self, transformer.look_up(self.embedding, tokens), read, padding_mask
+        )
 
-    def _scores(self, x: Array) -> Array:
+    def _logits(self, x: Array) -> Array:
         x = self.final_norm(x)
-        scores = self.embedding.attend(x) if self.tied else self.head(x)
-        return scores.astype(jnp.float32)
+        logits = self.embedding.attend(x) if self.tied else self.head(x)
+        return logits.astype(jnp.float32)

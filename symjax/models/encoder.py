@@ -7,16 +7,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
 from symjax.layers.gau import GatedBlock
-from symjax.layers.linear import Linear
-from symjax.layers.norms import norm
-from symjax.models import trunk
+from symjax.layers.primitives import Linear, norm
+from symjax.models import transformer
 
 
 class Encoder(nnx.Module):
     """Embedding or patches, positions, blocks, final norm and output layer.
 
-    classes > 0   the mean over all tokens, then scores of the classes
-    classes = 0   scores of the token types at every place (masked-LM)
+    classes > 0   the mean over all tokens, then logits of the classes
+    classes = 0   logits of the token types at every place (masked-LM)
     patch > 0     tokens are squares of patch × patch pixels, instead of ids
 
     Ids below 0 are pads: no token sees them, and the mean leaves them out.
@@ -28,12 +27,12 @@ class Encoder(nnx.Module):
     """
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
-        trunk.check(options)
+        transformer.check(options)
         if options.kind != "encoder":
             raise ValueError(f"an Encoder has model.kind 'encoder', not {options.kind}")
         if options.tie_embeddings and (options.classes or options.patch):
             raise ValueError(
-                f"model.tie_embeddings is of scores of tokens: model.classes is "
+                f"model.tie_embeddings is of logits of tokens: model.classes is "
                 f"{options.classes}, model.patch {options.patch}"
             )
         self.length, self.classes = options.length, options.classes
@@ -52,17 +51,17 @@ class Encoder(nnx.Module):
                 rngs=rngs,
             )
         else:
-            self.embedding = trunk.embedding(options, rngs)
+            self.embedding = transformer.embedding(options, rngs)
         if self.learned_positions:
-            self.positions = trunk.learned_positions(options, rngs)
-        self.blocks = trunk.blocks(options, rngs)
+            self.positions = transformer.learned_positions(options, rngs)
+        self.blocks = transformer.blocks(options, rngs)
         self.final_norm = norm(
             options.norm, options.width, bias=options.bias, dtype=self.dtype, rngs=rngs
         )
         self.tied = options.tie_embeddings
         if not self.tied:
-            scores = options.classes or options.vocabulary
-            self.head = trunk.output(options, scores, rngs)
+            outputs = options.classes or options.vocabulary
+            self.head = transformer.output(options, outputs, rngs)
         self.dropout = nnx.Dropout(options.dropout)
 
     def __call__(
@@ -70,21 +69,21 @@ class Encoder(nnx.Module):
         inputs: Int[Array, "B T"] | Float[Array, "B height width channels"],
         *,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "B T scores"]:
-        """Scores in float32: [B 1 classes], or [B T vocabulary] of a masked-LM.
+    ) -> Float[Array, "B T outputs"]:
+        """Logits in float32: [B 1 classes], or [B T vocabulary] of a masked-LM.
 
         Args:
             dropout_key: a random key turns dropout on; None is evaluation.
         Raises:
             ValueError: more tokens than learned positions, images of another size.
         """
-        x, present = self._read(inputs)
-        x = trunk.run_blocks(self, x, dropout_key, present)
+        x, padding_mask = self._read(inputs)
+        x = transformer.run_blocks(self, x, dropout_key, padding_mask)
         x = self.final_norm(x)
         if self.classes:
-            x = _mean(x, present)[:, None]
-        scores = self.embedding.attend(x) if self.tied else self.head(x)
-        return scores.astype(jnp.float32)
+            x = _mean(x, padding_mask)[:, None]
+        logits = self.embedding.attend(x) if self.tied else self.head(x)
+        return logits.astype(jnp.float32)
 
     def calibrate(self, inputs: Array) -> None:
         """As `Decoder.calibrate`; a short text is repeated until it fills its row."""
@@ -101,14 +100,14 @@ class Encoder(nnx.Module):
     def _read(self, inputs: Array) -> tuple[Array, Bool[Array, "B T"] | None]:
         """Tokens in their places, and which of them exist; None: all."""
         if self.patch:
-            x, present = self.patches(patchify(inputs, self.patch)), None
+            x, padding_mask = self.patches(patchify(inputs, self.patch)), None
         else:
-            present = inputs >= 0
-            x = trunk.look_up(self.embedding, jnp.where(present, inputs, 0))
-        x = trunk.placed(self, x, jnp.zeros(1, jnp.int32))
-        if present is not None:
-            x = jnp.where(present[..., None], x, 0)
-        return x, present
+            padding_mask = inputs >= 0
+            x = transformer.look_up(self.embedding, jnp.where(padding_mask, inputs, 0))
+        x = transformer.placed(self, x, jnp.zeros(1, jnp.int32))
+        if padding_mask is not None:
+            x = jnp.where(padding_mask[..., None], x, 0)
+        return x, padding_mask
 
 
 def patchify(
@@ -151,12 +150,12 @@ def _pixels(options: config.Model) -> int:
 
 
 def _mean(
-    x: Float[Array, "B T D"], present: Bool[Array, "B T"] | None
+    x: Float[Array, "B T D"], padding_mask: Bool[Array, "B T"] | None
 ) -> Float[Array, "B D"]:
     """Over the tokens that exist, summed in float32 at least."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if present is None:
+    if padding_mask is None:
         return wide.mean(axis=1).astype(x.dtype)
-    total = jnp.where(present[..., None], wide, 0).sum(axis=1)
-    count = jnp.maximum(present.sum(axis=1, keepdims=True), 1)
+    total = jnp.where(padding_mask[..., None], wide, 0).sum(axis=1)
+    count = jnp.maximum(padding_mask.sum(axis=1, keepdims=True), 1)
     return (total / count.astype(total.dtype)).astype(x.dtype)

@@ -22,14 +22,14 @@ def generate(
 ) -> Int[Array, "B count"]:
     """The `count` tokens that follow each prompt, drawn one after another.
 
-    Decodes with the model's memory: a cache of keys and values, or a state whose size
-    does not depend on the length. One compiled loop for a shape of prompt.
+    Decodes with the model's cache: keys and values of every layer, or a state whose
+    size does not depend on the length. One compiled loop for a shape of prompt.
 
     Args:
         lengths: how many tokens each prompt has, where they differ: prompts end
             together and are filled up on the left with any token. Each is continued
             as it would be alone.
-        temperature: divides the scores; 0 takes the likeliest token.
+        temperature: divides the logits; 0 takes the likeliest token.
     Raises:
         ValueError: an empty prompt, one without an axis of examples, lengths that do
             not fit the prompts, or more tokens than learned positions.
@@ -72,28 +72,28 @@ def _check_lengths(lengths: Array, prompt: Array) -> None:
 @partial(jax.jit, static_argnums=(0, 1))
 def _generate(graph, count, weights, prompt, lengths, key, temperature):
     model = nnx.merge(graph, weights)
-    memory = model.empty(prompt.shape[0], prompt.shape[1] + count)
+    cache = model.init_cache(prompt.shape[0], prompt.shape[1] + count)
     if lengths is None:
-        scores, memory = model.extend(prompt, memory)
-        scores = scores[:, -1]
+        logits, cache = model.decode(prompt, cache)
+        logits = logits[:, -1]
     else:  # filling moves to the end, where nothing that counts sees it
         prompt = jax.vmap(jnp.roll)(prompt, lengths - prompt.shape[1])
-        scores, memory = model.extend(prompt, memory, lengths)
+        logits, cache = model.decode(prompt, cache, lengths)
         last = (lengths - 1)[:, None, None]
-        scores = jnp.take_along_axis(scores, last, axis=1)[:, 0]
+        logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
 
-    def draw(scores, key):
-        warm = scores / jnp.where(temperature > 0, temperature, 1)
+    def draw(logits, key):
+        warm = logits / jnp.where(temperature > 0, temperature, 1)
         drawn = jax.random.categorical(key, warm, axis=-1)
-        return jnp.where(temperature > 0, drawn, scores.argmax(axis=-1))
+        return jnp.where(temperature > 0, drawn, logits.argmax(axis=-1))
 
     def step(carry, key):
-        scores, memory = carry
-        token = draw(scores, key)
-        scores, memory = model.extend(token[:, None], memory)
-        return (scores[:, -1], memory), token
+        logits, cache = carry
+        token = draw(logits, key)
+        logits, cache = model.decode(token[:, None], cache)
+        return (logits[:, -1], cache), token
 
     keys = jax.random.split(key, count)
-    (scores, _), tokens = jax.lax.scan(step, (scores, memory), keys[:-1])
-    last = draw(scores, keys[-1])
+    (logits, _), tokens = jax.lax.scan(step, (logits, cache), keys[:-1])
+    last = draw(logits, keys[-1])
     return jnp.concatenate([tokens.T, last[:, None]], axis=1)

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from symjax.layers.depth import give, of_depth
-from symjax.layers.remat import rematerialised
+from symjax.layers.block import rematerialised
+
+Values = dict[str, Array]  # path of the attribute inside the block → its value
 
 
 def run_scanned(
     blocks: list[Any],
     x: Float[Array, "B T D"],
     keys: Sequence[Array | None],
-    present: Bool[Array, "B T"] | None = None,
+    padding_mask: Bool[Array, "B T"] | None = None,
     *,
     period: int,
     remat: str,
@@ -31,10 +32,10 @@ def run_scanned(
 
     Args:
         keys: of dropout, one a block.
-        present: the tokens that exist; None: all.
+        padding_mask: True for tokens that exist; None: all.
         period: blocks that are unrolled inside the loop; the same place of another
             period has the same modules.
-        remat: of every block, see `symjax.layers.remat`.
+        remat: of every block, see `symjax.layers.block`.
         dtype: of the computation.
     Raises:
         ValueError: blocks differ in more than weights and numbers of their depth.
@@ -51,7 +52,7 @@ def run_scanned(
         weights, values, key = inputs
         block = nnx.merge(graphs[place], weights)
         give(block, values)
-        return block(x, present, dropout_key=key)
+        return block(x, padding_mask, dropout_key=key)
 
     def step(x: Array, inputs: list[Any]) -> tuple[Array, None]:
         for place in range(period):
@@ -89,3 +90,22 @@ def _weights(block: nnx.Module, dtype: Any) -> Any:
 
 def _stack(inputs: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
+
+
+def of_depth(block: nnx.Module) -> Values:
+    """Every number that the block and the modules in it have because of their depth."""
+    return {
+        "/".join(map(str, (*path, name))): jnp.asarray(getattr(module, name))
+        for path, module in nnx.iter_modules(block)
+        for name in getattr(module, "BY_DEPTH", ())
+    }
+
+
+def give(block: Any, values: Values | dict[str, None]) -> None:
+    """Put the values where `of_depth` found them."""
+    for path, value in values.items():
+        *modules, name = path.split("/")
+        module = block
+        for step in modules:
+            module = getattr(module, step)
+        setattr(module, name, value if value is None else nnx.data(value))

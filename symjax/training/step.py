@@ -93,11 +93,11 @@ class Steps(NamedTuple):
     def loss(self, params, constants, inputs, targets, key) -> tuple[Array, Array]:
         """What is minimised, and the part of it that is reported."""
         model = nnx.merge(self.graph, params, constants)
-        scores = model(inputs, dropout_key=key)
+        logits = model(inputs, dropout_key=key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
         costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
         asked = jnp.maximum((targets >= 0).sum(), 1)
-        predicted = cross_entropy(scores, targets).sum() / asked
+        predicted = cross_entropy(logits, targets).sum() / asked
         return predicted + costs, predicted
 
     def train(self, state: State, constants, inputs, targets, key):
@@ -124,9 +124,9 @@ class Steps(NamedTuple):
 
     def evaluate(self, params, constants, inputs, targets, weights, key):
         model = nnx.merge(self.graph, params, constants)
-        scores = model(inputs, dropout_key=key)
-        losses = weights * cross_entropy(scores, targets)
-        right = weights * (scores.argmax(axis=-1) == targets)
+        logits = model(inputs, dropout_key=key)
+        losses = weights * cross_entropy(logits, targets)
+        right = weights * (logits.argmax(axis=-1) == targets)
         return losses.sum(), weights.sum(), right.sum()
 
 
@@ -205,12 +205,12 @@ def _a_part(x: Array) -> tuple[int, int]:
 
 
 def cross_entropy(
-    scores: Float[Array, "B T vocabulary"], targets: Int[Array, "B T"]
+    logits: Float[Array, "B T vocabulary"], targets: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """−log softmax(scores)[target], in nats; 0 for a target below 0, which is none."""
+    """−log softmax(logits)[target], in nats; 0 for a target below 0, which is none."""
     asked = targets >= 0
     losses = optax.softmax_cross_entropy_with_integer_labels(
-        scores, jnp.where(asked, targets, 0)
+        logits, jnp.where(asked, targets, 0)
     )
     return jnp.where(asked, losses, 0)
 

@@ -109,9 +109,9 @@ def test_maps_times_values_are_what_a_layer_puts_out_beside_pads():
 
         @jax.jit
         def run(tokens, model=model, layer=layer, norm=norm):
-            x, present = model._read(tokens[None])
+            x, padding_mask = model._read(tokens[None])
             arrays = layer.arrays(norm(x), jnp.arange(LENGTH)[None])
-            arrays["mask"] = (present[:, None, None], "B")
+            arrays["mask"] = (padding_mask[:, None, None], "B")
             return layer.mix(arrays)[0]
 
         found = read(model, PADDED)[0]

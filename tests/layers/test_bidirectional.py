@@ -1,4 +1,4 @@
-"""Layers of an encoder: every token sees all that are present, and nothing else."""
+"""Layers of an encoder: every token sees all that exist, and nothing else."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from symjax import attention, config
 from symjax.layers import Attention, Block, GatedBlock
 
 WIDTH, HEADS, TIME, BATCH = 24, 3, 11, 2
-PRESENT = np.arange(TIME)[None] < np.array([[7], [11]])
+PADDING_MASK = np.arange(TIME)[None] < np.array([[7], [11]])
 MECHANISMS = [*(set(attention.MECHANISMS) - {"decay"}), *attention.BIDIRECTIONAL]
 ENCODER = config.Model(kind="encoder", width=WIDTH, heads=HEADS, classes=2)
 
@@ -32,7 +32,7 @@ def split(layer, name, x, heads):
 @pytest.mark.parametrize("mechanism", ["softmax", "performer", "matrix_function"])
 def test_a_layer_is_the_pure_function_between_its_projections(mechanism):
     layer = Attention(options(mechanism=mechanism), 0, rngs=nnx.Rngs(0))
-    x, mask = inputs(), jnp.asarray(PRESENT)[:, None, None]
+    x, mask = inputs(), jnp.asarray(PADDING_MASK)[:, None, None]
     query, value = (split(layer, name, x, HEADS) for name in ("query", "value"))
     if mechanism == "matrix_function":
         assert not hasattr(layer, "key")
@@ -43,7 +43,7 @@ def test_a_layer_is_the_pure_function_between_its_projections(mechanism):
         function = getattr(attention, mechanism)
         mixed = function(query, key, value, mask=mask, **more)
     wanted = layer.out(mixed.reshape(BATCH, TIME, -1))
-    np.testing.assert_allclose(layer(x, jnp.asarray(PRESENT)), wanted, atol=2e-6)
+    np.testing.assert_allclose(layer(x, jnp.asarray(PADDING_MASK)), wanted, atol=2e-6)
 
 
 def test_the_matrix_function_and_its_scale_are_chosen_by_name():
@@ -68,7 +68,7 @@ def test_the_matrix_function_and_its_scale_are_chosen_by_name():
 def test_differential_maps_are_subtracted_both_ways(mechanism):
     chosen = options(mechanism=mechanism, symmetric="plain", differential="v1")
     layer = Attention(chosen, 0, rngs=nnx.Rngs(0))
-    x, mask = inputs(), jnp.asarray(PRESENT)[:, None, None]
+    x, mask = inputs(), jnp.asarray(PADDING_MASK)[:, None, None]
     query = split(layer, "query", x, 2 * HEADS)
     value = split(layer, "value", x, HEADS)
 
@@ -81,7 +81,7 @@ def test_differential_maps_are_subtracted_both_ways(mechanism):
     mixed = branch(0) - layer.lam() * branch(1)
     mixed = layer.head_norm(mixed) * (1 - layer.lambda_initial)
     wanted = layer.out(mixed.reshape(BATCH, TIME, -1))
-    np.testing.assert_allclose(layer(x, jnp.asarray(PRESENT)), wanted, atol=2e-5)
+    np.testing.assert_allclose(layer(x, jnp.asarray(PADDING_MASK)), wanted, atol=2e-5)
 
 
 def test_alibi_counts_distance_on_both_sides():
@@ -102,11 +102,11 @@ def test_a_block_sees_what_is_present_on_both_sides_and_no_pad(mechanism):
     kind = GatedBlock if mechanism in config.GATED else Block
     more = {"chunk_size": 4} if mechanism == "flash" else {}
     block = kind(options(mechanism=mechanism, **more), 0, rngs=nnx.Rngs(0))
-    x, present = inputs(), jnp.asarray(PRESENT)
-    run = jax.jit(lambda x: block(x, present))
+    x, padding_mask = inputs(), jnp.asarray(PADDING_MASK)
+    run = jax.jit(lambda x: block(x, padding_mask))
     before = run(x)
-    pads = run(jnp.where(present[..., None], x, 50 * inputs(2)))
-    np.testing.assert_array_equal(pads[PRESENT], before[PRESENT])
+    pads = run(jnp.where(padding_mask[..., None], x, 50 * inputs(2)))
+    np.testing.assert_array_equal(pads[PADDING_MASK], before[PADDING_MASK])
     last = run(x.at[:, 6].set(inputs(3)[:, 6]))
     assert (abs(last - before)[:, :6].max(axis=(1, 2)) > 1e-5).all()
     early = run(x.at[:, 0].set(inputs(3)[:, 0]))
@@ -114,7 +114,7 @@ def test_a_block_sees_what_is_present_on_both_sides_and_no_pad(mechanism):
 
 
 def test_flash_and_gau_are_their_pure_functions():
-    x, mask = inputs(), jnp.asarray(PRESENT)[:, None, None]
+    x, mask = inputs(), jnp.asarray(PADDING_MASK)[:, None, None]
     for mechanism, more in (("gau", {}), ("flash", {"chunk_size": 4})):
         chosen = options(mechanism=mechanism, **more)
         block = GatedBlock(chosen, 0, rngs=nnx.Rngs(0))
@@ -127,7 +127,7 @@ def test_flash_and_gau_are_their_pure_functions():
         else:
             mixed = attention.flash(**roles, value=value, mask=mask, group_size=4)
         wanted = x + block.out(jax.nn.silu(block.gate(y)) * mixed[:, :, 0])
-        found = block(x, jnp.asarray(PRESENT))
+        found = block(x, jnp.asarray(PADDING_MASK))
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 

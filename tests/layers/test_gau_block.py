@@ -45,8 +45,8 @@ def apply(made, x):
 
 
 @nnx.jit
-def extend(made, x, state, position, present=None):
-    return made.extend(x, state, position, present)
+def decode(made, x, state, position, padding_mask=None):
+    return made.decode(x, state, position, padding_mask)
 
 
 def definition(made, x: np.ndarray):
@@ -91,22 +91,22 @@ def test_a_block_equals_its_definition(mechanism):
 
 @pytest.mark.parametrize("mechanism", ["gau", "flash"])
 def test_pieces_of_different_lengths_and_steps_give_the_whole(mechanism):
-    """The second piece has more places than the memory has room, but no more tokens."""
+    """The second piece has more places than the cache has room, but no more tokens."""
     made, x = block(mechanism), inputs()
     wanted = definition(made, x)
-    state, done = made.empty(2, TIME), np.zeros(2, int)
+    state, done = made.init_cache(2, TIME), np.zeros(2, int)
     for lengths, width in (((11, 4), 11), ((3, 7), 11), ((1, 0), 1), ((1, 1), 1)):
         piece = np.full((2, width, WIDTH), 50.0, np.float32)
         for b, n in enumerate(lengths):
             piece[b, :n] = x[b, done[b] : done[b] + n]
-        present = np.arange(width)[None] < np.reshape(lengths, (2, 1))
-        output, state = extend(made, piece, state, done, present)
+        padding_mask = np.arange(width)[None] < np.reshape(lengths, (2, 1))
+        output, state = decode(made, piece, state, done, padding_mask)
         for b, n in enumerate(lengths):
             own = wanted[b, done[b] : done[b] + n]
             limit = 1e-5 * abs(wanted).max()
             np.testing.assert_allclose(output[b, :n], own, 0, limit)
         done += lengths
-    output, _ = extend(
+    output, _ = decode(
         made, np.stack([x[b, n : n + 1] for b, n in enumerate(done)]), state, done
     )
     own = np.stack([wanted[b, n : n + 1] for b, n in enumerate(done)])
@@ -117,7 +117,7 @@ def test_the_state_of_flash_does_not_grow_with_the_context():
     for mechanism, grows in (("gau", True), ("flash", False)):
         made = block(mechanism)
         short, long = (
-            sum(x.nbytes for x in jax.tree.leaves(made.empty(1, length)))
+            sum(x.nbytes for x in jax.tree.leaves(made.init_cache(1, length)))
             for length in (10, 1000)
         )
         assert (long > short) == grows

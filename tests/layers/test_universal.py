@@ -138,20 +138,20 @@ def test_decoding_equals_the_whole():
     x, lengths = tokens(), np.array([6, 3])
 
     @jax.jit
-    def extend(weights, x, state, position, present):
+    def decode(weights, x, state, position, padding_mask):
         layer = nnx.merge(graph, weights)
-        return layer.extend(x, state, position, present)
+        return layer.decode(x, state, position, padding_mask)
 
     whole = np.asarray(pondered(layer, x)[0])
-    present = np.arange(6)[None] < lengths[:, None]
-    state, position = layer.empty(BATCH, 16), jnp.zeros(BATCH, jnp.int32)
-    output, state = extend(weights, x[:, :6], state, position, present)
+    padding_mask = np.arange(6)[None] < lengths[:, None]
+    state, position = layer.init_cache(BATCH, 16), jnp.zeros(BATCH, jnp.int32)
+    output, state = decode(weights, x[:, :6], state, position, padding_mask)
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(output[row, :length], whole[row, :length], atol=2e-5)
     for step in range(4):
         position = jnp.array(lengths + step)
         now = np.stack([x[row, [position[row]]] for row in range(BATCH)])
-        output, state = extend(weights, now, state, position, None)
+        output, state = decode(weights, now, state, position, None)
         wanted = [whole[row, [position[row]]] for row in range(BATCH)]
         np.testing.assert_allclose(output, wanted, atol=2e-5)
 

@@ -150,19 +150,19 @@ def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice):
     model = small(**choice)
 
     @nnx.jit
-    def read(model, tokens, memory):
-        return model.extend(tokens, memory)
+    def read(model, tokens, cache):
+        return model.decode(tokens, cache)
 
-    memory = model.empty(2, 21)
+    cache = model.init_cache(2, 21)
     outputs = []
     for part in jnp.split(TOKENS, [9, 10], axis=1):
-        found, memory = read(model, part, memory)
+        found, cache = read(model, part, cache)
         outputs.append(found)
     whole = scores(model, TOKENS)
     np.testing.assert_allclose(
         jnp.concatenate(outputs, axis=1), whole, atol=1e-5 * abs(whole).max()
     )
-    assert (memory.position == TOKENS.shape[1]).all()
+    assert (cache.position == TOKENS.shape[1]).all()
 
 
 RAGGED = [
@@ -242,7 +242,7 @@ def test_generation_equals_reading_everything_again_for_each_token(
 def test_a_linear_state_does_not_grow_with_the_context(mechanism):
     model = small(mechanism, positions="rope")
     sizes = [
-        sum(x.nbytes for x in jax.tree.leaves(model.empty(1, length)))
+        sum(x.nbytes for x in jax.tree.leaves(model.init_cache(1, length)))
         for length in (10, 1000)
     ]
     assert (sizes[0] == sizes[1]) == (mechanism == "performer")
@@ -360,36 +360,36 @@ def test_prompts_have_an_axis_of_examples():
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "gau"])
-def test_more_tokens_than_the_memory_holds_are_refused(mechanism):
+def test_more_tokens_than_the_cache_holds_are_refused(mechanism):
     """Those of one call also under jit; those read before where they are known."""
     model = small(mechanism, depth=1, positions="none")
-    memory = model.empty(2, 3)
+    cache = model.init_cache(2, 3)
     with pytest.raises(ValueError, match="5 tokens do not fit a cache of 3"):
-        jax.eval_shape(model.extend, TOKENS[:, :5], memory)
-    jax.eval_shape(model.extend, TOKENS[:, :5], memory, jnp.array([0, 2]))
-    later = memory._replace(position=jnp.array([2, 0]))
+        jax.eval_shape(model.decode, TOKENS[:, :5], cache)
+    jax.eval_shape(model.decode, TOKENS[:, :5], cache, jnp.array([0, 2]))
+    later = cache._replace(position=jnp.array([2, 0]))
     for tokens, lengths in ((2, None), (5, jnp.array([2, 3]))):
         with pytest.raises(ValueError, match="4 tokens do not fit a cache of 3"):
-            model.extend(TOKENS[:, :tokens], later, lengths)
+            model.decode(TOKENS[:, :tokens], later, lengths)
 
 
 def test_filling_needs_no_learned_position():
     """What stands after a row's own tokens may reach beyond them, and is not read."""
     model = small(depth=1, length=12)
-    memory = model.empty(2, 16)._replace(position=jnp.array([10, 10]))
+    cache = model.init_cache(2, 16)._replace(position=jnp.array([10, 10]))
 
     @nnx.jit
     def both(model, tokens, lengths):
         padded = jnp.pad(tokens, ((0, 0), (0, 12)))
-        wanted, _ = model.extend(tokens, memory)
-        return wanted, model.extend(padded, memory, lengths)[0][:, :2]
+        wanted, _ = model.decode(tokens, cache)
+        return wanted, model.decode(padded, cache, lengths)[0][:, :2]
 
     wanted, found = both(model, TOKENS[:, :2], jnp.array([2, 2]))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     for count in (3, 13):
         named = f"{10 + count} tokens do not fit model.length 12 learned positions"
         with pytest.raises(ValueError, match=named):
-            model.extend(TOKENS[:, :count], memory)
+            model.decode(TOKENS[:, :count], cache)
 
 
 def test_nothing_is_scored_where_nothing_is_read():

@@ -44,8 +44,8 @@ def test_more_pads_change_no_score(choice):
     model = encoder(replace(TEXT, **CHOICES[choice]))
     few, many = (jax.jit(model)(padded(n)) for n in (9, 24))
     if not model.classes:
-        present = TOKENS >= 0
-        few, many = few[present], many[:, :9][present]
+        padding_mask = TOKENS >= 0
+        few, many = few[padding_mask], many[:, :9][padding_mask]
     else:
         assert few.shape == (2, 1, 3)
     np.testing.assert_allclose(few, many, atol=2e-5)
@@ -103,7 +103,7 @@ def test_images_are_scored_from_all_their_patches():
         ({"length": 5}, "model.length 5 must be 6, the patches of 2 × 2 in an image"),
         ({"patch": 4}, "model.patch 4 does not divide images of 4 × 6 × 3"),
         ({"classes": 0}, "set model.classes"),
-        ({"tie_embeddings": True}, "model.tie_embeddings is of scores of tokens"),
+        ({"tie_embeddings": True}, "model.tie_embeddings is of logits of tokens"),
         ({"patch": 0}, r"model.image \(4, 6, 3\) has no meaning: model.patch is 0"),
         ({"kind": "decoder", "classes": 0}, "model.patch 2 has no meaning"),
     ],

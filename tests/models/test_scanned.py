@@ -10,10 +10,9 @@ import pytest
 from flax import nnx
 
 from symjax import config
-from symjax.layers.depth import give, of_depth
-from symjax.layers.remat import POLICIES
+from symjax.layers.block import POLICIES
 from symjax.models import Decoder
-from symjax.models.scanned import run_scanned
+from symjax.models.scanned import give, of_depth, run_scanned
 
 MODEL = config.Model(vocabulary=23, width=16, heads=2, depth=2, length=24, dropout=0.1)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)

@@ -1,4 +1,4 @@
-"""What decoder and encoder share: the way in, through the blocks, and out."""
+"""What decoder and encoder share: embedding, positions, blocks and output."""
 
 from typing import Any
 
@@ -8,11 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config, validation
-from symjax.layers.block import Block
+from symjax.layers.block import Block, rematerialised
 from symjax.layers.cache import check_room
 from symjax.layers.gau import GatedBlock
-from symjax.layers.linear import Linear
-from symjax.layers.remat import rematerialised
+from symjax.layers.primitives import Linear
 from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock
 from symjax.models.scanned import run_scanned
@@ -62,10 +61,10 @@ def learned_positions(options: config.Model, rngs: nnx.Rngs) -> nnx.Param:
     return nnx.Param(draw(rngs.params(), (options.length, options.width)))
 
 
-def output(options: config.Model, scores: int, rngs: nnx.Rngs) -> Linear:
+def output(options: config.Model, outputs: int, rngs: nnx.Rngs) -> Linear:
     return Linear(
         options.width,
-        scores,
+        outputs,
         use_bias=options.bias,
         dtype=jnp.dtype(options.dtype),
         rngs=rngs,
@@ -93,13 +92,13 @@ def placed(
     model: Any,
     x: Float[Array, "B T D"],
     read: Int[Array, "#B"],
-    present: Bool[Array, "B T"] | None = None,
+    padding_mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Tokens with their positions in the way the model has chosen, over the mesh.
 
     Args:
         read: how many tokens came before, of each example or of all.
-        present: the tokens that exist; None: all.
+        padding_mask: True for tokens that exist; None: all.
     Raises:
         ValueError: more tokens than learned positions.
     """
@@ -107,9 +106,9 @@ def placed(
     positions = read[:, None] + jnp.arange(count)[None]
     if model.learned_positions:
         named = f"model.length {model.length} learned positions"
-        check_room(model.length, named, read, count, present)
-        if present is not None:  # filling has no position, nor needs one
-            positions = jnp.where(present, positions, 0)
+        check_room(model.length, named, read, count, padding_mask)
+        if padding_mask is not None:  # filling has no position, nor needs one
+            positions = jnp.where(padding_mask, positions, 0)
         rows = jnp.take(model.positions[...], positions, axis=0)
         x = x + rows.astype(x.dtype)
     if model.sinusoidal_positions:  # as large as the embeddings, as in the paper
@@ -122,14 +121,14 @@ def run_blocks(
     model: Any,
     x: Float[Array, "B T D"],
     dropout_key: Array | None,
-    present: Bool[Array, "B T"] | None = None,
+    padding_mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """`x` through the blocks of a model, in the way it has chosen.
 
     Args:
         model: has blocks, dropout, period, remat and dtype.
         dropout_key: None turns dropout off.
-        present: the tokens that exist; None: all.
+        padding_mask: True for tokens that exist; None: all.
     """
     keys = [None] * len(model.blocks)
     if dropout_key is not None:
@@ -140,18 +139,18 @@ def run_blocks(
             list(model.blocks),
             x,
             keys,
-            present,
+            padding_mask,
             period=model.period,
             remat=model.remat,
             dtype=model.dtype,
         )
     run = rematerialised(_run, model.remat)
     for block, key in zip(model.blocks, keys, strict=True):
-        x = run(block, x, key, present)
+        x = run(block, x, key, padding_mask)
     return x
 
 
-def _run(block: Any, x: Array, key: Array | None, present: Array | None) -> Array:
-    if present is None:
+def _run(block: Any, x: Array, key: Array | None, padding_mask: Array | None) -> Array:
+    if padding_mask is None:
         return block(x, dropout_key=key)
-    return block(x, present, dropout_key=key)
+    return block(x, padding_mask, dropout_key=key)

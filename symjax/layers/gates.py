@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from symjax import attention, config
-from symjax.layers.linear import Linear
+from symjax.layers.primitives import Linear
 
 RANK = 16  # of the gate's map, as in GLA
 

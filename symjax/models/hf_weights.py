@@ -19,7 +19,7 @@ from einops import rearrange
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from symjax import config
-from symjax.layers.norms import EPSILON
+from symjax.layers.primitives import EPSILON
 
 Weights = Mapping[str, Any]  # names → arrays, or groups of them
 

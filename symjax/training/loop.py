@@ -22,6 +22,7 @@ from symjax.training.initial import weights_of
 from symjax.training.interrupt import Interrupts
 from symjax.training.measure import Means, means
 from symjax.training.metrics import Metrics
+from symjax.training.optimizer import schedule_change
 from symjax.training.progress import Clock, Progress
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, State, compile_program
@@ -132,6 +133,7 @@ class Run:
         self.program = program
         self.checkpoints = checkpoints
         self.shape = (options.batch_size, options.model.length)
+        self.saved = options  # of the checkpoint, once one is restored
         together = processes.together
         self.step = together(lambda: starting.compiled_step(program, self.shape))
         self.state, self.constants = together(self._restored)
@@ -208,6 +210,7 @@ class Run:
                 "constants": self.program.constants,
             }
         )
+        self.saved = starting.saved_options(meta, self.workdir)
         step = jax.device_put(jnp.int32(meta["step"]), abstract.step.sharding)
         return State(step, trees["params"], trees["optimizer"]), trees["constants"]
 
@@ -242,6 +245,9 @@ class Run:
             f"{self.program.mesh.size} {jax.devices()[0].platform} device(s)"
             f"{many}: {begin} in {self.workdir}"
         )
+        taken = int(self.state.optimizer.taken)
+        if line := schedule_change(self.saved, self.options, taken):
+            self.progress.line(line)
         if line := source_change(self.options.data, self.workdir / "data"):
             self.progress.line(line)
 
@@ -257,13 +263,13 @@ class Run:
     def _report(self, done: int, metrics: dict[str, Any]) -> None:
         """Check the numbers of a step, show them, and log them where it is time."""
         values = {name: float(value) for name, value in metrics.items()}
-        self._judge_step(done, values)
         speed = self.clock.speed()
-        left = (self.options.steps - done) * self.clock.tokens / speed
-        self.progress.update(done, values["train/loss"], speed, left)
         if done % self.options.log.every == 0 or done == self.options.steps:
             self.metrics.write(done, {**values, "tokens_per_second": speed})
             self.clock.restart()
+        self._judge_step(done, values)
+        left = (self.options.steps - done) * self.clock.tokens / speed
+        self.progress.update(done, values["train/loss"], speed, left)
 
     def _judge_step(self, done: int, values: dict[str, float]) -> None:
         """Stop at a harmful step, or say that it was skipped.
@@ -280,7 +286,8 @@ class Run:
             return
         name = "gradient_norm" if math.isfinite(values["train/loss"]) else "train/loss"
         what = f"{name} is {values[name]:.6g}"
-        self.metrics.write(done, values)
+        if done % self.options.log.every and done != self.options.steps:
+            self.metrics.write(done, values)
         if not skipped or self.options.optimizer.nonfinite == "stop":
             self._not_finite(done, what)
         if self.skipped_in_a_row == MOST_SKIPPED:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from symjax import config
@@ -62,6 +63,11 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
     `decay_steps` (the run's steps if 0) and held from there on. Warm-up starts at 0 and
     is part of `decay_steps`.
 
+    `wsd` warms up, stays at the peak, and decays linearly in the last `cooldown` steps.
+    More steps delay the decay and change no rate before it, so that a run can be
+    extended from a checkpoint that is older than its decay. Source: Hu et al. 2024,
+    arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
+
     Raises:
         ValueError: a number is out of its range, or a name is unknown.
     """
@@ -69,11 +75,18 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
     _at_least_zero("optimizer.learning_rate", peak)
     _at_least_zero("optimizer.final", options.final)
     _at_least_zero("optimizer.warmup", warmup)
+    _at_least_zero("optimizer.cooldown", options.cooldown)
     _at_least_zero("optimizer.decay_steps", options.decay_steps)
     end, length = peak * options.final, options.decay_steps or steps
-    warmup = round(warmup * length if warmup < 1 else warmup)
     if length < 1:
         raise ValueError(f"steps {steps} must be at least 1")
+    if options.schedule == "wsd" and 0 < warmup < 1:
+        raise ValueError(
+            f"optimizer.warmup {warmup} is a share of the steps, and would change when "
+            f"they are extended: optimizer.schedule=wsd needs a number of steps, "
+            f"for instance {math.ceil(warmup * length)}"
+        )
+    warmup = round(warmup * length if warmup < 1 else warmup)
     if options.schedule == "constant_schedule":
         return optax.constant_schedule(peak)
     if options.schedule == "cosine_decay_schedule":
@@ -92,10 +105,42 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
                 "which optimizer.schedule has reached its end"
             )
         return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, length, end)
+    if options.schedule == "wsd":
+        cooldown = options.cooldown
+        cooldown = round(cooldown * length if cooldown < 1 else cooldown)
+        if warmup + cooldown > length:
+            raise ValueError(
+                f"optimizer.warmup {warmup} and optimizer.cooldown {cooldown} must not "
+                f"be more than the {length} steps of optimizer.schedule=wsd"
+            )
+        parts = [
+            optax.linear_schedule(0.0, peak, warmup),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, end, cooldown),
+        ]
+        return optax.join_schedules(parts, [warmup, length - cooldown])
     raise ValueError(
         f"optimizer.schedule {options.schedule!r} is unknown: choose from "
         "constant_schedule, cosine_decay_schedule, linear_schedule, "
-        "warmup_constant_schedule, warmup_cosine_decay_schedule"
+        "warmup_constant_schedule, warmup_cosine_decay_schedule, wsd"
+    )
+
+
+def schedule_change(
+    saved: config.Config, options: config.Config, taken: int
+) -> str | None:
+    """One line where other `steps` change the learning rate of the next step.
+
+    Args:
+        taken: the steps that the schedule has made.
+    """
+    rates = [schedule(each.optimizer, each.steps)(taken) for each in (saved, options)]
+    old, new = map(float, np.asarray(rates))
+    if math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-30):
+        return None
+    return (
+        f"learning rate of the next step: {new:.3g} with steps {options.steps}, was "
+        f"{old:.3g} with steps {saved.steps} (optimizer.schedule=wsd can be extended)"
     )
 
 

@@ -106,8 +106,9 @@ class Steps(NamedTuple):
         (_, value), gradient = _accumulated(
             jax.value_and_grad(self.loss, has_aux=True), chosen.accumulate
         )(state.params, constants, inputs, targets, key)
+        # Skipped steps do not move the schedule of the optimizer.
+        rate = schedule(chosen, self.options.steps)(state.optimizer.taken)
         updates, guard = self.transform.update(gradient, state.optimizer, state.params)
-        rate = schedule(chosen, self.options.steps)(state.step)
         metrics = {
             "train/loss": value,
             "gradient_norm": optax.tree.norm(gradient),

@@ -262,6 +262,27 @@ def test_spikes_are_skipped_and_counted(text, workdir, capsys):
     assert len(last) >= 42 and last[-1] >= counts[-1]
 
 
+def test_the_rate_that_is_logged_is_the_one_that_is_used(text, workdir):
+    """After twenty steps all others are skipped, and the schedule stands still."""
+    keys = {"optimizer__spike": 1e-3, "optimizer__nonfinite": "skip", "log__every": 1}
+    keys |= {"optimizer__schedule": "linear_schedule", "optimizer__learning_rate": 0.1}
+    assert train(text, workdir, steps=60, optimizer__final=0, **keys) == 1
+    rates = [row["learning_rate"] for row in rows(workdir)]
+    wanted = [0.1 * (60 - taken) / 60 for taken in [*range(20), *[20] * 20]]
+    assert rates == pytest.approx(wanted, rel=1e-5)
+
+
+def test_other_steps_that_change_the_learning_rate_are_said(text, workdir, capsys):
+    fixed = {"optimizer__schedule": "wsd", "optimizer__warmup": 1}
+    for more, said in ((4, 0), (8, 1)):
+        assert train(text, workdir, steps=more, **fixed) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert sum(line.startswith("learning rate of the next") for line in lines) == (
+            said
+        )
+    assert any("0.004 with steps 8, was 0.0004 with steps 4" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from symjax import config
-from symjax.training.optimizer import decays, optimizer, schedule
+from symjax.training.optimizer import decays, optimizer, schedule, schedule_change
 
 NAMES = ("adamw", "adam", "lion", "sgd")
 SCHEDULES = (
@@ -18,6 +18,7 @@ SCHEDULES = (
     "linear_schedule",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
+    "wsd",
 )
 
 
@@ -160,7 +161,7 @@ def test_the_shapes_alone_decide(params):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_a_schedule_reaches_its_peak_and_its_end(name, warmup):
-    warmed = name.startswith("warmup")
+    warmed = name.startswith("warmup") or name == "wsd"
     falls = name not in ("constant_schedule", "warmup_constant_schedule")
     rate = schedule(options(schedule=name, warmup=warmup, final=0.2), 20)
     rates = np.array([rate(step) for step in range(31)])
@@ -168,6 +169,37 @@ def test_a_schedule_reaches_its_peak_and_its_end(name, warmup):
     np.testing.assert_allclose(rates[start], 0.1, rtol=1e-6)
     np.testing.assert_allclose(rates[:start], 0.1 * np.arange(start) / 4, atol=1e-8)
     np.testing.assert_allclose(rates[20:], 0.02 if falls else 0.1, rtol=1e-5)
+
+
+def test_more_steps_change_no_rate_before_the_decay():
+    chosen = options(schedule="wsd", warmup=3, cooldown=0.25, final=0.0)
+    short, long = (schedule(chosen, steps) for steps in (40, 200))
+    both = np.array([[rate(step) for rate in (short, long)] for step in range(200)])
+    np.testing.assert_array_equal(both[:31, 0], both[:31, 1])
+    np.testing.assert_allclose(both[3:31], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(both[30:41, 0], np.linspace(0.1, 0, 11), atol=1e-8)
+    np.testing.assert_allclose(both[30:151, 1], 0.1, rtol=1e-6)
+
+
+def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
+    def line(before, after, taken, **changes):
+        changes = {"learning_rate": 0.1, "warmup": 0} | changes
+        chosen = dataclasses.replace(config.Optimizer(), **changes)
+        saved, now = (config.Config(steps=n, optimizer=chosen) for n in (before, after))
+        return schedule_change(saved, now, taken)
+
+    linear = {"schedule": "linear_schedule", "final": 0.1}
+    assert line(60, 300, 60, **linear) == (
+        "learning rate of the next step: 0.082 with steps 300, was 0.01 with steps 60 "
+        "(optimizer.schedule=wsd can be extended)"
+    )
+    assert "0.055 with steps 100, was 0.0775 with steps 200" in line(
+        200, 100, 50, **linear
+    )
+    assert line(60, 300, 30, **linear, decay_steps=60) is None
+    assert line(60, 300, 30, schedule="constant_schedule") is None
+    assert line(60, 300, 48, schedule="wsd") is None
+    assert "0.1 with steps 300" in line(60, 300, 49, schedule="wsd")
 
 
 def test_decay_steps_take_the_place_of_the_steps_of_the_run():
@@ -198,6 +230,12 @@ def test_decay_steps_take_the_place_of_the_steps_of_the_run():
         (
             {"schedule": "warmup_cosine_decay_schedule", "warmup": 500},
             "optimizer.warmup 500 must be less than the 100 steps",
+        ),
+        ({"cooldown": -1}, "optimizer.cooldown -1"),
+        ({"schedule": "wsd"}, "warmup 0.05 is a share .* for instance 5"),
+        (
+            {"schedule": "wsd", "warmup": 90},
+            "optimizer.warmup 90 and optimizer.cooldown 20 must not .* the 100 steps",
         ),
     ],
 )

@@ -32,7 +32,8 @@ def generate(
         temperature: divides the logits; 0 takes the likeliest token.
     Raises:
         ValueError: an empty prompt, one without an axis of examples, lengths that do
-            not fit the prompts, or more tokens than learned positions.
+            not fit the prompts, more tokens than learned positions, or a temperature
+            that is below 0 or no number.
     """
     if prompt.ndim != 2:
         raise ValueError(
@@ -52,6 +53,8 @@ def generate(
     if lengths is not None:
         lengths = jnp.asarray(lengths)
         _check_lengths(lengths, prompt)
+    if not isinstance(temperature, Tracer) and not temperature >= 0:
+        raise ValueError(f"temperature must be 0 or above, got {temperature}")
     graph, weights = nnx.split(model)
     return _generate(
         graph, count, weights, prompt, lengths, key, jnp.float32(temperature)

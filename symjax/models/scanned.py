@@ -48,23 +48,35 @@ def run_scanned(
                 "weights: model.scan_layers cannot run both as one program"
             )
 
-    def run(place: int, inputs: Any, x: Array) -> Array:
-        weights, values, key = inputs
-        block = nnx.merge(graphs[place], weights)
-        give(block, values)
-        return block(x, padding_mask, dropout_key=key)
-
-    def step(x: Array, inputs: list[Any]) -> tuple[Array, None]:
-        for place in range(period):
-            here = rematerialised(partial(run, place), remat, in_scan=True)
-            x = here(inputs[place], x)
-        return x, None
-
     inputs = [
         (_weights(block, dtype), of_depth(block), key)
         for block, key in zip(blocks, keys, strict=True)
     ]
     stacked = [_stack(inputs[place::period]) for place in range(period)]
+    return _scan(tuple(graphs[:period]), remat, x, padding_mask, stacked)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _scan(
+    graphs: tuple[nnx.GraphDef, ...],
+    remat: str,
+    x: Array,
+    padding_mask: Array | None,
+    stacked: list[Any],
+) -> Array:
+    """A function of its own, so that a call outside `jax.jit` is compiled once."""
+
+    def run(graph: nnx.GraphDef, inputs: Any, x: Array) -> Array:
+        weights, values, key = inputs
+        block = nnx.merge(graph, weights)
+        give(block, values)
+        return block(x, padding_mask, dropout_key=key)
+
+    def step(x: Array, inputs: list[Any]) -> tuple[Array, None]:
+        for graph, own in zip(graphs, inputs, strict=True):
+            x = rematerialised(partial(run, graph), remat, in_scan=True)(own, x)
+        return x, None
+
     return jax.lax.scan(step, x, stacked)[0]
 
 

@@ -359,6 +359,13 @@ def test_prompts_have_an_axis_of_examples():
         generate(small(), TOKENS[0], 2, jax.random.key(0))
 
 
+@pytest.mark.parametrize("temperature", [-1.0, float("nan")])
+def test_a_temperature_is_no_negative_number(temperature):
+    with pytest.raises(ValueError, match=f"temperature must be 0 .*got {temperature}"):
+        key = jax.random.key(0)
+        generate(small(depth=1), TOKENS[:, :5], 2, key, temperature=temperature)
+
+
 @pytest.mark.parametrize("mechanism", ["softmax", "gau"])
 def test_more_tokens_than_the_cache_holds_are_refused(mechanism):
     """Those of one call also under jit; those read before where they are known."""

@@ -5,7 +5,8 @@ from flax import nnx
 
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import Layer, mean_by_layer
+from symjax.evaluation.inside import mean_by_layer
+from symjax.evaluation.reading import Layer
 from symjax.evaluation.trained import Trained, history
 from symjax.layers import Attention
 from symjax.models.build import Model

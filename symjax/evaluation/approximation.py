@@ -18,7 +18,8 @@ from symjax import attention, config
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.attended import uniform
 from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import Layer, all_pairs, attentions, windows
+from symjax.evaluation.inside import all_pairs, windows
+from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.trained import Trained
 
 FEATURES = (16, 64, 256, 1024)

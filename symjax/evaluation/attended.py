@@ -15,7 +15,8 @@ from symjax.data import generated
 from symjax.evaluation.answers import DEPTHS, learned, planted
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import Layer, Window, mean_by_layer, read
+from symjax.evaluation.inside import Window, mean_by_layer
+from symjax.evaluation.reading import Layer, read
 from symjax.evaluation.trained import Trained
 from symjax.models.decoder import Decoder
 

@@ -4,7 +4,7 @@ import math
 
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Table
-from symjax.evaluation.inside import attentions
+from symjax.evaluation.reading import attentions
 from symjax.evaluation.trained import Trained
 from symjax.layers import Attention
 

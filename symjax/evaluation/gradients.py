@@ -12,7 +12,8 @@ from jaxtyping import Float
 
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Table
-from symjax.evaluation.inside import Layer, attentions, windows
+from symjax.evaluation.inside import windows
+from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.trained import Trained
 
 BOUND = 0.25  # of softmax

@@ -9,7 +9,7 @@ from symjax.data.masked import Masked
 from symjax.data.tokens import Tokenizer
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Grid
-from symjax.evaluation.inside import Inputs, read
+from symjax.evaluation.reading import Inputs, read
 from symjax.evaluation.trained import Trained
 
 SENTENCE = 48  # tokens at most: more cannot be read from a figure

@@ -11,7 +11,8 @@ from jaxtyping import Float
 
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import Layer, attentions, windows
+from symjax.evaluation.inside import windows
+from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.trained import Trained
 from symjax.layers import Attention
 

@@ -7,13 +7,8 @@ from symjax import config
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.attended import Shares, shares
 from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import (
-    Layer,
-    Window,
-    attentions,
-    by_keys,
-    mean_by_layer,
-)
+from symjax.evaluation.inside import Window, by_keys, mean_by_layer
+from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.trained import Trained
 
 SPARSE = ("sparsemax", "entmax15", "gau")  # with weights that are exactly zero

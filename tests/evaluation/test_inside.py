@@ -13,7 +13,8 @@ from symjax import config
 from symjax.data.examples import Generated
 from symjax.evaluation import attended, outliers, ranks, spread
 from symjax.evaluation.asked import Asked
-from symjax.evaluation.inside import Layer, Window, attentions, read
+from symjax.evaluation.inside import Window
+from symjax.evaluation.reading import Layer, attentions, read
 from symjax.models import Decoder
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])

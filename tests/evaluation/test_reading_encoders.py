@@ -10,9 +10,17 @@ from flax import nnx
 
 from symjax import config
 from symjax.data.generated import NOTHING
-from symjax.evaluation import approximation, attended, inside, lengths, speed, tasks
+from symjax.evaluation import (
+    approximation,
+    attended,
+    lengths,
+    reading,
+    speed,
+    tasks,
+)
 from symjax.evaluation.asked import Asked
-from symjax.evaluation.inside import Window, read
+from symjax.evaluation.inside import Window
+from symjax.evaluation.reading import read
 from symjax.models import Encoder
 
 LENGTH = 16
@@ -91,7 +99,7 @@ def test_pads_carry_no_mass_and_change_nothing_that_is_read(name):
     _, model = encoder(name)
     padded, alone = read(model, PADDED), read(model, TOKENS)
     graph, weights = nnx.split(model)
-    whole = inside._read(graph, weights, jnp.asarray(PADDED)[None])
+    whole = reading._read(graph, weights, jnp.asarray(PADDED)[None])
     for one, other, raw in zip(padded, alone, whole, strict=True):
         assert not np.asarray(raw.branches)[..., :TIME, TIME:].any()
         for field, x, y in zip(one._fields, one, other, strict=True):

@@ -12,7 +12,7 @@ from runs import compile_cache, train, write_text
 
 from symjax.evaluation import approximation, averaging, gradients, lengths, tasks
 from symjax.evaluation.asked import Asked
-from symjax.evaluation.inside import Layer
+from symjax.evaluation.reading import Layer
 from symjax.evaluation.trained import load
 
 KEYS = {

@@ -37,9 +37,9 @@ GATED = ("gau", "flash")
 
 def mechanisms() -> tuple[str, ...]:
     """The names in the table of mechanisms, which knows jax and so is read late."""
-    from symjax.attention import BIDIRECTIONAL, MECHANISMS
+    from symjax.attention import MECHANISMS
 
-    return *MECHANISMS, *BIDIRECTIONAL, *GATED
+    return tuple(MECHANISMS)
 
 
 def group(kind: type) -> Any:

@@ -4,7 +4,6 @@ Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query leng
 S key length, N heads, K key/value heads, H head size, V value size, M features.
 """
 
-from symjax.attention.capabilities import table
 from symjax.attention.cosine import (
     cosine,
     cosine_causal,
@@ -39,7 +38,12 @@ from symjax.attention.linear import (
     linear_state,
     linear_step,
 )
-from symjax.attention.mechanisms import BIDIRECTIONAL, MECHANISMS, Mechanism
+from symjax.attention.mechanisms import (
+    BIDIRECTIONAL,
+    MECHANISMS,
+    Mechanism,
+    table,
+)
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -57,6 +61,7 @@ from symjax.attention.projections import (
     favor_statistics,
     orthogonal_projection,
 )
+from symjax.attention.scores import ScoreMechanism
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.spectral import matrix_function
@@ -66,6 +71,7 @@ __all__ = [
     "BIDIRECTIONAL",
     "MECHANISMS",
     "Mechanism",
+    "ScoreMechanism",
     "Statistics",
     "alibi_bias",
     "alibi_slopes",

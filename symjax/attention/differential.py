@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
 from symjax.attention.checks import check_arrays
-from symjax.attention.mechanisms import row_weights_of, unbound
-from symjax.attention.ring import attend_rows_or_ring
-from symjax.attention.rows import attend_rows
+from symjax.attention.scores import ScoreMechanism
 from symjax.attention.softmax import softmax
 
 
@@ -63,7 +62,7 @@ def differential(
     grouped key/value heads, branch b of head n uses key branch b of its group. The
     norm over each head and the factor 1 − λ_init belong to the layer.
 
-    A mechanism with row weights subtracts the maps before they meet the values: one
+    A score mechanism subtracts the maps before they meet the values: one
     pass, at 1.1–1.4 times the cost of a single map. Any other runs once with twice
     the heads, and its outputs are subtracted: for a linear one that is two states.
 
@@ -143,14 +142,12 @@ def _difference(
     query: Array, key: Array, value: Array, lam: Array, attend: Callable, options: dict
 ):
     """Sub-heads 2n − λ[n] · sub-heads 2n+1; a key head serves one branch or both."""
-    function, bound = unbound(attend)
-    options = {**bound, **options}
+    if isinstance(attend, partial) and not attend.args:
+        attend, options = attend.func, {**attend.keywords, **options}
     own = _of_each_head(options, query)
-    weights = row_weights_of(function)
-    if weights is not None:
+    if isinstance(attend, ScoreMechanism):
         own = {name: jnp.repeat(array, 2, axis=1) for name, array in own.items()}
-        engine = attend_rows_or_ring if function is softmax else attend_rows
-        return engine(weights, query, key, value, lam=lam, **{**options, **own})
+        return attend.attend(query, key, value, lam=lam, **{**options, **own})
     # Queries must stand together at their key head: (k p) of them, or k.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]
@@ -162,7 +159,7 @@ def _difference(
     query = rearrange(query, f"b t (k g p) h -> b t {order} h", **groups)
     wide = jnp.promote_types(value.dtype, jnp.float32)
     repeated = jnp.repeat(value.astype(wide), branches, axis=2)
-    result = function(query, key, repeated, **{**options, **own})
+    result = attend(query, key, repeated, **{**options, **own})
     output, *state = result if isinstance(result, tuple) else (result,)
     pairs = rearrange(output, f"b t {order} v -> p b t (k g) v", **groups)
     mixed = pairs[0] - lam[..., None].astype(wide) * pairs[1]

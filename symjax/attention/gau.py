@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.rows import attend_rows
+from symjax.attention.scores import ScoreMechanism
 
 DIVISORS = ("count", "squared_count")
 
@@ -86,8 +86,8 @@ def gau(
             not above 0 or not known.
     Source: Hua et al. 2022, arXiv:2202.10447, section 3.
     """
-    return attend_rows(
-        SquaredReLU(fixed_divisor("gau: divisor", divisor, DIVISORS)),
+    weights = SquaredReLU(fixed_divisor("gau: divisor", divisor, DIVISORS))
+    return ScoreMechanism("gau", weights)(
         query,
         key,
         value,

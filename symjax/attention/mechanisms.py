@@ -1,105 +1,171 @@
-"""The table of mechanisms: in which forms each one exists. One line a mechanism."""
+"""The table of mechanisms: their forms, and what they take. One line a mechanism."""
 
-import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from symjax.attention.cosine import (
-    cosine,
-    cosine_causal,
-    cosine_state,
-    cosine_step,
-)
+from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
 from symjax.attention.decay import decay_causal, decay_state, decay_step
-from symjax.attention.linear import (
-    linear,
-    linear_causal,
-    linear_state,
-    linear_step,
-)
+from symjax.attention.flash import flash, flash_causal, flash_state, flash_step
+from symjax.attention.gau import gau
+from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
 from symjax.attention.performer import (
     performer,
     performer_causal,
     performer_state,
     performer_step,
 )
-from symjax.attention.rows import RowWeights
-from symjax.attention.softmax import softmax, softmax_weights
-from symjax.attention.sparse import (
-    entmax15,
-    entmax15_weights,
-    sparsemax,
-    sparsemax_weights,
-)
+from symjax.attention.softmax import softmax
+from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.spectral import matrix_function
 
 
 class Mechanism(NamedTuple):
-    """One mechanism's functions, so that layers need no special cases.
+    """One mechanism's functions and what they take, declared.
 
-    A score mechanism has row weights, takes `is_causal`, and decodes against cached
-    keys and values. A feature mechanism has a causal form and a state to decode with.
-    Time and memory are those of a head: operations for T tokens, numbers kept to
-    decode. Letters are those of the shapes, G a group and C a chunk of tokens.
+    A score mechanism takes `is_causal` and decodes against cached keys and values. One
+    with a state has a causal form, a step and an empty state; all take its options,
+    save that `chunk_size` belongs to the causal form alone.
+
+    Attributes:
+        attend: over all keys.
+        causal: over a token itself and its past; equal to `attend` where there is no
+            other form.
+        options: keywords that a model, or who wraps the function, may choose.
+        operands: arrays beside query, key and value.
+        required: the operands that have no default.
+        is_causal: `attend` has such an option.
+        bidirectional: it can read both sides.
+        mask: "pairs", one for each query and key, or "keys", one for each key.
+        grouped: a key head may serve several query heads.
+        lengths: there may be more or fewer keys than queries.
+        segments: it takes `segment_ids`.
+        keys: False where queries stand for keys too, and there is no such argument.
+        gated: a whole block, not a choice of the attention layer.
+        time, memory: of a head: operations for T tokens, numbers kept to decode.
+            Letters are those of the shapes, G a group and C a chunk of tokens.
     """
 
     attend: Callable
-    row_weights: RowWeights | None = None
     causal: Callable | None = None
     step: Callable | None = None
     state: Callable | None = None
+    options: tuple[str, ...] = ()
+    operands: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    is_causal: bool = False
+    bidirectional: bool = True
+    mask: str = "keys"
+    grouped: bool = True
+    lengths: bool = True
+    segments: bool = True
+    keys: bool = True
+    gated: bool = False
     time: str = "T S (H + V)"
     memory: str = "S (H + V)"
 
-    def options(self, form: str = "causal") -> tuple[str, ...]:
-        """The names of the arguments that one of its functions takes."""
-        function = getattr(self, form) or self.attend
-        return tuple(inspect.signature(function).parameters)
 
+SCORED = Mechanism(
+    softmax,
+    options=("scale", "length_base", "mask_self", "implementation"),
+    operands=("bias",),
+    is_causal=True,
+    mask="pairs",
+)
 
 MECHANISMS = {
-    "softmax": Mechanism(softmax, softmax_weights),
-    "sparsemax": Mechanism(sparsemax, sparsemax_weights, time="T S (H + V + log S)"),
-    "entmax15": Mechanism(entmax15, entmax15_weights, time="T S (H + V + log S)"),
+    "softmax": SCORED,
+    "sparsemax": SCORED._replace(attend=sparsemax, time="T S (H + V + log S)"),
+    "entmax15": SCORED._replace(attend=entmax15, time="T S (H + V + log S)"),
     "cosine": Mechanism(
-        *(cosine, None, cosine_causal, cosine_step, cosine_state),
-        *("T (H V + C (H + V))", "(H + 1) (V + 1)"),
+        *(cosine, cosine_causal, cosine_step, cosine_state),
+        options=("chunk_size",),
+        is_causal=True,
+        time="T (H V + C (H + V))",
+        memory="(H + 1) (V + 1)",
     ),
     "decay": Mechanism(
-        *(decay_causal, None, decay_causal, decay_step, decay_state),
-        *("T (H V + C (H + V))", "H V"),
+        *(decay_causal, decay_causal, decay_step, decay_state),
+        options=("chunk_size",),
+        operands=("log_decay",),
+        required=("log_decay",),
+        bidirectional=False,
+        lengths=False,
+        time="T (H V + C (H + V))",
+        memory="H V",
     ),
     "linear": Mechanism(
-        *(linear, None, linear_causal, linear_step, linear_state),
-        *("T (M V + C (M + V))", "M (V + 1)"),
+        *(linear, linear_causal, linear_step, linear_state),
+        options=("features", "chunk_size"),
+        time="T (M V + C (M + V))",
+        memory="M (V + 1)",
     ),
     "performer": Mechanism(
-        *(performer, None, performer_causal, performer_step, performer_state),
-        *("T (M (H + V) + C (M + V))", "M (V + 2)"),
+        *(performer, performer_causal, performer_step, performer_state),
+        options=("features", "scale", "chunk_size"),
+        operands=("projection", "statistics"),
+        time="T (M (H + V) + C (M + V))",
+        memory="M (V + 2)",
+    ),
+    "gau": SCORED._replace(attend=gau, options=("implementation",), gated=True),
+    "flash": Mechanism(
+        *(flash, flash_causal, flash_step, flash_state),
+        options=("group_size",),
+        operands=("linear_query", "linear_key"),
+        required=("linear_query", "linear_key"),
+        is_causal=True,
+        lengths=False,
+        gated=True,
+        time="T (G (H + V) + M V)",
+        memory="G (H + M + V) + M V",
+    ),
+    "matrix_function": Mechanism(
+        matrix_function,
+        options=("function", "scale", "alpha"),
+        grouped=False,
+        lengths=False,
+        segments=False,
+        keys=False,
+        time="T H (H + V)",
+        memory="-",
     ),
 }
 
-# Those without keys and without a causal form: they are choices of encoders only.
+# Those without any causal form: they are choices of encoders only.
 BIDIRECTIONAL = {
-    "matrix_function": Mechanism(matrix_function, time="T H (H + V)", memory="-"),
+    name: mechanism
+    for name, mechanism in MECHANISMS.items()
+    if mechanism.causal is None and not mechanism.is_causal
 }
 
 
-def row_weights_of(attend: Callable) -> RowWeights | None:
-    """The row weights of a score mechanism's function; None for any other function."""
-    for mechanism in MECHANISMS.values():
-        if mechanism.attend is attend:
-            return mechanism.row_weights
-    return None
+def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
+    """The claims of `table`; what a mechanism does not take, it refuses by name."""
+    return {
+        "causal": mechanism.is_causal or mechanism.causal is not None,
+        "bidirectional": mechanism.bidirectional,
+        "mask": mechanism.mask,
+        "bias": "bias" in mechanism.operands,
+        "grouped": mechanism.grouped,
+        "lengths": mechanism.lengths,
+        "segments": mechanism.segments,
+        "steps": mechanism.step is not None,
+    }
 
 
-def unbound(attend: Callable) -> tuple[Callable, dict[str, Any]]:
-    """A function and the keywords that `functools.partial` bound to it.
+def table() -> str:
+    """The capability matrix, a row a mechanism, as text.
 
-    The function can then be looked up, and its options be seen. One with positional
-    arguments bound is left as it is.
+    Symmetric keys and differential maps go over any of these, with the capabilities
+    of the one they go over; symmetric keys are not grouped.
     """
-    if isinstance(attend, partial) and not attend.args:
-        return attend.func, dict(attend.keywords)
-    return attend, {}
+    names = capabilities(SCORED)
+    rows = [("mechanism", *names, "time a head", "memory to decode")]
+    for name, mechanism in MECHANISMS.items():
+        claims = capabilities(mechanism).values()
+        cells = (("-", "yes")[x] if isinstance(x, bool) else x for x in claims)
+        rows.append((name, *cells, mechanism.time, mechanism.memory))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

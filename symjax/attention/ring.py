@@ -11,7 +11,7 @@ Source: Liu et al. 2023, arXiv:2310.01889; the online softmax is Milakov & Gimel
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,18 +69,6 @@ class Turn(NamedTuple):
     rule: Rule
     mask_self: bool
     axis_name: str
-
-
-def attend_rows_or_ring(
-    weights: RowWeights,
-    *arrays: Any,
-    implementation: str | None = None,
-    **options,
-) -> Float[Array, "B T N V"]:
-    """Softmax by its implementation: `attend_ring`, or one of `attend_rows`."""
-    if implementation == "ring":
-        return attend_ring(weights, *arrays, **options)
-    return attend_rows(weights, *arrays, implementation=implementation, **options)
 
 
 def attend_ring(

@@ -28,7 +28,6 @@ from symjax.attention.shards import first_token, gather, segment_runs_over
 # Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible.
 RowWeights = Callable[[Array, Array | None], Array]
 
-IMPLEMENTATIONS = ("rows", "whole")
 BLOCK_ROWS = 100  # rows a block at most; 64–128 are alike on CPU
 EXTENTS = 8  # different key lengths, each compiled on its own
 
@@ -83,7 +82,7 @@ def attend_rows(
     length_base: float | None = None,
     mask_self: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
+    whole: bool = False,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"]:
     """Values averaged by row weights, block by block of query rows.
@@ -100,15 +99,18 @@ def attend_rows(
         length_base: multiply a row's scores by log n / log length_base; None or 0: off.
         mask_self: hide a token from itself unless it sees nothing else.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
-        implementation: "rows" (the default), or "whole" for one block without
-            checkpointing, which is the oracle and the form for reading maps.
+        whole: one block of all rows without checkpointing, which is the oracle and
+            the form for reading maps.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over. Rows
             stay where they are; keys, values and segments of all devices are gathered.
             A mask or a bias is of a device's own rows and of all keys.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     """
-    _check_choices(key, value, lam, implementation)
+    if lam is None and key.shape[2:3] != value.shape[2:3]:
+        raise ValueError(
+            f"key and value must agree in heads, got {key.shape} and {value.shape}"
+        )
     first = None
     if axis_name is not None:
         check_shapes(query, key, value, None, None, segment_ids, is_causal)
@@ -142,25 +144,10 @@ def attend_rows(
         mask_self,
         float(length_base) if length_base else None,
         offset=key.shape[1] - query.shape[1],
-        whole=implementation == "whole" or query.shape[1] == 1,
+        whole=whole or query.shape[1] == 1,
         block_rows=BLOCK_ROWS,
     )
     return jnp.swapaxes(_rows(rule, operands), 1, 2)
-
-
-def _check_choices(
-    key: Array, value: Array, lam: Array | None, implementation: str | None
-) -> None:
-    """Raises: ValueError: what `check_shapes` does not ask, since it serves others."""
-    if lam is None and key.shape[2:3] != value.shape[2:3]:
-        raise ValueError(
-            f"key and value must agree in heads, got {key.shape} and {value.shape}"
-        )
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation {implementation!r} is unknown: choose from "
-            f"{', '.join(IMPLEMENTATIONS)}; softmax has ring too"
-        )
 
 
 @partial(jax.jit, static_argnums=0)  # a call outside jit compiles once a shape
@@ -198,7 +185,7 @@ def row_map(
     heads = key.shape[2] // branches
     units = jnp.eye(key.shape[1], dtype=query.dtype)[None, :, None]
     value = jnp.broadcast_to(units, (key.shape[0], key.shape[1], heads, key.shape[1]))
-    options = {"implementation": "whole", "is_causal": is_causal, **options}
+    options = {"whole": True, "is_causal": is_causal, **options}
     rows = attend_rows(weights, query, key, value, lam=lam, **options)
     return jnp.swapaxes(rows, 1, 2)
 

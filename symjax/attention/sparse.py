@@ -9,9 +9,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from symjax.attention.rows import attend_rows
+from symjax.attention.scores import ScoreMechanism
 
 FLOOR = -2.0  # below the highest score, scaled; every threshold lies above −1
 
@@ -30,95 +30,34 @@ def entmax15_weights(
     return _excess(2, _hide(scores, visible)) ** 2
 
 
-def sparsemax(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    bias: Float[Array, "#B #N #T #S"] | None = None,
-    mask: Bool[Array, "#B #N #T #S"] | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    length_base: float | None = None,
-    mask_self: bool = False,
-    segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
-    axis_name: str | None = None,
-) -> Float[Array, "B T N V"]:
+sparsemax = ScoreMechanism(
+    "sparsemax",
+    sparsemax_weights,
     """Attention whose rows of weights are the points of the simplex nearest to z.
 
     weights = [z − τ]₊ with Σ [z − τ]₊ = 1, for z = q·k·scale + bias
 
     A key more than 1 below the row's best has weight zero, and takes no gradient. The
     threshold τ is exact to rounding and found without sorting, in a few passes over
-    the row: time O(T S (H + V + log S)) a head, half of it if causal; memory linear in
-    T and S. Weights are computed in float32 at least; a row that sees no key gives
-    zeros.
+    the row, O(log S) of them at worst.
 
-    Args: as in `softmax`.
-    Raises:
-        ValueError: shapes that do not fit together, naming both.
     Source: Martins & Astudillo 2016, arXiv:1602.02068; τ as in Michelot 1986.
-    """
-    return attend_rows(
-        sparsemax_weights,
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        length_base=length_base,
-        mask_self=mask_self,
-        segment_ids=segment_ids,
-        implementation=implementation,
-        axis_name=axis_name,
-    )
+    """,
+)
 
-
-def entmax15(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    bias: Float[Array, "#B #N #T #S"] | None = None,
-    mask: Bool[Array, "#B #N #T #S"] | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    length_base: float | None = None,
-    mask_self: bool = False,
-    segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
-    axis_name: str | None = None,
-) -> Float[Array, "B T N V"]:
+entmax15 = ScoreMechanism(
+    "entmax15",
+    entmax15_weights,
     """Attention by entmax-1.5, halfway between softmax and sparsemax.
 
     weights = [z/2 − τ]₊² with Σ [z/2 − τ]₊² = 1, for z = q·k·scale + bias
 
     A key more than 2 below the row's best has weight zero, and takes no gradient.
-    Exactness, cost and rows without keys are as in `sparsemax`.
+    Exactness and cost are as in `sparsemax`.
 
-    Args: as in `softmax`.
-    Raises:
-        ValueError: shapes that do not fit together, naming both.
     Source: Peters, Niculae & Martins 2019, arXiv:1905.05702.
-    """
-    return attend_rows(
-        entmax15_weights,
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        length_base=length_base,
-        mask_self=mask_self,
-        segment_ids=segment_ids,
-        implementation=implementation,
-        axis_name=axis_name,
-    )
+    """,
+)
 
 
 def _hide(scores: Array, visible: Array | None) -> Array:

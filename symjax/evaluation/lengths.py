@@ -149,7 +149,7 @@ def variants(model: config.Model) -> dict[str, tuple[config.Model, str]]:
 
     names = model.pattern or (model.attention.mechanism,)
     known = [attention.MECHANISMS[x] for x in names if x in attention.MECHANISMS]
-    if not any("length_base" in mechanism.options() for mechanism in known):
+    if not any("length_base" in mechanism.options for mechanism in known):
         return {"none": (model, f"{', '.join(names)} has no log-n scaling")}
     now = max(2, model.length)  # log 1 is 0
     found = {

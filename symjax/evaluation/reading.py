@@ -15,6 +15,7 @@ from einops import rearrange, repeat
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention import ScoreMechanism
 from symjax.attention.features import PLAIN, UNIT
 from symjax.attention.rows import row_map
 from symjax.layers import Attention, GatedBlock, UniversalBlock
@@ -205,7 +206,7 @@ def _map(layer: Attention | GatedBlock, arrays: dict[str, Any]) -> Array:
 def _has_scores(layer: Attention | GatedBlock) -> bool:
     if isinstance(layer, GatedBlock):
         return layer.mechanism == "gau"
-    return form_of(layer.mechanism).row_weights is not None
+    return isinstance(form_of(layer.mechanism).attend, ScoreMechanism)
 
 
 def _scores(layer: Any, arrays: dict[str, Any]) -> Array:

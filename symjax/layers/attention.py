@@ -88,7 +88,7 @@ class Attention(nnx.Module):
 
     @property
     def decays(self) -> bool:
-        return "log_decay" in self._form.options()
+        return "log_decay" in self._form.operands
 
     @property
     def _form(self) -> attention.Mechanism:
@@ -135,7 +135,7 @@ class Attention(nnx.Module):
         """What only some mechanisms have: a projection, a feature map, a decay."""
         chosen, size = options.attention, self.sizes.head_size
         queries, keys = self.sizes.queries, self.sizes.keys
-        if "projection" in self._form.options():
+        if "projection" in self._form.operands:
             self.projection = Constant(
                 attention.orthogonal_projection(
                     rngs.params(),
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
                     norms=chosen.feature_norms,
                 )
             )
-        if "statistics" in self._form.options() and chosen.features in KINDS:
+        if "statistics" in self._form.operands and chosen.features in KINDS:
             self.kind = chosen.features
             self._set_statistics(unit_statistics(size, size**-0.5))
         if self.mechanism == "linear" and chosen.features in LEARNED:
@@ -214,7 +214,7 @@ class Attention(nnx.Module):
             return KeyValues(
                 jnp.zeros(shape, self.dtype), jnp.zeros(values, self.dtype)
             )
-        options = self._options_of("state")
+        options = self._step_options()
         if hasattr(self, "projection"):
             options["projection"] = self.projection[...]
         if hasattr(self, "key_map"):
@@ -249,7 +249,7 @@ class Attention(nnx.Module):
             return self._output(x, mixed), state
         arrays["state"] = (state, "BK")
         if x.shape[1] == 1 and padding_mask is None:
-            options = self._options_of("step")
+            options = self._step_options()
             function = state_first(self._form.step)
         else:
             options = {**dict(self.options), "return_state": True}
@@ -350,10 +350,9 @@ class Attention(nnx.Module):
 
         return per_device(run, arrays, output, time=axis)
 
-    def _options_of(self, form: str) -> dict[str, Any]:
-        """The options that another form of the mechanism takes."""
-        names = self._form.options(form)
-        return {name: x for name, x in self.options if name in names}
+    def _step_options(self) -> dict[str, Any]:
+        """The options of a step and of a state: those of the causal form but one."""
+        return {name: x for name, x in self.options if name != "chunk_size"}
 
     def lam(self) -> Float[Array, ""]:
         """λ of a differential V1 layer as it stands."""

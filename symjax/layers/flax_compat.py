@@ -10,7 +10,6 @@ costs one token). A row that sees no key gives zeros, where Flax gives a mean.
 """
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax import attention
-from symjax.attention import Mechanism
+from symjax.attention import Mechanism, ScoreMechanism
 
 ARRAYS = ("query", "key", "value")
-# Arguments that belong to a call: Flax's layers give them, or have none to give.
-CALL = (*ARRAYS, "bias", "mask", "is_causal", "segment_ids", "state", "return_state")
 
 
 def attention_fn(
@@ -84,7 +81,7 @@ def attention_fn(
             dtype = jnp.result_type(query, key, value)
         query, key, value = (_flat(x, batch).astype(dtype) for x in (query, key, value))
         mask, bias = _pairs("mask", mask, batch), _pairs("bias", bias, batch)
-        run = _scores if form.causal is None else _features
+        run = _scores if isinstance(form.attend, ScoreMechanism) else _features
         with _products(precision):
             mixed = run(
                 mechanism, options, query, key, value, bias, mask, causal or is_causal
@@ -105,29 +102,30 @@ def _refuse_uses_of_the_map(mechanism: str, wanted: dict[str, bool]) -> None:
 
 def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
     """The mechanism's functions, if Flax's layers can feed them and options exist."""
-    table = attention.MECHANISMS
+    table = {
+        name: form
+        for name, form in attention.MECHANISMS.items()
+        if form.keys and not form.gated
+    }
     if mechanism not in table:
         raise ValueError(
             f"attention_fn: mechanism {mechanism!r} is unknown: choose from "
             f"{', '.join(table)}"
         )
     form = table[mechanism]
-    function = form.attend if form.causal is None else form.causal
-    known = inspect.signature(function).parameters
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in ARRAYS:
-            raise ValueError(
-                f"attention_fn: {mechanism} needs {name}, which Flax's layers do not "
-                "have: use symjax.layers.Attention"
-            )
+    if form.required:
+        raise ValueError(
+            f"attention_fn: {mechanism} needs {', '.join(form.required)}, which Flax's "
+            "layers do not have: use symjax.layers.Attention"
+        )
+    known = {*form.options, *form.operands} - {"bias"}  # which comes with a call
     for name in options:
-        if name not in known or name in CALL:
-            choices = ", ".join(sorted(known.keys() - set(CALL)))
+        if name not in known:
             raise ValueError(
                 f"attention_fn: {mechanism} has no option {name!r}: choose from "
-                f"{choices}"
+                f"{', '.join(sorted(known))}"
             )
-    _try_options(function, options, "projection" in known)
+    _try_options(form.causal or form.attend, options, "projection" in known)
     return form
 
 
@@ -191,12 +189,13 @@ def _features(
             f"(batch, 1, 1, {key.shape[1]}), got {mask.shape}: for a causal one use "
             f"attention_fn({mechanism!r}, is_causal=True)"
         )
-    name = "causal" if is_causal and query.shape[1] > 1 else "attend"
-    if name == "causal":
+    if is_causal and query.shape[1] > 1:
+        if form.causal is None:
+            raise ValueError(f"attention_fn: {mechanism} has no causal form")
         _check_square(query, key)
-    known = form.options(name)
-    options = {name: x for name, x in options.items() if name in known}
-    return getattr(form, name)(query, key, value, mask=mask, **options)
+        return form.causal(query, key, value, mask=mask, **options)
+    options = {name: x for name, x in options.items() if name != "chunk_size"}
+    return form.attend(query, key, value, mask=mask, **options)
 
 
 def _check_square(query: Array, key: Array) -> None:

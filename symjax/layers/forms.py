@@ -8,12 +8,12 @@ from symjax import attention
 
 def form_of(mechanism: str) -> attention.Mechanism:
     """The functions of a mechanism that is no block of its own."""
-    return (attention.MECHANISMS | attention.BIDIRECTIONAL)[mechanism]
+    return attention.MECHANISMS[mechanism]
 
 
 def has_keys(mechanism: str) -> bool:
     """Whether keys may be others than the queries."""
-    return "key" in form_of(mechanism).options("attend")
+    return form_of(mechanism).keys
 
 
 def of_queries(attend: Callable, factor: float) -> Callable:

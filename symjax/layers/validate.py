@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from symjax import config
-from symjax.attention.capabilities import capabilities
+from symjax.attention.mechanisms import capabilities
 from symjax.layers.forms import form_of, has_keys
 from symjax.layers.gau import OWN
 
@@ -97,8 +97,11 @@ def mechanism_options(options: config.Model, depth: int) -> dict[str, Any]:
 def _arguments(mechanism: str, options: config.Model) -> tuple[str, ...]:
     if mechanism in config.GATED:
         return OWN[mechanism]
-    form = "causal" if config.is_causal(options) else "attend"
-    return form_of(mechanism).options(form)
+    form = form_of(mechanism)
+    known = (*form.options, *form.operands)
+    if config.is_causal(options):
+        return known
+    return tuple(name for name in known if name != "chunk_size")
 
 
 def _check_direction(options: config.Model, mechanism: str) -> None:
@@ -106,7 +109,7 @@ def _check_direction(options: config.Model, mechanism: str) -> None:
     if mechanism in config.GATED:
         return
     claims, causal = capabilities(form_of(mechanism)), config.is_causal(options)
-    if not (claims.causal if causal else claims.bidirectional):
+    if not claims["causal" if causal else "bidirectional"]:
         raise ValueError(
             f"model.attention.mechanism {mechanism!r} has no "
             f"{'causal' if causal else 'bidirectional'} form: model.kind is "

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 
 from symjax import config
+from symjax.attention import ScoreMechanism
 from symjax.layers import Attention, GatedBlock
 from symjax.layers.forms import form_of, has_keys
 from symjax.layers.validate import sizes
@@ -34,7 +35,7 @@ def attention_flops(options: config.Model, depth: int) -> float:
         return _gated_flops(options, depth)
     form, seen = form_of(mechanism), _seen(options)
     heads, _, queries, _, size, value = sizes(options)
-    if form.row_weights is not None:
+    if isinstance(form.attend, ScoreMechanism):
         return 2 * seen * (queries * size + heads * value)
     if not has_keys(mechanism):
         return 2 * queries * (size * size + 2 * size * value)
@@ -44,7 +45,7 @@ def attention_flops(options: config.Model, depth: int) -> float:
         )
     )
     features = max(leaf.shape[2] for leaf in jax.tree.leaves(state))
-    random = "projection" in form.options()
+    random = "projection" in form.operands
     drawing = 4 * options.attention.feature_count * size * random
     inside = min(options.attention.chunk_size, options.length) * (features + value)
     inside *= config.is_causal(options)

@@ -1,19 +1,24 @@
 """The capability matrix: what a cell claims works, what it denies raises by name."""
 
+import inspect
 import math
+import pydoc
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
-from symjax import attention
-from symjax.attention.capabilities import ROWS, capabilities
+from symjax import attention, config
+from symjax.attention.mechanisms import MECHANISMS, Mechanism, capabilities
+from symjax.layers import Attention
 
 B, T, S, N, K, H, V, G = 2, 9, 11, 6, 3, 4, 5, 8
 M = 16
 
-every_mechanism = pytest.mark.parametrize("name", ROWS)
+every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
 # What some mechanisms are given besides query, key and value.
 MORE = {
     "decay": lambda keys, heads: {"log_decay": jnp.zeros((B, keys, heads))},
@@ -32,7 +37,7 @@ def call(name, *, keys=T, heads=K, form="attend", **options):
         "matrix_function": (query, value, "exp"),
         "flash": (query, key, query, key, value),
     }.get(name, (query, key, value))
-    function = getattr(ROWS[name], form)
+    function = getattr(MECHANISMS[name], form)
     return jax.eval_shape(lambda: function(*arrays, **options))
 
 
@@ -52,25 +57,25 @@ def refused(words, name, **options):
 
 @every_mechanism
 def test_causal_and_bidirectional(name):
-    claims = capabilities(ROWS[name])
-    if ROWS[name].causal is not None:
+    claims = capabilities(MECHANISMS[name])
+    if MECHANISMS[name].causal is not None:
         it_works(call(name, form="causal"))
-    elif claims.causal:
+    elif claims["causal"]:
         it_works(call(name, is_causal=True))
     else:
         refused("is_causal", name, is_causal=True)
-    if claims.bidirectional:
+    if claims["bidirectional"]:
         it_works(call_with_own_keys(name))
     else:  # a form that has no such option may see all keys without it
         refused("is_causal", name, is_causal=False)
-        assert ROWS[name].attend is ROWS[name].causal
+        assert MECHANISMS[name].attend is MECHANISMS[name].causal
 
 
 @every_mechanism
 def test_masks(name):
     keys, pairs = jnp.ones((B, 1, 1, T), bool), jnp.ones((B, 1, T, T), bool)
     it_works(call_with_own_keys(name, mask=keys))
-    if capabilities(ROWS[name]).mask == "pairs":
+    if capabilities(MECHANISMS[name])["mask"] == "pairs":
         it_works(call_with_own_keys(name, mask=pairs))
     else:
         refused(re.escape(str(pairs.shape)), name, mask=pairs)
@@ -79,7 +84,7 @@ def test_masks(name):
 @every_mechanism
 def test_bias(name):
     bias = jnp.ones((1, N, T, T))
-    if capabilities(ROWS[name]).bias:
+    if capabilities(MECHANISMS[name])["bias"]:
         it_works(call_with_own_keys(name, bias=bias))
     else:
         refused("bias", name, bias=bias)
@@ -87,7 +92,7 @@ def test_bias(name):
 
 @every_mechanism
 def test_grouped_heads(name):
-    if capabilities(ROWS[name]).grouped:
+    if capabilities(MECHANISMS[name])["grouped"]:
         it_works(call(name))
     else:
         with pytest.raises(ValueError, match=re.escape(str((B, T, K, V)))):
@@ -96,7 +101,7 @@ def test_grouped_heads(name):
 
 @every_mechanism
 def test_more_or_fewer_keys_than_queries(name):
-    if capabilities(ROWS[name]).lengths:
+    if capabilities(MECHANISMS[name])["lengths"]:
         it_works(call(name, keys=S))
     else:
         refused(re.escape(str((B, S, N))[:-1]), name, keys=S)
@@ -105,7 +110,7 @@ def test_more_or_fewer_keys_than_queries(name):
 @every_mechanism
 def test_segments(name):
     segments = jnp.zeros((B, T), jnp.int32)
-    if capabilities(ROWS[name]).segments:
+    if capabilities(MECHANISMS[name])["segments"]:
         it_works(call_with_own_keys(name, segment_ids=segments))
     else:
         refused("segment_ids", name, segment_ids=segments)
@@ -114,8 +119,8 @@ def test_segments(name):
 @every_mechanism
 def test_the_state_has_the_size_of_the_table(name):
     """Of one head, batch 1; what is counted a row of keys grows with them."""
-    mechanism = ROWS[name]
-    if not capabilities(mechanism).steps:
+    mechanism = MECHANISMS[name]
+    if not capabilities(mechanism)["steps"]:
         assert mechanism.state is None and mechanism.step is None
         return
     options = {"group_size": G} if name == "flash" else {}
@@ -132,10 +137,78 @@ def test_the_state_has_the_size_of_the_table(name):
 
 def test_the_table_has_a_row_for_each_and_a_cell_for_each_claim():
     lines = attention.table().splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(ROWS)
-    assert set(attention.MECHANISMS) < set(ROWS)
-    for line, mechanism in zip(lines[1:], ROWS.values(), strict=True):
+    assert [line.split()[0] for line in lines[1:]] == list(MECHANISMS)
+    for line, mechanism in zip(lines[1:], MECHANISMS.values(), strict=True):
         claims = capabilities(mechanism)
         cells = line.split()[1 : 1 + len(claims)]
-        shown = ["yes" if x is True else "-" if x is False else x for x in claims]
-        assert cells == shown
+        shown = {True: "yes", False: "-"}
+        assert cells == [shown.get(claim, claim) for claim in claims.values()]
+
+
+# A value of each option, which its form must take.
+CHOSEN = {
+    "scale": 0.5,
+    "length_base": 5.0,
+    "mask_self": True,
+    "implementation": "whole",
+    "chunk_size": 4,
+    "group_size": 4,
+    "function": "expm1",
+    "alpha": None,
+}
+
+
+@every_mechanism
+def test_every_form_takes_the_options_that_are_declared(name):
+    """And refuses those that are not; `chunk_size` is of the causal form alone."""
+    mechanism = MECHANISMS[name]
+    features = {"linear": "relu", "performer": "relu"}
+    for option in mechanism.options:
+        chosen = features[name] if option == "features" else CHOSEN[option]
+        if option == "function":  # it is given in place
+            assert attention.matrix_function(
+                *[jnp.ones((1, 2, 1, 3))] * 2, chosen
+            ).any()
+            continue
+        if option != "chunk_size":
+            it_works(call_with_own_keys(name, **{option: chosen}))
+        if mechanism.causal is not None:
+            it_works(call_with_own_keys(name, form="causal", **{option: chosen}))
+    for option in CHOSEN.keys() - set(mechanism.options) - {"function"}:
+        if not mechanism.gated:  # a block decides what a model may choose
+            with pytest.raises(TypeError, match=option):
+                call_with_own_keys(name, **{option: CHOSEN[option]})
+
+
+def test_a_mechanism_without_annotations_is_one_like_any_other(monkeypatch):
+    """Nothing is read off a function: what it can do is declared."""
+
+    def mean(query, key, value, mask=None, **options):
+        weigh = jnp.ones(value.shape[:2]) if mask is None else mask[:, 0, 0]
+        total = (
+            jnp.einsum("bs,bskv->bkv", weigh, value) / weigh.sum(axis=1)[:, None, None]
+        )
+        return jnp.broadcast_to(total[:, None], value.shape)
+
+    monkeypatch.setitem(MECHANISMS, "mean", Mechanism(mean, grouped=False))
+    line = attention.table().splitlines()[-1].split()
+    assert line[:7] == ["mean", "-", "yes", "keys", "-", "-", "yes"]
+    options = config.Model(
+        kind="encoder",
+        width=8,
+        heads=2,
+        classes=2,
+        attention=config.Attention(mechanism="mean"),
+    )
+    layer = Attention(options, 0, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 3, 8))
+    wanted = layer.out(jnp.broadcast_to(layer.value(x).mean(1, keepdims=True), x.shape))
+    np.testing.assert_allclose(layer(x), wanted, atol=1e-6)
+
+
+def test_a_score_mechanism_shows_the_signature_that_is_promised():
+    for function in (attention.softmax, attention.sparsemax, attention.entmax15):
+        names = list(inspect.signature(function).parameters)
+        assert names[:6] == ["query", "key", "value", "bias", "mask", "scale"]
+        shown = pydoc.plain(pydoc.render_doc(function))
+        assert "arXiv" in shown and "bottom-right" in shown

@@ -13,7 +13,11 @@ from symjax.layers import Attention, Block, GatedBlock
 
 WIDTH, HEADS, TIME, BATCH = 24, 3, 11, 2
 PADDING_MASK = np.arange(TIME)[None] < np.array([[7], [11]])
-MECHANISMS = [*(set(attention.MECHANISMS) - {"decay"}), *attention.BIDIRECTIONAL]
+MECHANISMS = [
+    name
+    for name, mechanism in attention.MECHANISMS.items()
+    if mechanism.bidirectional and not mechanism.gated
+]
 ENCODER = config.Model(kind="encoder", width=WIDTH, heads=HEADS, classes=2)
 
 

@@ -1,0 +1,319 @@
+"""Golden numbers: did a change of the code move what small models compute?
+
+    python -m benchmarks.golden record golden.json         # before the change
+    python -m benchmarks.golden compare golden.json        # after it: losses and cost
+    python -m benchmarks.golden compare golden.json --evaluations --only softmax,flash
+
+Each model trains 20 steps in float32 on a text that this file generates. Recorded are
+its losses, the compiled cost of its training step and what eval.py says of its last
+checkpoint; the runs are kept in a folder beside the JSON file, so that with
+--evaluations the new code evaluates the old checkpoints. `compare` exits with 1 if
+
+- a loss moved by more than 1e-6,
+- a number of an evaluation differs as it is printed (4 decimals, and more than 1e-6
+  beside them, so that a rounding error on the edge of two decimals is no difference),
+- FLOPs, bytes accessed or temporary bytes of the step grew above 1.02 times.
+
+Losses and cost depend on the compiler: record and compare with one version of jax on
+one kind of machine. `compare` names a version or processor that differs.
+
+What it relies on: the command lines of train.py and eval.py, configuration keys, the
+names `step` and `train/loss` in metrics.jsonl, the JSON of eval.py, and that training
+compiles its step through `jax.stages.Lowered.compile`. No name of symjax is imported.
+"""
+
+import argparse
+import json
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LOSS, COST, EDGE = 1e-6, 1.02, 1e-6  # what may move: losses, cost, evaluations
+
+KEYS = {
+    "model.width": 32,
+    "model.depth": 2,
+    "model.heads": 2,
+    "model.length": 48,
+    "model.dropout": 0.0,
+    "batch_size": 4,
+    "steps": 20,
+    "data.source": "text",
+    "evaluate.every": 0,
+    "evaluate.batches": 2,
+    "checkpoint.every": 10,
+    "log.every": 1,
+    "mesh.data": 1,
+}
+CHUNKS = {"model.attention.chunk_size": 16}  # three chunks or groups a row
+PERFORMER = {**CHUNKS, "model.attention.feature_count": 16}
+# Name → configuration of configs/, and the keys it changes beside KEYS.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "softmax": ("gpt", {}),
+    "diff_sym": ("diff_sym", {}),
+    "performer": ("performer", PERFORMER),
+    "mixed": ("mixed", PERFORMER),
+    "retnet": ("retnet", CHUNKS),
+    "gau": ("gau", {}),
+    "flash": ("flash", CHUNKS),
+    "universal": ("universal", {}),
+    "encoder": ("encoder:masked", {"model.pattern": "softmax,linear"}),
+}
+# All tasks that apply but `speed`, whose numbers are times; the text of `sample` comes
+# last in what is printed. `length` compiles eight models, so few have it.
+TASKS = (
+    "loss,lambda,position,noise,self_share,dilution,entropy,support,rank,outliers,"
+    "approximation,gradients,dimension,sample"
+)
+LONG = ("softmax", "performer")
+
+
+def main(words: list[str]) -> int:
+    if words[:1] == ["train"]:  # this file calls itself so, once a model
+        return _train(Path(words[1]), words[2:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("action", choices=("record", "compare"))
+    parser.add_argument("file", type=Path, help="the JSON of golden numbers")
+    parser.add_argument("--only", default=",".join(MODELS), help="models, by name")
+    parser.add_argument("--evaluations", action="store_true", help="compare them too")
+    chosen = parser.parse_args(words)
+    names = chosen.only.split(",")
+    if unknown := set(names) - set(MODELS):
+        parser.error(f"--only {unknown}: choose from {', '.join(MODELS)}")
+    if chosen.action == "record":
+        return record(chosen.file, names)
+    return compare(chosen.file, names, chosen.evaluations)
+
+
+def runs(file: Path) -> Path:
+    """Where the runs of a recording are kept."""
+    return file.with_suffix("")
+
+
+def record(file: Path, names: list[str]) -> int:
+    models = {}
+    if file.exists():  # --only records some models anew
+        models = json.loads(file.read_text())["models"]
+    found: dict[str, Any] = {"made_with": made_with(), "models": models}
+    for name in names:
+        workdir = runs(file) / name
+        shutil.rmtree(workdir, ignore_errors=True)
+        workdir.parent.mkdir(parents=True, exist_ok=True)
+        models[name] = train(name, workdir)
+        models[name]["evaluation"] = evaluate(name, workdir)
+        file.write_text(_json(found))
+        print(f"{name:10} loss {models[name]['losses'][-1]:.4f}", flush=True)
+    return 0
+
+
+def compare(file: Path, names: list[str], evaluations: bool) -> int:
+    golden = json.loads(file.read_text())
+    kept = all((runs(file) / name).is_dir() for name in names)
+    if evaluations and not kept:
+        sys.exit(f"{runs(file)} has not the runs that `record` keeps beside {file}")
+    there, here = golden["made_with"], made_with()
+    for key in ("jax", "jaxlib", "machine"):
+        if there[key] != here[key]:
+            print(f"{key} differs: {there[key]} recorded, {here[key]} here")
+    moved = False
+    for name in names:
+        if name not in golden["models"]:
+            print(f"{name:10} is not recorded")
+            continue
+        wanted = golden["models"][name]
+        with tempfile.TemporaryDirectory() as folder:
+            lines = differences(wanted, train(name, Path(folder, "run")))
+        if evaluations:
+            lines += evaluation_differences(
+                wanted["evaluation"], evaluate(name, runs(file) / name)
+            )
+        print("\n".join(f"{name:10} {line}" for line, _ in lines), flush=True)
+        moved |= any(beyond for _, beyond in lines)
+    print("moved" if moved else "nothing moved")
+    return int(moved)
+
+
+Line = tuple[str, bool]  # what is said, and whether it is beyond bounds
+
+
+def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[Line]:
+    """Losses and cost, a line each."""
+    pairs = list(zip(wanted["losses"], found["losses"], strict=True))
+    apart = [abs(a - b) for a, b in pairs]
+    step = next((i for i, d in enumerate(apart, 1) if not d <= LOSS), 0)
+    where = f", above {LOSS:g} from step {step} on" if step else ""
+    lines = [(f"losses moved by at most {max(apart):.1e}{where}", step > 0)]
+    ratios = {key: found["cost"][key] / max(n, 1) for key, n in wanted["cost"].items()}
+    shown = ", ".join(f"{key} {ratio:.3f}" for key, ratio in ratios.items())
+    above = any(ratio > COST for ratio in ratios.values())
+    lines.append((f"cost: {shown}" + (f", above {COST}" if above else ""), above))
+    return lines
+
+
+def evaluation_differences(wanted: Any, found: Any) -> list[Line]:
+    """A line for each value that is printed otherwise; one if there is none."""
+    there, here = dict(_leaves(wanted)), dict(_leaves(found))
+    lines = [
+        (f"{path}: {value} recorded, {here.get(path, 'nothing')} now", True)
+        for path, value in there.items()
+        if path not in here or not _printed_alike(value, here[path])
+    ]
+    more = len(here.keys() - there.keys())
+    known = f"evaluation: {len(there)} values, {len(lines)} differ, {more} are new"
+    return [(known, False), *lines]
+
+
+def _printed_alike(a: Any, b: Any) -> bool:
+    if not isinstance(a, float) or not isinstance(b, float):
+        return a == b
+    decimals = 0 if abs(a) >= 1000 else 4
+    near = abs(a - b) <= EDGE * max(1, abs(a))
+    return near or f"{a:.{decimals}f}" == f"{b:.{decimals}f}"
+
+
+def _leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(tree, dict | list):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return [leaf for k, v in items for leaf in _leaves(v, f"{path}/{k}")]
+    return [(path, tree)]
+
+
+def made_with() -> dict[str, str]:
+    """What the numbers depend on, beside the code."""
+    words = ["import jax, jaxlib; print(jax.__version__, jaxlib.__version__)"]
+    versions = _run("-c", *words).split()
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return {
+        "jax": versions[0],
+        "jaxlib": versions[1],
+        "python": platform.python_version(),
+        "machine": _processor(),
+        "commit": commit or "unknown",
+    }
+
+
+def _processor() -> str:
+    """Architecture and vector instructions, which decide how floats are summed."""
+    flags: set[str] = set()
+    if (path := Path("/proc/cpuinfo")).exists():
+        flags = set(path.read_text().split())
+    known = ("avx512f", "avx2", "amx_tile", "asimd", "sve")
+    return " ".join([platform.machine(), *(x for x in known if x in flags)])
+
+
+def train(name: str, workdir: Path) -> dict[str, Any]:
+    """Losses of every step, and the cost of the compiled step."""
+    config, changes = MODELS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        text, cost = Path(folder, "text.txt"), Path(folder, "cost.json")
+        text.write_text(generated_text())
+        keys = KEYS | changes | {"data.path": text}
+        words = ["--config", f"configs/{config.replace(':', '.py:', 1)}"]
+        if ":" not in config:
+            words[1] += ".py:tiny"
+        words += [f"--config.{key}={value}" for key, value in keys.items()]
+        words += ["--workdir", str(workdir.absolute())]
+        _run(__file__, "train", str(cost), *words, JAX_ENABLE_COMPILATION_CACHE="0")
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
+        rows = [row for row in map(json.loads, lines) if "train/loss" in row]
+        return {
+            "losses": [row["train/loss"] for row in rows],
+            "cost": json.loads(cost.read_text()),
+        }
+
+
+def _train(cost: Path, words: list[str]) -> int:
+    """train.py in this process, and in the file `cost` that of its largest program."""
+    import jax
+
+    compile_it, most = jax.stages.Lowered.compile, -1.0
+
+    def compiled(self, *arguments, **options):
+        nonlocal most
+        program = compile_it(self, *arguments, **options)
+        found, memory = program.cost_analysis(), program.memory_analysis()
+        if found and memory and found["flops"] > most:
+            most = found["flops"]
+            names = {"flops": most, "bytes accessed": found["bytes accessed"]}
+            names["temporary bytes"] = memory.temp_size_in_bytes
+            cost.write_text(json.dumps(names))
+        return program
+
+    jax.stages.Lowered.compile = compiled
+    sys.argv = ["train.py", *words]
+    sys.path[0] = str(ROOT)
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    return 0
+
+
+def evaluate(name: str, workdir: Path) -> dict[str, Any]:
+    """The JSON of eval.py, and the text that it samples."""
+    tasks = f"length,{TASKS}" if name in LONG else TASKS
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "found.json")
+        words = ["--workdir", str(workdir.absolute()), "--json", str(file)]
+        words += ["--tasks", tasks, "--batches", "2", "--tokens", "24"]
+        _, _, sample = _run("eval.py", *words).partition("sample:\n")
+        return json.loads(file.read_text()) | {"sample": sample}
+
+
+def _run(*words: str, **environment: str) -> str:
+    """What a Python program prints, on one CPU device; ends all if it fails."""
+    changes = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
+    command = [sys.executable, *words]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | changes, capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def generated_text(words: int = 12_000) -> str:
+    """Sentences of a Markov chain over forty made-up words.
+
+    A linear congruential generator makes it the same in every version of Python.
+    """
+    state = 1
+
+    def draw(below: int) -> int:
+        nonlocal state
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (state >> 33) * below >> 31
+
+    letters = "aeiou", "bdfgklmnprst"
+    names = [
+        "".join(letters[(i + 1) % 2][draw(5 + 7 * ((i + 1) % 2))] for i in range(n))
+        for n in (2 + draw(6) for _ in range(40))
+    ]
+    followers = [[draw(40) for _ in range(4)] for _ in names]
+    found, word = [], 0
+    for place in range(words):
+        end = "\n" if place % 12 == 11 else " "
+        found.append(names[word] + end)
+        word = followers[word][min(draw(4), draw(4))]  # the first is the likeliest
+    return "".join(found)
+
+
+def _json(found: dict[str, Any]) -> str:
+    """Four lines a model."""
+    lines = [f' "made_with": {json.dumps(found["made_with"])},', ' "models": {']
+    for name, model in found["models"].items():
+        parts = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in model.items()]
+        lines += [f"  {json.dumps(name)}: {{", ",\n".join(parts), "  },"]
+    lines[-1] = "  }"
+    return "\n".join(["{", *lines, " }", "}"]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -3,16 +3,32 @@
 import ast
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from flax import nnx
 
+import eval as evaluate
 from symjax import validation
+from symjax.evaluation import compare
 from symjax.models import build
-from symjax.training.commandline import load
+from symjax.training.commandline import load, parse
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = r"python (train\.py|eval\.py|-m symjax\.evaluation\.compare) ([^`#&;\n]*)"
+STANDS_FOR = {"M": "softmax", "$i": "0", "$I": "0"}
+
+
+def documented():
+    """(program, arguments) of every command line in the documents."""
+    found = {}
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8").replace("\\\n", "")
+        for program, arguments in re.findall(COMMAND, text):
+            found[f"{program} {arguments}"] = program, arguments
+    return [pair for pair in found.values() if "…" not in pair[1]]
 
 
 def test_the_notebook_runs_and_shows_what_it_says():
@@ -55,3 +71,36 @@ def test_every_configuration_names_its_command_and_builds_its_models(path):
         options = validation.from_dict(tree).model
         built = nnx.eval_shape(lambda m=options: build(m, rngs=nnx.Rngs(0)))
         assert len(built.blocks) in (depth, 2 * depth, 1)  # gated, universal
+
+
+class Parsed(Exception):
+    """The words have passed, and nothing has run yet."""
+
+
+def stop(*_):
+    raise Parsed
+
+
+def test_there_are_commands_in_the_documents():
+    assert {program for program, _ in documented()} >= {"train.py", "eval.py"}
+    assert len(documented()) > 30
+
+
+@pytest.mark.parametrize(("program", "arguments"), documented())
+def test_every_documented_command_line_parses(
+    program, arguments, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(ROOT)
+    if arguments.count('"') == 1:  # it stands in the words of another command
+        arguments = arguments.replace('"', "")
+    words = shlex.split(arguments)
+    words = [re.sub(r"(?<==)M$|^\$[iI]$", lambda m: STANDS_FOR[m[0]], x) for x in words]
+    if program == "train.py":
+        assert parse(words)
+    elif program == "eval.py":
+        if "--list" not in words:
+            assert evaluate.parse(words).names
+    else:
+        monkeypatch.setattr(compare.figures, "check", stop)
+        with pytest.raises(Parsed):
+            compare.main([*words, "--out", str(tmp_path)])

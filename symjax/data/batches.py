@@ -1,4 +1,4 @@
-"""Windows of tokens as a pure function of (seed, step).
+"""What a run learns from: rows, each a pure function of its number.
 
 No state: resuming a run needs one integer, any step costs the same, and a process can
 ask for its own rows of the global batch only.
@@ -9,11 +9,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from symjax.data.corpus import Corpus, check_length
 from symjax.data.draws import mix
 from symjax.data.packed import Packed
+from symjax.data.tokens import Tokenizer
 
 Tokens = np.ndarray | Packed
 Shape = tuple[int, int]  # rows, tokens a row
@@ -21,44 +25,142 @@ Shape = tuple[int, int]  # rows, tokens a row
 # int32 and, where rows are judged, weights float32
 Rows = Callable[[int, int], tuple[np.ndarray, ...]]
 
+ENDLESS = 32  # held-out batches of examples that are made up on the spot
 ROUNDS = 4  # a Feistel network of four rounds is a pseudo-random permutation
 
 
-def batch(
-    tokens: Tokens,
-    *,
-    length: int,
-    batch_size: int,
-    seed: int,
-    step: int,
-    start: int = 0,
-    stop: int | None = None,
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Examples:
+    """Training rows and held-out rows, and what they say of themselves.
+
+    Attributes:
+        train: (numbers [B], length, seed) → inputs and targets of training rows, which
+            are numbered from the first row of the first step; targets below 0 are not
+            learned.
+        heldout: (numbers [B], length) → inputs, targets, and weights: 0 beyond the end.
+            The mean loss is Σ weights · loss / Σ weights over all rows.
+        heldout_rows: length → how many rows cover what is held out; None: no end.
+        check_length: raises a ValueError where there are no rows of a length.
+        vocabulary: token types; 0 of images.
+        unit: what a loss is a mean over: byte, character, answer or label.
+        size: how much there is, in words.
+        language: plain values; where they are equal, tokens mean the same.
+        fingerprint: plain values that identify the examples, "sha256" among them.
+        references: losses that need no model, by name.
+        files: those that are being read.
+        tokenizer: of the text in the inputs; None where there is no text.
+        text: what a decoder learns to continue; None where targets are answers (labels,
+            hidden tokens, answers of a task), of which an accuracy is told.
+        longest: tokens of the longest held-out row; None: any number.
+        fixed_length: a shorter row would be another task, or is none.
+        labels: names of the classes.
+        image: height, width and channels of the inputs; None of tokens.
+    """
+
+    train: Callable[[np.ndarray, int, int], tuple[np.ndarray, ...]]
+    heldout: Callable[[np.ndarray, int], tuple[np.ndarray, ...]]
+    heldout_rows: Callable[[int], int] | None = None
+    check_length: Callable[[int], None]
+    vocabulary: int
+    unit: str
+    size: str
+    language: dict[str, Any]
+    fingerprint: dict[str, Any]
+    references: dict[str, float]
+    files: tuple[Packed, ...] = ()
+    tokenizer: Tokenizer | None = None
+    text: Corpus | None = None
+    longest: int | None = None
+    fixed_length: bool = False
+    labels: tuple[str, ...] = ()
+    image: tuple[int, int, int] | None = None
+
+    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
+        """The training batch of a step."""
+        return lambda start, stop: self.train(
+            _numbers(shape, step, start, stop), shape[1], seed
+        )
+
+    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
+        """`count` batches spread evenly over what is held out, in order; None: all.
+
+        All have the same shape. Of examples without an end the first ones.
+        """
+        total = self.heldout_count(shape)
+        count = total if count is None else min(count, total)
+        endless = self.heldout_rows is None
+        chosen = [n if endless else n * total // count for n in range(count)]
+
+        def rows(index: int, start: int, stop: int) -> tuple[np.ndarray, ...]:
+            return self.heldout(_numbers(shape, index, start, stop), shape[1])
+
+        return (functools.partial(rows, index) for index in chosen)
+
+    def heldout_count(self, shape: Shape) -> int:
+        """Batches that cover what is held out."""
+        if self.heldout_rows is None:
+            return ENDLESS
+        return math.ceil(self.heldout_rows(shape[1]) / shape[0])
+
+    def vanished(self) -> str:
+        """One line if files that are being read are gone from their folder, else ""."""
+        gone = [str(file) for file in self.files if file.vanished]
+        if not gone:
+            return ""
+        return (
+            f"{' and '.join(gone)} was deleted or replaced: this run goes on with what "
+            "it opened, the next one needs it back or its source"
+        )
+
+
+def _numbers(shape: Shape, index: int, start: int, stop: int) -> np.ndarray:
+    """The numbers of the rows [start, stop) of batch `index`."""
+    return int(index) * shape[0] + np.arange(start, stop, dtype=np.int64)
+
+
+def training_windows(
+    tokens: Tokens, numbers: np.ndarray, length: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [start, stop) of the training batch of one step.
+    """Inputs and targets of rows of a training text.
 
     The text is cut into windows of length + 1 tokens, each starting `length` after the
     one before, so that every token is a target once an epoch (short of two windows at
     the ends). An epoch visits every window once, in a pseudo-random order; each epoch
     has its own order and its own shift of the cuts. Batches run across epoch ends.
 
-    Time O(rows · length), whatever the step. Any `seed` of 64 bits.
+    Time O(rows · length), whatever the numbers. Any `seed` of 64 bits.
 
+    Args:
+        numbers: int64 [B], from the first row of the first step.
     Returns:
-        inputs and targets, int32 [rows, length]; targets are inputs one token later.
+        int32 [B, length]; targets are inputs one token later.
     Raises:
         ValueError: the text is shorter than one window.
     """
     check_length(tokens, length, "training")
-    stop = batch_size if stop is None else stop
     total = len(tokens) - 1
     # One window fewer than would fit, so that there is room for any shift below length.
     windows = max(1, total // length - 1)
     shifts = min(length, total - windows * length + 1)
-
-    row = int(step) * batch_size + np.arange(start, stop, dtype=np.int64)
-    window, key = visited(windows, row, seed)
+    window, key = visited(windows, numbers, seed)
     shift = key % np.uint64(shifts)
     return _cut((window * np.uint64(length) + shift).astype(np.int64), tokens, length)
+
+
+def heldout_windows(
+    tokens: Tokens, numbers: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, targets and weights of rows of a held-out text.
+
+    Windows follow each other as in training, without shuffling or shift, so every token
+    but the first is a target exactly once. Weights float32 are 0 where the text has
+    ended: the end of the last window, and rows after it.
+
+    Raises:
+        ValueError: the text is shorter than one window.
+    """
+    check_length(tokens, length, "held-out")
+    return _weighted(numbers * length, tokens, length)
 
 
 def visited(count: int, rows: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,65 +176,6 @@ def visited(count: int, rows: np.ndarray, seed: int) -> tuple[np.ndarray, np.nda
     keys = _keys(seed, rows // count)
     place = (rows % count).astype(np.uint64)
     return _permute(place, count, keys[:ROUNDS]), keys[ROUNDS]
-
-
-def heldout_batches(
-    tokens: Tokens,
-    *,
-    length: int,
-    batch_size: int,
-    count: int | None = None,
-) -> Iterator[Rows]:
-    """`count` batches spread evenly over the held-out text, in order; None: all of it.
-
-    Windows follow each other as in `batch`, without shuffling or shift, so every token
-    but the first is a target exactly once. All batches have the same shape: weights are
-    0 where the text has ended (the end of the last window, and rows after it). The
-    mean loss is Σ weights · loss / Σ weights over all batches.
-
-    Returns:
-        for each batch a function of (start, stop), since one of several processes reads
-        only its rows: inputs and targets, int32 [rows, length], and weights, float32
-        [rows, length].
-    Raises:
-        ValueError: the text is shorter than one window.
-    """
-    check_length(tokens, length, "held-out")
-    chosen = spread(heldout_count(tokens, length, batch_size), count)
-
-    def rows(index: int, start: int, stop: int):
-        number = index * batch_size + np.arange(start, stop, dtype=np.int64)
-        return _weighted(number * length, tokens, length)
-
-    return (functools.partial(rows, index) for index in chosen)
-
-
-def spread(available: int, count: int | None) -> list[int]:
-    """`count` of the available batches, evenly over all, in order; None: every one."""
-    count = available if count is None else min(count, available)
-    return [number * available // count for number in range(count)]
-
-
-def heldout_count(tokens: Tokens, length: int, batch_size: int) -> int:
-    """Batches that cover the held-out text."""
-    return math.ceil((len(tokens) - 1) / (length * batch_size))
-
-
-def check_length(
-    tokens: Tokens, length: int, split: str, key: str = "data.path"
-) -> None:
-    """Refuse a text shorter than one window.
-
-    Raises:
-        ValueError: naming both sizes.
-    """
-    if length < 1:
-        raise ValueError(f"model.length must be at least 1, got {length}")
-    if len(tokens) < length + 1:
-        raise ValueError(
-            f"{key} has {len(tokens)} tokens of {split} text, model.length + 1 = "
-            f"{length + 1} are needed: give a longer text or a smaller model.length"
-        )
 
 
 def _cut(

@@ -16,7 +16,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from symjax import config
-from symjax.data import batches, ngrams, sources, tokens
-from symjax.data.batches import Rows, Shape
+from symjax.data import ngrams, sources, tokens
 from symjax.data.packed import WAY_OUT, Packed
 
 SPLITS = ("train", "heldout")
@@ -59,36 +58,6 @@ class Corpus:
     references: dict[str, float]
     bytes_per_token: float
 
-    @property
-    def vocabulary(self) -> int:
-        return self.tokenizer.vocabulary
-
-    @property
-    def unit(self) -> str:
-        return self.tokenizer.unit
-
-    @property
-    def size(self) -> str:
-        return f"{len(self.train):,} training tokens"
-
-    @property
-    def language(self) -> dict[str, Any]:
-        return self.tokenizer.describe()
-
-    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
-        length = {"length": shape[1], "batch_size": shape[0]}
-        return lambda start, stop: batches.batch(
-            self.train, **length, seed=seed, step=step, start=start, stop=stop
-        )
-
-    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
-        return batches.heldout_batches(
-            self.heldout, length=shape[1], batch_size=shape[0], count=count
-        )
-
-    def heldout_count(self, shape: Shape) -> int:
-        return batches.heldout_count(self.heldout, shape[1], shape[0])
-
     def check_length(self, length: int) -> None:
         """Refuse a model longer than the text, before anything is compiled.
 
@@ -97,12 +66,8 @@ class Corpus:
         """
         source = self.fingerprint["source"]
         key = TEXT_KEYS.get(source, f"data.source={source}")
-        batches.check_length(self.train, length, "training", key)
-        batches.check_length(self.heldout, length, "held-out", key)
-
-    def vanished(self) -> str:
-        """One line if files of the corpus are gone from their folder, else ""."""
-        return vanished(self.train, self.heldout)
+        check_length(self.train, length, "training", key)
+        check_length(self.heldout, length, "held-out", key)
 
 
 def open_corpus(
@@ -161,15 +126,21 @@ def _read(options: config.Data, directory: Path) -> Corpus:
     )
 
 
-def vanished(*files: Packed) -> str:
-    """One line if files are gone from their folder, else ""."""
-    gone = [str(file) for file in files if file.vanished]
-    if not gone:
-        return ""
-    return (
-        f"{' and '.join(gone)} was deleted or replaced: this run goes on with what "
-        "it opened, the next one needs it back or its source"
-    )
+def check_length(
+    tokens: np.ndarray | Packed, length: int, split: str, key: str = "data.path"
+) -> None:
+    """Refuse a text shorter than one window.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    if length < 1:
+        raise ValueError(f"model.length must be at least 1, got {length}")
+    if len(tokens) < length + 1:
+        raise ValueError(
+            f"{key} has {len(tokens)} tokens of {split} text, model.length + 1 = "
+            f"{length + 1} are needed: give a longer text or a smaller model.length"
+        )
 
 
 def source_change(options: config.Data, directory: Path) -> str:

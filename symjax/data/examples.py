@@ -1,150 +1,36 @@
-"""What a run learns from: a text, or rows that are made up on the spot."""
+"""What a run learns from: a text, hidden tokens of one, labels, or a generated task."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
 from symjax import config
 from symjax.data import classes, generated
-from symjax.data.batches import Rows, Shape
+from symjax.data.batches import Examples, heldout_windows, training_windows
 from symjax.data.corpus import (
     MANIFEST,
     UNFINISHED,
+    Corpus,
     check_options,
     open_corpus,
     read_manifest,
     sealed,
 )
-from symjax.data.labelled import open_labelled
-from symjax.data.masked import Masked
+from symjax.data.draws import Draws
+from symjax.data.generated import NOTHING
+from symjax.data.labelled import labelled_examples, open_labelled
 from symjax.data.sources import check_keys
 
-HELDOUT_BATCHES = 32  # of generated rows, of which there is no end
-
-
-class Examples(Protocol):
-    """
-    Attributes:
-        vocabulary: token types.
-        unit: what a loss is a mean over: byte, character or answer.
-        size: how much there is, in words.
-        language: plain values; where they are equal, tokens mean the same.
-        fingerprint: plain values that identify the examples, "sha256" among them.
-        references: losses that need no model, by name.
-    """
-
-    @property
-    def fingerprint(self) -> dict[str, Any]: ...
-    @property
-    def references(self) -> dict[str, float]: ...
-    @property
-    def vocabulary(self) -> int: ...
-    @property
-    def unit(self) -> str: ...
-    @property
-    def size(self) -> str: ...
-    @property
-    def language(self) -> dict[str, Any]: ...
-
-    def check_length(self, length: int) -> None:
-        """Raises: ValueError: rows of this length cannot be had."""
-
-    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
-        """The training batch of a step. Targets below 0 are not learned."""
-        ...
-
-    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
-        """`count` batches spread over what is held out; None: all of it."""
-        ...
-
-    def heldout_count(self, shape: Shape) -> int:
-        """Batches that cover what is held out."""
-        ...
-
-    def vanished(self) -> str:
-        """One line if files that are being read are gone, else ""."""
-        ...
-
-
-class Generated:
-    """Rows of a generated task; see `generated`."""
-
-    unit = "answer"
-
-    def __init__(self, options: config.Data):
-        self.options = options
-        self.generator = generated.GENERATORS[options.source]
-        self.references = {"chance": math.log(self.generator.answers(options))}
-        self.fingerprint = {
-            "source": options.source,
-            "sha256": hashlib.sha256(_sign(options)).hexdigest(),
-        }
-
-    @property
-    def vocabulary(self) -> int:
-        return self.generator.vocabulary(self.options)
-
-    @property
-    def size(self) -> str:
-        return f"any number of {self.options.source} rows"
-
-    @property
-    def language(self) -> dict[str, Any]:
-        return {"source": self.options.source, "symbols": self.options.symbols}
-
-    def check_length(self, length: int) -> None:
-        for heldout in (False, True):
-            self._rows((1, length), 0, 0, 1, heldout=heldout)
-
-    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
-        first = step * shape[0]
-
-        def some(start: int, stop: int):
-            return self._rows(shape, seed, first + start, first + stop)
-
-        return some
-
-    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
-        for step in range(min(count or HELDOUT_BATCHES, HELDOUT_BATCHES)):
-            first = step * shape[0]
-            yield functools.partial(self._judged, shape, first)
-
-    def heldout_count(self, shape: Shape) -> int:
-        return HELDOUT_BATCHES
-
-    def vanished(self) -> str:
-        return ""
-
-    def _judged(self, shape: Shape, first: int, start: int, stop: int):
-        rows = self._rows(shape, 0, first + start, first + stop, heldout=True)
-        return *rows, (rows[1] >= 0).astype(np.float32)
-
-    def _rows(
-        self, shape: Shape, seed: int, start: int, stop: int, *, heldout: bool = False
-    ) -> generated.Rows:
-        indices, length = np.arange(start, stop), shape[1]
-        return generated.rows(
-            self.options, length, seed=seed, indices=indices, heldout=heldout
-        )
-
-
-def _sign(options: config.Data) -> bytes:
-    """The options, and rows of a small task, which tell whether the generator has
-    changed."""
-    small = dataclasses.replace(options, items=4, symbols=8, asked=2)
-    rows = generated.rows(small, 64, seed=0, indices=np.arange(8), heldout=True)
-    parts = json.dumps(dataclasses.asdict(options)).encode(), *map(bytes, rows)
-    return b"".join(parts)
+SHARE = 0.15  # of the tokens of a row are asked
+MASKED, RANDOM = 0.8, 0.1  # of these; the rest stays as it is
 
 
 def open_examples(
@@ -165,11 +51,11 @@ def open_examples(
     options, encoder = whole.data, not config.is_causal(whole.model)
     _check_task(options, whole.model)
     if classes.has_labels(options):
-        length = whole.model.length
-        return open_labelled(options, directory, length, replace=replace)
+        found = open_labelled(options, directory, replace=replace)
+        return labelled_examples(found, whole.model.length)
     if options.source not in generated.GENERATORS:
-        corpus = open_corpus(options, directory, replace=replace)
-        return Masked(corpus) if encoder else corpus
+        found = text_examples(open_corpus(options, directory, replace=replace))
+        return masked_examples(found) if encoder else found
     check_keys(options)
     generated.check(options, generated.GENERATORS[options.source].least(options))
     path = Path(directory, MANIFEST)
@@ -180,7 +66,7 @@ def open_examples(
         unfinished = path.with_name(f"{UNFINISHED}{MANIFEST}")
         unfinished.write_text(sealed({"options": dataclasses.asdict(options)}))
         os.replace(unfinished, path)
-    return Generated(options)
+    return generated_examples(options)
 
 
 def _check_task(options: config.Data, model: config.Model) -> None:
@@ -202,3 +88,120 @@ def _check_task(options: config.Data, model: config.Model) -> None:
             f"{source} asks for what comes next, which an encoder would see: "
             f"model.kind is {model.kind!r}"
         )
+
+
+def text_examples(corpus: Corpus) -> Examples:
+    """Windows of a text, whose targets are the next tokens."""
+    last = len(corpus.heldout) - 1
+    return Examples(
+        train=partial(training_windows, corpus.train),
+        heldout=partial(heldout_windows, corpus.heldout),
+        heldout_rows=lambda length: math.ceil(last / length),
+        check_length=corpus.check_length,
+        vocabulary=corpus.tokenizer.vocabulary,
+        unit=corpus.tokenizer.unit,
+        size=f"{len(corpus.train):,} training tokens",
+        language=corpus.tokenizer.describe(),
+        fingerprint=corpus.fingerprint,
+        references=corpus.references,
+        files=(corpus.train, corpus.heldout),
+        tokenizer=corpus.tokenizer,
+        text=corpus,
+        longest=last,
+    )
+
+
+def masked_examples(text: Examples) -> Examples:
+    """The rows of a text with 15 % of each row's tokens asked.
+
+    Of these 80 % are replaced by a token of their own, the last of the vocabulary, and
+    10 % by any token. Training hides others in every epoch, held-out rows the same
+    ones each time.
+
+    Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
+    """
+    mask = text.vocabulary
+
+    def train(
+        numbers: np.ndarray, length: int, seed: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        tokens, _ = text.train(numbers, length, seed)
+        return _hidden(tokens, Draws(seed, numbers), mask)
+
+    def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
+        """Where the text has ended there are pads: an encoder would see the repeated
+        tokens that fill up the row of a decoder."""
+        tokens, _, there = text.heldout(numbers, length)
+        inputs, targets = _hidden(tokens, Draws(0, numbers), mask)
+        inputs = np.where(there > 0, inputs, NOTHING)
+        return inputs, targets, there * (targets != NOTHING)
+
+    return dataclasses.replace(
+        text,
+        train=train,
+        heldout=heldout,
+        vocabulary=mask + 1,
+        unit=f"masked {text.unit}",
+        language={**text.language, "mask": mask},
+        references={"unigram": text.references["unigram"]},
+        text=None,
+    )
+
+
+def _hidden(
+    tokens: np.ndarray, draws: Draws, mask: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of rows [B, T] with tokens hidden by a mask, or replaced."""
+    count = max(1, round(SHARE * tokens.shape[1]))
+    places = draws.distinct(tokens.shape[1], count)
+    asked, chance = np.take_along_axis(tokens, places, axis=1), draws.uniform(count)
+    shown = np.select(
+        [chance < MASKED, chance < MASKED + RANDOM],
+        [mask, draws.below(mask, count)],
+        asked,
+    )
+    inputs, targets = tokens.copy(), np.full_like(tokens, NOTHING)
+    np.put_along_axis(inputs, places, shown.astype(tokens.dtype), axis=1)
+    np.put_along_axis(targets, places, asked, axis=1)
+    return inputs, targets
+
+
+def generated_examples(options: config.Data) -> Examples:
+    """Rows of a generated task; see `generated`."""
+    task, source = generated.GENERATORS[options.source], options.source
+    rows = partial(generated.rows, options)
+
+    def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
+        tokens, targets = rows(length, seed=0, indices=numbers, heldout=True)
+        return tokens, targets, (targets >= 0).astype(np.float32)
+
+    def check_length(length: int) -> None:
+        for side in (False, True):
+            rows(length, seed=0, indices=np.arange(1), heldout=side)
+
+    return Examples(
+        train=lambda numbers, length, seed: rows(
+            length, seed=seed, indices=numbers, heldout=False
+        ),
+        heldout=heldout,
+        check_length=check_length,
+        vocabulary=task.vocabulary(options),
+        unit="answer",
+        size=f"any number of {source} rows",
+        language={"source": source, "symbols": options.symbols},
+        fingerprint={
+            "source": source,
+            "sha256": hashlib.sha256(_sign(options)).hexdigest(),
+        },
+        references={"chance": math.log(task.answers(options))},
+        fixed_length=True,
+    )
+
+
+def _sign(options: config.Data) -> bytes:
+    """The options, and rows of a small task, which tell whether the generator has
+    changed."""
+    small = dataclasses.replace(options, items=4, symbols=8, asked=2)
+    rows = generated.rows(small, 64, seed=0, indices=np.arange(8), heldout=True)
+    parts = json.dumps(dataclasses.asdict(options)).encode(), *map(bytes, rows)
+    return b"".join(parts)

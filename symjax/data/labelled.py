@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import math
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ import numpy as np
 
 from symjax import config
 from symjax.data import batches, classes, corpus, sources, tokens
-from symjax.data.batches import Rows, Shape
+from symjax.data.batches import Examples
 from symjax.data.generated import NOTHING
 from symjax.data.packed import Packed
 
@@ -51,98 +49,43 @@ class Split(NamedTuple):
 
 
 class Labelled:
-    """Rows with one label each; see `Examples`.
+    """Packed texts or images with one label each.
 
-    A text that is longer than a row is cut into pieces, each with its label; a shorter
-    piece is filled up with tokens of −1, which an encoder does not see. Images come as
-    numbers from 0 (black) to 1 (white).
-
-    Args:
-        length: of the rows that the reference is about.
     Attributes:
         labels: their names.
         image: height, width and channels; None for texts.
+        white: the largest value of a pixel.
     """
 
-    unit = "label"
-
-    def __init__(self, manifest: dict[str, Any], parts: dict[str, Packed], length: int):
-        self.train, self.heldout = (
-            Split(parts[name], parts[f"{name}_ends"][:], parts[f"{name}_labels"][:])
+    def __init__(self, manifest: dict[str, Any], parts: dict[str, Packed]):
+        self.splits = {
+            name: Split(
+                parts[name], parts[f"{name}_ends"][:], parts[f"{name}_labels"][:]
+            )
             for name in corpus.SPLITS
-        )
+        }
         self.fingerprint: dict[str, Any] = manifest["fingerprint"]
         self.labels: list[str] = manifest["labels"]
         self.image = tuple(manifest["image"]) if manifest["image"] else None
         self.white: int = manifest["white"]
         self.tokenizer = tokens.from_description(manifest["tokenizer"])
-        self._pieces = functools.cache(self._cut)
-        # What a loss is a mean over are pieces, not files nor their bytes.
-        labels = {name: self._pieces(name, length).labels for name in corpus.SPLITS}
-        self.references = {"frequency": _frequency(**labels, count=len(self.labels))}
-
-    @property
-    def vocabulary(self) -> int:
-        """One more than the tokenizer has, as a masked-LM needs: weights carry over."""
-        return 0 if self.image else self.tokenizer.vocabulary + 1
-
-    @property
-    def size(self) -> str:
-        kind = "images" if self.image else "texts"
-        return f"{len(self.train.ends):,} training {kind} of {len(self.labels)} labels"
-
-    @property
-    def language(self) -> dict[str, Any]:
-        if self.image:
-            return {"image": list(self.image)}
-        return {**self.tokenizer.describe(), "mask": self.tokenizer.vocabulary}
-
-    def check_length(self, length: int) -> None:
-        """Rows of any length can be had."""
-
-    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
-        """An epoch shows every piece once."""
-
-        def some(start: int, stop: int) -> tuple[np.ndarray, ...]:
-            pieces = self._pieces("train", shape[1])
-            numbers = step * shape[0] + np.arange(start, stop, dtype=np.int64)
-            chosen, _ = batches.visited(len(pieces.labels), numbers, seed)
-            return self._rows(self.train, pieces, chosen.astype(np.int64), shape[1])
-
-        return some
-
-    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
-        for number in batches.spread(self.heldout_count(shape), count):
-            yield functools.partial(self._judged, shape, number * shape[0])
-
-    def heldout_count(self, shape: Shape) -> int:
-        return math.ceil(len(self._pieces("heldout", shape[1]).labels) / shape[0])
-
-    def vanished(self) -> str:
-        return corpus.vanished(self.train.content, self.heldout.content)
+        self.pieces = functools.cache(self._cut)
 
     def _cut(self, split: str, length: int) -> Pieces:
-        return getattr(self, split).pieces(None if self.image else length)
+        return self.splits[split].pieces(None if self.image else length)
 
-    def _judged(self, shape: Shape, first: int, start: int, stop: int):
-        """Beyond the last piece it is repeated, with a weight of 0."""
-        pieces = self._pieces("heldout", shape[1])
-        numbers, last = np.arange(first + start, first + stop), len(pieces.labels) - 1
-        chosen = np.minimum(numbers, last)
-        inputs, targets = self._rows(self.heldout, pieces, chosen, shape[1])
-        return inputs, targets, (numbers <= last).astype(np.float32)[:, None]
-
-    def _rows(
-        self, split: Split, pieces: Pieces, chosen: np.ndarray, length: int
+    def rows(
+        self, split: str, chosen: np.ndarray, length: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        contents = [
-            split.content[start:stop]
-            for start, stop in zip(
-                pieces.starts[chosen].tolist(),
-                pieces.stops[chosen].tolist(),
-                strict=True,
-            )
-        ]
+        """Inputs and targets [B, 1] of the chosen pieces [B] of a split.
+
+        A text that is longer than a row is cut into pieces, each with its label; a
+        shorter piece is filled up with tokens of −1, which an encoder does not see.
+        Images come as numbers from 0 (black) to 1 (white).
+        """
+        pieces, content = self.pieces(split, length), self.splits[split].content
+        places = zip(pieces.starts[chosen], pieces.stops[chosen], strict=True)
+        contents = [content[int(start) : int(stop)] for start, stop in places]
         targets = pieces.labels[chosen].astype(np.int32)[:, None]
         if self.image:
             pixels = [content.reshape(self.image) for content in contents]
@@ -153,30 +96,77 @@ class Labelled:
         return inputs, targets
 
 
+def labelled_examples(found: Labelled, length: int) -> Examples:
+    """Rows with one label each; an epoch shows every piece once.
+
+    Args:
+        length: of the rows that the reference is about.
+    """
+    words = found.tokenizer.vocabulary
+
+    def train(
+        numbers: np.ndarray, length: int, seed: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        count = len(found.pieces("train", length).labels)
+        chosen, _ = batches.visited(count, numbers, seed)
+        return found.rows("train", chosen.astype(np.int64), length)
+
+    def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
+        """Beyond the last piece it is repeated, with a weight of 0."""
+        last = heldout_rows(length) - 1
+        rows = found.rows("heldout", np.minimum(numbers, last), length)
+        return *rows, (numbers <= last).astype(np.float32)[:, None]
+
+    def heldout_rows(length: int) -> int:
+        return len(found.pieces("heldout", length).labels)
+
+    # What a loss is a mean over are pieces, not files nor their bytes.
+    labels = {name: found.pieces(name, length).labels for name in corpus.SPLITS}
+    count, kind = len(found.labels), "images" if found.image else "texts"
+    return Examples(
+        train=train,
+        heldout=heldout,
+        heldout_rows=heldout_rows,
+        check_length=lambda length: None,  # rows of any length can be had
+        # One more than the tokenizer has, as a masked-LM needs: weights carry over.
+        vocabulary=0 if found.image else words + 1,
+        unit="label",
+        size=f"{len(found.splits['train'].ends):,} training {kind} of {count} labels",
+        language={"image": list(found.image)}
+        if found.image
+        else {**found.tokenizer.describe(), "mask": words},
+        fingerprint=found.fingerprint,
+        references={"frequency": _frequency(**labels, count=count)},
+        files=tuple(split.content for split in found.splits.values()),
+        tokenizer=None if found.image else found.tokenizer,
+        fixed_length=found.image is not None,
+        labels=tuple(found.labels),
+        image=found.image,
+    )
+
+
 def open_labelled(
-    options: config.Data, directory: Path, length: int, *, replace: bool = False
+    options: config.Data, directory: Path, *, replace: bool = False
 ) -> Labelled:
     """The labelled examples of a folder, built from their source the first time.
 
     Args:
-        length: of a row, which says in how many pieces a text is judged.
         replace: build anew over those of other options, or damaged ones.
     Raises:
         ValueError: the source cannot be read, the folder holds examples of other
             options, or a file of it is damaged.
     """
-    read = functools.partial(_read, length=length)
-    return corpus.built(read, _build, options, Path(directory), replace=replace)
+    return corpus.built(_read, _build, options, Path(directory), replace=replace)
 
 
-def _read(options: config.Data, directory: Path, *, length: int) -> Labelled:
+def _read(options: config.Data, directory: Path) -> Labelled:
     manifest = corpus.read_manifest(directory)
     corpus.check_options(manifest["options"], options, directory)
     parts = {
         Path(name).stem: Packed(directory / name, **facts)
         for name, facts in manifest["files"].items()
     }
-    return Labelled(manifest, parts, length)
+    return Labelled(manifest, parts)
 
 
 def _build(options: config.Data, directory: Path) -> None:

@@ -11,7 +11,6 @@ from tqdm import tqdm
 from symjax import config
 from symjax.data import generated
 from symjax.data.draws import Draws
-from symjax.data.examples import Generated
 from symjax.data.generated import Rows
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Grid, Lines, Table
@@ -135,8 +134,7 @@ def needle(trained: Trained, asked: Asked) -> Finding:
 
 def learned(trained: Trained, *sources: str) -> bool:
     """Whether the model was trained on one of these generated tasks."""
-    known = isinstance(trained.corpus, Generated)
-    return known and trained.options.data.source in sources
+    return trained.options.data.source in sources
 
 
 def _not_learned(trained: Trained, source: str) -> Finding | None:

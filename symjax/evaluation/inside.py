@@ -11,10 +11,7 @@ from jaxtyping import Bool, Float, Int
 from tqdm import tqdm
 
 from symjax import config
-from symjax.data.corpus import Corpus
-from symjax.data.examples import Generated
 from symjax.data.generated import NOTHING
-from symjax.data.masked import Masked
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.reading import Inputs, Layer, read
 from symjax.evaluation.trained import Trained
@@ -55,14 +52,13 @@ def windows(trained: Trained, asked: Asked) -> Iterator[Window]:
 
 def _chosen(trained: Trained, asked: Asked) -> list[tuple[Inputs, np.ndarray]]:
     """Inputs and targets of the rows to read."""
-    corpus, length = trained.corpus, trained.options.model.length
-    if not (isinstance(corpus, Generated) or trained.options.model.patch):
-        length = min(length, LONGEST)
-    most = IMAGES if trained.options.model.patch else WINDOWS
+    corpus, model = trained.corpus, trained.options.model
+    length = model.length if corpus.fixed_length else min(model.length, LONGEST)
+    most = IMAGES if model.patch else WINDOWS
     count = min(asked.batches or most, most)
     chosen = [rows(0, 1) for rows in corpus.heldout_batches((1, length), count)]
-    if isinstance(corpus, Corpus | Masked) and len(chosen) > 1:
-        chosen = [rows for rows in chosen if _is_filled(*rows)]  # the last may not be
+    if not model.classes and len(chosen) > 1:  # the last window may not be filled
+        chosen = [rows for rows in chosen if _is_filled(*rows)]
     return [(inputs[0], targets[0]) for inputs, targets, _ in chosen]
 
 

@@ -14,7 +14,6 @@ import numpy as np
 from tqdm import tqdm
 
 from symjax.data.batches import Rows, Shape
-from symjax.data.corpus import Corpus
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Table
 from symjax.evaluation.trained import Trained
@@ -94,8 +93,8 @@ def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
         "batches": count,
         "all_batches": total,
     }
-    if isinstance(corpus, Corpus):
-        heldout["bits_per_byte"] = value / corpus.bytes_per_token / math.log(2)
+    if corpus.text is not None:
+        heldout["bits_per_byte"] = value / corpus.text.bytes_per_token / math.log(2)
         heldout["ngrams"] = dict(corpus.references)
     else:
         heldout["references"] = dict(corpus.references)

@@ -1,6 +1,7 @@
 """How a model predicts by place in the window, and in longer windows than it knows."""
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,9 +13,6 @@ from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 from symjax import attention, config
-from symjax.data.corpus import Corpus
-from symjax.data.examples import Examples
-from symjax.data.masked import Masked
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.averaging import averages, averaging_table
 from symjax.evaluation.finding import Cell, Finding, Lines, Table
@@ -64,7 +62,8 @@ def length(trained: Trained, asked: Asked) -> Finding:
             f"a model with learned positions has {model.length} of them: no longer "
             "windows"
         )
-    enough = [x for x in factors if _has(trained.corpus, x * model.length)]
+    longest = trained.corpus.longest or math.inf
+    enough = [x for x in factors if x * model.length <= longest]
     if enough != list(factors):
         missing = ", ".join(f"{x}×" for x in factors if x not in enough)
         text.append(f"the held-out text is too short for {missing} of {model.length}")
@@ -200,13 +199,6 @@ def _scored(
     logits = nnx.merge(graph, weights)(inputs)
     right = logits.argmax(axis=-1) == targets
     return cross_entropy(logits, jnp.maximum(targets, 0)), right.astype(jnp.float32)
-
-
-def _has(examples: Examples, tokens: int) -> bool:
-    """Whether there is a held-out window of so many tokens."""
-    if isinstance(examples, Masked):
-        examples = examples.corpus
-    return not isinstance(examples, Corpus) or len(examples.heldout) > tokens
 
 
 def curve(places: ByPlace) -> tuple[list[float], list[float]]:

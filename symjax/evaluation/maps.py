@@ -3,10 +3,6 @@
 import numpy as np
 
 from symjax import config
-from symjax.data.corpus import Corpus
-from symjax.data.labelled import Labelled
-from symjax.data.masked import Masked
-from symjax.data.tokens import Tokenizer
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Grid
 from symjax.evaluation.reading import Inputs, read
@@ -44,14 +40,14 @@ def maps(trained: Trained, asked: Asked) -> Finding:
         f"maps of {len(labels)} {what}:",
         f"{len(figures)} figures for --out and --report",
     ]
-    if asked.prompt is not None and _tokenizer(trained) is None:
+    if asked.prompt is not None and trained.corpus.tokenizer is None:
         text.append("of what is held out: the model reads no text, and no --prompt")
     return Finding({}, text, (), tuple(figures))
 
 
 def _sentence(trained: Trained, prompt: str | None) -> tuple[Inputs, list[str]]:
     """What to read, and what its tokens are called in a figure."""
-    model, tokenizer = trained.options.model, _tokenizer(trained)
+    model, tokenizer = trained.options.model, trained.corpus.tokenizer
     longest = min(SENTENCE, model.length)
     if prompt is not None and tokenizer is not None:
         ids = tokenizer.encode(prompt)[:longest]
@@ -71,16 +67,6 @@ def _sentence(trained: Trained, prompt: str | None) -> tuple[Inputs, list[str]]:
     for place in np.flatnonzero(ids == tokenizer.vocabulary):
         labels[place] = HIDDEN
     return ids, labels
-
-
-def _tokenizer(trained: Trained) -> Tokenizer | None:
-    """Of the text that the model has learned; None: it has not learned any."""
-    corpus = trained.corpus
-    if isinstance(corpus, Masked):
-        corpus = corpus.corpus
-    if isinstance(corpus, Labelled) and corpus.image:
-        return None
-    return corpus.tokenizer if isinstance(corpus, Corpus | Labelled) else None
 
 
 def _shown(token: str) -> str:

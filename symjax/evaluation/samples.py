@@ -14,22 +14,22 @@ PROMPT = 16  # tokens of held-out text where no prompt is given
 
 def sample(trained: Trained, asked: Asked) -> Finding:
     """A prompt, and what the model writes after it; nothing where there is no text."""
-    if not isinstance(trained.corpus, Corpus):
+    if trained.corpus.text is None:
         return Finding({}, ["sample: none, the model has not learned a text"])
-    prompt, text = continuation(trained, trained.corpus, asked)
-    return Finding({}, [f"prompt {prompt!r}, sample:", prompt + text])
+    prompt, more = continuation(trained, trained.corpus.text, asked)
+    return Finding({}, [f"prompt {prompt!r}, sample:", prompt + more])
 
 
-def continuation(trained: Trained, corpus: Corpus, asked: Asked) -> tuple[str, str]:
+def continuation(trained: Trained, text: Corpus, asked: Asked) -> tuple[str, str]:
     """(prompt, what the model writes after it), at most as far as it has positions.
 
     Raises:
         ValueError: the prompt is empty, too long, or has unknown characters.
     """
-    tokenizer = corpus.tokenizer
+    tokenizer = text.tokenizer
     count = asked.tokens
     if asked.prompt is None:
-        ids = corpus.heldout[:PROMPT]
+        ids = text.heldout[:PROMPT]
     else:
         ids = tokenizer.encode(asked.prompt)
     if not len(ids):

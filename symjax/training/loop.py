@@ -314,7 +314,7 @@ class Run:
         found = self._means(self.options.evaluate.batches)
         self.heldout, values = found.loss, {"heldout/loss": found.loss}
         accuracy = ""
-        if not isinstance(self.corpus, Corpus):  # something is asked
+        if self.corpus.text is None:  # targets are answers
             values["heldout/accuracy"] = found.accuracy
             accuracy = f", accuracy {found.accuracy:.4f},"
         self.metrics.write(done, values)
@@ -327,10 +327,9 @@ class Run:
         )
         if not math.isfinite(self.heldout):
             self._not_finite(done, f"held-out loss is {self.heldout}")
-        if isinstance(self.corpus, Corpus):
+        if (text := self.corpus.text) is not None:
             weights = processes.gathered((self.state.params, self.constants))
-            corpus = self.corpus
-            sample = processes.first(lambda: self._sample(corpus, weights))
+            sample = processes.first(lambda: self._sample(text, weights))
             self.progress.line(f"step {done}: sample {sample!r}")
         return self.heldout
 
@@ -341,16 +340,16 @@ class Run:
             self.program, self.state.params, self.constants, self.shape, chosen
         )
 
-    def _sample(self, corpus: Corpus, weights: tuple[Any, Any]) -> str:
+    def _sample(self, text: Corpus, weights: tuple[Any, Any]) -> str:
         """What the model writes after the first words of the held-out text."""
         start = min(SAMPLE_PROMPT, (self.shape[1] + 1) // 2)
         count = min(SAMPLE_LENGTH, self.shape[1] - start)
-        prompt = jnp.asarray(corpus.heldout[:start][None], jnp.int32)
+        prompt = jnp.asarray(text.heldout[:start][None], jnp.int32)
         if count:
             model = nnx.merge(self.program.graph, *weights)
             more = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
             prompt = jnp.concatenate([prompt, more], axis=1)
-        return corpus.tokenizer.decode(prompt[0])
+        return text.tokenizer.decode(prompt[0])
 
     def _save(self, done: int, *, judged: bool) -> None:
         """Save the weights, unless the step that made them has spoilt them."""

@@ -17,7 +17,6 @@ import jax
 from symjax import config, validation
 from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples
-from symjax.data.labelled import Labelled
 from symjax.training.progress import print_warning
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
@@ -191,7 +190,7 @@ def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
         ValueError: the model's vocabulary is smaller than the tokenizer's, its classes
             are not those of the data, or it is for images and there are none.
     """
-    if isinstance(corpus, Labelled):
+    if corpus.labels:
         check_labels(options.model, corpus)
         if corpus.image:
             model = dataclasses.replace(options.model, image=corpus.image)
@@ -206,7 +205,7 @@ def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
     return dataclasses.replace(options, model=model)
 
 
-def check_labels(model: config.Model, corpus: Labelled) -> None:
+def check_labels(model: config.Model, corpus: Examples) -> None:
     """Raises: ValueError: the model is for other examples, naming both."""
     if model.classes != len(corpus.labels):
         raise ValueError(

@@ -1,11 +1,15 @@
 """Batches are a function of (seed, step) that visits every window once an epoch."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symjax.data import batches
+from symjax.data.examples import text_examples
+from symjax.data.tokens import ByteTokenizer
 
 TEXT = np.arange(1009, dtype=np.uint16)  # a token says where it stood
 OPTIONS = dict(length=7, batch_size=5, seed=3)
@@ -16,8 +20,26 @@ def rows(count: int, tokens=TEXT, **options):
     """Inputs and targets of the first `count` rows of a run."""
     options = OPTIONS | options
     steps = -(-count // options["batch_size"])
-    drawn = [batches.batch(tokens, step=step, **options) for step in range(steps)]
+    drawn = [batch(step, tokens, **options) for step in range(steps)]
     return tuple(np.concatenate(part)[:count] for part in zip(*drawn, strict=True))
+
+
+def batch(step, tokens=TEXT, start=0, stop=None, *, length, batch_size, seed):
+    shape = batch_size, length
+    drawn = examples(tokens).batch(shape, seed=seed, step=step)
+    return drawn(start, batch_size if stop is None else stop)
+
+
+def examples(tokens, heldout=TEXT):
+    """Examples of these texts, of which the rows alone are asked."""
+    packed = SimpleNamespace(train=tokens, heldout=heldout)
+    packed.check_length, packed.fingerprint, packed.references = None, {}, {}
+    packed.tokenizer = ByteTokenizer()
+    return text_examples(packed)
+
+
+def heldout(tokens, length, batch_size, count=None):
+    return examples(TEXT, tokens).heldout_batches((batch_size, length), count)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
@@ -64,9 +86,9 @@ def test_an_epoch_visits_every_window_once_and_then_shifts_the_cuts():
 
 
 def test_any_step_is_the_same_whatever_came_before():
-    first = batches.batch(TEXT, step=10**12, **OPTIONS)
-    again = batches.batch(TEXT, step=10**12, **OPTIONS)
-    other = batches.batch(TEXT, step=10**12, **OPTIONS | {"seed": 4})
+    first = batch(10**12, **OPTIONS)
+    again = batch(10**12, **OPTIONS)
+    other = batch(10**12, **OPTIONS | {"seed": 4})
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
@@ -77,20 +99,20 @@ def test_the_stream_does_not_depend_on_the_batch_size():
 
 def test_a_known_batch_stays_the_same():
     # A resumed run must see the rows it would have seen: this never changes.
-    inputs, _ = batches.batch(TEXT, step=0, **OPTIONS)
+    inputs, _ = batch(0, **OPTIONS)
     assert inputs[:, 0].tolist() == [877, 821, 919, 527, 331]
 
 
 @given(st.lists(st.integers(0, 13), max_size=4), st.integers(0, 10**6))
 @settings(max_examples=30)
 def test_slices_of_processes_make_the_global_batch(cuts, step):
-    options = OPTIONS | {"batch_size": 13, "step": step}
+    options = OPTIONS | {"batch_size": 13}
     cuts = [0, *sorted(cuts), 13]
     parts = [
-        batches.batch(TEXT, start=start, stop=stop, **options)
+        batch(step, start=start, stop=stop, **options)
         for start, stop in zip(cuts, cuts[1:], strict=False)
     ]
-    whole = batches.batch(TEXT, **options)
+    whole = batch(step, **options)
     for part, expected in zip(zip(*parts, strict=True), whole, strict=True):
         assert np.array_equal(np.concatenate(part), expected)
 
@@ -107,7 +129,7 @@ def test_a_text_of_few_windows_still_gives_batches(size):
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_held_out_batches_count_each_target_once(size, batch_size):
     seen = []
-    for read in batches.heldout_batches(TEXT[:size], length=7, batch_size=batch_size):
+    for read in heldout(TEXT[:size], 7, batch_size):
         inputs, targets, weights = read(0, batch_size)
         assert inputs.shape == targets.shape == weights.shape == (batch_size, 7)
         assert inputs.dtype == targets.dtype == np.int32
@@ -121,11 +143,8 @@ def test_held_out_batches_count_each_target_once(size, batch_size):
 
 
 def test_some_held_out_batches_are_spread_over_the_whole_text():
-    options = dict(length=7, batch_size=4)
-
     def read(start=0, stop=4, **more):
-        found = batches.heldout_batches(TEXT, **options, **more)
-        return [rows(start, stop) for rows in found]
+        return [rows(start, stop) for rows in heldout(TEXT, 7, 4, **more)]
 
     whole, some = read(), read(count=3)
     assert len(some) == 3
@@ -137,12 +156,12 @@ def test_some_held_out_batches_are_spread_over_the_whole_text():
 
 
 def test_a_text_shorter_than_a_window_is_refused_with_both_sizes():
-    options = dict(length=300, batch_size=4)
     with pytest.raises(
         ValueError,
         match=r"data.path has 37 tokens of training text, model.length \+ 1 = 301 are",
     ):
-        batches.batch(TEXT[:37], seed=0, step=0, **options)
+        batch(0, TEXT[:37], seed=0, length=300, batch_size=4)
     with pytest.raises(ValueError, match="has 300 tokens of held-out text"):
-        batches.heldout_batches(TEXT[:300], **options)
-    assert len(list(batches.heldout_batches(TEXT[:301], **options))) == 1
+        [rows(0, 4) for rows in heldout(TEXT[:300], 300, 4)]
+    [rows] = heldout(TEXT[:301], 300, 4)
+    assert rows(0, 4)[2].sum() == 300

@@ -246,10 +246,11 @@ def test_opening_imports_neither_jax_nor_datasets(stdlib):
     program = f"""
 import sys
 from pathlib import Path
+import numpy as np
 from symjax import config
-from symjax.data import corpus, batches
+from symjax.data import corpus, batches, examples
 opened = corpus.open_corpus(config.Data(), Path({directory!r}))
-batches.batch(opened.train, length=9, batch_size=2, seed=0, step=0)
+batches.training_windows(opened.train, np.arange(2), 9, 0)
 sys.exit(bool({{"jax", "datasets"}} & set(sys.modules)))
 """
     assert (

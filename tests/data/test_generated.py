@@ -8,7 +8,7 @@ import pytest
 from symjax import config
 from symjax.data import generated
 from symjax.data.draws import Draws
-from symjax.data.examples import Generated
+from symjax.data.examples import generated_examples
 from symjax.data.generated import NOTHING, rows
 
 OPTIONS = {
@@ -154,7 +154,7 @@ def test_a_task_that_does_not_fit_is_refused(options, length, words):
 
 
 def test_a_task_without_held_out_rows_is_refused_before_it_is_learned():
-    task = Generated(config.Data(source="copy", items=1, symbols=2))
+    task = generated_examples(config.Data(source="copy", items=1, symbols=2))
     with pytest.raises(ValueError, match="that none is held out"):
         task.check_length(3)
 

@@ -11,7 +11,7 @@ import pytest
 from symjax import config
 from symjax.data import classes, sources, splits
 from symjax.data.examples import open_examples
-from symjax.data.labelled import Labelled, open_labelled
+from symjax.data.labelled import labelled_examples, open_labelled
 
 SHAPE = (4, 16)
 ENCODER = config.Model(kind="encoder", classes=2)
@@ -20,7 +20,7 @@ REVIEWS = [(f"film {i} was {w}", w) for i in range(40) for w in ("good", "bad")]
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    return open_labelled(config.Data(source="digits"), tmp_path_factory.mktemp("d"), 16)
+    return open_labelled(config.Data(source="digits"), tmp_path_factory.mktemp("d"))
 
 
 def write_rows(folder, split="train", rows=REVIEWS, names=None):
@@ -35,12 +35,10 @@ def hub(folder, **more):
     return config.Data(source="hub", name=str(folder), label="label", **more)
 
 
-def rows_of(examples, side="train", length=16):
+def rows_of(found, side="train", length=16):
     """Every row of a side once, as (tokens without pads, label)."""
-    pieces = examples._pieces(side, length)
-    split = getattr(examples, side)
-    everything = np.arange(len(pieces.labels))
-    inputs, targets = examples._rows(split, pieces, everything, length)
+    everything = np.arange(len(found.pieces(side, length).labels))
+    inputs, targets = found.rows(side, everything, length)
     return inputs, targets[:, 0]
 
 
@@ -88,25 +86,25 @@ def test_digits_are_those_of_scikit_learn(digits):
 
 def test_an_epoch_shows_every_row_once_and_processes_get_their_own(digits):
     steps = 1438 // 2  # of two rows
-    seen = Counter()
+    seen, examples = Counter(), labelled_examples(digits, 16)
     for step in range(steps):
-        inputs, _ = digits.batch((2, 16), seed=3, step=step)(0, 2)
+        inputs, _ = examples.batch((2, 16), seed=3, step=step)(0, 2)
         seen.update(x.tobytes() for x in inputs)
     assert seen == Counter(x.tobytes() for x in rows_of(digits)[0])
-    rows = digits.batch(SHAPE, seed=3, step=800)
+    rows = examples.batch(SHAPE, seed=3, step=800)
     for one, two, both in zip(rows(0, 1), rows(1, 4), rows(0, 4), strict=True):
         np.testing.assert_array_equal(np.concatenate([one, two]), both)
-    other = digits.batch(SHAPE, seed=4, step=800)(0, 4)
+    other = examples.batch(SHAPE, seed=4, step=800)(0, 4)
     assert (other[0] != rows(0, 4)[0]).any()
 
 
 def test_what_is_held_out_is_judged_once(digits):
-    total = 0
-    for rows in digits.heldout_batches((50, 16)):
+    total, examples = 0, labelled_examples(digits, 16)
+    for rows in examples.heldout_batches((50, 16)):
         inputs, targets, weights = rows(0, 50)
         assert inputs.shape == (50, 8, 8, 1) and targets.shape == weights.shape
         total += weights.sum()
-    assert total == 359 and digits.heldout_count((50, 16)) == 8
+    assert total == 359 and examples.heldout_count((50, 16)) == 8
 
 
 def test_packages_are_split_by_file(tmp_path):
@@ -126,7 +124,7 @@ def test_a_long_text_is_cut_and_a_short_one_filled_with_pads(tmp_path):
     rows = [("a" * 16, "x"), ("b" * 37, "y"), ("cd", "x"), ("é" * 9, "y")] * 1
     write_rows(tmp_path, rows=rows)
     write_rows(tmp_path, "test", rows=rows)
-    found = open_labelled(hub(tmp_path), tmp_path / "data", 16)
+    found = open_labelled(hub(tmp_path), tmp_path / "data")
     inputs, labels = rows_of(found)
     pieces = [bytes(row[row >= 0].tolist()) for row in inputs]
     wanted = [b"a" * 16, b"b" * 16, b"b" * 16, b"b" * 5, b"cd", "éééééééé".encode()]
@@ -139,9 +137,10 @@ def test_a_long_text_is_cut_and_a_short_one_filled_with_pads(tmp_path):
 
 def test_a_data_set_of_the_hub_is_read_by_its_columns(tmp_path):
     write_rows(tmp_path, names=None)
-    found = open_labelled(hub(tmp_path), tmp_path / "data", 16)
+    found = open_labelled(hub(tmp_path), tmp_path / "data")
     assert found.labels == ["bad", "good"] and found.fingerprint["label"] == "label"
-    assert found.size == "64 training texts of 2 labels"
+    examples = labelled_examples(found, 16)
+    assert examples.size == "64 training texts of 2 labels"
     for side, count in (("train", 64), ("heldout", 16)):
         inputs, labels = rows_of(found, side, 30)
         texts = [bytes(row[row >= 0].tolist()).decode() for row in inputs]
@@ -154,7 +153,7 @@ def test_named_labels_keep_their_order_and_rows_without_one_are_left_out(tmp_pat
     rows = [("one", 1), ("two", 0), ("none", -1), ("", 1), ("three", 1)]
     write_rows(tmp_path, rows=rows, names=["pos", "neg"])
     write_rows(tmp_path, "test", rows=rows[:2], names=["pos", "neg"])
-    found = open_labelled(hub(tmp_path), tmp_path / "data", 16)
+    found = open_labelled(hub(tmp_path), tmp_path / "data")
     assert found.labels == ["pos", "neg"]
     assert rows_of(found)[1].tolist() == [1, 0, 1]
     assert rows_of(found, "heldout")[1].tolist() == [1, 0]
@@ -181,8 +180,8 @@ def images(folder, sizes=((4, 6), (4, 6))):
 
 def test_images_of_the_hub_keep_their_pixels(tmp_path):
     pixels = images(tmp_path)
-    found = open_labelled(hub(tmp_path, column="img"), tmp_path / "data", 16)
-    assert found.image == (4, 6, 3) and found.vocabulary == 0
+    found = open_labelled(hub(tmp_path, column="img"), tmp_path / "data")
+    assert found.image == (4, 6, 3) and labelled_examples(found, 16).vocabulary == 0
     seen = [x for side in ("train", "heldout") for x in rows_of(found, side)[0]]
     assert {(255 * x).round().astype(np.uint8).tobytes() for x in seen} == {
         x.tobytes() for x in pixels
@@ -192,37 +191,37 @@ def test_images_of_the_hub_keep_their_pixels(tmp_path):
 def test_the_folder_is_enough_and_a_damaged_one_is_refused(tmp_path):
     write_rows(tmp_path)
     options, data = hub(tmp_path), tmp_path / "data"
-    before = open_labelled(options, data, 16)
+    before = open_labelled(options, data)
     (tmp_path / "train.parquet").unlink()
-    again = open_labelled(options, data, 16)
+    again = open_labelled(options, data)
     for one, other in zip(rows_of(before), rows_of(again), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="data.column: 'text' → 'x'"):
-        open_labelled(replace(options, column="x"), data, 16)
+        open_labelled(replace(options, column="x"), data)
     path = data / "train_labels.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(ValueError, match="train_labels.npy' is damaged"):
-        open_labelled(options, data, 16)
+        open_labelled(options, data)
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     write_rows(tmp_path)
     with pytest.raises(ValueError, match="data.label 'stars' is unknown: choose from"):
-        open_labelled(replace(hub(tmp_path), label="stars"), tmp_path / "a", 16)
+        open_labelled(replace(hub(tmp_path), label="stars"), tmp_path / "a")
     write_rows(tmp_path, "test", rows=[("x", "ugly")])
     with pytest.raises(ValueError, match="label 'ugly' in split 'test' only, training"):
-        open_labelled(hub(tmp_path), tmp_path / "a", 16)
+        open_labelled(hub(tmp_path), tmp_path / "a")
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     images(pictures, sizes=((4, 6), (5, 6)))
     with pytest.raises(ValueError, match=r"several sizes: \(4, 6, 3\) and \(5, 6, 3\)"):
-        open_labelled(hub(pictures, column="img"), tmp_path / "a", 16)
+        open_labelled(hub(pictures, column="img"), tmp_path / "a")
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ValueError, match="data.column 'img' holds images, which need"):
-        open_labelled(hub(pictures, column="img"), tmp_path / "a", 16)
+        open_labelled(hub(pictures, column="img"), tmp_path / "a")
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'symjax\[digits\]'"):
-        open_labelled(config.Data(source="digits"), tmp_path / "a", 16)
+        open_labelled(config.Data(source="digits"), tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
@@ -248,10 +247,10 @@ def test_the_frequency_of_labels_is_a_reference(tmp_path):
     rows = [(f"{i:02d}", "xxxy"[i % 4]) for i in range(40)]
     write_rows(tmp_path, rows=rows)
     write_rows(tmp_path, "test", rows=rows)
-    found = open_labelled(hub(tmp_path), tmp_path / "data", 16)
+    found = open_labelled(hub(tmp_path), tmp_path / "data")
     wanted = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
-    assert found.references["frequency"] == pytest.approx(wanted, abs=1e-3)
-    assert isinstance(found, Labelled)
+    references = labelled_examples(found, 16).references
+    assert references["frequency"] == pytest.approx(wanted, abs=1e-3)
 
 
 @pytest.mark.parametrize("length, pieces", [(16, 1), (8, 2), (4, 4)])
@@ -265,7 +264,8 @@ def test_the_frequency_of_labels_is_that_of_rows_however_long_they_are(
     ]
     write_rows(tmp_path, rows=rows)
     write_rows(tmp_path, "test", rows=rows)
-    found = open_labelled(hub(tmp_path), tmp_path / "data", length)
+    found = open_labelled(hub(tmp_path), tmp_path / "data")
     share = np.array([3, pieces]) / (3 + pieces)
     wanted = -(share * np.log(share)).sum()
-    assert found.references["frequency"] == pytest.approx(wanted, abs=1e-3)
+    references = labelled_examples(found, length).references
+    assert references["frequency"] == pytest.approx(wanted, abs=1e-3)

@@ -5,28 +5,32 @@ import pytest
 from runs import write_text
 
 from symjax import config
-from symjax.data.examples import open_examples
-from symjax.data.masked import Masked
+from symjax.data.corpus import open_corpus
+from symjax.data.examples import masked_examples, open_examples, text_examples
 
 SHAPE = (16, 100)
 
 
 @pytest.fixture(scope="module")
-def masked(tmp_path_factory):
+def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masked")
     data = config.Data(source="text", path=str(write_text(folder)))
     options = config.Config(data=data, model=config.Model(kind="encoder"))
-    found = open_examples(options, folder / "data")
-    assert isinstance(found, Masked)
-    assert isinstance(open_examples(options, folder / "data"), Masked)
-    return found
+    assert open_examples(options, folder / "data").unit == "masked byte"
+    assert open_examples(options, folder / "data").unit == "masked byte"
+    return text_examples(open_corpus(data, folder / "data"))
 
 
-def test_fifteen_in_a_hundred_are_asked_and_the_rest_is_untouched(masked):
+@pytest.fixture(scope="module")
+def masked(text):
+    return masked_examples(text)
+
+
+def test_fifteen_in_a_hundred_are_asked_and_the_rest_is_untouched(masked, text):
     shown = kept = other = 0
     for step in range(20):
         inputs, targets = masked.batch(SHAPE, seed=0, step=step)(0, 16)
-        tokens, _ = masked.corpus.batch(SHAPE, seed=0, step=step)(0, 16)
+        tokens, _ = text.batch(SHAPE, seed=0, step=step)(0, 16)
         asked = targets >= 0
         assert (asked.sum(axis=1) == 15).all()
         np.testing.assert_array_equal(targets[asked], tokens[asked])
@@ -52,7 +56,7 @@ def test_steps_and_seeds_hide_other_places_and_processes_get_their_own(masked):
     assert (hidden[0] != hidden[1]).any()
 
 
-def test_the_same_places_are_judged_each_time_and_none_beyond_the_text(masked):
+def test_the_same_places_are_judged_each_time_and_none_beyond_the_text(masked, text):
     for one, other in zip(
         masked.heldout_batches(SHAPE), masked.heldout_batches(SHAPE), strict=True
     ):
@@ -60,7 +64,7 @@ def test_the_same_places_are_judged_each_time_and_none_beyond_the_text(masked):
             np.testing.assert_array_equal(a, b)
     *_, last = masked.heldout_batches(SHAPE)
     inputs, targets, weights = last(0, 16)
-    *_, rows = masked.corpus.heldout_batches(SHAPE)
+    *_, rows = text.heldout_batches(SHAPE)
     there = rows(0, 16)[2]
     assert there.min() == 0  # the text ends in this batch
     np.testing.assert_array_equal(weights, there * (targets >= 0))

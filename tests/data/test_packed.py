@@ -26,7 +26,7 @@ def packed(path):
 
 
 def drawn(tokens):
-    return batches.batch(tokens, length=7, batch_size=5, seed=3, step=2)
+    return batches.training_windows(tokens, np.arange(10, 15), 7, 3)
 
 
 @pytest.mark.parametrize("piece", [(0, 9), (5, 2000), (1008, 1009), (7, 7), (2000, 9)])
@@ -41,15 +41,12 @@ def test_it_stands_for_the_array(packed):
     assert np.array_equal(np.asarray(packed), TOKENS)
     assert np.array_equal(np.asarray(packed, np.int64), TOKENS)
     assert np.array_equal(drawn(packed), drawn(TOKENS))
-    options = dict(length=7, batch_size=50)
-    pairs = zip(
-        batches.heldout_batches(packed, **options),
-        batches.heldout_batches(TOKENS, **options),
-        strict=True,
+    found, expected = (
+        batches.heldout_windows(tokens, np.arange(150), 7)
+        for tokens in (packed, TOKENS)
     )
-    for found, expected in pairs:
-        for one, other in zip(found(0, 50), expected(0, 50), strict=True):
-            assert np.array_equal(one, other)
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_a_deleted_or_replaced_file_is_read_to_the_end(packed, path, tmp_path):

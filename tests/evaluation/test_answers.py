@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data.examples import Generated
+from symjax.data.examples import generated_examples
 from symjax.evaluation import answers
 from symjax.evaluation.asked import Asked
 
@@ -16,7 +16,7 @@ def trained(options, length, model, positions="rope"):
     """A checkpoint with a model that is a function of tokens [B T] → scores."""
     chosen = config.Model(length=length, positions=positions)
     return SimpleNamespace(
-        corpus=Generated(options),
+        corpus=generated_examples(options),
         options=config.Config(data=options, model=chosen),
         model=lambda: model,
     )

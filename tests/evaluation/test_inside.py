@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from symjax import config
-from symjax.data.examples import Generated
+from symjax.data.examples import generated_examples
 from symjax.evaluation import attended, outliers, ranks, spread
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.inside import Window
@@ -232,7 +232,7 @@ def test_noise_of_needles_is_read_depth_by_depth(differential):
         layer.query.kernel[...] *= 0
         layer.query.bias[...] *= 0
     run = SimpleNamespace(
-        corpus=Generated(options),
+        corpus=generated_examples(options),
         options=config.Config(data=options, model=model),
         model=lambda: decoder,
         any_model=lambda: decoder,

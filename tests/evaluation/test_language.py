@@ -51,7 +51,7 @@ def mean_loss(model, tokens, starts, length):
 
 
 def test_the_heldout_loss_is_the_mean_over_every_heldout_token(trained, folder):
-    tokens = trained.corpus.heldout
+    tokens = trained.corpus.text.heldout
     starts = range(0, len(tokens) - 1, 32)
     assert (len(tokens) - 1) % (8 * 32), "the last batch should not be full"
     expected = mean_loss(trained.model(), tokens, starts, 32)
@@ -67,7 +67,9 @@ def test_the_heldout_loss_is_the_mean_over_every_heldout_token(trained, folder):
 
 
 def test_fewer_batches_are_the_first_ones(trained):
-    expected = mean_loss(trained.model(), trained.corpus.heldout, range(0, 256, 32), 32)
+    expected = mean_loss(
+        trained.model(), trained.corpus.text.heldout, range(0, 256, 32), 32
+    )
     found = language.losses(trained, 1)["heldout"]
     assert found["batches"] == 1
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
@@ -104,7 +106,7 @@ def test_the_lambda_table_is_what_the_layers_use(trained):
 
 def test_greedy_sampling_equals_reading_the_whole_text_again(trained):
     asked = Asked(prompt="12 shéép", tokens=20, temperature=0.0)
-    prompt, text = continuation(trained, trained.corpus, asked)
+    prompt, text = continuation(trained, trained.corpus.text, asked)
     ids = [int(i) for i in trained.corpus.tokenizer.encode(prompt)]
     assert prompt == "12 shéép"
     model = jax.jit(lambda tokens: trained.model()(tokens))
@@ -117,7 +119,7 @@ def test_greedy_sampling_equals_reading_the_whole_text_again(trained):
 
 def test_a_sample_depends_on_its_seed_only(trained):
     one, two = (Asked(tokens=20, temperature=1.0, seed=seed) for seed in (1, 2))
-    first = continuation(trained, trained.corpus, one)
-    assert first == continuation(trained, trained.corpus, one)
-    assert first != continuation(trained, trained.corpus, two)
+    first = continuation(trained, trained.corpus.text, one)
+    assert first == continuation(trained, trained.corpus.text, one)
+    assert first != continuation(trained, trained.corpus.text, two)
     assert len(first[1]) == 20

@@ -74,7 +74,12 @@ def run_of(model, made, *rows):
             yield lambda start, stop, batch=batch: batch
 
     return SimpleNamespace(
-        corpus=SimpleNamespace(heldout_batches=heldout_batches, unit="label"),
+        corpus=SimpleNamespace(
+            heldout_batches=heldout_batches,
+            unit="label",
+            tokenizer=None,
+            fixed_length=model.patch > 0,
+        ),
         options=config.Config(model=model, batch_size=1),
         any_model=lambda: made,
     )

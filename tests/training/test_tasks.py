@@ -7,7 +7,7 @@ import pytest
 from runs import call, compile_cache, words
 
 from symjax import config
-from symjax.data.examples import Generated, open_examples
+from symjax.data.examples import open_examples
 from symjax.evaluation.language import losses
 from symjax.evaluation.trained import load
 
@@ -50,7 +50,7 @@ def test_only_what_is_asked_counts(tmp_path):
     assert train(tmp_path / "run", steps=1, optimizer__learning_rate=0.0) == 0
     trained = load(tmp_path / "run")
     examples = trained.corpus
-    assert isinstance(examples, Generated)
+    assert examples.unit == "answer" and examples.text is None
     [rows] = examples.heldout_batches((8, 24), 1)
     inputs, targets, weights = rows(0, 8)
     np.testing.assert_array_equal(weights, targets >= 0)

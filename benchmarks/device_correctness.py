@@ -1,0 +1,173 @@
+"""Every mechanism on a device against float64 on the CPU: the cases of device.py."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from symjax import attention
+
+# Largest errors: products of float32 may be TF32, and bfloat16 has 8 bits.
+LIMITS = {"float32": 3e-3, "bfloat16": 3e-2}
+
+
+class Case(NamedTuple):
+    """A function of arrays, their shapes, and what it must equal in float64."""
+
+    attend: Callable
+    shapes: tuple[tuple[int, ...], ...]
+    exact: Callable | None = None  # None: itself
+    scale: float = 1.0  # of queries and keys
+
+
+def cases(tokens: int) -> dict[str, Case]:
+    b, t, n, k, h, v = 2, tokens, 4, 2, 64, 32
+    query, key, value = (b, t, n, h), (b, t, k, h), (b, t, k, v)
+    plain = (query, key, value)
+    own = (query, query, (b, t, n, v))
+    pairs = ((b, t, 2 * n, h), (b, t, 2 * k, h), value)
+    found = {}
+    for name, causal in (("causal", True), ("bidirectional", False)):
+        for mechanism in ("softmax", "sparsemax", "entmax15"):
+            attend = partial(getattr(attention, mechanism), is_causal=causal)
+            whole = partial(attend, implementation="whole")
+            v1 = partial(attention.differential, attend=attend)
+            exact = partial(v1, implementation="whole")
+            over = f"{mechanism}, {name}"
+            found |= {
+                over: Case(attend, plain, whole),
+                f"differential over {over}": Case(v1, (*pairs, (n,)), exact),
+            }
+        rows = partial(attention.softmax, is_causal=causal, implementation="rows")
+        whole = partial(rows, implementation="whole")
+        gau = partial(attention.gau, divisor="count", is_causal=causal)
+        tied = partial(symmetric, is_causal=causal)
+        second = partial(attention.differential_v2, is_causal=causal)
+        found |= {
+            f"symmetric, {name}": Case(partial(tied, mask_self=True), (query, own[2])),
+            f"pairwise symmetric, {name}": Case(
+                tied, (query, own[2], (n, h, h)), scale=0.35
+            ),
+            f"differential V2, {name}": Case(
+                *(second, (pairs[0], key, value, (b, t, n))),
+                partial(second, implementation="whole"),
+            ),
+            f"softmax, {name}, rows": Case(rows, plain, whole),
+            f"softmax, {name}, whole": Case(whole, plain),
+            f"gau, {name}": Case(gau, plain, partial(gau, implementation="whole")),
+            f"cosine, {name}": Case(partial(attention.cosine, is_causal=causal), plain),
+            f"flash, {name}": Case(
+                partial(attention.flash, group_size=64, is_causal=causal),
+                (query, key, query, key, value),
+            ),
+        }
+    for features in ("elu", "relu", "relu2", "squared", "taylor"):
+        attend = partial(attention.linear_causal, features=features)
+        found[f"linear {features}"] = Case(attend, plain)
+    for name in ("exp", "expm1", "resolvent", "resolventm1"):
+        attend = partial(attention.matrix_function, function=name)
+        found[f"matrix function {name}"] = Case(attend, (query, own[2]))
+    linear = partial(attention.differential, attend=attention.linear_causal)
+    return (
+        found
+        | _performers(plain)
+        | {
+            "linear elu, bidirectional": Case(attention.linear, plain),
+            "hedgehog": Case(hedgehog, (*plain, (n, h, h), (k, h, h)), scale=0.35),
+            "differential over linear": Case(linear, (*pairs, (n,))),
+            "retention": Case(retention, plain),
+            "gated decay": Case(gated, (*plain, key)),
+        }
+    )
+
+
+def symmetric(query, value, metric=None, **options):
+    return attention.symmetric(query, value, metric=metric, **options)
+
+
+def hedgehog(query, key, value, query_map, key_map):
+    query = attention.hedgehog(query, query_map)
+    key = attention.hedgehog(key, key_map)
+    return attention.linear_causal(query, key, value, features="identity")
+
+
+def retention(query, key, value, **options):
+    log_decay = attention.retention_log_decay(key.shape[2])[None, None]
+    return attention.decay_causal(query, key, value, log_decay, **options)
+
+
+def gated(query, key, value, gate):
+    log_decay = attention.gated_log_decay(gate)
+    return attention.decay_causal(query, key, value, log_decay)
+
+
+def _performers(shapes: tuple[tuple[int, ...], ...]) -> dict[str, Case]:
+    size = shapes[0][-1]
+    with jax.default_device(jax.devices("cpu")[0]):  # the same for the exact ones
+        sample = jax.random.normal(jax.random.key(1), (2, 256, size))
+        rows = attention.orthogonal_projection(jax.random.key(0), 256, size)
+        statistics = {
+            kind: jax.tree.map(
+                np.asarray, attention.favor_statistics(*sample, kind=kind)
+            )
+            for kind in ("favor++", "favor#")
+        }
+    rows = np.asarray(rows)
+
+    def case(features: str, scale: float = 1.0, attend=attention.performer_causal):
+        adapted = statistics.get(features)
+
+        def run(query, key, value):
+            return attend(
+                query, key, value, rows, features=features, statistics=adapted
+            )
+
+        return Case(run, shapes, scale=scale)
+
+    kinds = ("hyperbolic", "relu", "favor++", "favor#")
+    return {
+        **{f"performer × {x:g}": case("positive", x) for x in (0.5, 1, 2, 4, 8)},
+        **{f"performer {features}": case(features) for features in kinds},
+        "performer trigonometric × 0.5": case("trigonometric", 0.5),
+        "performer, bidirectional": case("positive", attend=attention.performer),
+    }
+
+
+def errors(case: Case) -> dict[str, dict[str, Any]]:
+    """Of each dtype of LIMITS: the errors of the output and of the gradients, the
+    largest, and, if they are above the limit, that this is a fault."""
+    exact = jax.jit(partial(outcome, case.exact or case.attend))
+    rng = np.random.default_rng(0)
+    scales = [case.scale] * 2 + [1.0] * (len(case.shapes) - 2)
+    pairs = zip(scales, case.shapes, strict=True)
+    draw = [scale * rng.standard_normal(shape) for scale, shape in pairs]
+    rows = {}
+    for dtype, limit in LIMITS.items():
+        arrays = [jnp.asarray(x, dtype) for x in draw]
+        shape = jax.eval_shape(case.attend, *arrays).shape
+        # Rounded, so that casting it to the output's dtype changes nothing.
+        cotangent = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        found = jax.jit(partial(outcome, case.attend))(cotangent, *arrays)
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+            wanted = exact(*map(wide, (cotangent, *arrays)))
+        both = zip(map(wide, found), map(wide, wanted), strict=True)
+        forward, *gradients = (
+            float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in both
+        )
+        rows[dtype] = {"forward": forward, "gradient": float(np.max(gradients))}
+        if not all(error <= limit for error in (forward, *gradients)):  # nor nan
+            rows[dtype]["fault"] = f"above {limit}"
+    return rows
+
+
+def wide(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def outcome(attend: Callable, cotangent: Any, *arrays: Any) -> tuple:
+    """The output and the gradient of every operand, for one cotangent of the output."""
+    output, pull = jax.vjp(attend, *arrays)
+    return output, *pull(cotangent.astype(output.dtype))

@@ -1,0 +1,65 @@
+"""benchmarks/device.py runs where there is no device, and finds what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from symjax import attention
+
+
+@pytest.fixture
+def device(monkeypatch):
+    folder = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    import device
+
+    return device
+
+
+def test_wrong_numbers_are_faults(device):
+    """An output, a gradient, and what is not a number."""
+    from device_correctness import Case, errors
+
+    def attend(factor, shift=0.0):
+        return lambda query, value: attention.symmetric(factor * query, value) + shift
+
+    shapes, exact = ((2, 9, 2, 8), (2, 9, 2, 4)), attend(1)
+    for wrong in (attend(1.1), attend(1, 0.1), attend(float("nan"))):
+        rows = errors(Case(wrong, shapes, exact))
+        assert all("fault" in row for row in rows.values()), rows
+    rows = errors(Case(exact, shapes))
+    assert not any("fault" in row for row in rows.values()), rows
+    assert rows["float32"]["gradient"] < 1e-6 < rows["bfloat16"]["gradient"]
+
+
+@pytest.mark.parametrize(
+    ("part", "only", "figure"),
+    (
+        ("machine", "", "tflops"),
+        ("correctness", "retention", "gradient"),
+        ("attention", "cosine", "ms"),
+        ("steps", "diff_sym", "tokens_per_second"),
+        ("decode", "decay", "tokens_per_second"),
+    ),
+)
+def test_every_part_measures_on_a_cpu(part, only, figure, device, tmp_path):
+    file = tmp_path / "rows"
+    given = ["--small", "--part", part, "--only", only, "--json", str(file)]
+    assert device.main(given) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(row["part"] == part for row in rows)
+    found = [row[figure] for row in rows if figure in row]
+    assert found and all(x > 0 for x in found), rows
+    if part == "attention":  # what is not here is said
+        assert any("missing" in row for row in rows)
+
+
+def test_a_row_that_cannot_run_loses_no_other(device, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(device, "step_speed", broken)
+    assert device.main(["--small", "--part", "steps"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("fault RuntimeError: out of memory" in line for line in lines) == 5

@@ -7,6 +7,7 @@ from pathlib import Path
 from symjax.evaluation import figures, report, tasks
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.trained import load
+from symjax.files import check_writable
 from symjax.training.commandline import Parser, leave
 
 NOTE = (
@@ -67,7 +68,7 @@ def judge(chosen: argparse.Namespace) -> None:
     if chosen.out is not None or chosen.report is not None:
         figures.check()
     if chosen.out is not None:
-        report.check_folder(chosen.out, "--out")
+        check_writable(chosen.out, f"--out {chosen.out}")
     trained = load(chosen.workdir, chosen.step, best=chosen.best)
     asked = Asked(
         chosen.batches, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed

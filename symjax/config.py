@@ -321,9 +321,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Log:
-    every: int = key(
-        20, "steps between lines of metrics.jsonl and metrics.csv", least=1
-    )
+    every: int = key(20, "steps between lines of metrics.jsonl", least=1)
     tensorboard: bool = key(False, "also write TensorBoard event files")
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from runs import TEXT, call, compile_cache, train, write_text
 
-from symjax.evaluation import report
+from symjax import files
 from symjax.evaluation.finding import Finding
 from symjax.evaluation.report import to_json
 from symjax.evaluation.tasks import TASKS, named
@@ -188,7 +188,7 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--json", "/wibble/x.json"], "no folder /wibble"),
         (["--json", "."], "is a folder"),
         (["--report", "."], "is a folder"),
-        (["--out", "/dev/null/x"], "--out /dev/null/x is no folder"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
         (["--tasks", "loss,lamda"], "'lamda' is unknown: choose from all, loss, "),
         (["--tasks", ","], "is unknown: choose from all"),
         (["wibble"], "wibble"),
@@ -210,7 +210,7 @@ def test_a_folder_without_room_for_files_is_named_before_the_long_work(
     def refused(**_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(report.tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refused)
     path = tmp_path / "x"
     assert judge(original, flag, str(path)) == 2
     captured = capsys.readouterr()

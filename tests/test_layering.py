@@ -15,11 +15,12 @@ MAY = {
     "attention": {"attention"},
     "config": {"attention"},
     "validation": {"config"},
+    "files": set(),
     "layers": {"attention", "config", "layers"},
     "models": MODELS,
-    "data": {"config", "data"},
-    "training": MODELS | {"data", "training"},
-    "evaluation": MODELS | {"data", "training", "evaluation"},
+    "data": {"config", "data", "files"},
+    "training": MODELS | {"data", "files", "training"},
+    "evaluation": MODELS | {"data", "files", "training", "evaluation"},
 }
 FILES = sorted(SYMJAX.rglob("*.py"))
 

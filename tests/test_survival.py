@@ -450,5 +450,5 @@ def test_kills_lose_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(kills, "SHARES", {"save": 1})
     result = kills.measure(tmp_path, kills=2, seed=1, steps=80, every=10)
     assert len(result.killed) == 2 and result.good(), result
-    assert (tmp_path / "run-0" / "metrics.csv").exists()
+    assert (tmp_path / "run-0" / "metrics.jsonl").exists()
     assert not (tmp_path / "run-0" / "lock").exists()

@@ -82,19 +82,19 @@ def test_a_refused_start_is_one_line_and_leaves_nothing(
 
 
 def test_files_that_no_run_wrote_are_not_overwritten(text, tmp_path, capsys):
-    (tmp_path / "metrics.csv").write_text("mine")
+    (tmp_path / "metrics.jsonl").write_text("mine")
     assert train(text, tmp_path, steps=1) == 2
-    assert "has metrics.csv, but no run" in capsys.readouterr().err
-    assert (tmp_path / "metrics.csv").read_text() == "mine"
+    assert "has metrics.jsonl, but no run" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
 
 
 def test_what_was_in_the_folder_of_a_refused_start_stays(text, tmp_path):
     (tmp_path / "notes").mkdir()
-    (tmp_path / "metrics.csv").write_text("mine")
+    (tmp_path / "metrics.jsonl").write_text("mine")
     assert train(text, tmp_path, optimizer__warmup=9) == 2
     left = sorted(p.name for p in tmp_path.iterdir())
-    assert left == ["metrics.csv", "notes"]
-    assert (tmp_path / "metrics.csv").read_text() == "mine"
+    assert left == ["metrics.jsonl", "notes"]
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/wibble/run"])

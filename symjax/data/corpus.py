@@ -11,10 +11,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,12 +25,12 @@ import numpy as np
 from symjax import config
 from symjax.data import ngrams, sources, tokens
 from symjax.data.packed import WAY_OUT, Packed
+from symjax.files import UNFINISHED, replaced
 
 SPLITS = ("train", "heldout")
 SEPARATOR = "\0"  # between two documents; a single document has none
 Result = TypeVar("Result")
 MANIFEST = "corpus.json"
-UNFINISHED = ".unfinished-"
 STALE = 3600.0  # seconds after which an unfinished folder has no owner any more
 TEXT_KEYS = {"text": "data.path", "hub": "data.name"}  # what a user changes
 
@@ -235,16 +233,14 @@ def write(
     """Arrays [T] into temporary files, which are moved in, the manifest last."""
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=directory) as unfinished:
+    with replaced(directory, *(f"{name}.npy" for name in arrays), MANIFEST) as folder:
         written = {}
         for name, array in arrays.items():
-            path = Path(unfinished, f"{name}.npy")
+            path = folder / f"{name}.npy"
             np.save(path, array)
             written[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
         manifest = {**manifest, "files": written}
-        Path(unfinished, MANIFEST).write_text(sealed(manifest))
-        for name in (*written, MANIFEST):
-            os.replace(Path(unfinished, name), directory / name)
+        Path(folder, MANIFEST).write_text(sealed(manifest))
 
 
 def _sweep(directory: Path) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from symjax.data import classes, generated
 from symjax.data.batches import Examples, heldout_windows, training_windows
 from symjax.data.corpus import (
     MANIFEST,
-    UNFINISHED,
     Corpus,
     check_options,
     open_corpus,
@@ -28,6 +26,7 @@ from symjax.data.draws import Draws
 from symjax.data.generated import NOTHING
 from symjax.data.labelled import labelled_examples, open_labelled
 from symjax.data.sources import check_keys
+from symjax.files import replaced
 
 SHARE = 0.15  # of the tokens of a row are asked
 MASKED, RANDOM = 0.8, 0.1  # of these; the rest stays as it is
@@ -63,9 +62,9 @@ def open_examples(
         check_options(read_manifest(directory)["options"], options, path)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{UNFINISHED}{MANIFEST}")
-        unfinished.write_text(sealed({"options": dataclasses.asdict(options)}))
-        os.replace(unfinished, path)
+        with replaced(path.parent, MANIFEST) as folder:
+            text = sealed({"options": dataclasses.asdict(options)})
+            Path(folder, MANIFEST).write_text(text)
     return generated_examples(options)
 
 

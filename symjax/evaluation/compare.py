@@ -29,6 +29,7 @@ from symjax.evaluation.analysis import lambda_table
 from symjax.evaluation.finding import Finding, Lines, Table
 from symjax.evaluation.language import losses
 from symjax.evaluation.trained import load
+from symjax.files import check_writable
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, leave, parse
@@ -78,7 +79,7 @@ def main(words: list[str]) -> None:
     figures.check()
     for command in itertools.chain(*runs.values()):
         check_run(command)
-    report.check_folder(chosen.out, "--out")
+    check_writable(chosen.out, f"--out {chosen.out}")
     for seed in zip(*runs.values(), strict=True):  # interleaved, for equal conditions
         for command in seed:
             _train(command)

@@ -6,14 +6,13 @@ import html
 import io
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from symjax.evaluation.figures import png
 from symjax.evaluation.finding import Cell, Finding, Table
+from symjax.files import check_writable, replaced
 
 
 def to_json(about: dict[str, Any], findings: Mapping[str, Finding]) -> str:
@@ -102,28 +101,7 @@ def check_file(path: Path, flag: str) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"{flag} {path} cannot be written: no folder {path.parent}")
-    _check_writable(folder, path, flag)
-
-
-def check_folder(path: Path, flag: str) -> None:
-    """Make a folder for files.
-
-    Raises:
-        ValueError: there cannot be one.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag} {path} is no folder: {error.strerror}") from None
-    _check_writable(path, path, flag)
-
-
-def _check_writable(folder: Path, path: Path, flag: str) -> None:
-    """Raises: ValueError: no file can be made in the folder."""
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
+    check_writable(folder, f"{flag} {path}")
 
 
 def write(content: bytes, path: Path, flag: str) -> None:
@@ -132,12 +110,9 @@ def write(content: bytes, path: Path, flag: str) -> None:
     Raises:
         ValueError: the file cannot be written.
     """
-    folder = path.absolute().parent
     try:
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            whole = Path(unfinished, path.name)
-            whole.write_bytes(content)
-            os.replace(whole, path)
+        with replaced(path.absolute().parent, path.name) as folder:
+            Path(folder, path.name).write_bytes(content)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
 

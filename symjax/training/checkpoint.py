@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import absl.logging
 import orbax.checkpoint as ocp
 
+from symjax.files import check_writable
 from symjax.training import processes, record
 from symjax.training.progress import print_warning
 from symjax.training.record import Damaged
@@ -54,7 +54,7 @@ class Checkpoints:
         self._kept = _Kept(keep or 0, best)
         self._manager = None
         if keep:
-            _check_directory(self.directory)
+            check_writable(self.directory, f"checkpoints in {self.directory}")
             self._manager = _manager(self.directory, self._kept)
         self._patience = contextlib.ExitStack()
         self._saving: int | None = None
@@ -336,18 +336,6 @@ class _Kept:
 def _heldout_loss(meta: dict[str, Any]) -> float | None:
     loss = meta.get("heldout_loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
-
-
-def _check_directory(directory: Path) -> None:
-    """Make it. Raises: ValueError: it cannot be made or written."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"checkpoints cannot be written to {directory}: {error.strerror}"
-        ) from error
 
 
 class _Manager(ocp.CheckpointManager):

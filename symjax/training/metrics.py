@@ -1,30 +1,26 @@
-"""The numbers of a run, in its workdir, as it goes.
+"""The numbers of a run, in `metrics.jsonl` of its workdir, as it goes.
 
-`metrics.jsonl` has one object a line, with `step` and named floats, and is what a
-resumed run reads. `metrics.csv` has the same numbers in long form, one a line
-(`step,name,value`): lines of training and of evaluation have different names, and long
-form can only be appended to, while a table would need all names in its first line.
+One object a line, with `step` and named floats; a resumed run reads it, and pandas:
 
-    pandas.read_csv("metrics.csv").pivot(index="step", columns="name", values="value")
+    frame = pandas.read_json("metrics.jsonl", lines=True)
+    frame.groupby("step").first()  # lines of training and of evaluation side by side
 
 TensorBoard's files, if asked for, are in `tensorboard/`, ten seconds late.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from symjax.files import check_writable, replaced
 from symjax.training.progress import print_warning
 
-HEADER = ("step", "name", "value")
+NAME = "metrics.jsonl"
 
 
 class Metrics:
@@ -47,35 +43,26 @@ class Metrics:
         *,
         writes: bool = True,
     ):
-        self._files: dict[FileIO, bytes] = {}
+        self._file: FileIO | None = None
+        self._late = b""
         self._tensorboard = None
         if not writes:
             return
         if tensorboard:
             self._tensorboard = _event_files(workdir / "tensorboard", step)
-        lines, table = workdir / "metrics.jsonl", workdir / "metrics.csv"
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            kept = [row for row in _rows(lines) if row["step"] <= step]
-            _replace(lines, "".join(_json(row) for row in kept))
-            _replace(table, _csv([HEADER]) + "".join(_table(row) for row in kept))
-            # Unbuffered: what a full disk did not take is known, and written later.
-            self._files = {
-                open(path, "ab", buffering=0): b"" for path in (lines, table)
-            }
-        except OSError as error:
-            raise ValueError(
-                f"metrics cannot be written to {workdir}: {error.strerror}"
-            ) from error
+        path = workdir / NAME
+        check_writable(workdir, f"metrics in {workdir}")
+        kept = [_json(row) for row in _rows(path) if row["step"] <= step]
+        with replaced(workdir, NAME) as folder:
+            Path(folder, NAME).write_text("".join(kept), encoding="utf-8")
+        # Unbuffered: what a full disk did not take is known, and written later.
+        self._file = open(path, "ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append what was measured at a step, at once.
 
         What does not fit on a full disk is kept, said in one line, and written as soon
-        as there is room.
-
-        What is not a finite number is null in JSON, which has no word for it, and
-        empty in CSV, which pandas reads as NaN.
+        as there is room. What is not a finite number is null: JSON has no word for it.
 
         Args:
             values: name → what `float` takes, a JAX scalar too.
@@ -90,30 +77,31 @@ class Metrics:
             row[name] = number if math.isfinite(number) else None
             if self._tensorboard is not None:
                 self._tensorboard.add_scalar(name, number, step)
-        texts = (_json(row), _table(row)) if self._files else ()
-        for file, text in zip(self._files, texts, strict=True):
-            self._append(file, text.encode())
+        self._append(_json(row).encode())
 
-    def _append(self, file: FileIO, text: bytes) -> None:
-        late = self._files[file]
-        rest = late + text
+    def _append(self, text: bytes) -> None:
+        if self._file is None:
+            return
+        rest = self._late + text
         try:
             while rest:
-                rest = rest[file.write(rest) :]
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
-            if not late:
+            if not self._late:
                 print_warning(
-                    f"{file.name} cannot be written ({error.strerror}): going on, its "
-                    "lines wait for room"
+                    f"{self._file.name} cannot be written ({error.strerror}): going "
+                    "on, its lines wait for room"
                 )
-        self._files[file] = rest
+        self._late = rest
 
     def close(self) -> None:
-        for file in self._files:
-            self._append(file, b"")
-            if lost := self._files[file]:
-                print_warning(f"{file.name} misses its last {len(lost)} bytes")
-            file.close()
+        self._append(b"")
+        if self._file is not None:
+            if self._late:
+                print_warning(
+                    f"{self._file.name} misses its last {len(self._late)} bytes"
+                )
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -139,26 +127,6 @@ def _refuse(constant: str) -> None:
 
 def _json(row: dict[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _table(row: dict[str, Any]) -> str:
-    return _csv([(row["step"], name, row[name]) for name in row if name != "step"])
-
-
-def _csv(rows: list[tuple]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    temporary = path.with_name(path.name + ".new")
-    with open(temporary, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _event_files(directory: Path, step: int) -> Any:

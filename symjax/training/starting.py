@@ -2,27 +2,26 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
 
 from symjax import config, validation
 from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples
+from symjax.files import check_writable
 from symjax.training.progress import print_warning
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
 
 # What a run makes inside its workdir, and while it lives the lock.
-PARTS = ("checkpoints", "data", "tensorboard", "metrics.jsonl", "metrics.csv")
+PARTS = ("checkpoints", "data", "tensorboard", "metrics.jsonl")
 LOCK = "lock"
 GIB = 2**30
 
@@ -38,7 +37,7 @@ def owned(workdir: Path) -> Iterator[None]:
         ValueError: the workdir cannot be made or written, or another process has it.
     """
     folders = [x for x in (workdir, *workdir.parents) if not x.exists()]
-    _make_workdir(workdir)
+    check_writable(workdir, f"--workdir {str(workdir)!r}")
     try:
         with _locked(workdir) if jax.process_index() == 0 else contextlib.nullcontext():
             yield
@@ -67,57 +66,24 @@ def undone_if_refused(workdir: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(workdir: Path) -> Iterator[None]:
     path = workdir / LOCK
-    while (file := _lock(path)) is None:
-        pass
+    lock = filelock.FileLock(path, blocking=False)
     try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        file.close()
-
-
-def _lock(path: Path) -> FileIO | None:
-    """The open file with the lock on it; None if its owner has just removed it.
-
-    Raises:
-        ValueError: another process has the lock.
-    """
-    file = open(path, "ab+", buffering=0)  # nothing is left to write when it closes
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise FileNotFoundError
-        with contextlib.suppress(OSError):  # the number is for people, not the lock
-            file.truncate(0)
-            file.write(str(os.getpid()).encode())
-    except BlockingIOError:
-        file.seek(0)
-        with file:
-            owner = file.read().decode()
+        lock.acquire()
+        path.write_text(str(os.getpid()))  # for people
+    except filelock.Timeout:
         raise ValueError(
-            f"--workdir {str(path.parent)!r} is in use by process {owner}: wait for "
-            "it, or use another"
+            f"--workdir {str(workdir)!r} is in use by process {path.read_text()}: wait "
+            "for it, or use another"
         ) from None
-    except FileNotFoundError:
-        file.close()
-        return None
     except OSError as error:
         print_warning(
             f"{path} cannot be locked ({error.strerror}): start no second run in it"
         )
-    return file
-
-
-def _make_workdir(workdir: Path) -> None:
-    """Raises: ValueError: it cannot be made or written."""
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=workdir):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--workdir {str(workdir)!r} cannot be written: {error.strerror}"
-        ) from None
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before the lock is released: it is still ours
+        lock.release()
 
 
 def check_shared(workdir: Path) -> None:
@@ -134,7 +100,7 @@ def refuse_other_files(workdir: Path) -> None:
 
     A run without a checkpoint yet is known by its corpus, which it finishes first.
     """
-    names = ("tensorboard", "metrics.jsonl", "metrics.csv")
+    names = ("tensorboard", "metrics.jsonl")
     found = [name for name in names if (workdir / name).exists()]
     if found and not (workdir / "data" / MANIFEST).exists():
         raise ValueError(

@@ -7,7 +7,6 @@ Each compiles for a topology, a description of devices that stands in for them.
 import os
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.experimental import topologies
 

@@ -18,12 +18,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from symjax import config  # noqa: E402
+from symjax import config, files  # noqa: E402
 from symjax.data import corpus, sources  # noqa: E402
 
 TRACED = {
     inspect.unwrap(function).__code__
-    for function in (corpus._build, np.save, np.lib.format.write_array, Path.write_text)
+    for function in (
+        *(corpus._build, corpus.write, files.replaced),
+        *(np.save, np.lib.format.write_array, Path.write_text),
+    )
 }
 
 

@@ -101,7 +101,7 @@ def test_other_options_are_refused_by_name(options, directory):
 def test_an_interrupted_build_leaves_nothing_and_is_repeated(
     options, directory, monkeypatch, moves
 ):
-    real, made = corpus.os.replace, []
+    real, made = os.replace, []
 
     def replace(*paths):
         if len(made) == moves:
@@ -110,7 +110,7 @@ def test_an_interrupted_build_leaves_nothing_and_is_repeated(
         real(*paths)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(corpus.os, "replace", replace)
+        patch.setattr(os, "replace", replace)
         corpus.open_corpus(options, directory)
     assert not (directory / "corpus.json").exists()
     assert not list(directory.glob(".unfinished*"))

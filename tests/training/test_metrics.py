@@ -1,6 +1,5 @@
 """The metrics files: what a reader finds after a run, a kill and a resumed run."""
 
-import csv
 import json
 import math
 import resource
@@ -17,11 +16,6 @@ def lines(workdir):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def table(workdir):
-    with open(workdir / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def run(workdir, first, last, *, start=0):
     """Steps first … last, with an evaluation after every even one."""
     metrics = Metrics(workdir, start)
@@ -32,7 +26,7 @@ def run(workdir, first, last, *, start=0):
     return metrics
 
 
-def test_both_files_hold_every_number_exactly(tmp_path):
+def test_the_file_holds_every_number_exactly(tmp_path):
     metrics = Metrics(tmp_path / "new" / "run")
     metrics.write(3, {"train/loss": 0.1, "tokens_per_second": jnp.float32(0.25)})
     metrics.write(3, {"heldout/loss": 1 / 3})
@@ -41,20 +35,14 @@ def test_both_files_hold_every_number_exactly(tmp_path):
         {"step": 3, "train/loss": 0.1, "tokens_per_second": 0.25},
         {"step": 3, "heldout/loss": 1 / 3},
     ]
-    rows = table(tmp_path / "new" / "run")
-    assert [(row["step"], row["name"], float(row["value"])) for row in rows] == [
-        ("3", "train/loss", 0.1),
-        ("3", "tokens_per_second", 0.25),
-        ("3", "heldout/loss", 1 / 3),
-    ]
 
 
-def test_pandas_reads_the_table_as_one_column_a_name(tmp_path):
+def test_pandas_reads_one_row_a_step_and_one_column_a_name(tmp_path):
     pandas = pytest.importorskip("pandas")
     run(tmp_path, 1, 4).close()
-    frame = pandas.read_csv(tmp_path / "metrics.csv")
-    wide = frame.pivot(index="step", columns="name", values="value")
-    assert list(wide.columns) == ["heldout/loss", "train/loss"]
+    frame = pandas.read_json(tmp_path / "metrics.jsonl", lines=True)
+    wide = frame.groupby("step").first()
+    assert list(wide.columns) == ["train/loss", "heldout/loss"]
     assert wide.loc[4, "heldout/loss"] == 0.5
     assert math.isnan(wide.loc[3, "heldout/loss"])
 
@@ -62,7 +50,6 @@ def test_pandas_reads_the_table_as_one_column_a_name(tmp_path):
 def test_every_line_is_readable_at_once(tmp_path):
     metrics = run(tmp_path, 1, 3)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
-    assert len(table(tmp_path)) == 4
     metrics.close()
 
 
@@ -80,7 +67,6 @@ def test_what_is_not_finite_is_valid_json(tmp_path):
         "train/loss": None,
         "gradient_norm": None,
     }
-    assert [row["value"] for row in table(tmp_path)] == ["", ""]
 
 
 def test_a_resumed_run_has_each_step_once(tmp_path):
@@ -89,42 +75,33 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
     resumed.close()
     again = tmp_path / "again"
     run(again, 1, 12).close()
-    for name in ("metrics.jsonl", "metrics.csv"):
-        assert (tmp_path / name).read_bytes() == (again / name).read_bytes()
+    found = (tmp_path / "metrics.jsonl").read_bytes()
+    assert found == (again / "metrics.jsonl").read_bytes()
 
 
-def test_a_new_run_starts_with_empty_files(tmp_path):
+def test_a_new_run_starts_with_an_empty_file(tmp_path):
     run(tmp_path, 1, 9).close()
     Metrics(tmp_path).close()
     assert lines(tmp_path) == []
-    assert (tmp_path / "metrics.csv").read_text() == "step,name,value\n"
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv"])
-def test_a_line_cut_at_any_byte_leaves_the_lines_before_it(tmp_path, name):
+def test_a_line_cut_at_any_byte_leaves_the_lines_before_it(tmp_path):
     run(tmp_path, 1, 3).close()
-    path = tmp_path / name
+    path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
     start = whole.rstrip(b"\n").rindex(b"\n") + 1
-    before = {f: (tmp_path / f).read_bytes() for f in ("metrics.jsonl", "metrics.csv")}
     for end in range(start, len(whole)):
-        for other, text in before.items():
-            (tmp_path / other).write_bytes(text)
         path.write_bytes(whole[:end])
         metrics = Metrics(tmp_path, 2)
         metrics.write(3, {"train/loss": 1 / 3})
         metrics.close()
-        for other, text in before.items():
-            assert (tmp_path / other).read_bytes() == text
+        assert path.read_bytes() == whole
 
 
 def test_nothing_is_left_of_the_rewriting(tmp_path):
     run(tmp_path, 1, 3).close()
     Metrics(tmp_path, 2).close()
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "metrics.jsonl",
-        "metrics.csv",
-    }
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_kill_during_the_rewriting_leaves_the_old_lines(tmp_path, monkeypatch):
@@ -160,7 +137,7 @@ def test_a_missing_tensorboardx_says_how_to_get_it(tmp_path, monkeypatch):
 
 
 def test_lines_wait_for_room_on_a_full_disk(tmp_path, capsys):
-    """No line is lost, doubled or torn, and each file is named once."""
+    """No line is lost, doubled or torn, and the file is named once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     metrics = Metrics(tmp_path)
     metrics.write(1, {"a": 1})
@@ -169,16 +146,13 @@ def test_lines_wait_for_room_on_a_full_disk(tmp_path, capsys):
         metrics.write(2, {"a": 2})
         metrics.write(3, {"a": 3})
         assert len((tmp_path / "metrics.jsonl").read_bytes()) == 25
-        said = capsys.readouterr().err.splitlines()
-        assert len(said) == 2 and "metrics.csv cannot be written (File too" in said[1]
+        (said,) = capsys.readouterr().err.splitlines()
+        assert "metrics.jsonl cannot be written (File too" in said
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     metrics.write(4, {"a": 4})
     metrics.close()
     assert lines(tmp_path) == [{"step": n, "a": float(n)} for n in (1, 2, 3, 4)]
-    assert [(row["step"], row["value"]) for row in table(tmp_path)] == [
-        (str(n), f"{n}.0") for n in (1, 2, 3, 4)
-    ]
     assert capsys.readouterr().err == ""
 
 
@@ -192,12 +166,12 @@ def test_lines_that_never_found_room_are_counted(tmp_path, capsys):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     lost = capsys.readouterr().err.splitlines()[-1]
-    assert lost.endswith("metrics.csv misses its last 4 bytes")
+    assert lost.endswith("metrics.jsonl misses its last 2 bytes")
 
 
 def test_a_workdir_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(ValueError, match="metrics cannot be written"):
+    with pytest.raises(ValueError, match="metrics in .*run cannot be written"):
         Metrics(tmp_path / "run")
 
 

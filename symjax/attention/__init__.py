@@ -10,7 +10,7 @@ from symjax.attention.cosine import (
     cosine_state,
     cosine_step,
 )
-from symjax.attention.decay import (
+from symjax.attention.decayed_linear import (
     decay_causal,
     decay_state,
     decay_step,

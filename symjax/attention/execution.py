@@ -19,7 +19,12 @@ from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.features import Features, Powers
 from symjax.attention.masks import visible_keys
 from symjax.attention.prefix import Chunk, Fraction, LinearState
-from symjax.attention.shards import run_state_before, segment_runs_over
+from symjax.attention.shards import (
+    on_auto_axes,
+    run_state_before,
+    segment_runs_over,
+    vary_alike,
+)
 
 
 def empty_state(
@@ -55,7 +60,7 @@ def attend(
 ) -> Array:
     """Every query sees every visible key of its segment."""
     check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
-    return _whole(features, parameters, query, key, value, mask, segment_ids)
+    return _whole(features, query, key, value, parameters, mask, segment_ids)
 
 
 def attend_causal(
@@ -81,7 +86,7 @@ def attend_causal(
     state = _start(who, features, parameters, state, query, key, value)
     static = (features, chunk_size, axis_name)
     output, state = _causal(
-        *static, parameters, state, query, key, value, mask, segment_ids
+        *static, query, key, value, parameters, state, mask, segment_ids
     )
     return (output, state) if return_state else output
 
@@ -100,7 +105,7 @@ def attend_step(
     if query.shape[1] != 1:
         raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
     state = _start(who, features, parameters, state, query, key, value)
-    return _step(features, parameters, state, query, key, value)
+    return _step(features, query, key, value, parameters, state)
 
 
 def _start(
@@ -136,27 +141,23 @@ def sum_dtype(*arrays: Array) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _whole(
-    features: Features,
-    parameters: Any,
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None,
-    segment_ids: Array | None,
-) -> Array:
-    dtype = sum_dtype(query, key, value)
-    batch, _, heads, size = key.shape
-    sizes = (batch, heads, size, value.shape[-1])
-    state = empty_state(features, parameters, *sizes, dtype)
-    chunk = layout(query, key, value, mask, segment_ids)
-    if chunk.run is not None:
-        fraction = _both_sides(features, parameters, state, chunk, chunk.run)
-    else:
-        chunk = prefix.to_features(features, parameters, chunk, dtype)
-        state = prefix.absorb(state, chunk.key, chunk.value)
-        fraction = prefix.read(state, chunk.query)
-    return heads_last(prefix.divide(fraction), value.dtype)
+def _whole(features: Features, *operands: Any) -> Array:
+    def rows(query, key, value, parameters, mask, segment_ids):
+        dtype = sum_dtype(query, key, value)
+        batch, _, heads, size = key.shape
+        sizes = (batch, heads, size, value.shape[-1])
+        state = empty_state(features, parameters, *sizes, dtype)
+        chunk = layout(query, key, value, mask, segment_ids)
+        if chunk.run is not None:
+            state, chunk = vary_alike((state, chunk))
+            fraction = _both_sides(features, parameters, state, chunk, chunk.run)
+        else:
+            chunk = prefix.to_features(features, parameters, chunk, dtype)
+            state = prefix.absorb(state, chunk.key, chunk.value)
+            fraction = prefix.read(state, chunk.query)
+        return heads_last(prefix.divide(fraction), value.dtype), ()
+
+    return on_auto_axes(rows, operands[0], operands[2], *operands)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -164,37 +165,31 @@ def _causal(
     features: Features,
     chunk_size: int,
     axis_name: str | None,
-    parameters: Any,
-    state: LinearState,
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None,
-    segment_ids: Array | None,
+    *operands: Any,
 ) -> tuple[Array, LinearState]:
-    chunk = layout(query, key, value, mask, segment_ids, axis_name)
-    if axis_name is not None:
-        state = _before(features, chunk_size, axis_name, parameters, state, chunk)
-    state, output = scan_chunks(
-        features, parameters, state, chunk, chunk_size, prefix.divide
-    )
-    return heads_last(output, value.dtype), state
+    def rows(query, key, value, parameters, state, mask, segment_ids):
+        chunk = layout(query, key, value, mask, segment_ids, axis_name)
+        state, chunk = vary_alike((state, chunk))
+        if axis_name is not None:
+            state = _before(features, chunk_size, axis_name, parameters, state, chunk)
+        state, output = scan_chunks(
+            features, parameters, state, chunk, chunk_size, prefix.divide
+        )
+        return heads_last(output, value.dtype), state
+
+    return on_auto_axes(rows, operands[0], operands[2], *operands)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _step(
-    features: Features,
-    parameters: Any,
-    state: LinearState,
-    query: Array,
-    key: Array,
-    value: Array,
-) -> tuple[Array, LinearState]:
-    chunk = layout(query, key, value, None, None)
-    chunk = prefix.to_features(features, parameters, chunk, state.total.dtype)
-    state = prefix.absorb(state, chunk.key, chunk.value)
-    output = prefix.divide(prefix.read(state, chunk.query))
-    return heads_last(output, value.dtype), state
+def _step(features: Features, *operands: Any) -> tuple[Array, LinearState]:
+    def rows(query, key, value, parameters, state):
+        chunk = layout(query, key, value, None, None)
+        chunk = prefix.to_features(features, parameters, chunk, state.total.dtype)
+        state = prefix.absorb(state, chunk.key, chunk.value)
+        output = prefix.divide(prefix.read(state, chunk.query))
+        return heads_last(output, value.dtype), state
+
+    return on_auto_axes(rows, operands[0], operands[2], *operands)
 
 
 def scan_chunks(

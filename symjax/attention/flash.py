@@ -24,7 +24,7 @@ def flash(
     *,
     group_size: int = 256,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     divisor: float | None = None,
     linear_divisor: float | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -42,7 +42,7 @@ def flash(
         linear_query, linear_key: q' and k', which may have a size of their own.
         mask: True = attend; it may only hide keys. A hidden token keeps its place in
             its group.
-        scale: of the first scores, 1/√H by default.
+        scale: of the first scores, 1/√H by default; it may be learned.
         divisor, linear_divisor: constants, group_size by default, which a causal model
             may use. The paper's is scale=1/group_size, divisor=1, and as the linear
             divisor group_size if causal, T if not.
@@ -53,10 +53,10 @@ def flash(
             a mask that hides pairs and not keys.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
-    rule = _rule("flash", group_size, is_causal, scale, divisor, linear_divisor)
+    rule = _rule("flash", group_size, is_causal, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash", *arrays, mask, segment_ids)
-    return groups.whole(rule, tokens)
+    return groups.whole(rule, tokens, scale)
 
 
 def flash_causal(
@@ -68,7 +68,7 @@ def flash_causal(
     mask: Bool[Array, "B 1 1 T"] | None = None,
     *,
     group_size: int = 256,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     divisor: float | None = None,
     linear_divisor: float | None = None,
     state: FlashState | None = None,
@@ -96,7 +96,7 @@ def flash_causal(
             axis_name, or a stretch that is not of whole groups.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
-    rule = _rule("flash_causal", group_size, True, scale, divisor, linear_divisor)
+    rule = _rule("flash_causal", group_size, True, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash_causal", *arrays, mask, segment_ids, axis_name)
     check_axis("flash_causal", axis_name, state, return_state)
@@ -106,12 +106,12 @@ def flash_causal(
             f"not a multiple of group_size {group_size}"
         )
     if state is None and not return_state:
-        return groups.whole(rule, tokens, axis_name)
+        return groups.whole(rule, tokens, scale, axis_name)
     if state is None:
         state = _empty_like(tokens, group_size)
     _check_state("flash_causal", state, tokens, group_size)
     visible = visible_keys(mask, *key.shape[:2])
-    output, after = groups.go_on(rule, tokens, state, visible)
+    output, after = groups.go_on(rule, tokens, scale, state, visible)
     return (output, after) if return_state else output
 
 
@@ -123,7 +123,7 @@ def flash_step(
     linear_key: Float[Array, "B 1 K M"],
     value: Float[Array, "B 1 K V"],
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     divisor: float | None = None,
     linear_divisor: float | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], FlashState]:
@@ -137,13 +137,13 @@ def flash_step(
     if not isinstance(state, FlashState):
         raise ValueError(f"flash_step needs a FlashState, got {shown_state(state)}")
     group_size = state.key.shape[1]
-    rule = _rule("flash_step", group_size, True, scale, divisor, linear_divisor)
+    rule = _rule("flash_step", group_size, True, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash_step", *arrays, None, None)
     if query.shape[1] != 1:
         raise ValueError(f"flash_step: a step takes one token, got query {query.shape}")
     _check_state("flash_step", state, tokens, group_size)
-    return groups.step(rule, tokens, state)
+    return groups.step(rule, tokens, scale, state)
 
 
 def flash_state(
@@ -177,7 +177,6 @@ def _rule(
     who: str,
     group_size: int,
     is_causal: bool,
-    scale: float | None,
     divisor: float | None,
     linear_divisor: float | None,
 ) -> Rule:
@@ -187,8 +186,7 @@ def _rule(
         fixed_divisor(f"{who}: {name}", group_size if given is None else given)
         for name, given in (("divisor", divisor), ("linear_divisor", linear_divisor))
     )
-    scale = None if scale is None else float(scale)
-    return Rule(group_size, is_causal, scale, float(one), float(other))
+    return Rule(group_size, is_causal, float(one), float(other))
 
 
 def _empty_like(tokens: Tokens, group_size: int) -> FlashState:

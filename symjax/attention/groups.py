@@ -16,7 +16,7 @@ from symjax.attention.execution import cut, sum_dtype
 from symjax.attention.gau import SquaredReLU
 from symjax.attention.prefix import einsum
 from symjax.attention.rows import attend_rows
-from symjax.attention.shards import run_state_before
+from symjax.attention.shards import on_auto_axes, run_state_before, vary_alike
 
 
 class FlashState(NamedTuple):
@@ -49,31 +49,53 @@ class Rule(NamedTuple):
 
     group_size: int
     is_causal: bool
-    scale: float | None
     divisor: float
     linear_divisor: float
 
 
-@partial(jax.jit, static_argnums=(0, 2))
-def whole(rule: Rule, tokens: Tokens, axis_name: str | None = None) -> Array:
+@partial(jax.jit, static_argnums=(0, 3))
+def whole(
+    rule: Rule, tokens: Tokens, scale: Array | None, axis_name: str | None = None
+) -> Array:
     """All tokens from the first one on, or a device's own stretch of them."""
     if _is_empty(tokens):
         return _no_rows(tokens)
-    length = tokens.key.shape[1]
-    size = min(rule.group_size, length)
-    filled = jax.tree.map(lambda x: _fill(x, -length % size), tokens)
-    sums = None if axis_name is None else _before(tokens, axis_name)
-    output = _attend(rule, size, filled, sums)
-    return output[:, :length].astype(tokens.value.dtype)
+
+    def rows(tokens: Tokens, scale: Array | None) -> tuple[Array, tuple]:
+        tokens = vary_alike(tokens)
+        length = tokens.key.shape[1]
+        size = min(rule.group_size, length)
+        filled = jax.tree.map(lambda x: _fill(x, -length % size), tokens)
+        sums = None if axis_name is None else _before(tokens, axis_name)
+        output = _attend(rule, size, filled, scale, sums)
+        return output[:, :length].astype(tokens.value.dtype), ()
+
+    return on_auto_axes(rows, tokens.query, tokens.value, tokens, scale)[0]
 
 
 @partial(jax.jit, static_argnums=0)
 def go_on(
-    rule: Rule, tokens: Tokens, state: FlashState, visible: Bool[Array, "B T"]
+    rule: Rule,
+    tokens: Tokens,
+    scale: Array | None,
+    state: FlashState,
+    visible: Bool[Array, "B T"],
 ) -> tuple[Array, FlashState]:
     """The tokens put behind those of the state's group, each example at its place."""
     if _is_empty(tokens):
         return _no_rows(tokens), state
+    operands = tokens, scale, state, visible
+    return on_auto_axes(partial(_go_on, rule), tokens.query, tokens.value, *operands)
+
+
+def _go_on(
+    rule: Rule,
+    tokens: Tokens,
+    scale: Array | None,
+    state: FlashState,
+    visible: Bool[Array, "B T"],
+) -> tuple[Array, FlashState]:
+    tokens, state = vary_alike((tokens, state))
     size, length = rule.group_size, visible.shape[1]
     total = -(-(size - 1 + length) // size) * size
 
@@ -90,7 +112,7 @@ def go_on(
         behind(tokens.value, state.value),
         None if tokens.run is None else behind(tokens.run),
     )
-    output = _attend(rule, size, laid, state.sums)
+    output = _attend(rule, size, laid, scale, state.sums)
     own = state.place[:, None] + jnp.arange(length)[None]
     output = _take(output, own).astype(tokens.value.dtype)
     count = jnp.where(visible, jnp.arange(1, length + 1)[None], 0).max(axis=1)
@@ -126,17 +148,27 @@ def _after(
 
 
 @partial(jax.jit, static_argnums=0)
-def step(rule: Rule, tokens: Tokens, state: FlashState) -> tuple[Array, FlashState]:
+def step(
+    rule: Rule, tokens: Tokens, scale: Array | None, state: FlashState
+) -> tuple[Array, FlashState]:
     """One token, which sees its group and the sums. Empty places weigh nothing."""
     if _is_empty(tokens):
         return _no_rows(tokens), state
+    operands = tokens, scale, state
+    return on_auto_axes(partial(_step, rule), tokens.query, tokens.value, *operands)
+
+
+def _step(
+    rule: Rule, tokens: Tokens, scale: Array | None, state: FlashState
+) -> tuple[Array, FlashState]:
+    tokens, state = vary_alike((tokens, state))
     new = tokens.key, tokens.linear_key, tokens.value
     key, linear_key, value = (
         _put(old.astype(jnp.promote_types(old.dtype, x.dtype)), x, state.place)
         for old, x in zip(state[:3], new, strict=True)
     )
     weights = SquaredReLU(rule.divisor)
-    near = attend_rows(weights, tokens.query, key, value, scale=rule.scale)
+    near = attend_rows(weights, tokens.query, key, _in_range(value), scale=scale)
     far = _read(tokens.linear_query, state.sums) / rule.linear_divisor
     full = state.place + 1 == rule.group_size
 
@@ -168,8 +200,17 @@ def _no_rows(tokens: Tokens) -> Float[Array, "B T N V"]:
     return jnp.zeros(shape, tokens.value.dtype)
 
 
+def _in_range(value: Array) -> Array:
+    """Values as float32 where they are float16, in which relu² is soon ∞ or 0."""
+    return value.astype(jnp.float32) if value.dtype == jnp.float16 else value
+
+
 def _attend(
-    rule: Rule, size: int, tokens: Tokens, sums: Array | None = None
+    rule: Rule,
+    size: int,
+    tokens: Tokens,
+    scale: Array | None,
+    sums: Array | None = None,
 ) -> Float[Array, "B T N V"]:
     """Whole groups of `size` tokens, after the groups summed up in `sums`."""
     dtype = sum_dtype(*tokens[:5])
@@ -179,8 +220,8 @@ def _attend(
         SquaredReLU(rule.divisor),
         grouped.query,
         grouped.key,
-        grouped.value,
-        scale=rule.scale,
+        _in_range(grouped.value),
+        scale=scale,
         is_causal=rule.is_causal,
         segment_ids=grouped.run,
     ).astype(dtype)
@@ -234,6 +275,7 @@ def _earlier(
         _, _, heads, features = tokens.linear_key.shape
         sums = jnp.zeros((batch, heads, features, tokens.value.shape[-1]), dtype)
     stretches = tokens.linear_query, tokens.linear_key, tokens.value, run
+    start, stretches = vary_alike(((sums.astype(dtype), run[:, 0]), stretches))
 
     def body(carry: tuple, group: tuple) -> tuple[tuple, Array]:
         sums, before = carry
@@ -248,7 +290,7 @@ def _earlier(
 
     groups = tuple(cut(x, size, 1) for x in stretches)
     body = jax.checkpoint(body, prevent_cse=False)
-    _, rows = jax.lax.scan(body, (sums.astype(dtype), run[:, 0]), groups)
+    _, rows = jax.lax.scan(body, start, groups)
     return jnp.moveaxis(rows, 0, 1).reshape(batch, length, *rows.shape[3:])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
@@ -27,6 +28,7 @@ from symjax.attention.projections import (
     default_projection,
     unit_statistics,
 )
+from symjax.attention.scaling import head_scale
 
 
 def performer(
@@ -196,9 +198,8 @@ def _resolve(
             f"{who}: projection must be [M H] for query {query.shape} and "
             f"key {key.shape}, got {projection.shape}"
         )
-    if scale is None:
-        scale = size**-0.5
-    if isinstance(scale, int | float) and scale <= 0:
+    scale = head_scale(size) if scale is None else scale
+    if not isinstance(scale, Tracer) and not scale > 0:
         raise ValueError(f"{who}: scale must be positive, got {scale}")
     draw = Draw(projection, jnp.asarray(scale))
     if features in KINDS:

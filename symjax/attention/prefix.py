@@ -190,9 +190,13 @@ def divide(fraction: Fraction) -> Array:
 
 
 def merge(one: Fraction, two: Fraction) -> Fraction:
-    """Rows that see the keys of both, which must be different keys."""
-    shift = jnp.maximum(one.shift, two.shift)
-    a, b = jnp.exp(one.shift - shift), jnp.exp(two.shift - shift)
+    """Rows that see the keys of both, which must be different keys.
+
+    A side without keys has shift −∞: that of the other may be far below 0.
+    """
+    shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (one, two)]
+    shift = _finite(jnp.maximum(*shifts))
+    a, b = (jnp.exp(own - shift) for own in shifts)
     return Fraction(
         one.top * a[..., None] + two.top * b[..., None],
         one.bottom * a + two.bottom * b,

@@ -77,7 +77,7 @@ def attend_rows(
     mask: Bool[Array, "#B #Nq #T #S"] | None = None,
     *,
     lam: Float[Array, "#B #T N"] | None = None,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
     length_base: float | None = None,
     mask_self: bool = False,
@@ -252,10 +252,12 @@ def _block(rule: Rule, operands: Operands, start: int | Array) -> Array:
     if lam is not None:
         lam = lam[..., None].astype(weights.dtype)
         weights = weights[:, 0::2] - lam * weights[:, 1::2]
+    # relu² of float16's own numbers is soon ∞ or 0 in it.
+    narrow = weights.dtype if value.dtype == jnp.float16 else value.dtype
     output = jnp.einsum(
         "bkgts,bksv->bkgtv",
-        weights.reshape(batch, kv_heads, -1, *weights.shape[2:]).astype(value.dtype),
-        value,
+        weights.reshape(batch, kv_heads, -1, *weights.shape[2:]).astype(narrow),
+        value.astype(narrow),
         preferred_element_type=weights.dtype,
     )
     return output.reshape(batch, -1, *output.shape[-2:]).astype(value.dtype)

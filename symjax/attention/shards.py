@@ -1,4 +1,4 @@
-"""Time split over a mesh axis: what devices tell each other inside a `jax.shard_map`.
+"""Arrays on a mesh: time split over an axis, in a `jax.shard_map`; and axis types.
 
 Every device holds a stretch of time, of the same length on all, in the order of the
 axis. Mechanisms that score pairs need the keys of other stretches; those that have a
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from symjax.attention.masks import segment_runs
@@ -30,6 +32,41 @@ def follow(one: Stretch, two: Stretch) -> Stretch:
     """One stretch and then the other. Associative."""
     sums = one.sums * jnp.exp(two.log_decay)[..., None] + two.sums
     return Stretch(sums, one.log_decay + two.log_decay)
+
+
+def vary_alike(tree: Any) -> Any:
+    """The arrays, each varying over all mesh axes that one of them varies over.
+
+    A loop wants its carry as it will be after a turn, and `jax.shard_map` counts the
+    axes over which an array differs among its type.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
+    axes = frozenset().union(*varying)
+
+    def cast(x: Array) -> Array:
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def on_auto_axes(function: Callable, query: Array, value: Array, *operands: Any) -> Any:
+    """function(*operands), which is rows [B T N V] and a state [B …], on any mesh.
+
+    Under mesh axes of type Explicit every operation would have to say how its result
+    is sharded; in here XLA chooses, as it does for Auto axes. The rows come out sharded
+    as query and value are, the state by example.
+    """
+    sharding = jax.typeof(query).sharding
+    types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    if not axes:
+        return function(*operands)
+    batch, time, heads, _ = sharding.spec
+    size = jax.typeof(value).sharding.spec[3]
+    rows = P(batch, time, heads, None if size in (batch, time, heads) else size)
+    out = NamedSharding(sharding.mesh, rows), NamedSharding(sharding.mesh, P(batch))
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)(*operands)
 
 
 def gather(tree: Any, axis_name: str) -> Any:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import check_arrays, check_mask
+from symjax.attention.shards import on_auto_axes
 
 EXACT = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 # Exact to rounding for eigenvalues from −3500 up in float64, −20,000 in float32.
@@ -61,8 +62,26 @@ def matrix_function(
             matrix of its own.
     """
     _check(query, value, mask, segment_ids)
+    name, parameter = _parsed(function, alpha)
+    return _apply(name, query, value, parameter, scale, mask)
+
+
+@partial(jax.jit, static_argnums=0)  # a call outside jit compiles once a shape
+def _apply(name: str | None, query: Array, value: Array, *more: Any) -> Array:
+    rows = partial(_rows, name)
+    return on_auto_axes(rows, query, value, query, value, *more)[0]
+
+
+def _rows(
+    name: str | None,
+    query: Array,
+    value: Array,
+    parameter: Any,
+    scale: Any,
+    mask: Array | None,
+) -> tuple[Array, tuple]:
     wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
-    constant, product = _function(function, alpha, wide)
+    parameter = jax.tree.map(lambda x: jnp.asarray(x, wide), parameter)
     rows, columns = query.astype(wide), value.astype(wide)
     visible = jnp.asarray(query.shape[1], wide)
     if mask is not None:
@@ -75,43 +94,40 @@ def matrix_function(
     scaled = rows * jnp.asarray(scale, wide)
     gram = EXACT("btnh,btng->bnhg", scaled, rows)
     weighted = EXACT("btnh,btnv->bnhv", scaled, columns)
-    reached = EXACT("btnh,bnhv->btnv", rows, product(gram, weighted))
-    return (constant * columns + reached).astype(value.dtype)
+    if name is None:
+        constant, product = parameter[0], _polynomial
+    else:
+        constant, product = FUNCTIONS[name]
+    reached = EXACT("btnh,bnhv->btnv", rows, product(gram, weighted, parameter))
+    return (constant * columns + reached).astype(value.dtype), ()
 
 
-Product = Callable[[Array, Array], Array]  # (M, W) → g(M) W
-
-
-def _function(
-    function: Any, alpha: Any, dtype: Any
-) -> tuple[float | Float[Array, ""], Product]:
-    """f(0), and the product with g(M) for g(λ) = (f(λ) − f(0))/λ."""
+def _parsed(function: Any, alpha: Any) -> tuple[str | None, Any]:
+    """The name of a function and its alpha, or None and a polynomial's coefficients."""
     if isinstance(function, str):
         if function not in FUNCTIONS:
             raise ValueError(
                 f"matrix_function: function {function!r} is unknown: choose from "
                 f"{', '.join(FUNCTIONS)}, or give the coefficients of a polynomial"
             )
-        constant, product = FUNCTIONS[function]
-        if product is _resolvent:
-            return constant, partial(product, alpha=-1.0 if alpha is None else alpha)
+        if FUNCTIONS[function][1] is _resolvent:
+            return function, -1.0 if alpha is None else alpha
+        name, parameter = function, None
     else:
-        coefficients = jnp.asarray(function, dtype)
-        if coefficients.ndim != 1 or not coefficients.size:
+        name, parameter = None, jnp.asarray(function)
+        if parameter.ndim != 1 or not parameter.size:
             raise ValueError(
                 "matrix_function: the coefficients of a polynomial are a₀, a₁, …, got "
-                f"shape {coefficients.shape}"
+                f"shape {parameter.shape}"
             )
-        constant, *rest = jnp.unstack(coefficients)
-        product = partial(_polynomial, coefficients=rest)
     if alpha is not None:
         raise ValueError(
             f"matrix_function: alpha belongs to a resolvent, got function {function!r}"
         )
-    return constant, product
+    return name, parameter
 
 
-def _exponential(gram: Array, weighted: Array) -> Array:
+def _exponential(gram: Array, weighted: Array, _: None) -> Array:
     """g(λ) = (e^λ − 1)/λ, by a Taylor series of M/2ᵏ that is doubled k times.
 
     With E = e^M − I: g(2M) = g(M)(I + E/2) and e^2M − I = E² + 2E. Keeping E instead
@@ -137,22 +153,21 @@ def _exponential(gram: Array, weighted: Array) -> Array:
     return jax.lax.fori_loop(0, DOUBLINGS, double, start)[1]
 
 
-def _resolvent(gram: Array, weighted: Array, alpha: Any) -> Array:
+def _resolvent(gram: Array, weighted: Array, alpha: Array) -> Array:
     """g(λ) = α/(1 − αλ)."""
-    alpha = jnp.asarray(alpha, gram.dtype)
     identity = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     return jnp.linalg.solve(identity - alpha * gram, alpha * weighted)
 
 
-def _polynomial(gram: Array, weighted: Array, coefficients: list[Array]) -> Array:
+def _polynomial(gram: Array, weighted: Array, coefficients: Array) -> Array:
     """g(λ) = a₁ + a₂ λ + a₃ λ² + …, by Horner's rule."""
     total = jnp.zeros_like(weighted)
-    for coefficient in reversed(coefficients):
+    for coefficient in reversed(jnp.unstack(coefficients)[1:]):
         total = EXACT("bnhg,bngv->bnhv", gram, total) + coefficient * weighted
     return total
 
 
-# f(0), and the product with g.
+# f(0), and the product (M, W, parameter) → g(M) W.
 FUNCTIONS: dict[str, tuple[float, Callable]] = {
     "exp": (1.0, _exponential),
     "expm1": (0.0, _exponential),

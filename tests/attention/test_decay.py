@@ -11,7 +11,7 @@ import oracles
 import pytest
 from laws import CHUNK, SEGMENTS, B, H, K, N, T, V, close, hiding, inputs, same
 
-from symjax.attention.decay import (
+from symjax.attention.decayed_linear import (
     DecayState,
     decay_causal,
     decay_state,
@@ -236,6 +236,16 @@ def test_wrong_log_decays_are_named():
             decay_causal(query, key, value, np.zeros(shape))
         assert str(shape) in str(refusal.value)
         assert str(key.shape) in str(refusal.value)
+
+
+def test_the_decays_of_heads_fit_as_they_are():
+    query, key, value = single(*inputs())
+    rates = retention_log_decay(K)
+    output, state = decay_causal(query, key, value, rates, return_state=True)
+    same(output, decay_causal(query, key, value, rates[None, None]))
+    now = [x[:, :1] for x in (query, key, value)]
+    next_output, _ = decay_step(state, *now, rates)
+    same(next_output, decay_step(state, *now, rates[None, None])[0])
 
 
 def test_retention_forgets_by_powers_of_two(x64):

@@ -326,6 +326,34 @@ def test_the_gradient_keeps_no_map():
     assert laws._largest(jaxpr.jaxpr) <= 2 * length * 32
 
 
+def test_float16_weighs_in_float32():
+    """relu² of 300 and of 1e-4 are beyond float16, their products with values not."""
+    for size, wide in ((16, 1e-3), (1e-2, 1e3)):
+        arrays = [
+            (np.ones((1, 6, 1, 1)) * x).astype(np.float16) for x in (size, size, wide)
+        ]
+        nothing = np.zeros_like(arrays[:2])
+        wanted = float(arrays[0][0, 0, 0, 0]) ** 4 * float(arrays[2][0, 0, 0, 0])
+        both = (
+            gau(*arrays, scale=1.0, divisor="count"),
+            flash(*arrays[:2], *nothing, arrays[2], scale=1.0, divisor=6),
+        )
+        for output in both:
+            assert output.dtype == np.float16
+            close(output, np.full((1, 6, 1, 1), wanted), 2e-3)
+
+
+def test_the_scale_of_flash_may_be_learned(x64):
+    arrays = inputs()
+
+    def total(scale):
+        return flash(*arrays, scale=scale, group_size=GROUP).sum()
+
+    slope = jax.jit(jax.grad(total))(0.7)
+    near = (total(0.7 + 1e-6) - total(0.7 - 1e-6)) / 2e-6
+    np.testing.assert_allclose(slope, near, 1e-7)
+
+
 def test_divisors_and_scales_may_be_numbers_of_numpy_and_jax():
     arrays = single(SOFTMAX.arrays(3))
     same(gau(*arrays, divisor=jnp.float32(3)), gau(*arrays, divisor=3))

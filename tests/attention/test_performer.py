@@ -276,8 +276,20 @@ def test_scale_multiplies_the_scores():
     doubled = performer(query * 2**0.5, key * 2**0.5, value, ROWS, scale=1 / size)
     close(doubled, performer(query, key, value, ROWS, scale=2 / size), 1e-5)
     close(performer(query, key, value, scale=2 / size), performer(query, key, value), 0)
-    with pytest.raises(ValueError, match="scale.*-1"):
-        performer(query, key, value, scale=-1)
+    for scale in (-1, np.float32(-1), jnp.float32(-1)):
+        with pytest.raises(ValueError, match="scale.*-1"):
+            performer(query, key, value, scale=scale)
+
+
+@pytest.mark.parametrize("size", [1, 40])
+def test_a_side_without_keys_has_no_say(size):
+    """At size 40 scale · |k|²/2 is 2000: a shift of 0 beside it leaves nothing."""
+    query, key, value = inputs(12)
+    single = [x.astype(np.float32) for x in (query * size, key * size, value)]
+    segments = np.arange(12) // np.array([[1], [3]])
+    output = run(POSITIVE.whole, *single, segment_ids=segments)
+    wanted = POSITIVE.oracle(query * size, key * size, value, segment_ids=segments)
+    close(output, wanted, 1e-4)
 
 
 def test_unknown_features_and_wrong_projections_are_named():

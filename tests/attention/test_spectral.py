@@ -71,6 +71,25 @@ def test_it_equals_its_definition(kind):
     assert not output[hidden].any()
 
 
+def test_a_call_outside_jit_compiles_once():
+    query, value = single(*inputs())
+    events = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if "backend_compile" in event:
+            events.append(event)
+
+    attention.matrix_function(query, value, "exp")
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        attention.matrix_function(query, value, "exp")
+        assert not events
+        attention.matrix_function(query[:, :-1], value[:, :-1], "exp")
+        assert events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @every_kind
 def test_large_scores_lose_no_accuracy(kind):
     """Eigenvalues up to 40, where e^A reaches 2e17 and a rounded A is off by 2e-6."""

@@ -21,7 +21,14 @@ from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.execution import cut, heads_last, join, layout, sum_dtype
 from symjax.attention.positions import alibi_slopes
 from symjax.attention.prefix import einsum
-from symjax.attention.shards import Stretch, follow, last_before, state_before
+from symjax.attention.shards import (
+    Stretch,
+    follow,
+    last_before,
+    on_auto_axes,
+    state_before,
+    vary_alike,
+)
 
 
 class DecayState(NamedTuple):
@@ -46,7 +53,7 @@ def decay_causal(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
-    log_decay: Float[Array, "#B #T K *F"],
+    log_decay: Float[Array, "#B #T K *F"] | Float[Array, " K"],
     mask: Bool[Array, "B 1 1 T"] | None = None,
     *,
     chunk_size: int = 64,
@@ -65,7 +72,7 @@ def decay_causal(
     O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk.
 
     Args:
-        log_decay: at most 0, [B or 1, T or 1, K] for a decay a head or
+        log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or
             [B or 1, T or 1, K, H] for one a channel. Above 0 the state grows, which
             cannot be refused here: under `jax.jit` no value is known. −∞ forgets all.
         mask: True = attend; it may only hide keys. A hidden token is as good as
@@ -88,12 +95,12 @@ def decay_causal(
     who = "decay_causal"
     check(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
-    _check_log_decay(who, log_decay, key)
+    log_decay = _checked_log_decay(who, log_decay, key)
     if chunk_size < 1:
         raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
     start = _start(who, state, query, key, value)
     output, end = _causal(
-        chunk_size, axis_name, start, query, key, value, log_decay, mask, segment_ids
+        chunk_size, axis_name, query, key, value, log_decay, start, mask, segment_ids
     )
     return (output, end) if return_state else output
 
@@ -103,7 +110,7 @@ def decay_step(
     query: Float[Array, "B 1 N H"],
     key: Float[Array, "B 1 K H"],
     value: Float[Array, "B 1 K V"],
-    log_decay: Float[Array, "#B 1 K *F"],
+    log_decay: Float[Array, "#B 1 K *F"] | Float[Array, " K"],
 ) -> tuple[Float[Array, "B 1 N V"], DecayState]:
     """One more token of `decay_causal`, in O(H V): the output and the state after it.
 
@@ -112,11 +119,11 @@ def decay_step(
     """
     who = "decay_step"
     check(who, query, key, value, None, None, causal=True)
-    _check_log_decay(who, log_decay, key)
+    log_decay = _checked_log_decay(who, log_decay, key)
     if query.shape[1] != 1:
         raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
     state = _start(who, state, query, key, value)
-    return _causal(1, None, state, query, key, value, log_decay, None, None)
+    return _causal(1, None, query, key, value, log_decay, state, None, None)
 
 
 def decay_state(
@@ -195,15 +202,22 @@ def _check_heads(who: str, heads: int) -> None:
         raise ValueError(f"{who} needs at least 1 head, got {heads}")
 
 
-def _check_log_decay(who: str, log_decay: Array, key: Array) -> None:
+def _checked_log_decay(who: str, log_decay: Array, key: Array) -> Array:
+    """The same as [B or 1, T or 1, K] or [B or 1, T or 1, K, H]."""
     batch, length, heads, size = key.shape
+    log_decay = jnp.asarray(log_decay)
+    given = log_decay.shape
+    if given == (heads,):
+        log_decay = log_decay[None, None]
     shape = log_decay.shape
     fits = len(shape) in (3, 4) and shape[2:] in ((heads,), (heads, size))
     if not fits or shape[0] not in (1, batch) or shape[1] not in (1, length):
         raise ValueError(
-            f"{who}: log_decay must be [{batch} or 1, {length} or 1, {heads}], or that "
-            f"and {size} channels, for key {key.shape}, got {shape}"
+            f"{who}: log_decay must be [{heads}], [{batch} or 1, {length} or 1, "
+            f"{heads}], or the latter and {size} channels, for key {key.shape}, "
+            f"got {given}"
         )
+    return log_decay
 
 
 def _start(
@@ -227,27 +241,27 @@ def _start(
 def _causal(
     chunk_size: int,
     axis_name: str | None,
-    state: DecayState,
-    query: Array,
-    key: Array,
-    value: Array,
-    log_decay: Array,
-    mask: Array | None,
-    segment_ids: Array | None,
+    *operands: Any,
 ) -> tuple[Array, DecayState]:
     """All of time, a chunk after the other.
 
     The backward pass recomputes a chunk from the state before it.
     """
-    chunk = _layout(query, key, value, log_decay, mask, segment_ids, axis_name)
-    if axis_name is not None:
-        state = _before(chunk, state, axis_name)
-    length = key.shape[1]
-    size = max(1, min(chunk_size, length))
-    chunks = _Chunk(cut(chunk.query, size, 3), *(cut(x, size, 2) for x in chunk[1:]))
-    body = jax.checkpoint(_advance, prevent_cse=False)
-    sums, rows = jax.lax.scan(body, state.sums, chunks)
-    return heads_last(join(rows, length), value.dtype), DecayState(sums)
+
+    def all_rows(query, key, value, log_decay, state, mask, segment_ids):
+        chunk = _layout(query, key, value, log_decay, mask, segment_ids, axis_name)
+        state, chunk = vary_alike((state, chunk))
+        if axis_name is not None:
+            state = _before(chunk, state, axis_name)
+        length = key.shape[1]
+        size = max(1, min(chunk_size, length))
+        rest = (cut(x, size, 2) for x in chunk[1:])
+        chunks = _Chunk(cut(chunk.query, size, 3), *rest)
+        body = jax.checkpoint(_advance, prevent_cse=False)
+        sums, rows = jax.lax.scan(body, state.sums, chunks)
+        return heads_last(join(rows, length), value.dtype), DecayState(sums)
+
+    return on_auto_axes(all_rows, operands[0], operands[2], *operands)
 
 
 def _layout(

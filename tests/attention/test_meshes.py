@@ -1,0 +1,98 @@
+"""Mechanisms on a mesh as users make it: axes of any type, shard_map as it comes."""
+
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from laws import close
+
+from symjax import attention as A
+
+B, T, N, K, H, V = 4, 12, 4, 2, 8, 6
+MECHANISMS = {
+    "linear": A.linear_causal,
+    "cosine": A.cosine_causal,
+    "performer": A.performer_causal,
+    "decay": lambda query, key, value: A.decay_causal(
+        query, key, value, -0.1 * np.ones((1, 1, key.shape[2]), np.float32)
+    ),
+    "flash": lambda query, key, value: A.flash_causal(
+        query, key, query, key, value, group_size=4
+    ),
+    "segments": lambda query, key, value: A.linear(
+        query, key, value, segment_ids=np.zeros(query.shape[:2], int)
+    ),
+    "exp": lambda query, key, value: A.matrix_function(key, value, "exp"),
+}
+every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
+
+
+def mesh(kind):
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    sizes = (N, H), (K, H), (K, V)
+    return [rng.normal(size=(B, T, *size)).astype(np.float32) for size in sizes]
+
+
+def graded(function, given):
+    """The output, and the gradients of the sum of its squares."""
+
+    @jax.jit
+    def both(*arrays):
+        output, back = jax.vjp(function, *arrays)
+        return output, back(2 * output)
+
+    output, gradients = both(*given)
+    return [output, *gradients]
+
+
+def same_as_alone(name, function, given):
+    found = graded(function, given)
+    for one, two in zip(found, graded(MECHANISMS[name], arrays()), strict=True):
+        if np.any(two):
+            close(one, np.asarray(two), 1e-5)
+        else:
+            assert not np.any(one)
+    return found[0]
+
+
+@every_mechanism
+def test_shard_map_counts_the_axes_that_arrays_vary_over(name):
+    """With `check_vma` as it is by default; each device has an example and a head."""
+    split = P("x", None, "y")
+    function = jax.shard_map(
+        MECHANISMS[name], mesh=mesh(AxisType.Auto), in_specs=split, out_specs=split
+    )
+    same_as_alone(name, function, arrays())
+
+
+@pytest.mark.parametrize("split", [P("x", None, "y"), P("x", "y")], ids=str)
+@every_mechanism
+def test_axes_may_be_explicit(name, split):
+    """As `jax.make_mesh` makes them by default; the output is sharded as the query."""
+    sharding = NamedSharding(mesh(AxisType.Explicit), split)
+    given = [jax.device_put(x, sharding) for x in arrays()]
+    output = same_as_alone(name, MECHANISMS[name], given)
+    assert output.sharding.spec[:3] == (*split, None)[:3]
+
+
+def test_steps_go_on_over_explicit_axes():
+    sharding = NamedSharding(mesh(AxisType.Explicit), P("x", None, "y"))
+    given = [jax.device_put(x, sharding) for x in arrays()]
+    prefill = jax.jit(lambda *arrays: A.linear_causal(*arrays, return_state=True))
+    step = jax.jit(A.linear_step)
+    _, state = prefill(*(x[:, :-1] for x in given))
+    output, _ = step(state, *(x[:, -1:] for x in given))
+    close(output, np.asarray(A.linear_causal(*arrays()))[:, -1:], 1e-5)
+
+
+def test_no_module_hides_a_mechanism():
+    """`A.decay(…)` must not meet a file of that name."""
+    names = {*A.__all__, *A.MECHANISMS}
+    assert not [x for x in names if isinstance(getattr(A, x, None), ModuleType)]

@@ -31,10 +31,6 @@ def key(
     )
 
 
-# Mechanisms that are whole blocks: they replace the feed-forward too.
-GATED = ("gau", "flash")
-
-
 def mechanisms() -> tuple[str, ...]:
     """The names in the table of mechanisms, which knows jax and so is read late."""
     from symjax.attention import MECHANISMS
@@ -48,11 +44,11 @@ def group(kind: type) -> Any:
 
 @dataclass(frozen=True)
 class Attention:
-    """How tokens look at each other: four independent choices and their options."""
+    """The attention layer: mechanism, keys, differential maps, execution."""
 
     mechanism: str = key(
         "softmax",
-        "what a pair of tokens is worth",
+        "how attention weights are computed",
         mechanisms,
     )
     symmetric: str = key(
@@ -62,8 +58,8 @@ class Attention:
     )
     differential: str = key(
         "none",
-        "how maps combine: one map, or A₁ − λA₂ with λ of the layer (v1) or of every "
-        "token and head (v2)",
+        "differential attention A₁ − λA₂, with λ of the layer (v1) or of every token "
+        "and head (v2)",
         ("none", "v1", "v2"),
     )
     depth_offset: int = key(
@@ -96,13 +92,13 @@ class Attention:
     )
     decay: str = key(
         "retention",
-        "how a decay mechanism forgets: fixed a head, as in RetNet or by one of two "
-        "published Lightning slopes, or a learned gate for every channel (GLA)",
+        "log-decay of the decay mechanism: constant per head, as in RetNet or by one "
+        "of two published Lightning slopes, or a learned gate per channel (GLA)",
         ("retention", "transnormer", "lightning", "gated"),
     )
     function: str = key(
         "exp",
-        "of matrix_function: what of the matrix A = QQᵀ stands in for a map of weights",
+        "of matrix_function: which function of A = QQᵀ replaces the attention map",
         ("exp", "expm1", "resolvent", "resolventm1"),
     )
     function_scale: float = key(
@@ -167,7 +163,7 @@ class Model:
     norm: str = key("layernorm", "before each sublayer", ("layernorm", "rmsnorm"))
     positions: str = key(
         "learned",
-        "how a token knows its place; RoPE turns pairs of features, (i, i + H/2) or "
+        "position encoding; RoPE turns pairs of features, (i, i + H/2) or "
         "interleaved (2i, 2i + 1)",
         ("none", "learned", "sinusoidal", "rope", "rope_interleaved", "alibi"),
     )
@@ -191,12 +187,12 @@ class Model:
     )
     remat: str = key(
         "none",
-        "what the backward pass computes again, for less memory: nothing, all but "
-        "products with weights, or whole blocks",
+        "what the backward pass recomputes to save memory: nothing, all but products "
+        "with weights, or whole blocks",
         ("none", "dots", "full"),
     )
     scan_layers: bool = key(
-        False, "run the blocks as one loop: a deep model compiles as fast as a flat one"
+        False, "run the blocks as one loop: compile time does not grow with depth"
     )
     ponder: float = key(
         0.001, "weight of the ponder cost in the loss of a universal model", least=0

@@ -1,14 +1,12 @@
 """What a model has learned, read from its weights."""
 
 import numpy as np
-from flax import nnx
 
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Lines, Table
 from symjax.evaluation.inside import mean_by_layer
-from symjax.evaluation.reading import Layer
+from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.trained import Trained, history
-from symjax.layers import Attention
 from symjax.models.build import Model
 
 
@@ -66,10 +64,9 @@ def _mean_lambda(layer: Layer) -> np.ndarray:
 def lambda_table(model: Model) -> list[dict[str, float]]:
     """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with differential V1."""
     rows = []
-    modules = sorted(nnx.iter_modules(model), key=lambda found: found[0])
-    layers = [layer for _, layer in modules if isinstance(layer, Attention)]
-    for index, layer in enumerate(layers):
-        if layer.differential != "v1":
+    layers = {id(layer): layer for layer in attentions(model)}  # one that is repeated
+    for index, layer in enumerate(layers.values()):
+        if layer.mixer.differential != "v1":
             continue
         first = _exponential(layer.lambda_query_1, layer.lambda_key_1)
         second = _exponential(layer.lambda_query_2, layer.lambda_key_2)

@@ -75,7 +75,7 @@ def random_kinds(trained: Trained) -> list[str]:
     performers = [
         layer
         for layer in attentions(trained.any_model())
-        if layer.mechanism == "performer"
+        if layer.mixer.mechanism == "performer"
     ]
     if not performers:
         return ["positive", "hyperbolic"]
@@ -143,7 +143,7 @@ def errors(
 
 def _own_maps(trained: Trained, asked: Asked) -> tuple[list[dict], list[Layer]]:
     """Errors of the model's own features, and the layers of the longest window."""
-    names = [layer.mechanism for layer in attentions(trained.any_model())]
+    names = [layer.mixer.mechanism for layer in attentions(trained.any_model())]
     causal = config.is_causal(trained.options.model)
     found: dict[int, list[np.ndarray]] = {}
     longest: list[Layer] = []

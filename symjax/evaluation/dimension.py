@@ -6,7 +6,6 @@ from symjax.evaluation.asked import Asked
 from symjax.evaluation.finding import Finding, Table
 from symjax.evaluation.reading import attentions
 from symjax.evaluation.trained import Trained
-from symjax.layers import Attention
 
 
 def needed_dimension(tokens: int) -> float:
@@ -20,12 +19,8 @@ def needed_dimension(tokens: int) -> float:
 def dimension(trained: Trained, asked: Asked) -> Finding:
     """The rule for some lengths, and where the heads of this model stand."""
     length = trained.options.model.length
-    sizes = sorted(
-        {
-            layer.sizes.head_size if isinstance(layer, Attention) else layer.size
-            for layer in attentions(trained.any_model())
-        }
-    )
+    layers = attentions(trained.any_model())
+    sizes = sorted({layer.mixer.sizes.head_size for layer in layers})
     lengths = sorted({length, 64, 256, 512, 1024, 4096, 16384, 65536})
     rows = [(n, round(needed_dimension(n), 1)) for n in lengths]
     shown = ", ".join(map(str, sizes))

@@ -21,7 +21,7 @@ BOUND = 0.25  # of softmax
 
 def gradients(trained: Trained, asked: Asked) -> Finding:
     """The size of ∂weight/∂score over all pairs: softmax, linear and cosine layers."""
-    names = [layer.mechanism for layer in attentions(trained.any_model())]
+    names = [layer.mixer.mechanism for layer in attentions(trained.any_model())]
     known = [name in ("softmax", "linear", "cosine") for name in names]
     left = sorted({name for name, yes in zip(names, known, strict=True) if not yes})
     text = ["|∂a/∂z| of a weight and its own score, over all pairs, heads, branches"]

@@ -14,7 +14,6 @@ from symjax.evaluation.finding import Finding, Lines, Table
 from symjax.evaluation.inside import windows
 from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.trained import Trained
-from symjax.layers import Attention
 
 PRODUCTS = {"none": "QKᵀ", "plain": "QQᵀ", "pairwise": "QUQᵀ"}
 
@@ -42,10 +41,7 @@ def rank(trained: Trained, asked: Asked) -> Finding:
     Means over heads and windows. Each head's matrix is of one window, not masked for
     products; maps of a decoder are causal.
     """
-    kinds = [
-        PRODUCTS[layer.symmetric if isinstance(layer, Attention) else "none"]
-        for layer in attentions(trained.any_model())
-    ]
+    kinds = [PRODUCTS[layer.symmetric] for layer in attentions(trained.any_model())]
     found: dict[tuple[int, str], list[np.ndarray]] = {}
     lengths = set()
     for window in windows(trained, asked):

@@ -15,11 +15,10 @@ from einops import rearrange, repeat
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention import ScoreMechanism
-from symjax.attention.features import PLAIN, UNIT
 from symjax.attention.rows import row_map
-from symjax.layers import Attention, GatedBlock, UniversalBlock
-from symjax.layers.forms import form_of
+from symjax.layers.mechanisms import part_of
+from symjax.layers.mixer import Mixer
+from symjax.layers.sharded import Operand
 from symjax.models.build import Model
 
 # The tokens of a row, below 0 where there are none, or an image.
@@ -55,15 +54,9 @@ class Layer(NamedTuple):
     hidden: Float[np.ndarray, "T D"]
 
 
-def attentions(model: Model) -> list[Attention | GatedBlock]:
+def attentions(model: Model) -> list[Any]:
     """The attention of every layer; that of a universal model as often as it steps."""
-    found: list[Attention | GatedBlock] = []
-    for block in model.blocks:
-        if isinstance(block, UniversalBlock):
-            found += [block.block.attention] * block.depth
-        else:
-            found.append(block if isinstance(block, GatedBlock) else block.attention)
-    return found
+    return [layer for block in model.blocks for layer in block.attentions]
 
 
 def read(model: Model, inputs: Inputs) -> list[Layer]:
@@ -97,63 +90,28 @@ def _without_pads(layer: Layer, there: Bool[np.ndarray, "T"]) -> Layer:
 @partial(jax.jit, static_argnums=0)
 def _read(graph: nnx.GraphDef, weights: Any, inputs: Array) -> list[Layer]:
     model, found = nnx.merge(graph, weights), []
-    model.remat, model.period = "none", 0  # one block after another
-    watched = []
-    for block in model.blocks:
-        if isinstance(block, UniversalBlock):
-            block.remat = "none"
-            watching: Any = block
-            watching.block = nnx.static(_Watched(block.block, found))
-            watched.append(block.__call__)
-        else:
-            watched.append(_Watched(block, found))
-    model.blocks = nnx.static(watched)
-    model(inputs)
+    model(inputs, watch=lambda *seen: found.append(_layer(*seen)))
     return found
-
-
-class _Watched:
-    """A block that also writes down what its attention does."""
-
-    def __init__(self, block: Any, found: list[Layer]):
-        self.block, self.found = block, found
-
-    def __call__(
-        self, x: Array, padding_mask: Array | None = None, **options: Any
-    ) -> Array:
-        hidden = self.block(x, padding_mask, **options)
-        if isinstance(self.block, GatedBlock):
-            layer, y = self.block, self.block.norm(x)
-        else:
-            layer, y = self.block.attention, self.block.attention_norm(x)
-        self.found.append(_layer(layer, y, padding_mask, hidden))
-        return hidden
 
 
 def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> Layer:
     """What an `Attention` or a `GatedBlock` makes of x."""
     positions = jnp.arange(x.shape[1])[None]
-    arrays = layer.arrays(x, positions)
+    operands = layer.operands(x, positions)
     if padding_mask is not None:
-        arrays["mask"] = (padding_mask[:, None, None], "B")
-    query, key = arrays["query"][0], arrays["key"][0]
-    kind, lam = "none", None
-    if isinstance(layer, Attention):
-        query, key, _ = layer.project(x, positions)
-        kind = layer.differential
+        operands["mask"] = Operand(padding_mask[:, None, None], "B")
+    query, key, value = layer.project(x, positions)
+    kind, lam = layer.mixer.differential, None
     if kind != "none":
-        lam = arrays["lam"][0]
-        lam = jnp.broadcast_to(lam, (*x.shape[:2], layer.sizes.heads))
-    value = arrays["value"][0]
-    heads = query.shape[2] // (1 if lam is None else 2)
-    length = x.shape[1]
-    units = jnp.broadcast_to(
-        jnp.eye(length)[None, :, None], (1, length, value.shape[2], length)
-    )
-    arrays["value"] = (units, arrays["value"][1])
+        lam = operands["lam"].array
+        lam = jnp.broadcast_to(lam, (*x.shape[:2], layer.mixer.sizes.heads))
+    heads, length = layer.mixer.sizes.heads, x.shape[1]
+    units = jnp.eye(length)[None, :, None]
+    units = jnp.broadcast_to(units, (1, length, value.shape[2], length))
+    operands["value"] = operands["value"]._replace(array=units)
     scores = None
-    if _has_scores(layer):
-        scores = _branches(partial(_scores, layer), arrays, kind)
+    if layer.mixer.form.keys and layer.mixer.form.state is None:
+        scores = _branches(partial(_scores, layer.mixer), operands, kind)
     # Traced here; `read` gives them out as numpy arrays.
     return Layer._make(
         (
@@ -161,9 +119,9 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
             _each_head(key, heads, kind),
             repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
             scores,
-            _products(layer, arrays, heads, kind),
-            _branches(partial(_map, layer), arrays, kind),
-            _map(layer, arrays),
+            _products(layer.mixer, operands, kind),
+            _branches(partial(_map, layer.mixer), operands, kind),
+            _map(layer.mixer, operands),
             lam,
             hidden,
         )
@@ -179,16 +137,18 @@ def _each_head(x: Array, heads: int, kind: str) -> Array:
     return repeat(own, "b k p t h -> b (k g) p t h", g=heads // own.shape[1])
 
 
-def _branches(read: Callable, arrays: dict[str, Any], kind: str) -> Array:
-    """read(arrays) [B N T T] for every branch: λ = 0 leaves the first, and after they
+def _branches(read: Callable, operands: dict[str, Operand], kind: str) -> Array:
+    """read(operands) [B N T T] for every branch: λ = 0 leaves the first, and after they
     have changed places the second."""
     if kind == "none":
-        return read(arrays)[:, :, None]
-    lam, axes = arrays["lam"]
-    first = arrays | {"lam": (jnp.zeros_like(lam), axes)}
-    names = ("query",) if kind == "v2" else ("query", "key", "log_decay")
+        return read(operands)[:, :, None]
+    lam = operands["lam"]
+    first = operands | {"lam": lam._replace(array=jnp.zeros_like(lam.array))}
+    own = ("BTN",) if kind == "v2" else ("BTN", "BSK", "BTK")
     swapped = {
-        name: (_swap(first[name][0]), first[name][1]) for name in names if name in first
+        name: operand._replace(array=_swap(operand.array))
+        for name, operand in first.items()
+        if operand.axes in own and name not in ("lam", "value")
     }
     return jnp.stack([read(first), read(first | swapped)], axis=2)
 
@@ -199,43 +159,35 @@ def _swap(x: Array) -> Array:
     return jnp.flip(pairs, axis=3).reshape(x.shape)
 
 
-def _map(layer: Attention | GatedBlock, arrays: dict[str, Any]) -> Array:
-    return jnp.swapaxes(layer.mix(arrays), 1, 2)
+def _map(mixer: Mixer, operands: dict[str, Operand]) -> Array:
+    return jnp.swapaxes(mixer(operands), 1, 2)
 
 
-def _has_scores(layer: Attention | GatedBlock) -> bool:
-    if isinstance(layer, GatedBlock):
-        return layer.mechanism == "gau"
-    return isinstance(form_of(layer.mechanism).attend, ScoreMechanism)
-
-
-def _scores(layer: Any, arrays: dict[str, Any]) -> Array:
+def _scores(mixer: Mixer, operands: dict[str, Operand]) -> Array:
     """The engine's own scores: the map of a mechanism whose weights are its scores."""
     options: dict[str, Any] = {
-        name: x for name, x in layer.options if name in ("length_base", "mask_self")
+        name: x for name, x in mixer.options if name in ("length_base", "mask_self")
     }
-    query, key = arrays["query"][0], arrays["key"][0]
-    if "lam" in arrays:
+    query, key = operands["query"].array, operands["key"].array
+    if "lam" in operands:
         shape = (*query.shape[:2], query.shape[2] // 2)
-        options["lam"] = jnp.broadcast_to(arrays["lam"][0], shape)
-        options["shared_keys"] = layer.differential == "v2"
-    if "mask" in arrays:
-        options["mask"] = arrays["mask"][0]
-    return row_map(_itself, query, key, is_causal=layer.causal, **options)
+        options["lam"] = jnp.broadcast_to(operands["lam"].array, shape)
+        options["shared_keys"] = mixer.differential == "v2"
+    if "mask" in operands:
+        options["mask"] = operands["mask"].array
+    return row_map(_itself, query, key, is_causal=mixer.causal, **options)
 
 
-def _products(
-    layer: Attention | GatedBlock, arrays: dict[str, Any], heads: int, kind: str
-) -> Array | None:
-    if layer.mechanism not in ("linear", "cosine"):
+def _products(mixer: Mixer, operands: dict[str, Operand], kind: str) -> Array | None:
+    maps = part_of(mixer.mechanism).features(dict(mixer.options))
+    if maps is None:
         return None
-    maps = UNIT
-    if layer.mechanism == "linear":
-        maps = PLAIN[dict(layer.options).get("features", "elu")]
-    query = _each_head(maps.query(arrays["query"][0], None).weights(), heads, kind)
-    key = _each_head(maps.key(arrays["key"][0], None).weights(), heads, kind)
+    query, key = (
+        _each_head(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
+        for of, name in ((maps.query, "query"), (maps.key, "key"))
+    )
     products = jnp.einsum("bnpth,bnpsh->bnpts", query, key)
-    return jnp.tril(products) if layer.causal else products
+    return jnp.tril(products) if mixer.causal else products
 
 
 def _itself(scores: Array, visible: Array | None) -> Array:

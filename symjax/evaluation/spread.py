@@ -75,7 +75,7 @@ def slope(
 
 def support(trained: Trained, asked: Asked) -> Finding:
     """How many keys have a weight, of those a row sees, in layers with sparse maps."""
-    mechanisms = [layer.mechanism for layer in attentions(trained.any_model())]
+    mechanisms = [layer.mixer.mechanism for layer in attentions(trained.any_model())]
     sparse = [i for i, name in enumerate(mechanisms) if name in SPARSE]
     if not sparse:
         known = ", ".join(sorted(set(mechanisms)))

@@ -87,18 +87,29 @@ class Block(nnx.Module):
         padding_mask: Bool[Array, "B T"] | None = None,
         *,
         dropout_key: Array | None = None,
+        watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
         """
         Args:
             padding_mask: True for tokens that exist; the others are seen by none.
                 None: all.
             dropout_key: None turns dropout off.
+            watch: is told (the layer with the mechanism, what it is given, the padding
+                mask, the output of the block), to read what happens inside.
         """
         attention_key, feedforward_key = _two(dropout_key)
-        y = self.attention(self.attention_norm(x), padding_mask)
-        x = self._add(x, y, attention_key)
+        normed = self.attention_norm(x)
+        x = self._add(x, self.attention(normed, padding_mask), attention_key)
         y = self.feedforward(self.feedforward_norm(x))
-        return self._add(x, y, feedforward_key)
+        x = self._add(x, y, feedforward_key)
+        if watch is not None:
+            watch(self.attention, normed, padding_mask, x)
+        return x
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The layers inside with a mechanism, in the order of their calls."""
+        return [self.attention]
 
     def calibrate(self, x: Float[Array, "B T D"]) -> None:
         """As `Attention.calibrate`, from a sample of inputs of the block."""
@@ -111,11 +122,11 @@ class Block(nnx.Module):
     def decode(
         self,
         x: Float[Array, "B T D"],
-        state: Any,
+        cache: Any,
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The next T tokens of every example from its state: (output, new state).
+        """The next T tokens of every example from its cache: (output, new cache).
 
         Args:
             position: how many tokens each example has read.
@@ -123,9 +134,9 @@ class Block(nnx.Module):
                 all.
         """
         normed = self.attention_norm(x)
-        y, state = self.attention.decode(normed, state, position, padding_mask)
+        y, cache = self.attention.decode(normed, cache, position, padding_mask)
         x = x + y
-        return x + self.feedforward(self.feedforward_norm(x)), state
+        return x + self.feedforward(self.feedforward_norm(x)), cache
 
     def _add(self, x: Array, y: Array, key: Array | None) -> Array:
         return x + self.dropout(y, deterministic=key is None, rngs=key)
@@ -135,8 +146,17 @@ def _two(key: Array | None) -> tuple[Array | None, Array | None]:
     return (None, None) if key is None else tuple(jax.random.split(key))
 
 
+def run_of(remat: str, watch: Callable | None = None) -> Callable[..., Array]:
+    """(block, x, padding_mask, dropout_key) → output, by the value of model.remat."""
+
+    def run(block: Any, x: Array, padding_mask: Any, dropout_key: Any) -> Array:
+        return block(x, padding_mask, dropout_key=dropout_key, watch=watch)
+
+    return run if watch is not None else rematerialised(run, remat)
+
+
 def rematerialised(run: Callable, choice: str, *, in_scan: bool = False) -> Callable:
-    """`run`, of modules or arrays, so that its backward pass keeps less.
+    """`run`, of modules or arrays, in `jax.checkpoint` by the value of model.remat.
 
     Args:
         choice: "none" keeps everything, "dots" the input and the products with weights,

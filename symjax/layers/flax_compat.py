@@ -66,7 +66,7 @@ def attention_fn(
         qk_attn_weights_einsum: Callable | None = None,
         attn_weights_value_einsum: Callable | None = None,
     ) -> Float[Array, "*B T N V"]:
-        # Linen leaves out, unsaid, every argument that is not named here.
+        # Linen drops silently every argument that is not named here.
         _refuse_uses_of_the_map(
             mechanism,
             {
@@ -130,7 +130,7 @@ def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
 
 
 def _try_options(function: Callable, options: dict[str, Any], projected: bool) -> None:
-    """Refuse now a name or number that the mechanism would refuse in every call.
+    """Check now the options that the mechanism would refuse in every call.
 
     Arrays and functions may belong to heads of one size, and wait for the call.
     """

@@ -1,14 +1,17 @@
-"""How fast a decay mechanism forgets: a number a head, or a gate a channel."""
+"""The log-decays of a layer: a number a head, or a gate a channel."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from symjax import attention, config
+from symjax.layers.parts import Part, Sizes
 from symjax.layers.primitives import Linear
+from symjax.layers.sharded import Operand
 
 RANK = 16  # of the gate's map, as in GLA
 
@@ -17,7 +20,7 @@ class FixedDecay(nnx.Module):
     """The log-decay of RetNet or of one of the published Lightning slopes, a head.
 
     Args:
-        branches: key heads of each head, which forget alike.
+        branches: key heads of each head, which share one decay.
     """
 
     BY_DEPTH = ("rates",)
@@ -25,7 +28,7 @@ class FixedDecay(nnx.Module):
     def __init__(self, options: config.Model, depth: int, branches: int):
         heads, kind = options.kv_heads or options.heads, options.attention.decay
         self.branches = branches
-        with jax.ensure_compile_time_eval():  # numbers, also where shapes are traced
+        with jax.ensure_compile_time_eval():  # concrete numbers, also under eval_shape
             if kind == "retention":
                 rates = attention.retention_log_decay(heads)
             else:
@@ -57,3 +60,28 @@ class GatedDecay(nnx.Module):
         logits = self.up(self.down(x)).astype(jnp.float32)
         logits = logits.reshape(*logits.shape[:2], self.keys, -1)
         return attention.gated_log_decay(logits)
+
+
+def decay_of(
+    options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
+) -> dict[str, Any]:
+    """The module that says how fast the state of every key head forgets."""
+    if options.attention.decay == "gated":
+        dtype, shape = jnp.dtype(options.dtype), (sizes.keys, sizes.head_size)
+        return {"decay": GatedDecay(options.width, *shape, dtype=dtype, rngs=rngs)}
+    return {"decay": FixedDecay(options, depth, sizes.keys // sizes.kv_heads)}
+
+
+DECAY = Part(
+    weights=decay_of,
+    operands=lambda layer, x, operands: (
+        operands | {"log_decay": Operand(layer.decay(x), "BTK")}
+    ),
+    head_norm=True,
+    keys=lambda chosen: ("decay",),
+    rules=(
+        ("decay/down/kernel", P("fsdp", None)),
+        ("decay/up/kernel", P(None, "tensor")),
+    ),
+    owned=("decay",),
+)

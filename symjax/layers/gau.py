@@ -1,33 +1,27 @@
 """The gated attention unit: one block in place of attention and feed-forward."""
 
-import dataclasses
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
-from symjax.attention.masks import visible_pairs
-from symjax.layers.cache import KeyValues, check_room, write
+from symjax.layers.mixer import Mixer
+from symjax.layers.parts import Sizes
 from symjax.layers.primitives import Linear, norm, rotary
-from symjax.layers.sharded import per_device, time_axis
+from symjax.layers.sharded import Operand
+from symjax.layers.validate import mechanism_options
 
 LARGEST_SIZE = 128  # of queries and keys, unless model.head_size says otherwise
-ROLES = {
-    "gau": ("query", "key"),
-    "flash": ("query", "key", "linear_query", "linear_key"),
-}
-# Keys of config.Attention that a block takes. The others, and those of config.Model
-# that are named here, may be set where other blocks of the model take them.
-OWN = {"gau": ("implementation",), "flash": ("chunk_size",)}
-FOREIGN = ("kv_heads", "feedforward", "activation")
+RULES = (("roles/*", P(None)),)
 
 
 class Role(nnx.Module):
-    """What one use makes of the vector that all uses share: scale · z + bias."""
+    """One use of the shared vector z, as queries or keys: scale · z + bias."""
 
     def __init__(self, size: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         draw = nnx.initializers.normal(0.02)
@@ -50,7 +44,7 @@ class GatedBlock(nnx.Module):
     so that two such blocks cost about as much as one of attention and feed-forward.
 
     gau   every pair; the divisor is model.length, a constant, since a causal model
-          may not know how long its text will be, and of an encoder the number of tokens
+          may not depend on the final length, and of an encoder the number of tokens
     flash groups of chunk_size tokens, with linear attention across them from a second
           query and key; both divisors are the size of a group
 
@@ -63,35 +57,38 @@ class GatedBlock(nnx.Module):
     Source: Hua et al. 2022, arXiv:2202.10447.
     """
 
+    symmetric = "none"
+
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
-        _check(options)
-        self.mechanism = config.mechanism_of(options, depth)
-        self.causal = config.is_causal(options)
-        self.dtype = jnp.dtype(options.dtype)
-        self.size = options.head_size or max(1, min(LARGEST_SIZE, options.width // 2))
-        self.hidden = 2 * options.width
-        self.rotate = rotary(options, self.size)
-        if self.mechanism == "gau":
-            implementation = options.attention.implementation
-            divisor = options.length if self.causal else "count"
-            shared = {"divisor": divisor, "implementation": implementation}
-        else:
-            shared = {"group_size": options.attention.chunk_size}
-        self.options = tuple(shared.items())  # hashable, as jit needs
-        layer = {"dtype": self.dtype, "rngs": rngs}
+        mechanism = config.mechanism_of(options, depth)
+        size = options.head_size or max(1, min(LARGEST_SIZE, options.width // 2))
+        hidden, dtype = 2 * options.width, jnp.dtype(options.dtype)
+        self.mixer = Mixer(
+            mechanism,
+            mechanism_options(options, depth),
+            Sizes(1, 1, 1, 1, size, hidden),
+            config.is_causal(options),
+            dtype,
+        )
+        self.rotate = rotary(options, size)
+        layer = {"dtype": dtype, "rngs": rngs}
         self.norm = norm(options.norm, options.width, bias=options.bias, **layer)
 
         def linear(inputs: int, outputs: int) -> Linear:
             return Linear(inputs, outputs, use_bias=options.bias, **layer)
 
-        self.gate = linear(options.width, self.hidden)
-        self.value = linear(options.width, self.hidden)
-        self.shared = linear(options.width, self.size)
-        self.roles = nnx.Dict(
-            {role: Role(self.size, **layer) for role in ROLES[self.mechanism]}
-        )
-        self.out = linear(self.hidden, options.width)
+        self.gate = linear(options.width, hidden)
+        self.value = linear(options.width, hidden)
+        self.shared = linear(options.width, size)
+        roles = ("query", "key", *attention.MECHANISMS[mechanism].required)
+        self.roles = nnx.Dict({role: Role(size, **layer) for role in roles})
+        self.out = linear(hidden, options.width)
         self.dropout = nnx.Dropout(options.dropout)
+
+    @property
+    def attentions(self) -> list[Any]:
+        """The layers inside with a mechanism: the block itself."""
+        return [self]
 
     def __call__(
         self,
@@ -99,145 +96,61 @@ class GatedBlock(nnx.Module):
         padding_mask: Bool[Array, "B T"] | None = None,
         *,
         dropout_key: Array | None = None,
+        watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """
-        Args:
-            padding_mask: True for tokens that exist; the others are seen by none.
-                None: all.
-            dropout_key: None turns dropout off.
-        """
+        """As `Block`."""
         y = self.norm(x)
-        arrays = self.arrays(y, jnp.arange(x.shape[1])[None])
+        operands = self.operands(y, jnp.arange(x.shape[1])[None])
         if padding_mask is not None:
-            arrays["mask"] = (padding_mask[:, None, None], "B")
-        y = self._output(y, self.mix(arrays))
-        return x + self.dropout(y, deterministic=dropout_key is None, rngs=dropout_key)
+            operands["mask"] = Operand(padding_mask[:, None, None], "B")
+        mixed = self._output(y, self.mixer(operands))
+        deterministic = dropout_key is None
+        hidden = x + self.dropout(mixed, deterministic=deterministic, rngs=dropout_key)
+        if watch is not None:
+            watch(self, y, padding_mask, hidden)
+        return hidden
 
-    def mix(self, arrays: dict[str, tuple[Any, str]]) -> Float[Array, "B T 1 E"]:
-        """The values as the head weighs them, before the gate; of `arrays`."""
-        options = dict(self.options)
-        if self.mechanism == "gau":
-            function = partial(attention.gau, is_causal=self.causal, **options)
-        else:
-            form = attention.flash_causal if self.causal else attention.flash
-            function = partial(form, **options)
-        length, group = arrays["query"][0].shape[1], options.get("group_size", 1)
-        axis = time_axis(length, group) if self.causal else None
-        if axis is not None:
-            function = partial(function, axis_name=axis)
-            arrays = {name: (array, "BT") for name, (array, _) in arrays.items()}
-        return per_device(function, arrays, "BT", time=axis)
+    def calibrate(self, x: Float[Array, "B T D"]) -> None:
+        """Nothing of it is fitted to data but by training."""
 
     def init_cache(self, batch: int, length: int) -> Any:
         """The decoding state before the first of at most `length` tokens."""
-        if self.mechanism == "flash":
-            sizes = batch, 1, self.size, self.hidden
-            return attention.flash_state(*sizes, dtype=self.dtype, **dict(self.options))
-        return KeyValues(
-            jnp.zeros((batch, length, 1, self.size), self.dtype),
-            jnp.zeros((batch, length, 1, self.hidden), self.dtype),
-        )
+        return self.mixer.init_cache(batch, length)
 
     def decode(
         self,
         x: Float[Array, "B T D"],
-        state: Any,
+        cache: Any,
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The next T tokens of every example from its state: (output, new state).
+        """The next T tokens of every example: (output, new cache).
 
-        Args:
-            position: how many tokens each example has read.
-            padding_mask: True for tokens that exist, the others stand at the end; None:
-                all.
-        Raises:
-            ValueError: more tokens than the cache of "gau" has places.
+        See `Mixer.decode`.
         """
         y = self.norm(x)
-        positions = position[:, None] + jnp.arange(x.shape[1])[None]
-        arrays = self.arrays(y, positions)
-        if self.mechanism == "gau":
-            places = state.key.shape[1]
-            named = f"a cache of {places}"
-            check_room(places, named, position, x.shape[1], padding_mask)
-            mixed, state = self._read_cache(arrays, state, positions)
-        elif x.shape[1] == 1:
-            arrays["state"] = (state, "B")
-            mixed, after = per_device(attention.flash_step, arrays, ("BT", "B"))
-            state = (
-                after
-                if padding_mask is None
-                else _where(padding_mask[:, 0], after, state)
-            )
-        else:
-            arrays["state"] = (state, "B")
-            if padding_mask is not None:
-                arrays["mask"] = (padding_mask[:, None, None], "B")
-            options = {**dict(self.options), "return_state": True}
-            function = partial(attention.flash_causal, **options)
-            mixed, state = per_device(function, arrays, ("BT", "B"))
-        return x + self._output(y, mixed), state
+        operands = self.operands(y, position[:, None] + jnp.arange(x.shape[1])[None])
+        mixed, cache = self.mixer.decode(operands, cache, position, padding_mask)
+        return x + self._output(y, mixed), cache
 
-    def _read_cache(
-        self, arrays: dict[str, Any], cache: KeyValues, positions: Array
-    ) -> tuple[Array, KeyValues]:
-        """What tokens that are not there write is hidden until it is overwritten."""
-        key = write(cache.key, arrays["key"][0], positions)
-        value = write(cache.value, arrays["value"][0], positions)
-        visible = visible_pairs(positions, jnp.arange(key.shape[1]), is_causal=True)
-        arrays |= {"key": (key, "B"), "value": (value, "B"), "mask": (visible, "B")}
-        function = partial(attention.gau, **dict(self.options))
-        return per_device(function, arrays, "BT"), KeyValues(key, value)
-
-    def arrays(
+    def operands(
         self, y: Float[Array, "B T D"], positions: Int[Array, "#B T"]
-    ) -> dict[str, tuple[Any, str]]:
-        """All that the attention is given; a device has its own examples."""
+    ) -> dict[str, Operand]:
+        """The operands of the mechanism, with their sharding."""
         z = jax.nn.silu(self.shared(y))
-        arrays: dict[str, tuple[Any, str]] = {
-            role: (self.rotate(make(z)[:, :, None], positions), "B")
+        operands = {
+            role: Operand(self.rotate(make(z)[:, :, None], positions), "BSK")
             for role, make in self.roles.items()
         }
-        arrays["value"] = (jax.nn.silu(self.value(y))[:, :, None], "B")
-        return arrays
+        value = jax.nn.silu(self.value(y))[:, :, None]
+        return operands | {"value": Operand(value, "BSK")}
+
+    def project(
+        self, y: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+    ) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of the one head, rotated."""
+        operands = self.operands(y, positions)
+        return tuple(operands[name].array for name in ("query", "key", "value"))
 
     def _output(self, y: Array, mixed: Float[Array, "B T 1 E"]) -> Array:
         return self.out(jax.nn.silu(self.gate(y)) * mixed[:, :, 0])
-
-
-def _where(chosen: Bool[Array, " B"], one: Any, other: Any) -> Any:
-    """One state or the other for each example."""
-
-    def pick(a: Array, b: Array) -> Array:
-        return jnp.where(chosen.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(pick, one, other)
-
-
-def _check(options: config.Model) -> None:
-    """Refuse what no block of the model takes."""
-    names = options.pattern or (options.attention.mechanism,)
-    if options.positions == "alibi":
-        raise ValueError(
-            "model.positions 'alibi' is a bias of several heads: a gated block has one"
-        )
-    if not set(names) <= set(OWN):
-        return
-    if options.attention.implementation == "ring" and "gau" in names:
-        raise ValueError(
-            "model.attention.implementation 'ring' is of softmax alone: gau takes rows "
-            "or whole"
-        )
-    known = {"mechanism", *(key for name in names for key in OWN[name])}
-    foreign = {field.name for field in dataclasses.fields(config.Attention)} - known
-    for prefix, found, keys in (
-        ("model.", options, FOREIGN),
-        ("model.attention.", options.attention, sorted(foreign)),
-    ):
-        for key in keys:
-            value = getattr(found, key)
-            if value != getattr(type(found)(), key):
-                raise ValueError(
-                    f"{prefix}{key} {value!r}: {', '.join(names)} has no such option"
-                )

@@ -6,7 +6,7 @@ in a notebook. Weights are not annotated here: their places are a table in
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -16,6 +16,19 @@ BATCH = ("data", "fsdp")  # mesh axes that split the batch
 HEADS = "tensor"
 SEQUENCE = "sequence"
 LETTERS = {"B": BATCH, "N": HEADS, "K": HEADS}  # of axes that are split
+
+
+class Operand(NamedTuple):
+    """What a mechanism is given, and how a mesh splits it.
+
+    Attributes:
+        array: or a tree of arrays.
+        axes: the letters of the first axes: "BTN" is split over examples and heads,
+            "" is whole on every device. Axes of length 1 are not split.
+    """
+
+    array: Any
+    axes: str
 
 
 def has_mesh() -> bool:
@@ -41,31 +54,28 @@ def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
 
 def per_device(
     function: Callable[..., Any],
-    arrays: dict[str, tuple[Any, str]],
+    operands: dict[str, Operand],
     output: Any,
     *,
     time: str | None = None,
 ) -> Any:
-    """function(**arrays), each device on its own examples and heads.
+    """function(**operands), each device on its own examples and heads.
 
     Attention needs no communication between examples or heads; inside a `shard_map`
     the compiler cannot add any (a loop over a sharded batch would gather it).
 
     Args:
-        arrays: name → (array or tree of arrays, its first axes): "BTN" is split over
-            examples and heads, "" is whole on every device. Axes of length 1 are not
-            split.
         output: the axes of the result, or a tuple of them for a tuple.
         time: the mesh axis that splits the letter T. The function then has to tell
             other devices of this axis what they need, by `axis_name`.
     """
-    values = {name: value for name, (value, _) in arrays.items()}
+    values = {name: operand.array for name, operand in operands.items()}
     if not has_mesh():
         return function(**values)
 
     several = {
         axis
-        for value, axes in arrays.values()
+        for value, axes in operands.values()
         for leaf in jax.tree.leaves(value)
         for axis, size in zip(axes, leaf.shape, strict=False)
         if size > 1
@@ -84,7 +94,8 @@ def per_device(
         return P(*(letters.get(axis) if axis in several else None for axis in axes))
 
     places = {
-        name: jax.tree.map(place(axes), value) for name, (value, axes) in arrays.items()
+        name: jax.tree.map(place(axes), value)
+        for name, (value, axes) in operands.items()
     }
     return jax.shard_map(
         lambda values: function(**values),

@@ -6,13 +6,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
-from symjax.layers.block import Block, rematerialised
+from symjax.attention import MECHANISMS
+from symjax.layers.block import Block, run_of
 from symjax.layers.primitives import Linear
 
-ENOUGH = 0.99  # of a token's weight has been given: it halts
+ENOUGH = 0.99  # the accumulated probability at which a token halts
+RULES = (
+    ("step_embedding", P(None, "fsdp")),
+    ("halting/kernel", P("fsdp", None)),
+    ("halting/bias", P(None)),
+)
 
 
 class Halting(NamedTuple):
@@ -77,7 +84,7 @@ class UniversalBlock(nnx.Module):
                 "universal model repeats one"
             )
         mechanism = config.mechanism_of(options, 0)
-        if mechanism in config.GATED:
+        if MECHANISMS[mechanism].gated:
             raise ValueError(
                 f"model.attention.mechanism {mechanism!r} is a block of its own: a "
                 "universal model repeats attention and feed-forward"
@@ -92,37 +99,52 @@ class UniversalBlock(nnx.Module):
             options.width,
             1,
             bias_init=nnx.initializers.ones,
-            dtype=jnp.float32,  # a threshold follows
+            dtype=jnp.float32,  # since a threshold follows
             rngs=rngs,
         )
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, dropout_key: Array | None = None
+        self,
+        x: Float[Array, "B T D"],
+        padding_mask: Bool[Array, "B T"] | None = None,
+        *,
+        dropout_key: Array | None = None,
+        watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """The output of `pondered`.
+        """The output of `pondered`; arguments as those of `Block`.
 
         With a dropout key, in training, the ponder cost stays behind as the
         `nnx.Intermediate` `ponder`, for `nnx.pop`. Without one the module does not
         change, so that `jax.jit` may close over it.
         """
-        output, ponder = self.pondered(x, dropout_key=dropout_key)
+        output, ponder = self.pondered(
+            x, padding_mask, dropout_key=dropout_key, watch=watch
+        )
         if dropout_key is not None:
             self.ponder = nnx.Intermediate(ponder)
         return output
 
     def pondered(
-        self, x: Float[Array, "B T D"], *, dropout_key: Array | None = None
+        self,
+        x: Float[Array, "B T D"],
+        padding_mask: Bool[Array, "B T"] | None = None,
+        *,
+        dropout_key: Array | None = None,
+        watch: Callable | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
-        """The output, and every token's ponder cost, from 2 (one step) to depth + 1.
-
-        Args:
-            dropout_key: None turns dropout off.
-        """
+        """The output, and every token's ponder cost, from 2 (one step) to depth + 1."""
         keys = [None] * self.depth
         if dropout_key is not None:
             keys = jax.random.split(dropout_key, self.depth)
-        run = rematerialised(_run, self.remat)
-        return self._steps(x, lambda step, x: run(self.block, x, keys[step]))
+        run = run_of(self.remat, watch)
+        return self._steps(
+            x, lambda step, x: run(self.block, x, padding_mask, keys[step])
+        )
+
+    @property
+    def attentions(self) -> list[Any]:
+        """The layers inside with a mechanism, in the order of their calls."""
+        return self.block.attentions * self.depth
 
     def calibrate(self, x: Float[Array, "B T D"]) -> None:
         """As `Block.calibrate`, from what the first step sees."""
@@ -135,25 +157,25 @@ class UniversalBlock(nnx.Module):
     def decode(
         self,
         x: Float[Array, "B T D"],
-        state: tuple[Any, ...],
+        cache: tuple[Any, ...],
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
-        """The next T tokens of every example from its states: (output, new states).
+        """The next T tokens of every example from its cache: (output, new cache).
 
         Args:
             position: how many tokens each example has read.
             padding_mask: True for tokens that exist, the others stand at the end; None:
                 all.
         """
-        states = list(state)
+        caches = list(cache)
 
         def advance(step: int, x: Array) -> Array:
-            x, states[step] = self.block.decode(x, states[step], position, padding_mask)
+            x, caches[step] = self.block.decode(x, caches[step], position, padding_mask)
             return x
 
         output, _ = self._steps(x, advance)
-        return output, tuple(states)
+        return output, tuple(caches)
 
     def _steps(
         self, state: Array, advance: Callable[[int, Array], Array]
@@ -177,7 +199,3 @@ def _direction(state: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """s/|s|; an added 1e-6 keeps the gradient of a zero state finite."""
     wide = state.astype(jnp.promote_types(state.dtype, jnp.float32))
     return wide * jax.lax.rsqrt((wide**2).sum(axis=-1, keepdims=True) + 1e-6)
-
-
-def _run(block: Block, x: Array, key: Array | None) -> Array:
-    return block(x, dropout_key=key)

@@ -1,39 +1,25 @@
-"""The choices of an attention layer, checked against each other by name."""
+"""The choices of a model's blocks, checked against each other by name."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 from symjax import config
+from symjax.attention import MECHANISMS, ScoreMechanism
 from symjax.attention.mechanisms import capabilities
-from symjax.layers.forms import form_of, has_keys
-from symjax.layers.gau import OWN
+from symjax.layers.mechanisms import part_of
+from symjax.layers.parts import Sizes, named_options
 
-# Keys of config.Attention that a mechanism may or may not take as an option.
-OPTIONS = (
-    "length_base",
-    "mask_self",
-    "features",
-    "chunk_size",
-    "implementation",
-    "function",
+# Keys that a block of attention and feed-forward takes, whatever its mechanism. A gated
+# block takes those of its mechanism alone.
+OF_ATTENTION = (
+    "symmetric",
+    "differential",
+    "depth_offset",
+    "query_key_norm",
+    "key_norm",
+    "output_gate",
 )
-# And those that one kind of mechanism has, known by an argument that it takes.
-OWNED = {
-    "feature_norms": "projection",
-    "decay": "log_decay",
-    "function_scale": "function",
-}
-LEARNED = ("hedgehog", "t2r")  # features that are weights of the layer
-
-
-class Sizes(NamedTuple):
-    """Heads of a layer. With differential V1 keys and queries have two branches."""
-
-    heads: int  # of the output
-    kv_heads: int
-    queries: int  # query heads, branches counted
-    keys: int
-    head_size: int  # of queries and keys
-    value_size: int
+OF_BLOCKS = ("kv_heads", "feedforward", "activation")
 
 
 def sizes(options: config.Model) -> Sizes:
@@ -66,98 +52,49 @@ def sizes(options: config.Model) -> Sizes:
     )
 
 
-def mechanism_options(options: config.Model, depth: int) -> dict[str, Any]:
+def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any], ...]:
     """The options of the mechanism at `depth`, those at their "off" value left out.
 
+    Hashable, as jit needs.
+
     Raises:
-        ValueError: an option is set that no mechanism of the model has.
+        ValueError: an option is set that no mechanism of the model has, or choices
+            exclude each other.
     """
-    chosen, defaults = options.attention, config.Attention()
-    names = options.pattern or (chosen.mechanism,)
-    known = {name: _arguments(name, options) for name in names}
-    for key in (*OPTIONS, *OWNED):
-        value, argument = getattr(chosen, key), OWNED.get(key, key)
-        if value != getattr(defaults, key) and not any(
-            argument in arguments for arguments in known.values()
-        ):
-            raise ValueError(
-                f"model.attention.{key} {value!r}: {', '.join(names)} has no such "
-                "option"
-            )
-    _check_the_rest(options, known)
+    names = options.pattern or (options.attention.mechanism,)
+    _check_keys(options, names)
+    _check_choices(options, names)
     for name in names:
         _check_direction(options, name)
     mechanism = config.mechanism_of(options, depth)
-    found = {key: getattr(chosen, key) for key in OPTIONS if key in known[mechanism]}
-    if mechanism == "linear" and chosen.features in LEARNED:
-        found["features"] = "identity"  # the layer maps queries and keys itself
-    return {key: value for key, value in found.items() if value not in ("", 0)}
+    found = part_of(mechanism).options(options, mechanism)
+    return tuple((key, value) for key, value in found.items() if value not in ("", 0))
 
 
-def _arguments(mechanism: str, options: config.Model) -> tuple[str, ...]:
-    if mechanism in config.GATED:
-        return OWN[mechanism]
-    form = form_of(mechanism)
-    known = (*form.options, *form.operands)
-    if config.is_causal(options):
-        return known
-    return tuple(name for name in known if name != "chunk_size")
+def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
+    """Raises: ValueError: a key is set that no block of the model takes."""
+    chosen, taken = options.attention, {"mechanism"}
+    for name in names:
+        taken |= {*named_options(options, name), *part_of(name).keys(chosen)}
+        if not MECHANISMS[name].gated:
+            taken |= {*OF_ATTENTION, *OF_BLOCKS}
+    every = [field.name for field in dataclasses.fields(chosen)]
+    for prefix, group, keys in (
+        ("model.", options, OF_BLOCKS),
+        ("model.attention.", chosen, every),
+    ):
+        for key in keys:
+            value = getattr(group, key)
+            if key not in taken and value != getattr(type(group)(), key):
+                raise ValueError(
+                    f"{prefix}{key} {value!r}: {', '.join(names)} has no such option"
+                )
 
 
-def _check_direction(options: config.Model, mechanism: str) -> None:
-    """Raises: ValueError: the mechanism cannot read as the model reads."""
-    if mechanism in config.GATED:
-        return
-    claims, causal = capabilities(form_of(mechanism)), config.is_causal(options)
-    if not claims["causal" if causal else "bidirectional"]:
-        raise ValueError(
-            f"model.attention.mechanism {mechanism!r} has no "
-            f"{'causal' if causal else 'bidirectional'} form: model.kind is "
-            f"{options.kind!r}"
-        )
-    if not has_keys(mechanism):
-        _check_no_keys(options, mechanism)
-
-
-def _check_no_keys(options: config.Model, mechanism: str) -> None:
-    """Raises: ValueError: keys are to be made, and there are none."""
+def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
     chosen = options.attention
-    for key, value, allowed in (
-        ("model.kv_heads", options.kv_heads, (0, options.heads)),
-        ("model.attention.symmetric", chosen.symmetric, ("none", "plain")),
-        ("model.attention.key_norm", chosen.key_norm, ("none",)),
-        ("model.attention.differential", chosen.differential, ("none", "v1")),
-    ):
-        if value not in allowed:
-            raise ValueError(
-                f"{key} {value!r} is about keys: {mechanism} has none, it takes the "
-                "queries twice"
-            )
-
-
-def _check_the_rest(options: config.Model, known: dict[str, tuple[str, ...]]) -> None:
-    chosen, defaults = options.attention, config.Attention()
-    random = any("projection" in arguments for arguments in known.values())
-    if (
-        chosen.feature_count != defaults.feature_count
-        and not random
-        and chosen.features != "t2r"
-    ):
-        raise ValueError(
-            f"model.attention.feature_count {chosen.feature_count}: "
-            f"{', '.join(known)} has no random features"
-        )
-    scores = [x for x, arguments in known.items() if "implementation" in arguments]
-    if chosen.implementation == "ring" and scores != ["softmax"]:
-        raise ValueError(
-            "model.attention.implementation 'ring' is of softmax alone: "
-            f"{', '.join(x for x in scores if x != 'softmax')} takes rows or whole"
-        )
-    if chosen.implementation == "ring" and not config.is_causal(options):
-        raise ValueError(
-            f"model.attention.implementation 'ring' is causal: model.kind is "
-            f"{options.kind!r}"
-        )
+    if chosen.implementation == "ring":
+        _check_ring(options, names)
     if chosen.length_base == 1:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")
     if chosen.key_norm != "none" and chosen.symmetric == "none":
@@ -171,9 +108,64 @@ def _check_the_rest(options: config.Model, known: dict[str, tuple[str, ...]]) ->
             f"attention v1: model.attention.differential is {chosen.differential!r}"
         )
     if options.positions == "alibi":
-        without = [name for name, arguments in known.items() if "bias" not in arguments]
-        if without:
+        _check_bias(names)
+
+
+def _check_ring(options: config.Model, names: tuple[str, ...]) -> None:
+    lacking = []
+    for name in names:
+        attend = MECHANISMS[name].attend
+        known = attend.implementations if isinstance(attend, ScoreMechanism) else ()
+        if "implementation" in MECHANISMS[name].options and "ring" not in known:
+            lacking.append(name)
+    if lacking:
+        raise ValueError(
+            "model.attention.implementation 'ring' is of softmax alone: "
+            f"{', '.join(lacking)} takes rows or whole"
+        )
+    if not config.is_causal(options):
+        raise ValueError(
+            f"model.attention.implementation 'ring' is causal: model.kind is "
+            f"{options.kind!r}"
+        )
+
+
+def _check_bias(names: tuple[str, ...]) -> None:
+    if any(MECHANISMS[name].gated for name in names):
+        raise ValueError(
+            "model.positions 'alibi' is a bias of several heads: a gated block has one"
+        )
+    without = [name for name in names if "bias" not in MECHANISMS[name].operands]
+    if without:
+        raise ValueError(
+            f"model.positions 'alibi' is a bias of scores: {', '.join(without)} takes "
+            "none"
+        )
+
+
+def _check_direction(options: config.Model, name: str) -> None:
+    """Raises: ValueError: the mechanism cannot read as the model reads."""
+    direction = "causal" if config.is_causal(options) else "bidirectional"
+    if not capabilities(MECHANISMS[name])[direction]:
+        raise ValueError(
+            f"model.attention.mechanism {name!r} has no {direction} form: model.kind "
+            f"is {options.kind!r}"
+        )
+    if not MECHANISMS[name].keys:
+        _check_no_keys(options, name)
+
+
+def _check_no_keys(options: config.Model, mechanism: str) -> None:
+    """Raises: ValueError: a key about keys is set, and the mechanism has none."""
+    chosen = options.attention
+    for key, value, allowed in (
+        ("model.kv_heads", options.kv_heads, (0, options.heads)),
+        ("model.attention.symmetric", chosen.symmetric, ("none", "plain")),
+        ("model.attention.key_norm", chosen.key_norm, ("none",)),
+        ("model.attention.differential", chosen.differential, ("none", "v1")),
+    ):
+        if value not in allowed:
             raise ValueError(
-                f"model.positions 'alibi' is a bias of scores: {', '.join(without)} "
-                "takes none"
+                f"{key} {value!r} is about keys: {mechanism} has none, it takes the "
+                "queries twice"
             )

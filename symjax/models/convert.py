@@ -8,25 +8,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from symjax import config
-from symjax.layers.gau import ROLES
+from symjax.layers.features import own_halves
+from symjax.layers.mechanisms import PARTS, part_of
 from symjax.layers.validate import sizes
 from symjax.models.build import build
 
-# Weights that only some mechanisms have. Where the source lacks them they start fresh.
+# Weights of one mechanism, which another has no use for.
+DROPPED = ("head_norm", *(name for part in PARTS.values() for name in part.owned))
+# Weights that only some models have. Where the source lacks them they start fresh.
 FRESH = (
     "lambda_",
-    "head_norm",
     "metric",
     "query_norm",
     "own_key_norm",
-    "query_map",
-    "key_map",
-    "decay",
     "output_gate",
     "head",
+    *DROPPED,
 )
-# Weights of one mechanism, which another has no use for.
-DROPPED = ("head_norm", "query_map", "key_map", "decay")
 # Keys that may differ between two models whose weights fit.
 FREE = (
     "classes",
@@ -64,7 +62,7 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
       twice: the same function, since sigmoid(0) = ½;
     - differential V1 from one map: the projections as they are, halves of a head
       becoming its branches; of a metric or a feature map of the head each branch gets
-      its own half. A warm start: its norm of every head keeps no function.
+      its own half. A warm start: the new norm of every head changes the function.
 
     Weights that the target alone has (λ, norms, feature maps, gates) start fresh, so do
     feature maps of another kind; what belongs to the mechanism of the source stays
@@ -79,7 +77,11 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     _check(source, target)
     _check_sizes(source, target)
     fresh = nnx.to_pure_dict(nnx.state(build(target, rngs=nnx.Rngs(0)), nnx.Param))
-    moved = _walk(params, source, target)
+    moved = dict(params)
+    moved["blocks"] = {
+        depth: _block(block, source, target, config.mechanism_of(source, int(depth)))
+        for depth, block in params["blocks"].items()
+    }
     if source.classes != target.classes:
         moved.pop("head", None)
     _check_dropped(moved, fresh, "")
@@ -98,12 +100,8 @@ def carried(
         The constants, and whether the statistics of random features among them were
         fitted for other features, or to nothing yet.
     """
-    before, after = source.attention, target.attention
-    same = {
-        "projection": before.feature_norms == after.feature_norms,
-        "statistics_a": before.features == after.features,
-        "statistics_b": before.features == after.features,
-    }
+    drawn = {x: key for part in PARTS.values() for x, key in part.drawn.items()}
+    fitted = {name for part in PARTS.values() for name in part.fitted}
     unfitted = False
 
     def choose(path: tuple, own: jax.Array) -> jax.Array:
@@ -112,26 +110,26 @@ def carried(
         name = path[-1].key
         for part in path:
             given = given.get(part.key) if isinstance(given, dict) else None
-        if given is not None and given.shape == own.shape and same.get(name, True):
+        one, other = (getattr(x.attention, drawn[name]) for x in (source, target))
+        if given is not None and given.shape == own.shape and one == other:
             return given
-        unfitted |= name.startswith("statistics")
+        unfitted |= name in fitted
         return own
 
     return jax.tree_util.tree_map_with_path(choose, fresh), unfitted
 
 
-def _walk(params: Params, source: config.Model, target: config.Model) -> Params:
-    """The tree with every attention layer in it converted."""
-    result = {}
-    for name, part in params.items():
-        if name == "attention":
-            part = _attention(part, source, target)
-        elif name == "out" and config.is_causal(target) and _of_gau(params):
-            part = _divided(part, source.length / target.length)
-        elif isinstance(part, dict):
-            part = _walk(part, source, target)
-        result[name] = part
-    return result
+def _block(
+    block: Params, source: config.Model, target: config.Model, mechanism: str
+) -> Params:
+    """One block's weights for the target; of a universal model those inside."""
+    if "block" in block:
+        return block | {"block": _block(block["block"], source, target, mechanism)}
+    convert = part_of(mechanism).convert
+    if "attention" not in block:
+        return convert(block, source, target)
+    layer = convert(_attention(block["attention"], source, target), source, target)
+    return block | {"attention": layer}
 
 
 def _check(source: config.Model, target: config.Model) -> None:
@@ -193,35 +191,15 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
         heads = target.heads * (2 if after.differential == "v1" else 1)
         size = layer["query"]["kernel"].shape[1] // heads
         layer["metric"] = jnp.broadcast_to(jnp.eye(size), (heads, size, size))
-    if before.features != after.features:
-        layer.pop("query_map", None)
-        layer.pop("key_map", None)
     if before.differential == "none" and after.differential == "v1":
-        for name in ("query_map", "key_map"):
-            if name in layer:
-                layer[name] = {k: _halved_map(x) for k, x in layer[name].items()}
         if before.symmetric == "pairwise":
-            layer["metric"] = _own_halves(layer["metric"])
+            layer["metric"] = own_halves(layer["metric"])
     if before.differential == "none" and after.differential == "v2":
         layer["query"] = jax.tree.map(lambda x: _twice(x, target.heads), layer["query"])
         # twice the values, before any norm of the heads
         layer["value"] = jax.tree.map(lambda x: 2 * x, layer["value"])
-        if "query_map" in layer:
-            layer["query_map"] = jax.tree.map(
-                lambda x: jnp.repeat(x, 2, axis=0), layer["query_map"]
-            )
         layer["lambda_projection"] = {"kernel": jnp.zeros((target.width, target.heads))}
     return layer
-
-
-def _of_gau(block: Params) -> bool:
-    """Not of flash, whose divisor is the size of a group."""
-    return set(block.get("roles", ())) == set(ROLES["gau"])
-
-
-def _divided(out: Params, divisor: float) -> Params:
-    """The output layer after attention whose divisor, the length, has changed."""
-    return {**out, "kernel": out["kernel"] / divisor}
 
 
 def _check_dropped(params: Params, fresh: Params, prefix: str) -> None:
@@ -233,24 +211,6 @@ def _check_dropped(params: Params, fresh: Params, prefix: str) -> None:
                 raise ValueError(f"the target has no place for the weight {path!r}")
         elif isinstance(part, dict):
             _check_dropped(part, fresh[name], f"{path}/")
-
-
-def _own_halves(x: jax.Array) -> jax.Array:
-    """Of matrices [N H H] the blocks of each half with itself, [2N H/2 H/2]."""
-    heads, size, _ = x.shape
-    blocks = x.reshape(heads, 2, size // 2, 2, size // 2)
-    return jnp.stack([blocks[:, 0, :, 0], blocks[:, 1, :, 1]], axis=1).reshape(
-        2 * heads, size // 2, size // 2
-    )
-
-
-def _halved_map(x: jax.Array) -> jax.Array:
-    """A learned map [N H M] of heads as that of their halves; a bias [N M] twice."""
-    if x.ndim == 2:
-        return jnp.repeat(x, 2, axis=0)
-    if x.shape[1] == x.shape[2]:
-        return _own_halves(x)
-    return x.reshape(2 * x.shape[0], x.shape[1] // 2, x.shape[2])
 
 
 def _twice(x: jax.Array, heads: int) -> jax.Array:

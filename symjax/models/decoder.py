@@ -1,5 +1,6 @@
 """The decoder: a causal language model over any attention mechanism."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -7,13 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from symjax import config
-from symjax.layers.gau import GatedBlock
 from symjax.layers.primitives import norm
 from symjax.models import transformer
 
 
 class Cache(NamedTuple):
-    """What the layers of a decoder keep of the tokens read so far."""
+    """Decoding cache: the state of every layer, and how many tokens it has read."""
 
     position: Int[Array, "B"]  # tokens read of each example
     layers: list[Any]
@@ -59,17 +59,22 @@ class Decoder(nnx.Module):
         self.dropout = nnx.Dropout(options.dropout)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], *, dropout_key: Array | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        dropout_key: Array | None = None,
+        watch: Callable | None = None,
     ) -> Float[Array, "B T vocabulary"]:
         """Logits of the next token at every place, in float32.
 
         Args:
             dropout_key: a random key turns dropout on; None is evaluation.
+            watch: is told what every layer does, as in `symjax.layers.Block`.
         Raises:
             ValueError: more tokens than learned positions.
         """
         x = self._embed(tokens, jnp.zeros(1, jnp.int32))
-        return self._logits(transformer.run_blocks(self, x, dropout_key))
+        return self._logits(transformer.run_blocks(self, x, dropout_key, watch=watch))
 
     def calibrate(self, tokens: Int[Array, "B T"]) -> None:
         """Fit the statistics of adaptive random features (FAVOR++, FAVOR#) to a text.
@@ -79,8 +84,7 @@ class Decoder(nnx.Module):
         """
         x = self._embed(tokens, jnp.zeros(1, jnp.int32))
         for block in self.blocks:
-            if not isinstance(block, GatedBlock):
-                block.calibrate(x)
+            block.calibrate(x)
             x = block(x)
 
     def init_cache(self, batch: int, length: int) -> Cache:
@@ -96,11 +100,11 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T vocabulary"], Cache]:
         """Logits after each of the next tokens, and the cache that has read them.
 
-        Costs one token's work a token; nothing before it is computed again.
+        A token costs one decoding step; earlier tokens are not computed again.
 
         Args:
             lengths: how many of each row's tokens exist; the rest of the row is
-                filling, which is not read and whose logits mean nothing. None: all.
+                padding, which is not read and whose logits mean nothing. None: all.
         Raises:
             ValueError: more tokens than the cache or learned positions have room
                 for. Under `jax.jit` the tokens of one call are counted, not those

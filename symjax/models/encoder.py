@@ -1,12 +1,13 @@
 """The encoder: every token sees all others, of a text or of an image."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
-from symjax.layers.gau import GatedBlock
 from symjax.layers.primitives import Linear, norm
 from symjax.models import transformer
 
@@ -69,16 +70,18 @@ class Encoder(nnx.Module):
         inputs: Int[Array, "B T"] | Float[Array, "B height width channels"],
         *,
         dropout_key: Array | None = None,
+        watch: Callable | None = None,
     ) -> Float[Array, "B T outputs"]:
         """Logits in float32: [B 1 classes], or [B T vocabulary] of a masked-LM.
 
         Args:
             dropout_key: a random key turns dropout on; None is evaluation.
+            watch: is told what every layer does, as in `symjax.layers.Block`.
         Raises:
             ValueError: more tokens than learned positions, images of another size.
         """
         x, padding_mask = self._read(inputs)
-        x = transformer.run_blocks(self, x, dropout_key, padding_mask)
+        x = transformer.run_blocks(self, x, dropout_key, padding_mask, watch)
         x = self.final_norm(x)
         if self.classes:
             x = _mean(x, padding_mask)[:, None]
@@ -93,8 +96,7 @@ class Encoder(nnx.Module):
             inputs = jnp.take_along_axis(inputs, again, axis=1)
         x, _ = self._read(inputs)
         for block in self.blocks:
-            if not isinstance(block, GatedBlock):
-                block.calibrate(x)
+            block.calibrate(x)
             x = block(x)
 
     def _read(self, inputs: Array) -> tuple[Array, Bool[Array, "B T"] | None]:

@@ -79,7 +79,7 @@ def _generate(graph, count, weights, prompt, lengths, key, temperature):
     if lengths is None:
         logits, cache = model.decode(prompt, cache)
         logits = logits[:, -1]
-    else:  # filling moves to the end, where nothing that counts sees it
+    else:  # padding moves to the end, where causal attention ignores it
         prompt = jax.vmap(jnp.roll)(prompt, lengths - prompt.shape[1])
         logits, cache = model.decode(prompt, cache, lengths)
         last = (lengths - 1)[:, None, None]

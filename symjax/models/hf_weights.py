@@ -1,8 +1,8 @@
-"""Weights of other people's differential attention, in and out, exactly.
+"""Exact conversion of weights: unilm's Diff Transformer, Hugging Face's DiffLlama.
 
 Ours: kernels [in, out], sub-heads in (head, branch) order, and with
 `positions="rope"` features turned in pairs (i, i + H/2). Weights of torch are
-[out, in]. The maps below reorder rows and columns and touch no number, save that
+[out, in]. The maps below are permutations of rows and columns, save that
 Hugging Face has no weight in the norm of a head: it is multiplied into the output
 projection. They are for layers without bias, query/key norms or normalised keys.
 """

@@ -81,7 +81,7 @@ def _scan(
 
 
 def _graph(block: nnx.Module) -> nnx.GraphDef:
-    """The block without what its depth gives it: alike for all of one kind."""
+    """The static structure of a block without its numbers of depth."""
     bare = nnx.merge(*nnx.split(block))
     give(bare, dict.fromkeys(of_depth(bare)))
     return nnx.graphdef(bare)
@@ -105,7 +105,7 @@ def _stack(inputs: list[Any]) -> Any:
 
 
 def of_depth(block: nnx.Module) -> Values:
-    """Every number that the block and the modules in it have because of their depth."""
+    """The attributes named in BY_DEPTH, of a block and the modules in it, by path."""
     return {
         "/".join(map(str, (*path, name))): jnp.asarray(getattr(module, name))
         for path, module in nnx.iter_modules(block)

@@ -1,5 +1,6 @@
 """What decoder and encoder share: embedding, positions, blocks and output."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,9 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config, validation
-from symjax.layers.block import Block, rematerialised
-from symjax.layers.cache import check_room
+from symjax.layers.block import Block, run_of
 from symjax.layers.gau import GatedBlock
+from symjax.layers.mixer import check_room
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock
@@ -75,11 +76,13 @@ def blocks(options: config.Model, rngs: nnx.Rngs) -> nnx.List:
     """The blocks by depth; a universal model has one, which it repeats by itself."""
     if options.kind == "universal":
         return nnx.List([UniversalBlock(options, rngs=rngs)])
-    mechanisms = [config.mechanism_of(options, x) for x in range(options.depth)]
-    return nnx.List(
-        (GatedBlock if name in config.GATED else Block)(options, depth, rngs=rngs)
-        for depth, name in enumerate(mechanisms)
-    )
+    return nnx.List(block(options, depth, rngs) for depth in range(options.depth))
+
+
+def block(options: config.Model, depth: int, rngs: nnx.Rngs) -> Block | GatedBlock:
+    """The block at `depth`, by its mechanism."""
+    mechanism = attention.MECHANISMS[config.mechanism_of(options, depth)]
+    return (GatedBlock if mechanism.gated else Block)(options, depth, rngs=rngs)
 
 
 def look_up(embedding: nnx.Embed, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -94,7 +97,7 @@ def placed(
     read: Int[Array, "#B"],
     padding_mask: Bool[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Tokens with their positions in the way the model has chosen, over the mesh.
+    """Tokens with their positions by model.positions, laid out over the mesh.
 
     Args:
         read: how many tokens came before, of each example or of all.
@@ -107,7 +110,7 @@ def placed(
     if model.learned_positions:
         named = f"model.length {model.length} learned positions"
         check_room(model.length, named, read, count, padding_mask)
-        if padding_mask is not None:  # filling has no position, nor needs one
+        if padding_mask is not None:  # padding needs no position
             positions = jnp.where(padding_mask, positions, 0)
         rows = jnp.take(model.positions[...], positions, axis=0)
         x = x + rows.astype(x.dtype)
@@ -122,6 +125,7 @@ def run_blocks(
     x: Float[Array, "B T D"],
     dropout_key: Array | None,
     padding_mask: Bool[Array, "B T"] | None = None,
+    watch: Callable | None = None,
 ) -> Float[Array, "B T D"]:
     """`x` through the blocks of a model, in the way it has chosen.
 
@@ -129,12 +133,13 @@ def run_blocks(
         model: has blocks, dropout, period, remat and dtype.
         dropout_key: None turns dropout off.
         padding_mask: True for tokens that exist; None: all.
+        watch: as in `Block`; then one block runs after another, and keeps everything.
     """
     keys = [None] * len(model.blocks)
     if dropout_key is not None:
         first, *keys = jax.random.split(dropout_key, len(model.blocks) + 1)
         x = model.dropout(x, deterministic=False, rngs=first)
-    if model.period:
+    if model.period and watch is None:
         return run_scanned(
             list(model.blocks),
             x,
@@ -144,13 +149,7 @@ def run_blocks(
             remat=model.remat,
             dtype=model.dtype,
         )
-    run = rematerialised(_run, model.remat)
+    run = run_of(model.remat, watch)
     for block, key in zip(model.blocks, keys, strict=True):
-        x = run(block, x, key, padding_mask)
+        x = run(block, x, padding_mask, key)
     return x
-
-
-def _run(block: Any, x: Array, key: Array | None, padding_mask: Array | None) -> Array:
-    if padding_mask is None:
-        return block(x, dropout_key=key)
-    return block(x, padding_mask, dropout_key=key)

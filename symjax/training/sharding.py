@@ -1,4 +1,4 @@
-"""Where every array lives: one table from weight paths to mesh axes."""
+"""Sharding rules: from the path of a weight to mesh axes."""
 
 import math
 from fnmatch import fnmatchcase
@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from symjax import config
+from symjax.layers import RULES as RULES_OF_LAYERS
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = P(("data", "fsdp"), "sequence")
@@ -26,20 +27,7 @@ RULES = (
     ("head/kernel", P("fsdp", None)),
     ("head/bias", P(None)),
     ("*norm/*", P(None)),
-    ("blocks/*/roles/*", P(None)),
-    ("blocks/*/step_embedding", P(None, "fsdp")),
-    ("blocks/*/halting/kernel", P("fsdp", None)),
-    ("blocks/*/halting/bias", P(None)),
-    ("blocks/*/attention/lambda_projection/kernel", P("fsdp", "tensor")),
-    ("blocks/*/attention/lambda_*", P(None)),
-    ("blocks/*/attention/metric", P("tensor", None, None)),
-    ("blocks/*/attention/*_map/weight", P("tensor", None, None)),
-    ("blocks/*/attention/*_map/bias", P("tensor", None)),
-    ("blocks/*/attention/projection", P(None, None)),
-    ("blocks/*/attention/statistics_a", P(None)),
-    ("blocks/*/attention/statistics_b", P(None, None)),
-    ("blocks/*/attention/decay/down/kernel", P("fsdp", None)),
-    ("blocks/*/attention/decay/up/kernel", P(None, "tensor")),
+    *((f"blocks/*/{pattern}", axes) for pattern, axes in RULES_OF_LAYERS),
     ("blocks/*/out/kernel", P("tensor", "fsdp")),
     ("blocks/*/down/kernel", P("tensor", "fsdp")),
     ("blocks/*/out/bias", P(None)),
@@ -154,7 +142,7 @@ def weight_shardings(weights: Any, mesh: Mesh) -> Any:
 def optimizer_shardings(
     transform: optax.GradientTransformation, weights: Any, shardings: Any, mesh: Mesh
 ) -> Any:
-    """Moments lie where their weights lie; counters are everywhere."""
+    """Moments lie where their weights lie; counters are replicated."""
     return optax.tree.map_params(
         transform,
         lambda _, sharding: sharding,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from symjax import config
-from symjax.layers.attention import Constant
+from symjax.layers import Constant
 from symjax.models.build import Model, build
 from symjax.training import sharding
 from symjax.training.guard import Guarded

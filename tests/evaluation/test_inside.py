@@ -73,8 +73,8 @@ def test_maps_times_values_are_what_the_layers_put_out(seen):
         if seen[0] == "universal":
             x, inner = x + block.step_embedding[0][None, None], block.block
         norm = inner.norm if seen[0] == "gated" else inner.attention_norm
-        arrays = layer.arrays(norm(x), jnp.arange(TIME)[None])
-        return layer.mix(arrays)[0], inner(x)[0]
+        operands = layer.operands(norm(x), jnp.arange(TIME)[None])
+        return layer.mixer(operands)[0], inner(x)[0]
 
     mixed, hidden = run(TOKENS)
     found = np.einsum("nts,nsv->tnv", layers[0].map, layers[0].value)

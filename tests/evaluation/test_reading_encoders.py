@@ -21,6 +21,7 @@ from symjax.evaluation import (
 from symjax.evaluation.asked import Asked
 from symjax.evaluation.inside import Window
 from symjax.evaluation.reading import read
+from symjax.layers.sharded import Operand
 from symjax.models import Encoder
 
 LENGTH = 16
@@ -123,9 +124,9 @@ def test_maps_times_values_are_what_a_layer_puts_out_beside_pads():
         @jax.jit
         def run(tokens, model=model, layer=layer, norm=norm):
             x, padding_mask = model._read(tokens[None])
-            arrays = layer.arrays(norm(x), jnp.arange(LENGTH)[None])
-            arrays["mask"] = (padding_mask[:, None, None], "B")
-            return layer.mix(arrays)[0]
+            operands = layer.operands(norm(x), jnp.arange(LENGTH)[None])
+            operands["mask"] = Operand(padding_mask[:, None, None], "B")
+            return layer.mixer(operands)[0]
 
         found = read(model, PADDED)[0]
         wanted = run(PADDED)[:TIME]

@@ -75,7 +75,7 @@ def test_the_whole_window_is_within_64_of_32_tokens(trained):
 
 
 def test_ranks_stay_below_the_size_of_heads(trained):
-    size = trained.model().blocks[0].attention.sizes.head_size
+    size = trained.model().blocks[0].attention.mixer.sizes.head_size
     rows = measure(trained, "rank").values["rank"]
     assert {row["matrix"] for row in rows} == {"QQᵀ", "A₁, A₂", "A₁ − λA₂"}
     for row in rows:

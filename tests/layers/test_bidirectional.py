@@ -14,9 +14,7 @@ from symjax.layers import Attention, Block, GatedBlock
 WIDTH, HEADS, TIME, BATCH = 24, 3, 11, 2
 PADDING_MASK = np.arange(TIME)[None] < np.array([[7], [11]])
 MECHANISMS = [
-    name
-    for name, mechanism in attention.MECHANISMS.items()
-    if mechanism.bidirectional and not mechanism.gated
+    name for name, mechanism in attention.MECHANISMS.items() if mechanism.bidirectional
 ]
 ENCODER = config.Model(kind="encoder", width=WIDTH, heads=HEADS, classes=2)
 
@@ -100,10 +98,10 @@ def test_alibi_counts_distance_on_both_sides():
     np.testing.assert_allclose(layer(x), wanted, atol=2e-6)
 
 
-@pytest.mark.parametrize("mechanism", [*sorted(MECHANISMS), *config.GATED])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_a_block_sees_what_is_present_on_both_sides_and_no_pad(mechanism):
     """Pads of any content change nothing; tokens reach those before and after them."""
-    kind = GatedBlock if mechanism in config.GATED else Block
+    kind = GatedBlock if attention.MECHANISMS[mechanism].gated else Block
     more = {"chunk_size": 4} if mechanism == "flash" else {}
     block = kind(options(mechanism=mechanism, **more), 0, rngs=nnx.Rngs(0))
     x, padding_mask = inputs(), jnp.asarray(PADDING_MASK)

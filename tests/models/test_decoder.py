@@ -320,7 +320,7 @@ def test_tied_embeddings_share_one_table():
             {"mechanism": "linear", "features": "sine"},
             "model.attention.features: linear_state",
         ),
-        ({"feature_count": 8}, "softmax has no random features"),
+        ({"feature_count": 8}, "feature_count 8: softmax has no such option"),
         ({"key_norm": "unit"}, "model.attention.symmetric is 'none'"),
         ({"depth_offset": 1}, "model.attention.differential is 'none'"),
         ({"depth_offset": 1, "differential": "v2"}, "differential is 'v2'"),

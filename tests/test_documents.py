@@ -6,17 +6,20 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flax import nnx
 
 import eval as evaluate
 from symjax import validation
+from symjax.attention import mechanisms
 from symjax.evaluation import compare
 from symjax.models import build
 from symjax.training.commandline import load, parse
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MECHANISM = ROOT / "docs/mechanism.md"  # its commands are of files that a reader adds
+DOCUMENTS = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - {MECHANISM})]
 COMMAND = r"python (train\.py|eval\.py|-m symjax\.evaluation\.compare) ([^`#&;\n]*)"
 STANDS_FOR = {"M": "softmax", "$i": "0", "$I": "0"}
 
@@ -53,6 +56,23 @@ def test_the_snippet_of_the_readme_runs():
         names: dict = {}
         exec(snippet, names)
         assert names["out"].shape == (1, 4096, 8, 64)
+
+
+def test_the_mechanism_of_the_page_is_one(monkeypatch):
+    monkeypatch.setitem(mechanisms.MECHANISMS, "sigmoid", None)  # gone after the test
+    names: dict = {}
+    exec(
+        "".join(re.findall(r"```python\n(.*?)```", MECHANISM.read_text(), re.S)), names
+    )
+    assert names["mixed"].shape == (2, 16, 32)
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 7, 3, 5))
+    scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(5)
+    seen = np.arange(1, 8)[:, None]
+    weights = np.tril(1 / (1 + np.exp(np.log(seen) - scores)))
+    wanted = np.einsum("bnts,bsnv->btnv", weights, value)
+    arrays = (np.asarray(x, np.float32) for x in (query, key, value))
+    found = names["sigmoid"](*arrays, is_causal=True)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(

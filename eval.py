@@ -4,9 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from symjax.evaluation import figures, report, tasks
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.trained import load
+from symjax.evaluation import report, tasks
+from symjax.evaluation.loading import load
+from symjax.evaluation.results import Options
 from symjax.files import check_writable
 from symjax.training.commandline import Parser, leave
 
@@ -66,27 +66,25 @@ def judge(chosen: argparse.Namespace) -> None:
         if (path := getattr(chosen, flag)) is not None:
             report.check_file(path, f"--{flag}")
     if chosen.out is not None or chosen.report is not None:
-        figures.check()
+        report.check_figures()
     if chosen.out is not None:
         check_writable(chosen.out, f"--out {chosen.out}")
-    trained = load(chosen.workdir, chosen.step, best=chosen.best)
-    asked = Asked(
-        chosen.batches, chosen.prompt, chosen.tokens, chosen.temperature, chosen.seed
-    )
-    findings, brief = {}, False
+    run = load(chosen.workdir, chosen.step, best=chosen.best)
+    options = Options(*(getattr(chosen, name) for name in Options._fields))
+    results, brief = {}, False
     for name in chosen.names:
-        findings[name] = tasks.measure(name, trained, asked)
-        text, before = report.to_text(findings[name]), brief
+        results[name] = tasks.measure(name, run, options)
+        text, before = report.to_text(results[name]), brief
         brief = "\n" not in text  # what has nothing to show stands line by line
         print(text if brief and before else f"\n{text}", flush=True)
     if chosen.json is not None:
-        text = report.to_json(tasks.about(trained), findings)
+        text = report.to_json(tasks.about(run), results)
         report.write(text.encode(), chosen.json, "--json")
     if chosen.out is not None:
-        report.write_folder(findings, chosen.out)
+        report.write_folder(results, chosen.out)
     if chosen.report is not None:
-        title = f"{chosen.workdir.name}, step {trained.step}"
-        page = report.to_html(title, findings)
+        title = f"{chosen.workdir.name}, step {run.step}"
+        page = report.to_html(title, results)
         report.write(page.encode(), chosen.report, "--report")
 
 

@@ -11,8 +11,8 @@ import pytest
 from runs import TEXT, call, compile_cache, train, write_text
 
 from symjax import files
-from symjax.evaluation.finding import Finding
 from symjax.evaluation.report import to_json
+from symjax.evaluation.results import Result
 from symjax.evaluation.tasks import TASKS, named
 
 
@@ -105,7 +105,7 @@ def test_without_matplotlib_nothing_is_half_written(
 
 
 def test_json_has_no_numbers_that_are_not_finite():
-    found = Finding({"a": [math.inf, {"b": math.nan}, 1.5, 2]}, [])
+    found = Result({"a": [math.inf, {"b": math.nan}, 1.5, 2]}, [])
     assert json.loads(to_json({}, {"x": found})) == {"a": [None, {"b": None}, 1.5, 2]}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from runs import ROOT, call, compile_cache, train, words, write_text
 
-from symjax.evaluation.trained import load
+from symjax.evaluation.loading import load
 from symjax.training import record, starting
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.loop import Run

@@ -14,7 +14,7 @@ from runs import ROOT, SECONDS, call, compile_cache, train, words, write_text
 
 from symjax import config, validation
 from symjax.data.corpus import open_corpus
-from symjax.evaluation.trained import load
+from symjax.evaluation.loading import load
 from symjax.training import starting
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.sharding import make_mesh

@@ -3,24 +3,31 @@
 Two tables: what the feature mechanisms of the model itself do, layer by layer, and what
 random features would do with its queries and keys, by their number, from orthogonal and
 from independent projections. A uniform average of the visible keys is the reference: an
-estimate that is no better has estimated nothing.
+estimate with a larger error is worse than averaging.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from tqdm import tqdm
 
 from symjax import attention, config
-from symjax.evaluation.asked import Asked
 from symjax.evaluation.attended import uniform
-from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import all_pairs, windows
-from symjax.evaluation.reading import Layer, attentions
-from symjax.evaluation.trained import Trained
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.reading import Layer, attentions, read
+from symjax.evaluation.results import (
+    Lines,
+    Options,
+    Result,
+    Table,
+    progress,
+    series,
+    table,
+)
+from symjax.evaluation.windows import all_pairs, by_layer, heldout_rows
 
 FEATURES = (16, 64, 256, 1024)
 DRAWS = 4  # of every kind of projection
@@ -30,20 +37,21 @@ BY_FEATURES = ("linear", "cosine", "performer")
 Rows = Float[np.ndarray, "N T T"]
 
 
-def approximation(trained: Trained, asked: Asked) -> Finding:
+def approximation(run: LoadedRun, options: Options) -> Result:
     """Errors of maps and outputs against exact softmax, relative to its size."""
-    causal = config.is_causal(trained.options.model)
-    own, layers = _own_maps(trained, asked)
-    layers = [_start(layer) for layer in layers]
-    kinds = random_kinds(trained)
-    found = []
+    causal = config.is_causal(run.config.model)
+    own = _own_maps(run, options)
+    rows = heldout_rows(run, options)
+    longest, _ = max(rows, key=lambda row: (row[0] >= 0).sum())
+    layers = [_start(layer) for layer in read(run.model(), longest)]
     references = [errors(_even(x, causal), *_exact(x, causal)) for x in layers]
-    even = np.mean(references, axis=0)
-    runs = [(kind, count) for kind in kinds for count in FEATURES]
-    for kind, count in tqdm(runs, "random features", leave=False, disable=None):
+    even = np.mean(references, axis=0).tolist()
+    found = []
+    runs = [(kind, count) for kind in random_kinds(run) for count in FEATURES]
+    for kind, count in progress(runs, "random features"):
         for draw in ("orthogonal", "independent"):
             errors_of = [
-                random_errors(layer, kind, count, draw, asked.seed + i, causal=causal)
+                random_errors(layer, kind, count, draw, options.seed + i, causal=causal)
                 for i in range(DRAWS)
                 for layer in layers
             ]
@@ -52,7 +60,7 @@ def approximation(trained: Trained, asked: Asked) -> Finding:
             found.append(row | {"map": of_map, "output": of_output})
     columns = ("features", "count", "rows", "error of map", "error of output")
     cells = [tuple(row.values()) for row in found]
-    cells.append(("uniform average", None, None, *even.tolist()))
+    cells.append(("uniform average", None, None, *even))
     tables = [Table("approximation", columns, cells)]
     text = [
         "relative errors against softmax of the model's own queries and keys;",
@@ -61,25 +69,43 @@ def approximation(trained: Trained, asked: Asked) -> Finding:
     if own:
         measured = ("map", "output", "map if uniform", "output if uniform")
         columns = ("layer", "mechanism", *measured)
-        rows = [tuple(row.values()) for row in own]
-        tables.append(Table("approximation_own", columns, rows))
+        tables.append(table("approximation_own", columns, own))
         text.append("second table: the model's own features")
-    values = {"own": own, "random": found, "uniform": even.tolist()}
-    figure = _figure(found, float(even[1]))
-    return Finding({"approximation": values}, text, tuple(tables), (figure,))
+    points = [(f"{x['features']}, {x['rows']}", x["count"], x["output"]) for x in found]
+    points += [("uniform average", n, even[1]) for n in (FEATURES[0], FEATURES[-1])]
+    label, curves = "error of the output", series(points)
+    figure = Lines("approximation", "features", label, curves, log_x=True)
+    values = {"own": own, "random": found, "uniform": even}
+    return Result({"approximation": values}, text, tuple(tables), (figure,))
 
 
-def random_kinds(trained: Trained) -> list[str]:
-    """The kinds of random features to try: those of the model, or the usual ones."""
-    chosen = trained.options.model.attention
-    performers = [
-        layer
-        for layer in attentions(trained.any_model())
-        if layer.mixer.mechanism == "performer"
+def _own_maps(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
+    """Errors of the model's own features."""
+    names = [layer.mixer.mechanism for layer in attentions(run.model())]
+    chosen = [i for i, name in enumerate(names) if name in BY_FEATURES]
+    if not chosen:
+        return []
+    causal = config.is_causal(run.config.model)
+
+    def measure(_, layer: Layer) -> Float[np.ndarray, "4"]:
+        exact = _exact(layer, causal)
+        maps = _flat(layer.branches), _even(layer, causal)
+        return np.concatenate([errors(x, *exact) for x in maps])
+
+    columns = ("map", "output", "uniform_map", "uniform_output")
+    return [
+        {"layer": index, "mechanism": names[index]}
+        | dict(zip(columns, np.mean(found, axis=0).tolist(), strict=True))
+        for index, found in by_layer(run, options, measure, chosen).items()
     ]
-    if not performers:
+
+
+def random_kinds(run: LoadedRun) -> list[str]:
+    """The kinds of random features to try: those of the model, or the usual ones."""
+    names = [layer.mixer.mechanism for layer in attentions(run.model())]
+    if "performer" not in names:
         return ["positive", "hyperbolic"]
-    return [chosen.features or "positive"]
+    return [run.config.model.attention.features or "positive"]
 
 
 def random_errors(
@@ -141,30 +167,6 @@ def errors(
     )
 
 
-def _own_maps(trained: Trained, asked: Asked) -> tuple[list[dict], list[Layer]]:
-    """Errors of the model's own features, and the layers of the longest window."""
-    names = [layer.mixer.mechanism for layer in attentions(trained.any_model())]
-    causal = config.is_causal(trained.options.model)
-    found: dict[int, list[np.ndarray]] = {}
-    longest: list[Layer] = []
-    for window in windows(trained, asked):
-        if not longest or len(window.visible) > len(longest[0].hidden):
-            longest = window.layers
-        for index, layer in enumerate(window.layers):
-            if names[index] in BY_FEATURES:
-                exact = _exact(layer, causal)
-                own = errors(_flat(layer.branches), *exact)
-                both = np.concatenate([own, errors(_even(layer, causal), *exact)])
-                found.setdefault(index, []).append(both)
-    columns = ("map", "output", "uniform_map", "uniform_output")
-    rows = [
-        {"layer": index, "mechanism": names[index]}
-        | dict(zip(columns, np.mean(own, axis=0).tolist(), strict=True))
-        for index, own in found.items()
-    ]
-    return rows, longest
-
-
 def _start(layer: Layer) -> Layer:
     """Queries, keys and values of the first tokens."""
     query, key, value = (x[..., :LONGEST, :] for x in layer[:3])
@@ -185,14 +187,3 @@ def _even(layer: Layer, causal: bool) -> Rows:
 
 def _flat(x: Float[np.ndarray, "N P T s"]) -> Float[np.ndarray, "M T s"]:
     return x.reshape(-1, *x.shape[2:])
-
-
-def _figure(found: list[dict], even: float) -> Lines:
-    series: dict[str, tuple[list[float], list[float]]] = {}
-    for row in found:
-        x, y = series.setdefault(f"{row['features']}, {row['rows']}", ([], []))
-        x.append(row["count"])
-        y.append(row["output"])
-    ends = [float(FEATURES[0]), float(FEATURES[-1])]
-    series["uniform average"] = ends, [even, even]
-    return Lines("approximation", "features", "error of the output", series, log_x=True)

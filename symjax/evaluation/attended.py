@@ -1,24 +1,29 @@
-"""Where rows of attention look: on an answer, near, at themselves.
+"""Shares of attention: on the answer, on nearby tokens, and on the token itself.
 
-All of it is about shares: |a| of a pair over the sum of |a| of its row. Maps with
-negative weights, as differential ones, are read by their size.
+A share is |a| of a pair over the sum of |a| of its row; differential maps have negative
+weights.
 """
 
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from tqdm import tqdm
 
 from symjax import config
 from symjax.data import generated
-from symjax.evaluation.answers import DEPTHS, learned, planted
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import Window, mean_by_layer
+from symjax.evaluation.answers import DEPTHS, planted
+from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, read
-from symjax.evaluation.trained import Trained
-from symjax.models.decoder import Decoder
+from symjax.evaluation.results import (
+    Lines,
+    Options,
+    Result,
+    Table,
+    none,
+    progress,
+    table,
+)
+from symjax.evaluation.windows import Window, mean_by_layer
 
 NEAR = 16  # tokens before a row that count as its context
 ROWS = 8  # read at every depth of a needle
@@ -38,47 +43,46 @@ def shares(maps: Float[np.ndarray, "*N T T"]) -> Shares:
 
 
 def uniform(visible: Places) -> Float[np.ndarray, "T T"]:
-    """The map that gives every visible key the same: the reference."""
+    """The map that gives every visible key the same weight: the reference."""
     return shares(visible)
 
 
-def noise(trained: Trained, asked: Asked) -> Finding:
+def noise(run: LoadedRun, options: Options) -> Result:
     """Shares of attention on the answer, the context, and elsewhere, by layer.
 
-    In plain text the answer of a row is every place where the token stands that comes
-    next; rows without one do not count. Context are the last 16 other tokens, its own
-    among them. Needles: see `noise_of_needles`. An encoder is asked for tokens that are
-    hidden: their answers are the other places where the same token is shown, and
-    context are the tokens less than 8 places away. A label stands at no place.
+    In plain text the answer of a row is every place that holds the next token; rows
+    without one do not count. The context is the last 16 other tokens, the row's own
+    among them. Needles: see `noise_of_needles`. The targets of an encoder are masked
+    tokens: their answers are the other places where the same token is shown, and the
+    context are the tokens less than 8 places away. Labels are no tokens of the input.
     """
-    if learned(trained, "needle"):
-        return noise_of_needles(trained, asked)
-    if trained.options.model.classes:
-        text = ["noise: none, a label is no token that attention could look at"]
-        return Finding({"noise": None}, text)
+    if run.config.data.source == "needle":
+        return noise_of_needles(run, options)
+    if run.config.model.classes:
+        return none("noise", "a label is no token that attention could look at")
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         answer = answers(window)
         near = context(answer, window.visible)
         return of_maps(layer, answer, near, window.visible)
 
-    found = enumerate(mean_by_layer(trained, asked, measure))
+    found = enumerate(mean_by_layer(run, options, measure))
     rows = [row for layer, shares in found for row in _by_map(layer, shares)]
     text = [
         "share of |A| on places that hold the next token (answer), on the last "
         f"{NEAR} others (context),",
         "and elsewhere; rows whose next token is new do not count",
     ]
-    if not config.is_causal(trained.options.model):
+    if not config.is_causal(run.config.model):
         text = [
             "share of |A| of hidden tokens on other places that show the same token "
             "(answer),",
             f"on those less than {NEAR // 2} places away (context), and elsewhere",
         ]
-    return Finding({"noise": rows}, text, (_table(rows),))
+    return Result({"noise": rows}, text, (_table(rows),))
 
 
-def noise_of_needles(trained: Trained, asked: Asked) -> Finding:
+def noise_of_needles(run: LoadedRun, options: Options) -> Result:
     """Shares of attention of the first key that is asked, by the depth of its needle.
 
     Answer is that needle (mark, key and value), context all other tokens before the
@@ -87,13 +91,15 @@ def noise_of_needles(trained: Trained, asked: Asked) -> Finding:
 
     Source: Ye et al. 2024, arXiv:2410.05258, table 3.
     """
-    options, model = trained.options.data, trained.model()
-    length, count = trained.options.model.length, min(asked.batches or ROWS, ROWS)
-    found = []  # by depth and row the [maps + 1, 3] of every layer
-    for depth in tqdm(DEPTHS, "depths", leave=False, disable=None):
-        drawn = planted(options, length, depth, asked.seed)
-        rows = zip(*(x[:count] for x in drawn), strict=True)
-        found.append([_of_row(options, model, *row) for row in rows])
+    data, length, model = run.config.data, run.config.model.length, run.decoder()
+    count, visible = min(options.batches or ROWS, ROWS), np.tri(length) > 0
+    found = []  # [depths, rows, layers, maps + 1, 3]
+    for depth in progress(DEPTHS, "depths"):
+        drawn = planted(data, length, depth, options.seed)
+        found.append([])
+        for row in zip(*(x[:count] for x in drawn), strict=True):
+            places = *needle_places(data, *row), visible
+            found[-1].append([of_maps(x, *places) for x in read(model, row[0])])
     layers = [np.array(x).mean(axis=0) for x in zip(*sum(found, []), strict=True)]
     by_layer = [row for i, x in enumerate(layers) for row in _by_map(i, x)]
     by_depth = []
@@ -106,28 +112,21 @@ def noise_of_needles(trained: Trained, asked: Asked) -> Finding:
         "the questions (context), and elsewhere; by depth the mean over layers",
     ]
     columns = ("depth", *PLACES, "answer if uniform")
-    cells = [(f"{row['depth']:.0%}", *list(row.values())[1:]) for row in by_depth]
-    tables = _table(by_layer), Table("noise_by_depth", columns, cells)
+    shown = [{**row, "depth": f"{row['depth']:.0%}"} for row in by_depth]
+    tables = _table(by_layer), table("noise_by_depth", columns, shown)
     names = ("answer", "context", "uniform")
     curves = {x: (list(DEPTHS), [row[x] for row in by_depth]) for x in names}
     figure = Lines("noise_by_depth", "depth of the needle", "share of |A|", curves)
     values = {"noise": by_layer, "noise_by_depth": by_depth}
-    return Finding(values, text, tables, (figure,))
-
-
-def _of_row(
-    options: config.Data, model: Decoder, tokens: np.ndarray, targets: np.ndarray
-) -> list[np.ndarray]:
-    places = *needle_places(options, tokens, targets), np.tri(len(tokens)) > 0
-    return [of_maps(layer, *places) for layer in read(model, tokens)]
+    return Result(values, text, tables, (figure,))
 
 
 def needle_places(
-    options: config.Data, tokens: Int[np.ndarray, "T"], targets: Int[np.ndarray, "T"]
+    data: config.Data, tokens: Int[np.ndarray, "T"], targets: Int[np.ndarray, "T"]
 ) -> tuple[Places, Places]:
     """Of the row of the first question: its needle, and the rest before questions."""
     question = np.flatnonzero(targets >= 0)[0]
-    places = generated.shown(options, tokens[None])[0]
+    places = generated.shown(data, tokens[None])[0]
     its = places[tokens[places[:, -2]] == tokens[question]]
     answer = np.zeros((len(tokens), len(tokens)), bool)
     answer[question, its] = True
@@ -150,23 +149,25 @@ def of_maps(
 
 
 def _by_map(layer: int, found: Float[np.ndarray, "M 3"]) -> list[dict[str, Any]]:
-    rows, even = [], number(found[-1, 0])
-    for name, share in zip(MAPS, found[:-1], strict=False):
-        parts = dict(zip(PLACES, map(number, share), strict=True))
-        rows.append({"layer": layer, "map": name, **parts, "uniform": even})
-    return rows
+    """A record a map; None for NaN, which JSON does not have."""
+    known = [[x if np.isfinite(x) else None for x in row] for row in found.tolist()]
+    return [
+        {"layer": layer, "map": name}
+        | dict(zip(PLACES, row, strict=True))
+        | {"uniform": known[-1][0]}
+        for name, row in zip(MAPS, known[:-1], strict=False)
+    ]
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    columns = ("layer", "map", *PLACES, "answer if uniform")
-    return Table("noise", columns, [tuple(row.values()) for row in rows])
+    return table("noise", ("layer", "map", *PLACES, "answer if uniform"), rows)
 
 
 def answers(window: Window) -> Places:
-    """Whether the token at place s is the one that row t is asked for.
+    """Whether the token at place s equals the target of row t.
 
-    Of a decoder, which is asked for the next one, for s ≤ t. Of an encoder for s ≠ t:
-    its own place shows the token that is asked for by chance, if at all.
+    Of a decoder, whose targets are the next tokens, for s ≤ t. Of an encoder for s ≠ t:
+    its own place shows the target by chance, if at all.
     """
     tokens: Any = window.tokens
     same = window.targets[:, None] == tokens[None]
@@ -203,7 +204,7 @@ def on_places(
     return np.einsum("...ts,pts->...tp", shares[..., rows, :], weights).mean(axis=-2)
 
 
-def self_share(trained: Trained, asked: Asked) -> Finding:
+def self_share(run: LoadedRun, options: Options) -> Result:
     """What a row gives itself, by layer and head, where it sees any other key."""
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
@@ -213,54 +214,44 @@ def self_share(trained: Trained, asked: Asked) -> Finding:
             return np.full(len(maps), np.nan)
         return np.diagonal(maps, axis1=-2, axis2=-1)[:, free].mean(axis=-1)
 
-    rows = []
-    for layer, found in enumerate(mean_by_layer(trained, asked, measure)):
+    rows, cells = [], []
+    for layer, found in enumerate(mean_by_layer(run, options, measure)):
         *heads, even = found.tolist()
         mean = sum(heads) / len(heads)
         rows.append({"layer": layer, "mean": mean, "heads": heads, "uniform": even})
+        cells.append((layer, mean, min(heads), max(heads), even))
     columns = ("layer", "mean", "least head", "largest head", "if uniform")
-    cells = [
-        (
-            row["layer"],
-            row["mean"],
-            min(row["heads"]),
-            max(row["heads"]),
-            row["uniform"],
-        )
-        for row in rows
-    ]
     text = ["share of |A| that a token gives itself"]
-    return Finding({"self_share": rows}, text, (Table("self_share", columns, cells),))
+    return Result({"self_share": rows}, text, (Table("self_share", columns, cells),))
 
 
-def dilution(trained: Trained, asked: Asked) -> Finding:
-    """How much of a row stays on its last w tokens: attention that is diluted, little.
+def dilution(run: LoadedRun, options: Options) -> Result:
+    """The share of a row on its last w tokens; a small one means diluted attention.
 
     Of rows that see at least 64 keys, or of the last row of a shorter window. In an
     encoder on the tokens less than w places away, before and after.
     """
-    if trained.options.model.patch:
-        text = ["dilution: none, the patches of an image do not follow each other"]
-        return Finding({"dilution": None}, text)
+    if run.config.model.patch:
+        return none("dilution", "the patches of an image do not follow each other")
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         maps = np.concatenate([shares(layer.map), uniform(window.visible)[None]])
         near = within(maps, window.visible)
         return np.stack([near[:-1].mean(axis=0), near[-1]])
 
-    found = mean_by_layer(trained, asked, measure)
+    found = mean_by_layer(run, options, measure)
     rows = [
         {"layer": i, "within": dict(zip(map(str, WITHIN), x[0].tolist(), strict=True))}
         for i, x in enumerate(found)
     ]
     named, text = "last {}", "share of |A| on the last w tokens"
-    if not config.is_causal(trained.options.model):
+    if not config.is_causal(run.config.model):
         named, text = "nearer than {}", "share of |A| on tokens less than w places away"
     columns = ("layer", *(named.format(w) for w in WITHIN))
     cells = [(row["layer"], *row["within"].values()) for row in rows]
     cells.append(("uniform", *found[0][1].tolist()))
     text = [f"{text}, the row's own among them"]
-    return Finding({"dilution": rows}, text, (Table("dilution", columns, cells),))
+    return Result({"dilution": rows}, text, (Table("dilution", columns, cells),))
 
 
 def within(shares: Shares, visible: Places) -> Float[np.ndarray, "*N w"]:
@@ -269,8 +260,3 @@ def within(shares: Shares, visible: Places) -> Float[np.ndarray, "*N w"]:
     rows = seen >= min(max(WITHIN), seen.max())
     found = [np.where(distance < w, shares, 0).sum(axis=-1) for w in WITHIN]
     return np.stack(found, axis=-1)[..., rows, :].mean(axis=-2)
-
-
-def number(x: float) -> float | None:
-    """A float for JSON, which has no NaN."""
-    return float(x) if np.isfinite(x) else None

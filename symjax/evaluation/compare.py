@@ -21,14 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from symjax import config
-from symjax.evaluation import figures, report
-from symjax.evaluation.analysis import lambda_table
-from symjax.evaluation.finding import Finding, Lines, Table
+from symjax.evaluation import report
 from symjax.evaluation.language import losses
-from symjax.evaluation.trained import load
+from symjax.evaluation.loading import load
+from symjax.evaluation.results import Lines, Result, Table
+from symjax.evaluation.weights import lambda_table
 from symjax.files import check_writable
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
@@ -76,7 +74,7 @@ def main(words: list[str]) -> None:
         chosen.out,
     )
     check_equal({name: some[0].config for name, some in runs.items()})
-    figures.check()
+    report.check_figures()
     for command in itertools.chain(*runs.values()):
         check_run(command)
     check_writable(chosen.out, f"--out {chosen.out}")
@@ -190,20 +188,20 @@ def check_run(command: Command) -> None:
 
 
 def judge(workdir: Path, batches: int | None = None) -> Judged:
-    trained = load(workdir)
+    run = load(workdir)
     lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
     return Judged(
-        sum(x.size for x in jax.tree.leaves(trained.params)),
-        losses(trained, batches),
-        lambda_table(trained.any_model()),
+        run.parameters(),
+        losses(run, batches),
+        lambda_table(run.model()),
         statistics.median(speeds),
         [(row["step"], row["heldout/loss"]) for row in rows if "heldout/loss" in row],
     )
 
 
-def compare(runs: dict[str, list[Judged]]) -> Finding:
+def compare(runs: dict[str, list[Judged]]) -> Result:
     """Means over the seeds; the spread is their standard deviation."""
     rows, lambdas, curves = [], [], {}
     for name, seeds in runs.items():
@@ -231,7 +229,7 @@ def compare(runs: dict[str, list[Judged]]) -> Finding:
         columns = ("configuration", "layer", "λ₁", "λ₂", "λ_init", "λ")
         tables.append(Table("lambda", columns, lambdas))
     figure = Lines("heldout", "step", "held-out loss, mean of the seeds", curves)
-    return Finding({}, [], tuple(tables), (figure,))
+    return Result({}, [], tuple(tables), (figure,))
 
 
 def _lambda_rows(name: str, seeds: list[list[dict[str, float]]]) -> list[tuple]:

@@ -1,7 +1,7 @@
-"""How well a model predicts what it is asked for: three numbers, never mixed up.
+"""What a model predicts: held-out and training losses, and a sample.
 
-The loss on held-out text; on training text in evaluation mode, the same way; and on
-training text in training mode, with dropout. The last two say how much was memorised.
+Three losses: on held-out text; on training text in evaluation mode, the same way; and
+on training text in training mode, with dropout. The last two tell memorisation.
 """
 
 import functools
@@ -10,49 +10,49 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from symjax.data.batches import Rows, Shape
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.finding import Finding, Table
-from symjax.evaluation.trained import Trained
+from symjax.data.corpus import Corpus
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.results import Options, Result, Table, progress
+from symjax.models.generate import generate
 from symjax.training.measure import Means, means
 
+PROMPT = 16  # tokens of held-out text where no prompt is given
 
-def loss(trained: Trained, asked: Asked) -> Finding:
+
+def loss(run: LoadedRun, options: Options) -> Result:
     """The three losses, beside what needs no model: tables of n-grams, or chance."""
-    found = losses(trained, asked.batches)
+    found = losses(run, options.batches)
     heldout, train = found["heldout"], found["train"]
-    unit = trained.corpus.unit
-    weights = sum(x.size for x in jax.tree.leaves(trained.params))
+    unit = f"nats/{run.examples.unit}"
     lines = [
-        f"step {trained.step}, {weights:,} parameters",
+        f"step {run.step}, {run.parameters():,} parameters",
         "",
-        f"held-out loss                    {heldout['loss']:.4f} nats/{unit}",
+        f"held-out loss                    {heldout['loss']:.4f} {unit}",
         f"held-out perplexity              {heldout['perplexity']:.3f}",
     ]
-    if "accuracy" in heldout:
-        lines.append(f"held-out accuracy                {heldout['accuracy']:.4f}")
-    if "bits_per_byte" in heldout:
-        bits = heldout["bits_per_byte"]
-        lines.append(f"held-out bits per byte           {bits:.4f}")
+    for name in ("accuracy", "bits_per_byte"):
+        if name in heldout:
+            label = f"held-out {name.replace('_', ' ')}"
+            lines.append(f"{label:<33}{heldout[name]:.4f}")
     part = heldout["batches"] < heldout["all_batches"]
     if part:
         lines.append(
             f"  on {heldout['batches']} of {heldout['all_batches']} batches; "
             "the lines below on all"
         )
-    for name, value in trained.corpus.references.items():
+    for name, value in run.examples.references.items():
         beaten = ": beaten" if heldout["loss"] < value else ": not beaten"
-        verdict = "" if part else beaten
         label = name if name == "chance" else f"{name} table"
-        lines.append(f"  {label:<31}{value:.4f} nats/{unit}{verdict}")
+        lines.append(f"  {label:<31}{value:.4f} {unit}{'' if part else beaten}")
     lines += [
-        f"training text, training mode     {train['loss']:.4f} nats/{unit}",
-        f"training text, evaluation mode   {train['loss_eval_mode']:.4f} nats/{unit}",
+        f"training text, training mode     {train['loss']:.4f} {unit}",
+        f"training text, evaluation mode   {train['loss_eval_mode']:.4f} {unit}",
     ]
-    return Finding(found, lines, (_table(heldout, train),))
+    return Result(found, lines, (_table(heldout, train),))
 
 
 def _table(heldout: dict[str, Any], train: dict[str, float]) -> Table:
@@ -68,55 +68,86 @@ def _table(heldout: dict[str, Any], train: dict[str, float]) -> Table:
     return Table("loss", ("of", *known), rows, printed=False)
 
 
-def losses(trained: Trained, batches: int | None = None) -> dict[str, Any]:
-    """Held-out and training losses, in nats a token, an answer or a label; and how
-    many of the answers, labels or hidden tokens that are held out are right.
+def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
+    """Held-out and training losses, in nats a token, an answer or a label; and the
+    accuracy of held-out answers, labels or hidden tokens.
 
     Args:
         batches: of held-out text; None is all of it. As many batches of training text
             are taken, the first that training saw.
     """
-    corpus = trained.corpus
-    shape = trained.options.batch_size, trained.options.model.length
-    total = corpus.heldout_count(shape)
+    examples, shape = run.examples, (run.config.batch_size, run.config.model.length)
+    total = examples.heldout_count(shape)
     count = min(batches or total, total)
-    weights = (trained.program, trained.params, trained.constants, shape)
 
     def over(name: str, rows: Iterator[Rows], key: jax.Array | None = None) -> Means:
-        bar = tqdm(rows, name, count, leave=False, disable=None)
-        return means(*weights, bar, key)
+        bar = progress(rows, name, count)
+        return means(run.program, run.params, run.constants, shape, bar, key)
 
-    value, accuracy = over("held-out", corpus.heldout_batches(shape, count))
+    value, accuracy = over("held-out", examples.heldout_batches(shape, count))
     heldout: dict[str, Any] = {
         "loss": value,
         "perplexity": math.exp(value) if value < 700 else math.inf,
         "batches": count,
         "all_batches": total,
     }
-    if corpus.text is not None:
-        heldout["bits_per_byte"] = value / corpus.text.bytes_per_token / math.log(2)
-        heldout["ngrams"] = dict(corpus.references)
+    if examples.text is not None:
+        heldout["bits_per_byte"] = value / examples.text.bytes_per_token / math.log(2)
+        heldout["ngrams"] = dict(examples.references)
     else:
-        heldout["references"] = dict(corpus.references)
+        heldout["references"] = dict(examples.references)
         heldout["accuracy"] = accuracy
-    key = jax.random.key(0)
-    return {
-        "heldout": heldout,
-        "train": {
-            "loss": over("training mode", _training(trained, shape, count), key).loss,
-            "loss_eval_mode": over(
-                "evaluation mode", _training(trained, shape, count)
-            ).loss,
-        },
+    rows, key = functools.partial(_training, run, shape, count), jax.random.key(0)
+    train = {
+        "loss": over("training mode", rows(), key).loss,
+        "loss_eval_mode": over("evaluation mode", rows()).loss,
     }
+    return {"heldout": heldout, "train": train}
 
 
-def _training(trained: Trained, shape: Shape, count: int) -> Iterator[Rows]:
+def _training(run: LoadedRun, shape: Shape, count: int) -> Iterator[Rows]:
     """The first training batches, every target with weight 1."""
 
     def rows(step: int, start: int, stop: int):
-        batch = trained.corpus.batch(shape, seed=trained.options.seed, step=step)
-        inputs, targets, *_ = batch(start, stop)
+        batch = run.examples.batch(shape, seed=run.config.seed, step=step)
+        inputs, targets = batch(start, stop)
         return inputs, targets, (targets >= 0).astype(np.float32)
 
     return (functools.partial(rows, step) for step in range(count))
+
+
+def sample(run: LoadedRun, options: Options) -> Result:
+    """A prompt and its continuation by the model; nothing where there is no text."""
+    if run.examples.text is None:
+        return Result({}, ["sample: none, the model has not learned a text"])
+    prompt, more = continuation(run, run.examples.text, options)
+    return Result({}, [f"prompt {prompt!r}, sample:", prompt + more])
+
+
+def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, str]:
+    """(prompt, its continuation), at most as far as the model has positions.
+
+    Raises:
+        ValueError: the prompt is empty, too long, or has unknown characters.
+    """
+    count, ids = options.tokens, text.heldout[:PROMPT]
+    if options.prompt is not None:
+        ids = text.tokenizer.encode(options.prompt)
+    if not len(ids):
+        raise ValueError("--prompt is empty: give text to go on from")
+    model = run.decoder()
+    if model.learned_positions:
+        count = min(count, model.length - len(ids))
+        if count < 1:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens fills the model's {model.length} "
+                "learned positions"
+            )
+    tokens = generate(
+        model,
+        jnp.asarray(ids, jnp.int32)[None],
+        count,
+        jax.random.key(options.seed),
+        temperature=options.temperature,
+    )
+    return text.tokenizer.decode(ids), text.tokenizer.decode(tokens[0])

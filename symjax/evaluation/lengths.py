@@ -1,4 +1,11 @@
-"""How a model predicts by place in the window, and in longer windows than it knows."""
+"""Loss by place in the window, and in windows longer than those of training.
+
+Log-n scaling multiplies scores by log n / log base, so that a row that attends to a
+few keys still does so among more of them. It costs accuracy where a row should average
+n values: scores that should be equal have noise, which is scaled too. With scores from
+N(0, σ²) and c = log n / log base the weights have Σ w² ≈ exp(c²σ²)/n, so that the
+average of n values of variance 1 is off by √((exp(c²σ²) − 1)/n).
+"""
 
 import dataclasses
 import math
@@ -10,23 +17,31 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from tqdm import tqdm
 
 from symjax import attention, config
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.averaging import averages, averaging_table
-from symjax.evaluation.finding import Cell, Finding, Lines, Table
-from symjax.evaluation.trained import Trained
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.results import (
+    Lines,
+    Options,
+    Result,
+    Table,
+    none,
+    progress,
+    series,
+    table,
+)
 from symjax.models.build import Model, build
 from symjax.training.step import cross_entropy
 
 FACTORS = (1, 2, 4, 8)
 BATCHES = 4  # of held-out text at every length, unless --batches says otherwise
 POINTS = 64  # of a curve over places
+EXAMPLES = 256  # averages of n values
+SPREAD = 0.5  # σ of their scores, which should all be equal
 
 
 class ByPlace(NamedTuple):
-    """Means over rows at every place of the window; weight 0 where nothing is asked.
+    """Means over rows at every place of the window; weight 0 where there is no target.
 
     Of a classifier at one place, that of its label.
     """
@@ -44,98 +59,89 @@ class ByPlace(NamedTuple):
         return [float(np.average(x[part], weights=weights)) for x in self[:2]]
 
 
-def length(trained: Trained, asked: Asked) -> Finding:
+def length(run: LoadedRun, options: Options) -> Result:
     """Loss and accuracy at 1, 2, 4 and 8 times the length of training.
 
     With log-n scaling off, at evaluation only (its base the length of training), and
     as trained; and a case where it should hurt. A classifier reads longer pieces of
     its texts, as far as there are any.
     """
-    model = trained.options.model
+    model, unit = run.config.model, f"nats/{run.examples.unit}"
     if model.patch:
-        text = f"length: none, images have {model.length} patches each"
-        return Finding({"length": None}, [text])
-    text, factors = [], FACTORS
-    if model.positions == "learned":
-        factors = (1,)
-        text.append(
-            f"a model with learned positions has {model.length} of them: no longer "
-            "windows"
-        )
-    longest = trained.corpus.longest or math.inf
-    enough = [x for x in factors if x * model.length <= longest]
-    if enough != list(factors):
-        missing = ", ".join(f"{x}×" for x in factors if x not in enough)
-        text.append(f"the held-out text is too short for {missing} of {model.length}")
+        return none("length", f"images have {model.length} patches each")
+    factors, text = _factors(run)
+    models = variants(model)
+    text += [f"{name}: {meaning}" for name, (_, meaning) in models.items()]
     found: dict[str, dict[str, dict[str, float | None]]] = {}
-    cells: list[tuple[Cell, ...]] = []
-    series = {}
-    options = variants(model)
-    text += [f"{name}: {meaning}" for name, (_, meaning) in options.items()]
-    runs = [(x, name) for x in enough for name in options]
-    for factor, name in tqdm(runs, "lengths", leave=False, disable=None):
-        changed = merged(trained, options[name][0])
+    cells, curves = [], {}
+    runs = [(factor, name) for factor in factors for name in models]
+    for factor, name in progress(runs, "lengths"):
+        changed = merged(run, models[name][0])
         tokens = factor * model.length
-        places = by_place(trained, changed, tokens, asked.batches or BATCHES, factor)
+        places = by_place(run, changed, tokens, options.batches or BATCHES, factor)
         loss, accuracy = places.mean()
-        last = places.mean(tokens - model.length)[0]
         row = {"loss": loss, "accuracy": accuracy}
         if not model.classes:
-            row["last"] = last
+            row["last"] = places.mean(tokens - model.length)[0]
         found.setdefault(str(tokens), {})[name] = row
         cells.append((tokens, name, *row.values()))
-        series[name] = curve(places)  # the longest stays
-    columns = ("tokens", "log-n", "loss", "accuracy")
-    if not model.classes:
-        columns += (f"loss of last {model.length}",)
-    unit = f"nats/{trained.corpus.unit}"
-    text.append(f"losses in {unit}")
-    tables = [Table("length", columns, cells)]
+        curves[name] = curve(places)  # the longest stays
+    last = () if model.classes else (f"loss of last {model.length}",)
+    columns = ("tokens", "log-n", "loss", "accuracy", *last)
     base = max(2, model.length)
-    average = averages([x * base for x in FACTORS], base, asked.seed)
-    tables.append(averaging_table(average))
+    averaging = averages([x * base for x in FACTORS], base, options.seed)
     text += [
+        f"losses in {unit}",
         "second table: an average of n values of ±1 by scores that should be equal",
         "(N(0, 0.25)), its error in units of 1/√n, and the share of wrong majorities,",
         f"with log-n scaling off and on (base {base})",
     ]
-    by_length = {
-        name: ([int(n) for n in found], [row[name]["loss"] for row in found.values()])
-        for name in options
-    }
-    figures = [Lines("length", "tokens in the window", unit, by_length, log_x=True)]
+    states = ("average, off", "majority, off", "average, on", "majority, on")
+    tables = (
+        Table("length", columns, cells),
+        table("averaging", ("n", *states), averaging),
+    )
+    points = series((name, tokens, loss) for tokens, name, loss, *_ in cells)
+    figures = [Lines("length", "tokens in the window", unit, points, log_x=True)]
     if not model.classes:
-        figures.append(Lines("length_by_place", "place", unit, series, log_x=True))
-    values = {"length": found, "averaging": average}
-    return Finding(values, text, tuple(tables), tuple(figures) if found else ())
+        figures.append(Lines("length_by_place", "place", unit, curves, log_x=True))
+    values = {"length": found, "averaging": averaging}
+    return Result(values, text, tables, tuple(figures) if found else ())
 
 
-def position(trained: Trained, asked: Asked) -> Finding:
+def _factors(run: LoadedRun) -> tuple[list[int], list[str]]:
+    """Those of the length of training that can be measured, and why not the others."""
+    size, factors, text = run.config.model.length, FACTORS, []
+    if run.config.model.positions == "learned":
+        factors = (1,)
+        text.append(
+            f"a model with learned positions has {size} of them: no longer windows"
+        )
+    longest = run.examples.longest or math.inf
+    missing = ", ".join(f"{x}×" for x in factors if x * size > longest)
+    if missing:
+        text.append(f"the held-out text is too short for {missing} of {size}")
+    return [x for x in factors if x * size <= longest], text
+
+
+def position(run: LoadedRun, options: Options) -> Result:
     """Held-out loss by place in a window as long as those of training."""
-    model, unit = trained.options.model, f"nats/{trained.corpus.unit}"
+    model, unit = run.config.model, f"nats/{run.examples.unit}"
     if model.classes:
-        text = "position: none, a label stands at no place of the window"
-        return Finding({"position": None}, [text])
-    batches = asked.batches or 4 * BATCHES
-    places = by_place(trained, trained.any_model(), model.length, batches)
+        return none("position", "a label stands at no place of the window")
+    batches = options.batches or 4 * BATCHES
+    places = by_place(run, run.model(), model.length, batches)
     edges = [2**i for i in range(30) if 2**i < model.length]
     rows = []
     for start, stop in zip([0, *edges], [*edges, model.length], strict=True):
         if (loss := places.mean(start, stop)[0]) is not None:
             rows.append({"from": int(start + 1), "to": int(stop), "loss": loss})
-    cells = [tuple(row.values()) for row in rows]
-    lines = Lines(
-        "position",
-        "place",
-        unit,
-        {"held-out loss": curve(places)},
-        log_x=True,
-    )
-    return Finding(
+    curves = {"held-out loss": curve(places)}
+    return Result(
         {"position": rows},
         [f"held-out loss by place in a window of {model.length}, in {unit}"],
-        (Table("position", ("from", "to", "loss"), cells),),
-        (lines,),
+        (table("position", ("from", "to", "loss"), rows),),
+        (Lines("position", "place", unit, curves, log_x=True),),
     )
 
 
@@ -161,14 +167,14 @@ def variants(model: config.Model) -> dict[str, tuple[config.Model, str]]:
     return found | {"off": (model, "no log-n scaling, as trained")}
 
 
-def merged(trained: Trained, model: config.Model) -> Model:
+def merged(run: LoadedRun, model: config.Model) -> Model:
     """The trained weights under other options that do not change their shapes."""
     like = nnx.eval_shape(lambda: build(model, rngs=nnx.Rngs(jax.random.key(0))))
-    return nnx.merge(nnx.graphdef(like), trained.params, trained.constants)
+    return nnx.merge(nnx.graphdef(like), run.params, run.constants)
 
 
 def by_place(
-    trained: Trained, model: Model, tokens: int, batches: int, factor: int = 1
+    run: LoadedRun, model: Model, tokens: int, batches: int, factor: int = 1
 ) -> ByPlace:
     """Loss and accuracy at every place of held-out windows of `tokens` tokens.
 
@@ -176,12 +182,12 @@ def by_place(
         batches: as many as have these tokens at the length of training; `factor` times
             longer rows are as many fewer, unless every row has one label.
     """
-    rows, classes = trained.options.batch_size, trained.options.model.classes
+    rows, classes = run.config.batch_size, run.config.model.classes
     if not classes:
         rows = max(1, rows // factor)
     graph, weights = nnx.split(model)
     sums = np.zeros((3, 1 if classes else tokens))
-    for chosen in trained.corpus.heldout_batches((rows, tokens), batches):
+    for chosen in run.examples.heldout_batches((rows, tokens), batches):
         inputs, targets, weight = chosen(0, rows)
         loss, right = map(np.asarray, _scored(graph, weights, inputs, targets))
         sums += [(weight * x).sum(axis=0) for x in (loss, right, np.ones_like(loss))]
@@ -210,3 +216,29 @@ def curve(places: ByPlace) -> tuple[list[float], list[float]]:
         float(np.average(places.loss[part], weights=places.weight[part]))
         for part in parts
     ]
+
+
+def averages(lengths: list[int], base: float, seed: int) -> list[dict[str, float]]:
+    """Errors of the average and of the majority of n values ±1, scaling off and on.
+
+    Errors are root mean squares, in units of 1/√n, the standard deviation of the true
+    average; averaging a random half of the values has an error of 1.
+    """
+    rows = []
+    for n in lengths:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), n))
+        key = SPREAD * jax.random.normal(keys[0], (EXAMPLES, n, 1, 1))
+        value = jax.random.rademacher(keys[1], key.shape, key.dtype)
+        true = np.asarray(value, np.float64).mean(axis=(1, 2, 3))
+        row: dict[str, float] = {"n": n}
+        for name, length_base in (("off", None), ("on", base)):
+            softmax = partial(attention.softmax, scale=1.0, length_base=length_base)
+            found = softmax(jnp.ones((EXAMPLES, 1, 1, 1)), key, value)
+            found = np.asarray(found, np.float64)[:, 0, 0, 0]
+            error = np.sqrt(n * np.mean((found - true) ** 2))
+            clear = true != 0
+            wrong = np.sign(found[clear]) != np.sign(true[clear])
+            row |= {f"average_{name}": float(error)}
+            row |= {f"majority_{name}": float(wrong.mean())}
+        rows.append(row)
+    return rows

@@ -1,18 +1,17 @@
-"""What attention looks like: the maps of one sentence, or of one image."""
+"""Pictures of attention maps: of one sentence, or of one image."""
 
 import numpy as np
 
 from symjax import config
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.finding import Finding, Grid
+from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Inputs, read
-from symjax.evaluation.trained import Trained
+from symjax.evaluation.results import Grid, Options, Result
 
 SENTENCE = 48  # tokens at most: more cannot be read from a figure
 HIDDEN = "[mask]"
 
 
-def maps(trained: Trained, asked: Asked) -> Finding:
+def maps(run: LoadedRun, options: Options) -> Result:
     """A picture of every layer's map of the prompt, or of what is held out first.
 
     Means over heads; of differential layers also those of the two branches. The tokens
@@ -21,10 +20,10 @@ def maps(trained: Trained, asked: Asked) -> Finding:
     Raises:
         ValueError: the prompt is empty, or has unknown characters.
     """
-    inputs, labels = _sentence(trained, asked.prompt)
-    causal = config.is_causal(trained.options.model)
+    inputs, labels = _sentence(run, options.prompt)
+    causal = config.is_causal(run.config.model)
     figures = []
-    for index, layer in enumerate(read(trained.any_model(), inputs)):
+    for index, layer in enumerate(read(run.model(), inputs)):
         pictures = {"": layer.map.mean(axis=0)}
         if layer.lam is not None:
             first, second = layer.branches.mean(axis=0)
@@ -34,27 +33,27 @@ def maps(trained: Trained, asked: Asked) -> Finding:
             values = [row.tolist() + [None] * (len(labels) - len(row)) for row in seen]
             title = f"map_{index}{name}"
             figures.append(Grid(title, "key", "query", labels, labels, values))
-    patches = trained.options.model.patch > 0
+    patches = run.config.model.patch > 0
     what = "patches (row, column)" if patches else f"tokens, {' '.join(labels)!r}"
     text = [
         f"maps of {len(labels)} {what}:",
         f"{len(figures)} figures for --out and --report",
     ]
-    if asked.prompt is not None and trained.corpus.tokenizer is None:
+    if options.prompt is not None and run.examples.tokenizer is None:
         text.append("of what is held out: the model reads no text, and no --prompt")
-    return Finding({}, text, (), tuple(figures))
+    return Result({}, text, (), tuple(figures))
 
 
-def _sentence(trained: Trained, prompt: str | None) -> tuple[Inputs, list[str]]:
+def _sentence(run: LoadedRun, prompt: str | None) -> tuple[Inputs, list[str]]:
     """What to read, and what its tokens are called in a figure."""
-    model, tokenizer = trained.options.model, trained.corpus.tokenizer
+    model, tokenizer = run.config.model, run.examples.tokenizer
     longest = min(SENTENCE, model.length)
     if prompt is not None and tokenizer is not None:
         ids = tokenizer.encode(prompt)[:longest]
         if not len(ids):
             raise ValueError("--prompt is empty: give text to look at")
     else:
-        rows = next(trained.corpus.heldout_batches((1, model.length), 1))
+        rows = next(run.examples.heldout_batches((1, model.length), 1))
         ids = rows(0, 1)[0][0]
     if model.patch:
         rows, columns = (size // model.patch for size in model.image[:2])

@@ -1,21 +1,19 @@
 """Whether answers depend on the order in which examples are shown."""
 
 import numpy as np
-from tqdm import tqdm
 
 from symjax.data import generated
 from symjax.data.draws import Draws
-from symjax.evaluation.answers import answering, heldout, learned
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.trained import Trained
+from symjax.evaluation.answers import heldout, predictor
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.results import Lines, Options, Result, Table, none, progress
 
 PROMPTS = 100
 ORDERS = 10  # at most, of the examples of every prompt
 SPREAD = ("mean", "least", "greatest", "margin")
 
 
-def order(trained: Trained, asked: Asked) -> Finding:
+def order(run: LoadedRun, options: Options) -> Result:
     """Accuracy over the orders of in-context examples; the margin is greatest − least.
 
     100 prompts of `mqar` or `needle` show their examples in ten orders, or in all there
@@ -25,58 +23,51 @@ def order(trained: Trained, asked: Asked) -> Finding:
 
     Source: Ye et al. 2024, arXiv:2410.05258, section 3.5.
     """
-    options = trained.options.data
-    if not learned(trained, "mqar", "needle"):
-        text = "order: none, the model was not trained on data.source=mqar or needle"
-        return Finding({"order": None}, [text])
-    if options.items == 1:
-        return Finding({"order": None}, ["order: none, one example has one order"])
-    length = trained.options.model.length
-    tokens, targets = heldout(options, length, PROMPTS, asked.seed)
-    chosen = orders(options.items, asked.seed)
-    say, there = answering(trained), targets >= 0
-    said, places = [], []
-    for some in tqdm(chosen, "orders", leave=False, disable=None):
-        prompts = generated.reordered(options, tokens, some)
-        said.append(say(prompts)[there])
-        keys = generated.shown(options, prompts)[..., -2]
+    data = run.config.data
+    if data.items == 1:
+        return none("order", "one example has one order")
+    tokens, targets = heldout(data, run.config.model.length, PROMPTS, options.seed)
+    chosen = orders(data.items, options.seed)
+    predict, there = predictor(run), targets >= 0
+    predicted, places = [], []
+    for some in progress(chosen, "orders"):
+        prompts = generated.reordered(data, tokens, some)
+        predicted.append(predict(prompts)[there])
+        keys = generated.shown(data, prompts)[..., -2]
         places.append(_asked_about(np.take_along_axis(prompts, keys, 1), tokens, there))
-    answers, where = np.stack(said), np.stack(places)  # [orders, questions]
+    answers, where = np.stack(predicted), np.stack(places)  # [orders, questions]
     right = answers == targets[there]
     changed = float((answers != answers[:1]).any(axis=0).mean())
     by_prompt = right.reshape(len(chosen), PROMPTS, -1).mean(axis=-1)
-    together, alone = spread(by_prompt.mean(axis=1)), spread(by_prompt).mean(axis=-1)
-    by_place = [float(right[where == i].mean()) for i in range(options.items)]
-    chance = 1 / options.symbols
+    together = spread(by_prompt.mean(axis=1)).tolist()
+    alone = spread(by_prompt).mean(axis=-1).tolist()
+    by_place = [float(right[where == i].mean()) for i in range(data.items)]
+    chance = 1 / data.symbols
     found = {
-        "examples": options.items,
+        "examples": data.items,
         "orders": len(chosen),
         "chance": chance,
-        "together": dict(zip(SPREAD, together.tolist(), strict=True)),
-        "prompt": dict(zip(SPREAD, alone.tolist(), strict=True)),
+        "together": dict(zip(SPREAD, together, strict=True)),
+        "prompt": dict(zip(SPREAD, alone, strict=True)),
         "changed": changed,
         "by_place": by_place,
     }
     text = [
-        f"{PROMPTS} prompts of {options.items} examples, each in {len(chosen)} orders: "
+        f"{PROMPTS} prompts of {data.items} examples, each in {len(chosen)} orders: "
         f"{changed:.1%} of {right.shape[1]} answers change with the order",
         "accuracy by order, of all prompts together and of one (mean over prompts); "
         f"chance {chance:.4f}",
     ]
-    cells = [("all prompts", *together.tolist()), ("one prompt", *alone.tolist())]
-    numbers = list(range(1, options.items + 1))
+    cells = [("all prompts", *together), ("one prompt", *alone)]
+    numbered = list(enumerate(by_place, 1))
     tables = (
         Table("order", ("accuracy of", *SPREAD), cells),
-        Table(
-            "order_by_place",
-            ("place", "accuracy"),
-            list(zip(numbers, by_place, strict=True)),
-        ),
+        Table("order_by_place", ("place", "accuracy"), numbered),
     )
-    x = list(map(float, numbers))
+    x = [float(place) for place, _ in numbered]
     curves = {"accuracy": (x, by_place), "chance": (x, [chance] * len(x))}
     figure = Lines("order_by_place", "place of the example", "accuracy", curves)
-    return Finding({"order": found}, text, tables, (figure,))
+    return Result({"order": found}, text, tables, (figure,))
 
 
 def orders(count: int, seed: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The ranks of score matrices and maps, by layer.
 
-exp of a matrix of low rank is of full rank in exact arithmetic, and so is every causal
-map: what people call its rank is an effective one. So all four are always given.
+The exponential of a matrix of low rank has full rank in exact arithmetic, and so has
+every causal map: the rank of a map is an effective one, of which there are several.
 """
 
 from typing import NamedTuple
@@ -9,11 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import windows
+from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, attentions
-from symjax.evaluation.trained import Trained
+from symjax.evaluation.results import Lines, Options, Result, series, table
+from symjax.evaluation.windows import Window, by_layer
 
 PRODUCTS = {"none": "QKᵀ", "plain": "QQᵀ", "pairwise": "QUQᵀ"}
 
@@ -35,47 +34,45 @@ class Ranks(NamedTuple):
     energy_99: Float[np.ndarray, "*N"]
 
 
-def rank(trained: Trained, asked: Asked) -> Finding:
+def rank(run: LoadedRun, options: Options) -> Result:
     """Ranks of products of queries and keys, of maps and of differential maps.
 
     Means over heads and windows. Each head's matrix is of one window, not masked for
     products; maps of a decoder are causal.
     """
-    kinds = [PRODUCTS[layer.symmetric] for layer in attentions(trained.any_model())]
-    found: dict[tuple[int, str], list[np.ndarray]] = {}
-    lengths = set()
-    for window in windows(trained, asked):
-        length = len(window.visible)
-        lengths.add(length)
-        for index, layer in enumerate(window.layers):
-            for name, values in singular_values(layer, kinds[index]).items():
-                own = np.stack(ranks(values, length)).reshape(len(Ranks._fields), -1)
-                found.setdefault((index, name), []).append(own.mean(axis=1))
+    lengths = []
+
+    def measure(window: Window, layer: Layer) -> dict[str, np.ndarray]:
+        lengths.append(len(window.visible))
+        found = {
+            name: np.stack(ranks(values, lengths[-1]))
+            for name, values in singular_values(layer).items()
+        }
+        return {name: x.reshape(len(x), -1).mean(axis=1) for name, x in found.items()}
+
+    products = [PRODUCTS[layer.symmetric] for layer in attentions(run.model())]
     rows = [
-        {"layer": index, "matrix": name}
-        | dict(zip(Ranks._fields, np.mean(own, axis=0).tolist(), strict=True))
-        for (index, name), own in found.items()
+        {"layer": index, "matrix": products[index] if name == "QKᵀ" else name}
+        | dict(zip(Ranks._fields, mean, strict=True))
+        for index, found in by_layer(run, options, measure).items()
+        for name in found[0]
+        for mean in [np.mean([own[name] for own in found], axis=0).tolist()]
     ]
     columns = ("layer", "matrix", "effective", "stable", "numerical", "90 %", "99 %")
-    table = Table("rank", columns, [tuple(row.values()) for row in rows])
-    series: dict[str, tuple[list[float], list[float]]] = {}
-    for row in rows:
-        x, y = series.setdefault(row["matrix"], ([], []))
-        x.append(row["layer"])
-        y.append(row["effective"])
-    lines = Lines("rank", "layer", "effective rank", series)
+    points = [(row["matrix"], row["layer"], row["effective"]) for row in rows]
+    lines = Lines("rank", "layer", "effective rank", series(points))
     sizes = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     text = [f"ranks of matrices of {sizes} tokens, the mean over heads and windows"]
-    return Finding({"rank": rows}, text, (table,), (lines,))
+    return Result({"rank": rows}, text, (table("rank", columns, rows),), (lines,))
 
 
-def singular_values(layer: Layer, product: str) -> dict[str, np.ndarray]:
+def singular_values(layer: Layer) -> dict[str, np.ndarray]:
     """Of every matrix of a layer, in float64, largest first; a name for each matrix."""
     query, key = (
         np.linalg.qr(x.astype(np.float64), mode="r") for x in (layer.query, layer.key)
     )
     # QKᵀ has the singular values of R_q R_kᵀ, which is H × H
-    values = {product: _singular(query @ np.swapaxes(key, -1, -2))}
+    values = {"QKᵀ": _singular(query @ np.swapaxes(key, -1, -2))}
     if layer.lam is None:
         return values | {"A": _singular(layer.map)}
     values["A₁, A₂"] = _singular(layer.branches)

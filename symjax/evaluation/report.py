@@ -1,8 +1,9 @@
-"""Findings as text, JSON, CSV, PNG and one page of HTML."""
+"""Results as text, JSON, CSV, PNG and one page of HTML."""
 
 import base64
 import csv
 import html
+import importlib
 import io
 import json
 import math
@@ -10,26 +11,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from symjax.evaluation.figures import png
-from symjax.evaluation.finding import Cell, Finding, Table
+from symjax.evaluation.results import Cell, Grid, Lines, Result, Table
 from symjax.files import check_writable, replaced
 
+MANY = 24  # rows of a grid, with which it is drawn large and its labels small
 
-def to_json(about: dict[str, Any], findings: Mapping[str, Finding]) -> str:
-    """One object: what the checkpoint is, and the values of all findings side by side.
+
+def to_json(about: dict[str, Any], results: Mapping[str, Result]) -> str:
+    """One object: what the checkpoint is, and the values of all results side by side.
 
     The same bytes for the same checkpoint; null for numbers that are not finite.
     """
     found = dict(about)
-    for finding in findings.values():
-        found |= finding.values
+    for result in results.values():
+        found |= result.values
     text = json.dumps(_finite(found), indent=1, ensure_ascii=False, allow_nan=False)
     return f"{text}\n"
 
 
-def to_text(finding: Finding) -> str:
-    """A finding as a page for people."""
-    parts = ["\n".join(finding.text), *map(_aligned, _printed(finding))]
+def to_text(result: Result) -> str:
+    """A result as a page for people."""
+    parts = ["\n".join(result.text), *map(_aligned, _printed(result))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -45,18 +47,18 @@ def to_markdown(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def to_html(title: str, findings: Mapping[str, Finding]) -> str:
+def to_html(title: str, results: Mapping[str, Result]) -> str:
     """One page with every table and figure in it, and nothing to load."""
     parts, brief = [f"<h1>{html.escape(title)}</h1>"], []
-    for name, finding in findings.items():
-        if len(finding.text) == 1 and not (finding.tables or finding.figures):
-            brief += finding.text  # of a task that has nothing to show
+    for name, result in results.items():
+        if len(result.text) == 1 and not (result.tables or result.figures):
+            brief += result.text  # of a task that has nothing to show
             continue
         parts.append(f"<h2>{html.escape(name)}</h2>")
-        if finding.text:
-            parts.append(f"<pre>{html.escape(chr(10).join(finding.text))}</pre>")
-        parts += map(_html_table, _printed(finding))
-        for figure in finding.figures:
+        if result.text:
+            parts.append(f"<pre>{html.escape(chr(10).join(result.text))}</pre>")
+        parts += map(_html_table, _printed(result))
+        for figure in result.figures:
             image = base64.b64encode(png(figure)).decode()
             source = f"data:image/png;base64,{image}"
             parts.append(f'<img alt="{html.escape(figure.name)}" src="{source}">')
@@ -77,18 +79,18 @@ STYLE = (
 )
 
 
-def write_folder(findings: Mapping[str, Finding], folder: Path) -> list[str]:
+def write_folder(results: Mapping[str, Result], folder: Path) -> list[str]:
     """Every table as CSV and every figure as PNG; the names of the files.
 
     Raises:
         ValueError: a file cannot be written, or matplotlib is not installed.
     """
     names = []
-    for finding in findings.values():
-        for table in finding.tables:
+    for result in results.values():
+        for table in result.tables:
             names.append(f"{table.name}.csv")
             write(to_csv(table).encode(), folder / names[-1], "--out")
-        for figure in finding.figures:
+        for figure in result.figures:
             names.append(f"{figure.name}.png")
             write(png(figure), folder / names[-1], "--out")
     return names
@@ -117,8 +119,8 @@ def write(content: bytes, path: Path, flag: str) -> None:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
-def _printed(finding: Finding) -> list[Table]:
-    return [table for table in finding.tables if table.printed]
+def _printed(result: Result) -> list[Table]:
+    return [table for table in result.tables if table.printed]
 
 
 def _finite(value: Any) -> Any:
@@ -157,3 +159,53 @@ def _html_table(table: Table) -> str:
 
     rows = "\n".join(row(map(_shown, cells), "td") for cells in table.rows)
     return f"<table>\n{row(table.columns, 'th')}\n{rows}\n</table>"
+
+
+def check_figures() -> None:
+    """Raises: ValueError: matplotlib is not installed; asked before the long work."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ValueError(
+            "figures need matplotlib: pip install 'symjax[plots]'"
+        ) from error
+
+
+def png(figure: Lines | Grid) -> bytes:
+    """The same bytes for the same figure.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    check_figures()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    large = isinstance(figure, Grid) and len(figure.rows) > MANY
+    drawing = Figure(figsize=(8.0, 7.0) if large else (6.4, 4.2), layout="constrained")
+    axes = drawing.subplots()
+    axes.set(title=figure.name, xlabel=figure.x_label, ylabel=figure.y_label)
+    if isinstance(figure, Lines):
+        for label, (x, y) in figure.series.items():
+            y = [float("nan") if value is None else value for value in y]
+            axes.plot(x, y, marker="." if len(x) < 40 else "", label=label)
+        if figure.log_x:
+            axes.set_xscale("log", base=2)
+        elif all(float(n).is_integer() for x, _ in figure.series.values() for n in x):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend()
+        axes.grid(alpha=0.3)
+    else:
+        values = [
+            [float("nan") if x is None else x for x in row] for row in figure.values
+        ]
+        shown = axes.imshow(values, aspect="auto", cmap="viridis")
+        size = 7 if large else 10
+        turned = 90 if max(map(len, figure.columns)) > (1 if large else 3) else 0
+        places = range(len(figure.columns)), range(len(figure.rows))
+        axes.set_xticks(places[0], figure.columns, rotation=turned, fontsize=size)
+        axes.set_yticks(places[1], figure.rows, fontsize=size)
+        drawing.colorbar(shown)
+    file = io.BytesIO()
+    drawing.savefig(file, format="png", dpi=120, metadata={"Software": None})
+    return file.getvalue()

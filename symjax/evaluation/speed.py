@@ -1,8 +1,8 @@
-"""How fast a model reads, learns and writes, against the same model with softmax.
+"""Speed of prefill, training and decoding, against the same model with softmax.
 
-Both models take turns inside one run, so that what else the machine does meets both.
-Weights are new ones: time does not depend on them. Nothing of it goes into the JSON of
-a checkpoint, which is the same bytes each time.
+The calls of both models are interleaved, so that other load affects both equally.
+Weights are new ones: time does not depend on them. No figure goes into the JSON of a
+checkpoint, which is the same bytes each time.
 """
 
 import dataclasses
@@ -15,12 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
 from symjax import config
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.finding import Cell, Finding, Lines, Table
-from symjax.evaluation.trained import Trained
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.results import (
+    Lines,
+    Options,
+    Result,
+    Table,
+    progress,
+    series,
+)
 from symjax.models.build import build
 from symjax.training.sharding import make_mesh
 from symjax.training.starting import compiled_step
@@ -41,39 +46,39 @@ class Job(NamedTuple):
     memory: float  # MiB of arguments and workspace, as the compiler plans them
 
 
-def speed(trained: Trained, asked: Asked) -> Finding:
+def speed(run: LoadedRun, options: Options) -> Result:
     """Tokens a second and memory by length: prefill, a training step, decoding.
 
     One row of tokens; decoding with a full context. Ratios to softmax are medians of
-    those of rounds. An encoder is not decoded: it says no next token.
+    those of rounds. An encoder is not decoded: it predicts no next token.
     """
-    options = trained.options
-    name = named(options.model)
-    cells: list[tuple[Cell, ...]] = []
-    for length in tqdm(LENGTHS, "speed", leave=False, disable=None):
+    model = run.config.model
+    text = [
+        f"{named(model)} against softmax: one row of tokens, {ROUNDS} rounds that take "
+        f"turns, on {jax.devices()[0].device_kind}"
+    ]
+    if model.patch:
+        text.append("the tokens are patches, of images one patch high")
+    if not config.is_causal(model):
+        text.append("decoding: none, an encoder reads whole rows and writes nothing")
+    cells: list[tuple[Any, ...]] = []
+    for length in progress(LENGTHS, "speed"):
         start = time.monotonic()
         try:
-            cells += compare(options, length)
+            cells += compare(run.config, length)
         except ValueError as error:  # it does not fit into memory
-            text = [f"{length} tokens and more left out: {error}"]
+            text.append(f"{length} tokens and more left out: {error}")
             break
         if length < LENGTHS[-1] and time.monotonic() - start > PATIENCE:
-            text = [f"more than {length} tokens left out: these took {PATIENCE:.0f} s"]
+            taken = f"these took {PATIENCE:.0f} s"
+            text.append(f"more than {length} tokens left out: {taken}")
             break
-    else:
-        text = []
-    text = [
-        f"{name} against softmax: one row of tokens, {ROUNDS} rounds that take turns, "
-        f"on {jax.devices()[0].device_kind}",
-        *text,
-    ]
-    if not config.is_causal(options.model):
-        text.insert(1, "decoding: none, an encoder reads whole rows and writes nothing")
-    if options.model.patch:
-        text.insert(1, "the tokens are patches, of images one patch high")
     measured = ("tokens/s", "÷ softmax", "MiB", "MiB ÷ softmax")
-    columns = ("work", "tokens", *measured)
-    return Finding({}, text, (Table("speed", columns, cells),), _figures(cells))
+    tables = (Table("speed", ("work", "tokens", *measured), cells),)
+    points = series((work, length, ratio) for work, length, _, ratio, *_ in cells)
+    label = "tokens/s ÷ those of softmax"
+    figures = (Lines("speed", "tokens", label, points, log_x=True),) if cells else ()
+    return Result({}, text, tables, figures)
 
 
 def mechanisms(model: config.Model) -> list[str]:
@@ -91,7 +96,7 @@ def named(model: config.Model) -> str:
     return ", ".join(parts)
 
 
-def compare(options: config.Config, length: int) -> list[tuple[Cell, ...]]:
+def compare(options: config.Config, length: int) -> list[tuple[Any, ...]]:
     """(work, length, tokens/s, ratio, MiB, ratio) of prefill, training and, unless it
     is an encoder, decoding.
 
@@ -99,7 +104,7 @@ def compare(options: config.Config, length: int) -> list[tuple[Cell, ...]]:
         ValueError: a training step needs more memory than there is.
     """
     models = [sized(options.model, length), softmax(sized(options.model, length))]
-    cells: list[tuple[Cell, ...]] = []
+    cells: list[tuple[Any, ...]] = []
     works = [prefill, training]
     if config.is_causal(options.model):
         works.append(decoding)
@@ -107,7 +112,7 @@ def compare(options: config.Config, length: int) -> list[tuple[Cell, ...]]:
         one, other = (
             work(dataclasses.replace(options, model=model), length) for model in models
         )
-        seconds = in_turns(one.run, other.run)
+        seconds = interleaved(one.run, other.run)
         ratio = float(np.median(seconds[1] / seconds[0]))
         rate = one.tokens / float(np.median(seconds[0]))
         memory = one.memory / other.memory if other.memory else None
@@ -128,9 +133,8 @@ def softmax(model: config.Model) -> config.Model:
     return dataclasses.replace(model, attention=config.Attention(), pattern=())
 
 
-def in_turns(*jobs: Callable[[], Any]) -> np.ndarray:
-    """Seconds [jobs, rounds]; a first round, in which things are compiled, is left
-    out."""
+def interleaved(*jobs: Callable[[], Any]) -> np.ndarray:
+    """Seconds [jobs, rounds], without a first round, which may compile."""
     seconds = np.zeros((len(jobs), ROUNDS + 1))
     for turn in range(ROUNDS + 1):
         for index, job in enumerate(jobs):
@@ -206,15 +210,3 @@ def _memory(compiled: jax.stages.Compiled) -> float:
     if planned is None:
         return 0.0
     return (planned.argument_size_in_bytes + planned.temp_size_in_bytes) / MIB
-
-
-def _figures(cells: list[tuple[Cell, ...]]) -> tuple[Lines, ...]:
-    series: dict[str, tuple[list, list]] = {}
-    for work, length, _, ratio, *_ in cells:
-        x, y = series.setdefault(str(work), ([], []))
-        x.append(length)
-        y.append(ratio)
-    if not cells:
-        return ()
-    label = "tokens/s ÷ those of softmax"
-    return (Lines("speed", "tokens", label, series, log_x=True),)

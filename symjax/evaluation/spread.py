@@ -4,33 +4,31 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from symjax import config
-from symjax.evaluation.asked import Asked
 from symjax.evaluation.attended import Shares, shares
-from symjax.evaluation.finding import Finding, Lines, Table
-from symjax.evaluation.inside import Window, by_keys, mean_by_layer
+from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, attentions
-from symjax.evaluation.trained import Trained
+from symjax.evaluation.results import Lines, Options, Result, Table, table
+from symjax.evaluation.windows import Window, by_keys, mean_by_layer
 
 SPARSE = ("sparsemax", "entmax15", "gau")  # with weights that are exactly zero
 
 
-def entropy(trained: Trained, asked: Asked) -> Finding:
+def entropy(run: LoadedRun, options: Options) -> Result:
     """The entropy of rows by the number of keys they see, beside ln n.
 
     Row t of a decoder sees t keys; all rows of an encoder see the same, those of
     windows that are cut: see `by_keys`.
     """
     counts, found = by_keys(
-        trained, asked, lambda layer: entropies(shares(layer.map)).mean(axis=0)
+        run, options, lambda layer: entropies(shares(layer.map)).mean(axis=0)
     )
     shown = [n for n in 2 ** np.arange(20) if n in counts]
-    text = [
-        "entropy of rows of |A| that see n keys, in nats; slope is dH/d ln n, n ≥ 16"
-    ]
-    if not config.is_causal(trained.options.model):
+    what = "entropy of rows of |A| that see n keys, in nats"
+    text = [f"{what}; slope is dH/d ln n, n ≥ 16"]
+    if not config.is_causal(run.config.model):
         shown = counts.tolist()
         cut = "windows are cut to their first n tokens"
-        if trained.options.model.patch:
+        if run.config.model.patch:
             cut = "an image is read whole"
         text.append(f"no causal mask: every row sees all keys that exist; {cut}")
     rows = [
@@ -47,12 +45,9 @@ def entropy(trained: Trained, asked: Asked) -> Finding:
     series = {f"layer {i}": (counts.tolist(), x.tolist()) for i, x in enumerate(found)}
     series["uniform: ln n"] = (counts.tolist(), np.log(counts).tolist())
     lines = Lines("entropy", "keys a row sees", "nats", series, log_x=True)
-    return Finding(
-        {"entropy": rows},
-        text,
-        (Table("entropy", columns, cells),),
-        (lines,) if len(counts) > 1 else (),
-    )
+    figures = (lines,) if len(counts) > 1 else ()
+    tables = (Table("entropy", columns, cells),)
+    return Result({"entropy": rows}, text, tables, figures)
 
 
 def entropies(shares: Shares) -> Float[np.ndarray, "*N T"]:
@@ -73,13 +68,13 @@ def slope(
     return float(np.polyfit(np.log(counts[long]), entropy[long], 1)[0])
 
 
-def support(trained: Trained, asked: Asked) -> Finding:
+def support(run: LoadedRun, options: Options) -> Result:
     """How many keys have a weight, of those a row sees, in layers with sparse maps."""
-    mechanisms = [layer.mixer.mechanism for layer in attentions(trained.any_model())]
+    mechanisms = [layer.mixer.mechanism for layer in attentions(run.model())]
     sparse = [i for i, name in enumerate(mechanisms) if name in SPARSE]
     if not sparse:
         known = ", ".join(sorted(set(mechanisms)))
-        return Finding({"support": []}, [f"support: {known} is not sparse"])
+        return Result({"support": []}, [f"support: {known} is not sparse"])
 
     def weighted(layer: Layer) -> np.ndarray:
         return (layer.map != 0).sum(axis=-1).mean(axis=0)
@@ -89,16 +84,16 @@ def support(trained: Trained, asked: Asked) -> Finding:
         return np.array([keys.mean(), (keys / window.visible.sum(axis=-1)).mean()])
 
     rows, series = [], {}
-    whole = mean_by_layer(trained, asked, measure)
-    counts, found = by_keys(trained, asked, weighted)
+    whole = mean_by_layer(run, options, measure)
+    counts, found = by_keys(run, options, weighted)
     for index in sparse:
         keys, share = whole[index].tolist()
         row = {"layer": index, "mechanism": mechanisms[index]}
         rows.append(row | {"keys": keys, "share": share})
         series[f"layer {index}"] = counts.tolist(), found[index].tolist()
     columns = ("layer", "mechanism", "keys with a weight", "share of those seen")
-    table = Table("support", columns, [tuple(row.values()) for row in rows])
     lines = Lines("support", "keys a row sees", "keys with a weight", series)
     text = ["keys whose weight is not zero, the mean over rows and heads"]
     figures = (lines,) if len(counts) > 1 else ()
-    return Finding({"support": rows}, text, (table,), figures)
+    tables = (table("support", columns, rows),)
+    return Result({"support": rows}, text, tables, figures)

@@ -1,35 +1,36 @@
-"""Everything that can be asked of a checkpoint, by name."""
+"""The evaluation tasks, by name."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from symjax import config
 from symjax.evaluation import answers
-from symjax.evaluation.analysis import lambdas
 from symjax.evaluation.approximation import approximation
-from symjax.evaluation.asked import Asked
 from symjax.evaluation.attended import dilution, noise, self_share
-from symjax.evaluation.dimension import dimension
-from symjax.evaluation.finding import Finding
-from symjax.evaluation.gradients import gradients
-from symjax.evaluation.language import loss
+from symjax.evaluation.language import loss, sample
 from symjax.evaluation.lengths import length, position
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.magnitudes import gradients, outliers
 from symjax.evaluation.maps import maps
 from symjax.evaluation.order import order
-from symjax.evaluation.outliers import outliers
 from symjax.evaluation.ranks import rank
-from symjax.evaluation.samples import sample
+from symjax.evaluation.results import Options, Result, none
 from symjax.evaluation.speed import speed
 from symjax.evaluation.spread import entropy, support
-from symjax.evaluation.trained import Trained
+from symjax.evaluation.weights import dimension, lambdas
 
 
 class Task(NamedTuple):
-    measure: Callable[[Trained, Asked], Finding]
+    """
+    Attributes:
+        sources: values of data.source that it is about; (): any.
+        encoders: it is defined for them too.
+    """
+
+    measure: Callable[[LoadedRun, Options], Result]
     meaning: str
-    encoders: bool = True  # have an answer too: it needs no next token
+    sources: tuple[str, ...] = ()
+    encoders: bool = True
 
 
 TASKS = {
@@ -39,19 +40,31 @@ TASKS = {
     ),
     "lambda": Task(lambdas, "λ of every differential layer, now and by step"),
     "mqar": Task(
-        answers.mqar, "recall by number of pairs (data.source=mqar)", encoders=False
+        answers.mqar,
+        "recall by number of pairs (data.source=mqar)",
+        ("mqar",),
+        encoders=False,
     ),
     "needle": Task(
         answers.needle,
         "retrieval by depth, length and number of needles",
+        ("needle",),
         encoders=False,
     ),
-    "copy": Task(answers.copy, "copying by place (data.source=copy)", encoders=False),
+    "copy": Task(
+        answers.copy, "copying by place (data.source=copy)", ("copy",), encoders=False
+    ),
     "listops": Task(
-        answers.listops, "nested lists by depth (data.source=listops)", encoders=False
+        answers.listops,
+        "nested lists by depth (data.source=listops)",
+        ("listops",),
+        encoders=False,
     ),
     "order": Task(
-        order, "accuracy over the orders of in-context examples", encoders=False
+        order,
+        "accuracy over the orders of in-context examples",
+        ("mqar", "needle"),
+        encoders=False,
     ),
     "sample": Task(sample, "what the model writes after a prompt", encoders=False),
     "length": Task(length, "loss at 1, 2, 4, 8 times the length, log-n off and on"),
@@ -87,15 +100,17 @@ def named(text: str) -> tuple[str, ...]:
     return tuple(TASKS) if "all" in names else names
 
 
-def measure(name: str, trained: Trained, asked: Asked) -> Finding:
-    """What a task finds; nothing of an encoder where the next token is asked."""
+def measure(name: str, run: LoadedRun, options: Options) -> Result:
+    """The result of a task, which says so where the task does not apply to the run."""
     task = TASKS[name]
-    if not config.is_causal(trained.options.model) and not task.encoders:
-        return Finding({}, [f"{name}: none, an encoder does not say what comes next"])
-    return task.measure(trained, asked)
+    if not config.is_causal(run.config.model) and not task.encoders:
+        return Result({}, [f"{name}: none, an encoder does not say what comes next"])
+    if task.sources and run.config.data.source not in task.sources:
+        sources = " or ".join(task.sources)
+        return none(name, f"the model was not trained on data.source={sources}")
+    return task.measure(run, options)
 
 
-def about(trained: Trained) -> dict[str, Any]:
-    """What is judged."""
-    weights = sum(x.size for x in jax.tree.leaves(trained.params))
-    return {"step": trained.step, "parameters": weights}
+def about(run: LoadedRun) -> dict[str, Any]:
+    """The checkpoint that is evaluated."""
+    return {"step": run.step, "parameters": run.parameters()}

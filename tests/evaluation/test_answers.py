@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data.examples import generated_examples
-from symjax.evaluation import answers
-from symjax.evaluation.asked import Asked
+from symjax.evaluation import answers, tasks
+from symjax.evaluation.results import Options
 
 
 def trained(options, length, model, positions="rope"):
-    """A checkpoint with a model that is a function of tokens [B T] → scores."""
+    """A checkpoint with a model that is a function of tokens [B T] → logits."""
     chosen = config.Model(length=length, positions=positions)
     return SimpleNamespace(
-        corpus=generated_examples(options),
-        options=config.Config(data=options, model=chosen),
-        model=lambda: model,
+        config=config.Config(data=options, model=chosen),
+        decoder=lambda: model,
     )
 
 
@@ -42,12 +40,12 @@ def recalls(first):
 
 def test_a_model_that_recalls_has_all_pairs_and_one_that_forgets_fewer():
     options = config.Data(source="mqar", items=6, symbols=20)
-    found = answers.mqar(trained(options, 32, recalls(0)), Asked())
+    found = answers.mqar(trained(options, 32, recalls(0)), Options())
     assert [row["pairs"] for row in found.values["mqar"]] == [1, 2, 4, 6]
     assert all(row["accuracy"] == 1 for row in found.values["mqar"])
     assert found.values["mqar"][0]["chance"] == 0.05
     # the first two pairs are forgotten: a third of six
-    found = answers.mqar(trained(options, 32, recalls(4)), Asked())
+    found = answers.mqar(trained(options, 32, recalls(4)), Options())
     assert found.values["mqar"][0]["accuracy"] == 0
     assert found.values["mqar"][-1]["accuracy"] == pytest.approx(2 / 3)
 
@@ -55,12 +53,14 @@ def test_a_model_that_recalls_has_all_pairs_and_one_that_forgets_fewer():
 def test_needles_are_found_from_where_a_model_can_see_them():
     """Needles lie at places 0 to 42 of 48; this model forgets the first 20 tokens."""
     options = config.Data(source="needle", items=2, symbols=9, asked=1)
-    found = answers.needle(trained(options, 48, recalls(20)), Asked()).values["needle"]
+    found = answers.needle(trained(options, 48, recalls(20)), Options()).values[
+        "needle"
+    ]
     assert found["lengths"] == [12, 24, 48, 96] and found["chance"] == 1 / 9
     column = np.array(found["grid"])[:, 2]
     assert column[0] == column[1] == 0 and (column[3:] == 1).all()
     assert (np.array(found["grid"])[-1][2:] == 1).all()
-    whole = answers.needle(trained(options, 48, recalls(0)), Asked())
+    whole = answers.needle(trained(options, 48, recalls(0)), Options())
     assert np.array(whole.values["needle"]["grid"]).min() == 1
     assert whole.values["needle"]["needles"] == {
         name: 1.0 for name in ("1, 1", "2, 2", "4, 2", "6, 2")
@@ -71,7 +71,7 @@ def test_needles_are_found_from_where_a_model_can_see_them():
 def test_learned_positions_are_not_asked_beyond_their_length():
     options = config.Data(source="needle", items=1, symbols=9, asked=1)
     at = trained(options, 48, recalls(0), positions="learned")
-    assert answers.needle(at, Asked()).values["needle"]["lengths"] == [12, 24, 48]
+    assert answers.needle(at, Options()).values["needle"]["lengths"] == [12, 24, 48]
 
 
 def test_copies_are_right_place_by_place():
@@ -82,7 +82,7 @@ def test_copies_are_right_place_by_place():
         said = jnp.roll(tokens, 5, axis=1)
         return jnp.eye(5)[jnp.where(said == 0, 1, said)]
 
-    rows = answers.copy(trained(options, 16, model), Asked()).values["copy"]
+    rows = answers.copy(trained(options, 16, model), Options()).values["copy"]
     assert [row["place"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
         assert row["accuracy"] == pytest.approx(0.75, abs=0.1)
@@ -101,7 +101,7 @@ def test_lists_are_judged_by_their_depth():
         said = jnp.where(flat & is_maximum, largest, 16)
         return jnp.broadcast_to(jnp.eye(17)[said][:, None], (*tokens.shape, 17))
 
-    rows = answers.listops(trained(options, 24, model), Asked()).values["listops"]
+    rows = answers.listops(trained(options, 24, model), Options()).values["listops"]
     assert [row["depth"] for row in rows] == [1, 2, 3, 4]
     assert 0.1 < rows[0]["accuracy"] < 0.5  # a quarter of the operators
     assert all(row["accuracy"] == 0 for row in rows[1:])
@@ -111,7 +111,7 @@ def test_lists_are_judged_by_their_depth():
 def test_a_task_that_was_not_learned_is_said(name):
     other = "copy" if name != "copy" else "listops"
     model = trained(config.Data(source=other), 32, None)
-    found = getattr(answers, name)(model, Asked())
+    found = tasks.measure(name, model, Options())
     assert found.values == {name: None}
     assert found.text == [
         f"{name}: none, the model was not trained on data.source={name}"

@@ -10,11 +10,10 @@ import pytest
 from flax import nnx
 
 from symjax import config
-from symjax.data.examples import generated_examples
-from symjax.evaluation import attended, outliers, ranks, spread
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.inside import Window
+from symjax.evaluation import attended, magnitudes, ranks, spread
 from symjax.evaluation.reading import Layer, attentions, read
+from symjax.evaluation.results import Options
+from symjax.evaluation.windows import Window
 from symjax.models import Decoder
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])
@@ -189,14 +188,14 @@ def test_singular_values_of_products_are_those_of_the_whole_matrix():
     layer = Layer(
         query, key, query[:, 0], None, None, maps, maps[:, 0], None, query[0, 0]
     )
-    found = ranks.singular_values(layer, "QKᵀ")
+    found = ranks.singular_values(layer)
     whole = np.linalg.svd(query @ np.swapaxes(key, -1, -2), compute_uv=False)
     np.testing.assert_allclose(found["QKᵀ"], whole[..., :5], rtol=1e-10)
     np.testing.assert_allclose(found["A"], np.ones((3, 20)))
 
 
 def test_the_largest_are_counted_from_the_largest():
-    found = outliers.largest(np.random.default_rng(0).permutation(50) + 1.0)
+    found = magnitudes.largest(np.random.default_rng(0).permutation(50) + 1.0)
     assert found == {
         "top_1": 50,
         "top_2": 49,
@@ -232,12 +231,10 @@ def test_noise_of_needles_is_read_depth_by_depth(differential):
         layer.query.kernel[...] *= 0
         layer.query.bias[...] *= 0
     run = SimpleNamespace(
-        corpus=generated_examples(options),
-        options=config.Config(data=options, model=model),
-        model=lambda: decoder,
-        any_model=lambda: decoder,
+        config=config.Config(data=options, model=model),
+        decoder=lambda: decoder,
     )
-    found = attended.noise(run, Asked(batches=2)).values
+    found = attended.noise(run, Options(batches=2)).values
     maps = ["A"] if differential == "none" else ["A", "A₁", "A₂"]
     assert [row["map"] for row in found["noise"]] == maps
     assert [row["depth"] for row in found["noise_by_depth"]] == [0, 0.25, 0.5, 0.75, 1]

@@ -8,10 +8,9 @@ from runs import TEXT, compile_cache, train, write_text
 
 from symjax import attention
 from symjax.evaluation import language
-from symjax.evaluation.analysis import lambda_table
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.samples import continuation
-from symjax.evaluation.trained import load
+from symjax.evaluation.loading import load
+from symjax.evaluation.results import Options
+from symjax.evaluation.weights import lambda_table
 
 KEYS = {
     "data__tokenizer": "char",
@@ -51,14 +50,16 @@ def mean_loss(model, tokens, starts, length):
 
 
 def test_the_heldout_loss_is_the_mean_over_every_heldout_token(trained, folder):
-    tokens = trained.corpus.text.heldout
+    tokens = trained.examples.text.heldout
     starts = range(0, len(tokens) - 1, 32)
     assert (len(tokens) - 1) % (8 * 32), "the last batch should not be full"
     expected = mean_loss(trained.model(), tokens, starts, 32)
     found = language.losses(trained)["heldout"]
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
     assert found["perplexity"] == pytest.approx(np.exp(expected), rel=1e-4)
-    bytes_a_token = len(trained.corpus.tokenizer.decode(tokens).encode()) / len(tokens)
+    bytes_a_token = len(trained.examples.tokenizer.decode(tokens).encode()) / len(
+        tokens
+    )
     assert bytes_a_token > 1.01
     bits = expected / np.log(2) / bytes_a_token
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
@@ -68,7 +69,7 @@ def test_the_heldout_loss_is_the_mean_over_every_heldout_token(trained, folder):
 
 def test_fewer_batches_are_the_first_ones(trained):
     expected = mean_loss(
-        trained.model(), trained.corpus.text.heldout, range(0, 256, 32), 32
+        trained.model(), trained.examples.text.heldout, range(0, 256, 32), 32
     )
     found = language.losses(trained, 1)["heldout"]
     assert found["batches"] == 1
@@ -105,21 +106,21 @@ def test_the_lambda_table_is_what_the_layers_use(trained):
 
 
 def test_greedy_sampling_equals_reading_the_whole_text_again(trained):
-    asked = Asked(prompt="12 shéép", tokens=20, temperature=0.0)
-    prompt, text = continuation(trained, trained.corpus.text, asked)
-    ids = [int(i) for i in trained.corpus.tokenizer.encode(prompt)]
+    options = Options(prompt="12 shéép", tokens=20, temperature=0.0)
+    prompt, text = language.continuation(trained, trained.examples.text, options)
+    ids = [int(i) for i in trained.examples.tokenizer.encode(prompt)]
     assert prompt == "12 shéép"
     model = jax.jit(lambda tokens: trained.model()(tokens))
     padded = np.zeros((1, 32), np.int32)
     for _ in range(20):
         padded[0, : len(ids)] = ids
         ids.append(int(np.argmax(model(jnp.asarray(padded))[0, len(ids) - 1])))
-    assert text == trained.corpus.tokenizer.decode(ids[-20:])
+    assert text == trained.examples.tokenizer.decode(ids[-20:])
 
 
 def test_a_sample_depends_on_its_seed_only(trained):
-    one, two = (Asked(tokens=20, temperature=1.0, seed=seed) for seed in (1, 2))
-    first = continuation(trained, trained.corpus.text, one)
-    assert first == continuation(trained, trained.corpus.text, one)
-    assert first != continuation(trained, trained.corpus.text, two)
+    one, two = (Options(tokens=20, temperature=1.0, seed=seed) for seed in (1, 2))
+    first = language.continuation(trained, trained.examples.text, one)
+    assert first == language.continuation(trained, trained.examples.text, one)
+    assert first != language.continuation(trained, trained.examples.text, two)
     assert len(first[1]) == 20

@@ -7,8 +7,9 @@ from test_answers import recalls, trained
 
 from symjax import config
 from symjax.data import generated
-from symjax.evaluation.asked import Asked
+from symjax.evaluation import tasks
 from symjax.evaluation.order import ORDERS, order, orders, spread
+from symjax.evaluation.results import Options
 
 MQAR = config.Data(source="mqar", items=3, symbols=9)
 NEEDLE = config.Data(source="needle", items=2, symbols=9, asked=1)
@@ -28,7 +29,7 @@ def knows_the_last(find):
 
 
 def measured(options, model):
-    return order(trained(options, 32, model), Asked())
+    return order(trained(options, 32, model), Options())
 
 
 def test_a_model_that_knows_the_last_pair_has_one_answer_in_three_in_every_order():
@@ -106,5 +107,5 @@ def test_the_margin_is_the_greatest_less_the_least():
     ],
 )
 def test_what_has_no_order_is_said(options, said):
-    found = order(trained(options, 32, None), Asked())
+    found = tasks.measure("order", trained(options, 32, None), Options())
     assert found.values == {"order": None} and said in found.text[0]

@@ -18,9 +18,9 @@ from symjax.evaluation import (
     speed,
     tasks,
 )
-from symjax.evaluation.asked import Asked
-from symjax.evaluation.inside import Window
 from symjax.evaluation.reading import read
+from symjax.evaluation.results import Options
+from symjax.evaluation.windows import Window
 from symjax.layers.sharded import Operand
 from symjax.models import Encoder
 
@@ -75,19 +75,19 @@ def run_of(model, made, *rows):
             yield lambda start, stop, batch=batch: batch
 
     return SimpleNamespace(
-        corpus=SimpleNamespace(
+        examples=SimpleNamespace(
             heldout_batches=heldout_batches,
             unit="label",
             tokenizer=None,
             fixed_length=model.patch > 0,
         ),
-        options=config.Config(model=model, batch_size=1),
-        any_model=lambda: made,
+        config=config.Config(model=model, batch_size=1),
+        model=lambda: made,
     )
 
 
 def measure(run, name):
-    return tasks.measure(name, run, Asked())
+    return tasks.measure(name, run, Options())
 
 
 LABEL = np.array([1])
@@ -285,7 +285,7 @@ def test_an_encoder_reads_and_learns_at_any_length_and_is_not_decoded(monkeypatc
     job = speed.prefill(config.Config(model=larger), 32)
     assert job.tokens == 32 and job.run().shape == (1, 1, 3)
     works = []
-    monkeypatch.setattr(speed, "in_turns", lambda *jobs: np.ones((2, 1)))
+    monkeypatch.setattr(speed, "interleaved", lambda *jobs: np.ones((2, 1)))
     for name in ("prefill", "training", "decoding"):
 
         def work(options, length, name=name):
@@ -304,8 +304,8 @@ def test_speeds_of_encoders_are_measured(patch, monkeypatch):
     monkeypatch.setattr(speed, "ROUNDS", 2)
     image = {"patch": 2, "image": (4, 8, 1), "length": 8, "vocabulary": 0}
     model, _ = encoder("function", **image if patch else {})
-    run = SimpleNamespace(options=config.Config(model=model))
-    finding = speed.speed(run, Asked())
+    run = SimpleNamespace(config=config.Config(model=model))
+    finding = speed.speed(run, Options())
     assert [row[:2] for row in finding.tables[0].rows] == [
         ("prefill", 32),
         ("training", 32),

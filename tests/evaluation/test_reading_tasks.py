@@ -10,10 +10,10 @@ import oracles
 import pytest
 from runs import compile_cache, train, write_text
 
-from symjax.evaluation import approximation, averaging, gradients, lengths, tasks
-from symjax.evaluation.asked import Asked
+from symjax.evaluation import approximation, lengths, magnitudes, tasks
+from symjax.evaluation.loading import load
 from symjax.evaluation.reading import Layer
-from symjax.evaluation.trained import load
+from symjax.evaluation.results import Options
 
 KEYS = {
     "model__depth": 2,
@@ -21,7 +21,7 @@ KEYS = {
     "steps": 20,
     "checkpoint__every": 10,
 }
-ONE = Asked(batches=1)
+ONE = Options(batches=1)
 INSIDE = ("noise", "self_share", "dilution", "entropy", "support", "rank", "outliers")
 
 
@@ -100,9 +100,9 @@ def test_a_map_is_drawn_of_every_branch_and_is_causal(trained):
 def test_places_of_the_window_are_those_of_the_loss(trained):
     """Their mean is the held-out loss of the same windows, computed elsewhere."""
     places = lengths.by_place(trained, trained.model(), 32, 2)
-    found = tasks.TASKS["loss"].measure(trained, Asked(batches=2)).values
+    found = tasks.TASKS["loss"].measure(trained, Options(batches=2)).values
     assert places.mean()[0] == pytest.approx(found["heldout"]["loss"], rel=1e-5)
-    rows = lengths.position(trained, Asked(batches=2)).values["position"]
+    rows = lengths.position(trained, Options(batches=2)).values["position"]
     assert [(row["from"], row["to"]) for row in rows] == [
         (1, 1),
         (2, 2),
@@ -128,23 +128,23 @@ def test_longer_windows_and_log_n_off_and_on(trained, monkeypatch):
 
 
 def test_learned_positions_have_no_longer_windows(trained):
-    model = trained.options.model
+    model = trained.config.model
     assert model.positions == "rope"
     learned = dataclasses.replace(model, positions="learned")
-    options = dataclasses.replace(trained.options, model=learned)
+    changed = dataclasses.replace(trained.config, model=learned)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lengths, "merged", lambda trained, _: trained.model())
-        finding = lengths.length(trained._replace(options=options), ONE)
+        finding = lengths.length(trained._replace(config=changed), ONE)
     assert list(finding.values["length"]) == ["32"]
     assert "learned positions" in finding.text[0]
 
 
 def test_log_n_hurts_an_average_as_much_as_its_formula_says():
     base = 32
-    for row in averaging.averages([512, 1024], base, seed=0):
+    for row in lengths.averages([512, 1024], base, seed=0):
         growth = np.log(row["n"]) / np.log(base)
         for name, factor in (("off", 1), ("on", growth)):
-            variance = (averaging.SPREAD * factor) ** 2
+            variance = (lengths.SPREAD * factor) ** 2
             expected = np.sqrt(np.exp(variance) - 1)
             assert row[f"average_{name}"] == pytest.approx(expected, rel=0.15)
         assert row["average_on"] > 1.5 * row["average_off"]
@@ -188,10 +188,10 @@ def test_slopes_are_the_derivatives_of_weights():
         return np.diagonal(jax.jacobian(weights)(jnp.asarray(scores)))
 
     row = positive[0, 0, -1]
-    found = gradients.slope(layer(linear, positive))[0, 0, -1]
+    found = magnitudes.slope(layer(linear, positive))[0, 0, -1]
     np.testing.assert_allclose(found, diagonal(lambda z: z / z.sum(), row), rtol=1e-5)
-    found = gradients.slope(layer(soft, None))[0, 0, -1]
+    found = magnitudes.slope(layer(soft, None))[0, 0, -1]
     np.testing.assert_allclose(found, diagonal(jax.nn.softmax, row), rtol=1e-5)
     # the claim: features near zero, slopes without a bound
-    tiny = gradients.slope(layer(linear, 1e-4 * positive))
-    assert tiny.max() > 1e3 and gradients.slope(layer(soft, None)).max() <= 0.25
+    tiny = magnitudes.slope(layer(linear, 1e-4 * positive))
+    assert tiny.max() > 1e3 and magnitudes.slope(layer(soft, None)).max() <= 0.25

@@ -1,5 +1,7 @@
 """Times are taken in turns, of the same model with another attention."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from flax import nnx
 
 from symjax import config
 from symjax.evaluation import speed
+from symjax.evaluation.results import Options
 from symjax.models import Decoder
 
 MODEL = config.Model(
@@ -31,7 +34,7 @@ def test_jobs_take_turns_and_the_first_round_does_not_count(monkeypatch):
 
         return run
 
-    seconds = speed.in_turns(job("a", 2), job("b", 6))
+    seconds = speed.interleaved(job("a", 2), job("b", 6))
     assert calls == ["a", "b"] * (speed.ROUNDS + 1)
     np.testing.assert_array_equal(seconds, [[2] * speed.ROUNDS, [6] * speed.ROUNDS])
 
@@ -56,10 +59,9 @@ def test_speeds_are_ratios_of_the_same_run_and_stay_out_of_the_json(monkeypatch)
     monkeypatch.setattr(speed, "LENGTHS", (32,))
     monkeypatch.setattr(speed, "ROUNDS", 2)
 
-    class Trained:
-        options = config.Config(model=MODEL)
+    run = SimpleNamespace(config=config.Config(model=MODEL))
 
-    finding = speed.speed(Trained, None)
+    finding = speed.speed(run, Options())
     assert finding.values == {}
     (table,) = finding.tables
     assert [row[:2] for row in table.rows] == [
@@ -75,11 +77,10 @@ def test_what_does_not_fit_into_memory_is_said(monkeypatch):
     def refuse(*_):
         raise ValueError("a training step takes 9 GiB a device, there are 1")
 
-    class Trained:
-        options = config.Config(model=MODEL)
+    run = SimpleNamespace(config=config.Config(model=MODEL))
 
     monkeypatch.setattr(speed, "compare", refuse)
-    finding = speed.speed(Trained, None)
+    finding = speed.speed(run, Options())
     assert "128 tokens and more left out: a training step takes" in finding.text[1]
     assert finding.tables[0].rows == [] and finding.figures == ()
 

@@ -11,8 +11,8 @@ from runs import ROOT, call, compile_cache, words
 
 from symjax import config
 from symjax.evaluation.language import losses
+from symjax.evaluation.loading import load
 from symjax.evaluation.tasks import TASKS
-from symjax.evaluation.trained import load
 from symjax.training.initial import weights_of
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
@@ -74,9 +74,9 @@ def test_a_run_learns_labels_and_reports_how_often_it_is_right(run, capsys):
 
 def test_the_accuracy_is_the_share_of_labels_with_the_highest_score(run):
     trained = load(run)
-    [rows] = trained.corpus.heldout_batches((96, 32), 1)
+    [rows] = trained.examples.heldout_batches((96, 32), 1)
     inputs, targets, weights = rows(0, 96)
-    scores = np.asarray(jax.jit(trained.any_model())(inputs), np.float64)
+    scores = np.asarray(jax.jit(trained.model())(inputs), np.float64)
     right = (scores.argmax(axis=-1) == targets) * weights
     assert weights.sum() == 80
     found = losses(trained)["heldout"]["accuracy"]
@@ -93,8 +93,8 @@ def test_labels_can_be_learned_from_the_weights_of_a_masked_run(
     assert "nats/masked byte, accuracy 0." in said and "(unigram " in said
     assert "sample" not in said
     trained, before = load(run), load(tmp_path / "masked")
-    target = trained.options.model
-    weights = weights_of(tmp_path / "masked", target, trained.corpus).params
+    target = trained.config.model
+    weights = weights_of(tmp_path / "masked", target, trained.examples).params
     assert weights["head"]["kernel"].shape == (32, 2)
     for name in weights.keys() - {"head"}:
         jax.tree.map(np.testing.assert_array_equal, weights[name], before.params[name])
@@ -106,8 +106,8 @@ def test_hidden_tokens_are_judged_by_how_many_are_right(reviews, tmp_path, capsy
     assert train(tmp_path / "run", reviews, **masked) == 0
     trained = load(tmp_path / "run")
     right = asked = 0
-    model = jax.jit(trained.any_model())
-    for rows in trained.corpus.heldout_batches((32, 32)):
+    model = jax.jit(trained.model())
+    for rows in trained.examples.heldout_batches((32, 32)):
         inputs, targets, weights = rows(0, 32)
         hidden = (targets >= 0) & (inputs >= 0)
         np.testing.assert_array_equal(weights, hidden)

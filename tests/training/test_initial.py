@@ -6,7 +6,7 @@ import pytest
 from runs import call, compile_cache, train, words, write_text
 
 from symjax.attention.projections import unit_statistics
-from symjax.evaluation.trained import load
+from symjax.evaluation.loading import load
 
 
 @pytest.fixture(scope="module")

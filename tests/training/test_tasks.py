@@ -9,7 +9,7 @@ from runs import call, compile_cache, words
 from symjax import config
 from symjax.data.examples import open_examples
 from symjax.evaluation.language import losses
-from symjax.evaluation.trained import load
+from symjax.evaluation.loading import load
 
 SHAPE = (4, 24)
 COPY = config.Data(source="copy", items=5, symbols=6)
@@ -49,7 +49,7 @@ def test_only_what_is_asked_counts(tmp_path):
     """The loss of an untrained model over the answers alone, in float64."""
     assert train(tmp_path / "run", steps=1, optimizer__learning_rate=0.0) == 0
     trained = load(tmp_path / "run")
-    examples = trained.corpus
+    examples = trained.examples
     assert examples.unit == "answer" and examples.text is None
     [rows] = examples.heldout_batches((8, 24), 1)
     inputs, targets, weights = rows(0, 8)

@@ -1,12 +1,13 @@
-"""A trained model as its workdir holds it; nothing else is read."""
+"""A run as its workdir holds it: a checkpoint, its configuration and its examples."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
 
-from symjax import config
+from symjax.config import Config, Mesh
 from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples, open_examples
 from symjax.models.build import Model
@@ -22,29 +23,33 @@ from symjax.training.starting import (
 from symjax.training.step import Program, compile_program
 
 
-class Trained(NamedTuple):
+class LoadedRun(NamedTuple):
     """A checkpoint and what it was trained on, on one device."""
 
     step: int
-    options: config.Config
-    corpus: Examples
+    config: Config
+    examples: Examples
     program: Program
     params: dict[str, Any]
     constants: dict[str, Any]
     workdir: Path
 
-    def model(self) -> Decoder:
-        """Raises: ValueError: it is an encoder, see `any_model`."""
-        model = self.any_model()
-        if not isinstance(model, Decoder):
-            raise ValueError("the model is an encoder: it says no next token")
-        return model
-
-    def any_model(self) -> Model:
+    def model(self) -> Model:
         return nnx.merge(self.program.graph, self.params, self.constants)
 
+    def decoder(self) -> Decoder:
+        """Raises: ValueError: the model is an encoder."""
+        model = self.model()
+        if not isinstance(model, Decoder):
+            raise ValueError("the model is an encoder: it predicts no next token")
+        return model
 
-def load(workdir: Path, step: int | None = None, *, best: bool = False) -> Trained:
+    def parameters(self) -> int:
+        """How many there are."""
+        return sum(x.size for x in jax.tree.leaves(self.params))
+
+
+def load(workdir: Path, step: int | None = None, *, best: bool = False) -> LoadedRun:
     """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
 
     Reads the workdir only, and writes nothing in it.
@@ -64,29 +69,28 @@ def load(workdir: Path, step: int | None = None, *, best: bool = False) -> Train
                 f"{workdir / 'data'} has no {MANIFEST}: eval.py needs the text that "
                 "train.py put there"
             )
-        corpus = open_examples(options, workdir / "data")
-        check_data(meta, corpus, workdir)
-        options = with_vocabulary(options, corpus)
-        mesh = make_mesh(config.Mesh(data=1))
-        program = compile_program(options, mesh)
+        examples = open_examples(options, workdir / "data")
+        check_data(meta, examples, workdir)
+        options = with_vocabulary(options, examples)
+        program = compile_program(options, make_mesh(Mesh(data=1)))
         trees, meta = checkpoints.restore(_wanted(program), step, best=best)
-    return Trained(meta["step"], options, corpus, program, workdir=workdir, **trees)
+    return LoadedRun(meta["step"], options, examples, program, workdir=workdir, **trees)
 
 
-def history(trained: Trained, warn: Callable[[str], None]) -> Iterator[Trained]:
+def history(run: LoadedRun, warn: Callable[[str], None]) -> Iterator[LoadedRun]:
     """The run at every checkpoint kept, from the oldest on.
 
     Args:
         warn: called with one line for each checkpoint that is damaged.
     """
-    with Checkpoints(trained.workdir / "checkpoints") as checkpoints:
+    with Checkpoints(run.workdir / "checkpoints") as checkpoints:
         for step in checkpoints.steps():
             try:
-                trees, _ = checkpoints.restore(_wanted(trained.program), step)
+                trees, _ = checkpoints.restore(_wanted(run.program), step)
             except ValueError as error:
                 warn(str(error))
             else:
-                yield trained._replace(step=step, **trees)
+                yield run._replace(step=step, **trees)
 
 
 def _wanted(program: Program) -> dict[str, Any]:

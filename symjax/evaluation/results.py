@@ -1,0 +1,103 @@
+"""What every task takes and gives: options, and values, lines, tables and figures."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+Cell = str | int | float | None
+Series = dict[str, tuple[list[float], list[float]]]
+
+# A bar on stderr that leaves nothing behind; none where stderr is no terminal.
+progress = functools.partial(tqdm, leave=False, disable=None)
+
+
+class Options(NamedTuple):
+    """The options of eval.py, the same for every task.
+
+    Attributes:
+        batches: held-out batches, each of the batch size in training; None is all.
+        prompt: text to continue; None is the first tokens of the held-out text.
+        tokens: to generate.
+        temperature: of the sample; 0 is greedy decoding.
+        seed: of the sample and of whatever else is drawn.
+    """
+
+    batches: int | None = None
+    prompt: str | None = None
+    tokens: int = 200
+    temperature: float = 0.8
+    seed: int = 0
+
+
+class Table(NamedTuple):
+    """Rows of cells; a name that is also the name of its file.
+
+    Attributes:
+        printed: False where the text of the result has the numbers already.
+    """
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    printed: bool = True
+
+
+class Lines(NamedTuple):
+    """Curves over one axis.
+
+    Attributes:
+        series: label → (x, y).
+        log_x: the axis is logarithmic.
+    """
+
+    name: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]]
+    log_x: bool = False
+
+
+class Grid(NamedTuple):
+    """A matrix of numbers [rows, columns] as colours; None is not drawn."""
+
+    name: str
+    x_label: str
+    y_label: str
+    columns: list[str]
+    rows: list[str]
+    values: list[list[float | None]]
+
+
+class Result(NamedTuple):
+    """What one task measured on one checkpoint.
+
+    Attributes:
+        values: plain numbers in nested dicts and lists, for JSON: no times, no paths.
+        text: lines that are printed before the tables.
+    """
+
+    values: dict[str, Any]
+    text: list[str]
+    tables: tuple[Table, ...] = ()
+    figures: tuple[Lines | Grid, ...] = ()
+
+
+def none(task: str, reason: str) -> Result:
+    """The result of a task that does not apply to a run."""
+    return Result({task: None}, [f"{task}: none, {reason}"])
+
+
+def table(name: str, columns: Sequence[str], records: list[dict[str, Any]]) -> Table:
+    """A table of records, whose values stand in the order of the columns."""
+    return Table(name, columns, [tuple(record.values()) for record in records])
+
+
+def series(points: Iterable[tuple[str, float, float]]) -> Series:
+    """Points (label, x, y) as one curve a label."""
+    curves: Series = {}
+    for label, x, y in points:
+        for axis, value in zip(curves.setdefault(label, ([], [])), (x, y), strict=True):
+            axis.append(value)
+    return curves

@@ -1,0 +1,100 @@
+"""What a model has learned, read from its weights, and the sizes of its heads."""
+
+import math
+
+import numpy as np
+
+from symjax.evaluation.loading import LoadedRun, history
+from symjax.evaluation.reading import Layer, attentions
+from symjax.evaluation.results import Lines, Options, Result, Table, table
+from symjax.evaluation.windows import mean_by_layer
+from symjax.models.build import Model
+
+
+def lambdas(run: LoadedRun, options: Options) -> Result:
+    """The table of λ by layer, and where several checkpoints are kept, by step.
+
+    Differential V1 has one λ a layer; of V2, with a λ for every token, the mean over
+    held-out tokens. Empty where the attention is not differential.
+    """
+    if run.config.model.attention.differential == "v2":
+        return _lambdas_of_tokens(run, options)
+    rows = lambda_table(run.model())
+    if not rows:
+        return Result({"lambda": []}, ["λ: none, the attention is not differential"])
+    tables = [table("lambda", ("layer", "λ₁", "λ₂", "λ_init", "λ"), rows)]
+    text: list[str] = []
+    steps = {
+        at.step: [row["lambda"] for row in lambda_table(at.model())]
+        for at in history(run, text.append)
+    }
+    if len(steps) < 2:
+        return Result({"lambda": rows}, text, tuple(tables))
+    names = [f"layer {row['layer']}" for row in rows]
+    by_step = [(step, *found) for step, found in steps.items()]
+    tables.append(Table("lambda_by_step", ("step", *names), by_step))
+    x = list(map(float, steps))
+    curves = {n: (x, list(y)) for n, *y in zip(names, *steps.values(), strict=True)}
+    lines = Lines("lambda_by_step", "step", "λ", curves)
+    return Result({"lambda": rows}, text, tuple(tables), (lines,))
+
+
+def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
+    def measure(_, layer: Layer) -> np.ndarray:
+        """The mean of every head; NaN in a layer without λ."""
+        return np.full(1, np.nan) if layer.lam is None else layer.lam.mean(axis=0)
+
+    rows = []
+    for layer, heads in enumerate(mean_by_layer(run, options, measure)):
+        if not np.isnan(heads).any():
+            least, largest = float(heads.min()), float(heads.max())
+            row = {"layer": layer, "lambda": float(heads.mean())}
+            rows.append(row | {"least_head": least, "largest_head": largest})
+    columns = ("layer", "mean λ", "least head", "largest head")
+    text = ["λ of differential V2 is a token's own: means over held-out tokens"]
+    return Result({"lambda": rows}, text, (table("lambda", columns, rows),))
+
+
+def lambda_table(model: Model) -> list[dict[str, float]]:
+    """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with differential V1."""
+    layers = {id(layer): layer for layer in attentions(model)}  # one that is repeated
+    rows = []
+    for index, layer in enumerate(layers.values()):
+        if layer.mixer.differential == "v1":
+            first = _exponential(layer.lambda_query_1, layer.lambda_key_1)
+            second = _exponential(layer.lambda_query_2, layer.lambda_key_2)
+            row = {"layer": index, "lambda_1": first, "lambda_2": second}
+            row["lambda_initial"] = layer.lambda_initial
+            rows.append(row | {"lambda": first - second + layer.lambda_initial})
+    return rows
+
+
+def _exponential(query, key) -> float:
+    vectors = (np.asarray(x[...], np.float64) for x in (query, key))
+    return float(np.exp(np.dot(*vectors)))
+
+
+def dimension(run: LoadedRun, options: Options) -> Result:
+    """The 8 ln n rule for some lengths, and the head sizes of this model."""
+    length = run.config.model.length
+    layers = attentions(run.model())
+    sizes = sorted({layer.mixer.sizes.head_size for layer in layers})
+    lengths = sorted({length, 64, 256, 512, 1024, 4096, 16384, 65536})
+    rows = [(n, round(needed_dimension(n), 1)) for n in lengths]
+    shown = ", ".join(map(str, sizes))
+    reach = ", ".join(f"{math.exp(size / 8):,.0f}" for size in sizes)
+    text = [
+        f"by the rule 8 ln n heads of size {shown} can tell {reach} tokens apart;",
+        f"{length} tokens of training need {needed_dimension(length):.0f}",
+    ]
+    values = {"head_sizes": sizes, "length": length, "needed": needed_dimension(length)}
+    tables = (Table("dimension", ("tokens", "8 ln n"), rows),)
+    return Result({"dimension": values}, text, tables)
+
+
+def needed_dimension(tokens: int) -> float:
+    """8 ln n: the size of queries and keys that can tell n tokens apart.
+
+    Source: Su Jianlin 2020, spaces.ac.cn/archives/7695.
+    """
+    return 8 * math.log(tokens)

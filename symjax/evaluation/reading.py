@@ -179,9 +179,10 @@ def _scores(mixer: Mixer, operands: dict[str, Operand]) -> Array:
 
 
 def _products(mixer: Mixer, operands: dict[str, Operand], kind: str) -> Array | None:
-    maps = part_of(mixer.mechanism).features(dict(mixer.options))
-    if maps is None:
+    features = part_of(mixer.mechanism).features
+    if features is None:
         return None
+    maps = features(dict(mixer.options))
     query, key = (
         _each_head(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
         for of, name in ((maps.query, "query"), (maps.key, "key"))

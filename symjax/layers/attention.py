@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import attention, config
 from symjax.layers.mechanisms import part_of
 from symjax.layers.mixer import Mixer
-from symjax.layers.parts import Part
 from symjax.layers.primitives import Linear, norm, rotary
 from symjax.layers.sharded import Operand
 from symjax.layers.validate import mechanism_options, sizes
@@ -60,14 +59,16 @@ class Attention(nnx.Module):
         )
         has_keys = attention.MECHANISMS[mechanism].keys
         self.symmetric = chosen.symmetric if has_keys else "plain"
+        self.part = part_of(mechanism)
         self.rotate = rotary(options, self.mixer.sizes.head_size)
         self._add_projections(options, rngs)
         self.lambda_initial: Any = 0.0
         if chosen.differential != "none":
             self._add_lambda(options, depth, rngs)
-        made = self.part.weights(options, depth, self.mixer.sizes, rngs)
-        for name, weight in made.items():
-            setattr(self, name, weight)
+        if self.part.weights is not None:
+            made = self.part.weights(options, depth, self.mixer.sizes, rngs)
+            for name, weight in made.items():
+                setattr(self, name, weight)
         self.has_head_norm = chosen.differential == "v1" or self.part.head_norm
         if self.has_head_norm:
             size, dtype = self.mixer.sizes.value_size, self.mixer.dtype
@@ -77,11 +78,6 @@ class Attention(nnx.Module):
                 jax.eval_shape(lambda: self.init_cache(1, 1))
             except ValueError as error:
                 raise ValueError(f"model.attention.features: {error}") from None
-
-    @property
-    def part(self) -> Part:
-        """What belongs to the mechanism of the layer."""
-        return part_of(self.mixer.mechanism)
 
     def _add_projections(self, options: config.Model, rngs: nnx.Rngs) -> None:
         """Queries, keys, values, the output, and their norms."""
@@ -128,9 +124,10 @@ class Attention(nnx.Module):
         Those are the statistics of adaptive random features (FAVOR++, FAVOR#), which
         lower the variance of their estimate of softmax.
         """
-        query, key, _ = self.project(x, jnp.arange(x.shape[1])[None])
-        for name, constant in self.part.fit(self, query, key).items():
-            setattr(self, name, constant)
+        if self.part.fit is not None:
+            query, key, _ = self.project(x, jnp.arange(x.shape[1])[None])
+            for name, constant in self.part.fit(self, query, key).items():
+                setattr(self, name, constant)
 
     def __call__(
         self, x: Float[Array, "B T D"], padding_mask: Bool[Array, "B T"] | None = None
@@ -148,7 +145,8 @@ class Attention(nnx.Module):
 
     def init_cache(self, batch: int, length: int) -> Any:
         """The decoding state before the first token; `length` bounds a cache."""
-        return self.mixer.init_cache(batch, length, **self.part.state(self))
+        more = {} if self.part.state is None else self.part.state(self)
+        return self.mixer.init_cache(batch, length, **more)
 
     def decode(
         self,
@@ -181,7 +179,9 @@ class Attention(nnx.Module):
         elif self.chosen.differential == "v2":
             lam = jax.nn.sigmoid(self.lambda_projection(x))
             operands["lam"] = Operand(lam, "BTN")
-        return self.part.operands(self, x, operands)
+        if self.part.operands is not None:
+            operands = self.part.operands(self, x, operands)
+        return operands
 
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
@@ -215,7 +215,8 @@ class Attention(nnx.Module):
     def _output(
         self, x: Array, mixed: Float[Array, "B T N V"], operands: dict[str, Operand]
     ) -> Float[Array, "B T D"]:
-        mixed = self.part.output(self, mixed, operands)
+        if self.part.output is not None:
+            mixed = self.part.output(self, mixed, operands)
         if self.has_head_norm:
             mixed = self.head_norm(mixed)
         if self.chosen.differential == "v1":

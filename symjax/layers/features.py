@@ -201,10 +201,10 @@ PERFORMER = Part(
         ("statistics_a", P(None)),
         ("statistics_b", P(None, None)),
     ),
-    drawn={
-        "projection": "feature_norms",
-        "statistics_a": "features",
-        "statistics_b": "features",
-    },
+    drawn=(
+        ("projection", "feature_norms"),
+        ("statistics_a", "features"),
+        ("statistics_b", "features"),
+    ),
     fitted=("statistics_a", "statistics_b"),
 )

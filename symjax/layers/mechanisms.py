@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from symjax import attention, config
+from symjax import config
 from symjax.layers.features import COSINE, LINEAR, PERFORMER
 from symjax.layers.gates import DECAY
-from symjax.layers.parts import Part, named_options, score_flops
+from symjax.layers.parts import Part, named_options
 from symjax.layers.sharded import Operand
 
 
@@ -46,13 +46,12 @@ def _flops_of_a_matrix(layer: Any, length: int) -> float:
     return 2 * sizes.queries * products
 
 
-SCORES = Part(flops=score_flops)
 PARTS = {
     "cosine": COSINE,
     "decay": DECAY,
     "linear": LINEAR,
     "performer": PERFORMER,
-    "gau": Part(options=_of_gau, convert=_gau_converted, flops=score_flops),
+    "gau": Part(options=_of_gau, convert=_gau_converted),
     "flash": Part(
         options=lambda options, _: {"group_size": options.attention.chunk_size},
         keys=lambda chosen: ("chunk_size",),
@@ -68,5 +67,4 @@ PARTS = {
 
 def part_of(mechanism: str) -> Part:
     """A mechanism that is not in the table needs nothing of its own."""
-    form = attention.MECHANISMS[mechanism]
-    return PARTS.get(mechanism, SCORES if form.state is None else Part())
+    return PARTS.get(mechanism, Part())

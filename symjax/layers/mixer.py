@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -164,16 +165,11 @@ class Mixer:
     ) -> Any:
         """`function` over all heads, its maps combined as the layer combines them."""
 
-        def run(query, key, value, lam: Any = None, **more) -> Any:
-            more = options | more
-            if self.differential == "none":
-                return function(query=query, key=key, value=value, **more)
-            combine = attention.differential
-            if self.differential == "v2":
-                combine = attention.differential_v2
-            return combine(query, key, value, lam, attend=function, **more)
-
-        return per_device(run, operands, output, time=axis)
+        if self.differential == "v1":
+            function = partial(attention.differential, attend=function)
+        elif self.differential == "v2":
+            function = partial(attention.differential_v2, attend=function)
+        return per_device(partial(function, **options), operands, output, time=axis)
 
 
 def _of_queries(attend: Callable) -> Callable:

@@ -65,30 +65,32 @@ class Part(NamedTuple):
         state: layer → what the empty state takes beside sizes and options.
         fit: (layer, query, key) → constants that fit a sample, by name.
         head_norm: an RMSNorm of every head follows, for want of a denominator.
-        options: (options of the model, mechanism) → options of the mechanism.
+        options: (options of the model, mechanism) → options of the mechanism, where
+            they are not the keys of the same names.
         keys: keys of model.attention that are not options of the mechanism, but mean
             something to it where model.attention is the argument.
-        flops: (layer, length) → operations a token, projections left out.
+        flops: (layer, length) → operations a token, projections left out, where they
+            are not those of scores or of a recurrence.
         rules: of sharding, (pattern of the path in the layer, axes).
         owned: weights that another mechanism has no use for.
-        drawn: constant → the key of model.attention that it is drawn by.
+        drawn: (constant, the key of model.attention that it is drawn by).
         fitted: constants that `fit` finds.
         convert: (weights, source, target) → the weights of a layer of the target.
         features: options → the feature maps φ of weights φ(q)·φ(k), if they are plain.
     """
 
-    weights: Callable[..., dict[str, Any]] = lambda *_: {}
-    operands: Callable[..., dict[str, Any]] = lambda layer, x, operands: operands
-    output: Callable[..., Any] = lambda layer, mixed, operands: mixed
-    state: Callable[[Any], dict[str, Any]] = lambda layer: {}
-    fit: Callable[..., dict[str, Any]] = lambda *_: {}
+    weights: Callable[..., dict[str, Any]] | None = None
+    operands: Callable[..., dict[str, Any]] | None = None
+    output: Callable[..., Any] | None = None
+    state: Callable[[Any], dict[str, Any]] | None = None
+    fit: Callable[..., dict[str, Any]] | None = None
     head_norm: bool = False
-    options: Callable[[config.Model, str], dict[str, Any]] = named_options
-    keys: Callable[[config.Attention], tuple[str, ...]] = lambda chosen: ()
-    flops: Callable[[Any, int], float] = recurrence_flops
+    options: Callable[[config.Model, str], dict[str, Any]] | None = None
+    keys: Callable[[config.Attention], tuple[str, ...]] | None = None
+    flops: Callable[[Any, int], float] | None = None
     rules: tuple[tuple[str, PartitionSpec], ...] = ()
     owned: tuple[str, ...] = ()
-    drawn: dict[str, str] = {}
+    drawn: tuple[tuple[str, str], ...] = ()
     fitted: tuple[str, ...] = ()
-    convert: Callable[..., dict[str, Any]] = lambda weights, source, target: weights
-    features: Callable[[dict[str, Any]], Any] = lambda options: None
+    convert: Callable[..., dict[str, Any]] | None = None
+    features: Callable[[dict[str, Any]], Any] | None = None

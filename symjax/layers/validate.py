@@ -67,7 +67,7 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
     for name in names:
         _check_direction(options, name)
     mechanism = config.mechanism_of(options, depth)
-    found = part_of(mechanism).options(options, mechanism)
+    found = (part_of(mechanism).options or named_options)(options, mechanism)
     return tuple((key, value) for key, value in found.items() if value not in ("", 0))
 
 
@@ -75,7 +75,8 @@ def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
     """Raises: ValueError: a key is set that no block of the model takes."""
     chosen, taken = options.attention, {"mechanism"}
     for name in names:
-        taken |= {*named_options(options, name), *part_of(name).keys(chosen)}
+        keys = part_of(name).keys
+        taken |= {*named_options(options, name), *(keys(chosen) if keys else ())}
         if not MECHANISMS[name].gated:
             taken |= {*OF_ATTENTION, *OF_BLOCKS}
     every = [field.name for field in dataclasses.fields(chosen)]

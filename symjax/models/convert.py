@@ -100,7 +100,7 @@ def carried(
         The constants, and whether the statistics of random features among them were
         fitted for other features, or to nothing yet.
     """
-    drawn = {x: key for part in PARTS.values() for x, key in part.drawn.items()}
+    drawn = dict(found for part in PARTS.values() for found in part.drawn)
     fitted = {name for part in PARTS.values() for name in part.fitted}
     unfitted = False
 
@@ -125,11 +125,12 @@ def _block(
     """One block's weights for the target; of a universal model those inside."""
     if "block" in block:
         return block | {"block": _block(block["block"], source, target, mechanism)}
-    convert = part_of(mechanism).convert
-    if "attention" not in block:
-        return convert(block, source, target)
-    layer = convert(_attention(block["attention"], source, target), source, target)
-    return block | {"attention": layer}
+    layer = block.get("attention", block)
+    if layer is not block:
+        layer = _attention(layer, source, target)
+    if (own := part_of(mechanism).convert) is not None:
+        layer = own(layer, source, target)
+    return block | {"attention": layer} if "attention" in block else layer
 
 
 def _check(source: config.Model, target: config.Model) -> None:

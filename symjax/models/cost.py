@@ -7,6 +7,7 @@ from flax import nnx
 
 from symjax import config
 from symjax.layers.mechanisms import part_of
+from symjax.layers.parts import recurrence_flops, score_flops
 from symjax.models import transformer
 
 
@@ -39,8 +40,9 @@ def attention_flops(options: config.Model, depth: int) -> float:
     def count() -> None:  # traced, so that no weight is made
         rngs = nnx.Rngs(jax.random.key(0))
         (layer, *_) = transformer.block(options, depth, rngs).attentions
-        part = part_of(layer.mixer.mechanism)
-        found.append(part.flops(layer, options.length))
+        default = score_flops if layer.mixer.form.state is None else recurrence_flops
+        flops = part_of(layer.mixer.mechanism).flops or default
+        found.append(flops(layer, options.length))
 
     jax.eval_shape(count)
     return found[0]

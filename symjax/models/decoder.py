@@ -8,7 +8,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from symjax import config
-from symjax.layers.primitives import norm
 from symjax.models import transformer
 
 
@@ -29,34 +28,18 @@ class Decoder(nnx.Module):
         ValueError: sizes or choices that exclude each other, naming both.
     """
 
+    length: int
+    learned_positions: bool
+    blocks: nnx.List
+    final_norm: Any
+
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
         transformer.check(options)
         if not config.is_causal(options):
             raise ValueError(
                 f"model.kind {options.kind!r} is no Decoder, but an Encoder"
             )
-        self.length = options.length
-        # A universal block does this itself, step by step.
-        self.remat = options.remat if options.kind == "decoder" else "none"
-        self.period = max(1, len(options.pattern)) if options.scan_layers else 0
-        self.learned_positions = options.positions == "learned"
-        self.sinusoidal_positions = options.positions == "sinusoidal"
-        self.dtype = jnp.dtype(options.dtype)
-        self.embedding = transformer.embedding(options, rngs)
-        if self.learned_positions:
-            self.positions = transformer.learned_positions(options, rngs)
-        self.blocks = transformer.blocks(options, rngs)
-        self.final_norm = norm(
-            options.norm,
-            options.width,
-            bias=options.bias,
-            dtype=self.dtype,
-            rngs=rngs,
-        )
-        self.tied = options.tie_embeddings
-        if not self.tied:
-            self.head = transformer.output(options, options.vocabulary, rngs)
-        self.dropout = nnx.Dropout(options.dropout)
+        transformer.assemble(self, options, options.vocabulary, rngs)
 
     def __call__(
         self,
@@ -74,7 +57,8 @@ class Decoder(nnx.Module):
             ValueError: more tokens than learned positions.
         """
         x = self._embed(tokens, jnp.zeros(1, jnp.int32))
-        return self._logits(transformer.run_blocks(self, x, dropout_key, watch=watch))
+        x = transformer.run_blocks(self, x, dropout_key, watch=watch)
+        return transformer.logits(self, self.final_norm(x))
 
     def calibrate(self, tokens: Int[Array, "B T"]) -> None:
         """Fit the statistics of adaptive random features (FAVOR++, FAVOR#) to a text.
@@ -83,9 +67,7 @@ class Decoder(nnx.Module):
         judged on: of the same one they would tell earlier tokens about later ones.
         """
         x = self._embed(tokens, jnp.zeros(1, jnp.int32))
-        for block in self.blocks:
-            block.calibrate(x)
-            x = block(x)
+        transformer.calibrate_blocks(self, x)
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """The cache before the first token, for at most `length` tokens."""
@@ -120,17 +102,11 @@ class Decoder(nnx.Module):
             x, state = block.decode(x, state, cache.position, padding_mask)
             layers.append(state)
         read = cache.position + (count if lengths is None else lengths)
-        return self._logits(x), Cache(read, layers)
+        return transformer.logits(self, self.final_norm(x)), Cache(read, layers)
 
     def _embed(
         self, tokens: Array, read: Array, padding_mask: Array | None = None
     ) -> Array:
         """Args: read: how many tokens came before, of each example or of all."""
-        return transformer.placed(
-            self, transformer.look_up(self.embedding, tokens), read, padding_mask
-        )
-
-    def _logits(self, x: Array) -> Array:
-        x = self.final_norm(x)
-        logits = self.embedding.attend(x) if self.tied else self.head(x)
-        return logits.astype(jnp.float32)
+        x = transformer.look_up(self, tokens)
+        return transformer.placed(self, x, read, padding_mask)

@@ -1,6 +1,7 @@
 """The encoder: every token sees all others, of a text or of an image."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from einops import rearrange
@@ -8,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
-from symjax.layers.primitives import Linear, norm
+from symjax.layers.primitives import Linear
 from symjax.models import transformer
 
 
@@ -27,6 +28,11 @@ class Encoder(nnx.Module):
         arXiv:2010.11929 (patches), here with a mean in place of a class token.
     """
 
+    length: int
+    learned_positions: bool
+    blocks: nnx.List
+    final_norm: Any
+
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
         transformer.check(options)
         if options.kind != "encoder":
@@ -36,34 +42,13 @@ class Encoder(nnx.Module):
                 f"model.tie_embeddings is of logits of tokens: model.classes is "
                 f"{options.classes}, model.patch {options.patch}"
             )
-        self.length, self.classes = options.length, options.classes
-        self.patch = options.patch
-        self.remat = options.remat
-        self.period = max(1, len(options.pattern)) if options.scan_layers else 0
-        self.learned_positions = options.positions == "learned"
-        self.sinusoidal_positions = options.positions == "sinusoidal"
-        self.dtype = jnp.dtype(options.dtype)
+        self.patch, self.classes = options.patch, options.classes
         if self.patch:
-            self.patches = Linear(
-                _pixels(options),
-                options.width,
-                use_bias=options.bias,
-                dtype=self.dtype,
-                rngs=rngs,
-            )
-        else:
-            self.embedding = transformer.embedding(options, rngs)
-        if self.learned_positions:
-            self.positions = transformer.learned_positions(options, rngs)
-        self.blocks = transformer.blocks(options, rngs)
-        self.final_norm = norm(
-            options.norm, options.width, bias=options.bias, dtype=self.dtype, rngs=rngs
-        )
-        self.tied = options.tie_embeddings
-        if not self.tied:
-            outputs = options.classes or options.vocabulary
-            self.head = transformer.output(options, outputs, rngs)
-        self.dropout = nnx.Dropout(options.dropout)
+            shared = {"dtype": jnp.dtype(options.dtype), "rngs": rngs}
+            pixels, bias = _pixels(options), options.bias
+            self.patches = Linear(pixels, options.width, use_bias=bias, **shared)
+        outputs = options.classes or options.vocabulary
+        transformer.assemble(self, options, outputs, rngs)
 
     def __call__(
         self,
@@ -85,8 +70,7 @@ class Encoder(nnx.Module):
         x = self.final_norm(x)
         if self.classes:
             x = _mean(x, padding_mask)[:, None]
-        logits = self.embedding.attend(x) if self.tied else self.head(x)
-        return logits.astype(jnp.float32)
+        return transformer.logits(self, x)
 
     def calibrate(self, inputs: Array) -> None:
         """As `Decoder.calibrate`; a short text is repeated until it fills its row."""
@@ -95,9 +79,7 @@ class Encoder(nnx.Module):
             again = jnp.arange(inputs.shape[1])[None] % count
             inputs = jnp.take_along_axis(inputs, again, axis=1)
         x, _ = self._read(inputs)
-        for block in self.blocks:
-            block.calibrate(x)
-            x = block(x)
+        transformer.calibrate_blocks(self, x)
 
     def _read(self, inputs: Array) -> tuple[Array, Bool[Array, "B T"] | None]:
         """Tokens in their places, and which of them exist; None: all."""
@@ -105,7 +87,7 @@ class Encoder(nnx.Module):
             x, padding_mask = self.patches(patchify(inputs, self.patch)), None
         else:
             padding_mask = inputs >= 0
-            x = transformer.look_up(self.embedding, jnp.where(padding_mask, inputs, 0))
+            x = transformer.look_up(self, jnp.where(padding_mask, inputs, 0))
         x = transformer.placed(self, x, jnp.zeros(1, jnp.int32))
         if padding_mask is not None:
             x = jnp.where(padding_mask[..., None], x, 0)

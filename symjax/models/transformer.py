@@ -12,7 +12,7 @@ from symjax import attention, config, validation
 from symjax.layers.block import Block, run_of
 from symjax.layers.gau import GatedBlock
 from symjax.layers.mixer import check_room
-from symjax.layers.primitives import Linear
+from symjax.layers.primitives import Linear, norm
 from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock
 from symjax.models.scanned import run_scanned
@@ -47,29 +47,33 @@ def check(options: config.Model) -> None:
         raise ValueError("model.vocabulary must be at least 1, got 0")
 
 
-def embedding(options: config.Model, rngs: nnx.Rngs) -> nnx.Embed:
-    return nnx.Embed(
-        options.vocabulary,
-        options.width,
-        embedding_init=nnx.initializers.normal(options.embedding_scale),
-        dtype=jnp.dtype(options.dtype),
-        rngs=rngs,
-    )
+def assemble(model: Any, options: config.Model, outputs: int, rngs: nnx.Rngs) -> None:
+    """Give a model what decoders and encoders have: embedding, blocks, norm and head.
 
-
-def learned_positions(options: config.Model, rngs: nnx.Rngs) -> nnx.Param:
+    Args:
+        outputs: logits at every place.
+    """
+    shared = {"dtype": jnp.dtype(options.dtype), "rngs": rngs}
     draw = nnx.initializers.normal(options.embedding_scale)
-    return nnx.Param(draw(rngs.params(), (options.length, options.width)))
-
-
-def output(options: config.Model, outputs: int, rngs: nnx.Rngs) -> Linear:
-    return Linear(
-        options.width,
-        outputs,
-        use_bias=options.bias,
-        dtype=jnp.dtype(options.dtype),
-        rngs=rngs,
-    )
+    model.length, model.dtype = options.length, shared["dtype"]
+    # A universal block applies remat itself, to every step.
+    model.remat = "none" if options.kind == "universal" else options.remat
+    model.period = max(1, len(options.pattern)) if options.scan_layers else 0
+    model.learned_positions = options.positions == "learned"
+    model.sinusoidal_positions = options.positions == "sinusoidal"
+    if not options.patch:
+        table = options.vocabulary, options.width
+        model.embedding = nnx.Embed(*table, embedding_init=draw, **shared)
+    if model.learned_positions:
+        shape = options.length, options.width
+        model.positions = nnx.Param(draw(rngs.params(), shape))
+    model.blocks = blocks(options, rngs)
+    bias = options.bias
+    model.final_norm = norm(options.norm, options.width, bias=bias, **shared)
+    model.tied = options.tie_embeddings
+    if not model.tied:
+        model.head = Linear(options.width, outputs, use_bias=bias, **shared)
+    model.dropout = nnx.Dropout(options.dropout)
 
 
 def blocks(options: config.Model, rngs: nnx.Rngs) -> nnx.List:
@@ -85,8 +89,8 @@ def block(options: config.Model, depth: int, rngs: nnx.Rngs) -> Block | GatedBlo
     return (GatedBlock if mechanism.gated else Block)(options, depth, rngs=rngs)
 
 
-def look_up(embedding: nnx.Embed, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    table = embedding.embedding[...].astype(embedding.dtype)
+def look_up(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    table = model.embedding.embedding[...].astype(model.dtype)
     # The lookup of a table split over features makes XLA rematerialise it.
     return jnp.take(constrain(table, None, None), tokens, axis=0)
 
@@ -153,3 +157,15 @@ def run_blocks(
     for block, key in zip(model.blocks, keys, strict=True):
         x = run(block, x, padding_mask, key)
     return x
+
+
+def calibrate_blocks(model: Any, x: Float[Array, "B T D"]) -> None:
+    """Fit the constants of every block to what it is given."""
+    for block in model.blocks:
+        block.calibrate(x)
+        x = block(x)
+
+
+def logits(model: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T outputs"]:
+    """The output layer, or the embedding table in its place; in float32."""
+    return (model.embedding.attend if model.tied else model.head)(x).astype(jnp.float32)

@@ -107,6 +107,11 @@ class Attention:
     output_gate: bool = key(
         False, "multiply the output by silu(W x), as RetNet and GLA do"
     )
+    short_convolution: int = key(
+        0,
+        "tokens that a causal convolution over queries, keys and values sees; 0: off",
+        least=0,
+    )
     chunk_size: int = key(
         64,
         "tokens a chunk of the causal prefix sum, which changes no result; of flash, "

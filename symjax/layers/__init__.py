@@ -1,6 +1,6 @@
 """Flax NNX modules: they own weights and call `symjax.attention` for the maths."""
 
-from symjax.layers import attention, gau, universal
+from symjax.layers import attention, convolution, gau, universal
 from symjax.layers.attention import Attention, Lambda
 from symjax.layers.block import Block, FeedForward
 from symjax.layers.flax_compat import attention_fn
@@ -13,6 +13,7 @@ from symjax.layers.universal import UniversalBlock
 # Sharding of weights: (pattern of the path in the block, axes), the first that matches.
 RULES = (
     *attention.RULES,
+    *convolution.RULES,
     *(
         (f"attention/{pattern}", axes)
         for part in PARTS.values()

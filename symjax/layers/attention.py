@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
+from symjax.layers.convolution import Convolved, ShortConvolution
 from symjax.layers.mechanisms import part_of
 from symjax.layers.mixer import Mixer
 from symjax.layers.primitives import Linear, norm, rotary
@@ -59,6 +60,8 @@ class Attention(nnx.Module):
         )
         has_keys = attention.MECHANISMS[mechanism].keys
         self.symmetric = chosen.symmetric if has_keys else "plain"
+        own_keys = self.symmetric == "none"
+        self.projections = ("query", "key", "value") if own_keys else ("query", "value")
         self.part = part_of(mechanism)
         self.rotate = rotary(options, self.mixer.sizes.head_size)
         self._add_projections(options, rngs)
@@ -97,6 +100,11 @@ class Attention(nnx.Module):
         self.out = linear(heads * value_size, options.width)
         if self.chosen.output_gate:
             self.output_gate = linear(options.width, heads * value_size)
+        if (taps := self.chosen.short_convolution) > 0:
+            for kind in self.projections:
+                channels = getattr(self, kind).out_features
+                made = ShortConvolution(taps, channels, **shared)
+                setattr(self, f"{kind}_convolution", made)
         if self.chosen.query_key_norm:
             self.query_norm = norm("rmsnorm", size, **shared)
             if self.symmetric == "none":
@@ -146,7 +154,12 @@ class Attention(nnx.Module):
     def init_cache(self, batch: int, length: int) -> Any:
         """The decoding state before the first token; `length` bounds a cache."""
         more = {} if self.part.state is None else self.part.state(self)
-        return self.mixer.init_cache(batch, length, **more)
+        cache = self.mixer.init_cache(batch, length, **more)
+        if not self.chosen.short_convolution:
+            return cache
+        convolutions = {x: getattr(self, f"{x}_convolution") for x in self.projections}
+        inputs = {x: found.init_cache(batch) for x, found in convolutions.items()}
+        return Convolved(cache, inputs)
 
     def decode(
         self,
@@ -159,16 +172,20 @@ class Attention(nnx.Module):
 
         See `Mixer.decode`.
         """
-        positions = position[:, None] + jnp.arange(x.shape[1])[None]
-        operands = self.operands(x, positions)
+        positions, inputs = position[:, None] + jnp.arange(x.shape[1])[None], None
+        if self.chosen.short_convolution:
+            cache, inputs = cache.cache, dict(cache.inputs)
+        operands = self.operands(x, positions, inputs, padding_mask)
         mixed, cache = self.mixer.decode(operands, cache, position, padding_mask)
+        if inputs is not None:
+            cache = Convolved(cache, inputs)
         return self._output(x, mixed, operands), cache
 
     def operands(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], *decoding
     ) -> dict[str, Operand]:
         """The operands of the mechanism, with their sharding."""
-        query, key, value = self.project(x, positions)
+        query, key, value = self.project(x, positions, *decoding)
         operands = {
             "query": Operand(query, "BTN"),
             "key": Operand(key, "BSK"),
@@ -184,16 +201,36 @@ class Attention(nnx.Module):
         return operands
 
     def project(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "#B T"],
+        inputs: dict[str, Array] | None = None,
+        padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Array, Array, Array]:
         """Queries, keys and values of every (sub-)head, rotated; learned feature maps
-        come after."""
-        query = self._split(self.query(x), self.mixer.sizes.head_size)
-        value = self._split(self.value(x), self.mixer.sizes.value_size)
+        come after.
+
+        Args:
+            inputs: of the convolutions before x, which this replaces by later ones;
+                None: none.
+            padding_mask: True for tokens that exist, the others stand at the end; None:
+                all.
+        """
+        inputs = {} if inputs is None else inputs
+
+        def projected(kind: str, size: int) -> Float[Array, "B T K H"]:
+            y = getattr(self, kind)(x)
+            if self.chosen.short_convolution:
+                convolve = getattr(self, f"{kind}_convolution")
+                y, inputs[kind] = convolve(y, inputs.get(kind), padding_mask)
+            return y.reshape(*y.shape[:2], y.shape[-1] // size, size)
+
+        query = projected("query", self.mixer.sizes.head_size)
+        value = projected("value", self.mixer.sizes.value_size)
         if self.chosen.query_key_norm:
             query = self.query_norm(query)
         if self.symmetric == "none":
-            key = self._split(self.key(x), self.mixer.sizes.head_size)
+            key = projected("key", self.mixer.sizes.head_size)
             if self.chosen.query_key_norm:
                 key = self.own_key_norm(key)
         else:
@@ -225,7 +262,3 @@ class Attention(nnx.Module):
         if self.chosen.output_gate:
             mixed = mixed * jax.nn.silu(self.output_gate(x))
         return self.out(mixed)
-
-    @staticmethod
-    def _split(x: Array, size: int) -> Array:
-        return x.reshape(*x.shape[:2], x.shape[-1] // size, size)

@@ -18,6 +18,7 @@ OF_ATTENTION = (
     "query_key_norm",
     "key_norm",
     "output_gate",
+    "short_convolution",
 )
 OF_BLOCKS = ("kv_heads", "feedforward", "activation")
 
@@ -107,6 +108,11 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
         raise ValueError(
             f"model.attention.depth_offset {chosen.depth_offset} is of differential "
             f"attention v1: model.attention.differential is {chosen.differential!r}"
+        )
+    if chosen.short_convolution and not config.is_causal(options):
+        raise ValueError(
+            f"model.attention.short_convolution {chosen.short_convolution} is causal: "
+            f"model.kind is {options.kind!r}"
         )
     if options.positions == "alibi":
         _check_bias(names)

@@ -22,6 +22,9 @@ FRESH = (
     "query_norm",
     "own_key_norm",
     "output_gate",
+    "query_convolution",
+    "key_convolution",
+    "value_convolution",
     "head",
     *DROPPED,
 )

@@ -1,0 +1,63 @@
+"""A short causal convolution over queries, keys or values, with its decoding state."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float
+
+RULES = (("attention/*_convolution/kernel", P(None, "tensor")),)
+
+
+class Convolved(NamedTuple):
+    """The decoding state of a layer with convolutions."""
+
+    cache: Any  # of its mechanism
+    inputs: dict[str, Float[Array, "B I C"]]  # the last of each convolution
+
+
+class ShortConvolution(nnx.Module):
+    """silu(Σ_i kernel[i] x[t − size + 1 + i]), for every channel on its own.
+
+    Source: Fu et al. 2022, arXiv:2212.14052; Yang et al. 2024, arXiv:2406.06484.
+    """
+
+    def __init__(self, size: int, channels: int, *, dtype: Any, rngs: nnx.Rngs):
+        self.dtype = dtype
+        bound = size**-0.5
+        shape, span = (size, channels), {"minval": -bound, "maxval": bound}
+        self.kernel = nnx.Param(jax.random.uniform(rngs.params(), shape, **span))
+
+    def init_cache(self, batch: int) -> Float[Array, "B I C"]:
+        """No inputs: zeros stand before the first token."""
+        size, channels = self.kernel.shape
+        return jnp.zeros((batch, size - 1, channels), self.dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T C"],
+        inputs: Float[Array, "B I C"] | None = None,
+        padding_mask: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T C"], Float[Array, "B I C"]]:
+        """The output, and the inputs that the next tokens need.
+
+        Args:
+            inputs: those before x; None: none.
+            padding_mask: True for tokens that exist, the others stand at the end; None:
+                all.
+        """
+        kernel, time = self.kernel[...].astype(self.dtype), x.shape[1]
+        before = self.init_cache(x.shape[0]) if inputs is None else inputs
+        every = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+        mixed = sum(
+            row * every[:, i : i + time] for i, row in enumerate(kernel[:, None, None])
+        )
+        if padding_mask is None:
+            last = every[:, time:]
+        else:
+            places = jnp.arange(before.shape[1])[None]
+            places = padding_mask.sum(axis=1)[:, None] + places
+            last = jnp.take_along_axis(every, places[..., None], axis=1)
+        return jax.nn.silu(mixed), last

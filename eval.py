@@ -8,7 +8,8 @@ from symjax.evaluation import report, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.results import Options
 from symjax.files import check_writable
-from symjax.training.commandline import Parser, leave
+from symjax.training.commandline import Parser
+from symjax.training.exit_codes import leave
 
 NOTE = (
     "Losses are nats a token, an answer or a label; the JSON of a checkpoint is the "

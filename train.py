@@ -3,6 +3,7 @@
 import sys
 
 from symjax.training import commandline, launch, processes
+from symjax.training.exit_codes import leave
 from symjax.training.loop import run
 from symjax.training.plan import describe
 
@@ -10,6 +11,7 @@ from symjax.training.plan import describe
 def main(words: list[str]) -> None:
     place = commandline.place(words)
     launch.join(place)
+    processes.together(lambda: launch.check_count(place))
     command = processes.together(lambda: commandline.parse(words))
     if command.help:
         print(commandline.help_text(command.config))
@@ -20,4 +22,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    commandline.leave(lambda: main(sys.argv[1:]))
+    leave(lambda: main(sys.argv[1:]))

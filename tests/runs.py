@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from symjax.training.commandline import leave
+from symjax.training.exit_codes import leave
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 900  # after which a process is taken to hang

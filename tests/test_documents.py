@@ -121,6 +121,6 @@ def test_every_documented_command_line_parses(
         if "--list" not in words:
             assert evaluate.parse(words).names
     else:
-        monkeypatch.setattr(compare.figures, "check", stop)
+        monkeypatch.setattr(compare.report, "check_figures", stop)
         with pytest.raises(Parsed):
             compare.main([*words, "--out", str(tmp_path)])

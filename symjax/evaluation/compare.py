@@ -30,7 +30,8 @@ from symjax.evaluation.weights import lambda_table
 from symjax.files import check_writable
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.commandline import Command, Parser, leave, parse
+from symjax.training.commandline import Command, Parser, parse
+from symjax.training.exit_codes import leave
 from symjax.training.starting import refuse_differences, saved_options
 
 COLUMNS = (

@@ -19,7 +19,9 @@ import absl.logging
 import orbax.checkpoint as ocp
 
 from symjax.files import check_writable
-from symjax.training import processes, record
+from symjax.training import record
+from symjax.training.exit_codes import ending, leave_alone, lost_connection
+from symjax.training.launch import several
 from symjax.training.progress import print_warning
 from symjax.training.record import Damaged
 
@@ -56,9 +58,8 @@ class Checkpoints:
         if keep:
             check_writable(self.directory, f"checkpoints in {self.directory}")
             self._manager = _manager(self.directory, self._kept)
-        self._patience = contextlib.ExitStack()
         self._saving: int | None = None
-        self._failed: NotSaved | None = None
+        self._failed: BaseException | None = None
 
     def steps(self) -> list[int]:
         """Every step on disk, ascending: committed by a save, whole or damaged since.
@@ -101,12 +102,11 @@ class Checkpoints:
         self._make_way(self._manager, step)
         self._kept.saved(step, meta)
         self._saving = step
-        self._patience.enter_context(record.patient_loops())
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
             self._give_up(step, error)
-            if processes.several():
+            if several():
                 self.wait()  # raises it
 
     def restore(
@@ -168,7 +168,6 @@ class Checkpoints:
             except Exception as error:
                 self._give_up(self._saving, error)
             self._saving = None
-        self._patience.close()
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
@@ -182,7 +181,7 @@ class Checkpoints:
         try:
             self.wait()
         except NotSaved as error:
-            if processes.several():
+            if several():
                 raise
             print_warning(f"{error}; going on without it")
 
@@ -271,18 +270,14 @@ class Checkpoints:
 
     def _give_up(self, step: int, error: Exception) -> None:
         """Forget a step that was not saved, and free the room that it has taken."""
-        reason = record.short(error)
         self._saving = None
-        self._failed = NotSaved(
-            f"checkpoint {step} cannot be written to {self.directory}: {reason}"
-        )
+        self._failed = _failure(error, f"checkpoint {step}", self.directory)
         self._kept.forget(step)
         for unfinished in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
         # The old one would raise the same error at every save that follows; with
         # several processes none follows, and closing it would wait for the others.
-        several = processes.several()
-        self._manager = None if several else _manager(self.directory, self._kept)
+        self._manager = None if several() else _manager(self.directory, self._kept)
 
 
 class _Kept:
@@ -338,6 +333,15 @@ def _heldout_loss(meta: dict[str, Any]) -> float | None:
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
+def _failure(error: Exception, what: str, directory: Path) -> BaseException:
+    """What a save failed of: the connection to another process, or NotSaved."""
+    cause = error.__cause__ or error
+    if lost_connection(cause):
+        return cause
+    reason = record.short(error)
+    return NotSaved(f"{what} cannot be written to {directory}: {reason}")
+
+
 class _Manager(ocp.CheckpointManager):
     """Ends this process where it, of several, cannot write its part of a checkpoint.
 
@@ -348,11 +352,10 @@ class _Manager(ocp.CheckpointManager):
         try:
             super()._wait_for_checkpointers()
         except Exception as error:
-            if processes.several():
-                where, why = self.directory, record.short(error)
-                processes.leave_alone(
-                    2, f"error: a checkpoint cannot be written to {where}: {why}"
-                )
+            if several():
+                found = ending(_failure(error, "a checkpoint", Path(self.directory)))
+                if found is not None:
+                    leave_alone(found.exit_code, str(found))
             raise
 
 

@@ -5,21 +5,16 @@ import ast
 import difflib
 import importlib.util
 import inspect
-import io
 import os
-import sys
-import traceback
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ml_collections import ConfigDict
 
 from symjax import config, validation
-from symjax.training import launch, processes
-from symjax.training.ending import Interrupted, Refused, ending
-from symjax.training.interrupt import told_to_end
+from symjax.training import launch
 
 USAGE = """\
 python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
@@ -35,17 +30,19 @@ python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
                            this is process I of N, and process 0 is on HOST; torchrun,
                            Slurm, Open MPI and TPU pods say so themselves
   --wait SECONDS           for all processes to come (300)
+  --heartbeat SECONDS      of silence after which a process counts as dead, and jax
+                           ends the others (20)
   --help                   this text, with the values that --config gives
 
-A signal (Ctrl-C, SIGTERM) saves a checkpoint first, a second one ends at once. Exit
-code: 0 complete, 2 bad input, 1 a loss that is not finite or a machine that failed,
-130 and 143 interrupted.
+A signal (Ctrl-C, SIGTERM) saves a checkpoint first, a second one ends at once; with
+several processes SIGTERM saves, and Ctrl-C ends at once. Exit code: 0 complete, 2 bad
+input, 1 a loss that is not finite or a machine that failed, 130 and 143 interrupted,
+134 ended by jax because another process was lost or did not come.
 """
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-AGREED = (Refused, FloatingPointError, Interrupted)  # come to all processes at once
 FLAGS = (
     "--config, --config.KEY, --workdir, --dry_run, --target, --coordinator, "
-    "--processes, --process, --wait, --help"
+    "--processes, --process, --wait, --heartbeat, --help"
 )
 
 
@@ -100,9 +97,10 @@ def place(words: list[str]) -> launch.Launch | None:
     known, _ = _known(words)
     if known.help or known.dry_run:
         return None
-    wait = float(launch.number("--wait", known.wait))
+    wait = launch.number("--wait", known.wait)
+    heartbeat = launch.number("--heartbeat", known.heartbeat)
     found = launch.launch(known, os.environ)
-    return found and found._replace(wait=wait)
+    return found and found._replace(wait=wait, heartbeat=heartbeat)
 
 
 def default() -> ConfigDict:
@@ -154,40 +152,13 @@ def help_text(options: config.Config) -> str:
     return "\n".join(lines)
 
 
-def leave(run: Callable[[], None]) -> NoReturn:
-    """Run, and exit with the code that USAGE promises and one line on stderr.
-
-    Of several processes that end for one reason, the first prints it. A fault of ours
-    is none of these, and shows where it is by its traceback.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not every terminal can write λ
-            stream.reconfigure(errors="replace")
-    with told_to_end():
-        try:
-            run()
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader of our output has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            processes.leave_alone(1, "")
-        except (Exception, KeyboardInterrupt) as error:
-            found = ending(error, several=processes.several())
-            if isinstance(error, AGREED) and found is not None:
-                processes.leave_together(found.exit_code, str(found))
-            if found is not None:
-                processes.leave_alone(found.exit_code, str(found))
-            if not processes.several():
-                raise
-            processes.leave_alone(1, traceback.format_exc())
-        processes.leave_together(0, "")
-
-
 def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The flags, and the words that are none."""
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("config", "workdir", "target", *launch.FLAGS):
         parser.add_argument(f"--{name}")
     parser.add_argument("--wait", default=str(launch.WAIT))
+    parser.add_argument("--heartbeat", default=str(launch.HEARTBEAT))
     parser.add_argument("--dry_run", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
     return parser.parse_known_args(words)

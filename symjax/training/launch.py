@@ -1,38 +1,58 @@
-"""How the processes of one run find each other: flags, a launcher, or a pod.
+"""How the processes of one run find each other: flags, torchrun, or what jax detects.
 
 A run is one process unless something says otherwise. What speaks first decides:
 
 1. the flags `--coordinator HOST:PORT --processes N --process I`;
 2. MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, as torchrun sets them; with
    LOCAL_WORLD_SIZE above 1 a process takes the GPU of its LOCAL_RANK;
-3. a TPU pod, Slurm or Open MPI, which jax itself knows how to ask.
+3. Slurm, Open MPI or a TPU pod, which `jax.distributed.initialize` knows how to ask.
 
-Where that is one process, nothing is started and no port is opened.
+Where that is one process, nothing is started and no port is opened (but on a TPU VM,
+where only jax can find out whether there are others).
 """
 
+import os
+import socket
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
-from jax._src import clusters  # what jax.distributed.initialize() asks; not public
-
-from symjax.training import meeting
 
 WAIT = 300  # seconds for the other processes to start, jax's own default
+HEARTBEAT = 20  # seconds of silence after which a process counts as dead
 FLAGS = ("coordinator", "processes", "process")
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-LAUNCHERS = ("gcetpu", "gketpu", "slurm", "ompi")  # jax's names
 
 
 class Launch(NamedTuple):
-    """One process of several."""
+    """One process of several, as its user or a launcher says.
 
-    coordinator: str  # host:port, on the machine of process 0
-    processes: int
-    process: int
-    devices: list[int] | None = None  # of this machine's GPUs; None is all
-    wait: float = WAIT  # seconds
+    Attributes:
+        coordinator: host:port, on the machine of process 0.
+        devices: of this machine's GPUs; None is all.
+        launcher: who knows all of it, where jax is to ask.
+        wait: seconds for all to come.
+        heartbeat: seconds of silence after which a process counts as dead.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
+    devices: list[int] | None = None
+    launcher: str = ""
+    wait: int = WAIT
+    heartbeat: int = HEARTBEAT
+
+
+def several() -> bool:
+    """Whether this process is connected with others; asks no device if it is not."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process writes the files and the lines of the run."""
+    return not several() or jax.process_index() == 0
 
 
 def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
@@ -45,40 +65,53 @@ def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
     """
     given = {f"--{name}": getattr(flags, name) for name in FLAGS}
     if any(value is not None for value in given.values()):
-        found = _checked(*_complete(given))
-    elif "RANK" in environment or "WORLD_SIZE" in environment:
-        found = _torchrun(environment)
-    else:
-        found = _detected(environment)
-    # Its user knows better than a launcher; jax reads the variable itself.
-    if found and "JAX_LOCAL_DEVICE_IDS" in environment:
-        return found._replace(devices=None)
-    return found
+        return _checked(*_complete(given))
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return _torchrun(environment)
+    launcher = _launcher(environment)
+    return Launch(launcher=launcher) if launcher else None
 
 
 def join(found: Launch | None) -> None:
-    """Meet the other processes, before anything touches a device.
+    """Connect with the other processes, before anything touches a device.
 
-    Process 0 opens the port, the others come to it. Afterwards `jax.devices()` are
-    those of all processes, and none of them outlives another (`meeting`).
+    Afterwards `jax.devices()` are those of all processes. jax ends this process (with
+    SIGABRT, exit code 134) if the others do not come, or one of them dies later; and it
+    takes SIGTERM, as a notice that all are about to be stopped.
 
     Raises:
-        ValueError: not all have come, or they disagree about who they are.
+        ValueError: the host is unknown, the port is taken, or a launcher does not say
+            where the processes are.
     """
     if found is None:
         return
-    meeting.meet(found.coordinator, found.processes, found.process, found.wait)
-    # jax would take SIGTERM for itself, also while nobody asks it for a step to stop
-    # at, and does not know SIGINT: symjax.training.interrupt treats both alike.
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        found.coordinator,
-        found.processes,
-        found.process,
-        local_device_ids=found.devices,
-        cluster_detection_method="deactivate",  # it would choose devices by itself
-        initialization_timeout=WAIT,  # all are there
-    )
+    if found.coordinator:
+        _check_address(found.coordinator, opens=found.process == 0)
+    try:
+        jax.distributed.initialize(
+            *found[:3],
+            local_device_ids=found.devices,
+            cluster_detection_method=None if found.launcher else "deactivate",
+            initialization_timeout=found.wait,
+            heartbeat_timeout_seconds=found.heartbeat,
+        )
+    except (KeyError, OSError, RuntimeError, ValueError) as error:
+        what = "start this process"
+        if found.launcher:
+            what = f"ask {found.launcher} where its processes are"
+        raise ValueError(
+            f"jax cannot {what} ({error}): give --coordinator, --processes and "
+            "--process"
+        ) from error
+
+
+def check_count(found: Launch | None) -> None:
+    """Raises: ValueError: this process was told another number of processes."""
+    if found and found.processes not in (None, jax.process_count()):
+        raise ValueError(
+            f"told of {found.processes} processes, there are {jax.process_count()}: "
+            "all need the same number"
+        )
 
 
 def _complete(given: dict[str, str | None]) -> list[str]:
@@ -124,38 +157,47 @@ def _torchrun(environment: Mapping[str, str]) -> Launch | None:
         return None
     host, port, count, process = _complete(given)
     shared = environment.get("LOCAL_WORLD_SIZE", "1") != "1"
+    if "JAX_LOCAL_DEVICE_IDS" in environment:  # which jax reads; its user knows better
+        shared = False
     device = environment.get("LOCAL_RANK") if shared else None
     return _checked(f"{host}:{port}", count, process, device)
 
 
-def _detected(environment: Mapping[str, str]) -> Launch | None:
-    """What jax finds out about a TPU pod, Slurm or Open MPI."""
-    count = environment.get("OMPI_COMM_WORLD_SIZE", "1")
-    if count != "1" and "OMPI_MCA_orte_hnp_uri" not in environment:
-        raise ValueError(
-            f"Open MPI started {count} processes, but OMPI_MCA_orte_hnp_uri does not "
-            "say where the first is: give --coordinator, --processes and --process"
-        )
-    for cluster in clusters.ClusterEnv._cluster_types:
-        if cluster.name in LAUNCHERS and cluster.is_env_present():
-            return _asked(cluster, environment.get("JAX_COORDINATOR_PORT"))
-    return None
+def _launcher(environment: Mapping[str, str]) -> str:
+    """Who has started several processes and can be asked by jax; "" for nobody."""
+
+    def many(name: str) -> bool:
+        return environment.get(name, "1") != "1"
+
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get(
+        "TPU_WORKER_HOSTNAMES", ""
+    )
+    if many("OMPI_COMM_WORLD_SIZE"):
+        return "Open MPI"
+    # A shell inside an allocation is no step of it.
+    if many("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment:
+        return "Slurm"
+    if "," in hosts or many("MEGASCALE_NUM_SLICES"):
+        return "the TPU pod"
+    # As jax itself marks, at its import, a machine that has TPUs.
+    on_tpu = "TPU_ML_PLATFORM" in environment
+    return "the TPU VM" if on_tpu and "TPU_SKIP_MDS_QUERY" not in environment else ""
 
 
-def _asked(cluster: type[clusters.ClusterEnv], port: str | None) -> Launch | None:
-    """What a launcher says; by jax's rule, one process has one GPU."""
+def _check_address(coordinator: str, *, opens: bool) -> None:
+    """What jax would only find out after `wait`, or die of.
+
+    Raises: ValueError: the host is unknown, or the port that this process opens taken.
+    """
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
     try:
-        count = cluster.get_process_count()
-        if count == 1:
-            return None
-        address = cluster.get_coordinator_address(
-            timeout_secs=WAIT, override_coordinator_port=port
-        )
-        process, device = cluster.get_process_id(), cluster.get_local_process_id()
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{cluster.name} does not say where its processes are ({error}): give "
-            "--coordinator, --processes and --process"
-        ) from error
-    words = address, str(count), str(process)
-    return _checked(*words, None if device is None else str(device))
+        socket.getaddrinfo(host, None)
+        if opens and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+            socket.create_server(("", int(port))).close()
+    except socket.gaierror as error:
+        why = f"the coordinator's host {host!r} is unknown: {error.strerror}"
+        raise ValueError(why) from None
+    except OSError as error:
+        why = f"port {port} of process 0 cannot be opened: {error.strerror}"
+        raise ValueError(why) from None

@@ -17,9 +17,10 @@ from symjax.models.convert import carried
 from symjax.models.generate import generate
 from symjax.training import processes, starting
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.ending import Interrupted
+from symjax.training.exit_codes import Interrupted
 from symjax.training.initial import weights_of
 from symjax.training.interrupt import Interrupts
+from symjax.training.launch import is_first
 from symjax.training.measure import Means, means
 from symjax.training.metrics import Metrics
 from symjax.training.optimizer import schedule_change
@@ -98,11 +99,11 @@ def _corpus(
         ValueError: it is damaged, too short or not that of the checkpoints.
         Interrupted: a signal came, here or before.
     """
-    if not processes.is_first():
+    if not is_first():
         starting.check_shared(workdir)
     elif saved is None:
         starting.refuse_other_files(workdir)
-    replace = saved is None and processes.is_first()
+    replace = saved is None and is_first()
     with interrupts.anywhere():
         corpus = open_examples(options, workdir / "data", replace=replace)
     if saved is not None:
@@ -141,7 +142,7 @@ class Run:
         self.heldout: float | None = None
         self.skipped = int(self.state.optimizer.skipped)
         self.skipped_in_a_row = 0
-        board, writes = options.log.tensorboard, processes.is_first()
+        board, writes = options.log.tensorboard, is_first()
         self.metrics = together(
             lambda: Metrics(workdir, self.first, board, writes=writes)
         )
@@ -167,33 +168,31 @@ class Run:
         key = jax.random.key(options.seed)
         self.clock = Clock(self.shape[0] * self.shape[1])
         waiting: dict[str, Any] = {}
-        with interrupts.steps():
-            for done in range(self.first + 1, options.steps + 1):
-                rows = self._rows(done - 1)
-                with jax.set_mesh(self.program.mesh):
-                    self.state, metrics = self.step(
-                        self.state, self.constants, *rows, key
-                    )
-                self.clock.step()
-                # The metrics of a step are read while the next one runs.
-                if waiting:
-                    self._report(done - 1, waiting)
-                waiting = metrics
-                judge = self._due(options.evaluate.every, done)
-                stop = interrupts.stop(done)
-                save = self._due(options.checkpoint.every, done) or stop
-                if judge or save:
-                    self._report(done, waiting)
-                    waiting = {}
-                    with self.clock.stopped():
-                        if judge:
-                            loss = self._evaluate(done)
-                            save = save or self.checkpoints.improves(loss)
-                        if save:
-                            self._save(done, judged=judge)
-                if stop and done < options.steps:
-                    raise Interrupted(stop, self._stopped_at(done))
-            self.checkpoints.wait()  # a signal does not end the last save
+        interrupts.begin_steps()
+        for done in range(self.first + 1, options.steps + 1):
+            rows = self._rows(done - 1)
+            with jax.set_mesh(self.program.mesh):
+                self.state, metrics = self.step(self.state, self.constants, *rows, key)
+            self.clock.step()
+            # The metrics of a step are read while the next one runs.
+            if waiting:
+                self._report(done - 1, waiting)
+            waiting = metrics
+            judge = self._due(options.evaluate.every, done)
+            stop = interrupts.due()
+            save = self._due(options.checkpoint.every, done) or stop
+            if judge or save:
+                self._report(done, waiting)
+                waiting = {}
+                with self.clock.stopped():
+                    if judge:
+                        loss = self._evaluate(done)
+                        save = save or self.checkpoints.improves(loss)
+                    if save:
+                        self._save(done, judged=judge)
+            if stop and done < options.steps:
+                raise Interrupted(stop, self._stopped_at(done))
+        self.checkpoints.wait()  # a signal does not end the last save
         self.progress.line(
             f"complete at step {done}: python eval.py --workdir {self.workdir}"
         )

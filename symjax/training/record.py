@@ -12,15 +12,13 @@ No code is stored, and none is run.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +32,26 @@ from symjax.training import processes
 from symjax.training.checksum import checksums
 
 META = "meta"
+# What threads of TensorStore print, each with a traceback, after the first array that
+# cannot be read or written: Orbax has raised that error and closed its event loop.
+NOISE = ("Event loop is closed", "Encountered error while reading array index")
 
 
 class Damaged(Exception):
     """A checkpoint is not what was saved; the message says where, in one line."""
+
+
+def _without_noise(report: Callable[[Any], object]) -> Callable[[Any], object]:
+    """A `sys.unraisablehook` that leaves out NOISE."""
+
+    def report_others(unraisable: Any) -> None:
+        if not str(unraisable.exc_value).startswith(NOISE):
+            report(unraisable)
+
+    return report_others
+
+
+sys.unraisablehook = _without_noise(sys.unraisablehook)
 
 
 def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
@@ -218,27 +232,6 @@ def _is_document(found: dict[str, Any]) -> bool:
     )
 
 
-def patient_loops() -> contextlib.AbstractContextManager:
-    """Inside, an error of Orbax is no page of tracebacks."""
-    return mock.patch.object(asyncio, "new_event_loop", _PatientLoop)
-
-
-class _PatientLoop(asyncio.SelectorEventLoop):
-    """Finishes its tasks before it closes.
-
-    At the first array that cannot be read or written Orbax closes its loop under the
-    others, and each of those then prints a traceback from a thread of TensorStore.
-    """
-
-    def close(self) -> None:
-        tasks = [] if self.is_closed() else asyncio.all_tasks(self)
-        if tasks:
-            self.run_until_complete(asyncio.wait(tasks))
-            for task in tasks:
-                task.exception()  # else its error is printed as never retrieved
-        super().close()
-
-
 def _read_item(directory: Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
     placed = {
         name: jax.ShapeDtypeStruct(
@@ -251,9 +244,8 @@ def _read_item(directory: Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
     tree = _nested(placed)
     if tree:
         arguments = ocp.args.StandardRestore(tree)
-        with patient_loops():
-            handler = ocp.StandardCheckpointHandler()
-            tree = handler.restore(epath.Path(directory), args=arguments)
+        handler = ocp.StandardCheckpointHandler()
+        tree = handler.restore(epath.Path(directory), args=arguments)
     restored = _named(directory.name, tree)
     for name, leaf in placed.items():
         if not leaf.size:

@@ -16,6 +16,7 @@ from symjax import config, validation
 from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples
 from symjax.files import check_writable
+from symjax.training.launch import is_first
 from symjax.training.progress import print_warning
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
@@ -39,7 +40,7 @@ def owned(workdir: Path) -> Iterator[None]:
     folders = [x for x in (workdir, *workdir.parents) if not x.exists()]
     check_writable(workdir, f"--workdir {str(workdir)!r}")
     try:
-        with _locked(workdir) if jax.process_index() == 0 else contextlib.nullcontext():
+        with _locked(workdir) if is_first() else contextlib.nullcontext():
             yield
     finally:
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from runs import ROOT, SMALL, compile_cache, write_text
 from symjax import config
 from symjax.evaluation import compare
 from symjax.evaluation.compare import Judged
-from symjax.training.commandline import leave
+from symjax.training.exit_codes import leave
 
 
 @pytest.fixture(autouse=True, scope="module")

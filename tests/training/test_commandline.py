@@ -3,16 +3,14 @@
 import errno
 import os
 import signal
-import sys
-from types import SimpleNamespace
 
 import pytest
 from runs import ROOT, words
 
 from symjax import validation
-from symjax.training import commandline, processes
-from symjax.training.commandline import leave, parse
-from symjax.training.ending import Interrupted, Stopped
+from symjax.training import commandline, exit_codes
+from symjax.training.commandline import parse
+from symjax.training.exit_codes import Interrupted, Stopped, leave
 
 CONFIG = f"{ROOT}/configs/diff_sym.py:tiny"
 
@@ -194,7 +192,7 @@ def test_every_expected_end_is_one_line_and_a_code(error, code, said, capsys):
     assert said in captured.err and captured.err.count("\n") == 1
 
 
-def test_a_fault_of_ours_keeps_its_traceback():
+def test_an_unexpected_error_keeps_its_traceback():
     with pytest.raises(KeyError):
         leave(lambda: {}["wibble"])
 
@@ -205,18 +203,23 @@ def test_the_words_of_the_small_run_are_what_they_say(tmp_path):
     assert command.config.model.width == 32 and command.config.seed == 9
 
 
-def test_a_signal_does_not_keep_one_of_several_processes_from_leaving(
-    monkeypatch, capsys
-):
-    def impatient(_):
-        raise KeyboardInterrupt
+def test_what_one_of_several_processes_meets_alone_ends_it_at_once(monkeypatch, capsys):
+    """Without the wait for the others of an ordinary exit, also for a lost connection,
+    which jax may raise as a ValueError."""
+    ended = []
+    monkeypatch.setattr(exit_codes, "several", lambda: True)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    lost = "UNKNOWN: Gloo AllGather failed: Connection closed by peer"
+    for error in (ValueError("no room"), ValueError(lost)):
 
-    told = []
-    monkeypatch.setattr(processes, "several", lambda: True)
-    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=impatient))
-    monkeypatch.setattr(processes.meeting, "give_up", told.append)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as end:
-        processes.leave_alone(2, "error: no room")
-    assert end.value.code == 2 and told == ["process 0 ended: error: no room"]
-    assert capsys.readouterr().err == "error: no room\n"
+        def run(error=error):
+            raise error
+
+        with pytest.raises(SystemExit):
+            leave(run)
+    said = capsys.readouterr().err.splitlines()
+    assert ended == [2, 1]
+    assert said == [
+        "error: no room",
+        f"stopped: another process or its connection has failed ({lost})",
+    ]

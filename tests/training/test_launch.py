@@ -2,10 +2,13 @@
 
 import re
 import socket
+import subprocess
+import sys
 from argparse import Namespace
 
 import pytest
-from runs import call
+import runs
+from runs import ROOT, SECONDS, call, reserve_port
 
 from symjax.training import launch
 from symjax.training.launch import Launch
@@ -38,16 +41,6 @@ def flags(*values):
     return Namespace(**dict(zip(launch.FLAGS, values, strict=True)))
 
 
-def found(flags, environment, monkeypatch):
-    """jax reads the variables of the process itself."""
-    others = ("JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_PORT")
-    for name in (*TORCHRUN, *SLURM, *OPEN_MPI, *others):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return launch.launch(flags, environment)
-
-
 @pytest.mark.parametrize(
     ("given", "environment", "expected"),
     [
@@ -66,24 +59,23 @@ def found(flags, environment, monkeypatch):
             TORCHRUN | {"JAX_LOCAL_DEVICE_IDS": "0,1", "MASTER_ADDR": "::1"},
             Launch("[::1]:29500", 4, 3),
         ),
-        ((None,) * 3, SLURM, Launch("gpu03:61441", 16, 9, [1])),
+        ((None,) * 3, SLURM, Launch(launcher="Slurm")),
+        ((None,) * 3, OPEN_MPI, Launch(launcher="Open MPI")),
         (
             (None,) * 3,
-            SLURM | {"JAX_LOCAL_DEVICE_IDS": "0,1", "JAX_COORDINATOR_PORT": "88"},
-            Launch("gpu03:88", 16, 9),
+            {"TPU_WORKER_HOSTNAMES": "host0,host1"},
+            Launch(launcher="the TPU pod"),
         ),
-        ((None,) * 3, OPEN_MPI, Launch("10.96.0.1:62624", 2, 1, [0])),
         (
             (None,) * 3,
-            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::b9b,2620::2]:4"},
-            Launch("[fe80::b9b]:61441", 2, 1, [0]),
+            {"TPU_WORKER_HOSTNAMES": "host0", "MEGASCALE_NUM_SLICES": "2"},
+            Launch(launcher="the TPU pod"),
         ),
+        ((None,) * 3, {"TPU_ML_PLATFORM": "JAX"}, Launch(launcher="the TPU VM")),
     ],
 )
-def test_the_first_that_speaks_places_the_process(
-    given, environment, expected, monkeypatch
-):
-    assert found(flags(*given), environment, monkeypatch) == expected
+def test_the_first_that_speaks_places_the_process(given, environment, expected):
+    assert launch.launch(flags(*given), environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,10 +90,12 @@ def test_the_first_that_speaks_places_the_process(
         ((None,) * 3, {n: v for n, v in SLURM.items() if "STEP" not in n}),
         ((None,) * 3, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}),
         ((None,) * 3, {"MASTER_ADDR": "node7", "MASTER_PORT": "1"}),
+        ((None,) * 3, {"TPU_ML_PLATFORM": "JAX", "TPU_SKIP_MDS_QUERY": "1"}),
+        ((None,) * 3, {"TPU_WORKER_HOSTNAMES": "host0"}),
     ],
 )
-def test_one_process_starts_nothing(given, environment, monkeypatch):
-    assert found(flags(*given), environment, monkeypatch) is None
+def test_one_process_starts_nothing(given, environment):
+    assert launch.launch(flags(*given), environment) is None
 
 
 @pytest.mark.parametrize(
@@ -118,43 +112,83 @@ def test_one_process_starts_nothing(given, environment, monkeypatch):
         (("h:12", "2", "2"), {}, "process 2 of 2 processes: they are numbered from 0"),
         ((None,) * 3, {"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR, MASTER_PORT is"),
         ((None,) * 3, {"RANK": "0"}, "WORLD_SIZE is missing"),
-        (
-            (None,) * 3,
-            {"OMPI_COMM_WORLD_SIZE": "2"},
-            "Open MPI started 2 processes, but OMPI_MCA_orte_hnp_uri",
-        ),
-        (
-            (None,) * 3,
-            OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;"},
-            "ompi does not say where its processes are (Could not parse",
-        ),
-        (
-            (None,) * 3,
-            SLURM | {"SLURM_PROCID": "nine"},
-            "slurm does not say where its processes are (invalid literal",
-        ),
-        (
-            (None,) * 3,
-            SLURM | {"JAX_COORDINATOR_PORT": "http"},
-            "must be HOST:PORT, got 'gpu03:http'",
-        ),
     ],
 )
-def test_half_a_place_is_refused_by_name(given, environment, words, monkeypatch):
+def test_half_a_place_is_refused_by_name(given, environment, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        found(flags(*given), environment, monkeypatch)
+        launch.launch(flags(*given), environment)
 
 
-def test_a_wrong_place_is_one_line_and_exit_code_2(capsys):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        here = f"127.0.0.1:{taken.getsockname()[1]}"
-        place = f"--coordinator {here} --processes 2 --process".split()
-        for words, said in [
-            (place[:2], "--processes, --process is missing"),
-            ([*place, "0"], "cannot be opened"),
-            (["--coordinator", "127.0.0.1:x", *place[2:], "1"], "must be HOST:PORT"),
-        ]:
-            assert call("train", words) == 2
-            line = capsys.readouterr().err
-            assert said in line and line.count("\n") == 1
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--coordinator 127.0.0.1:1", "--processes, --process is missing"),
+        ("--coordinator h:x --processes 2 --process 1", "must be HOST:PORT"),
+        (
+            "--coordinator nowhere.invalid:1 --processes 2 --process 1",
+            "host 'nowhere.invalid' is unknown",
+        ),
+        ("--wait 0", "--wait must be a number of at least 1, got '0'"),
+        ("--heartbeat soon", "--heartbeat must be a number of at least 1, got 'soon'"),
+    ],
+)
+def test_a_wrong_place_is_one_line_and_exit_code_2(words, said, capsys):
+    assert call("train", words.split()) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1
+
+
+def process(words, **environment):
+    """train.py in a process of its own, in which nothing has touched a device."""
+    known = {**runs.environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=known | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def last_line(running):
+    said = running.communicate(timeout=SECONDS)
+    return running.returncode, "".join(said).splitlines()[-1]
+
+
+def test_a_port_that_is_taken_is_exit_code_2(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        place = f"--coordinator 127.0.0.1:{port} --processes 2 --process 0"
+        assert call("train", place.split()) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: port {port} of process 0 cannot be opened: Address")
+    assert line.count("\n") == 1
+
+
+def test_a_launcher_that_jax_cannot_ask_is_exit_code_2():
+    environment = SLURM | {"SLURM_PROCID": "nine"}
+    code, line = last_line(process(["train.py"], **environment))
+    assert code == 2
+    assert line.startswith("error: jax cannot ask Slurm where its processes are (inva")
+
+
+ROLL_CALL = """
+import os, sys, jax
+from symjax.training import commandline, launch, processes
+launch.join(commandline.place([]))
+print(jax.process_index(), processes.exchanged(sys.argv[1]))
+"""
+
+
+def test_processes_that_slurm_starts_meet_and_speak():
+    """The words are of different lengths, and not of ASCII alone."""
+    words = ["λ", "a longer word " * 30]
+    place = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+    place["JAX_COORDINATOR_PORT"] = str(reserve_port())
+    running = [
+        process(["-c", ROLL_CALL, word], **SLURM | place | {"SLURM_PROCID": str(index)})
+        for index, word in enumerate(words)
+    ]
+    found = [process.communicate(timeout=SECONDS)[0] for process in running]
+    assert [said.splitlines()[-1] for said in found] == [f"0 {words}", f"1 {words}"]

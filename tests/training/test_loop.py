@@ -162,7 +162,7 @@ def test_a_signal_while_a_run_resumes_leaves_its_checkpoints(
 # A long call that hears no signal, as a compiler does.
 DEAF = """
 import hashlib
-from symjax.training.commandline import leave
+from symjax.training.exit_codes import leave
 from symjax.training.interrupt import Interrupts
 
 def run():

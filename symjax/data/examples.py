@@ -14,19 +14,12 @@ import numpy as np
 from symjax import config
 from symjax.data import classes, generated
 from symjax.data.batches import Examples, heldout_windows, training_windows
-from symjax.data.corpus import (
-    MANIFEST,
-    Corpus,
-    check_options,
-    open_corpus,
-    read_manifest,
-    sealed,
-)
+from symjax.data.corpus import Corpus, open_corpus
 from symjax.data.draws import Draws
+from symjax.data.folder import open_folder
 from symjax.data.generated import NOTHING
 from symjax.data.labelled import labelled_examples, open_labelled
 from symjax.data.sources import check_keys
-from symjax.files import replaced
 
 SHARE = 0.15  # of the tokens of a row are asked
 MASKED, RANDOM = 0.8, 0.1  # of these; the rest stays as it is
@@ -57,14 +50,7 @@ def open_examples(
         return masked_examples(found) if encoder else found
     check_keys(options)
     generated.check(options, generated.GENERATORS[options.source].least(options))
-    path = Path(directory, MANIFEST)
-    if path.exists() and not replace:
-        check_options(read_manifest(directory)["options"], options, path)
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path.parent, MANIFEST) as folder:
-            text = sealed({"options": dataclasses.asdict(options)})
-            Path(folder, MANIFEST).write_text(text)
+    open_folder(options, Path(directory), lambda _: ({}, {}), replace=replace)
     return generated_examples(options)
 
 

@@ -2,12 +2,11 @@
 
 The folder holds, for each split, `<split>.npy` (the token ids or pixels of all of its
 examples, one after the other), `<split>_ends.npy` (where each ends) and
-`<split>_labels.npy`; and `corpus.json`, written last, as in `corpus`.
+`<split>_labels.npy`; and `corpus.json`: see `folder`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import platform
@@ -17,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from symjax import config
-from symjax.data import batches, classes, corpus, sources, tokens
+from symjax.data import batches, classes, tokens
 from symjax.data.batches import Examples
+from symjax.data.folder import SPLITS, open_folder
 from symjax.data.generated import NOTHING
 from symjax.data.packed import Packed
 
@@ -31,48 +31,36 @@ class Pieces(NamedTuple):
     labels: np.ndarray
 
 
-class Split(NamedTuple):
-    content: Packed
-    ends: np.ndarray
-    labels: np.ndarray
-
-    def pieces(self, length: int | None) -> Pieces:
-        """Every example cut into pieces of at most this length; None: whole."""
-        starts = np.concatenate([[0], self.ends[:-1]])
-        if length is None:
-            return Pieces(starts, self.ends, self.labels)
-        counts = -(-(self.ends - starts) // length)
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        begin = np.repeat(starts, counts) + length * (np.arange(len(first)) - first)
-        stops = np.minimum(begin + length, np.repeat(self.ends, counts))
-        return Pieces(begin, stops, np.repeat(self.labels, counts))
-
-
 class Labelled:
     """Packed texts or images with one label each.
 
     Attributes:
+        parts: the arrays of the folder, by name.
         labels: their names.
         image: height, width and channels; None for texts.
         white: the largest value of a pixel.
     """
 
     def __init__(self, manifest: dict[str, Any], parts: dict[str, Packed]):
-        self.splits = {
-            name: Split(
-                parts[name], parts[f"{name}_ends"][:], parts[f"{name}_labels"][:]
-            )
-            for name in corpus.SPLITS
-        }
+        self.parts = parts
         self.fingerprint: dict[str, Any] = manifest["fingerprint"]
         self.labels: list[str] = manifest["labels"]
         self.image = tuple(manifest["image"]) if manifest["image"] else None
         self.white: int = manifest["white"]
         self.tokenizer = tokens.from_description(manifest["tokenizer"])
-        self.pieces = functools.cache(self._cut)
+        self.pieces = functools.cache(self._pieces)
 
-    def _cut(self, split: str, length: int) -> Pieces:
-        return self.splits[split].pieces(None if self.image else length)
+    def _pieces(self, split: str, length: int) -> Pieces:
+        """The examples of a split: texts in pieces of at most `length` tokens."""
+        ends, labels = (self.parts[f"{split}_{x}"][:] for x in ("ends", "labels"))
+        starts = np.concatenate([[0], ends[:-1]])
+        if self.image:
+            return Pieces(starts, ends, labels)
+        counts = -(-(ends - starts) // length)
+        first = np.repeat(np.cumsum(counts) - counts, counts)
+        begin = np.repeat(starts, counts) + length * (np.arange(len(first)) - first)
+        stops = np.minimum(begin + length, np.repeat(ends, counts))
+        return Pieces(begin, stops, np.repeat(labels, counts))
 
     def rows(
         self, split: str, chosen: np.ndarray, length: int
@@ -83,7 +71,7 @@ class Labelled:
         shorter piece is filled up with tokens of −1, which an encoder does not see.
         Images come as numbers from 0 (black) to 1 (white).
         """
-        pieces, content = self.pieces(split, length), self.splits[split].content
+        pieces, content = self.pieces(split, length), self.parts[split]
         places = zip(pieces.starts[chosen], pieces.stops[chosen], strict=True)
         contents = [content[int(start) : int(stop)] for start, stop in places]
         targets = pieces.labels[chosen].astype(np.int32)[:, None]
@@ -121,7 +109,7 @@ def labelled_examples(found: Labelled, length: int) -> Examples:
         return len(found.pieces("heldout", length).labels)
 
     # What a loss is a mean over are pieces, not files nor their bytes.
-    labels = {name: found.pieces(name, length).labels for name in corpus.SPLITS}
+    labels = {name: found.pieces(name, length).labels for name in SPLITS}
     count, kind = len(found.labels), "images" if found.image else "texts"
     return Examples(
         train=train,
@@ -131,13 +119,13 @@ def labelled_examples(found: Labelled, length: int) -> Examples:
         # One more than the tokenizer has, as a masked-LM needs: weights carry over.
         vocabulary=0 if found.image else words + 1,
         unit="label",
-        size=f"{len(found.splits['train'].ends):,} training {kind} of {count} labels",
+        size=f"{len(found.parts['train_ends']):,} training {kind} of {count} labels",
         language={"image": list(found.image)}
         if found.image
         else {**found.tokenizer.describe(), "mask": words},
         fingerprint=found.fingerprint,
         references={"frequency": _frequency(**labels, count=count)},
-        files=tuple(split.content for split in found.splits.values()),
+        files=tuple(found.parts[split] for split in SPLITS),
         tokenizer=None if found.image else found.tokenizer,
         fixed_length=found.image is not None,
         labels=tuple(found.labels),
@@ -148,44 +136,27 @@ def labelled_examples(found: Labelled, length: int) -> Examples:
 def open_labelled(
     options: config.Data, directory: Path, *, replace: bool = False
 ) -> Labelled:
-    """The labelled examples of a folder, built from their source the first time.
-
-    Args:
-        replace: build anew over those of other options, or damaged ones.
-    Raises:
-        ValueError: the source cannot be read, the folder holds examples of other
-            options, or a file of it is damaged.
-    """
-    return corpus.built(_read, _build, options, Path(directory), replace=replace)
+    """The labelled examples of a folder, built from their source the first time:
+    `open_folder`."""
+    return Labelled(*open_folder(options, Path(directory), _pack, replace=replace))
 
 
-def _read(options: config.Data, directory: Path) -> Labelled:
-    manifest = corpus.read_manifest(directory)
-    corpus.check_options(manifest["options"], options, directory)
-    parts = {
-        Path(name).stem: Packed(directory / name, **facts)
-        for name, facts in manifest["files"].items()
-    }
-    return Labelled(manifest, parts)
-
-
-def _build(options: config.Data, directory: Path) -> None:
-    origin = corpus.Origin(sources.files(options))
+def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     found = classes.load(options)
-    texts = [] if found.white else [*found.train.contents, *found.heldout.contents]
-    tokenizer = tokens.build(options.tokenizer, texts)
-    image = None if texts else found.train.contents[0].shape
+    image = found.contents[0].shape if found.white else None
+    tokenizer = tokens.build(options.tokenizer, () if image else found.contents)
     arrays, counts, content = {}, {}, hashlib.sha256()
-    for split, some in zip(corpus.SPLITS, (found.train, found.heldout), strict=True):
-        if not some.labels:
+    for split, side in zip(SPLITS, (False, True), strict=True):
+        chosen = [i for i, held in enumerate(found.held) if held == side]
+        if not chosen:
             raise ValueError(f"data.source={options.source} has no {split} examples")
-        pieces = [
-            x.reshape(-1) if image else tokenizer.encode(x) for x in some.contents
-        ]
+        some = [found.contents[i] for i in chosen]
+        pieces = [x.reshape(-1) if image else tokenizer.encode(x) for x in some]
+        labels = np.asarray([found.labels[i] for i in chosen], np.int32)
         arrays[split] = np.concatenate(pieces)
         arrays[f"{split}_ends"] = np.cumsum([len(piece) for piece in pieces])
-        arrays[f"{split}_labels"] = np.asarray(some.labels, np.int32)
-        content.update(arrays[split].tobytes() + arrays[f"{split}_labels"].tobytes())
+        arrays[f"{split}_labels"] = labels
+        content.update(arrays[split].tobytes() + labels.tobytes())
         counts[split] = {"examples": len(pieces), "tokens": len(arrays[split])}
     fingerprint = {
         "source": options.source,
@@ -194,16 +165,13 @@ def _build(options: config.Data, directory: Path) -> None:
         "python": platform.python_version(),
         **counts,
     }
-    manifest = {
-        "options": dataclasses.asdict(options),
+    return arrays, {
         "tokenizer": tokenizer.describe(),
         "fingerprint": fingerprint,
         "labels": found.names,
         "image": image,
         "white": found.white,
-        "origin": origin.read(),
     }
-    corpus.write(directory, arrays, manifest)
 
 
 def _frequency(train: np.ndarray, heldout: np.ndarray, count: int) -> float:

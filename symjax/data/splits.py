@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,7 +72,7 @@ def by_key(texts: list[str], keys: list[str]) -> DatasetDict:
     )
 
 
-def stratified(keys: list[str], labels: list[int]) -> list[bool]:
+def stratified(keys: Iterable[str], labels: list[int]) -> list[bool]:
     """Which examples are held out: a fifth of those of every label, by their hash.
 
     Examples with one key are copies, and on one side.
@@ -79,7 +80,7 @@ def stratified(keys: list[str], labels: list[int]) -> list[bool]:
     Raises:
         ValueError: all examples of a label are copies of one.
     """
-    held: set[str] = set()
+    keys, held = list(keys), set()
     for label in sorted(set(labels)):
         own = {key for key, its in zip(keys, labels, strict=True) if its == label}
         if len(own) < 2:
@@ -88,9 +89,8 @@ def stratified(keys: list[str], labels: list[int]) -> list[bool]:
     return [key in held for key in keys]
 
 
-def sha256_of(image: np.ndarray) -> str:
-    return hashlib.sha256(image.tobytes()).hexdigest()
-
-
-def sha256(content: str) -> str:
-    return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()
+def sha256(content: str | np.ndarray) -> str:
+    """Of a text or of the pixels of an image."""
+    if isinstance(content, str):
+        return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()
+    return hashlib.sha256(content.tobytes()).hexdigest()

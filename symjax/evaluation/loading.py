@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 from symjax.config import Config, Mesh
-from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples, open_examples
+from symjax.data.folder import MANIFEST
 from symjax.models.build import Model
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints

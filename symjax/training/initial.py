@@ -7,8 +7,8 @@ import jax
 from flax import nnx
 
 from symjax import config
-from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples, open_examples
+from symjax.data.folder import MANIFEST
 from symjax.layers import Constant
 from symjax.models import build, convert
 from symjax.training import processes

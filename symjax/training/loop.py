@@ -11,8 +11,9 @@ from flax import nnx
 
 from symjax import config, validation
 from symjax.attention.projections import KINDS
-from symjax.data.corpus import Corpus, source_change
+from symjax.data.corpus import Corpus
 from symjax.data.examples import Examples, open_examples
+from symjax.data.folder import source_change
 from symjax.models.convert import carried
 from symjax.models.generate import generate
 from symjax.training import processes, starting

@@ -13,8 +13,8 @@ import filelock
 import jax
 
 from symjax import config, validation
-from symjax.data.corpus import MANIFEST
 from symjax.data.examples import Examples
+from symjax.data.folder import MANIFEST
 from symjax.files import check_writable
 from symjax.training.launch import is_first
 from symjax.training.progress import print_warning

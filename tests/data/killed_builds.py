@@ -19,12 +19,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from symjax import config, files  # noqa: E402
-from symjax.data import corpus, sources  # noqa: E402
+from symjax.data import corpus, folder, sources  # noqa: E402
 
 TRACED = {
     inspect.unwrap(function).__code__
     for function in (
-        *(corpus._build, corpus.write, files.replaced),
+        *(corpus._pack, folder._build, files.replaced),
         *(np.save, np.lib.format.write_array, Path.write_text),
     )
 }
@@ -64,7 +64,7 @@ def check(options: config.Data, directory: Path, place: int) -> bool:
     texts = [f"{name} {place}, ".encode() * 40 for name in ("old", "new")]
     source.write_bytes(texts[0])
     died = killed(options, directory, place)
-    whole = (directory / corpus.MANIFEST).exists()
+    whole = (directory / folder.MANIFEST).exists()
     source.write_bytes(texts[1])
     opened = corpus.open_corpus(options, directory)
     found = bytes(opened.train[:]) + bytes(opened.heldout[:])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import corpus, sources
+from symjax.data import corpus, folder, sources
 from symjax.data.packed import Packed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def test_a_single_file_is_exactly_its_text(options, directory, tokenizer):
     assert everything(opened) == TEXT
     assert isinstance(opened.train, Packed)
     assert opened.train.dtype == np.uint8
-    sizes = [opened.fingerprint[split]["bytes"] for split in corpus.SPLITS]
+    sizes = [opened.fingerprint[split]["bytes"] for split in folder.SPLITS]
     assert sum(sizes) == len(TEXT.encode())
     assert opened.bytes_per_token == sizes[1] / len(opened.heldout)
     assert (opened.bytes_per_token == 1) == (tokenizer == "byte")
@@ -62,7 +62,7 @@ def test_documents_are_separated_by_nul(tmp_path, directory, tokenizer):
     options = config.Data("text", str(tmp_path / "*.txt"), tokenizer=tokenizer)
     opened = corpus.open_corpus(options, directory)
     expected = sources.text(options.path)
-    for split in corpus.SPLITS:
+    for split in folder.SPLITS:
         text = opened.tokenizer.decode(getattr(opened, split))
         assert text.split("\0") == list(expected[split]["text"])
         assert opened.fingerprint[split]["documents"] == len(expected[split])
@@ -81,10 +81,10 @@ def test_an_existing_corpus_needs_no_source(options, directory):
 
 def test_the_same_text_packs_to_the_same_files(options, tmp_path):
     folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        corpus.open_corpus(options, folder)
+    for place in folders:
+        corpus.open_corpus(options, place)
     for name in ("train.npy", "heldout.npy", "corpus.json"):
-        assert len({(folder / name).read_bytes() for folder in folders}) == 1
+        assert len({(place / name).read_bytes() for place in folders}) == 1
         assert len(list(folders[0].iterdir())) == 3
 
 
@@ -182,13 +182,13 @@ def test_any_flipped_bit_of_the_manifest_is_noticed(options, directory):
     """What it says of tokenizer, references and bytes is as much data as the tokens."""
     corpus.open_corpus(options, directory)
     path = directory / "corpus.json"
-    content, whole = path.read_bytes(), corpus.read_manifest(directory)
+    content, whole = path.read_bytes(), folder.read_manifest(directory)
     for place in range(0, 8 * len(content), 37):
         changed = bytearray(content)
         changed[place // 8] ^= 1 << place % 8
         path.write_bytes(changed)
         try:
-            found = corpus.read_manifest(directory)
+            found = folder.read_manifest(directory)
         except ValueError as error:
             assert "corpus.json' is damaged" in str(error)
         else:  # white space
@@ -201,7 +201,7 @@ def test_an_option_the_manifest_does_not_know_has_its_default(options, directory
     manifest = json.loads(path.read_text())
     del manifest["options"]["tokenizer"]  # as if it had been added since
     del manifest["seal"]
-    path.write_text(corpus.sealed(manifest))
+    path.write_text(folder.sealed(manifest))
     corpus.open_corpus(options, directory)
     with pytest.raises(ValueError, match="data.tokenizer: 'byte' → 'char'"):
         corpus.open_corpus(replaced(options, tokenizer="char"), directory)
@@ -261,17 +261,17 @@ sys.exit(bool({{"jax", "datasets"}} & set(sys.modules)))
 def test_a_source_that_has_changed_is_named(options, directory):
     path = Path(options.path)
     corpus.open_corpus(options, directory)
-    assert corpus.source_change(options, directory) == ""
+    assert folder.source_change(options, directory) == ""
     os.utime(path, (1, 1))
-    assert corpus.source_change(options, directory) == ""  # the same text, copied
+    assert folder.source_change(options, directory) == ""  # the same text, copied
     path.write_bytes(TEXT.replace("be", "do").encode())
     os.utime(path, (2, 2))  # of the same size, and maybe within a tick of the clock
-    line = corpus.source_change(options, directory)
+    line = folder.source_change(options, directory)
     assert f"data.path {options.path!r} has changed since it was packed" in line
     assert "\n" not in line
     assert everything(corpus.open_corpus(options, directory)) == TEXT
     path.unlink()
-    assert corpus.source_change(options, directory) == ""
+    assert folder.source_change(options, directory) == ""
 
 
 def test_a_new_file_of_a_glob_is_a_change(tmp_path, directory):
@@ -279,9 +279,9 @@ def test_a_new_file_of_a_glob_is_a_change(tmp_path, directory):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
     options = config.Data("text", str(tmp_path / "*.txt"))
     corpus.open_corpus(options, directory)
-    assert corpus.source_change(options, directory) == ""
+    assert folder.source_change(options, directory) == ""
     (tmp_path / "4.txt").write_text("document 4")
-    assert "has changed since it was packed" in corpus.source_change(options, directory)
+    assert "has changed since it was packed" in folder.source_change(options, directory)
 
 
 def test_a_source_that_changes_while_it_is_read_is_a_change(
@@ -296,11 +296,11 @@ def test_a_source_that_changes_while_it_is_read_is_a_change(
 
     monkeypatch.setattr(sources, "load", slow)
     corpus.open_corpus(options, directory)
-    assert "has changed" in corpus.source_change(options, directory)
+    assert "has changed" in folder.source_change(options, directory)
 
 
 def test_the_standard_library_has_not_changed(stdlib):
-    assert corpus.source_change(config.Data(), stdlib.train.path.parent) == ""
+    assert folder.source_change(config.Data(), stdlib.train.path.parent) == ""
 
 
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare is not here")

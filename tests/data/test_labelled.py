@@ -112,7 +112,12 @@ def test_packages_are_split_by_file(tmp_path):
     assert len(packages) == 8 and min(map(len, packages.values())) >= 5
     found = classes.load(config.Data(source="packages"))
     assert found.names == sorted(packages)
-    counts = [Counter(side.labels) for side in (found.train, found.heldout)]
+    counts = [
+        Counter(
+            y for y, held in zip(found.labels, found.held, strict=True) if held == x
+        )
+        for x in (False, True)
+    ]
     for number, name in enumerate(found.names):
         files = len(packages[name])
         assert counts[0][number] + counts[1][number] == files

@@ -92,9 +92,10 @@ class Attention:
     )
     decay: str = key(
         "retention",
-        "log-decay of the decay mechanism: constant per head, as in RetNet or by one "
-        "of two published Lightning slopes, or a learned gate per channel (GLA)",
-        ("retention", "transnormer", "lightning", "gated"),
+        "log-decay: none, constant per head (RetNet, or one of two published Lightning "
+        "slopes), or learned: per channel (gated of GLA, kda) or per head (mamba2, "
+        "which of the decay mechanism also scales values and adds a skip)",
+        ("retention", "transnormer", "lightning", "gated", "mamba2", "kda", "none"),
     )
     function: str = key(
         "exp",

@@ -1,5 +1,6 @@
 """The log-decays of a layer: a number a head, or a gate a channel."""
 
+import math
 from typing import Any
 
 import jax
@@ -14,10 +15,11 @@ from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
 
 RANK = 16  # of the gate's map, as in GLA
+SOFTPLUS = ("mamba2", "kda")
 
 
 class FixedDecay(nnx.Module):
-    """The log-decay of RetNet or of one of the published Lightning slopes, a head.
+    """A log-decay a head: of RetNet, of one of the published Lightning slopes, or 0.
 
     Args:
         branches: key heads of each head, which share one decay.
@@ -29,7 +31,9 @@ class FixedDecay(nnx.Module):
         heads, kind = options.kv_heads or options.heads, options.attention.decay
         self.branches = branches
         with jax.ensure_compile_time_eval():  # concrete numbers, also under eval_shape
-            if kind == "retention":
+            if kind == "none":
+                rates = jnp.zeros(heads)
+            elif kind == "retention":
                 rates = attention.retention_log_decay(heads)
             else:
                 rates = attention.lightning_log_decay(
@@ -62,26 +66,120 @@ class GatedDecay(nnx.Module):
         return attention.gated_log_decay(logits)
 
 
+class SoftplusDecay(nnx.Module):
+    """−exp(rate) Δ, with Δ = softplus(up(x) + bias) of every key head or channel.
+
+    A head as in Mamba-2 and Gated DeltaNet; a channel, from a map of low rank, as in
+    Kimi Delta Attention. At first exp(rate) is uniform in [1, 16], and softplus(bias)
+    log-uniform in [0.001, 0.1].
+
+    Args:
+        shape: of the decays of a token, (heads,) or (heads, channels).
+        rank: of the map of channels.
+    Source: Dao & Gu 2024, arXiv:2405.21060; Kimi Team 2025, arXiv:2510.26692.
+    """
+
+    def __init__(
+        self, width: int, shape: tuple[int, ...], rank: int, *, dtype, rngs: nnx.Rngs
+    ):
+        self.shape, count = shape, math.prod(shape)
+        shared = {"use_bias": False, "dtype": dtype, "rngs": rngs}
+        if len(shape) == 2:
+            self.down = Linear(width, rank, **shared)
+        self.up = Linear(rank if len(shape) == 2 else width, count, **shared)
+        steps = 0.001 * 100 ** jax.random.uniform(rngs.params(), (count,))
+        self.bias = nnx.Param(jnp.log(jnp.expm1(steps)))
+        rates = jax.random.uniform(rngs.params(), shape[:1], minval=1.0, maxval=16.0)
+        self.rate = nnx.Param(jnp.log(rates))
+
+    def step(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K *H"]:
+        """Δ, in float32 at least."""
+        logits = self.up(x if len(self.shape) == 1 else self.down(x))
+        logits = logits.astype(jnp.promote_types(x.dtype, jnp.float32))
+        steps = jax.nn.softplus(logits + self.bias[...][None, None])
+        return steps.reshape(*x.shape[:2], *self.shape)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K *H"]:
+        ones = (1,) * (len(self.shape) - 1)
+        return -jnp.exp(self.rate[...]).reshape(1, 1, -1, *ones) * self.step(x)
+
+
 def decay_of(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """The module that says how fast the state of every key head forgets."""
-    if options.attention.decay == "gated":
-        dtype, shape = jnp.dtype(options.dtype), (sizes.keys, sizes.head_size)
-        return {"decay": GatedDecay(options.width, *shape, dtype=dtype, rngs=rngs)}
+    """The module with the log-decay of every key head."""
+    kind, head = options.attention.decay, (sizes.keys, sizes.head_size)
+    shared = {"dtype": jnp.dtype(options.dtype), "rngs": rngs}
+    if kind == "gated":
+        return {"decay": GatedDecay(options.width, *head, **shared)}
+    if kind in SOFTPLUS:
+        shape, rank = head if kind == "kda" else head[:1], sizes.value_size
+        return {"decay": SoftplusDecay(options.width, shape, rank, **shared)}
     return {"decay": FixedDecay(options, depth, sizes.keys // sizes.kv_heads)}
 
 
+def _weights(
+    options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
+) -> dict[str, Any]:
+    found = decay_of(options, depth, sizes, rngs)
+    if options.attention.decay == "mamba2":
+        found["skip"] = nnx.Param(jnp.ones(sizes.heads))
+    return found
+
+
+def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
+    """Of Mamba-2 Δ also multiplies the values; here the keys, which give its heads."""
+    operands = operands | {"log_decay": Operand(layer.decay(x), "BTK")}
+    if layer.chosen.decay == "mamba2":
+        key, step = operands["key"], layer.decay.step(x)[..., None]
+        scaled = key.array * step.astype(key.array.dtype)
+        operands["key"] = key._replace(array=scaled)
+    return operands
+
+
+def _output(layer: Any, mixed: Array, operands: dict[str, Operand]) -> Array:
+    """Of Mamba-2 a token's own value is added, times a number of its head."""
+    if layer.chosen.decay != "mamba2":
+        return mixed
+    value = operands["value"].array
+    value = jnp.repeat(value, mixed.shape[2] // value.shape[2], axis=2)
+    return mixed + layer.skip[...].astype(value.dtype)[None, None, :, None] * value
+
+
+def decay_converted(
+    weights: dict[str, Any], source: config.Model, target: config.Model
+) -> dict[str, Any]:
+    """Decays of another kind start fresh; both branches of a head get the head's."""
+    before, after = source.attention, target.attention
+    if before.decay != after.decay:
+        return {x: given for x, given in weights.items() if x not in ("decay", "skip")}
+    combined = before.differential, after.differential
+    if combined == ("none", "v2") and "skip" in weights:
+        return weights | {"skip": weights["skip"] / 2}  # the values are twice as large
+    if combined != ("none", "v1"):
+        return weights
+    by_head = {"mamba2": ("up", "bias", "rate"), "kda": ("rate",)}.get(after.decay, ())
+    twice = {
+        name: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), given)
+        for name, given in weights.get("decay", {}).items()
+        if name in by_head
+    }
+    return weights | ({"decay": weights["decay"] | twice} if twice else {})
+
+
 DECAY = Part(
-    weights=decay_of,
-    operands=lambda layer, x, operands: (
-        operands | {"log_decay": Operand(layer.decay(x), "BTK")}
-    ),
+    weights=_weights,
+    operands=_operands,
+    output=_output,
     head_norm=True,
     keys=lambda chosen: ("decay",),
     rules=(
         ("decay/down/kernel", P("fsdp", None)),
         ("decay/up/kernel", P(None, "tensor")),
+        ("decay/rate", P("tensor")),
+        ("decay/bias", P("tensor")),
+        ("skip", P("tensor")),
     ),
-    owned=("decay",),
+    owned=("decay", "skip"),
+    convert=decay_converted,
 )

@@ -63,6 +63,10 @@ def converted(source, target):
         ),
         (model(mechanism="decay"), model(mechanism="decay", differential="v2")),
         (
+            model(mechanism="decay", decay="mamba2"),
+            model(mechanism="decay", decay="mamba2", differential="v2"),
+        ),
+        (
             model(mechanism="linear", features="hedgehog"),
             model(mechanism="linear", features="hedgehog", differential="v2"),
         ),
@@ -73,7 +77,7 @@ def converted(source, target):
     ],
     ids=[
         *("v2", "own", "metric", "norms", "same"),
-        *("universal", "decay", "hedgehog", "gau"),
+        *("universal", "decay", "mamba2", "hedgehog", "gau"),
     ],
 )
 def test_the_function_is_kept_where_it_can_be(source, target):
@@ -116,6 +120,21 @@ def test_what_belongs_to_the_mechanism_of_the_source_stays_behind():
     after = convert(weights(source), source, model())
     wanted = nnx.state(Decoder(model(), rngs=nnx.Rngs(0)), nnx.Param)
     assert jax.tree.structure(after) == jax.tree.structure(nnx.to_pure_dict(wanted))
+
+
+@pytest.mark.parametrize("decay", ["mamba2", "kda"])
+def test_branches_forget_as_their_head_did(decay):
+    source = model(mechanism="decay", decay=decay)
+    before = weights(source)
+    target = model(mechanism="decay", decay=decay, differential="v1")
+    after = convert(before, source, target)
+    one, two = (x["blocks"][0]["attention"]["decay"] for x in (before, after))
+    np.testing.assert_array_equal(two["rate"], np.repeat(one["rate"], 2))
+    twice = 2 if decay == "mamba2" else 1  # a branch has half of the channels
+    np.testing.assert_array_equal(two["bias"], np.repeat(one["bias"], twice))
+    other = model(mechanism="decay", decay="gated")
+    fresh = convert(before, source, other)["blocks"][0]["attention"]["decay"]
+    assert set(fresh) == {"down", "up"} and "bias" in fresh["up"]
 
 
 def test_many_features_come_close_to_the_softmax_they_replace():

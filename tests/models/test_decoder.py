@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from symjax import config
+from symjax import attention, config
 from symjax.layers import Constant, Lambda
 from symjax.models import Decoder, generate
 
@@ -96,12 +96,13 @@ def test_statistics_of_random_features_are_fitted_to_a_text(choice):
     assert abs(scores(model, TOKENS) - first).max() > 1e-4
 
 
+CAUSAL = [
+    name for name, form in attention.MECHANISMS.items() if form.keys and not form.gated
+]
 COMBINATIONS = [
     {"mechanism": mechanism, "differential": differential, "depth": 1}
     | ({} if differential == "v2" else {"symmetric": "pairwise"})
-    for mechanism, differential in itertools.product(
-        ("softmax", "entmax15", "cosine", "linear", "decay", "performer"), ("v1", "v2")
-    )
+    for mechanism, differential in itertools.product(CAUSAL, ("v1", "v2"))
 ]
 OPTIONS = [
     {"positions": "rope"},
@@ -132,12 +133,14 @@ OPTIONS = [
     {"mechanism": "flash", "chunk_size": 4},
     {"pattern": ("performer", "softmax", "flash"), "depth": 3, "chunk_size": 4},
     {"kind": "universal", "depth": 3},
+    {"mechanism": "decay", "decay": "mamba2", "short_convolution": 3},
+    {"mechanism": "decay", "decay": "kda", "differential": "v1", "positions": "rope"},
 ]
 
 
 # Every mechanism once, and every option that has a way of its own through decoding.
-QUICK = [COMBINATIONS[i] for i in (0, 3, 4, 7, 8, 11)]
-QUICK += [OPTIONS[i] for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27)]
+QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
+QUICK += [OPTIONS[i] for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28)]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 
 

@@ -1,0 +1,94 @@
+"""Learned decays against their definitions, token by token in float64."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from symjax import config
+from symjax.layers import Attention
+
+WIDTH, HEADS, TIME = 24, 3, 11
+SIZE = WIDTH // HEADS
+
+
+def layer_of(decay, **chosen):
+    chosen = config.Attention(mechanism="decay", decay=decay, **chosen)
+    options = config.Model(width=WIDTH, heads=HEADS, attention=chosen)
+    layer = Attention(options, 0, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(layer, nnx.Param)
+    rng = np.random.default_rng(0)
+    noise = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape), weights)
+    return nnx.merge(graph, jax.tree.map(lambda x: x.astype("f4"), noise))
+
+
+def inputs():
+    return np.random.default_rng(3).normal(size=(2, TIME, WIDTH)).astype("f4")
+
+
+def weight(part, *names):
+    for name in names:
+        part = getattr(part, name)
+    return np.asarray(part[...], np.float64)
+
+
+def dense(part, x):
+    return x @ weight(part, "kernel") + (weight(part, "bias") if part.use_bias else 0)
+
+
+def definition(layer, x):
+    """Of decay "mamba2" or "kda", one example."""
+    query, key, value = (
+        dense(getattr(layer, name), x).reshape(TIME, HEADS, SIZE)
+        for name in ("query", "key", "value")
+    )
+    gate, kind = layer.decay, layer.chosen.decay
+    hidden = x if kind == "mamba2" else dense(gate.down, x)
+    step = np.log1p(np.exp(dense(gate.up, hidden) + weight(gate, "bias")))
+    step = step.reshape(TIME, HEADS, -1)  # of every head, or of every channel
+    log_decay = -np.exp(weight(gate, "rate"))[:, None] * step
+    state = np.zeros((HEADS, SIZE, SIZE))
+    mixed = np.zeros((TIME, HEADS, SIZE))
+    for t in range(TIME):
+        wrote = value[t] * step[t] if kind == "mamba2" else value[t]
+        state = np.exp(log_decay[t])[..., None] * state
+        state = state + key[t][..., None] * wrote[:, None]
+        mixed[t] = np.einsum("nh,nhv->nv", query[t], state)
+        if kind == "mamba2":
+            mixed[t] += weight(layer, "skip")[:, None] * value[t]
+    root = np.sqrt((mixed**2).mean(axis=-1, keepdims=True) + 1e-5)
+    normed = mixed / root * weight(layer, "head_norm", "scale")
+    return dense(layer.out, normed.reshape(TIME, WIDTH))
+
+
+@pytest.mark.parametrize("decay", ["mamba2", "kda"])
+def test_a_layer_is_its_definition(decay):
+    layer, x = layer_of(decay), inputs()
+    wanted = [definition(layer, one.astype(np.float64)) for one in x]
+    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(layer, x), wanted, atol=2e-5)
+
+
+@pytest.mark.parametrize("decay", ["mamba2", "kda"])
+def test_decays_begin_between_those_of_the_papers(decay):
+    """exp(rate) in [1, 16], and a step softplus(bias) in [0.001, 0.1]."""
+    chosen = config.Attention(mechanism="decay", decay=decay)
+    options = config.Model(width=256, heads=64, attention=chosen)
+    gate = Attention(options, 0, rngs=nnx.Rngs(0)).decay
+    for found, least, most in (
+        (np.exp(gate.rate[...]), 1, 16),
+        (np.log1p(np.exp(gate.bias[...])), 0.001, 0.1),
+    ):
+        assert least * 0.999 <= found.min() < 2 * least
+        assert most / 2 < found.max() <= most * 1.001
+
+
+def test_without_decay_a_state_is_a_sum():
+    layer, x = layer_of("none"), inputs()
+    operands = layer.operands(x, np.arange(TIME)[None])
+    query, key, value = (
+        np.asarray(operands[name].array, np.float64)
+        for name in ("query", "key", "value")
+    )
+    pairs = np.tril(np.einsum("btnh,bsnh->bnts", query, key))
+    wanted = np.einsum("bnts,bsnv->btnv", pairs, value)
+    np.testing.assert_allclose(layer.mixer(operands), wanted, atol=2e-5)

@@ -12,15 +12,16 @@ MODELS = {"attention", "config", "layers", "models", "validation"}
 # What each room may import from symjax, itself included.
 MAY = {
     "__init__": set(),
-    "attention": {"attention"},
+    "tables": set(),
+    "attention": {"attention", "tables"},
     "config": {"attention"},
     "validation": {"config"},
     "files": set(),
     "layers": {"attention", "config", "layers"},
     "models": MODELS,
     "data": {"config", "data", "files"},
-    "training": MODELS | {"data", "files", "training"},
-    "evaluation": MODELS | {"data", "files", "training", "evaluation"},
+    "training": MODELS | {"data", "files", "tables", "training"},
+    "evaluation": MODELS | {"data", "files", "tables", "training", "evaluation"},
 }
 FILES = sorted(SYMJAX.rglob("*.py"))
 

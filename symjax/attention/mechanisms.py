@@ -17,6 +17,7 @@ from symjax.attention.performer import (
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.spectral import matrix_function
+from symjax.tables import aligned
 
 
 class Mechanism(NamedTuple):
@@ -164,8 +165,4 @@ def table() -> str:
         claims = capabilities(mechanism).values()
         cells = (("-", "yes")[x] if isinstance(x, bool) else x for x in claims)
         rows.append((name, *cells, mechanism.time, mechanism.memory))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(aligned(rows))

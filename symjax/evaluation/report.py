@@ -13,6 +13,7 @@ from typing import Any
 
 from symjax.evaluation.results import Cell, Grid, Lines, Result, Table
 from symjax.files import check_writable, replaced
+from symjax.tables import aligned
 
 MANY = 24  # rows of a grid, with which it is drawn large and its labels small
 
@@ -31,8 +32,8 @@ def to_json(about: dict[str, Any], results: Mapping[str, Result]) -> str:
 
 def to_text(result: Result) -> str:
     """A result as a page for people."""
-    parts = ["\n".join(result.text), *map(_aligned, _printed(result))]
-    return "\n\n".join(part for part in parts if part)
+    tables = (aligned(_cells(x), str.rjust, least=6) for x in _printed(result))
+    return "\n\n".join("\n".join(lines) for lines in (result.text, *tables) if lines)
 
 
 def to_csv(table: Table) -> str:
@@ -42,8 +43,8 @@ def to_csv(table: Table) -> str:
 
 
 def to_markdown(table: Table) -> str:
-    rows = [table.columns, ("---",) * len(table.columns)]
-    rows += [tuple(map(_shown, row)) for row in table.rows]
+    columns, *rows = _cells(table)
+    rows = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -133,15 +134,9 @@ def _finite(value: Any) -> Any:
     return None if unknown else value
 
 
-def _aligned(table: Table) -> str:
-    cells = [table.columns, *([_shown(x) for x in row] for row in table.rows)]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, columns[0]))]
-    widths += [max(8, 2 + max(map(len, column))) for column in columns[1:]]
-    return "\n".join(
-        "".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    )
+def _cells(table: Table) -> list[list[str]]:
+    """The columns' names and the rows, as text."""
+    return [list(map(_shown, row)) for row in (table.columns, *table.rows)]
 
 
 def _shown(cell: Cell) -> str:
@@ -153,12 +148,13 @@ def _shown(cell: Cell) -> str:
 
 
 def _html_table(table: Table) -> str:
-    def row(cells: Any, tag: str) -> str:
+    def row(cells: list[str], tag: str) -> str:
         shown = (f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
         return f"<tr>{''.join(shown)}</tr>"
 
-    rows = "\n".join(row(map(_shown, cells), "td") for cells in table.rows)
-    return f"<table>\n{row(table.columns, 'th')}\n{rows}\n</table>"
+    columns, *rows = _cells(table)
+    body = "\n".join(row(cells, "td") for cells in rows)
+    return f"<table>\n{row(columns, 'th')}\n{body}\n</table>"
 
 
 def check_figures() -> None:

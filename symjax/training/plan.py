@@ -10,6 +10,7 @@ import jax
 from symjax import config
 from symjax.data.examples import open_examples
 from symjax.models import cost
+from symjax.tables import aligned
 from symjax.training import sharding, targets
 from symjax.training.chips import CHIPS, seconds
 from symjax.training.collectives import KINDS, Traffic, traffic
@@ -86,15 +87,7 @@ def _table(weights: Any) -> list[str]:
         for length in shape:
             size *= length
         rows.append((name, str(shape), str(layers), f"{size:,}", axes))
-    return _aligned(rows)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return aligned(rows)
 
 
 def _memory(program: Program, step: jax.stages.Compiled) -> list[str]:
@@ -153,7 +146,7 @@ def _prospect(
         "",
         "the least a step could take, at the full speed that the makers state, with",
         "bytes of memory written and read once and all parts overlapping or none:",
-        *_aligned(rows),
+        *aligned(rows),
     ]
 
 
@@ -183,7 +176,7 @@ def _estimate(
     return [
         *lines,
         "",
-        *_aligned(rows),
+        *aligned(rows),
         f"share of peak       {least / max(total, 1):.1%} by this estimate",
         f"collectives         {sending:.3g} s at the full speed of the links, not in "
         "the sum: they may overlap with it",

@@ -1,8 +1,8 @@
 """Our mechanisms inside Flax's own attention layers, those of NNX and of Linen.
 
 Masks may be float32, as Flax makes them. Score mechanisms take any. Feature mechanisms
-form no pairs: their mask may only hide keys, and causality is an option, since the
-values of a mask cannot be read while a program is traced.
+form no pairs: their mask may hide keys and rows, as `make_attention_mask` does for
+padding, and causality is an option.
 
 A single query row is a step of decoding: it sees every key that its mask shows, those
 in Flax's cache among them, at the cost of the whole cache (a mechanism's own `*_step`
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from symjax import attention
@@ -81,11 +82,15 @@ def attention_fn(
             dtype = jnp.result_type(query, key, value)
         query, key, value = (_flat(x, batch).astype(dtype) for x in (query, key, value))
         mask, bias = _pairs("mask", mask, batch), _pairs("bias", bias, batch)
+        is_causal = (causal or is_causal) and query.shape[1] > 1
+        if is_causal and query.shape[1] != key.shape[1]:
+            raise ValueError(
+                "attention_fn: is_causal needs as many queries as keys, or one query, "
+                f"got {query.shape[1]} and {key.shape[1]}: give a mask instead"
+            )
         run = _scores if isinstance(form.attend, ScoreMechanism) else _features
         with _products(precision):
-            mixed = run(
-                mechanism, options, query, key, value, bias, mask, causal or is_causal
-            )
+            mixed = run(mechanism, options, (query, key, value), bias, mask, is_causal)
         return mixed.reshape(*batch, *mixed.shape[1:])
 
     return attend
@@ -145,33 +150,26 @@ def _try_options(function: Callable, options: dict[str, Any], projected: bool) -
 def _scores(
     mechanism: str,
     options: dict[str, Any],
-    query: Array,
-    key: Array,
-    value: Array,
+    arrays: tuple[Array, Array, Array],
     bias: Array | None,
     mask: Array | None,
     is_causal: bool,
 ) -> Array:
     """A mechanism that scores pairs: a mask or bias may be of any pairs."""
-    is_causal = is_causal and query.shape[1] > 1
-    if options.get("mask_self") and query.shape[1] != key.shape[1]:
+    queries, keys = (x.shape[1] for x in arrays[:2])
+    if options.get("mask_self") and queries != keys:
         raise ValueError(
             "attention_fn: mask_self needs the place of a query among the keys, got "
-            f"{query.shape[1]} queries and {key.shape[1]} keys"
+            f"{queries} queries and {keys} keys"
         )
-    if is_causal:
-        _check_square(query, key)
-    return attention.MECHANISMS[mechanism].attend(
-        query, key, value, bias, mask, is_causal=is_causal, **options
-    )
+    attend = attention.MECHANISMS[mechanism].attend
+    return attend(*arrays, bias, mask, is_causal=is_causal, **options)
 
 
 def _features(
     mechanism: str,
     options: dict[str, Any],
-    query: Array,
-    key: Array,
-    value: Array,
+    arrays: tuple[Array, Array, Array],
     bias: Array | None,
     mask: Array | None,
     is_causal: bool,
@@ -183,27 +181,43 @@ def _features(
             f"attention_fn: bias {bias.shape} is added to scores of pairs, which "
             f"{mechanism} does not form"
         )
-    if mask is not None and mask.shape[1:3] != (1, 1):
-        raise ValueError(
-            f"attention_fn: a mask of {mechanism} may only hide keys, "
-            f"(batch, 1, 1, {key.shape[1]}), got {mask.shape}: for a causal one use "
-            f"attention_fn({mechanism!r}, is_causal=True)"
-        )
-    if is_causal and query.shape[1] > 1:
-        if form.causal is None:
-            raise ValueError(f"attention_fn: {mechanism} has no causal form")
-        _check_square(query, key)
-        return form.causal(query, key, value, mask=mask, **options)
-    options = {name: x for name, x in options.items() if name != "chunk_size"}
-    return form.attend(query, key, value, mask=mask, **options)
+    rows = None
+    if mask is not None:
+        mask, rows = _of_keys(mechanism, mask)
+    if is_causal and form.causal is None:
+        raise ValueError(f"attention_fn: {mechanism} has no causal form")
+    if is_causal:
+        mixed = form.causal(*arrays, mask=mask, **options)
+    else:
+        options = {name: x for name, x in options.items() if name != "chunk_size"}
+        mixed = form.attend(*arrays, mask=mask, **options)
+    if rows is None:
+        return mixed
+    return jnp.where(rows == 0, 0, mixed * rows.astype(mixed.dtype))
 
 
-def _check_square(query: Array, key: Array) -> None:
-    if query.shape[1] != key.shape[1]:
+def _of_keys(mechanism: str, mask: Array) -> tuple[Array, Array | None]:
+    """A mask of pairs as the keys that it shows, and the rows that see any.
+
+    Flax's masks of padding are products of both. A mask that is none, as a causal one,
+    is refused; where it is traced its values are not known, and rows become NaN.
+
+    Returns:
+        [#B 1 1 S], and [#B T 1 1] of 1, 0 or NaN; None: all rows.
+    """
+    if mask.shape[1:3] == (1, 1):
+        return mask, None
+    keys, rows = (mask.any(axis=axis, keepdims=True) for axis in (2, 3))
+    product = (mask == (keys & rows)).all(axis=(1, 2, 3))
+    known = not isinstance(mask, Tracer)
+    if mask.shape[1] > 1 or (known and not product.all()):
         raise ValueError(
-            "attention_fn: is_causal needs as many queries as keys, or one query, got "
-            f"{query.shape[1]} and {key.shape[1]}: give a mask instead"
+            f"attention_fn: a mask of {mechanism} may only hide keys, (batch, 1, 1, "
+            f"{mask.shape[3]}), or rows and keys, got {mask.shape} of other pairs: for "
+            f"a causal one use attention_fn({mechanism!r}, is_causal=True)"
         )
+    rows = jnp.where(product[:, None, None, None], rows, jnp.nan)
+    return keys, jnp.swapaxes(rows, 1, 2)
 
 
 def _batch(*arrays: Array) -> tuple[int, ...]:

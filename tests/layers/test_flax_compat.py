@@ -144,6 +144,29 @@ def test_feature_mechanisms_in_nnx_are_ours(mechanism, options):
     close(decoded(causal), pairs[-1][1])
 
 
+def test_masks_of_padding_as_flax_makes_them_serve_feature_mechanisms():
+    """Rows of padding are zeros before the output layer; other rows see no padding."""
+    layer, there = of_nnx(attention_fn("linear")), KEYS[..., 0, 0, :]
+    run = nnx.jit(lambda layer, mask: layer(X, mask=mask))
+    for mask in (
+        nnx.make_attention_mask(there, there),
+        nnx.make_attention_mask(np.ones_like(there), there),
+    ):
+        found, given = run(layer, mask), layer(X, mask=mask)
+        wanted = run(layer, KEYS)
+        np.testing.assert_allclose(found[there], wanted[there], atol=2e-6)
+        np.testing.assert_array_equal(np.isfinite(found), True)
+        np.testing.assert_allclose(given, found, atol=2e-6)
+    zeros = run(layer, nnx.make_attention_mask(there, there))[~there]
+    np.testing.assert_allclose(zeros, jnp.broadcast_to(layer.out.bias, zeros.shape))
+
+
+def test_a_traced_mask_that_a_feature_mechanism_cannot_honour_gives_nan():
+    run = nnx.jit(lambda layer, mask: layer(X, mask=mask))
+    found = run(of_nnx(attention_fn("linear")), PAIRS)
+    assert np.isnan(found).all()
+
+
 def test_a_feature_mechanism_in_linen_decodes_what_it_reads_in_parallel():
     layer = of_linen(attention_fn("cosine", is_causal=True))
     same = of_nnx(attention_fn("cosine"))
@@ -205,8 +228,8 @@ SQUARE = np.ones((2, 5, 3, 4), np.float32)
         (
             "performer",
             {},
-            {"mask": np.ones((2, 1, 5, 5))},
-            r"\(batch, 1, 1, 5\), got \(2, 1, 5, 5\): .*'performer', is_causal=True",
+            {"mask": np.tri(5)[None, None] * np.ones((2, 1, 1, 1))},
+            r"\(batch, 1, 1, 5\), .*got \(2, 1, 5, 5\) .*'performer', is_causal=True",
         ),
         ("softmax", {}, {"mask": np.ones((3, 1, 5, 5))}, r"batch \(2,\), got \(3, 1"),
         ("softmax", {}, {"mask": np.ones((1, 2, 1, 5, 5))}, r"got \(1, 2, 1, 5, 5\)"),

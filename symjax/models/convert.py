@@ -50,6 +50,9 @@ FREE = (
 # What the attention of a model may become, by how its maps are combined.
 COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
 
+# What acts on queries, and on keys that are made on their own.
+OF_KEYS = {"query_norm": "own_key_norm", "query_convolution": "key_convolution"}
+
 Params = dict[str, Any]
 
 
@@ -150,6 +153,11 @@ def _check(source: config.Model, target: config.Model) -> None:
             f"differential {before.differential!r} does not turn into "
             f"{after.differential!r}"
         )
+    if before.short_convolution and after.differential != before.differential:
+        raise ValueError(
+            f"differential {after.differential!r} does not follow short convolutions "
+            f"after differential {before.differential!r}"
+        )
     if before.symmetric == "pairwise" and after.symmetric != "pairwise":
         raise ValueError(
             f"symmetric {before.symmetric!r} does not turn into {after.symmetric!r}"
@@ -186,19 +194,19 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
     if before.symmetric == "none" and after.symmetric != "none":
         keys = layer.pop("key")
         layer["query"] = jax.tree.map(lambda q, k: (q + k) / 2, layer["query"], keys)
-        layer.pop("own_key_norm", None)
+        for name in OF_KEYS.values():
+            layer.pop(name, None)
     elif before.symmetric != "none" and after.symmetric == "none":
         layer["key"] = layer["query"]
-        if "query_norm" in layer:
-            layer["own_key_norm"] = layer["query_norm"]
+        layer |= {key: layer[name] for name, key in OF_KEYS.items() if name in layer}
     if before.symmetric != "pairwise" and after.symmetric == "pairwise":
         heads = target.heads * (2 if after.differential == "v1" else 1)
         size = layer["query"]["kernel"].shape[1] // heads
         layer["metric"] = jnp.broadcast_to(jnp.eye(size), (heads, size, size))
-    if before.differential == "none" and after.differential == "v1":
-        if before.symmetric == "pairwise":
-            layer["metric"] = own_halves(layer["metric"])
-    if before.differential == "none" and after.differential == "v2":
+    combined = before.differential, after.differential
+    if combined == ("none", "v1") and before.symmetric == "pairwise":
+        layer["metric"] = own_halves(layer["metric"])
+    if combined == ("none", "v2"):
         layer["query"] = jax.tree.map(lambda x: _twice(x, target.heads), layer["query"])
         # twice the values, before any norm of the heads
         layer["value"] = jax.tree.map(lambda x: 2 * x, layer["value"])

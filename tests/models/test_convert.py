@@ -56,6 +56,10 @@ def converted(source, target):
         (model(symmetric="plain"), model()),
         (model(symmetric="plain"), model(symmetric="pairwise")),
         (model(symmetric="plain", query_key_norm=True), model(query_key_norm=True)),
+        (
+            model(symmetric="plain", short_convolution=3),
+            model(short_convolution=3),
+        ),
         (model(), model(implementation="whole")),
         (
             replace(model(), kind="universal"),
@@ -76,7 +80,7 @@ def converted(source, target):
         ),
     ],
     ids=[
-        *("v2", "own", "metric", "norms", "same"),
+        *("v2", "own", "metric", "norms", "convolutions", "same"),
         *("universal", "decay", "mamba2", "hedgehog", "gau"),
     ],
 )
@@ -245,6 +249,11 @@ def test_constants_are_carried_where_they_mean_the_same():
             replace(model(), head_size=4),
             replace(model(differential="v1"), head_size=4),
             "4 value features a head do not fit one with 8",
+        ),
+        (
+            model(short_convolution=3),
+            model(short_convolution=3, differential="v2"),
+            "differential 'v2' does not follow short convolutions",
         ),
         (model(), replace(MODEL, feedforward=32), "96 hidden features do not fit"),
     ],

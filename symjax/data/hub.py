@@ -1,14 +1,15 @@
 """Data sets of the Hugging Face hub, and local folders in the same formats.
 
-A hub that does not answer is one line within SILENCE seconds, with the way out. One
-that falls silent later is given up by huggingface_hub, which tries each request six
-times and waits HF_HUB_DOWNLOAD_TIMEOUT seconds (10) for the next byte.
+If the hub does not respond within SILENCE seconds, a one-line error says what to do.
+Later requests have the limits of huggingface_hub: six attempts each, and
+HF_HUB_DOWNLOAD_TIMEOUT seconds (10) without a byte.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
+import itertools
 import logging
 import os
 import sys
@@ -33,7 +34,7 @@ Examples = tuple[list[Any], list[int]]  # contents and the numbers of their labe
 
 
 class _Refused(ValueError):
-    """Our own line, among the errors of the libraries."""
+    """Raised here, and told apart from the ValueErrors of the libraries."""
 
 
 def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
@@ -51,11 +52,10 @@ def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
         ValueError: the hub is silent, or there is no such data set, subset, column or
             text in it; the message names what there is.
     """
-    texts, facts, where = _read(options, lambda rows: _texts(rows, options.column))
-    if len(texts) > 1:
-        train, heldout = texts.values()
-        return splits.dataset(train=train, heldout=heldout), facts
-    [train] = texts.values()
+    found, facts, where = _read(options, lambda rows: _texts(rows, options.column))
+    train, *heldout = found.values()
+    if heldout:
+        return splits.dataset(train=train, heldout=heldout[0]), facts
     return splits.by_content(train, where, "rows"), facts
 
 
@@ -76,31 +76,32 @@ def load_labelled(
     """
     columns = options.column, options.label
     found, facts, where = _read(options, lambda rows: _labelled(rows, *columns))
-    names = next(iter(found.values()))[2]
-    numbers = {name: number for number, name in enumerate(names)}
-    some = []
-    for split, (contents, labels, _) in found.items():
+    (*_, names), *_ = found.values()
+    for split, (_, labels, _) in found.items():
         if unknown := sorted(set(labels) - set(names)):
             raise ValueError(
                 f"{where} has label {unknown[0]!r} in split {split!r} only, training "
                 f"has {', '.join(names)}"
             )
-        some.append((contents, [numbers[label] for label in labels]))
-    shapes = {x.shape for contents, _ in some for x in contents if not _is_text(x)}
+    numbers = {name: number for number, name in enumerate(names)}
+    train, *heldout = (
+        (contents, [numbers[label] for label in labels])
+        for contents, labels, _ in found.values()
+    )
+    every = itertools.chain(*(contents for contents, _ in (train, *heldout)))
+    shapes = {x.shape for x in every if isinstance(x, np.ndarray)}
     if len(shapes) > 1:
         one, other = sorted(shapes)[:2]
         raise ValueError(f"{where} has images of several sizes: {one} and {other}")
     facts["label"] = options.label
-    return some[0], some[1] if len(some) > 1 else None, names, facts
+    return train, heldout[0] if heldout else None, names, facts
 
 
 def _read(
     options: config.Data, read: Callable[[Any], Any]
 ) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """What `read` makes of the training split and of the held-out one, if there is one.
-
-    Also what identifies them, and what to call them in messages.
-    """
+    """read(rows) of the training split and of the held-out one, if there is one, by
+    name; what identifies them; and what to call them in messages."""
     _check_name(options.name)
     path, where = os.path.expanduser(options.name), f"data.name {options.name!r}"
     with contextlib.ExitStack() as stack:
@@ -147,7 +148,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_reachable(name: str) -> None:
-    """One request, tried once: the library itself would try for minutes."""
+    """One request without a retry: the library itself would try for minutes."""
     import huggingface_hub
 
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -191,7 +192,7 @@ def _choose(names: list[str], where: str) -> tuple[str, str]:
 def _texts(rows: Any, column: str) -> list[str]:
     """The column of a `Dataset`, without rows that have no text."""
     kind = _kind(rows, "column", column)
-    if getattr(kind, "dtype", "") not in ("string", "large_string"):
+    if not _is_text(kind):
         raise _Refused(f"data.column {column!r} holds no text, but {kind}")
     return [text for text in rows[column] if text]
 
@@ -201,23 +202,26 @@ def _labelled(rows: Any, column: str, label: str) -> tuple[Any, ...]:
     import datasets
 
     kind, labels = _kind(rows, "column", column), _kind(rows, "label", label)
-    if isinstance(kind, datasets.Image):
-        _check_pillow(column)
-    elif getattr(kind, "dtype", "") not in ("string", "large_string"):
+    images = isinstance(kind, datasets.Image)
+    if not images and not _is_text(kind):
         raise _Refused(f"data.column {column!r} holds no text or images, but {kind}")
+    if images and importlib.util.find_spec("PIL") is None:
+        raise _Refused(
+            f"data.column {column!r} holds images, which need Pillow: "
+            "pip install 'symjax[images]'"
+        )
     names = list(getattr(labels, "names", ()))
     pairs = [
-        (_pixels(content) if isinstance(kind, datasets.Image) else content, value)
+        (_pixels(content) if images else content, value)
         for content, value in zip(rows[column], rows[label], strict=True)
         if content and value is not None and not (names and value < 0)
     ]
     if not pairs:
         return ()
+    contents, values = map(list, zip(*pairs, strict=True))
     if names:
-        pairs = [(content, names[value]) for content, value in pairs]
-    else:
-        names = list(map(str, sorted({value for _, value in pairs})))
-    return [content for content, _ in pairs], [str(x) for _, x in pairs], names
+        return contents, [names[value] for value in values], names
+    return contents, list(map(str, values)), list(map(str, sorted(set(values))))
 
 
 def _kind(rows: Any, key: str, column: str) -> Any:
@@ -228,14 +232,8 @@ def _kind(rows: Any, key: str, column: str) -> Any:
     return rows.features[column]
 
 
-def _check_pillow(column: str) -> None:
-    try:
-        importlib.import_module("PIL")
-    except ImportError:
-        raise _Refused(
-            f"data.column {column!r} holds images, which need Pillow: "
-            "pip install 'symjax[images]'"
-        ) from None
+def _is_text(kind: Any) -> bool:
+    return getattr(kind, "dtype", "") in ("string", "large_string")
 
 
 def _pixels(image: Any) -> np.ndarray:
@@ -243,10 +241,6 @@ def _pixels(image: Any) -> np.ndarray:
     gray = image.mode in ("1", "L")
     pixels = np.asarray(image.convert("L" if gray else "RGB"), np.uint8)
     return pixels[..., None] if gray else pixels
-
-
-def _is_text(content: Any) -> bool:
-    return isinstance(content, str)
 
 
 @contextlib.contextmanager
@@ -261,13 +255,15 @@ def _one_line(where: str) -> Iterator[None]:
 
 
 def _problem(error: BaseException) -> str:
-    """What went wrong, by the first cause of an error, and the way out."""
+    """What went wrong, by the first cause of an error, and what to do."""
     import huggingface_hub
     from datasets.exceptions import DatasetNotFoundError
 
-    chain = [error]
-    while cause := _cause(chain[-1]):
+    chain, cause = [], error
+    while cause is not None:  # as a traceback would show it
         chain.append(cause)
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = cause.__cause__ or context
     hub = huggingface_hub.constants.ENDPOINT
     unknown = DatasetNotFoundError, huggingface_hub.errors.RepositoryNotFoundError
     if any(isinstance(link, unknown) for link in chain):
@@ -281,13 +277,6 @@ def _problem(error: BaseException) -> str:
     return (
         f"cannot be loaded: no answer from {hub} ({reason}): HF_HUB_OFFLINE=1 uses the "
         f"local cache, or give {FOLDER}"
-    )
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    """As a traceback would show it."""
-    return error.__cause__ or (
-        None if error.__suppress_context__ else error.__context__
     )
 
 
@@ -306,7 +295,7 @@ def _is_silence(error: BaseException) -> bool:
 def _quiet() -> Iterator[None]:
     """Bars on a terminal only, no log of attempts, and downloads that time out.
 
-    Downloads go by HTTP, whose silence has a limit, and not by xet, whose has none.
+    They go by HTTP and not by xet, which has no time limit.
     """
     import datasets
     import huggingface_hub

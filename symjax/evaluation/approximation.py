@@ -7,7 +7,7 @@ estimate with a larger error is worse than averaging.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,23 +37,48 @@ BY_FEATURES = ("linear", "cosine", "performer")
 Rows = Float[np.ndarray, "N T T"]
 
 
+class Heads(NamedTuple):
+    """Every branch of every head of a layer: queries, keys, values, their softmax map,
+    and the map that gives all visible keys the same weight."""
+
+    query: Float[np.ndarray, "N T H"]
+    key: Float[np.ndarray, "N T H"]
+    value: Float[np.ndarray, "N T V"]
+    exact: Rows
+    even: Float[np.ndarray, "T T"]
+
+
+def heads_of(layer: Layer, *, causal: bool, length: int | None = None) -> Heads:
+    """Args: length: tokens from the start; None: all."""
+    query, key = (_flat(x[..., :length, :]) for x in (layer.query, layer.key))
+    value = layer.value[:, :length].astype(np.float64)
+    value = np.repeat(value, layer.query.shape[1], axis=0)
+    even = uniform(all_pairs(query.shape[1], causal=causal))
+    return Heads(query, key, value, exact_map(query, key, causal=causal), even)
+
+
+def _flat(x: Float[np.ndarray, "N P T s"]) -> Float[np.ndarray, "M T s"]:
+    return x.reshape(-1, *x.shape[2:])
+
+
 def approximation(run: LoadedRun, options: Options) -> Result:
     """Errors of maps and outputs against exact softmax, relative to its size."""
     causal = config.is_causal(run.config.model)
     own = _own_maps(run, options)
     rows = heldout_rows(run, options)
     longest, _ = max(rows, key=lambda row: (row[0] >= 0).sum())
-    layers = [_start(layer) for layer in read(run.model(), longest)]
-    references = [errors(_even(x, causal), *_exact(x, causal)) for x in layers]
+    layers = read(run.model(), longest)
+    layers = [heads_of(layer, causal=causal, length=LONGEST) for layer in layers]
+    references = [errors(heads.even, heads.exact, heads.value) for heads in layers]
     even = np.mean(references, axis=0).tolist()
     found = []
     runs = [(kind, count) for kind in random_kinds(run) for count in FEATURES]
     for kind, count in progress(runs, "random features"):
         for draw in ("orthogonal", "independent"):
             errors_of = [
-                random_errors(layer, kind, count, draw, options.seed + i, causal=causal)
+                random_errors(heads, kind, count, draw, options.seed + i, causal=causal)
                 for i in range(DRAWS)
-                for layer in layers
+                for heads in layers
             ]
             of_map, of_output = np.mean(errors_of, axis=0).tolist()
             row = {"features": kind, "count": count, "rows": draw}
@@ -88,9 +113,9 @@ def _own_maps(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
     causal = config.is_causal(run.config.model)
 
     def measure(_, layer: Layer) -> Float[np.ndarray, "4"]:
-        exact = _exact(layer, causal)
-        maps = _flat(layer.branches), _even(layer, causal)
-        return np.concatenate([errors(x, *exact) for x in maps])
+        heads = heads_of(layer, causal=causal)
+        maps = _flat(layer.branches), heads.even
+        return np.concatenate([errors(x, heads.exact, heads.value) for x in maps])
 
     columns = ("map", "output", "uniform_map", "uniform_output")
     return [
@@ -109,17 +134,16 @@ def random_kinds(run: LoadedRun) -> list[str]:
 
 
 def random_errors(
-    layer: Layer, kind: str, count: int, draw: str, seed: int, *, causal: bool
+    heads: Heads, kind: str, count: int, draw: str, seed: int, *, causal: bool
 ) -> Float[np.ndarray, "2"]:
-    """Errors of a layer's map and output with a new projection of `count` rows."""
-    rng, size = jax.random.key(seed), layer.query.shape[-1]
+    """Errors of the map and the output with a new projection of `count` rows."""
+    rng, size = jax.random.key(seed), heads.query.shape[-1]
     if draw == "orthogonal":
         projection = attention.orthogonal_projection(rng, count, size)
     else:
         projection = jax.random.normal(rng, (count, size))
-    given = _flat(layer.query), _flat(layer.key), projection
-    found = random_map(kind, *given, causal=causal)
-    return errors(np.asarray(found), *_exact(layer, causal))
+    found = random_map(kind, heads.query, heads.key, projection, causal=causal)
+    return errors(np.asarray(found), heads.exact, heads.value)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="causal")
@@ -153,7 +177,7 @@ def exact_map(
 
 
 def errors(
-    found: Rows, exact: Rows, value: Float[np.ndarray, "N T V"]
+    found: Float[np.ndarray, "*N T T"], exact: Rows, value: Float[np.ndarray, "N T V"]
 ) -> Float[np.ndarray, "2"]:
     """|Â − A|/|A| and |(Â − A) V|/|A V| in Frobenius norms, the mean over heads."""
 
@@ -165,25 +189,3 @@ def errors(
     return np.array(
         [relative(difference, exact), relative(difference @ value, exact @ value)]
     )
-
-
-def _start(layer: Layer) -> Layer:
-    """Queries, keys and values of the first tokens."""
-    query, key, value = (x[..., :LONGEST, :] for x in layer[:3])
-    return layer._replace(query=query, key=key, value=value)
-
-
-def _exact(layer: Layer, causal: bool) -> tuple[Rows, np.ndarray]:
-    """The softmax map of every branch, and the values that it meets."""
-    value = np.repeat(layer.value.astype(np.float64), layer.query.shape[1], axis=0)
-    return exact_map(_flat(layer.query), _flat(layer.key), causal=causal), value
-
-
-def _even(layer: Layer, causal: bool) -> Rows:
-    heads, branches, length, _ = layer.query.shape
-    even = uniform(all_pairs(length, causal=causal))
-    return np.broadcast_to(even, (heads * branches, length, length))
-
-
-def _flat(x: Float[np.ndarray, "N P T s"]) -> Float[np.ndarray, "M T s"]:
-    return x.reshape(-1, *x.shape[2:])

@@ -7,7 +7,7 @@ python -m symjax.evaluation.compare --configs configs/digits.py \\
 
 --vary makes a configuration of each value, and of each pair where it is given twice.
 Every run is a workdir of train.py below --out, and is trained only as far as it is not
-yet: the same command goes on after an interruption. Then every run is judged, and
+yet: the same command goes on after an interruption. Then every run is evaluated, and
 compare.md, compare.csv, lambda.csv and PNG curves are written. Exit codes are those of
 train.py.
 """
@@ -25,7 +25,7 @@ from symjax import config
 from symjax.evaluation import report
 from symjax.evaluation.language import losses
 from symjax.evaluation.loading import load
-from symjax.evaluation.results import Lines, Result, Table
+from symjax.evaluation.results import Lines, Result, Table, table
 from symjax.evaluation.weights import lambda_table
 from symjax.files import check_writable
 from symjax.training import loop
@@ -34,13 +34,8 @@ from symjax.training.commandline import Command, Parser, parse
 from symjax.training.exit_codes import leave
 from symjax.training.starting import refuse_differences, saved_options
 
-COLUMNS = (
-    *("configuration", "seeds", "parameters"),
-    *("held-out", "spread", "train mode", "eval mode", "tokens/s"),
-)
 
-
-class Judged(NamedTuple):
+class Evaluated(NamedTuple):
     """One finished run."""
 
     parameters: int
@@ -61,33 +56,28 @@ def main(words: list[str]) -> None:
     add("--vary", action="append", default=[], help="KEY=VALUE,VALUE of a config")
     add("--seeds", default="0", help="whole numbers, between commas (%(default)s)")
     add("--out", type=Path, default=Path("runs/compare"), help="folder (%(default)s)")
-    add("--batches", type=int, help="held-out batches to judge by; all by default")
+    add("--batches", type=int, help="held-out batches to evaluate; all by default")
     chosen, rest = parser.parse_known_args(words)
     if chosen.batches is not None and chosen.batches < 1:
         raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
     varied = [_values(text) for text in chosen.vary]
     check_words(rest, [values[0].partition("=")[0] for values in varied])
-    runs = commands(
-        _items("--configs", chosen.configs, str),
-        varied,
-        _items("--seeds", chosen.seeds, int),
-        rest,
-        chosen.out,
-    )
+    files = _items("--configs", chosen.configs, str)
+    seeds = _items("--seeds", chosen.seeds, int)
+    runs = commands(files, varied, seeds, rest, chosen.out)
     check_equal({name: some[0].config for name, some in runs.items()})
     report.check_figures()
     for command in itertools.chain(*runs.values()):
         check_run(command)
     check_writable(chosen.out, f"--out {chosen.out}")
-    for seed in zip(*runs.values(), strict=True):  # interleaved, for equal conditions
-        for command in seed:
-            _train(command)
-    found = compare(
-        {
-            name: [judge(command.workdir, chosen.batches) for command in some]
-            for name, some in runs.items()
-        }
-    )
+    # Seed by seed, so that all configurations meet the same conditions.
+    for command in itertools.chain(*zip(*runs.values(), strict=True)):
+        _train(command)
+    evaluated = {
+        name: [evaluate(command.workdir, chosen.batches) for command in some]
+        for name, some in runs.items()
+    }
+    found = compare(evaluated)
     print(report.to_text(found))
     text = "\n\n".join(map(report.to_markdown, found.tables))
     report.write(f"{text}\n".encode(), chosen.out / "compare.md", "--out")
@@ -135,15 +125,10 @@ def commands(
         name = "-".join(parts)
         if name in found:
             raise ValueError(f"{name} is there twice")
-        chosen = [f"--config.{value}" for value in values]
+        words = ["--config", file, *rest, *(f"--config.{value}" for value in values)]
         found[name] = [
-            parse(
-                [
-                    *("--config", file, *rest, *chosen, f"--config.seed={seed}"),
-                    *("--workdir", str(out / f"{name}-seed{seed}")),
-                ]
-            )
-            for seed in seeds
+            parse([*words, f"--config.seed={n}", "--workdir", f"{out / name}-seed{n}"])
+            for n in seeds
         ]
     return found
 
@@ -188,12 +173,12 @@ def check_run(command: Command) -> None:
         )
 
 
-def judge(workdir: Path, batches: int | None = None) -> Judged:
+def evaluate(workdir: Path, batches: int | None = None) -> Evaluated:
     run = load(workdir)
     lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    return Judged(
+    return Evaluated(
         run.parameters(),
         losses(run, batches),
         lambda_table(run.model()),
@@ -202,44 +187,38 @@ def judge(workdir: Path, batches: int | None = None) -> Judged:
     )
 
 
-def compare(runs: dict[str, list[Judged]]) -> Result:
+def compare(runs: dict[str, list[Evaluated]]) -> Result:
     """Means over the seeds; the spread is their standard deviation."""
     rows, lambdas, curves = [], [], {}
     for name, seeds in runs.items():
-        heldout = [run.losses["heldout"]["loss"] for run in seeds]
+        heldout = [run.losses["heldout"] for run in seeds]
         train = [run.losses["train"] for run in seeds]
-        right = [run.losses["heldout"].get("accuracy") for run in seeds]
-        rows.append(
-            (
-                *(name, len(seeds), seeds[0].parameters),
-                statistics.mean(heldout),
-                statistics.stdev(heldout) if len(seeds) > 1 else None,
-                statistics.mean(x["loss"] for x in train),
-                statistics.mean(x["loss_eval_mode"] for x in train),
-                round(statistics.mean(run.speed for run in seeds)),
-                *([statistics.mean(right)] if None not in right else []),
-            )
-        )
-        lambdas += _lambda_rows(name, [run.lambdas for run in seeds])
-        steps = [step for step, _ in seeds[0].curve]
+        losses = [x["loss"] for x in heldout]
+        row = {
+            "configuration": name,
+            "seeds": len(seeds),
+            "parameters": seeds[0].parameters,
+            "held-out": statistics.mean(losses),
+            "spread": statistics.stdev(losses) if len(seeds) > 1 else None,
+            "train mode": statistics.mean(x["loss"] for x in train),
+            "eval mode": statistics.mean(x["loss_eval_mode"] for x in train),
+            "tokens/s": round(statistics.mean(run.speed for run in seeds)),
+        }
+        if all("accuracy" in x for x in heldout):
+            row["accuracy"] = statistics.mean(x["accuracy"] for x in heldout)
+        rows.append(row)
+        for layer in zip(*(run.lambdas for run in seeds), strict=True):
+            means = [statistics.mean(x[key] for x in layer) for key in layer[0]]
+            lambdas.append((name, *means))
+        steps = [float(step) for step, _ in seeds[0].curve]
         values = zip(*([y for _, y in run.curve] for run in seeds), strict=False)
-        curves[name] = ([float(x) for x in steps], [statistics.mean(y) for y in values])
-    labelled = ("accuracy",) if len(rows[0]) > len(COLUMNS) else ()
-    tables = [Table("compare", COLUMNS + labelled, rows)]
+        curves[name] = (steps, [statistics.mean(y) for y in values])
+    tables = [table("compare", list(rows[0]), rows)]
     if lambdas:
         columns = ("configuration", "layer", "λ₁", "λ₂", "λ_init", "λ")
         tables.append(Table("lambda", columns, lambdas))
     figure = Lines("heldout", "step", "held-out loss, mean of the seeds", curves)
     return Result({}, [], tuple(tables), (figure,))
-
-
-def _lambda_rows(name: str, seeds: list[list[dict[str, float]]]) -> list[tuple]:
-    """The mean of each layer's λ over the seeds."""
-    return [
-        (name, layer, *map(statistics.mean, zip(*numbers, strict=True)))
-        for layer, same in enumerate(zip(*seeds, strict=True))
-        for numbers in [[list(row.values())[1:] for row in same]]
-    ]
 
 
 def _train(command: Command) -> None:

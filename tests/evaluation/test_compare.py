@@ -9,7 +9,7 @@ from runs import ROOT, SMALL, compile_cache, write_text
 
 from symjax import config
 from symjax.evaluation import compare
-from symjax.evaluation.compare import Judged
+from symjax.evaluation.compare import Evaluated
 from symjax.training.exit_codes import leave
 
 
@@ -44,7 +44,7 @@ def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
     rows = [line.split(",") for line in table[1:]]
     assert [row[:2] for row in rows] == [["gpt-tiny", "2"], ["diff-tiny", "2"]]
     found = [
-        compare.judge(out / f"diff-tiny-seed{seed}", 1).losses["heldout"]["loss"]
+        compare.evaluate(out / f"diff-tiny-seed{seed}", 1).losses["heldout"]["loss"]
         for seed in (0, 1)
     ]
     assert float(rows[1][3]) == pytest.approx(statistics.mean(found))
@@ -91,7 +91,7 @@ def test_runs_of_other_options_are_not_taken_for_these(
     changes, said, tmp_path, capsys, monkeypatch
 ):
     given = words(tmp_path, ["gpt"], steps=1)
-    monkeypatch.setattr(compare, "judge", lambda *_: run(1.0, 1.0, 0))
+    monkeypatch.setattr(compare, "evaluate", lambda *_: run(1.0, 1.0, 0))
     assert call(*given) == 0
     before = (tmp_path / "out" / "compare.csv").read_bytes()
     assert call(*words(tmp_path, ["gpt"], **{"steps": 1} | changes)) == 2
@@ -101,7 +101,7 @@ def test_runs_of_other_options_are_not_taken_for_these(
 
 def test_a_seed_given_twice_is_one_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(compare, "_train", lambda command: None)
-    monkeypatch.setattr(compare, "judge", lambda *_: run(1.0, 1.0, 0))
+    monkeypatch.setattr(compare, "evaluate", lambda *_: run(1.0, 1.0, 0))
     assert call(*words(tmp_path, ["gpt"]), "--seeds", "1, 01,2") == 0
     [_, row] = (tmp_path / "out" / "compare.csv").read_text().splitlines()
     assert row.startswith("gpt-tiny,2,")
@@ -118,7 +118,7 @@ def run(loss, train, lam):
     row = {"layer": 0, "lambda_1": lam, "lambda_2": 1.0, "lambda_initial": 0.2}
     row["lambda"] = lam - 0.8
     parts = {"heldout": {"loss": loss}, "train": {"loss": train, "loss_eval_mode": 0.5}}
-    return Judged(7, parts, [row] if lam else [], 100.0, [(5, loss + 1), (9, loss)])
+    return Evaluated(7, parts, [row] if lam else [], 100.0, [(5, loss + 1), (9, loss)])
 
 
 def test_means_and_spread_are_those_of_the_seeds():
@@ -137,7 +137,7 @@ def test_the_accuracy_of_what_is_asked_is_a_column_of_its_own():
     for one, accuracy in zip(runs, (0.25, 0.75), strict=True):
         one.losses["heldout"]["accuracy"] = accuracy
     table, *_ = compare.compare({"a": runs}).tables
-    assert table.columns == (*compare.COLUMNS, "accuracy")
+    assert table.columns[-2:] == ["tokens/s", "accuracy"]
     assert table.rows[0][-1] == 0.5
 
 

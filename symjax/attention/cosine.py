@@ -1,4 +1,9 @@
-"""Cosine ("norm") attention: a pair is worth 1 + the cosine of its angle.
+"""Cosine ("norm") attention: a pair weighs 1 + the cosine of its angle.
+
+    def cosine_causal(q, k, v):              # one head: q, k [T H], v [T V]
+        q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        weights = np.tril(1 + q @ k.T)
+        return weights @ v / weights.sum(axis=-1, keepdims=True)
 
 1 + cos is a product of the features [1, x/|x|], so it is a linear attention: it needs
 no map, and decodes from a state of (H + 1)·V numbers a head.
@@ -9,9 +14,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
+from symjax.attention.chunks import attend_causal, attend_step
 from symjax.attention.features import UNIT
-from symjax.attention.prefix import LinearState
+from symjax.attention.normalised import LinearState, Normalised, attend
+
+RECURRENCE = Normalised(UNIT)
 
 
 def cosine(
@@ -40,9 +47,9 @@ def cosine(
     """
     if is_causal:
         return attend_causal(
-            "cosine", UNIT, None, query, key, value, mask, segment_ids=segment_ids
+            "cosine", RECURRENCE, query, key, value, mask, segment_ids=segment_ids
         )
-    return attend("cosine", UNIT, None, query, key, value, mask, segment_ids)
+    return attend("cosine", RECURRENCE, query, key, value, mask, segment_ids)
 
 
 def cosine_causal(
@@ -76,8 +83,7 @@ def cosine_causal(
     """
     return attend_causal(
         "cosine_causal",
-        UNIT,
-        None,
+        RECURRENCE,
         query,
         key,
         value,
@@ -101,7 +107,7 @@ def cosine_step(
     Raises:
         ValueError: as `cosine_causal`; more than one token.
     """
-    return attend_step("cosine_step", UNIT, None, state, query, key, value)
+    return attend_step("cosine_step", RECURRENCE, state, query, key, value)
 
 
 def cosine_state(
@@ -113,4 +119,4 @@ def cosine_state(
     dtype: Any = jnp.float32,
 ) -> LinearState:
     """The state of `cosine_causal` before the first token; float32 at least."""
-    return empty_state(UNIT, None, batch, kv_heads, head_size, value_size, dtype)
+    return RECURRENCE.empty(None, (batch, kv_heads, head_size, value_size), dtype)

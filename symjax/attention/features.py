@@ -1,8 +1,7 @@
-"""Feature maps φ, with which attention is φ(query)·φ(key).
+"""Feature maps φ, with which the weight of a pair is φ(query)·φ(key).
 
-A mechanism of the linear family is its feature map: `execution.py` runs all of them.
-Features come as an amplitude times a power of e, and the engine keeps exponents below a
-running maximum, so that nothing overflows and nothing that matters is lost.
+Features are an amplitude times a power of e. `normalised.py` keeps the exponents below
+a running maximum, so that nothing overflows and nothing that matters is lost.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float
 _NORM_EPSILON = 1e-6
 
 
-class Powers(NamedTuple):
+class LogFeatures(NamedTuple):
     """Features φ = amplitude · exp(exponent), without an amplitude of 1 or exponent 0.
 
     The last axis is that of features; of the exponent it is 1 where all share it.
@@ -24,11 +23,11 @@ class Powers(NamedTuple):
     amplitude: Any  # [… M], or None
     exponent: Any  # [… M] or [… 1], or None
 
-    def raised(self, exponent: Array) -> "Powers":
+    def raised(self, exponent: Array) -> "LogFeatures":
         """φ · exp(exponent)."""
         return self._replace(exponent=self.exponent + exponent)
 
-    def where(self, keep: Array) -> "Powers":
+    def where(self, keep: Array) -> "LogFeatures":
         """φ, and 0 where keep says no. keep lacks the axis of features."""
         keep = keep[..., None]
         if self.exponent is None:
@@ -44,75 +43,86 @@ class Powers(NamedTuple):
 
 
 class Features(NamedTuple):
-    """How queries and keys become features: functions (array, parameters) → Powers.
+    """How queries and keys become features: (array, parameters) → LogFeatures.
 
     They act on the last axis only. Both have the same parts, and what cancels in a
     row's ratio may be left out of the query's.
+
+    Attributes:
+        pairs: (q·k, divisor, H) → φ(q)·φ(k) / divisor where that is a polynomial of
+            q·k: the sum over features that change sign would lose digits.
     """
 
-    query: Callable[[Array, Any], Powers]
-    key: Callable[[Array, Any], Powers]
+    query: Callable[[Array, Any], LogFeatures]
+    key: Callable[[Array, Any], LogFeatures]
+    pairs: Callable[[Array, Array, int], Array] | None = None
 
 
-class Draw(NamedTuple):
-    """What random features are made of: rows w, the scale, and log factors of the w."""
+class RandomFeatures(NamedTuple):
+    """The parameters of random features: rows w, the scale, log factors of the rows."""
 
     rows: Float[Array, "M H"]
     scale: Float[Array, ""]
     offset: Float[Array, " M"] | None = None
 
 
-def _project(x: Array, draw: Draw) -> Array:
+def _project(x: Array, random: RandomFeatures) -> Array:
     """W x √scale in full precision: an error in the exponent is a factor in φ."""
     return jnp.einsum(
         "...h,mh->...m",
-        x * jnp.sqrt(draw.scale).astype(x.dtype),
-        draw.rows.astype(x.dtype),
+        x * jnp.sqrt(random.scale).astype(x.dtype),
+        random.rows.astype(x.dtype),
         precision=jax.lax.Precision.HIGHEST,
     )
 
 
-def _positive_query(x: Array, draw: Draw) -> Powers:
+def _positive_query(x: Array, random: RandomFeatures) -> LogFeatures:
     """log φ = w·x' + offset without −|x'|²/2, which cancels in the ratio."""
-    exponent = _project(x, draw)
-    if draw.offset is not None:
-        shape = (1,) * (x.ndim - 1) + draw.offset.shape
-        exponent += draw.offset.astype(x.dtype).reshape(shape)
-    return Powers(None, exponent)
+    exponent = _project(x, random)
+    if random.offset is not None:
+        shape = (1,) * (x.ndim - 1) + random.offset.shape
+        exponent += random.offset.astype(x.dtype).reshape(shape)
+    return LogFeatures(None, exponent)
 
 
-def _hyperbolic_query(x: Array, draw: Draw) -> Powers:
+def _hyperbolic_query(x: Array, random: RandomFeatures) -> LogFeatures:
     """Both signs of every projection: (φ(x)·φ(y)) averages to cosh, with less noise."""
-    projected = _project(x, draw)
-    return Powers(None, jnp.concatenate([projected, -projected], axis=-1))
+    projected = _project(x, random)
+    return LogFeatures(None, jnp.concatenate([projected, -projected], axis=-1))
 
 
-def _trigonometric_query(x: Array, draw: Draw) -> Powers:
+def _trigonometric_query(x: Array, random: RandomFeatures) -> LogFeatures:
     """[cos w·x', sin w·x']: (φ(x)·φ(y)) averages to exp(−|x' − y'|²/2)."""
-    projected = _project(x, draw)
+    projected = _project(x, random)
     waves = jnp.concatenate([jnp.cos(projected), jnp.sin(projected)], axis=-1)
-    return Powers(waves, jnp.zeros_like(x[..., :1]))
+    return LogFeatures(waves, jnp.zeros_like(x[..., :1]))
 
 
-def _relu_of_projection(x: Array, draw: Draw) -> Powers:
-    return Powers(jax.nn.relu(_project(x, draw)), None)
+def _relu_of_projection(x: Array, random: RandomFeatures) -> LogFeatures:
+    return LogFeatures(jax.nn.relu(_project(x, random)), None)
 
 
-def _with_norm(query: Callable[[Array, Draw], Powers], sign: int = -1) -> Features:
+def _with_norm(
+    query: Callable[[Array, RandomFeatures], LogFeatures], sign: int = -1
+) -> Features:
     """Random features of exp(q·k): the key's are the query's times exp(±|x'|²/2)."""
 
-    def key(x: Array, draw: Draw) -> Powers:
+    def key(x: Array, random: RandomFeatures) -> LogFeatures:
         square = jnp.sum(x * x, axis=-1, keepdims=True)
-        return query(x, draw).raised(0.5 * sign * draw.scale.astype(x.dtype) * square)
+        return query(x, random).raised(
+            0.5 * sign * random.scale.astype(x.dtype) * square
+        )
 
     return Features(query, key)
 
 
-def _plain(function: Callable[[Array], Array]) -> Features:
-    def both(x: Array, parameters: None = None) -> Powers:
-        return Powers(function(x), None)
+def _plain(
+    function: Callable[[Array], Array], pairs: Callable | None = None
+) -> Features:
+    def both(x: Array, parameters: None = None) -> LogFeatures:
+        return LogFeatures(function(x), None)
 
-    return Features(both, both)
+    return Features(both, both, pairs)
 
 
 def _unit(x: Array) -> Array:
@@ -148,11 +158,20 @@ def _squared(x: Array) -> Array:
     return jnp.concatenate(pairs, axis=-1)
 
 
+def _squared_pairs(products: Array, divisor: Array, _: int) -> Array:
+    return products * (products / divisor)
+
+
 def _taylor(x: Array) -> Array:
     """Products of these are 1 + s + s²/2, exp(s) to the second order; s = q·k/√H."""
     size = x.shape[-1]
     squares = _squared(x) * (2 * size) ** -0.5
     return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
+
+
+def _taylor_pairs(products: Array, divisor: Array, head_size: int) -> Array:
+    scores = products * head_size**-0.5
+    return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
 
 
 IDENTITY = _plain(lambda x: x)
@@ -162,8 +181,8 @@ PLAIN = {
     "identity": IDENTITY,
     "relu": _plain(jax.nn.relu),
     "relu2": _plain(_relu2),
-    "squared": _plain(_squared),
-    "taylor": _plain(_taylor),
+    "squared": _plain(_squared, _squared_pairs),
+    "taylor": _plain(_taylor, _taylor_pairs),
 }
 _POSITIVE = _with_norm(_positive_query)
 RANDOM = {

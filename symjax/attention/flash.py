@@ -1,4 +1,15 @@
-"""FLASH: squared-ReLU attention inside groups of tokens, linear attention across."""
+"""FLASH: squared-ReLU attention inside groups of tokens, linear attention across.
+
+    def flash_causal(q, k, lq, lk, v, G):    # one head: q, k, lq, lk [T H], v [T V]
+        out = []
+        for t in range(len(q)):
+            near, far = slice(t // G * G, t + 1), slice(0, t // G * G)
+            weights = np.maximum(q[t] @ k[near].T / q.shape[-1] ** 0.5, 0) ** 2
+            out.append((weights @ v[near] + lq[t] @ lk[far].T @ v[far]) / G)
+        return np.stack(out)
+
+The engine is `groups.py`; the state is the group that is not full yet, and the sums.
+"""
 
 from typing import Any
 
@@ -56,7 +67,7 @@ def flash(
     rule = _rule("flash", group_size, is_causal, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash", *arrays, mask, segment_ids)
-    return groups.whole(rule, tokens, scale)
+    return groups.whole(rule, None, tokens, scale)[0]
 
 
 def flash_causal(
@@ -106,12 +117,12 @@ def flash_causal(
             f"not a multiple of group_size {group_size}"
         )
     if state is None and not return_state:
-        return groups.whole(rule, tokens, scale, axis_name)
+        return groups.whole(rule, axis_name, tokens, scale)[0]
     if state is None:
         state = _empty_like(tokens, group_size)
     _check_state("flash_causal", state, tokens, group_size)
     visible = visible_keys(mask, *key.shape[:2])
-    output, after = groups.go_on(rule, tokens, scale, state, visible)
+    output, after = groups.prefill(rule, tokens, scale, state, visible)
     return (output, after) if return_state else output
 
 

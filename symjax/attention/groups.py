@@ -5,6 +5,7 @@ engine; the groups before it are a sum of fixed size. Tokens that are hidden, or
 there, have keys of zero, which weigh nothing in either part.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,11 +13,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.execution import cut, sum_dtype
+from symjax.attention import chunks
+from symjax.attention.chunks import (
+    Chunk,
+    einsum,
+    heads_last,
+    layout,
+    scan,
+    starts,
+    state_before,
+    sum_dtype,
+    through_segments,
+)
 from symjax.attention.gau import SquaredReLU
-from symjax.attention.prefix import einsum
 from symjax.attention.rows import attend_rows
-from symjax.attention.shards import on_auto_axes, run_state_before, vary_alike
+from symjax.attention.shards import on_any_mesh, vary_alike
 
 
 class FlashState(NamedTuple):
@@ -44,6 +55,36 @@ class Tokens(NamedTuple):
     run: Int[Array, "B T"] | None  # numbers the segments, from 0
 
 
+@dataclass(frozen=True)
+class Far:
+    """The recurrence of the far part: a row reads the sums of the groups before it."""
+
+    def empty(self, parameters: None, sizes: tuple, dtype: Any) -> Array:
+        return jnp.zeros(sizes, dtype)
+
+    def advance(
+        self, parameters: None, state: Array, chunk: Chunk
+    ) -> tuple[Array, Float[Array, "B K G T V"]]:
+        found = through_segments(chunk, state, jnp.zeros_like(state))
+        before, carried, reaches, joins = found
+        query, key = chunk.query.astype(state.dtype), chunk.key
+        if reaches is not None and joins is not None:
+            query = jnp.where(reaches[:, None, None, :, None], query, 0)
+            key = jnp.where(joins[:, None, :, None], key, 0)
+        rows = einsum("bkgtm,bkmv->btkgv", query, before)  # as outputs lie
+        carried = carried + self._sum(key, chunk.value, state.dtype)
+        return carried, jnp.moveaxis(rows, 1, 3)
+
+    def stretch(self, parameters: None, chunk: Chunk) -> tuple[Array, None]:
+        return self._sum(chunk.key, chunk.value, sum_dtype(*chunk[:3])), None
+
+    def merge(self, one: tuple, two: tuple) -> tuple[Array, None]:
+        return one[0] + two[0], None
+
+    def _sum(self, key: Array, value: Array, dtype: Any) -> Array:
+        return einsum("bksm,bksv->bkmv", key.astype(dtype), value.astype(dtype))
+
+
 class Rule(NamedTuple):
     """The static half of a call."""
 
@@ -53,49 +94,33 @@ class Rule(NamedTuple):
     linear_divisor: float
 
 
-@partial(jax.jit, static_argnums=(0, 3))
+@on_any_mesh(2)
 def whole(
-    rule: Rule, tokens: Tokens, scale: Array | None, axis_name: str | None = None
-) -> Array:
+    rule: Rule, axis_name: str | None, tokens: Tokens, scale: Array | None
+) -> tuple[Float[Array, "B T N V"], tuple]:
     """All tokens from the first one on, or a device's own stretch of them."""
     if _is_empty(tokens):
-        return _no_rows(tokens)
-
-    def rows(tokens: Tokens, scale: Array | None) -> tuple[Array, tuple]:
-        tokens = vary_alike(tokens)
-        length = tokens.key.shape[1]
-        size = min(rule.group_size, length)
-        filled = jax.tree.map(lambda x: _fill(x, -length % size), tokens)
-        sums = None if axis_name is None else _before(tokens, axis_name)
-        output = _attend(rule, size, filled, scale, sums)
-        return output[:, :length].astype(tokens.value.dtype), ()
-
-    return on_auto_axes(rows, tokens.query, tokens.value, tokens, scale)[0]
+        return _no_rows(tokens), ()
+    length = tokens.key.shape[1]
+    size = min(rule.group_size, length)
+    filled, sums = jax.tree.map(lambda x: _fill(x, -length % size), tokens), None
+    if axis_name is not None:
+        sums = state_before(Far(), None, _far_chunk(filled), size, axis_name)
+    output = _attend(rule, size, filled, scale, sums)
+    return output[:, :length].astype(tokens.value.dtype), ()
 
 
-@partial(jax.jit, static_argnums=0)
-def go_on(
+@on_any_mesh(1)
+def prefill(
     rule: Rule,
     tokens: Tokens,
     scale: Array | None,
     state: FlashState,
     visible: Bool[Array, "B T"],
-) -> tuple[Array, FlashState]:
+) -> tuple[Float[Array, "B T N V"], FlashState]:
     """The tokens put behind those of the state's group, each example at its place."""
     if _is_empty(tokens):
         return _no_rows(tokens), state
-    operands = tokens, scale, state, visible
-    return on_auto_axes(partial(_go_on, rule), tokens.query, tokens.value, *operands)
-
-
-def _go_on(
-    rule: Rule,
-    tokens: Tokens,
-    scale: Array | None,
-    state: FlashState,
-    visible: Bool[Array, "B T"],
-) -> tuple[Array, FlashState]:
-    tokens, state = vary_alike((tokens, state))
     size, length = rule.group_size, visible.shape[1]
     total = -(-(size - 1 + length) // size) * size
 
@@ -147,21 +172,13 @@ def _after(
     )
 
 
-@partial(jax.jit, static_argnums=0)
+@on_any_mesh(1)
 def step(
     rule: Rule, tokens: Tokens, scale: Array | None, state: FlashState
-) -> tuple[Array, FlashState]:
+) -> tuple[Float[Array, "B 1 N V"], FlashState]:
     """One token, which sees its group and the sums. Empty places weigh nothing."""
     if _is_empty(tokens):
         return _no_rows(tokens), state
-    operands = tokens, scale, state
-    return on_auto_axes(partial(_step, rule), tokens.query, tokens.value, *operands)
-
-
-def _step(
-    rule: Rule, tokens: Tokens, scale: Array | None, state: FlashState
-) -> tuple[Array, FlashState]:
-    tokens, state = vary_alike((tokens, state))
     new = tokens.key, tokens.linear_key, tokens.value
     key, linear_key, value = (
         _put(old.astype(jnp.promote_types(old.dtype, x.dtype)), x, state.place)
@@ -226,7 +243,7 @@ def _attend(
         segment_ids=grouped.run,
     ).astype(dtype)
     if rule.is_causal:
-        far = _earlier(tokens, size, sums, dtype)
+        far = _earlier(tokens, size, sums)
     elif tokens.run is None:
         far = _read(tokens.linear_query, _sum(tokens.linear_key, tokens.value, dtype))
     else:
@@ -239,19 +256,10 @@ def _attend(
             segment_ids=grouped.run,
         )
         flipped = jax.tree.map(lambda x: jnp.flip(x, 1), tokens)
-        later = jnp.flip(_earlier(flipped, size, None, dtype), 1)
-        far = _earlier(tokens, size, None, dtype) + later + own.reshape(later.shape)
+        later = jnp.flip(_earlier(flipped, size), 1)
+        far = _earlier(tokens, size) + later + own.reshape(later.shape)
     near = near.reshape(batch, length, heads, -1)
     return near + far / rule.linear_divisor
-
-
-def _before(tokens: Tokens, axis_name: str) -> Float[Array, "B K M V"]:
-    """The sums over the stretches before a device's own."""
-    key, run = tokens.linear_key, tokens.run
-    if run is not None:
-        key = jnp.where((run == run[:, -1:])[:, :, None, None], key, 0)
-    own = _sum(key, tokens.value, sum_dtype(*tokens[:5]))
-    return run_state_before(jnp.add, own, jnp.zeros_like(own), run, axis_name)
 
 
 def _products(scores: Array, visible: Array | None) -> Array:
@@ -260,38 +268,24 @@ def _products(scores: Array, visible: Array | None) -> Array:
 
 
 def _earlier(
-    tokens: Tokens, size: int, sums: Array | None, dtype: Any
+    tokens: Tokens, size: int, sums: Array | None = None
 ) -> Float[Array, "B T N V"]:
-    """Every row's linear attention to the groups before its own, inside its run.
-
-    Runs are contiguous: the only one that groups before can share with a row is that
-    of the token before its group.
-    """
-    batch, length = tokens.key.shape[:2]
-    run = tokens.run
-    if run is None:
-        run = jnp.zeros((batch, length), jnp.int32)
+    """Every row's linear attention to the groups before its own, inside its run."""
+    chunk, dtype = _far_chunk(tokens), sum_dtype(*tokens[:5])
     if sums is None:
         _, _, heads, features = tokens.linear_key.shape
-        sums = jnp.zeros((batch, heads, features, tokens.value.shape[-1]), dtype)
-    stretches = tokens.linear_query, tokens.linear_key, tokens.value, run
-    start, stretches = vary_alike(((sums.astype(dtype), run[:, 0]), stretches))
+        sums = jnp.zeros((len(chunk.key), heads, features, chunk.value.shape[-1]))
+    sums, chunk = vary_alike((sums.astype(dtype), chunk))
+    _, rows = scan(partial(Far().advance, None), sums, chunk, size)
+    return heads_last(rows, dtype)
 
-    def body(carry: tuple, group: tuple) -> tuple[tuple, Array]:
-        sums, before = carry
-        query, key, value, run = group
-        reaches = (run == before[:, None])[:, :, None, None]
-        rows = _read(jnp.where(reaches, query, 0), sums)
-        last = run[:, -1]
-        stays = (run == last[:, None])[:, :, None, None]
-        sums = jnp.where((last == before)[:, None, None, None], sums, 0)
-        sums = sums + _sum(jnp.where(stays, key, 0), value, sums.dtype)
-        return (sums, last), rows
 
-    groups = tuple(cut(x, size, 1) for x in stretches)
-    body = jax.checkpoint(body, prevent_cse=False)
-    _, rows = jax.lax.scan(body, start, groups)
-    return jnp.moveaxis(rows, 0, 1).reshape(batch, length, *rows.shape[3:])
+def _far_chunk(tokens: Tokens) -> Chunk:
+    given = tokens.linear_query, tokens.linear_key, tokens.value
+    chunk = layout(chunks.Tokens(*given))
+    if tokens.run is None:
+        return chunk
+    return chunk._replace(run=tokens.run, starts_segment=starts(tokens.run))
 
 
 def _sum(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:

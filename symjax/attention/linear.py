@@ -1,4 +1,15 @@
-"""Linear attention: weights that are products of features of query and key."""
+"""Linear attention: weights that are products of features of query and key.
+
+    def linear_causal(q, k, v, φ):           # one head: q, k [T H], v [T V]
+        sums, total, out = 0, 0, []
+        for t in range(len(q)):
+            sums = sums + np.outer(φ(k[t]), v[t])
+            total = total + φ(k[t])
+            out.append(φ(q[t]) @ sums / (φ(q[t]) @ total))
+        return np.stack(out)
+
+φ are features of one vector, elu(x) + 1 by default.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import features as maps
 from symjax.attention.checks import check_mask
-from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
-from symjax.attention.features import Features
+from symjax.attention.chunks import attend_causal, attend_step
 from symjax.attention.masks import only_seen, visible_keys
-from symjax.attention.prefix import LinearState
+from symjax.attention.normalised import LinearState, Normalised, attend
 
 FeatureFunction = Callable[[Array], Array]
 
@@ -48,9 +58,9 @@ def linear(
     Source: Katharopoulos et al. 2020, arXiv:2006.16236; taylor: Arora et al. 2024,
         arXiv:2402.18668; squared: Aksenov et al. 2024, arXiv:2402.10644.
     """
-    pair = _resolve("linear", features)
+    recurrence = _recurrence("linear", features)
     query, key = _mapped("linear", features, query, key, mask)
-    return attend("linear", pair, None, query, key, value, mask, segment_ids)
+    return attend("linear", recurrence, query, key, value, mask, segment_ids)
 
 
 def linear_causal(
@@ -86,12 +96,11 @@ def linear_causal(
             state given or wanted with an axis_name.
     Source: Katharopoulos et al. 2020, arXiv:2006.16236, equations 8 to 12.
     """
-    pair = _resolve("linear_causal", features)
+    recurrence = _recurrence("linear_causal", features)
     query, key = _mapped("linear_causal", features, query, key, mask)
     return attend_causal(
         "linear_causal",
-        pair,
-        None,
+        recurrence,
         query,
         key,
         value,
@@ -117,9 +126,9 @@ def linear_step(
     Raises:
         ValueError: as `linear_causal`; more than one token.
     """
-    pair = _resolve("linear_step", features)
+    recurrence = _recurrence("linear_step", features)
     query, key = _mapped("linear_step", features, query, key, None)
-    return attend_step("linear_step", pair, None, state, query, key, value)
+    return attend_step("linear_step", recurrence, state, query, key, value)
 
 
 def linear_state(
@@ -132,18 +141,18 @@ def linear_state(
     dtype: Any = jnp.float32,
 ) -> LinearState:
     """The state of `linear_causal` before the first token; float32 at least."""
-    pair = _resolve("linear_state", features)
+    recurrence = _recurrence("linear_state", features)
     if callable(features):
         like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
         head_size = jax.eval_shape(features, like).shape[-1]
-    return empty_state(pair, None, batch, kv_heads, head_size, value_size, dtype)
+    return recurrence.empty(None, (batch, kv_heads, head_size, value_size), dtype)
 
 
-def _resolve(who: str, features: str | FeatureFunction) -> Features:
+def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:
     """A function is applied by the caller to whole arrays; the engine sees the rest."""
     if callable(features):
-        return maps.IDENTITY
-    return maps.named(who, maps.PLAIN, features)
+        return Normalised(maps.IDENTITY)
+    return Normalised(maps.named(who, maps.PLAIN, features))
 
 
 def _mapped(

@@ -1,5 +1,11 @@
 """Performer: softmax attention estimated by random features, in linear time.
 
+    def performer_causal(q, k, v, W):        # one head: q, k [T H], v [T V], W [M H]
+        q, k = q / q.shape[-1] ** 0.25, k / k.shape[-1] ** 0.25
+        φ = lambda x: np.exp(x @ W.T - (x * x).sum(axis=-1, keepdims=True) / 2)
+        weights = np.tril(φ(q) @ φ(k).T)
+        return weights @ v / weights.sum(axis=-1, keepdims=True)
+
 exp(q·k) = E[φ(q)·φ(k)] over random rows w of the projection, with features that hold
 exponentials. Their exponents are kept below a running maximum, so that nothing is added
 to a feature or a denominator, at any size of the inputs, and the causal form depends on
@@ -18,9 +24,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.execution import attend, attend_causal, attend_step, empty_state
-from symjax.attention.features import RANDOM, Draw, Features, named
-from symjax.attention.prefix import LinearState
+from symjax.attention.chunks import attend_causal, attend_step
+from symjax.attention.features import RANDOM, RandomFeatures, named
+from symjax.attention.normalised import LinearState, Normalised, attend
 from symjax.attention.projections import (
     KINDS,
     Statistics,
@@ -77,8 +83,10 @@ def performer(
         Likhosherstov et al. 2022, arXiv:2205.15317, and 2023, arXiv:2302.00787.
     """
     who = "performer"
-    maps, draw = _resolve(who, features, query, key, projection, scale, statistics)
-    return attend(who, maps, draw, query, key, value, mask, segment_ids)
+    given = features, query, key, projection, scale, statistics
+    recurrence, random = _recurrence(who, *given)
+    tokens = query, key, value, mask, segment_ids
+    return attend(who, recurrence, *tokens, parameters=random)
 
 
 def performer_causal(
@@ -121,15 +129,16 @@ def performer_causal(
     Source: Choromanski et al. 2021, arXiv:2009.14794; the running maximum is ours.
     """
     who = "performer_causal"
-    maps, draw = _resolve(who, features, query, key, projection, scale, statistics)
+    given = features, query, key, projection, scale, statistics
+    recurrence, random = _recurrence(who, *given)
     return attend_causal(
         who,
-        maps,
-        draw,
+        recurrence,
         query,
         key,
         value,
         mask,
+        parameters=random,
         chunk_size=chunk_size,
         state=state,
         return_state=return_state,
@@ -157,8 +166,9 @@ def performer_step(
         ValueError: as `performer_causal`; more than one token.
     """
     who = "performer_step"
-    maps, draw = _resolve(who, features, query, key, projection, scale, statistics)
-    return attend_step(who, maps, draw, state, query, key, value)
+    given = features, query, key, projection, scale, statistics
+    recurrence, random = _recurrence(who, *given)
+    return attend_step(who, recurrence, state, query, key, value, parameters=random)
 
 
 def performer_state(
@@ -175,11 +185,12 @@ def performer_state(
     """The state of `performer_causal` before the first token; float32 at least."""
     like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
     who = "performer_state"
-    maps, draw = _resolve(who, features, like, like, projection, None, statistics)
-    return empty_state(maps, draw, batch, kv_heads, head_size, value_size, dtype)
+    given = features, like, like, projection, None, statistics
+    recurrence, random = _recurrence(who, *given)
+    return recurrence.empty(random, (batch, kv_heads, head_size, value_size), dtype)
 
 
-def _resolve(
+def _recurrence(
     who: str,
     features: str,
     query: Array | jax.ShapeDtypeStruct,
@@ -187,9 +198,9 @@ def _resolve(
     projection: Array | None,
     scale: float | None,
     statistics: Statistics | None,
-) -> tuple[Features, Draw]:
-    """The feature maps and what they draw on."""
-    maps = named(who, RANDOM, features)
+) -> tuple[Normalised, RandomFeatures]:
+    """The recurrence and its parameters."""
+    recurrence = Normalised(named(who, RANDOM, features))
     size = query.shape[-1]
     if projection is None:
         projection = jnp.asarray(default_projection(size))
@@ -201,26 +212,28 @@ def _resolve(
     scale = head_scale(size) if scale is None else scale
     if not isinstance(scale, Tracer) and not scale > 0:
         raise ValueError(f"{who}: scale must be positive, got {scale}")
-    draw = Draw(projection, jnp.asarray(scale))
+    random = RandomFeatures(projection, jnp.asarray(scale))
     if features in KINDS:
-        return maps, _adapted(who, draw, size, statistics)
+        return recurrence, _adapted(who, random, size, statistics)
     if statistics is not None:
         raise ValueError(
             f"{who}: features {features!r} take no statistics: choose from "
             f"{', '.join(KINDS)}"
         )
-    return maps, draw
+    return recurrence, random
 
 
-def _adapted(who: str, draw: Draw, size: int, statistics: Statistics | None) -> Draw:
+def _adapted(
+    who: str, random: RandomFeatures, size: int, statistics: Statistics | None
+) -> RandomFeatures:
     """FAVOR++ and FAVOR# are positive features of rows W b and log factors wᵀ a w."""
     if statistics is None:
-        statistics = unit_statistics(size, draw.scale)
+        statistics = unit_statistics(size, random.scale)
     shapes = jnp.shape(statistics.a), jnp.shape(statistics.b)
     if shapes != ((size,), (size, size)):
         raise ValueError(
             f"{who}: statistics must be a ({size},) and b ({size}, {size}), "
             f"got {shapes[0]} and {shapes[1]}"
         )
-    rows, offset = apply_statistics(draw.rows, statistics)
-    return Draw(rows, draw.scale, offset)
+    rows, offset = apply_statistics(random.rows, statistics)
+    return RandomFeatures(rows, random.scale, offset)

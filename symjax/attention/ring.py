@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.execution import cut
+from symjax.attention.chunks import cut
 from symjax.attention.masks import only_seen
 from symjax.attention.rows import (
     BLOCK_ROWS,

@@ -9,29 +9,16 @@ of the whole, whatever the devices' outputs are used for.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from symjax.attention.masks import segment_runs
-from symjax.attention.prefix import choose
-
-
-class Stretch(NamedTuple):
-    """What a stretch of time makes of the state before it: it fades and is added to."""
-
-    sums: Float[Array, "B K H V"]
-    log_decay: Float[Array, "B K F"]
-
-
-def follow(one: Stretch, two: Stretch) -> Stretch:
-    """One stretch and then the other. Associative."""
-    sums = one.sums * jnp.exp(two.log_decay)[..., None] + two.sums
-    return Stretch(sums, one.log_decay + two.log_decay)
 
 
 def vary_alike(tree: Any) -> Any:
@@ -50,23 +37,40 @@ def vary_alike(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def on_auto_axes(function: Callable, query: Array, value: Array, *operands: Any) -> Any:
-    """function(*operands), which is rows [B T N V] and a state [B …], on any mesh.
+def on_any_mesh(static: int) -> Callable[[Callable], Callable]:
+    """Compiles a function (…, tokens, *more) → (rows [B T N V], a state [B …]).
+
+    The first `static` arguments are static; `tokens` is a NamedTuple with `query` and
+    `value`. The function sees arrays that all vary over the same manual axes.
 
     Under mesh axes of type Explicit every operation would have to say how its result
     is sharded; in here XLA chooses, as it does for Auto axes. The rows come out sharded
     as query and value are, the state by example.
     """
-    sharding = jax.typeof(query).sharding
-    types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-    axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
-    if not axes:
-        return function(*operands)
-    batch, time, heads, _ = sharding.spec
-    size = jax.typeof(value).sharding.spec[3]
-    rows = P(batch, time, heads, None if size in (batch, time, heads) else size)
-    out = NamedSharding(sharding.mesh, rows), NamedSharding(sharding.mesh, P(batch))
-    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)(*operands)
+
+    def decorate(function: Callable) -> Callable:
+        @partial(jax.jit, static_argnums=tuple(range(static)))
+        @wraps(function)
+        def compiled(*arguments: Any) -> Any:
+            tokens, *more = vary_alike(arguments[static:])
+            call = partial(function, *arguments[:static])
+            query, value = (
+                jax.typeof(x).sharding for x in (tokens.query, tokens.value)
+            )
+            types = zip(query.mesh.axis_names, query.mesh.axis_types, strict=True)
+            axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
+            if axes:
+                batch, time, heads, _ = query.spec
+                size = value.spec[3]
+                size = None if size in (batch, time, heads) else size
+                specs = P(batch, time, heads, size), P(batch)
+                out = tuple(NamedSharding(query.mesh, spec) for spec in specs)
+                call = jax.sharding.auto_axes(call, axes=axes, out_sharding=out)
+            return call(tokens, *more)
+
+        return compiled
+
+    return decorate
 
 
 def gather(tree: Any, axis_name: str) -> Any:
@@ -111,14 +115,6 @@ def segment_runs_over(
     return jax.lax.dynamic_slice_in_dim(runs, first, length, axis=1), runs
 
 
-def last_before(x: Array, axis_name: str | None) -> Array:
-    """The last [B 1] of x [B T] on the device before; on the first, its own first."""
-    if axis_name is None:
-        return x[:, :1]
-    before = pass_on(x[:, -1:], axis_name)
-    return jnp.where(jax.lax.axis_index(axis_name) == 0, x[:, :1], before)
-
-
 def pass_on(tree: Any, axis_name: str) -> Any:
     """The arrays of the device before, of the last one for the first."""
     count = jax.lax.axis_size(axis_name)
@@ -157,7 +153,7 @@ def state_before(
     return state
 
 
-def run_state_before(
+def segment_state_before(
     merge: Callable[[Any, Any], Any],
     own: Any,
     empty: Any,
@@ -181,3 +177,12 @@ def run_state_before(
     nothing = (empty, jnp.full_like(last, -1))
     state, before = state_before(merge_runs, (own, last), nothing, axis_name)
     return choose(before == run[:, 0], state, empty)
+
+
+def choose(where: Array, one: Any, two: Any) -> Any:
+    """One state or the other for each example of the batch. where: [B]."""
+
+    def pick(a: Array, b: Array) -> Array:
+        return jnp.where(where.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(pick, one, two)

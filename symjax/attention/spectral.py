@@ -1,5 +1,10 @@
 """Functions of the matrix QQᵀ: the exponential, the resolvent, polynomials.
 
+    def matrix_function(q, v, f):            # one head: q [T H], v [T V], f of numbers
+        scale = 1 / (len(q) * q.shape[-1] ** 0.5)
+        values, vectors = np.linalg.eigh(scale * q @ q.T)
+        return vectors @ (f(values)[:, None] * (vectors.T @ v))
+
 With A = scale · QQᵀ and M = scale · QᵀQ, Aᵏ = Q Mᵏ⁻¹ Qᵀ · scale. So any f(A) is f(0)
 plus Q g(M) Qᵀ · scale with g(λ) = (f(λ) − f(0))/λ, and no [T T] matrix is formed. g is
 written without a division or an eigenvector, whose gradients do not exist where
@@ -8,14 +13,14 @@ eigenvalues repeat (Q = I, Q = 0).
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import check_arrays, check_mask
-from symjax.attention.shards import on_auto_axes
+from symjax.attention.shards import on_any_mesh
 
 EXACT = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 # Exact to rounding for eigenvalues from −3500 up in float64, −20,000 in float32.
@@ -63,23 +68,20 @@ def matrix_function(
     """
     _check(query, value, mask, segment_ids)
     name, parameter = _parsed(function, alpha)
-    return _apply(name, query, value, parameter, scale, mask)
+    return _rows(name, Operands(query, value, parameter, scale, mask))[0]
 
 
-@partial(jax.jit, static_argnums=0)  # a call outside jit compiles once a shape
-def _apply(name: str | None, query: Array, value: Array, *more: Any) -> Array:
-    rows = partial(_rows, name)
-    return on_auto_axes(rows, query, value, query, value, *more)[0]
+class Operands(NamedTuple):
+    query: Float[Array, "B T N H"]
+    value: Float[Array, "B T N V"]
+    parameter: Any  # of the function
+    scale: float | Float[Array, ""] | None
+    mask: Bool[Array, "B 1 1 T"] | None
 
 
-def _rows(
-    name: str | None,
-    query: Array,
-    value: Array,
-    parameter: Any,
-    scale: Any,
-    mask: Array | None,
-) -> tuple[Array, tuple]:
+@on_any_mesh(1)
+def _rows(name: str | None, operands: Operands) -> tuple[Array, tuple]:
+    query, value, parameter, scale, mask = operands
     wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
     parameter = jax.tree.map(lambda x: jnp.asarray(x, wide), parameter)
     rows, columns = query.astype(wide), value.astype(wide)

@@ -14,7 +14,7 @@ import oracles
 import pytest
 from laws import close
 
-from symjax.attention.features import RANDOM, Draw
+from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.linear import linear, linear_causal
 from symjax.attention.performer import performer, performer_causal
 
@@ -52,7 +52,7 @@ def test_google_has_the_same_features_but_for_its_epsilon(name):
     case = load(name)
     rows, kind = case["projection"], str(case["kind"])
     scale = rows.shape[1] ** -0.5 if case["normalize_data"] else 1.0
-    draw = Draw(jnp.asarray(rows), jnp.asarray(scale))
+    draw = RandomFeatures(jnp.asarray(rows), jnp.asarray(scale))
     maps = RANDOM[NAMES[kind]]
     for letter, axes in (("q", 3), ("k", (1, 3))):
         wanted = case[f"google_phi_{letter}"]

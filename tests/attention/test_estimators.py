@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 import pytest
 
-from symjax.attention.features import RANDOM, Draw
+from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.performer import performer
 from symjax.attention.projections import (
     apply_statistics,
@@ -43,7 +43,7 @@ def estimate(features, rows):
     """φ(q)·φ(k) with all the factors that attention may leave out."""
     query, key = PAIRS
     scale, sign, factor = SIZE**-0.5, -1, 1 / ROWS
-    draw = Draw(rows, jnp.asarray(scale))
+    draw = RandomFeatures(rows, jnp.asarray(scale))
     if features == "hyperbolic":
         factor /= 2
     if features == "trigonometric":
@@ -52,7 +52,7 @@ def estimate(features, rows):
     learned = statistics(features, sample * 0.5)
     if learned is not None:
         moved, offset = apply_statistics(rows, learned)
-        draw = Draw(moved, draw.scale, offset)
+        draw = RandomFeatures(moved, draw.scale, offset)
         factor *= jnp.prod(1 - 4 * learned.a) ** 0.5
     maps = RANDOM[features]
     products = maps.query(query, draw).weights() * maps.key(key, draw).weights()

@@ -8,7 +8,7 @@ import laws
 import numpy as np
 import oracles
 import pytest
-from laws import close, inputs
+from laws import close, inputs, run
 
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
 
@@ -70,6 +70,25 @@ def test_other_features_equal_their_definition(name):
 @pytest.mark.parametrize("name", POLYNOMIALS)
 def test_polynomials_of_scores_equal_their_definition(name):
     laws.it_equals_its_definition(POLYNOMIALS[name])
+
+
+@pytest.mark.parametrize("name, size", [("squared", 1), ("taylor", 5)])
+def test_weights_that_cancel_are_sums_of_pairs(name, size):
+    """(q·k)² of 2080 features that change sign; one key is returned as it is."""
+    rng = np.random.default_rng(0)
+    sizes = (64, size), (64, size), (3, 1)
+    wide = [rng.normal(size=(1, 4, 256, n)) * scale for n, scale in sizes]
+    query, key, value = (x.astype(np.float32) for x in wide)
+    form = partial(linear, features=name)
+    close(form(query, key[:, :1], value[:, :1]), value[:, [0] * 4], 1e-6)
+    state = linear_state(1, 256, 64, 3, features=name)
+    wanted = run(form, query, key, value)[:, -1:]
+    for t in range(4):
+        now = (x[:, t : t + 1] for x in (query, key, value))
+        output, state = linear_step(state, *now, features=name)
+        if t == 0:
+            close(output, value[:, :1], 1e-6)
+    close(output, wanted, 2e-4)
 
 
 def test_a_function_is_the_same_stepwise():

@@ -10,8 +10,8 @@ import oracles
 import pytest
 from laws import close, inputs, run, same
 
-from symjax.attention import prefix
-from symjax.attention.features import RANDOM, Draw
+from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.normalised import query_state, update
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -222,14 +222,14 @@ def test_lost_rows_of_one_example_leave_another_bitwise_alone():
 def test_the_denominator_is_at_least_one(scale):
     arrays = [x.astype(np.float32) for x in scaled(scale, length=9)]
     state = WIDE.state(1, 1, 64, 64)
-    draw = Draw(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
+    random = RandomFeatures(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
     maps = RANDOM["positive"]
 
     @jax.jit
     def bottom(state, query, key, value):
-        state = prefix.absorb(state, maps.key(key, draw), value)
-        query = maps.query(query[:, :, None], draw)
-        return prefix.read(state, query).bottom, state
+        state = update(state, maps.key(key, random), value)
+        query = maps.query(query[:, :, None], random)
+        return query_state(state, query).denominator, state
 
     for t in range(9):
         now = (x[:, t : t + 1].swapaxes(1, 2) for x in arrays)

@@ -12,8 +12,9 @@ from laws import close
 
 from symjax import attention
 from symjax.attention import ring
-from symjax.attention.prefix import LinearState, union
-from symjax.attention.shards import Stretch, follow, state_before
+from symjax.attention.decayed_linear import Decayed, DecayState
+from symjax.attention.normalised import LinearState, merge
+from symjax.attention.shards import state_before
 
 B, T, N, K, H, V, M = 2, 24, 4, 2, 3, 5, 6
 # Runs inside a stretch, at its border, over several of them, and of single tokens.
@@ -218,19 +219,22 @@ def states(devices=4):
         for seed in range(devices)
     ]
     empty = LinearState(*(np.zeros(x.shape) for x in states[1][:2]), None)
-    states[1] = empty._replace(peak=np.full((B, K, M), -np.inf))
+    states[1] = empty._replace(running_max=np.full((B, K, M), -np.inf))
     return states
 
 
-def test_united_states_are_that_of_all_keys_in_any_grouping():
+def test_merged_states_are_that_of_all_keys_in_any_grouping():
     one, two, three, four = states()
     with jax.enable_x64(True):
-        left = union(union(union(one, two), three), four)
-        right = union(one, union(two, union(three, four)))
-    peak = np.maximum.reduce([state.peak for state in (one, two, three, four)])
+        left = merge(merge(merge(one, two), three), four)
+        right = merge(one, merge(two, merge(three, four)))
+    peak = np.maximum.reduce([state.running_max for state in (one, two, three, four)])
     sums, total = (
         sum(
-            part * np.exp(state.peak - peak).reshape((B, K, M) + (1,) * (part.ndim - 3))
+            part
+            * np.exp(state.running_max - peak).reshape(
+                (B, K, M) + (1,) * (part.ndim - 3)
+            )
             for state in (one, two, three, four)
             for part in [state[index]]
         )
@@ -244,21 +248,25 @@ def test_united_states_are_that_of_all_keys_in_any_grouping():
 def test_stretches_that_follow_each_other_are_one_in_any_grouping():
     """A state read through them fades by the sum of their decays, −∞ forgets it."""
     stretches = [
-        Stretch(draw(B, K, H, V, seed=seed), -np.exp(draw(B, K, H, seed=seed + 10)))
+        (
+            DecayState(draw(B, K, H, V, seed=seed)),
+            -np.exp(draw(B, K, H, seed=seed + 10)),
+        )
         for seed in range(4)
     ]
-    stretches[2].log_decay[0, 0, 1] = -np.inf
+    stretches[2][1][0, 0, 1] = -np.inf
+    merge = Decayed().merge
     with jax.enable_x64(True):
         one, two, three, four = stretches
-        left = follow(follow(follow(one, two), three), four)
-        right = follow(one, follow(two, follow(three, four)))
-    state = np.zeros((B, K, H, V))
-    for stretch in stretches:
-        state = state * np.exp(stretch.log_decay)[..., None] + stretch.sums
-    total = sum(stretch.log_decay for stretch in stretches)
-    for found in (left, right):
-        close(found.sums, state, 1e-14)
-        np.testing.assert_allclose(found.log_decay, total, 1e-14)
+        left = merge(merge(merge(one, two), three), four)
+        right = merge(one, merge(two, merge(three, four)))
+    sums = np.zeros((B, K, H, V))
+    for own, log_decay in stretches:
+        sums = sums * np.exp(log_decay)[..., None] + own.sums
+    total = sum(log_decay for _, log_decay in stretches)
+    for found, log_decay in (left, right):
+        close(found.sums, sums, 1e-14)
+        np.testing.assert_allclose(log_decay, total, 1e-14)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 5, 8])

@@ -1,0 +1,324 @@
+"""The engine of recurrences: whatever has a state runs over chunks of time in here.
+
+    state = recurrence.empty(…)
+    for chunk in chunks:                      # jax.lax.scan of a checkpointed body
+        state, rows = recurrence.advance(parameters, state, chunk)
+
+A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
+taken and given, masks, segments, and time that is split over a mesh axis.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.checks import check, check_axis, shown_state
+from symjax.attention.masks import visible_keys
+from symjax.attention.shards import (
+    choose,
+    on_any_mesh,
+    segment_runs_over,
+    segment_state_before,
+    vary_alike,
+)
+
+einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Tokens(NamedTuple):
+    """What a mechanism is given, as it is given."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+    operands: tuple[Any, ...] = ()  # more of each token, [#B #T K …]
+    mask: Bool[Array, "#B 1 1 #S"] | None = None
+    segment_ids: Int[Array, "B T"] | None = None
+
+
+class Chunk(NamedTuple):
+    """A stretch of time, heads before time. Of hidden tokens all but the query is 0.
+
+    `run` numbers the segments and `starts_segment` marks the first token of each but
+    the one that goes on from the state; both are None where there are no segments.
+    """
+
+    query: Float[Array, "B K G T H"]
+    key: Float[Array, "B K T H"]
+    value: Float[Array, "B K T V"]
+    operands: tuple[Any, ...]  # more of each token, [B K T …]
+    visible: Bool[Array, "B T"]
+    run: Int[Array, "B T"] | None
+    starts_segment: Bool[Array, "B T"] | None
+
+
+class Recurrence(Protocol):
+    """A mechanism with a state: a hashable value, since programs are compiled for it.
+
+    A state is a NamedTuple of arrays [B …]. `parameters` are what all tokens share.
+    A transition is what turns the state before a chunk into part of the one after it,
+    None where that state is left as it is.
+    """
+
+    def empty(self, parameters: Any, sizes: tuple[int, int, int, int], dtype) -> Any:
+        """The state that has read nothing. sizes: B K H V."""
+        ...
+
+    def advance(self, parameters: Any, state: Any, chunk: Chunk) -> tuple[Any, Array]:
+        """One chunk: the state after it, and its rows [B K G T V]."""
+        ...
+
+    def stretch(self, parameters: Any, chunk: Chunk) -> tuple[Any, Any]:
+        """The state that a chunk of one segment makes of nothing, and its transition.
+
+        A chunk of hidden tokens leaves any state as it is.
+        """
+        ...
+
+    def merge(self, one: tuple[Any, Any], two: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Two consecutive stretches as one. Associative."""
+        ...
+
+
+def attend_causal(
+    who: str,
+    recurrence: Recurrence,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    mask: Array | None,
+    *,
+    parameters: Any = None,
+    operands: tuple[Array | None, ...] = (),
+    chunk_size: int = 64,
+    state: Any = None,
+    return_state: bool = False,
+    segment_ids: Array | None = None,
+    axis_name: str | None = None,
+) -> Any:
+    """Every query sees the visible tokens of its segment up to its own.
+
+    Args:
+        operands: more arrays [#B #T K …] that the recurrence takes of each token.
+    """
+    check(who, query, key, value, mask, segment_ids, causal=True)
+    check_axis(who, axis_name, state, return_state)
+    if chunk_size < 1:
+        raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
+    state = _start(who, recurrence, parameters, state, query, key, value)
+    tokens = Tokens(query, key, value, operands, mask, segment_ids)
+    static = recurrence, chunk_size, axis_name
+    output, state = _causal(*static, tokens, parameters, state)
+    return (output, state) if return_state else output
+
+
+def attend_step(
+    who: str,
+    recurrence: Recurrence,
+    state: Any,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    value: Float[Array, "B 1 K V"],
+    *,
+    parameters: Any = None,
+    operands: tuple[Array | None, ...] = (),
+) -> tuple[Float[Array, "B 1 N V"], Any]:
+    """One token, which sees itself and what the state has read: a chunk of its own."""
+    check(who, query, key, value, None, None, causal=True)
+    if query.shape[1] != 1:
+        raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
+    state = _start(who, recurrence, parameters, state, query, key, value)
+    tokens = Tokens(query, key, value, operands)
+    return _step(recurrence, tokens, parameters, state)
+
+
+def _start(
+    who: str,
+    recurrence: Recurrence,
+    parameters: Any,
+    state: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+) -> Any:
+    """The given state in the dtype of the sums, or the empty one."""
+    dtype = sum_dtype(query, key, value)
+    batch, _, heads, size = key.shape
+    sizes = batch, heads, size, value.shape[-1]
+    if state is None:
+        return recurrence.empty(parameters, sizes, dtype)
+    wanted = jax.eval_shape(lambda: recurrence.empty(parameters, sizes, dtype))
+    fits = jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, wanted)
+    if type(state) is not type(wanted) or not fits:
+        raise ValueError(
+            f"{who}: key {key.shape} and value {value.shape} need {shown_state(wanted)}"
+            f", got {shown_state(state)}"
+        )
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
+
+
+def sum_dtype(*arrays: Array) -> Any:
+    """The dtype of sums over time: that of the arrays, float32 at least."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+@on_any_mesh(3)
+def _causal(
+    recurrence: Recurrence,
+    chunk_size: int,
+    axis_name: str | None,
+    tokens: Tokens,
+    parameters: Any,
+    state: Any,
+) -> tuple[Float[Array, "B T N V"], Any]:
+    chunk = layout(tokens, axis_name)
+    if axis_name is not None:
+        state = state_before(recurrence, parameters, chunk, chunk_size, axis_name)
+    body = partial(recurrence.advance, parameters)
+    state, rows = scan(body, state, chunk, chunk_size)
+    return heads_last(rows, tokens.value.dtype), state
+
+
+@on_any_mesh(1)
+def _step(
+    recurrence: Recurrence, tokens: Tokens, parameters: Any, state: Any
+) -> tuple[Float[Array, "B 1 N V"], Any]:
+    state, rows = recurrence.advance(parameters, state, layout(tokens))
+    return heads_last(rows, tokens.value.dtype), state
+
+
+def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:
+    """All tokens [B T …] as one chunk: heads before time, queries by their key head.
+
+    Zeros stand for what is hidden: not even a NaN in the padding reaches a sum or a
+    gradient.
+    """
+    query, key, value, operands, mask, segment_ids = tokens
+    batch, length, heads, _ = key.shape
+    visible = jnp.ones((batch, length), bool)
+    if mask is not None:
+        visible = visible_keys(mask, batch, length)
+
+    def seen(x: Array) -> Array:
+        x = jnp.broadcast_to(x, (batch, length, *x.shape[2:]))
+        if mask is not None:
+            x = jnp.where(visible.reshape(batch, length, *[1] * (x.ndim - 2)), x, 0)
+        return jnp.swapaxes(x, 1, 2)
+
+    run, _ = segment_runs_over(segment_ids, axis_name)
+    return Chunk(
+        rearrange(query, "b t (k g) h -> b k g t h", k=heads),
+        seen(key),
+        seen(value),
+        jax.tree.map(seen, operands),
+        visible,
+        run,
+        None if run is None else starts(run),
+    )
+
+
+def starts(run: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """The first tokens of runs; that of all time goes on from the state."""
+    return run != jnp.concatenate([run[:, :1], run[:, :-1]], axis=1)
+
+
+def heads_last(rows: Float[Array, "B K G T V"], dtype: Any) -> Float[Array, "B T N V"]:
+    return rearrange(rows, "b k g t v -> b t (k g) v").astype(dtype)
+
+
+def scan(advance: Any, state: Any, chunk: Chunk, chunk_size: int) -> tuple[Any, Any]:
+    """All of time, a chunk after the other: the last state, and rows [B K G T …].
+
+    The backward pass recomputes a chunk from the state before it.
+    """
+    length = chunk.key.shape[2]
+    body = jax.checkpoint(advance, prevent_cse=False)
+    state, rows = jax.lax.scan(body, state, _chunks(chunk, chunk_size))
+
+    def join(x: Array) -> Array:
+        return jax.lax.collapse(jnp.moveaxis(x, 0, 3), 3, 5)[:, :, :, :length]
+
+    return state, jax.tree.map(join, rows)
+
+
+def _chunks(chunk: Chunk, chunk_size: int) -> Chunk:
+    """Chunks stacked in front; the last is filled up with hidden tokens."""
+    size = max(1, min(chunk_size, chunk.key.shape[2]))
+    return Chunk(
+        cut(chunk.query, size, 3),
+        cut(chunk.key, size, 2),
+        cut(chunk.value, size, 2),
+        jax.tree.map(lambda x: cut(x, size, 2), chunk.operands),
+        cut(chunk.visible, size, 1),
+        None if chunk.run is None else cut(chunk.run, size, 1, "edge"),
+        jax.tree.map(lambda x: cut(x, size, 1), chunk.starts_segment),
+    )
+
+
+def through_segments(
+    chunk: Chunk, state: Any, empty: Any
+) -> tuple[Any, Any, Array | None, Array | None]:
+    """What the segments of a chunk do to a state that adds up one segment's tokens.
+
+    Returns:
+        The state before the chunk, which a segment's start forgets; what is left of it
+        after the chunk; the rows [B T] that reach it, and the tokens [B T] that join
+        it, those of the chunk's first and last run (None: all).
+    """
+    if chunk.run is None or chunk.starts_segment is None:
+        return state, state, None, None
+    first, last = chunk.run == chunk.run[:, :1], chunk.run == chunk.run[:, -1:]
+    state = choose(chunk.starts_segment[:, 0], empty, state)
+    return state, choose(first[:, -1], state, empty), first, last
+
+
+def cut(x: Array, size: int, axis: int, mode: str = "constant") -> Array:
+    """Chunks of time stacked in front; the last is filled up, with zeros by default."""
+    length = x.shape[axis]
+    count = -(-length // size)
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, count * size - length)
+    x = jnp.pad(x, widths, mode=mode)
+    x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def state_before(
+    recurrence: Recurrence,
+    parameters: Any,
+    chunk: Chunk,
+    chunk_size: int,
+    axis_name: str,
+) -> Any:
+    """What earlier devices' stretches leave of the segment a device goes on with."""
+    run = chunk.run
+    if run is not None:
+        chunk = hide(chunk, run == run[:, -1:])
+    chunks = _chunks(chunk._replace(run=None, starts_segment=None), chunk_size)
+    hidden = jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks)
+    nothing, _ = vary_alike((recurrence.stretch(parameters, hidden), chunks))
+
+    def body(stretch: Any, chunk: Chunk) -> tuple[Any, None]:
+        return recurrence.merge(stretch, recurrence.stretch(parameters, chunk)), None
+
+    own, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), nothing, chunks)
+    state, _ = segment_state_before(recurrence.merge, own, nothing, run, axis_name)
+    return state
+
+
+def hide(chunk: Chunk, seen: Bool[Array, "B T"]) -> Chunk:
+    """The chunk with fewer visible tokens."""
+
+    def zeros(x: Array) -> Array:
+        return jnp.where(seen.reshape(len(seen), 1, -1, *[1] * (x.ndim - 3)), x, 0)
+
+    return chunk._replace(
+        key=zeros(chunk.key),
+        value=zeros(chunk.value),
+        operands=jax.tree.map(zeros, chunk.operands),
+        visible=chunk.visible & seen,
+    )

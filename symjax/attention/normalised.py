@@ -1,0 +1,383 @@
+"""Linear attention with a denominator: the recurrence of linear, cosine and Performer.
+
+    def normalised(log_q, log_k, v):         # one head: log φ [T M] of both, v [T V]
+        sums, total, running_max, out = 0, 0, -np.inf, []
+        for t in range(len(v)):
+            highest = np.maximum(running_max, log_k[t])
+            fade, weights = np.exp(running_max - highest), np.exp(log_k[t] - highest)
+            sums = sums * np.reshape(fade, (-1, 1)) + np.outer(weights, v[t])
+            total, running_max = total * fade + weights, highest
+            row = np.exp(log_q[t] + running_max - (log_q[t] + running_max).max())
+            out.append(row @ sums / (row @ total))
+        return np.stack(out)
+
+A chunk of time is quadratic inside, where numerator and denominator share the weights
+of pairs; what came before is read from the state.
+
+The state of features with an exponent refers to `running_max`, the largest exponent of
+a key so far for each feature, and a query to its own largest exponent beside that:
+where amplitudes are 1, the key that set the maximum then adds at least 1 to the
+denominator. Every factor is at most 1, nothing that matters underflows, no ε is needed,
+and nothing depends on the future. The maxima cancel in the ratio, and are constants to
+the gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from symjax.attention.checks import check
+from symjax.attention.chunks import (
+    Chunk,
+    Tokens,
+    einsum,
+    heads_last,
+    layout,
+    scan,
+    starts,
+    sum_dtype,
+    through_segments,
+)
+from symjax.attention.features import Features, LogFeatures
+from symjax.attention.rescue import exact_weights, finite, largest_exponent
+from symjax.attention.shards import on_any_mesh, vary_alike
+
+# Below this a chunk that refers to its highest exponent has lost its early rows.
+_LOST = 1e-20
+
+
+class LinearState(NamedTuple):
+    """What linear attention keeps of the keys it has seen, in float32 at least.
+
+    sums = Σ φ(k) vᵀ and total = Σ φ(k), both times exp(−running_max) when the features
+    have an exponent: its maximum so far, over all features where they share it.
+    """
+
+    sums: Float[Array, "B K M V"]
+    total: Float[Array, "B K M"]
+    running_max: Float[Array, "B K M"] | Float[Array, "B K 1"] | None = None
+
+
+class Rows(NamedTuple):
+    """Rows of output before the division; all but the shift are times exp(−shift)."""
+
+    numerator: Float[Array, "B K G T V"]
+    denominator: Float[Array, "B K G T"]
+    size: Float[Array, "B K G T"]  # of the denominator's terms, before signs cancel
+    shift: Float[Array, "B K G T"]
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """The recurrence, given by its features."""
+
+    features: Features
+
+    def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
+        batch, heads, size, value_size = sizes
+        dtype = jnp.promote_types(dtype, jnp.float32)
+        like = jax.ShapeDtypeStruct((batch, heads, size), dtype)
+        key = jax.eval_shape(self.features.key, like, parameters)
+        total = jax.eval_shape(LogFeatures.weights, key)
+        highest = None
+        if key.exponent is not None:
+            highest = jnp.full(key.exponent.shape, -jnp.inf, dtype)
+        sums = jnp.zeros((*total.shape, value_size), dtype)
+        return LinearState(sums, jnp.zeros(total.shape, dtype), highest)
+
+    def advance(
+        self, parameters: Any, state: LinearState, chunk: Chunk, divided: bool = True
+    ) -> tuple[LinearState, Any]:
+        """All factors of a row refer to the highest exponent in its chunk.
+
+        It may lie in the row's future. It cancels, but a later key that is far larger
+        pushes earlier ones out of range: their rows are computed once more, exactly.
+        """
+        query, key, value, divisor = self._features(parameters, chunk)
+        nothing = self._empty_for(parameters, chunk)
+        before, carried, reaches, joins = through_segments(chunk, state, nothing)
+        pairs, signed = _past_pairs(chunk), query.amplitude is not None
+        highest = _highest(before, key)
+        row, shift = _row_weights(query, highest)
+        scores = self._scores(chunk, row, _key_weights(key, highest), divisor)
+        scores = scores * pairs[:, None, None].astype(scores.dtype)
+        if reaches is not None:
+            row = jnp.where(reaches[:, None, None, :, None], row, 0)
+        rows = _rows(rescale(before, highest), row, shift, signed, scores, value)
+        if before.running_max is not None and value.shape[2] > 1:
+            sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
+            lost = _lost(rows, sees, reaches, before.running_max)
+            exact = partial(exact_weights, before.running_max, query, key, chunk.run)
+            rows = _rescue(rows, lost, exact, before, value, signed)
+        if joins is not None:
+            key = key.where(joins[:, None])
+        return update(carried, key, value), divide(rows) if divided else rows
+
+    def stretch(self, parameters: Any, chunk: Chunk) -> tuple[LinearState, None]:
+        _, key, value, _ = self._features(parameters, chunk)
+        return update(self._empty_for(parameters, chunk), key, value), None
+
+    def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
+        return merge(one[0], two[0]), None
+
+    def whole(self, parameters: Any, chunk: Chunk) -> Float[Array, "B K G T V"]:
+        """Rows that see all visible keys of their segment."""
+        state = self._empty_for(parameters, chunk)
+        if chunk.run is not None:
+            state, chunk = vary_alike((state, chunk))
+            advance = partial(self.advance, parameters, divided=False)
+            return divide(_both_sides(advance, state, chunk))
+        query, key, value, divisor = self._features(parameters, chunk)
+        length, size, features = *value.shape[2:], state.total.shape[-1]
+        if length * (features + size) > features * size:
+            return divide(query_state(update(state, key, value), query))
+        # Few keys: their pairs cost less than sums, and no digit where signs cancel.
+        highest, signed = _highest(state, key), query.amplitude is not None
+        row, shift = _row_weights(query, highest)
+        scores = self._scores(chunk, row, _key_weights(key, highest), divisor)
+        state = rescale(state, highest)
+        return divide(_rows(state, row, shift, signed, scores, value))
+
+    def _empty_for(self, parameters: Any, chunk: Chunk) -> LinearState:
+        batch, heads, _, size = chunk.key.shape
+        sizes = batch, heads, size, chunk.value.shape[-1]
+        dtype = sum_dtype(chunk.query, chunk.key, chunk.value)
+        return self.empty(parameters, sizes, dtype)
+
+    def _features(
+        self, parameters: Any, chunk: Chunk
+    ) -> tuple[LogFeatures, LogFeatures, Array, Array | None]:
+        """φ of queries and of keys, 0 for hidden ones; values; the queries' divisor.
+
+        The largest amplitude of a query cancels in the ratio, so it is made 1: products
+        of amplitudes would leave the range of float32 long before the amplitudes do.
+        """
+        dtype = sum_dtype(chunk.query, chunk.key, chunk.value)
+        query = self.features.query(chunk.query.astype(dtype), parameters)
+        divisor = None
+        if query.amplitude is not None:
+            divisor = jnp.abs(query.amplitude).max(axis=-1, keepdims=True)
+            divisor = jax.lax.stop_gradient(jnp.where(divisor > 0, divisor, 1))
+            query = query._replace(amplitude=query.amplitude / divisor)
+        key = self.features.key(chunk.key.astype(dtype), parameters)
+        key = key.where(chunk.visible[:, None])
+        return query, key, chunk.value.astype(dtype), divisor
+
+    def _scores(
+        self, chunk: Chunk, row: Array, weights: Array, divisor: Array | None
+    ) -> Float[Array, "B K G T S"]:
+        """The weights of all pairs, 0 for hidden keys."""
+        if self.features.pairs is None or divisor is None:
+            return einsum("bkgtm,bksm->bkgts", row, weights)
+        query, key = (x.astype(row.dtype) for x in (chunk.query, chunk.key))
+        products = einsum("bkgth,bksh->bkgts", query, key)
+        scores = self.features.pairs(products, divisor, key.shape[-1])
+        return scores * chunk.visible[:, None, None, None].astype(scores.dtype)
+
+
+def _highest(state: LinearState, key: LogFeatures) -> Array | None:
+    """The running maximum after these keys: [B K M], or [B K 1] where it is shared."""
+    if state.running_max is None:
+        return None
+    highest = key.exponent.max(axis=-2, initial=-jnp.inf)
+    return jax.lax.stop_gradient(jnp.maximum(state.running_max, highest))
+
+
+def _row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
+    """Feature weights of at most 1, and the logarithm that was divided out of a row."""
+    if highest is None:
+        weights = query.weights()
+        return weights, jnp.zeros_like(weights[..., 0])
+    query = query.raised(highest[:, :, None, None])
+    shift = finite(largest_exponent(query))
+    return query.raised(-shift).weights(), shift[..., 0]
+
+
+def _key_weights(key: LogFeatures, highest: Array | None) -> Array:
+    if highest is None:
+        return key.weights()
+    return key.raised(-finite(highest)[:, :, None]).weights()
+
+
+def rescale(state: LinearState, highest: Array | None) -> LinearState:
+    """The same state relative to a higher maximum."""
+    if highest is None or state.running_max is None:
+        return state
+    decay = jnp.exp(state.running_max - finite(highest))
+    return LinearState(state.sums * decay[..., None], state.total * decay, highest)
+
+
+def update(state: LinearState, key: LogFeatures, value: Array) -> LinearState:
+    """The state after all these keys."""
+    highest = _highest(state, key)
+    weights = _key_weights(key, highest)
+    state = rescale(state, highest)
+    sums = state.sums + einsum("bksm,bksv->bkmv", weights, value)
+    return LinearState(sums, state.total + weights.sum(axis=-2), highest)
+
+
+def merge(one: LinearState, two: LinearState) -> LinearState:
+    """The state that has seen the keys of both, which must be different keys.
+
+    (c, S, z) of both, c = max: S₁ exp(c₁ − c) + S₂ exp(c₂ − c), and so z. Associative
+    and commutative; an empty state changes nothing.
+    """
+    highest = None
+    if one.running_max is not None and two.running_max is not None:
+        highest = jnp.maximum(one.running_max, two.running_max)
+    one, two = rescale(one, highest), rescale(two, highest)
+    return LinearState(one.sums + two.sums, one.total + two.total, highest)
+
+
+def query_state(state: LinearState, query: LogFeatures) -> Rows:
+    """Rows that see the state and nothing else."""
+    row, shift = _row_weights(query, state.running_max)
+    return _rows(state, row, shift, query.amplitude is not None)
+
+
+def _rows(
+    state: LinearState,
+    row: Float[Array, "B K G T M"],
+    shift: Float[Array, "B K G T"],
+    signed: bool,
+    scores: Float[Array, "B K G T S"] | None = None,
+    value: Float[Array, "B K S V"] | None = None,
+) -> Rows:
+    """Rows of feature weights that see the state and, beside it, keys by their scores.
+
+    Args:
+        signed: terms may cancel, so that the size of a denominator is another sum.
+    """
+    numerator = einsum("bkgtm,bkmv->bkgtv", row, state.sums)
+    denominator = einsum("bkgtm,bkm->bkgt", row, state.total)
+    size = denominator
+    if signed:
+        size = einsum("bkgtm,bkm->bkgt", jnp.abs(row), jnp.abs(state.total))
+    if scores is not None:
+        numerator = numerator + einsum("bkgts,bksv->bkgtv", scores, value)
+        denominator = denominator + scores.sum(axis=-1)
+        size = size + jnp.abs(scores).sum(axis=-1) if signed else denominator
+    return Rows(numerator, denominator, size, shift)
+
+
+def divide(rows: Rows) -> Float[Array, "B K G T V"]:
+    """numerator / denominator, and zeros where that is nothing but rounding.
+
+    Both are first divided by the constant denominator: the gradient of a plain quotient
+    holds its square, which overflows where it does not.
+    """
+    tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
+    constant, size = jax.lax.stop_gradient((rows.denominator, rows.size))
+    some = jnp.abs(constant) > tolerance * size
+    scale = jnp.where(some, 1 / jnp.where(some, constant, 1), 0)
+    ones = jnp.where(some, rows.denominator * scale, 1)
+    return rows.numerator * scale[..., None] / ones[..., None]
+
+
+def _merge_rows(one: Rows, two: Rows) -> Rows:
+    """Rows that see the keys of both, which must be different keys.
+
+    A side without keys has shift −∞: that of the other may be far below 0.
+    """
+    shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (one, two)]
+    shift = finite(jnp.maximum(*shifts))
+    a, b = (jnp.exp(own - shift) for own in shifts)
+    return Rows(
+        one.numerator * a[..., None] + two.numerator * b[..., None],
+        one.denominator * a + two.denominator * b,
+        one.size * a + two.size * b,
+        shift,
+    )
+
+
+def _past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
+    """Who may see whom: the past and oneself, inside one run."""
+    length = chunk.value.shape[2]
+    past = jnp.tril(jnp.ones((1, length, length), bool))
+    if chunk.run is None:
+        return past
+    return past & (chunk.run[:, :, None] == chunk.run[:, None, :])
+
+
+def _lost(
+    rows: Rows, sees: Array, reaches: Array | None, running_max: Array
+) -> Bool[Array, "B K G T"]:
+    """Rows that see a key, but whose keys all left float32."""
+    remembers = ~jnp.isneginf(running_max).all(axis=-1)[..., None]
+    if reaches is not None:
+        remembers = remembers & reaches[:, None]
+    some = (sees[:, None] | remembers)[:, :, None]
+    return some & (jax.lax.stop_gradient(rows.size) < _LOST)
+
+
+def _rescue(
+    rows: Rows,
+    lost: Bool[Array, "B K G T"],
+    weights: Callable[[], tuple[Array, Array, Array]],
+    state: LinearState,
+    value: Array,
+    signed: bool,
+) -> Rows:
+    """The lost rows replaced by exact ones, if there are any.
+
+    Row by row, so that no example depends on what another one needed.
+    """
+
+    def exactly(rows: Rows) -> Rows:
+        row, shift, scores = weights()
+        exact = _rows(state, row, shift, signed, scores, value)
+        numerator = jnp.where(lost[..., None], exact.numerator, rows.numerator)
+        others = zip(exact[1:], rows[1:], strict=True)
+        return Rows(numerator, *(jnp.where(lost, x, y) for x, y in others))
+
+    return jax.lax.cond(lost.any(), jax.checkpoint(exactly), lambda rows: rows, rows)
+
+
+def _both_sides(advance: Any, state: LinearState, chunk: Chunk) -> Rows:
+    """Rows that see all of their run: the past with itself, and the future without.
+
+    Seen backwards, the future without itself is a past whose keys come a token late.
+    """
+    run = jnp.flip(jnp.asarray(chunk.run), 1)
+    late = (jnp.arange(run.shape[1]) > 0)[None] & (jnp.roll(run, 1, axis=1) == run)
+    backwards = chunk._replace(
+        query=jnp.flip(chunk.query, 3),
+        key=jnp.roll(jnp.flip(chunk.key, 2), 1, axis=2),
+        value=jnp.roll(jnp.flip(chunk.value, 2), 1, axis=2),
+        visible=jnp.roll(jnp.flip(chunk.visible, 1), 1, axis=1) & late,
+        run=run,
+        starts_segment=starts(run),
+    )
+    _, past = scan(advance, state, chunk, 64)
+    _, future = scan(advance, state, backwards, 64)
+    return _merge_rows(past, jax.tree.map(lambda x: jnp.flip(x, 3), future))
+
+
+def attend(
+    who: str,
+    recurrence: Normalised,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    mask: Array | None,
+    segment_ids: Array | None,
+    *,
+    parameters: Any = None,
+) -> Float[Array, "B T N V"]:
+    """Every query sees every visible key of its segment."""
+    check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
+    tokens = Tokens(query, key, value, (), mask, segment_ids)
+    return _attend(recurrence, tokens, parameters)[0]
+
+
+@on_any_mesh(1)
+def _attend(
+    recurrence: Normalised, tokens: Tokens, parameters: Any
+) -> tuple[Float[Array, "B T N V"], tuple]:
+    rows = recurrence.whole(parameters, layout(tokens))
+    return heads_last(rows, tokens.value.dtype), ()

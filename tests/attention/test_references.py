@@ -1,0 +1,70 @@
+"""The code at the head of each mechanism's file computes what the mechanism does."""
+
+import inspect
+import re
+from importlib import import_module
+from textwrap import dedent
+
+import jax
+import numpy as np
+import pytest
+from laws import close
+
+from symjax import attention as A
+
+T, H, V, M = 11, 4, 3, 6
+
+
+def draw(*shape, seed):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+Q, K, VALUE = draw(T, H, seed=0), draw(T, H, seed=1), draw(T, V, seed=2)
+LQ, LK, W = draw(T, H, seed=3), draw(T, H, seed=4), draw(M, H, seed=5)
+G = -np.abs(draw(T, seed=6))
+# File → the arguments of its code, and the public function with its own.
+CASES = {
+    "linear": (
+        (Q, K, VALUE, lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))),
+        lambda heads: A.linear_causal(*heads(Q, K, VALUE)),
+    ),
+    "cosine": ((Q, K, VALUE), lambda heads: A.cosine_causal(*heads(Q, K, VALUE))),
+    "performer": (
+        (Q, K, VALUE, W),
+        lambda heads: A.performer_causal(*heads(Q, K, VALUE), W),
+    ),
+    "normalised": (
+        (Q @ W.T, K @ W.T - (K * K).sum(axis=-1, keepdims=True) / 2, VALUE),
+        lambda heads: A.performer_causal(*heads(Q, K, VALUE), W, scale=1.0),
+    ),
+    "decayed_linear": (
+        (Q, K, VALUE, G),
+        lambda heads: A.decay_causal(*heads(Q, K, VALUE), G[None, :, None]),
+    ),
+    "flash": (
+        (Q, K, LQ, LK, VALUE, 4),
+        lambda heads: A.flash_causal(*heads(Q, K, LQ, LK, VALUE), group_size=4),
+    ),
+    "spectral": (
+        (Q, VALUE, np.exp),
+        lambda heads: A.matrix_function(*heads(Q, VALUE), "exp"),
+    ),
+}
+
+
+def code_of(file):
+    """The function in the docstring of a file of the ground, compiled."""
+    module = import_module(f"symjax.attention.{file}")
+    block = re.search(r"\n\n((?:    .*\n)+)", module.__doc__)
+    names = {"np": np}
+    exec(dedent(block.group(1)), names)
+    (function,) = (x for name, x in names.items() if inspect.isfunction(x))
+    return function
+
+
+@pytest.mark.parametrize("file", CASES)
+def test_the_code_of_a_docstring_is_the_mechanism(file):
+    arguments, public = CASES[file]
+    with jax.enable_x64(True):
+        found = public(lambda *arrays: [x[None, :, None] for x in arrays])
+    close(np.asarray(found)[0, :, 0], code_of(file)(*arguments), 2e-6)

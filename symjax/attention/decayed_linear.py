@@ -126,7 +126,7 @@ def decay_causal(
         key,
         value,
         mask,
-        operands=(_checked_log_decay(who, log_decay, key),),
+        operands=(checked_log_decay(who, log_decay, key),),
         chunk_size=chunk_size,
         state=state,
         return_state=return_state,
@@ -148,7 +148,7 @@ def decay_step(
         ValueError: as `decay_causal`; more than one token.
     """
     who = "decay_step"
-    operands = (_checked_log_decay(who, log_decay, key),)
+    operands = (checked_log_decay(who, log_decay, key),)
     return attend_step(who, Decayed(), state, query, key, value, operands=operands)
 
 
@@ -228,7 +228,7 @@ def _check_heads(who: str, heads: int) -> None:
         raise ValueError(f"{who} needs at least 1 head, got {heads}")
 
 
-def _checked_log_decay(who: str, log_decay: Array, key: Array) -> Array:
+def checked_log_decay(who: str, log_decay: Array, key: Array) -> Array:
     """The same as [B or 1, T or 1, K, 1 or H]."""
     batch, length, heads, size = key.shape
     log_decay = jnp.asarray(log_decay)

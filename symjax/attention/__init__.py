@@ -18,6 +18,7 @@ from symjax.attention.decayed_linear import (
     lightning_log_decay,
     retention_log_decay,
 )
+from symjax.attention.delta import delta_causal, delta_state, delta_step
 from symjax.attention.differential import (
     differential,
     differential_lambda,
@@ -82,6 +83,9 @@ __all__ = [
     "decay_causal",
     "decay_state",
     "decay_step",
+    "delta_causal",
+    "delta_state",
+    "delta_step",
     "differential",
     "differential_lambda",
     "differential_v2",

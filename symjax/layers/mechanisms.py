@@ -3,6 +3,7 @@
 from typing import Any
 
 from symjax import config
+from symjax.layers.delta import DELTA
 from symjax.layers.features import COSINE, LINEAR, PERFORMER
 from symjax.layers.gates import DECAY
 from symjax.layers.parts import Part, named_options
@@ -49,6 +50,7 @@ def _flops_of_a_matrix(layer: Any, length: int) -> float:
 PARTS = {
     "cosine": COSINE,
     "decay": DECAY,
+    "delta": DELTA,
     "linear": LINEAR,
     "performer": PERFORMER,
     "gau": Part(options=_of_gau, convert=_gau_converted),

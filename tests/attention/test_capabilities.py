@@ -22,6 +22,7 @@ every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
 # What some mechanisms are given besides query, key and value.
 MORE = {
     "decay": lambda keys, heads: {"log_decay": jnp.zeros((B, keys, heads))},
+    "delta": lambda keys, heads: {"beta": jnp.ones((B, keys, heads))},
     "performer": lambda keys, heads: {"projection": jnp.ones((M, H))},
     "gau": lambda keys, heads: {"divisor": 7.0},
     "flash": lambda keys, heads: {"group_size": G},

@@ -19,6 +19,10 @@ MECHANISMS = {
     "decay": lambda query, key, value: A.decay_causal(
         query, key, value, -0.1 * np.ones((1, 1, key.shape[2]), np.float32)
     ),
+    "delta": lambda query, key, value: A.delta_causal(
+        *(query, key / 3, value, np.ones(key.shape[:3], np.float32)),
+        -0.1 * np.ones((1, 1, key.shape[2]), np.float32),
+    ),
     "flash": lambda query, key, value: A.flash_causal(
         query, key, query, key, value, group_size=4
     ),

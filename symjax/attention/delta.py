@@ -1,0 +1,197 @@
+"""The delta rule: a linear state that erases what it holds at a key before it writes.
+
+def delta(q, k, v, beta, g):              # one head: q, k [T H], v [T V], beta, g [T]
+    sums, out = np.zeros((k.shape[1], v.shape[1])), []
+    for t in range(len(q)):
+        sums = np.exp(g[t]) * sums                          # decay
+        change = beta[t] * (v[t] - k[t] @ sums)             # erase, then write
+        sums = sums + np.outer(k[t], change)
+        out.append(q[t] @ sums)
+    return np.stack(out)
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.chunks import (
+    Chunk,
+    attend_causal,
+    attend_step,
+    einsum,
+    sum_dtype,
+)
+from symjax.attention.decayed_linear import checked_log_decay
+from symjax.attention.faded import faded_scores, log_decays
+
+
+class DeltaState(NamedTuple):
+    """What the delta rule keeps of its past, in float32 at least."""
+
+    sums: Float[Array, "B K H V"]
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """The recurrence; operands of each token are β [B K T] and log-decays [B K T F].
+
+    What the tokens of a chunk write depends on what those before them wrote: with
+    E_ts the decay between two tokens, row t of the changes u is
+    u_t = β_t (v_t − k_t·S faded to t − Σ_{s<t} (k_t·k_s E_ts) u_s), a unit-triangular
+    system (the WY form). No decay is divided by another.
+    """
+
+    def empty(self, parameters: None, sizes: tuple, dtype: Any) -> DeltaState:
+        return delta_state(*sizes, dtype=dtype)
+
+    def advance(
+        self, parameters: None, state: DeltaState, chunk: Chunk
+    ) -> tuple[DeltaState, Float[Array, "B K G T V"]]:
+        dtype, sums = state.sums.dtype, state.sums
+        query, key, value = (x.astype(dtype) for x in chunk[:3])
+        beta = chunk.operands[0].astype(dtype)[..., None]
+        # The key asks as one more query head does: what does the state hold at it?
+        asking = jnp.concatenate([query, key[:, :, None]], axis=2)
+        since, until, pairs = faded_scores(asking, key, log_decays(chunk).astype(dtype))
+        held = einsum("bkgth,bkhv->bkgtv", asking * jnp.exp(since)[:, :, None], sums)
+        change = solve_triangular(
+            beta * pairs[:, :, -1],
+            beta * (value - held[:, :, -1]),
+            lower=True,
+            unit_diagonal=True,  # the diagonal itself is not read
+        )
+        inside = einsum("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
+        written = einsum("bksh,bksv->bkhv", key * jnp.exp(until), change)
+        left = sums * jnp.exp(since[:, :, -1])[..., None]
+        return DeltaState(left + written), held[:, :, :-1] + inside
+
+    def stretch(
+        self, parameters: None, chunk: Chunk
+    ) -> tuple[DeltaState, Float[Array, "B K H H"]]:
+        """S ↦ M S + S₀: what becomes of the state [I | 0] while 0 and v are written."""
+        dtype = sum_dtype(*chunk[:3])
+        size = chunk.key.shape[-1]
+        nothing = jnp.zeros((*chunk.key.shape[:3], size), dtype)
+        value = jnp.concatenate([nothing, chunk.value.astype(dtype)], axis=-1)
+        sums = jnp.zeros((*chunk.key.shape[:2], size, value.shape[-1]), dtype)
+        sums = sums.at[..., :size].set(jnp.eye(size, dtype=dtype))
+        state, _ = self.advance(None, DeltaState(sums), chunk._replace(value=value))
+        return DeltaState(state.sums[..., size:]), state.sums[..., :size]
+
+    def merge(self, one: tuple, two: tuple) -> tuple[DeltaState, Array]:
+        left = einsum("bkhi,bkiv->bkhv", two[1], one[0].sums)
+        transition = einsum("bkhi,bkij->bkhj", two[1], one[1])
+        return DeltaState(left + two[0].sums), transition
+
+
+def delta_causal(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    beta: Float[Array, "B T K"],
+    log_decay: Float[Array, "#B #T K *F"] | Float[Array, " K"] | None = None,
+    mask: Bool[Array, "B 1 1 T"] | None = None,
+    *,
+    chunk_size: int = 64,
+    state: DeltaState | None = None,
+    return_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
+    """A linear state that forgets, and replaces what it holds at a token's key.
+
+    S_t = (I − β_t k_t k_tᵀ) diag(exp(g_t)) S_{t−1} + β_t k_t v_tᵀ and out[t] = q_t S_t,
+    with g_t = log_decay[t]: decay first, then erase, then write.
+
+    There is no scale and no denominator. The state is stable with keys of length 1 and
+    β in [0, 2]; β = 1 replaces what a key holds, β > 1 reflects it. Query head n uses
+    key head n // (N/K), whose β and decay it shares. Sums run in float32 at least.
+    Time O(T (H V + chunk_size (H + V))) and a triangular solve a chunk; the backward
+    pass keeps one state a chunk.
+
+    Args:
+        beta: how much of what a key holds is replaced.
+        log_decay: None for no decay (DeltaNet); at most 0, [K] or [B or 1, T or 1, K]
+            for a decay a head (Gated DeltaNet), [B or 1, T or 1, K, H] for one a
+            channel (Kimi Delta Attention). −∞ forgets all.
+        mask: True = attend; it may only hide keys. A hidden token is as good as
+            absent: it neither writes nor decays. Its output is what the state gives.
+        chunk_size: tokens handled together, best a power of two.
+        state: from `delta_state`, `delta_step` or an earlier call. Its last segment
+            goes on with the first run of `segment_ids`.
+        segment_ids: the state starts anew wherever the id changes.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
+            array is a device's own stretch. Devices tell each other their states and
+            what their tokens do to a state, [H H] a head.
+    Returns:
+        The output, and the state after the last token if `return_state`.
+    Raises:
+        ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
+            state of other sizes; a state given or wanted with an axis_name.
+    Source: Yang et al. 2024, arXiv:2406.06484 (the chunk form) and arXiv:2412.06464
+        (a decay a head); Kimi Team 2025, arXiv:2510.26692 (a decay a channel).
+    """
+    who = "delta_causal"
+    return attend_causal(
+        who,
+        DeltaRule(),
+        query,
+        key,
+        value,
+        mask,
+        operands=_operands(who, key, beta, log_decay),
+        chunk_size=chunk_size,
+        state=state,
+        return_state=return_state,
+        segment_ids=segment_ids,
+        axis_name=axis_name,
+    )
+
+
+def delta_step(
+    state: DeltaState,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    value: Float[Array, "B 1 K V"],
+    beta: Float[Array, "B 1 K"],
+    log_decay: Float[Array, "#B 1 K *F"] | Float[Array, " K"] | None = None,
+) -> tuple[Float[Array, "B 1 N V"], DeltaState]:
+    """One more token of `delta_causal`, in O(H V): the output and the state after it.
+
+    Raises:
+        ValueError: as `delta_causal`; more than one token.
+    """
+    who = "delta_step"
+    operands = _operands(who, key, beta, log_decay)
+    return attend_step(who, DeltaRule(), state, query, key, value, operands=operands)
+
+
+def delta_state(
+    batch: int,
+    kv_heads: int,
+    head_size: int,
+    value_size: int,
+    *,
+    dtype: Any = jnp.float32,
+) -> DeltaState:
+    """The state of `delta_causal` before the first token; float32 at least."""
+    dtype = jnp.promote_types(dtype, jnp.float32)
+    return DeltaState(jnp.zeros((batch, kv_heads, head_size, value_size), dtype))
+
+
+def _operands(
+    who: str, key: Array, beta: Array, log_decay: Array | None
+) -> tuple[Array, Array]:
+    """Raises: ValueError: β or the decays do not fit the keys."""
+    beta = jnp.asarray(beta)
+    if beta.shape != key.shape[:3]:
+        raise ValueError(
+            f"{who}: beta must be [B T K] {key.shape[:3]} for key {key.shape}, got "
+            f"{beta.shape}"
+        )
+    if log_decay is None:
+        log_decay = jnp.zeros(key.shape[2], sum_dtype(key))
+    return beta, checked_log_decay(who, log_decay, key)

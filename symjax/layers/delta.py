@@ -1,0 +1,65 @@
+"""What a layer holds for the delta rule: β, and how fast the state forgets."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from symjax import config
+from symjax.layers.gates import DECAY, decay_converted, decay_of
+from symjax.layers.parts import Part, Sizes, recurrence_flops
+from symjax.layers.primitives import Linear
+from symjax.layers.sharded import Operand
+
+EPSILON = 1e-6  # inside the root of a squared length
+
+
+def _weights(
+    options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
+) -> dict[str, Any]:
+    shared = {"use_bias": False, "dtype": jnp.dtype(options.dtype), "rngs": rngs}
+    found = {"beta": Linear(options.width, sizes.keys, **shared)}
+    if options.attention.decay == "none":
+        return found
+    return found | decay_of(options, depth, sizes, rngs)
+
+
+def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
+    """β of the token in (0, 1), and queries and keys of length 1."""
+    logits = layer.beta(x)
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    beta = jax.nn.sigmoid(logits.astype(wide))
+    operands = operands | {"beta": Operand(beta, "BTK")}
+    for name in ("query", "key"):
+        given = operands[name]
+        operands[name] = given._replace(array=_unit(given.array))
+    if layer.chosen.decay != "none":
+        operands["log_decay"] = Operand(layer.decay(x), "BTK")
+    return operands
+
+
+def _unit(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    squares = (wide * wide).sum(axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(squares + EPSILON)).astype(x.dtype)
+
+
+def _flops(layer: Any, length: int) -> float:
+    """The key asks the state as one more query does; solving is as dear as reading."""
+    sizes = layer.mixer.sizes
+    return recurrence_flops(layer, length) * (1 + sizes.keys / sizes.queries)
+
+
+DELTA = Part(
+    weights=_weights,
+    operands=_operands,
+    head_norm=True,
+    keys=lambda chosen: ("decay",),
+    flops=_flops,
+    rules=(("beta/kernel", P("fsdp", "tensor")), *DECAY.rules),
+    owned=("beta", "decay"),
+    convert=decay_converted,
+)

@@ -1,0 +1,117 @@
+"""Layers of the delta rule against their definitions, token by token in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from symjax import config
+from symjax.layers import Attention
+from symjax.models.cost import attention_flops
+
+WIDTH, HEADS, TIME, TAPS = 24, 3, 11, 4
+SIZE = WIDTH // HEADS
+every_decay = pytest.mark.parametrize("decay", ["none", "mamba2", "kda"])
+
+
+def layer_of(decay):
+    """With all of its parts, and weights that are not those of the start."""
+    chosen = config.Attention(
+        mechanism="delta", decay=decay, short_convolution=TAPS, output_gate=True
+    )
+    options = config.Model(width=WIDTH, heads=HEADS, attention=chosen)
+    layer = Attention(options, 0, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(layer, nnx.Param)
+    rng = np.random.default_rng(0)
+    noise = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape), weights)
+    return nnx.merge(graph, jax.tree.map(lambda x: x.astype("f4"), noise))
+
+
+def inputs():
+    return np.random.default_rng(3).normal(size=(2, TIME, WIDTH)).astype("f4")
+
+
+def weight(part, *names):
+    for name in names:
+        part = getattr(part, name)
+    return np.asarray(part[...], np.float64)
+
+
+def dense(part, x):
+    return x @ weight(part, "kernel") + (weight(part, "bias") if part.use_bias else 0)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def heads_of(layer, name, x):
+    """The projection, its convolution with zeros before the first token, and SiLU."""
+    kernel, x = (
+        weight(layer, f"{name}_convolution", "kernel"),
+        dense(getattr(layer, name), x),
+    )
+    padded = np.concatenate([np.zeros((TAPS - 1, WIDTH)), x])
+    mixed = sum(kernel[i] * padded[i : i + TIME] for i in range(TAPS))
+    return silu(mixed).reshape(TIME, HEADS, SIZE)
+
+
+def definition(layer, x):
+    query, key, value = (heads_of(layer, n, x) for n in ("query", "key", "value"))
+    query, key = (
+        y / np.sqrt((y**2).sum(axis=-1, keepdims=True) + 1e-6) for y in (query, key)
+    )
+    beta = 1 / (1 + np.exp(-dense(layer.beta, x)))
+    log_decay = np.zeros((TIME, HEADS, 1))
+    if layer.chosen.decay != "none":
+        gate = layer.decay
+        hidden = x if layer.chosen.decay == "mamba2" else dense(gate.down, x)
+        step = np.log1p(np.exp(dense(gate.up, hidden) + weight(gate, "bias")))
+        step = step.reshape(TIME, HEADS, -1)  # of every head, or of every channel
+        log_decay = -np.exp(weight(gate, "rate"))[:, None] * step
+    state = np.zeros((HEADS, SIZE, SIZE))
+    mixed = np.zeros((TIME, HEADS, SIZE))
+    for t in range(TIME):
+        state = np.exp(log_decay[t])[..., None] * state
+        held = np.einsum("nh,nhv->nv", key[t], state)
+        change = beta[t][:, None] * (value[t] - held)
+        state = state + key[t][..., None] * change[:, None]
+        mixed[t] = np.einsum("nh,nhv->nv", query[t], state)
+    root = np.sqrt((mixed**2).mean(axis=-1, keepdims=True) + 1e-5)
+    normed = (mixed / root * weight(layer, "head_norm", "scale")).reshape(TIME, WIDTH)
+    return dense(layer.out, normed * silu(dense(layer.output_gate, x)))
+
+
+@every_decay
+def test_a_layer_is_its_definition(decay):
+    layer, x = layer_of(decay), inputs()
+    wanted = [definition(layer, one.astype(np.float64)) for one in x]
+    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(layer, x), wanted, atol=5e-5)
+
+
+@every_decay
+def test_decoding_is_the_whole_form(decay):
+    """A piece of five tokens, then one at a time, the state of convolutions too."""
+    layer, x = layer_of(decay), inputs()
+    whole = nnx.jit(lambda m, x: m(x))(layer, x)
+    decode = nnx.jit(lambda m, x, cache, read: m.decode(x, cache, read))
+    cache, found = layer.init_cache(2, TIME), []
+    for start, stop in ((0, 5), *((t, t + 1) for t in range(5, TIME))):
+        piece, cache = decode(layer, x[:, start:stop], cache, jnp.full(2, start))
+        found.append(piece)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=5e-6)
+
+
+def test_the_key_asks_as_one_more_query_does():
+    """Of the same state and chunks, a layer costs twice as much as one that decays."""
+    costs = [
+        attention_flops(
+            config.Model(
+                width=WIDTH, heads=HEADS, attention=config.Attention(mechanism=name)
+            ),
+            0,
+        )
+        for name in ("delta", "decay")
+    ]
+    assert costs[0] == 2 * costs[1]

@@ -1,4 +1,4 @@
-"""Judge a checkpoint: python eval.py --workdir runs/diff_sym-tiny (or --help)."""
+"""Evaluate a checkpoint: python eval.py --workdir runs/diff_sym-tiny (or --help)."""
 
 import argparse
 import sys
@@ -21,14 +21,14 @@ def main(words: list[str]) -> None:
     if "--list" in words:
         print("\n".join(f"{n:<14}{t.meaning}" for n, t in tasks.TASKS.items()))
     else:
-        judge(parse(words))
+        evaluate(parse(words))
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Raises: ValueError: a word is unknown or a value out of its range; one line."""
     parser = Parser(prog="eval.py", description=__doc__, epilog=NOTE)
     add = parser.add_argument
-    add("--workdir", type=Path, required=True, help="the run to judge")
+    add("--workdir", type=Path, required=True, help="the run to evaluate")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", type=int, help="a checkpoint; the newest whole one by default"
@@ -45,9 +45,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--out", type=Path, help="also write tables (CSV) and figures (PNG) there")
     add("--report", type=Path, help="also write one HTML page with all of it")
     add("--batches", type=int, help="held-out batches to measure; all by default")
-    add("--prompt", help="text to go on from; held-out text by default")
-    add("--tokens", type=int, default=200, help="tokens to write (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: likeliest (%(default)s)")
+    add("--prompt", help="text to continue; held-out text by default")
+    add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
     add("--seed", type=int, default=0, help="of the sample (%(default)s)")
     chosen = parser.parse_args(words)
     for name in ("batches", "tokens"):
@@ -61,7 +61,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     return chosen
 
 
-def judge(chosen: argparse.Namespace) -> None:
+def evaluate(chosen: argparse.Namespace) -> None:
     """Load once, measure and print task after task, then write what was asked for."""
     for flag in ("json", "report"):
         if (path := getattr(chosen, flag)) is not None:
@@ -76,7 +76,7 @@ def judge(chosen: argparse.Namespace) -> None:
     for name in chosen.names:
         results[name] = tasks.measure(name, run, options)
         text, before = report.to_text(results[name]), brief
-        brief = "\n" not in text  # what has nothing to show stands line by line
+        brief = "\n" not in text  # tasks that do not apply: no empty lines between them
         print(text if brief and before else f"\n{text}", flush=True)
     if chosen.json is not None:
         text = report.to_json(tasks.about(run), results)

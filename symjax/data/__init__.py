@@ -1,1 +1,1 @@
-"""Text in, windows of tokens out: sources, tokenizers, packed corpora, batches."""
+"""Sources, tokenizers, packed corpora, generated tasks, and the batches of a run."""

@@ -1,4 +1,4 @@
-"""What a run learns from: rows, each a pure function of its number.
+"""Training examples: rows, each a pure function of its number.
 
 No state: resuming a run needs one integer, any step costs the same, and a process can
 ask for its own rows of the global batch only.
@@ -25,7 +25,7 @@ Shape = tuple[int, int]  # rows, tokens a row
 # int32 and, where rows are judged, weights float32
 Rows = Callable[[int, int], tuple[np.ndarray, ...]]
 
-ENDLESS = 32  # held-out batches of examples that are made up on the spot
+ENDLESS = 32  # held-out batches of generated examples
 ROUNDS = 4  # a Feistel network of four rounds is a pseudo-random permutation
 
 
@@ -50,9 +50,9 @@ class Examples:
         files: those that are being read.
         tokenizer: of the text in the inputs; None where there is no text.
         text: what a decoder learns to continue; None where targets are answers (labels,
-            hidden tokens, answers of a task), of which an accuracy is told.
+            masked tokens, answers of a task), whose accuracy is reported.
         longest: tokens of the longest held-out row; None: any number.
-        fixed_length: a shorter row would be another task, or is none.
+        fixed_length: rows cannot be shortened: the length belongs to the task.
         labels: names of the classes.
         image: height, width and channels of the inputs; None of tokens.
     """

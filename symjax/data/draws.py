@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of where they are used: no state, no order."""
+"""Counter-based random numbers: a pure function of seed, row, attempt and call."""
 
 import numpy as np
 

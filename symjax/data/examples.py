@@ -1,4 +1,4 @@
-"""What a run learns from: a text, hidden tokens of one, labels, or a generated task."""
+"""The examples of a run: a text, masked tokens of one, labels, or a generated task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from symjax.data.generated import NOTHING
 from symjax.data.labelled import labelled_examples, open_labelled
 from symjax.data.sources import check_keys
 
-SHARE = 0.15  # of the tokens of a row are asked
+SHARE = 0.15  # of the tokens of a row that are targets
 MASKED, RANDOM = 0.8, 0.1  # of these; the rest stays as it is
 
 
@@ -38,7 +38,7 @@ def open_examples(
             trained on them.
     Raises:
         ValueError: as `open_corpus`; options of a generated task that do not fit; a
-            model that cannot learn what there is.
+            model that does not fit the source.
     """
     options, encoder = whole.data, not config.is_causal(whole.model)
     _check_task(options, whole.model)
@@ -55,7 +55,7 @@ def open_examples(
 
 
 def _check_task(options: config.Data, model: config.Model) -> None:
-    """Raises: ValueError: the model cannot learn what the source has, naming both."""
+    """Raises: ValueError: the kind of model does not fit the source, naming both."""
     labelled, source = classes.has_labels(options), f"data.source {options.source!r}"
     if labelled and not model.classes:
         what = f"data.label {options.label!r}" if options.label else source
@@ -97,10 +97,10 @@ def text_examples(corpus: Corpus) -> Examples:
 
 
 def masked_examples(text: Examples) -> Examples:
-    """The rows of a text with 15 % of each row's tokens asked.
+    """The rows of a text with 15 % of each row's tokens as targets.
 
     Of these 80 % are replaced by a token of their own, the last of the vocabulary, and
-    10 % by any token. Training hides others in every epoch, held-out rows the same
+    10 % by any token. Training masks others in every epoch, held-out rows the same
     ones each time.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
@@ -111,13 +111,13 @@ def masked_examples(text: Examples) -> Examples:
         numbers: np.ndarray, length: int, seed: int
     ) -> tuple[np.ndarray, np.ndarray]:
         tokens, _ = text.train(numbers, length, seed)
-        return _hidden(tokens, Draws(seed, numbers), mask)
+        return _masked(tokens, Draws(seed, numbers), mask)
 
     def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
-        """Where the text has ended there are pads: an encoder would see the repeated
+        """Beyond the end of the text is padding: an encoder would see the repeated
         tokens that fill up the row of a decoder."""
         tokens, _, there = text.heldout(numbers, length)
-        inputs, targets = _hidden(tokens, Draws(0, numbers), mask)
+        inputs, targets = _masked(tokens, Draws(0, numbers), mask)
         inputs = np.where(there > 0, inputs, NOTHING)
         return inputs, targets, there * (targets != NOTHING)
 
@@ -133,10 +133,10 @@ def masked_examples(text: Examples) -> Examples:
     )
 
 
-def _hidden(
+def _masked(
     tokens: np.ndarray, draws: Draws, mask: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of rows [B, T] with tokens hidden by a mask, or replaced."""
+    """Inputs and targets of rows [B, T] with tokens masked, replaced or kept."""
     count = max(1, round(SHARE * tokens.shape[1]))
     places = draws.distinct(tokens.shape[1], count)
     asked, chance = np.take_along_axis(tokens, places, axis=1), draws.uniform(count)

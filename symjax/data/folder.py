@@ -20,7 +20,7 @@ import numpy as np
 
 from symjax import config
 from symjax.data import sources
-from symjax.data.packed import WAY_OUT, Packed
+from symjax.data.packed import REMEDY, Packed
 from symjax.files import UNFINISHED, replaced
 
 SPLITS = ("train", "heldout")
@@ -75,7 +75,7 @@ def _build(options: config.Data, directory: Path, pack: Pack) -> None:
     files = sources.files(options)
     stamp = _stamp(files)
     arrays, facts = pack(options)
-    # Of files that have changed meanwhile nobody knows which content was read.
+    # Of files that changed meanwhile it is unknown which content was read.
     sha256 = _content(files) if _stamp(files) == stamp else ""
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
@@ -120,8 +120,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         manifest = {}
     if manifest.pop("seal", None) != _json_sha256(manifest):
         raise ValueError(
-            f"corpus file {str(path)!r} is damaged (not the JSON of a corpus): "
-            f"{WAY_OUT}"
+            f"corpus file {str(path)!r} is damaged (not the JSON of a corpus): {REMEDY}"
         )
     return manifest
 

@@ -1,9 +1,9 @@
-"""Tasks made up on the spot, in which the right answer is known.
+"""Generated tasks, whose answers are known.
 
-A row is `length` tokens and as many targets: the token to say at that place, or −1
-where nothing is asked. Rows are a pure function of (seed, index), made for a whole
-batch at once. One row in eight is held out, by a hash of its tokens: no row of the
-training text is ever among the held-out ones, whatever the seeds.
+A row is `length` tokens and as many targets: the token to predict at that place, or −1
+where there is none. Rows are a pure function of (seed, index), made for a whole batch
+at once. One row in eight is held out, by a hash of its tokens: training and held-out
+rows are disjoint, whatever the seeds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from symjax import config
 from symjax.data.draws import Draws, mix
 
-NOTHING = -1  # the target where nothing is asked
+NOTHING = -1  # where there is no target, and in place of padding tokens
 HELDOUT = 8  # one row of so many
-ATTEMPTS = 5000  # to draw a row, after which there is none
+ATTEMPTS = 5000  # to draw a row on its side of the split
 
 Rows = tuple[np.ndarray, np.ndarray]  # tokens and targets, int32 [B, length]
 
@@ -67,9 +67,9 @@ def rows(
                 f"{side}: choose more"
             )
         draws = Draws(seed, indices[waiting], attempt)
-        some, asked = generator.make(options, length, draws)
+        some, answers = generator.make(options, length, draws)
         right = is_heldout(some) == heldout
-        tokens[waiting[right]], targets[waiting[right]] = some[right], asked[right]
+        tokens[waiting[right]], targets[waiting[right]] = some[right], answers[right]
         waiting, attempt = waiting[~right], attempt + 1
     return tokens, targets
 
@@ -112,9 +112,9 @@ def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
 
         k₁ v₁ … kₙ vₙ  … kᵢ vᵢ … kⱼ vⱼ …
 
-    Each key comes back once, at a gap that a power law draws, and its value is asked
-    there; the places between hold values at random. Keys and values are different
-    tokens, `symbols` of each.
+    Each key comes back once, at a gap from a power law, and its value is the target
+    there; the places between hold random values. Keys and values are different tokens,
+    `symbols` of each.
 
     Source: Arora et al. 2023, arXiv:2312.04927, section 4 and appendix.
     """
@@ -140,12 +140,12 @@ POWER = 0.01  # of the gaps in `mqar`, as in Zoology
 
 
 def _needle(options: config.Data, length: int, draws: Draws) -> Rows:
-    """Needles, key and value after a mark, in a hay of other tokens; some are asked.
+    """Needles (key and value after a mark) in a hay of other tokens, and questions.
 
         hay mark k v hay hay mark k v hay … ask kᵢ vᵢ ask kⱼ vⱼ
 
-    The value is asked at its key. Key, value and hay are different tokens, `symbols`
-    of each.
+    The value is the target at its key. Key, value and hay are different tokens,
+    `symbols` of each.
     """
     depths = draws.uniform(options.items)
     order = draws.distinct(options.items, options.asked)
@@ -159,7 +159,7 @@ def plant(
     depths: np.ndarray,
     order: np.ndarray,
 ) -> Rows:
-    """Needles at depths [B, items] from 0 to 1, of which `order` [B, asked] are asked.
+    """Needles at depths [B, items] from 0 to 1; questions about `order` [B, asked].
 
     Needles do not overlap: each takes three places of its own.
     """
@@ -213,7 +213,7 @@ def reordered(
 
 
 def _copy(options: config.Data, length: int, draws: Draws) -> Rows:
-    """`items` symbols, a separator, and the same symbols again, each asked.
+    """`items` symbols, a separator, and the same symbols again, each a target.
 
     Rows that are longer begin with separators.
     """
@@ -233,7 +233,7 @@ DEPTH = 4  # of operators inside operators
 
 
 def _listops(options: config.Data, length: int, draws: Draws) -> Rows:
-    """Nested lists of digits, with one operator each; "=" asks for the value.
+    """Nested lists of digits, with one operator each; the target at "=" is the value.
 
         [MAX 2 9 [MIN 4 7] 0] = 9
 
@@ -299,7 +299,7 @@ def _listops(options: config.Data, length: int, draws: Draws) -> Rows:
         where = batch[gives], parent[gives], counts[batch, parent][gives]
         arguments[where] = value[gives]
         counts[batch[gives], parent[gives]] += 1
-    return _asked(written, result, length)
+    return _completed(written, result, length)
 
 
 def _evaluate(
@@ -321,7 +321,7 @@ def _evaluate(
     )
 
 
-def _asked(written: np.ndarray, result: np.ndarray, length: int) -> Rows:
+def _completed(written: np.ndarray, result: np.ndarray, length: int) -> Rows:
     """Blanks moved to the front, "=" behind, its target the result."""
     blanks = written == BLANK
     order = np.argsort(~blanks, axis=1, kind="stable")

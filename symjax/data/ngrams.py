@@ -1,7 +1,4 @@
-"""How far counting gets: the held-out lines a trained model has to beat.
-
-A model above the trigram line has not beaten a table of trigrams.
-"""
+"""n-gram baselines: held-out cross-entropy of unigram, bigram and trigram tables."""
 
 from __future__ import annotations
 

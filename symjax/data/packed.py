@@ -1,7 +1,7 @@
 """Token ids in a file, read piece by piece and never mapped into memory.
 
-Touching a memory map of a file that was cut short ends the process (SIGBUS) without a
-word. A read that comes back short is an error like any other.
+Touching a memory map of a file that was cut short kills the process with SIGBUS; a
+read that returns too few bytes is an exception.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-WAY_OUT = "delete the folder to build it again"
+REMEDY = "delete the folder to build it again"
 
 
 class Packed:
@@ -41,7 +41,7 @@ class Packed:
         found = os.fstat(self._descriptor)
         if found.st_size != size:
             raise self._damaged(f"{found.st_size} bytes, {size} were written")
-        self._must_be_as_written()
+        self._check_sha256()
         with self._file() as file:
             np.lib.format.read_magic(file)
             shape, _, self.dtype = np.lib.format.read_array_header_1_0(file)
@@ -64,7 +64,7 @@ class Packed:
         if len(content) < wanted:
             raise self._damaged("cut short while in use")
         if (found.st_size, found.st_mtime_ns) != self._seen:
-            self._must_be_as_written()
+            self._check_sha256()
             self._seen = found.st_size, found.st_mtime_ns
         return np.frombuffer(content, self.dtype)
 
@@ -87,10 +87,10 @@ class Packed:
         file.seek(0)
         return file
 
-    def _must_be_as_written(self) -> None:
+    def _check_sha256(self) -> None:
         with self._file() as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
                 raise self._damaged("its sha256 has changed")
 
     def _damaged(self, problem: str) -> ValueError:
-        return ValueError(f"{self} is damaged ({problem}): {WAY_OUT}")
+        return ValueError(f"{self} is damaged ({problem}): {REMEDY}")

@@ -19,8 +19,8 @@ from symjax.data import hub, splits
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-# The keys that each source reads; of those that are no plain text, `classes` and
-# `generated` are the rooms.
+# The keys that each source reads. Labelled sources are in `classes`, tasks in
+# `generated`.
 KEYS = {
     "stdlib": ("tokenizer",),
     "text": ("tokenizer", "path"),
@@ -39,7 +39,7 @@ EXCLUDED = frozenset(
     "turtledemo tkinter distutils encodings pydoc_data ensurepip".split()
 )
 
-PACKAGES, LEAST_FILES = 8, 5  # to tell apart, and of each
+PACKAGES, LEAST_FILES = 8, 5  # how many are labels; with this many files or more
 
 
 class Source(NamedTuple):

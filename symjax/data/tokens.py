@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-REPLACEMENT = "\ufffd"  # stands for ids that are no text
+REPLACEMENT = "\ufffd"  # for ids outside the vocabulary
 CHUNK = 1 << 22  # characters looked up at a time: about 80 MB
 
 

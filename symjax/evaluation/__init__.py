@@ -1,1 +1,1 @@
-"""What a checkpoint is worth: losses, λ, samples."""
+"""Evaluation of checkpoints: losses, samples, and measurements of the attention."""

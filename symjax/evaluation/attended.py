@@ -54,12 +54,13 @@ def noise(run: LoadedRun, options: Options) -> Result:
     without one do not count. The context is the last 16 other tokens, the row's own
     among them. Needles: see `noise_of_needles`. The targets of an encoder are masked
     tokens: their answers are the other places where the same token is shown, and the
-    context are the tokens less than 8 places away. Labels are no tokens of the input.
+    context are the tokens less than 8 places away. None for
+    labels, which are not tokens of the input.
     """
     if run.config.data.source == "needle":
         return noise_of_needles(run, options)
     if run.config.model.classes:
-        return none("noise", "a label is no token that attention could look at")
+        return none("noise", "labels are not tokens of the input")
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         answer = answers(window)
@@ -83,7 +84,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
 
 
 def noise_of_needles(run: LoadedRun, options: Options) -> Result:
-    """Shares of attention of the first key that is asked, by the depth of its needle.
+    """Shares of attention at the first question, by the depth of its needle.
 
     Answer is that needle (mark, key and value), context all other tokens before the
     questions, elsewhere the questions. By layer means over depths, by depth means over
@@ -205,7 +206,7 @@ def on_places(
 
 
 def self_share(run: LoadedRun, options: Options) -> Result:
-    """What a row gives itself, by layer and head, where it sees any other key."""
+    """The share of a token on itself, by layer and head, where it sees another key."""
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         maps = np.concatenate([shares(layer.map), uniform(window.visible)[None]])

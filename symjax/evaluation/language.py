@@ -1,7 +1,7 @@
-"""What a model predicts: held-out and training losses, and a sample.
+"""Held-out and training losses, and a sample.
 
 Three losses: on held-out text; on training text in evaluation mode, the same way; and
-on training text in training mode, with dropout. The last two tell memorisation.
+on training text in training mode, with dropout. The last two show memorisation.
 """
 
 import functools
@@ -134,7 +134,7 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
     if options.prompt is not None:
         ids = text.tokenizer.encode(options.prompt)
     if not len(ids):
-        raise ValueError("--prompt is empty: give text to go on from")
+        raise ValueError("--prompt is empty: give text to continue")
     model = run.decoder()
     if model.learned_positions:
         count = min(count, model.length - len(ids))

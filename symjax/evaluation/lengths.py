@@ -63,8 +63,8 @@ def length(run: LoadedRun, options: Options) -> Result:
     """Loss and accuracy at 1, 2, 4 and 8 times the length of training.
 
     With log-n scaling off, at evaluation only (its base the length of training), and
-    as trained; and a case where it should hurt. A classifier reads longer pieces of
-    its texts, as far as there are any.
+    as trained; and its cost in an average. A classifier reads longer pieces of its
+    texts, as far as there are any.
     """
     model, unit = run.config.model, f"nats/{run.examples.unit}"
     if model.patch:
@@ -128,7 +128,7 @@ def position(run: LoadedRun, options: Options) -> Result:
     """Held-out loss by place in a window as long as those of training."""
     model, unit = run.config.model, f"nats/{run.examples.unit}"
     if model.classes:
-        return none("position", "a label stands at no place of the window")
+        return none("position", "a label has no place in the window")
     batches = options.batches or 4 * BATCHES
     places = by_place(run, run.model(), model.length, batches)
     edges = [2**i for i in range(30) if 2**i < model.length]

@@ -1,4 +1,4 @@
-"""How large things become: logits, hidden states, and derivatives of weights."""
+"""The size of logits, of hidden states, and of the derivatives of weights."""
 
 import numpy as np
 from jaxtyping import Float

@@ -40,12 +40,12 @@ def maps(run: LoadedRun, options: Options) -> Result:
         f"{len(figures)} figures for --out and --report",
     ]
     if options.prompt is not None and run.examples.tokenizer is None:
-        text.append("of what is held out: the model reads no text, and no --prompt")
+        text.append("of a held-out row: --prompt needs a model of text")
     return Result({}, text, (), tuple(figures))
 
 
 def _sentence(run: LoadedRun, prompt: str | None) -> tuple[Inputs, list[str]]:
-    """What to read, and what its tokens are called in a figure."""
+    """The inputs, and the names of their tokens in a figure."""
     model, tokenizer = run.config.model, run.examples.tokenizer
     longest = min(SENTENCE, model.length)
     if prompt is not None and tokenizer is not None:

@@ -31,7 +31,7 @@ def to_json(about: dict[str, Any], results: Mapping[str, Result]) -> str:
 
 
 def to_text(result: Result) -> str:
-    """A result as a page for people."""
+    """The printed form of a result."""
     tables = (aligned(_cells(x), str.rjust, least=6) for x in _printed(result))
     return "\n\n".join("\n".join(lines) for lines in (result.text, *tables) if lines)
 

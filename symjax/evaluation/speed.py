@@ -33,7 +33,7 @@ from symjax.training.step import batch_like, compile_program
 
 LENGTHS = tuple(2**i for i in range(7, 12))
 ROUNDS = 5
-STEPS = 16  # tokens written in a round
+STEPS = 16  # tokens decoded in a round
 PATIENCE = 60.0  # seconds for one length, after which no longer one is tried
 MIB = 2**20
 
@@ -60,7 +60,7 @@ def speed(run: LoadedRun, options: Options) -> Result:
     if model.patch:
         text.append("the tokens are patches, of images one patch high")
     if not config.is_causal(model):
-        text.append("decoding: none, an encoder reads whole rows and writes nothing")
+        text.append("decoding: none, an encoder predicts no next token")
     cells: list[tuple[Any, ...]] = []
     for length in progress(LENGTHS, "speed"):
         start = time.monotonic()
@@ -86,7 +86,7 @@ def mechanisms(model: config.Model) -> list[str]:
 
 
 def named(model: config.Model) -> str:
-    """What softmax is measured against: the mechanisms, keys and maps."""
+    """A name for the model: its mechanisms, keys and maps."""
     chosen = model.attention
     parts = ["+".join(dict.fromkeys(mechanisms(model)))]
     if chosen.differential != "none":

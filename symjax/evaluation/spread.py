@@ -1,4 +1,4 @@
-"""How many keys a row of attention is spread over: its entropy, and its support."""
+"""The entropy of rows of attention, and their support: keys with a weight."""
 
 import numpy as np
 from jaxtyping import Float, Int

@@ -66,7 +66,7 @@ TASKS = {
         ("mqar", "needle"),
         encoders=False,
     ),
-    "sample": Task(sample, "what the model writes after a prompt", encoders=False),
+    "sample": Task(sample, "a prompt continued by the model", encoders=False),
     "length": Task(length, "loss at 1, 2, 4, 8 times the length, log-n off and on"),
     "position": Task(position, "held-out loss by place in the window"),
     "noise": Task(noise, "attention on the answer, on the context, and elsewhere"),
@@ -78,15 +78,15 @@ TASKS = {
     "outliers": Task(outliers, "the largest logits and hidden states"),
     "maps": Task(maps, "pictures of the maps of a sentence"),
     "approximation": Task(approximation, "errors of features against exact softmax"),
-    "gradients": Task(gradients, "how strongly a weight answers to its score"),
-    "speed": Task(speed, "reading, training and writing against softmax, by length"),
+    "gradients": Task(gradients, "the size of ∂weight/∂score"),
+    "speed": Task(speed, "prefill, training and decoding against softmax, by length"),
     "dimension": Task(dimension, "the 8 ln n rule for the size of heads"),
 }
 USUAL = "sample,loss,lambda"
 
 
 def named(text: str) -> tuple[str, ...]:
-    """The tasks of a list with commas; "all" among them is all there are.
+    """The tasks of a list with commas; "all" among them means all tasks.
 
     Raises:
         ValueError: one is unknown.
@@ -104,7 +104,7 @@ def measure(name: str, run: LoadedRun, options: Options) -> Result:
     """The result of a task, which says so where the task does not apply to the run."""
     task = TASKS[name]
     if not config.is_causal(run.config.model) and not task.encoders:
-        return Result({}, [f"{name}: none, an encoder does not say what comes next"])
+        return Result({}, [f"{name}: none, an encoder predicts no next token"])
     if task.sources and run.config.data.source not in task.sources:
         sources = " or ".join(task.sources)
         return none(name, f"the model was not trained on data.source={sources}")

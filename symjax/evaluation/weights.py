@@ -1,4 +1,4 @@
-"""What a model has learned, read from its weights, and the sizes of its heads."""
+"""λ of differential attention, and the sizes of heads."""
 
 import math
 
@@ -51,7 +51,7 @@ def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
             row = {"layer": layer, "lambda": float(heads.mean())}
             rows.append(row | {"least_head": least, "largest_head": largest})
     columns = ("layer", "mean λ", "least head", "largest head")
-    text = ["λ of differential V2 is a token's own: means over held-out tokens"]
+    text = ["differential V2 has one λ per token: means over held-out tokens"]
     return Result({"lambda": rows}, text, (table("lambda", columns, rows),))
 
 

@@ -68,7 +68,7 @@ def test_a_run_learns_labels_and_reports_how_often_it_is_right(run, capsys):
     said = capsys.readouterr().out
     assert f"held-out accuracy                {found['heldout/accuracy']:.4f}" in said
     assert "frequency table" in said and "bits per byte" not in said
-    assert "sample: none, an encoder does not say what comes next" in said
+    assert "sample: none, an encoder predicts no next token" in said
     assert "QKᵀ" in said
 
 

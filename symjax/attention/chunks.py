@@ -43,8 +43,8 @@ class Tokens(NamedTuple):
 class Chunk(NamedTuple):
     """A stretch of time, heads before time. Of hidden tokens all but the query is 0.
 
-    `run` numbers the segments and `starts_segment` marks the first token of each but
-    the one that goes on from the state; both are None where there are no segments.
+    `segment` numbers the segments; `starts_segment` marks the first token of each but
+    the one that goes on from the state. Both are None where there are no segments.
     """
 
     query: Float[Array, "B K G T H"]
@@ -52,7 +52,7 @@ class Chunk(NamedTuple):
     value: Float[Array, "B K T V"]
     operands: tuple[Any, ...]  # more of each token, [B K T …]
     visible: Bool[Array, "B T"]
-    run: Int[Array, "B T"] | None
+    segment: Int[Array, "B T"] | None
     starts_segment: Bool[Array, "B T"] | None
 
 
@@ -209,21 +209,21 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:
             x = jnp.where(visible.reshape(batch, length, *[1] * (x.ndim - 2)), x, 0)
         return jnp.swapaxes(x, 1, 2)
 
-    run, _ = segment_runs_over(segment_ids, axis_name)
+    segment, _ = segment_runs_over(segment_ids, axis_name)
     return Chunk(
         rearrange(query, "b t (k g) h -> b k g t h", k=heads),
         seen(key),
         seen(value),
         jax.tree.map(seen, operands),
         visible,
-        run,
-        None if run is None else starts(run),
+        segment,
+        None if segment is None else starts(segment),
     )
 
 
-def starts(run: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """The first tokens of runs; that of all time goes on from the state."""
-    return run != jnp.concatenate([run[:, :1], run[:, :-1]], axis=1)
+def starts(segment: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """The first tokens of segments; that of all time goes on from the state."""
+    return segment != jnp.concatenate([segment[:, :1], segment[:, :-1]], axis=1)
 
 
 def heads_last(rows: Float[Array, "B K G T V"], dtype: Any) -> Float[Array, "B T N V"]:
@@ -254,7 +254,7 @@ def _chunks(chunk: Chunk, chunk_size: int) -> Chunk:
         cut(chunk.value, size, 2),
         jax.tree.map(lambda x: cut(x, size, 2), chunk.operands),
         cut(chunk.visible, size, 1),
-        None if chunk.run is None else cut(chunk.run, size, 1, "edge"),
+        None if chunk.segment is None else cut(chunk.segment, size, 1, "edge"),
         jax.tree.map(lambda x: cut(x, size, 1), chunk.starts_segment),
     )
 
@@ -267,11 +267,12 @@ def through_segments(
     Returns:
         The state before the chunk, which a segment's start forgets; what is left of it
         after the chunk; the rows [B T] that reach it, and the tokens [B T] that join
-        it, those of the chunk's first and last run (None: all).
+        it, those of the chunk's first and last segment (None: all).
     """
-    if chunk.run is None or chunk.starts_segment is None:
+    if chunk.segment is None or chunk.starts_segment is None:
         return state, state, None, None
-    first, last = chunk.run == chunk.run[:, :1], chunk.run == chunk.run[:, -1:]
+    segment = chunk.segment
+    first, last = segment == segment[:, :1], segment == segment[:, -1:]
     state = choose(chunk.starts_segment[:, 0], empty, state)
     return state, choose(first[:, -1], state, empty), first, last
 
@@ -295,10 +296,10 @@ def state_before(
     axis_name: str,
 ) -> Any:
     """What earlier devices' stretches leave of the segment a device goes on with."""
-    run = chunk.run
-    if run is not None:
-        chunk = hide(chunk, run == run[:, -1:])
-    chunks = _chunks(chunk._replace(run=None, starts_segment=None), chunk_size)
+    segment = chunk.segment
+    if segment is not None:
+        chunk = hide(chunk, segment == segment[:, -1:])
+    chunks = _chunks(chunk._replace(segment=None, starts_segment=None), chunk_size)
     hidden = jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks)
     nothing, _ = vary_alike((recurrence.stretch(parameters, hidden), chunks))
 
@@ -306,7 +307,7 @@ def state_before(
         return recurrence.merge(stretch, recurrence.stretch(parameters, chunk)), None
 
     own, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), nothing, chunks)
-    state, _ = segment_state_before(recurrence.merge, own, nothing, run, axis_name)
+    state, _ = segment_state_before(recurrence.merge, own, nothing, segment, axis_name)
     return state
 
 

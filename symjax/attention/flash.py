@@ -236,8 +236,8 @@ def _tokens(
     if mask is not None:
         seen = visible_keys(mask, *key.shape[:2])
         key, linear_key, value = only_seen(seen, key, linear_key, value)
-    run, _ = segment_runs_over(segment_ids, axis_name)
-    return Tokens(query, key, linear_query, linear_key, value, run)
+    segment, _ = segment_runs_over(segment_ids, axis_name)
+    return Tokens(query, key, linear_query, linear_key, value, segment)
 
 
 def _check_state(who: str, state: FlashState, tokens: Tokens, group_size: int) -> None:

@@ -52,7 +52,7 @@ class Tokens(NamedTuple):
     linear_query: Float[Array, "B T N M"]
     linear_key: Float[Array, "B T K M"]
     value: Float[Array, "B T K V"]
-    run: Int[Array, "B T"] | None  # numbers the segments, from 0
+    segment: Int[Array, "B T"] | None  # numbers the segments, from 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def prefill(
         behind(tokens.linear_query),
         behind(tokens.linear_key, state.linear_key),
         behind(tokens.value, state.value),
-        None if tokens.run is None else behind(tokens.run),
+        None if tokens.segment is None else behind(tokens.segment),
     )
     output = _attend(rule, size, laid, scale, state.sums)
     own = state.place[:, None] + jnp.arange(length)[None]
@@ -147,15 +147,15 @@ def prefill(
 def _after(
     rule: Rule, laid: Tokens, state: FlashState, count: Int[Array, " B"]
 ) -> FlashState:
-    """The state `count` tokens on: of the run of the last of them alone."""
+    """The state `count` tokens on: of the segment of the last of them alone."""
     size, total = rule.group_size, laid.key.shape[1]
     read = state.place + count
     first = read // size * size  # of the group that is not full
     earlier = (jnp.arange(total)[None] < first[:, None])[:, :, None, None]
     sums = state.sums
-    if laid.run is not None:
-        last = _take(laid.run, jnp.maximum(read - 1, 0)[:, None])
-        stays = (laid.run == last)[:, :, None, None]
+    if laid.segment is not None:
+        last = _take(laid.segment, jnp.maximum(read - 1, 0)[:, None])
+        stays = (laid.segment == last)[:, :, None, None]
         laid = laid._replace(
             key=jnp.where(stays, laid.key, 0),
             linear_key=jnp.where(stays, laid.linear_key, 0),
@@ -240,11 +240,11 @@ def _attend(
         _in_range(grouped.value),
         scale=scale,
         is_causal=rule.is_causal,
-        segment_ids=grouped.run,
+        segment_ids=grouped.segment,
     ).astype(dtype)
     if rule.is_causal:
         far = _earlier(tokens, size, sums)
-    elif tokens.run is None:
+    elif tokens.segment is None:
         far = _read(tokens.linear_query, _sum(tokens.linear_key, tokens.value, dtype))
     else:
         own = attend_rows(
@@ -253,7 +253,7 @@ def _attend(
             grouped.linear_key,
             grouped.value.astype(dtype),
             scale=1.0,
-            segment_ids=grouped.run,
+            segment_ids=grouped.segment,
         )
         flipped = jax.tree.map(lambda x: jnp.flip(x, 1), tokens)
         later = jnp.flip(_earlier(flipped, size), 1)
@@ -270,7 +270,7 @@ def _products(scores: Array, visible: Array | None) -> Array:
 def _earlier(
     tokens: Tokens, size: int, sums: Array | None = None
 ) -> Float[Array, "B T N V"]:
-    """Every row's linear attention to the groups before its own, inside its run."""
+    """Every row's linear attention to the groups before its own, inside its segment."""
     chunk, dtype = _far_chunk(tokens), sum_dtype(*tokens[:5])
     if sums is None:
         _, _, heads, features = tokens.linear_key.shape
@@ -283,9 +283,9 @@ def _earlier(
 def _far_chunk(tokens: Tokens) -> Chunk:
     given = tokens.linear_query, tokens.linear_key, tokens.value
     chunk = layout(chunks.Tokens(*given))
-    if tokens.run is None:
+    if tokens.segment is None:
         return chunk
-    return chunk._replace(run=tokens.run, starts_segment=starts(tokens.run))
+    return chunk._replace(segment=tokens.segment, starts_segment=starts(tokens.segment))
 
 
 def _sum(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:

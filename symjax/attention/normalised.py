@@ -112,7 +112,8 @@ class Normalised:
         if before.running_max is not None and value.shape[2] > 1:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             lost = _lost(rows, sees, reaches, before.running_max)
-            exact = partial(exact_weights, before.running_max, query, key, chunk.run)
+            given = before.running_max, query, key, chunk.segment
+            exact = partial(exact_weights, *given)
             rows = _rescue(rows, lost, exact, before, value, signed)
         if joins is not None:
             key = key.where(joins[:, None])
@@ -128,7 +129,7 @@ class Normalised:
     def whole(self, parameters: Any, chunk: Chunk) -> Float[Array, "B K G T V"]:
         """Rows that see all visible keys of their segment."""
         state = self._empty_for(parameters, chunk)
-        if chunk.run is not None:
+        if chunk.segment is not None:
             state, chunk = vary_alike((state, chunk))
             advance = partial(self.advance, parameters, divided=False)
             return divide(_both_sides(advance, state, chunk))
@@ -296,12 +297,12 @@ def _merge_rows(one: Rows, two: Rows) -> Rows:
 
 
 def _past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
-    """Who may see whom: the past and oneself, inside one run."""
+    """Who may see whom: the past and oneself, inside one segment."""
     length = chunk.value.shape[2]
     past = jnp.tril(jnp.ones((1, length, length), bool))
-    if chunk.run is None:
+    if chunk.segment is None:
         return past
-    return past & (chunk.run[:, :, None] == chunk.run[:, None, :])
+    return past & (chunk.segment[:, :, None] == chunk.segment[:, None, :])
 
 
 def _lost(
@@ -339,19 +340,20 @@ def _rescue(
 
 
 def _both_sides(advance: Any, state: LinearState, chunk: Chunk) -> Rows:
-    """Rows that see all of their run: the past with itself, and the future without.
+    """Rows that see all of their segment: the past with itself, and the future without.
 
     Seen backwards, the future without itself is a past whose keys come a token late.
     """
-    run = jnp.flip(jnp.asarray(chunk.run), 1)
-    late = (jnp.arange(run.shape[1]) > 0)[None] & (jnp.roll(run, 1, axis=1) == run)
+    segment = jnp.flip(jnp.asarray(chunk.segment), 1)
+    late = jnp.roll(segment, 1, axis=1) == segment
+    late = late & (jnp.arange(segment.shape[1]) > 0)[None]
     backwards = chunk._replace(
         query=jnp.flip(chunk.query, 3),
         key=jnp.roll(jnp.flip(chunk.key, 2), 1, axis=2),
         value=jnp.roll(jnp.flip(chunk.value, 2), 1, axis=2),
         visible=jnp.roll(jnp.flip(chunk.visible, 1), 1, axis=1) & late,
-        run=run,
-        starts_segment=starts(run),
+        segment=segment,
+        starts_segment=starts(segment),
     )
     _, past = scan(advance, state, chunk, 64)
     _, future = scan(advance, state, backwards, 64)

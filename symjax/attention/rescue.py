@@ -22,7 +22,7 @@ def exact_weights(
     before: Float[Array, "B K M"],
     query: LogFeatures,
     key: LogFeatures,
-    run: Int[Array, "B T"] | None,
+    segment: Int[Array, "B T"] | None,
 ) -> tuple[
     Float[Array, "B K G T M"], Float[Array, "B K G T"], Float[Array, "B K G T T"]
 ]:
@@ -31,17 +31,17 @@ def exact_weights(
     Args:
         before: the running maximum of the state before the chunk, to which it refers.
         query, key: features [B K G T M] and [B K T M].
-        run: numbers the segments.
+        segment: numbers the segments.
     """
     length, constant = key.exponent.shape[2], jax.lax.stop_gradient(key.exponent)
     first = jnp.maximum(constant[:, :, :1], before[:, :, None])
     running = jnp.concatenate([first, constant[:, :, 1:]], axis=2)
-    running = _running_max(running, run)  # the state's maximum counts in its own run
+    running = _running_max(running, segment)  # the state counts in its own segment
     shift = finite(largest_exponent(query.raised(running[:, :, None])))
     query = query.raised(-shift)
     row = query.raised(before[:, :, None, None])
-    if run is not None:
-        row = row.where((run == run[:, :1])[:, None, None])
+    if segment is not None:
+        row = row.where((segment == segment[:, :1])[:, None, None])
 
     @jax.checkpoint
     def level(scores: Array, half: Array) -> tuple[Array, None]:
@@ -51,8 +51,8 @@ def exact_weights(
         last = jnp.minimum(block * 2 * half + half - 1, length - 1)  # of the first half
         boundary = running[:, :, last]
         near, far = second[None], ~second[None]
-        if run is not None:
-            same = run == run[:, last]
+        if segment is not None:
+            same = segment == segment[:, last]
             near, far = near & same, far & same
         earlier = key.raised(-finite(boundary)).where(far[:, None])
         later = query.raised(boundary[:, :, None]).where(near[:, None, None])
@@ -79,13 +79,13 @@ def largest_exponent(query: LogFeatures) -> Array:
     return jax.lax.stop_gradient(query.exponent.max(axis=-1, keepdims=True))
 
 
-def _running_max(exponent: Array, run: Array | None) -> Float[Array, "B K T M"]:
-    """Running maximum along time that starts anew with each run [B T]."""
-    if run is None:
+def _running_max(exponent: Array, segment: Array | None) -> Float[Array, "B K T M"]:
+    """Running maximum along time that starts anew with each segment [B T]."""
+    if segment is None:
         return jax.lax.cummax(exponent, axis=2)
     shift = 1
     while shift < exponent.shape[2]:  # windows of 1, 2, 4 … tokens
-        same = jnp.pad(run[:, shift:] == run[:, :-shift], ((0, 0), (shift, 0)))
+        same = jnp.pad(segment[:, shift:] == segment[:, :-shift], ((0, 0), (shift, 0)))
         widths = ((0, 0), (0, 0), (shift, 0), (0, 0))
         earlier = jnp.pad(exponent[:, :, :-shift], widths)
         highest = jnp.maximum(exponent, earlier)

@@ -157,26 +157,26 @@ def segment_state_before(
     merge: Callable[[Any, Any], Any],
     own: Any,
     empty: Any,
-    run: Int[Array, "B T"] | None,
+    segment: Int[Array, "B T"] | None,
     axis_name: str,
 ) -> Any:
-    """`state_before` where states are those of a run: of the run of the first token.
+    """`state_before` where a state is that of one segment: of the first token's.
 
     Args:
-        own: the state of the last run of a device's own stretch, arrays [B …].
-        run: numbers the runs of all tokens, here those of a device's own.
+        own: the state of the last segment of a device's own stretch, arrays [B …].
+        segment: numbers the segments of all tokens, here those of a device's own.
     """
-    if run is None:
+    if segment is None:
         return state_before(merge, own, empty, axis_name)
 
-    def merge_runs(one: tuple, two: tuple) -> tuple:
-        """Stretches that end with the same run are parts of it; others replace it."""
+    def merge_segments(one: tuple, two: tuple) -> tuple:
+        """Stretches that end with one segment are parts of it; others replace it."""
         return choose(one[1] == two[1], merge(one[0], two[0]), two[0]), two[1]
 
-    last = run[:, -1]
+    last = segment[:, -1]
     nothing = (empty, jnp.full_like(last, -1))
-    state, before = state_before(merge_runs, (own, last), nothing, axis_name)
-    return choose(before == run[:, 0], state, empty)
+    state, before = state_before(merge_segments, (own, last), nothing, axis_name)
+    return choose(before == segment[:, 0], state, empty)
 
 
 def choose(where: Array, one: Any, two: Any) -> Any:

@@ -184,13 +184,12 @@ def _features(
     rows = None
     if mask is not None:
         mask, rows = _of_keys(mechanism, mask)
-    if is_causal and form.causal is None:
+    function = form.causal if is_causal else form.attend
+    if function is None:
         raise ValueError(f"attention_fn: {mechanism} has no causal form")
-    if is_causal:
-        mixed = form.causal(*arrays, mask=mask, **options)
-    else:
+    if not is_causal:
         options = {name: x for name, x in options.items() if name != "chunk_size"}
-        mixed = form.attend(*arrays, mask=mask, **options)
+    mixed = function(*arrays, mask=mask, **options)
     if rows is None:
         return mixed
     return jnp.where(rows == 0, 0, mixed * rows.astype(mixed.dtype))

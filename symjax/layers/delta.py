@@ -53,13 +53,25 @@ def _flops(layer: Any, length: int) -> float:
     return recurrence_flops(layer, length) * (1 + sizes.keys / sizes.queries)
 
 
+def _converted(
+    weights: dict[str, Any], source: config.Model, target: config.Model
+) -> dict[str, Any]:
+    """Both branches of a differential head get its β, as its decay."""
+    weights = decay_converted(weights, source, target)
+    combined = source.attention.differential, target.attention.differential
+    if combined != ("none", "v1"):
+        return weights
+    twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), weights["beta"])
+    return weights | {"beta": twice}
+
+
 DELTA = Part(
     weights=_weights,
     operands=_operands,
     head_norm=True,
     keys=lambda chosen: ("decay",),
     flops=_flops,
-    rules=(("beta/kernel", P("fsdp", "tensor")), *DECAY.rules),
-    owned=("beta", "decay"),
-    convert=decay_converted,
+    rules=(("beta/kernel", P("fsdp", "tensor")),),
+    owned=("beta", *DECAY.owned),
+    convert=_converted,
 )

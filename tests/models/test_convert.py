@@ -126,17 +126,23 @@ def test_what_belongs_to_the_mechanism_of_the_source_stays_behind():
     assert jax.tree.structure(after) == jax.tree.structure(nnx.to_pure_dict(wanted))
 
 
-@pytest.mark.parametrize("decay", ["mamba2", "kda"])
-def test_branches_forget_as_their_head_did(decay):
-    source = model(mechanism="decay", decay=decay)
+@pytest.mark.parametrize(
+    ("mechanism", "decay"), [("decay", "mamba2"), ("decay", "kda"), ("delta", "mamba2")]
+)
+def test_branches_forget_as_their_head_did(mechanism, decay):
+    source = model(mechanism=mechanism, decay=decay)
     before = weights(source)
-    target = model(mechanism="decay", decay=decay, differential="v1")
+    target = model(mechanism=mechanism, decay=decay, differential="v1")
     after = convert(before, source, target)
-    one, two = (x["blocks"][0]["attention"]["decay"] for x in (before, after))
+    one, two = (x["blocks"][0]["attention"] for x in (before, after))
+    if mechanism == "delta":
+        beta = np.repeat(one["beta"]["kernel"], 2, axis=1)
+        np.testing.assert_array_equal(two["beta"]["kernel"], beta)
+    one, two = one["decay"], two["decay"]
     np.testing.assert_array_equal(two["rate"], np.repeat(one["rate"], 2))
     twice = 2 if decay == "mamba2" else 1  # a branch has half of the channels
     np.testing.assert_array_equal(two["bias"], np.repeat(one["bias"], twice))
-    other = model(mechanism="decay", decay="gated")
+    other = model(mechanism=mechanism, decay="gated")
     fresh = convert(before, source, other)["blocks"][0]["attention"]["decay"]
     assert set(fresh) == {"down", "up"} and "bias" in fresh["up"]
 

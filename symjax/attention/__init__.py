@@ -18,7 +18,7 @@ from symjax.attention.decayed_linear import (
     lightning_log_decay,
     retention_log_decay,
 )
-from symjax.attention.delta import delta_causal, delta_state, delta_step
+from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
 from symjax.attention.differential import (
     differential,
     differential_lambda,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
 from symjax.attention.decayed_linear import decay_causal, decay_state, decay_step
-from symjax.attention.delta import delta_causal, delta_state, delta_step
+from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
 from symjax.attention.flash import flash, flash_causal, flash_state, flash_step
 from symjax.attention.gau import gau
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step

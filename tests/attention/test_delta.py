@@ -12,7 +12,12 @@ from jax.sharding import PartitionSpec as P
 from laws import CHUNK, SEGMENTS, B, H, K, N, T, V, close, hiding, inputs, same
 
 from symjax.attention.decayed_linear import decay_causal
-from symjax.attention.delta import DeltaState, delta_causal, delta_state, delta_step
+from symjax.attention.delta_rule import (
+    DeltaState,
+    delta_causal,
+    delta_state,
+    delta_step,
+)
 from symjax.attention.differential import differential
 
 SHAPES = {"none": None, "head": (B, T, K), "channel": (B, T, K, H)}

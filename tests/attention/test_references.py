@@ -21,7 +21,8 @@ def draw(*shape, seed):
 
 Q, K, VALUE = draw(T, H, seed=0), draw(T, H, seed=1), draw(T, V, seed=2)
 LQ, LK, W = draw(T, H, seed=3), draw(T, H, seed=4), draw(M, H, seed=5)
-G = -np.abs(draw(T, seed=6))
+G, BETA = -np.abs(draw(T, seed=6)), np.random.default_rng(7).uniform(0, 2, T)
+UNIT = K / np.linalg.norm(K, axis=-1, keepdims=True)
 # File → the arguments of its code, and the public function with its own.
 CASES = {
     "linear": (
@@ -40,6 +41,12 @@ CASES = {
     "decayed_linear": (
         (Q, K, VALUE, G),
         lambda heads: A.decay_causal(*heads(Q, K, VALUE), G[None, :, None]),
+    ),
+    "delta_rule": (
+        (Q, UNIT, VALUE, BETA, G),
+        lambda heads: A.delta_causal(
+            *heads(Q, UNIT, VALUE), BETA[None, :, None], G[None, :, None]
+        ),
     ),
     "flash": (
         (Q, K, LQ, LK, VALUE, 4),

@@ -1,13 +1,16 @@
 """The delta rule: a linear state that erases what it holds at a key before it writes.
 
-def delta(q, k, v, beta, g):              # one head: q, k [T H], v [T V], beta, g [T]
-    sums, out = np.zeros((k.shape[1], v.shape[1])), []
-    for t in range(len(q)):
-        sums = np.exp(g[t]) * sums                          # decay
-        change = beta[t] * (v[t] - k[t] @ sums)             # erase, then write
-        sums = sums + np.outer(k[t], change)
-        out.append(q[t] @ sums)
-    return np.stack(out)
+    def delta(q, k, v, beta, g):  # one head: q, k [T H], v [T V], beta, g [T]
+        sums, out = np.zeros((k.shape[1], v.shape[1])), []
+        for t in range(len(q)):
+            sums = np.exp(g[t]) * sums  # decay
+            change = beta[t] * (v[t] - k[t] @ sums)  # erase, then write
+            sums = sums + np.outer(k[t], change)
+            out.append(q[t] @ sums)
+        return np.stack(out)
+
+Without g, or with 0, it is DeltaNet; a number a head is Gated DeltaNet, and one a
+channel Kimi Delta Attention.
 """
 
 from dataclasses import dataclass

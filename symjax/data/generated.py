@@ -259,34 +259,17 @@ def _listops(options: config.Data, length: int, draws: Draws) -> Rows:
         done, inner = result != NOTHING, np.maximum(depth - 1, 0)
         count = counts[batch, inner]
         # what closing everything needs: each open list its second argument and "]"
-        opened = np.arange(DEPTH)[None] < depth[:, None]
-        lacking = np.maximum(
-            2 - counts[:, :DEPTH] - (np.arange(DEPTH) < inner[:, None]), 0
-        )
-        needed = ((lacking + 1) * opened).sum(axis=1)
-        opens = ~done & (
-            (depth == 0)
-            | (
-                (depth < DEPTH)
-                & (count < ARGUMENTS)
-                & (left >= needed + 4)
-                & (choice < 0.3)
-            )
-        )
-        closes = (
-            ~done
-            & ~opens
-            & (count >= 2)
-            & (
-                (count == ARGUMENTS)
-                | (left <= needed + 1)
-                | (choice > np.where(depth == 1, 0.97, 0.75))
-            )
-        )
+        level = np.arange(DEPTH)
+        lacking = np.maximum(2 - counts[:, :DEPTH] - (level < inner[:, None]), 0)
+        needed = ((lacking + 1) * (level < depth[:, None])).sum(axis=1)
+        room = (depth < DEPTH) & (count < ARGUMENTS) & (left >= needed + 4)
+        opens = ~done & ((depth == 0) | (room & (choice < 0.3)))
+        full = (count == ARGUMENTS) | (left <= needed + 1)
+        enough = full | (choice > np.where(depth == 1, 0.97, 0.75))
+        closes = ~done & ~opens & (count >= 2) & enough
         says = ~done & ~opens & ~closes
-        written[:, place] = np.select(
-            [opens, closes, says], [operator, CLOSE, digit], BLANK
-        )
+        tokens = [operator, CLOSE, digit]
+        written[:, place] = np.select([opens, closes, says], tokens, BLANK)
         operators[batch[opens], depth[opens]] = operator[opens]
         counts[batch[opens], depth[opens]] = 0
         depth = depth + opens
@@ -307,18 +290,15 @@ def _evaluate(
 ) -> np.ndarray:
     """The value [B] of an operator over its first `count` arguments [B, ARGUMENTS]."""
     there = np.arange(ARGUMENTS)[None] < count[:, None]
-    least = np.where(there, arguments, 99)
-    ordered = np.sort(least, axis=1)
+    ordered = np.sort(np.where(there, arguments, 99), axis=1)
     middle = np.maximum(count - 1, 0) // 2
-    return np.select(
-        [operator == MAXIMUM, operator == MINIMUM, operator == MEDIAN],
-        [
-            np.where(there, arguments, -1).max(axis=1),
-            least.min(axis=1),
-            ordered[np.arange(len(count)), middle],
-        ],
-        np.where(there, arguments, 0).sum(axis=1) % 10,
-    )
+    values = {
+        MAXIMUM: np.where(there, arguments, -1).max(axis=1),
+        MINIMUM: ordered[:, 0],
+        MEDIAN: ordered[np.arange(len(count)), middle],
+        SUM: np.where(there, arguments, 0).sum(axis=1) % 10,
+    }
+    return np.select([operator == x for x in values], list(values.values()))
 
 
 def _completed(written: np.ndarray, result: np.ndarray, length: int) -> Rows:

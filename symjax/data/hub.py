@@ -30,7 +30,7 @@ SILENCE = 10.0  # seconds
 HELDOUT = ("validation", "test")  # the first of them that there is
 FOLDER = "a local folder of parquet, json or text files"
 
-Examples = tuple[list[Any], list[int]]  # contents and the numbers of their labels
+Labelled = tuple[list[Any], list[int]]  # contents and the numbers of their labels
 
 
 class _Refused(ValueError):
@@ -61,7 +61,7 @@ def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
 
 def load_labelled(
     options: config.Data,
-) -> tuple[Examples, Examples | None, list[str], dict[str, Any]]:
+) -> tuple[Labelled, Labelled | None, list[str], dict[str, Any]]:
     """Texts or images with their labels, and what identifies them.
 
     Splits are chosen as in `load`. Rows without content or label are left out. Images

@@ -11,7 +11,7 @@ import glob
 import os
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from symjax import config
 from symjax.data import hub, splits
@@ -42,24 +42,16 @@ EXCLUDED = frozenset(
 PACKAGES, LEAST_FILES = 8, 5  # how many are labels; with this many files or more
 
 
-class Source(NamedTuple):
-    """Documents, and plain values that identify them beside their text."""
-
-    documents: DatasetDict
-    facts: dict[str, Any]
-
-
-def load(options: config.Data) -> Source:
-    """The documents of a configured source.
+def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
+    """The documents of a source, and plain values that identify them beside their text.
 
     Raises:
         ValueError: the source is unknown, or cannot give text for these options.
     """
     check_keys(options)
     if options.source == "hub":
-        return Source(*hub.load(options))
-    documents = text(options.path) if options.source == "text" else stdlib()
-    return Source(documents, {})
+        return hub.load(options)
+    return (text(options.path) if options.source == "text" else stdlib()), {}
 
 
 def files(options: config.Data) -> dict[str, Path]:

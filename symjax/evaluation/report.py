@@ -80,25 +80,21 @@ STYLE = (
 )
 
 
-def write_folder(results: Mapping[str, Result], folder: Path) -> list[str]:
-    """Every table as CSV and every figure as PNG; the names of the files.
+def write_folder(results: Mapping[str, Result], folder: Path) -> None:
+    """Every table as CSV and every figure as PNG.
 
     Raises:
         ValueError: a file cannot be written, or matplotlib is not installed.
     """
-    names = []
     for result in results.values():
         for table in result.tables:
-            names.append(f"{table.name}.csv")
-            write(to_csv(table).encode(), folder / names[-1], "--out")
+            write(to_csv(table).encode(), folder / f"{table.name}.csv", "--out")
         for figure in result.figures:
-            names.append(f"{figure.name}.png")
-            write(png(figure), folder / names[-1], "--out")
-    return names
+            write(png(figure), folder / f"{figure.name}.png", "--out")
 
 
 def check_file(path: Path, flag: str) -> None:
-    """Raises: ValueError: there cannot be such a file; asked before the long work."""
+    """Raises: ValueError: the file cannot be written; called before the long work."""
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file")
     folder = path.absolute().parent
@@ -158,7 +154,7 @@ def _html_table(table: Table) -> str:
 
 
 def check_figures() -> None:
-    """Raises: ValueError: matplotlib is not installed; asked before the long work."""
+    """Raises: ValueError: matplotlib is not installed; called before the long work."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:

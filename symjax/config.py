@@ -70,6 +70,12 @@ class Attention:
         "scores times log n / log length_base, n the keys a row sees; 0: off",
         least=0,
     )
+    window: int = key(
+        0,
+        "how many tokens one sees: itself and those before it, in an encoder as many "
+        "after it; 0: all",
+        least=0,
+    )
     mask_self: bool = key(False, "hide a token from itself unless it sees nothing else")
     query_key_norm: bool = key(False, "RMSNorm of every query and key head")
     key_norm: str = key(

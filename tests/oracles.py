@@ -101,6 +101,7 @@ def visible(
     keys,
     *,
     is_causal=False,
+    window=(None, None),
     mask_self=False,
     mask=True,
     segment_ids=None,
@@ -114,8 +115,10 @@ def visible(
         own = t + keys - queries
         for s in range(keys):
             future = is_causal and s > own
+            far = window[0] is not None and s < own - window[0]
+            far |= window[1] is not None and s > own + window[1]
             foreign = run is not None and run[b, t] != run[b, s]
-            if future or foreign:
+            if future or far or foreign:
                 pairs[b, n, t, s] = False
         if mask_self and pairs[b, n, t].sum() > 1 and 0 <= own < keys:
             pairs[b, n, t, own] = False

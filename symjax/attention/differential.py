@@ -144,22 +144,19 @@ def _difference(
     """Sub-heads 2n − λ[n] · sub-heads 2n+1; a key head serves one branch or both."""
     if isinstance(attend, partial) and not attend.args:
         attend, options = attend.func, {**attend.keywords, **options}
-    own = _of_each_head(options, query)
     if isinstance(attend, ScoreMechanism):
-        own = {name: jnp.repeat(array, 2, axis=1) for name, array in own.items()}
-        return attend.attend(query, key, value, lam=lam, **{**options, **own})
+        return attend(query, key, value, lam=lam, **options)
     # Queries must stand together at their key head: (k p) of them, or k.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]
     order = "(k p g)" if branches == 2 else "(k g p)"
-    own = {
-        name: repeat(array, f"b (k g) t s -> b {order} t s", **groups)
-        for name, array in own.items()
-    }
+    for name, array in _of_each_head(options, query).items():
+        array = repeat(array, f"b (k g) t s -> b {order} t s", **groups)
+        options = {**options, name: array if name != "alibi" else array.ravel()}
     query = rearrange(query, f"b t (k g p) h -> b t {order} h", **groups)
     wide = jnp.promote_types(value.dtype, jnp.float32)
     repeated = jnp.repeat(value.astype(wide), branches, axis=2)
-    result = attend(query, key, repeated, **{**options, **own})
+    result = attend(query, key, repeated, **options)
     output, *state = result if isinstance(result, tuple) else (result,)
     pairs = rearrange(output, f"b t {order} v -> p b t (k g) v", **groups)
     mixed = pairs[0] - lam[..., None].astype(wide) * pairs[1]
@@ -168,14 +165,18 @@ def _difference(
 
 
 def _of_each_head(options: dict, query: Array) -> dict[str, Array]:
-    """The options that differ by head: two sub-heads must share each."""
+    """The options that differ by head [B N T S]: two sub-heads must share each."""
     heads, own = query.shape[2] // 2, {}
-    for name in ("mask", "bias"):
-        if (array := options.get(name)) is not None and array.ndim == 4:
-            if array.shape[1] not in (1, heads):
-                raise ValueError(
-                    f"{name} must have one head or {heads}, as many as half of query "
-                    f"{query.shape}, got {array.shape}"
-                )
-            own |= {name: array} if array.shape[1] > 1 else {}
+    for name in ("mask", "bias", "alibi"):
+        array = options.get(name)
+        if array is None or array.ndim not in (1, 4):
+            continue
+        if array.ndim == 1:
+            array = array[None, :, None, None]
+        if array.shape[1] not in (1, heads):
+            raise ValueError(
+                f"{name} must have one head or {heads}, as many as half of query "
+                f"{query.shape}, got {array.shape}"
+            )
+        own |= {name: array} if array.shape[1] > 1 else {}
     return own

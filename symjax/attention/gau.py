@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from symjax.attention.scores import ScoreMechanism
 
@@ -52,13 +52,7 @@ def gau(
     mask: Bool[Array, "#B #N #T #S"] | None = None,
     *,
     divisor: float | str,
-    scale: float | None = None,
-    is_causal: bool = False,
-    length_base: float | None = None,
-    mask_self: bool = False,
-    segment_ids: Int[Array, "B T"] | None = None,
-    implementation: str | None = None,
-    axis_name: str | None = None,
+    **options: Any,
 ) -> Float[Array, "B T N V"]:
     """The attention of a gated attention unit, relu²(q·k·scale + bias) V / divisor.
 
@@ -69,38 +63,17 @@ def gau(
     values are wide; several heads work like those of softmax.
 
     Args:
-        mask: True = attend.
         divisor: a number, or what a row itself sees: "count" for the number of its
             visible keys, "squared_count" for its square.
-        scale: of the scores, 1/√H by default.
-        is_causal: the last query sees every key (bottom-right alignment).
-        length_base: multiply a row's scores by log n / log length_base, n the keys it
-            sees; None or 0: off.
-        mask_self: hide a token from itself unless it sees nothing else.
-        segment_ids: tokens see only their own run of equal ids; needs T = S.
-        implementation: "rows" (default) or "whole".
-        axis_name: in a `jax.shard_map`, the mesh axis that time is split over, as in
-            `softmax`.
+        options: all others of `softmax`, with the implementations "rows" and "whole".
     Raises:
         ValueError: shapes that do not fit together, naming both; a divisor that is
             not above 0 or not known.
     Source: Hua et al. 2022, arXiv:2202.10447, section 3.
     """
     weights = SquaredReLU(fixed_divisor("gau: divisor", divisor, DIVISORS))
-    return ScoreMechanism("gau", weights)(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        length_base=length_base,
-        mask_self=mask_self,
-        segment_ids=segment_ids,
-        implementation=implementation,
-        axis_name=axis_name,
-    )
+    attend = ScoreMechanism("gau", weights)
+    return attend(query, key, value, bias, mask, **options)
 
 
 def fixed_divisor(name: str, divisor: Any, known: tuple[str, ...] = ()) -> float | str:

@@ -26,7 +26,7 @@ from symjax.attention.chunks import (
     through_segments,
 )
 from symjax.attention.gau import SquaredReLU
-from symjax.attention.rows import attend_rows
+from symjax.attention.scores import ScoreMechanism
 from symjax.attention.shards import on_any_mesh, vary_alike
 
 
@@ -184,8 +184,8 @@ def step(
         _put(old.astype(jnp.promote_types(old.dtype, x.dtype)), x, state.place)
         for old, x in zip(state[:3], new, strict=True)
     )
-    weights = SquaredReLU(rule.divisor)
-    near = attend_rows(weights, tokens.query, key, _in_range(value), scale=scale)
+    attend = ScoreMechanism("flash_step", SquaredReLU(rule.divisor))
+    near = attend(tokens.query, key, _in_range(value), scale=scale)
     far = _read(tokens.linear_query, state.sums) / rule.linear_divisor
     full = state.place + 1 == rule.group_size
 
@@ -233,8 +233,7 @@ def _attend(
     dtype = sum_dtype(*tokens[:5])
     batch, length, heads = tokens.query.shape[:3]
     grouped = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), tokens)
-    near = attend_rows(
-        SquaredReLU(rule.divisor),
+    near = ScoreMechanism("flash", SquaredReLU(rule.divisor))(
         grouped.query,
         grouped.key,
         _in_range(grouped.value),
@@ -247,8 +246,7 @@ def _attend(
     elif tokens.segment is None:
         far = _read(tokens.linear_query, _sum(tokens.linear_key, tokens.value, dtype))
     else:
-        own = attend_rows(
-            _products,
+        own = ScoreMechanism("flash", _products)(
             grouped.linear_query,
             grouped.linear_key,
             grouped.value.astype(dtype),

@@ -68,7 +68,7 @@ class Mechanism(NamedTuple):
 
 SCORED = Mechanism(
     softmax,
-    options=("scale", "length_base", "mask_self", "implementation"),
+    options=("scale", "window", "length_base", "mask_self", "implementation"),
     operands=("bias",),
     is_causal=True,
     mask="pairs",
@@ -118,7 +118,9 @@ MECHANISMS = {
         time="T (M (H + V) + C (M + V))",
         memory="M (V + 2)",
     ),
-    "gau": SCORED._replace(attend=gau, options=("implementation",), gated=True),
+    "gau": SCORED._replace(
+        attend=gau, options=("window", "implementation"), gated=True
+    ),
     "flash": Mechanism(
         *(flash, flash_causal, flash_step, flash_state),
         options=("group_size",),
@@ -157,6 +159,7 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
         "bidirectional": mechanism.bidirectional,
         "mask": mechanism.mask,
         "bias": "bias" in mechanism.operands,
+        "window": "window" in mechanism.options,
         "grouped": mechanism.grouped,
         "lengths": mechanism.lengths,
         "segments": mechanism.segments,

@@ -17,6 +17,7 @@ features, and at size 1 it is worse than the mean of the values. Normalise queri
 keys.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -34,7 +35,6 @@ from symjax.attention.projections import (
     default_projection,
     unit_statistics,
 )
-from symjax.attention.scaling import head_scale
 
 
 def performer(
@@ -209,7 +209,7 @@ def _recurrence(
             f"{who}: projection must be [M H] for query {query.shape} and "
             f"key {key.shape}, got {projection.shape}"
         )
-    scale = head_scale(size) if scale is None else scale
+    scale = 1 / math.sqrt(size) if scale is None else scale
     if not isinstance(scale, Tracer) and not scale > 0:
         raise ValueError(f"{who}: scale must be positive, got {scale}")
     random = RandomFeatures(projection, jnp.asarray(scale))

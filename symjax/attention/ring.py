@@ -1,8 +1,8 @@
 """Ring attention: softmax over keys that travel from device to device.
 
 Time is split over a mesh axis. Every device keeps its rows; blocks of keys and values
-go once around the ring, and each row keeps the highest score it has met and the sums
-of exp(score − highest), which are rescaled when a higher one comes. No device holds
+go once around the ring, and each row keeps a running maximum of its scores and the sums
+of exp(score − maximum), which are rescaled when a higher score comes. No device holds
 the keys of another for longer than a turn, in the backward pass either: there the
 blocks go around again, and their gradients travel with them.
 
@@ -10,26 +10,17 @@ Source: Liu et al. 2023, arXiv:2310.01889; the online softmax is Milakov & Gimel
 2018, arXiv:1805.02867.
 """
 
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from symjax.attention.chunks import cut
-from symjax.attention.masks import only_seen
-from symjax.attention.rows import (
-    BLOCK_ROWS,
-    Operands,
-    RowWeights,
-    Rule,
-    attend_rows,
-    check_shapes,
-    scored,
-)
-from symjax.attention.scaling import head_scale, length_scale
-from symjax.attention.shards import first_token, pass_on, segment_runs_over
+from symjax.attention.masks import Visibility, part
+from symjax.attention.rows import Operands, Rule, scored, weighed
+from symjax.attention.shards import pass_on, vary_alike
 
 
 class Given(NamedTuple):
@@ -44,21 +35,20 @@ class Given(NamedTuple):
     value: Float[Array, "B K s V"]
     scale: Float[Array, ""]
     bias: Float[Array, "#B #Nq 1 #S"] | None
+    slopes: Float[Array, "1 Nq 1 1"] | None
 
 
-class Known(NamedTuple):
-    """Where rows are, and what they may see."""
+class Rows(NamedTuple):
+    """Positions and segments of rows, in blocks of t."""
 
-    position: Int[Array, "C t"]
-    row_runs: Int[Array, "C B t"] | None
-    runs: Int[Array, "B S"] | None
-    mask: Bool[Array, "#B #Nq 1 #S"] | None
+    position: Int[Array, "C #B t"]
+    segments: Int[Array, "C B t"] | None
 
 
 class Sums(NamedTuple):
-    """What rows have met so far; the sums are times exp(−highest)."""
+    """Online-softmax accumulators of rows; the sums are times exp(−running_max)."""
 
-    highest: Float[Array, "C B Nq t"]
+    running_max: Float[Array, "C B Nq t"]
     total: Float[Array, "C B Nq t"]
     values: Float[Array, "C B Nq t V"]
 
@@ -67,127 +57,94 @@ class Turn(NamedTuple):
     """The static half of a call."""
 
     rule: Rule
-    mask_self: bool
     axis_name: str
 
 
+@partial(jax.jit, static_argnums=(0, 2))  # a call outside jit compiles once a shape
 def attend_ring(
-    weights: RowWeights,
-    query: Float[Array, "B T Nq H"],
-    key: Float[Array, "B T Nk H"],
-    value: Float[Array, "B T K V"],
-    bias: Float[Array, "#B #Nq 1 #S"] | None = None,
-    mask: Bool[Array, "#B #Nq 1 #S"] | None = None,
-    *,
-    lam: Float[Array, "#B #T N"] | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    length_base: float | None = None,
-    mask_self: bool = False,
-    segment_ids: Int[Array, "B T"] | None = None,
-    axis_name: str | None = None,
-) -> Float[Array, "B T N V"]:
+    rule: Rule, operands: Operands, axis_name: str
+) -> Float[Array, "B N T V"]:
     """`attend_rows` of softmax weights over a ring of devices, each with its own T.
 
     With n devices each one sends its keys and values n − 1 times; in the backward pass
     n − 1 times again, and n times their gradients, in float32 at least. Memory is
-    linear in T, not in S = n T. A causal row has nothing to do with later blocks, but
-    the last device meets every block: it takes the time of n blocks all the same.
+    linear in T, not in S = n T. Causal rows skip later blocks, but the last device
+    processes all n, so that the ring takes the time of n blocks; a window skips blocks
+    on both sides. There is no forward-mode derivative (`jax.jvp`).
 
     Args:
-        weights: those of softmax, for `attend_rows` where there is no axis.
-        bias, mask: of all S keys, the same for all rows.
-        axis_name: in a `jax.shard_map`, the mesh axis that time is split over.
+        operands: query, key and value are a device's own; the bias and the visibility
+            are of its rows and of all S keys.
     Raises:
-        ValueError: as `attend_rows`; a mask or a bias that differs by row; length_base
-            or mask_self with a mask or segments, since no device sees all keys of a
-            row at once.
+        ValueError: a mask or a bias that differs by row; length_base or mask_self with
+            a mask or segments, since no device sees all keys of a row at once.
     """
-    arrays = query, key, value, bias, mask
-    if axis_name is None:
-        return attend_rows(
-            weights,
-            *arrays,
-            lam=lam,
-            scale=scale,
-            is_causal=is_causal,
-            length_base=length_base,
-            mask_self=mask_self,
-            segment_ids=segment_ids,
+    _check(rule, operands)
+    query, key, value, bias, slopes, lam, scale, known = operands
+    length = query.shape[2]
+    mask = part(known.mask, 3, start=known.rows[0, 0], size=length)
+    if mask is not None:
+        key, value = (
+            jnp.where(mask.any(axis=(1, 2))[:, None, :, None], x, 0)
+            for x in (key, value)
         )
-    count, length = jax.lax.axis_size(axis_name), query.shape[1]
-    first = first_token(query, key, axis_name)
-    _check(arrays, segment_ids, length_base, mask_self, count, lam is not None)
-    position = first + jnp.arange(length)
-    wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
-    own = _own(mask, first, length)
-    if own is not None:
-        key, value = only_seen(own.any(axis=(1, 2)), key, value)
-    if scale is None:
-        scale = head_scale(query.shape[-1])
-    if length_base:  # a factor of a row's scores is one of its query
-        visible = position + 1 if is_causal else jnp.full(length, count * length)
-        factor = length_scale(jnp.maximum(visible - mask_self, 1), length_base)
-        query = query.astype(wide) * factor.astype(wide)[None, :, None, None]
-    own_runs, runs = segment_runs_over(segment_ids, axis_name)
-    blocks = -(-length // BLOCK_ROWS)
-    size = -(-length // blocks)
-    given = Given(
-        cut(jnp.swapaxes(query, 1, 2), size, 2),
-        jnp.swapaxes(key, 1, 2),
-        jnp.swapaxes(value, 1, 2),
-        jnp.asarray(scale, wide),
-        bias,
+    size = -(-length // -(-length // rule.block_rows))
+    given = Given(_cut(query, size, 2), key, value, scale, bias, slopes)
+    segments = known.row_segments
+    rows = Rows(
+        _cut(known.rows, size, 1),
+        None if segments is None else _cut(segments, size, 1),
     )
-    known = Known(
-        cut(position, size, 0),
-        None if own_runs is None else cut(own_runs, size, 1),
-        runs,
-        mask,
-    )
-    rule = Rule(weights, is_causal, False, None, 0, whole=False, block_rows=size)
-    rows = _joined(_ring(Turn(rule, mask_self, axis_name), given, known), length, lam)
-    return rows.astype(value.dtype)
+    given, rows, known = vary_alike((given, rows, known))
+    blocks: Any = _ring(Turn(rule, axis_name), given, rows, known)
+    output = jnp.moveaxis(blocks, 0, 2)
+    output = output.reshape(*output.shape[:2], -1, output.shape[-1])[:, :, :length]
+    if lam is not None:
+        lam = lam[..., None].astype(output.dtype)
+        output = output[:, 0::2] - lam * output[:, 1::2]
+    return output.astype(rule.dtypes[1])
 
 
-def _joined(
-    blocks: Float[Array, "C B Nq t V"], length: int, lam: Float[Array, "#B #T N"] | None
-) -> Float[Array, "B T N V"]:
-    """Rows out of their blocks, without the filling, and the difference of branches."""
-    rows = jnp.moveaxis(blocks, 0, 1).swapaxes(2, 3)
-    rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
-    if lam is None:
-        return rows
-    return rows[:, :, 0::2] - lam[..., None].astype(rows.dtype) * rows[:, :, 1::2]
+def _cut(x: Array, size: int, axis: int) -> Array:
+    """[… T …] as [C … size …], the last block filled up with zeros."""
+    blocks = -(-x.shape[axis] // size)
+    edges = [(0, 0)] * x.ndim
+    edges[axis] = (0, blocks * size - x.shape[axis])
+    x = jnp.pad(x, edges)
+    x = x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(turn: Turn, given: Given, known: Known) -> Float[Array, "C B Nq t V"]:
-    return _forward(turn, given, known)[0]
+def _ring(
+    turn: Turn, given: Given, rows: Rows, known: Visibility
+) -> Float[Array, "C B Nq t V"]:
+    return _forward(turn, given, rows, known)[0]
 
 
-def _forward(turn: Turn, given: Given, known: Known) -> tuple[Array, tuple]:
+def _forward(
+    turn: Turn, given: Given, rows: Rows, known: Visibility
+) -> tuple[Array, tuple]:
     """The rows, and what the backward pass needs: the logarithm of their sums."""
     count, index, wide = *_place(turn), given.scale.dtype
-    rows = given.query.shape[:-1]
+    shape = given.query.shape[:-1]
     empty = Sums(
-        jnp.full(rows, -jnp.inf, wide),
-        jnp.zeros(rows, wide),
-        jnp.zeros((*rows, given.value.shape[-1]), wide),
+        jnp.full(shape, -jnp.inf, wide),
+        jnp.zeros(shape, wide),
+        jnp.zeros((*shape, given.value.shape[-1]), wide),
     )
+    empty, _ = vary_alike((empty, given.key))
 
     def meet(sums: Sums, keys: tuple, source: Array) -> Sums:
         def visit(sums: Sums) -> Sums:
             def block(part: tuple) -> Sums:
-                query, position, runs, sums = part
+                query, rows, sums = part
                 here = given._replace(query=query, key=keys[0], value=keys[1])
-                facts = known._replace(position=position, row_runs=runs)
-                return _absorb(turn, here, facts, source, sums)
+                return _update(turn, here, _seen(known, rows, here, source), sums)
 
-            parts = (given.query, known.position, known.row_runs, sums)
-            return jax.lax.map(block, parts)
+            return jax.lax.map(block, (given.query, rows, sums))
 
-        return _unless_future(turn, source, index, visit, sums)
+        return _if_seen(known, given, source - index, visit, sums)
 
     def step(carry: tuple, distance: Array) -> tuple[tuple, None]:
         sums, keys = carry
@@ -199,33 +156,35 @@ def _forward(turn: Turn, given: Given, known: Known) -> tuple[Array, tuple]:
     sums = meet(sums, keys, (index + 1) % count)
     total = jnp.where(sums.total == 0, 1, sums.total)
     output = sums.values / total[..., None]
-    return output, (given, known, output, _finite(sums.highest) + jnp.log(total))
+    logarithm = _finite(sums.running_max) + jnp.log(total)
+    return output, (given, rows, known, output, logarithm)
 
 
-def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None]:
+def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None, None]:
     """Gradients of rows stay and those of keys travel, both in wide floats.
 
     With weights w = exp(score − logarithm) and Σ w = 1 the output is Σ w v / Σ w: the
     gradient passes through both sums, the logarithm is a constant.
     """
-    given, known, output, logarithm = residuals
+    given, rows, known, output, logarithm = residuals
     count, index, wide = *_place(turn), given.scale.dtype
     against = -(change * output).sum(axis=-1)  # the gradient of Σ w
 
     def zeros(tree):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, wide), tree)
+        return jax.tree.map(lambda x: jnp.zeros_like(x, wide), tree)
 
     def meet(own: tuple, moving: tuple, source: Array) -> tuple[tuple, tuple]:
         keys, gradient = moving
 
         def visit(gradients: tuple) -> tuple:
             def block(shared: tuple, part: tuple) -> tuple:
-                query, position, runs, logarithm, against, change = part
-                facts = known._replace(position=position, row_runs=runs)
+                query, rows, logarithm, against, change = part
+                seen = _seen(known, rows, given, source)
 
                 def weigh(here: Given) -> tuple[Array, Array]:
-                    scores = _scores(turn, here, facts, source)
-                    return _weighed(here, jnp.exp(scores - logarithm[..., None]))
+                    scores = _scores(turn, here, seen)
+                    weights = jnp.exp(scores - logarithm[..., None])
+                    return weights.sum(axis=-1), weighed(weights, here.value)
 
                 here = given._replace(query=query, key=keys[0], value=keys[1])
                 (found,) = jax.vjp(weigh, here)[1]((against, change))
@@ -233,14 +192,13 @@ def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None]
                 return new, found.query.astype(wide)
 
             query, *shared = gradients
-            places = (known.position, known.row_runs, logarithm)
-            parts = (given.query, *places, against, change)
-            shared, rows = jax.lax.scan(block, tuple(shared), parts)
-            return (query + rows, *shared)
+            parts = (given.query, rows, logarithm, against, change)
+            shared, new = jax.lax.scan(block, tuple(shared), parts)
+            return (query + new, *shared)
 
         everything = (own[0], *gradient, *own[1:])
-        query, key, value, *rest = _unless_future(
-            turn, source, index, visit, everything
+        query, key, value, *rest = _if_seen(
+            known, given, source - index, visit, everything
         )
         return (query, *rest), (keys, (key, value))
 
@@ -250,12 +208,14 @@ def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None]
         return (own, pass_on(moving, turn.axis_name)), None
 
     keys = (given.key, given.value)
-    start = (zeros((given.query, given.scale, given.bias)), (keys, zeros(keys)))
+    rest = zeros((given.query, given.scale, given.bias, given.slopes))
+    start = vary_alike((rest, (keys, zeros(keys))))
     (own, moving), _ = jax.lax.scan(step, start, jnp.arange(count - 1))
     own, (_, gradient) = meet(own, moving, (index + 1) % count)
-    key, value = pass_on(gradient, turn.axis_name)  # home
-    found = Given(own[0], key, value, own[1], own[2])
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), found, given), None
+    key, value = pass_on(gradient, turn.axis_name)  # back on their own device
+    found = Given(own[0], key, value, *own[1:])
+    found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, given)
+    return found, None, None
 
 
 _ring.defvjp(_forward, _backward)
@@ -267,105 +227,84 @@ def _place(turn: Turn) -> tuple[int, Array]:
     return jax.lax.axis_size(name), jax.lax.axis_index(name)
 
 
-def _unless_future(turn: Turn, source: Array, index: Array, visit, start):
-    """visit(start), or `start` where causal rows cannot see the device `source`."""
-    if not turn.rule.is_causal:
+def _if_seen(known: Visibility, given: Given, distance: Array, visit, start):
+    """visit(start), or `start` where no row sees a device `distance` later."""
+    (left, right), length = known.window, given.key.shape[2]
+    seen = jnp.asarray(True)
+    if left is not None:  # its last key is near enough to the first row
+        seen &= (distance + 1) * length - 1 >= -left
+    if right is not None:  # its first key is near enough to the last row
+        seen &= (distance - 1) * length + 1 <= right
+    if left is None and right is None:
         return visit(start)
-    return jax.lax.cond(source <= index, visit, lambda start: start, start)
+    return jax.lax.cond(seen, visit, lambda start: start, start)
 
 
-def _scores(turn: Turn, given: Given, known: Known, source: Array) -> Array:
-    """A block of rows against the keys of one device; −∞ where they do not see."""
+def _seen(known: Visibility, rows: Rows, given: Given, source: Array) -> tuple:
+    """Visibility of a block of rows and the keys of one device, and the bias there."""
     length = given.key.shape[2]
-    first = source * length
-    keys = first + jnp.arange(length)
+    keys = partial(part, start=source * length, size=length)
+    known = replace(known, rows=rows.position, row_segments=rows.segments)
+    return known.map_keys(keys), source
+
+
+def _scores(turn: Turn, given: Given, seen: tuple) -> Array:
+    """A block of rows against the keys of one device; −∞ where they do not see."""
+    visibility, source = seen
+    length = given.key.shape[2]
+    bias = part(given.bias, 3, start=source * length, size=length)
     operands = Operands(
         given.query,
         given.key,
         given.value,
-        _own(given.bias, first, length),
-        _own(known.mask, first, length),
+        bias,
+        given.slopes,
         None,
-        known.row_runs,
-        _own(known.runs, first, length),
         given.scale,
-        None,
+        visibility,
     )
-    scores, visible = scored(turn.rule, operands, known.position, keys)
-    if turn.mask_self:
-        row = known.position[:, None]
-        others = (row != keys[None]) | (turn.rule.is_causal & (row == 0))
-        others = others[None, None]
-        visible = others if visible is None else visible & others
+    visible = visibility.pairs()
+    scores = scored(turn.rule, operands, visible)
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
 
 
-def _absorb(turn: Turn, given: Given, known: Known, source: Array, sums: Sums) -> Sums:
-    """What rows have met after the keys of one more device."""
-    scores = _scores(turn, given, known, source)
-    highest = jnp.maximum(sums.highest, scores.max(axis=-1))
-    faded = jnp.exp(sums.highest - _finite(highest))
-    total, values = _weighed(given, jnp.exp(scores - _finite(highest)[..., None]))
+def _update(turn: Turn, given: Given, seen: tuple, sums: Sums) -> Sums:
+    """The sums of rows after the keys of one more device."""
+    scores = _scores(turn, given, seen)
+    running_max = jnp.maximum(sums.running_max, scores.max(axis=-1))
+    rescale = jnp.exp(sums.running_max - _finite(running_max))
+    weights = jnp.exp(scores - _finite(running_max)[..., None])
+    values = weighed(weights, given.value)
     return Sums(
-        highest, sums.total * faded + total, sums.values * faded[..., None] + values
+        running_max,
+        sums.total * rescale + weights.sum(axis=-1),
+        sums.values * rescale[..., None] + values,
     )
 
 
-def _weighed(given: Given, weights: Array) -> tuple[Array, Array]:
-    """The sum of a row's weights, and of the values by these weights."""
-    batch, kv_heads, _, size = given.value.shape
-    values = jnp.einsum(
-        "bkgts,bksv->bkgtv",
-        weights.reshape(batch, kv_heads, -1, *weights.shape[2:]).astype(
-            given.value.dtype
-        ),
-        given.value,
-        preferred_element_type=weights.dtype,
-    )
-    return weights.sum(axis=-1), values.reshape(*weights.shape[:3], size)
-
-
-def _finite(highest: Array) -> Array:
+def _finite(running_max: Array) -> Array:
     """A maximum to subtract: 0 where no key was seen, since −∞ − (−∞) is NaN."""
-    return jnp.where(jnp.isneginf(highest), 0, highest)
+    return jnp.where(jnp.isneginf(running_max), 0, running_max)
 
 
-def _own(pairs: Array | None, first: Array, length: int) -> Array | None:
-    """The keys of one device out of [… #S]."""
-    if pairs is None or pairs.shape[-1] == 1:
-        return pairs
-    return jax.lax.dynamic_slice_in_dim(pairs, first, length, axis=-1)
-
-
-def _check(
-    arrays: tuple,
-    segment_ids: Array | None,
-    length_base: float | None,
-    mask_self: bool,
-    count: int,
-    differential: bool,
-) -> None:
-    """Refuse what does not fit, and what a ring cannot know."""
-    query, key, value, bias, mask = arrays
-    check_shapes(query, key, value, None, None, segment_ids, False)
-    if not differential and key.shape[2] != value.shape[2]:
-        raise ValueError(
-            f"key and value must agree in heads, got {key.shape} and {value.shape}"
-        )
-    keys = (query.shape[0], query.shape[2], 1, count * key.shape[1])
-    for name, pairs in (("bias", bias), ("mask", mask)):
-        if pairs is not None and not (
-            pairs.ndim == 4
-            and all(x in (1, y) for x, y in zip(pairs.shape, keys, strict=True))
-        ):
+def _check(rule: Rule, operands: Operands) -> None:
+    """Refuse what needs all keys of a row at once, or differs by row."""
+    known, bias = operands.visibility, operands.bias
+    for name, pairs in (("bias", bias), ("mask", known.mask)):
+        if pairs is not None and pairs.shape[2] > 1:
+            batch, heads, _, _ = operands.query.shape
             raise ValueError(
                 f"implementation 'ring': a {name} must be the same for all rows, "
-                f"broadcast to {keys}, got {pairs.shape}"
+                f"broadcast to {(batch, heads, 1, known.length)}, got {pairs.shape}"
             )
-    if mask is not None and mask.dtype != jnp.bool_:
-        raise ValueError(f"mask must be boolean (True = attend), got {mask.dtype}")
-    for name, option in (("length_base", length_base), ("mask_self", mask_self)):
-        for other, given in (("a mask", mask), ("segment_ids", segment_ids)):
+    for name, option in (
+        ("length_base", rule.length_base),
+        ("mask_self", known.mask_self),
+    ):
+        for other, given in (
+            ("a mask", known.mask),
+            ("segment_ids", known.row_segments),
+        ):
             if option and given is not None:
                 raise ValueError(
                     f"implementation 'ring' with {other} cannot count the keys that a "

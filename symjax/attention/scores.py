@@ -1,11 +1,20 @@
 """Score mechanisms: what all of them are called with, and what sets each one apart."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention import rows
+from symjax.attention.checks import check_scores, checked_window
+from symjax.attention.masks import Visibility, only_seen
 from symjax.attention.ring import attend_ring
-from symjax.attention.rows import RowWeights, attend_rows
+from symjax.attention.rows import Operands, RowWeights, Rule, attend_rows
+from symjax.attention.shards import first_token, gather, segment_runs_over
+from symjax.attention.windows import attend_window, in_window
 
 
 @dataclass(frozen=True, repr=False)
@@ -18,7 +27,7 @@ class ScoreMechanism:
     Attributes:
         name: as errors and tables print it.
         weights: (scores [B N t s], visible [#B #N t s] or None) → weights, 0 where not
-            visible. A module's function or a hashable value, so that jit knows it.
+            visible; hashable, since programs are compiled for it.
         description: formula, cost and source, for `help`.
         implementations: "rows" and "whole" serve any weights; "ring" adds up weights
             of exp(score) over their sum, so only softmax names it.
@@ -45,26 +54,38 @@ class ScoreMechanism:
         bias: Float[Array, "#B #N #T #S"] | None = None,
         mask: Bool[Array, "#B #N #T #S"] | None = None,
         *,
-        scale: float | None = None,
+        scale: float | Float[Array, ""] | None = None,
         is_causal: bool = False,
+        window: int | tuple[int | None, int | None] | None = None,
         length_base: float | None = None,
         mask_self: bool = False,
+        alibi: Float[Array, " N"] | None = None,
+        positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
+        lam: Float[Array, "#B #T N/2"] | None = None,
         implementation: str | None = None,
         axis_name: str | None = None,
     ) -> Float[Array, "B T N V"]:
-        """Time O(T S (H + V)) a head, half of it if causal; memory linear in T and S.
+        """Time O(T S (H + V)) a head, half of it if causal, O(T (left + right) (H + V))
+        in a window; memory linear in T and S.
 
         Weights are computed in float32 at least; a row that sees no key gives zeros.
 
         Args:
             mask: True = attend.
             scale: of the scores, 1/√H by default.
-            is_causal: the last query sees every key (bottom-right alignment).
+            is_causal: a query sees no later key; the last one sees every key
+                (bottom-right alignment).
+            window: (left, right), how many keys before and after its own a query sees;
+                None is no bound. A number n is (n − 1, n − 1): itself and n − 1 more.
             length_base: multiply a row's scores by log n / log length_base, n the keys
                 it sees (entropy-invariant scaling); None or 0: off.
             mask_self: hide a token from itself unless it sees nothing else.
+            alibi: slopes m of a bias −m·|distance|, as `alibi_slopes` gives them.
+            positions: of the queries among the keys, by default the last T places.
             segment_ids: tokens see only their own run of equal ids; needs T = S.
+            lam: the weights of heads 2n and 2n + 1 become one, w[2n] − lam[n]·w[2n+1];
+                they share mask, bias and value: what `differential` runs.
             implementation: "rows" (the default), "whole" for one block of all rows, or
                 for softmax "ring": over an axis keys and values travel and are not
                 gathered, see `attend_ring`; without an axis as "rows".
@@ -74,32 +95,122 @@ class ScoreMechanism:
         Raises:
             ValueError: shapes that do not fit together, naming both.
         """
-        return self.attend(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            scale=scale,
-            is_causal=is_causal,
-            length_base=length_base,
-            mask_self=mask_self,
-            segment_ids=segment_ids,
-            implementation=implementation,
-            axis_name=axis_name,
-        )
-
-    def attend(self, *arrays, implementation: str | None = None, **options) -> Array:
-        """The same with one more option: `lam`, of the branches of differential heads.
-
-        Options are those of `attend_rows`.
-        """
         if implementation not in (None, *self.implementations):
             raise ValueError(
                 f"{self.name}: implementation {implementation!r} is unknown: choose "
                 f"from {', '.join(self.implementations)}"
             )
-        if implementation == "ring":
-            return attend_ring(self.weights, *arrays, **options)
-        whole = implementation == "whole"
-        return attend_rows(self.weights, *arrays, whole=whole, **options)
+        check_scores(
+            self.name,
+            (query, key, value, bias, mask),
+            (lam, alibi, positions, segment_ids),
+            is_causal=is_causal,
+            axis_name=axis_name,
+        )
+        if 0 in (*query.shape[:2], key.shape[1]):  # no rows, or nothing that they see
+            heads = query.shape[2] // (1 if lam is None else 2)
+            return jnp.zeros((*query.shape[:2], heads, value.shape[-1]), value.dtype)
+        left, right = checked_window(self.name, window)
+        visibility = _visibility(query, key, positions, segment_ids, axis_name)
+        visibility = replace(
+            visibility,
+            mask=mask,
+            window=(left, 0 if is_causal else right),
+            mask_self=mask_self,
+        )
+        ring = axis_name if implementation == "ring" else None
+        if axis_name is not None and ring is None:
+            key, value = gather((key, value), axis_name)
+        if mask is not None and ring is None:
+            key, value = only_seen(mask.any(axis=(1, 2)), key, value)
+        known = axis_name is None and positions is None
+        rule = Rule(
+            self.weights,
+            float(length_base) if length_base else None,
+            offset=key.shape[1] - query.shape[1] if known else None,
+            whole=implementation == "whole",
+            dtypes=(key.dtype, value.dtype),
+            block_rows=rows.BLOCK_ROWS,
+            extents=rows.EXTENTS,
+        )
+        operands = _operands((query, key, value, bias), scale, lam, alibi, visibility)
+        if ring is not None:
+            return jnp.swapaxes(attend_ring(rule, operands, ring), 1, 2)
+        attend = attend_rows
+        if None not in visibility.window:
+            attend = attend_window
+            if axis_name is not None:
+                rule, operands = in_window(rule, operands)
+        return jnp.swapaxes(attend(rule, operands)[0], 1, 2)
+
+
+def _visibility(
+    query: Array,
+    key: Array,
+    positions: Array | None,
+    segment_ids: Array | None,
+    axis_name: str | None,
+) -> Visibility:
+    """Positions and segments of a device's queries and of all keys."""
+    first: int | Array = key.shape[1] - query.shape[1]
+    keys = key.shape[1]
+    if axis_name is not None:
+        first = first_token(query, key, axis_name)
+        keys *= jax.lax.axis_size(axis_name)
+    if positions is None:
+        positions = (first + jnp.arange(query.shape[1]))[None]
+    segments = segment_runs_over(segment_ids, axis_name)
+    return Visibility(positions, jnp.arange(keys)[None], None, *segments, length=keys)
+
+
+def _operands(
+    arrays: tuple, scale: Any, lam: Any, alibi: Any, visibility: Visibility
+) -> Operands:
+    """Heads before time; what scores and weights are multiplied with in wide floats."""
+    query, key, value, bias = arrays
+    wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    if alibi is not None:
+        alibi = alibi.astype(wide)[None, :, None, None]
+    if lam is not None:  # both branches of a head have its bias, slope and mask
+        bias, alibi, mask = map(_twice, (bias, alibi, visibility.mask))
+        visibility = replace(visibility, mask=mask)
+        lam = jnp.swapaxes(lam, 1, 2).astype(wide)
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    scale = jnp.asarray(scale, wide)
+    return Operands(query, key, value, bias, alibi, lam, scale, visibility)
+
+
+def _twice(pairs: Array | None) -> Array | None:
+    """Each head of [B N T S] twice, one after the other; one for all stays."""
+    if pairs is None or pairs.shape[1] == 1:
+        return pairs
+    return jnp.repeat(pairs, 2, axis=1)
+
+
+def row_map(
+    weights: RowWeights,
+    query: Float[Array, "B T Nq H"],
+    key: Float[Array, "B S Nk H"],
+    *,
+    lam: Float[Array, "#B #T N"] | None = None,
+    shared_keys: bool = False,
+    **options: Any,
+) -> Float[Array, "B N T S"]:
+    """The whole map of weights, for reading: O(T S) memory.
+
+    It is what a score mechanism of these weights gives for the unit vectors as values;
+    `options` are its own.
+
+    Args:
+        shared_keys: with `lam`, both query heads of a pair look at one key
+            (differential V2); otherwise each has its own (V1).
+    """
+    branches = 1 if lam is None or shared_keys else 2
+    heads = key.shape[2] // branches
+    units = jnp.eye(key.shape[1], dtype=query.dtype)[None, :, None]
+    value = jnp.broadcast_to(units, (key.shape[0], key.shape[1], heads, key.shape[1]))
+    attend = ScoreMechanism("row_map", weights)
+    options = {"implementation": "whole", **options}
+    return jnp.swapaxes(attend(query, key, value, lam=lam, **options), 1, 2)

@@ -37,15 +37,18 @@ def vary_alike(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def on_any_mesh(static: int) -> Callable[[Callable], Callable]:
+def on_any_mesh(
+    static: int, rows_like: Callable[[Any], Array] = lambda tokens: tokens.query
+) -> Callable[[Callable], Callable]:
     """Compiles a function (…, tokens, *more) → (rows [B T N V], a state [B …]).
 
     The first `static` arguments are static; `tokens` is a NamedTuple with `query` and
-    `value`. The function sees arrays that all vary over the same manual axes.
+    `value`. The function sees arrays that all vary over the same manual axes. Heads may
+    also stand before time, in all of them.
 
     Under mesh axes of type Explicit every operation would have to say how its result
     is sharded; in here XLA chooses, as it does for Auto axes. The rows come out sharded
-    as query and value are, the state by example.
+    as `rows_like` and value are, the state by example.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -54,17 +57,15 @@ def on_any_mesh(static: int) -> Callable[[Callable], Callable]:
         def compiled(*arguments: Any) -> Any:
             tokens, *more = vary_alike(arguments[static:])
             call = partial(function, *arguments[:static])
-            query, value = (
-                jax.typeof(x).sharding for x in (tokens.query, tokens.value)
-            )
-            types = zip(query.mesh.axis_names, query.mesh.axis_types, strict=True)
+            mesh = jax.typeof(tokens.query).sharding.mesh
+            types = zip(mesh.axis_names, mesh.axis_types, strict=True)
             axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
             if axes:
-                batch, time, heads, _ = query.spec
-                size = value.spec[3]
+                batch, time, heads, _ = jax.typeof(rows_like(tokens)).sharding.spec
+                size = jax.typeof(tokens.value).sharding.spec[3]
                 size = None if size in (batch, time, heads) else size
                 specs = P(batch, time, heads, size), P(batch)
-                out = tuple(NamedSharding(query.mesh, spec) for spec in specs)
+                out = tuple(NamedSharding(mesh, spec) for spec in specs)
                 call = jax.sharding.auto_axes(call, axes=axes, out_sharding=out)
             return call(tokens, *more)
 

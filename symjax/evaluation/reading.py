@@ -15,7 +15,7 @@ from einops import rearrange, repeat
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.rows import row_map
+from symjax.attention.scores import row_map
 from symjax.layers.mechanisms import part_of
 from symjax.layers.mixer import Mixer
 from symjax.layers.sharded import Operand
@@ -165,9 +165,8 @@ def _map(mixer: Mixer, operands: dict[str, Operand]) -> Array:
 
 def _scores(mixer: Mixer, operands: dict[str, Operand]) -> Array:
     """The engine's own scores: the map of a mechanism whose weights are its scores."""
-    options: dict[str, Any] = {
-        name: x for name, x in mixer.options if name in ("length_base", "mask_self")
-    }
+    names = ("window", "length_base", "mask_self")
+    options: dict[str, Any] = {name: x for name, x in mixer.options if name in names}
     query, key = operands["query"].array, operands["key"].array
     if "lam" in operands:
         shape = (*query.shape[:2], query.shape[2] // 2)

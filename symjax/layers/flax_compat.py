@@ -157,11 +157,12 @@ def _scores(
 ) -> Array:
     """A mechanism that scores pairs: a mask or bias may be of any pairs."""
     queries, keys = (x.shape[1] for x in arrays[:2])
-    if options.get("mask_self") and queries != keys:
-        raise ValueError(
-            "attention_fn: mask_self needs the place of a query among the keys, got "
-            f"{queries} queries and {keys} keys"
-        )
+    for name in ("mask_self", "window"):
+        if options.get(name) and queries != keys:
+            raise ValueError(
+                f"attention_fn: {name} needs the place of a query among the keys, got "
+                f"{queries} queries and {keys} keys"
+            )
     attend = attention.MECHANISMS[mechanism].attend
     return attend(*arrays, bias, mask, is_causal=is_causal, **options)
 

@@ -10,7 +10,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention
-from symjax.attention.masks import visible_pairs
 from symjax.layers.parts import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
 
@@ -58,8 +57,6 @@ class Mixer:
             function = self.form.causal
         elif self.causal:
             options["is_causal"] = True
-        if self.alibi:
-            operands = operands | {"bias": self._alibi(length)}
         group = options.get("group_size", 1)  # tokens that cannot be parted
         axis = time_axis(length, group) if self.causal else None
         if axis is not None:  # keys are a device's own too
@@ -133,27 +130,14 @@ class Mixer:
         positions = position[:, None] + jnp.arange(count)[None]
         key = write(cache.key, operands["key"].array, positions)
         value = write(cache.value, operands["value"].array, positions)
-        options = dict(self.options)
-        visible = visible_pairs(
-            positions,
-            jnp.arange(places),
-            is_causal=True,
-            mask_self=options.pop("mask_self", False),
-        )
         operands = operands | {
             "key": Operand(key, "BSK"),
             "value": Operand(value, "BSK"),
-            "mask": Operand(visible, "B"),
+            "positions": Operand(positions, "B"),
         }
-        if self.alibi:
-            operands["bias"] = self._alibi(places)
+        options = {**dict(self.options), "is_causal": True}
         mixed = self._run(self.form.attend, options, operands, "BTN")
         return mixed, KeyValues(key, value)
-
-    def _alibi(self, keys: int) -> Operand:
-        places = jnp.arange(keys)
-        rows = None if self.causal else places
-        return Operand(attention.alibi_bias(self.sizes.heads, places, rows), "BN")
 
     def _run(
         self,
@@ -165,6 +149,9 @@ class Mixer:
     ) -> Any:
         """`function` over all heads, its maps combined as the layer combines them."""
 
+        if self.alibi:
+            slopes = attention.alibi_slopes(self.sizes.heads)
+            operands = operands | {"alibi": Operand(slopes, "N")}
         if self.differential == "v1":
             function = partial(attention.differential, attend=function)
         elif self.differential == "v2":

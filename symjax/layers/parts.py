@@ -39,9 +39,11 @@ def named_options(options: config.Model, mechanism: str) -> dict[str, Any]:
 
 
 def score_flops(layer: Any, length: int) -> float:
-    """A causal map has half of the pairs."""
-    sizes = layer.mixer.sizes
-    seen = length / 2 if layer.mixer.causal else length
+    """A causal map has half of the pairs, one in a window those of its band."""
+    sizes, causal = layer.mixer.sizes, layer.mixer.causal
+    width = min(dict(layer.mixer.options).get("window", length), length)
+    seen = width - width**2 / (2 * length)  # on one side of a token, in the mean
+    seen *= 1 if causal else 2
     return 2 * seen * (sizes.queries * sizes.head_size + sizes.heads * sizes.value_size)
 
 

@@ -92,6 +92,14 @@ def test_bias(name):
 
 
 @every_mechanism
+def test_windows(name):
+    if capabilities(MECHANISMS[name])["window"]:
+        it_works(call_with_own_keys(name, window=(3, None)))
+    else:
+        refused("window", name, window=(3, None))
+
+
+@every_mechanism
 def test_grouped_heads(name):
     if capabilities(MECHANISMS[name])["grouped"]:
         it_works(call(name))
@@ -149,6 +157,7 @@ def test_the_table_has_a_row_for_each_and_a_cell_for_each_claim():
 # A value of each option, which its form must take.
 CHOSEN = {
     "scale": 0.5,
+    "window": 4,
     "length_base": 5.0,
     "mask_self": True,
     "implementation": "whole",
@@ -193,7 +202,7 @@ def test_a_mechanism_without_annotations_is_one_like_any_other(monkeypatch):
 
     monkeypatch.setitem(MECHANISMS, "mean", Mechanism(mean, grouped=False))
     line = attention.table().splitlines()[-1].split()
-    assert line[:7] == ["mean", "-", "yes", "keys", "-", "-", "yes"]
+    assert line[:8] == ["mean", "-", "yes", "keys", "-", "-", "-", "yes"]
     options = config.Model(
         kind="encoder",
         width=8,

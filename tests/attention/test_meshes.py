@@ -1,5 +1,6 @@
 """Mechanisms on a mesh as users make it: axes of any type, shard_map as it comes."""
 
+from functools import partial
 from types import ModuleType
 
 import jax
@@ -12,7 +13,22 @@ from laws import close
 from symjax import attention as A
 
 B, T, N, K, H, V = 4, 12, 4, 2, 8, 6
+CAUSAL = {"is_causal": True}
 MECHANISMS = {
+    "softmax": partial(A.softmax, **CAUSAL),
+    "whole": partial(A.softmax, implementation="whole", length_base=4.0),
+    "entmax15": partial(A.entmax15, **CAUSAL),
+    "window": partial(A.softmax, window=(3, 0)),
+    "differential_v2": lambda query, key, value: A.differential_v2(
+        query, key, value, 0.3 * np.ones((*query.shape[:2], query.shape[2] // 2), "f4")
+    ),
+    "hidden": lambda query, key, value: A.sparsemax(
+        query,
+        key,
+        value,
+        mask=np.arange(T)[None, None, None] != 3,
+        segment_ids=np.arange(T)[None].repeat(query.shape[0], 0) // 5,
+    ),
     "linear": A.linear_causal,
     "cosine": A.cosine_causal,
     "performer": A.performer_causal,
@@ -84,6 +100,13 @@ def test_axes_may_be_explicit(name, split):
     given = [jax.device_put(x, sharding) for x in arrays()]
     output = same_as_alone(name, MECHANISMS[name], given)
     assert output.sharding.spec[:3] == (*split, None)[:3]
+
+
+def test_half_of_the_heads_may_be_fewer_than_devices():
+    sharding = NamedSharding(mesh(AxisType.Explicit), P(None, None, ("x", "y")))
+    query, key, value = arrays()
+    given = jax.device_put(query, sharding), key, value
+    same_as_alone("differential_v2", MECHANISMS["differential_v2"], given)
 
 
 def test_steps_go_on_over_explicit_axes():

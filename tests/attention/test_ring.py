@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from laws import close
 
 from symjax import attention
-from symjax.attention import ring
+from symjax.attention import rows
 from symjax.attention.decayed_linear import Decayed, DecayState
 from symjax.attention.normalised import LinearState, merge
 from symjax.attention.shards import state_before
@@ -39,7 +39,7 @@ def given(queries=N, keys=K, **more):
     }
 
 
-def over(devices, function, names, split):
+def over(devices, function, names, split, check_vma=False):
     """A function of arrays by name, time split over devices."""
     mesh = jax.make_mesh(
         (devices,),
@@ -52,7 +52,7 @@ def over(devices, function, names, split):
         mesh=mesh,
         in_specs=({name: split.get(name, P()) for name in names},),
         out_specs=TIME,
-        check_vma=False,
+        check_vma=check_vma,
     )
 
 
@@ -69,11 +69,14 @@ def results(function, arrays):
     return {"output": output, **gradient}
 
 
-def it_is_what_it_is_alone(devices, function, arrays, split=SPLIT, **options):
+def it_is_what_it_is_alone(
+    devices, function, arrays, split=SPLIT, check_vma=False, **options
+):
     function = partial(function, **options)
     with jax.enable_x64(True):
         wanted = results(lambda arrays: function(**arrays), arrays)
-        found = results(over(devices, function, tuple(arrays), split), arrays)
+        run = over(devices, function, tuple(arrays), split, check_vma)
+        found = results(run, arrays)
         for name, exact in wanted.items():
             close(found[name], exact, 1e-11)
 
@@ -84,12 +87,19 @@ MASK = {"mask": draw(B, N, 1, T, seed=5) < 0.8}
 COUNTED = {"length_base": 16, "mask_self": True}
 RING = {"implementation": "ring"}
 CAUSAL = {"is_causal": True}
+WINDOW = {"window": (8, 0)}
+ALIBI = {"alibi": np.linspace(0.1, 1, N)}
 SCORES = {
     "softmax": (attention.softmax, SEGMENTED | BIAS, CAUSAL | COUNTED),
     "sparsemax": (attention.sparsemax, {}, CAUSAL),
     "ring": (attention.softmax, SEGMENTED | MASK, CAUSAL | RING),
     "entmax15": (attention.entmax15, MASK, CAUSAL),
     "gau": (attention.gau, {}, CAUSAL | {"divisor": "count"}),
+    "window": (attention.softmax, SEGMENTED | MASK, CAUSAL | WINDOW),
+    "window of both sides": (attention.sparsemax, {}, {"window": (2, 7)}),
+    "ring in a window": (attention.softmax, ALIBI, CAUSAL | COUNTED | WINDOW | RING),
+    "ring in its own": (attention.softmax, {}, COUNTED | {"window": (0, 0)} | RING),
+    "ring in segments": (attention.softmax, SEGMENTED, {"window": (9, 3)} | RING),
     "both sides": (attention.softmax, BIAS, COUNTED),
     "ring of both sides": (attention.softmax, {}, COUNTED | RING),
 }
@@ -107,7 +117,8 @@ def some(names, default):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), some(SCORES, ["softmax", "sparsemax", "ring"])
+    ("name", "devices"),
+    some(SCORES, ["softmax", "sparsemax", "ring", "window", "ring in a window"]),
 )
 def test_mechanisms_that_score_pairs(name, devices):
     function, more, options = SCORES[name]
@@ -116,9 +127,25 @@ def test_mechanisms_that_score_pairs(name, devices):
 
 def test_a_ring_in_blocks_of_rows(monkeypatch):
     """Three of the eight rows that a device has, with log n and a bias."""
-    monkeypatch.setattr(ring, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(rows, "BLOCK_ROWS", 3)
     options = CAUSAL | COUNTED | RING
     it_is_what_it_is_alone(3, attention.softmax, given(**BIAS), **options)
+
+
+@pytest.mark.parametrize("name", ["ring", "ring in a window", "ring of both sides"])
+def test_shard_map_counts_the_axes_that_a_ring_varies_over(name):
+    """With `check_vma` as it is by default; arrays that are alike have one gradient."""
+    function, more, options = SCORES[name]
+    arrays = given(**more)
+    it_is_what_it_is_alone(4, function, arrays, check_vma=True, **options)
+
+
+def test_a_ring_has_no_forward_derivative_and_says_so():
+    arrays = given()
+    names = tuple(arrays)
+    run = over(4, partial(attention.softmax, **CAUSAL, **RING), names, SPLIT)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(run, (arrays,), (arrays,))
 
 
 LAMBDA = {"lam": TIME}

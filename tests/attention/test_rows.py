@@ -1,5 +1,6 @@
 """The row-block engine: memory, maps for reading, refusals, the scale of lengths."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,9 +12,9 @@ from laws import B, H, K, N, T, V, close
 from score_laws import DIFFERENTIAL, SOFTMAX, blocks, every_option, jitted
 
 from symjax import attention
-from symjax.attention.masks import visible_pairs
-from symjax.attention.rows import row_map
-from symjax.attention.scaling import length_scale
+from symjax.attention.masks import Visibility
+from symjax.attention.rows import length_scale
+from symjax.attention.scores import row_map
 from symjax.attention.softmax import softmax_weights
 
 
@@ -97,9 +98,9 @@ def test_fewer_than_16_keys_count_as_16(x64):
 
 
 def test_no_restriction_is_no_mask_and_a_broadcast_mask_has_every_key():
-    rows, keys = jnp.arange(4), jnp.arange(6)
-    assert visible_pairs(rows, keys) is None
-    assert visible_pairs(rows, keys, jnp.ones((B, 1, 4, 1), bool)).shape[-1] == 6
+    seen = Visibility(jnp.arange(4)[None], jnp.arange(6)[None], length=6)
+    assert seen.pairs() is None
+    assert replace(seen, mask=jnp.ones((B, 1, 4, 1), bool)).pairs().shape[-1] == 6
 
 
 WRONG = {

@@ -147,7 +147,7 @@ def test_a_run_may_go_on_as_a_loop_and_back(text, tmp_path):
         changes = {"model__scan_layers": loop, "model__remat": remat, "steps": steps}
         assert train(text, mixed, **shared, **changes) == 0
     np.testing.assert_allclose(losses(mixed), losses(listed), rtol=0, atol=5e-6)
-    assert load(mixed).options.model.scan_layers
+    assert load(mixed).config.model.scan_layers
 
 
 def test_a_damaged_corpus_is_named(text, tmp_path, capsys):
@@ -293,7 +293,7 @@ def logged(workdir):
 
 def arrays(workdir):
     """Every array of the newest checkpoint by its path."""
-    options = load(workdir).options
+    options = load(workdir).config
     program = compile_program(options, make_mesh(options.mesh))
     abstract = {"params": program.state.params, "optimizer": program.state.optimizer}
     trees, meta = Checkpoints(workdir / "checkpoints").restore(abstract)

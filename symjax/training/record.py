@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ META = "meta"
 # What threads of TensorStore print, each with a traceback, after the first array that
 # cannot be read or written: Orbax has raised that error and closed its event loop.
 NOISE = ("Event loop is closed", "Encountered error while reading array index")
+UNREAD = "exception was never retrieved"  # of its other futures, by asyncio's logger
 
 
 class Damaged(Exception):
@@ -52,6 +54,7 @@ def _without_noise(report: Callable[[Any], object]) -> Callable[[Any], object]:
 
 
 sys.unraisablehook = _without_noise(sys.unraisablehook)
+logging.getLogger("asyncio").addFilter(lambda x: UNREAD not in x.getMessage())
 
 
 def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Kernels for accelerators, each with the pure function that it must equal."""

@@ -24,7 +24,7 @@ from symjax.attention.kernels.blocks import LANES, Operands, Plan
 from symjax.attention.kernels.forward import forward
 from symjax.attention.kernels.intervals import Seen, seen_by_rows
 from symjax.attention.masks import only_seen
-from symjax.attention.scaling import head_scale, length_scale
+from symjax.attention.rows import length_scale
 
 # What `jax.checkpoint` should save, so that the forward kernel does not run again:
 # jax.checkpoint_policies.save_only_these_names(*RESIDUALS).
@@ -131,7 +131,7 @@ def fused(
         keys=keys,
         head_size=-(-size * key_maps // LANES) * LANES // key_maps,
         value_size=-(-value_size // LANES) * LANES,
-        scale=head_scale(size) if scale is None else float(scale),
+        scale=float(size**-0.5 if scale is None else scale),
         left=left,
         right=right,
         block=block,

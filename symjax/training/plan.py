@@ -15,7 +15,7 @@ from symjax.training import sharding, targets
 from symjax.training.chips import CHIPS, seconds
 from symjax.training.collectives import KINDS, Traffic, traffic
 from symjax.training.cycles import PARTS, estimate
-from symjax.training.starting import (
+from symjax.training.preflight import (
     compiled_step,
     shard_bytes,
     use_compile_cache,

@@ -1,6 +1,8 @@
 """symjax: a functional zoo of attention mechanisms for JAX."""
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -17,3 +19,10 @@ if _release("jax") >= (0, 11, 1) and _release("flax") < (0, 12, 12):
         f"jax {version('jax')} needs flax >= 0.12.12, found {version('flax')}: "
         "pip install --upgrade flax, or pip install 'jax<0.11'"
     )
+
+
+def __getattr__(name: str) -> Any:
+    """`symjax.attention` after `import symjax`, which itself does not load jax."""
+    if name == "attention":
+        return import_module("symjax.attention")
+    raise AttributeError(f"module 'symjax' has no attribute {name!r}")

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,8 @@ def test_configurations_are_data():
 )
 def test_every_way_of_importing_is_seen(code, found):
     assert rooms(SYMJAX / "layers" / "block.py", ast.parse(code)) == found
+
+
+def test_attention_is_there_after_the_plain_import():
+    code = "import symjax; assert callable(symjax.attention.softmax)"
+    subprocess.run([sys.executable, "-c", code], check=True)

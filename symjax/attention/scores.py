@@ -95,11 +95,7 @@ class ScoreMechanism:
         Raises:
             ValueError: shapes that do not fit together, naming both.
         """
-        if implementation not in (None, *self.implementations):
-            raise ValueError(
-                f"{self.name}: implementation {implementation!r} is unknown: choose "
-                f"from {', '.join(self.implementations)}"
-            )
+        self._check_implementation(implementation)
         check_scores(
             self.name,
             (query, key, value, bias, mask),
@@ -107,13 +103,12 @@ class ScoreMechanism:
             is_causal=is_causal,
             axis_name=axis_name,
         )
+        left, right = checked_window(self.name, window)
         if 0 in (*query.shape[:2], key.shape[1]):  # no rows, or nothing that they see
             heads = query.shape[2] // (1 if lam is None else 2)
             return jnp.zeros((*query.shape[:2], heads, value.shape[-1]), value.dtype)
-        left, right = checked_window(self.name, window)
-        visibility = _visibility(query, key, positions, segment_ids, axis_name)
         visibility = replace(
-            visibility,
+            _places(query, key, positions, segment_ids, axis_name),
             mask=mask,
             window=(left, 0 if is_causal else right),
             mask_self=mask_self,
@@ -134,17 +129,17 @@ class ScoreMechanism:
             extents=rows.EXTENTS,
         )
         operands = _operands((query, key, value, bias), scale, lam, alibi, visibility)
-        if ring is not None:
-            return jnp.swapaxes(attend_ring(rule, operands, ring), 1, 2)
-        attend = attend_rows
-        if None not in visibility.window:
-            attend = attend_window
-            if axis_name is not None:
-                rule, operands = in_window(rule, operands)
-        return jnp.swapaxes(attend(rule, operands)[0], 1, 2)
+        return jnp.swapaxes(_attend(rule, operands, axis_name, ring), 1, 2)
+
+    def _check_implementation(self, implementation: str | None) -> None:
+        if implementation not in (None, *self.implementations):
+            raise ValueError(
+                f"{self.name}: implementation {implementation!r} is unknown: choose "
+                f"from {', '.join(self.implementations)}"
+            )
 
 
-def _visibility(
+def _places(
     query: Array,
     key: Array,
     positions: Array | None,
@@ -161,6 +156,19 @@ def _visibility(
         positions = (first + jnp.arange(query.shape[1]))[None]
     segments = segment_runs_over(segment_ids, axis_name)
     return Visibility(positions, jnp.arange(keys)[None], None, *segments, length=keys)
+
+
+def _attend(
+    rule: Rule, operands: Operands, axis_name: str | None, ring: str | None
+) -> Float[Array, "B N T V"]:
+    """By the engine that these operands are for: ring, window or blocks of rows."""
+    if ring is not None:
+        return attend_ring(rule, operands, ring)
+    if None in operands.visibility.window:
+        return attend_rows(rule, operands)[0]
+    if axis_name is not None:
+        rule, operands = in_window(rule, operands)
+    return attend_window(rule, operands)[0]
 
 
 def _operands(

@@ -43,6 +43,7 @@ class Mechanism(NamedTuple):
         segments: it takes `segment_ids`.
         keys: False where queries stand for keys too, and there is no such argument.
         gated: a whole block, not a choice of the attention layer.
+        sparse: a weight may be exactly zero.
         time, memory: of a head: operations for T tokens, numbers kept to decode.
             Letters are those of the shapes, G a group and C a chunk of tokens.
     """
@@ -62,6 +63,7 @@ class Mechanism(NamedTuple):
     segments: bool = True
     keys: bool = True
     gated: bool = False
+    sparse: bool = False
     time: str = "T S (H + V)"
     memory: str = "S (H + V)"
 
@@ -73,11 +75,12 @@ SCORED = Mechanism(
     is_causal=True,
     mask="pairs",
 )
+SPARSE = SCORED._replace(sparse=True, time="T S (H + V + log S)")
 
 MECHANISMS = {
     "softmax": SCORED,
-    "sparsemax": SCORED._replace(attend=sparsemax, time="T S (H + V + log S)"),
-    "entmax15": SCORED._replace(attend=entmax15, time="T S (H + V + log S)"),
+    "sparsemax": SPARSE._replace(attend=sparsemax),
+    "entmax15": SPARSE._replace(attend=entmax15),
     "cosine": Mechanism(
         *(cosine, cosine_causal, cosine_step, cosine_state),
         options=("chunk_size",),
@@ -119,7 +122,7 @@ MECHANISMS = {
         memory="M (V + 2)",
     ),
     "gau": SCORED._replace(
-        attend=gau, options=("window", "implementation"), gated=True
+        attend=gau, options=("window", "implementation"), gated=True, sparse=True
     ),
     "flash": Mechanism(
         *(flash, flash_causal, flash_step, flash_state),

@@ -7,6 +7,7 @@ from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.results import Options, Result, Table, table
 from symjax.evaluation.windows import Window, by_layer
+from symjax.layers.mechanisms import part_of
 
 TOPS = (1, 2, 3, 10, 100)
 BOUND = 0.25  # of the derivative of a softmax weight
@@ -61,7 +62,7 @@ def gradients(run: LoadedRun, options: Options) -> Result:
     Source: Qin et al. 2022, arXiv:2210.10340, section 3.1.
     """
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
-    known = [i for i, x in enumerate(names) if x in ("softmax", "linear", "cosine")]
+    known = [i for i, x in enumerate(names) if x == "softmax" or part_of(x).features]
     left = sorted({x for i, x in enumerate(names) if i not in known})
     text = [f"gradients: not known for {', '.join(left)}"] if left else []
     if not known:

@@ -4,13 +4,12 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from symjax import config
+from symjax.attention import MECHANISMS
 from symjax.evaluation.attended import Shares, shares
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.results import Lines, Options, Result, Table, table
 from symjax.evaluation.windows import Window, by_keys, mean_by_layer
-
-SPARSE = ("sparsemax", "entmax15", "gau")  # with weights that are exactly zero
 
 
 def entropy(run: LoadedRun, options: Options) -> Result:
@@ -71,7 +70,7 @@ def slope(
 def support(run: LoadedRun, options: Options) -> Result:
     """How many keys have a weight, of those a row sees, in layers with sparse maps."""
     mechanisms = [layer.mixer.mechanism for layer in attentions(run.model())]
-    sparse = [i for i, name in enumerate(mechanisms) if name in SPARSE]
+    sparse = [i for i, name in enumerate(mechanisms) if MECHANISMS[name].sparse]
     if not sparse:
         known = ", ".join(sorted(set(mechanisms)))
         return Result({"support": []}, [f"support: {known} is not sparse"])

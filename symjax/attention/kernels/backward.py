@@ -1,0 +1,225 @@
+"""The backward kernels: gradients of queries, keys, values and λ."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from symjax.attention.kernels import blocks
+from symjax.attention.kernels.blocks import LOG2E, Operands, Plan, Visits
+from symjax.attention.kernels.intervals import Seen, blocks_of_keys
+
+
+def row_sums(
+    plan: Plan,
+    change: Float[Array, "B T N*V"],
+    output: Float[Array, "B T N*V"],
+    second: Float[Array, "B T N*V"] | None,
+    lam: Float[Array, "B N 1 T"] | None,
+) -> Float[Array, "B N maps T"]:
+    """Σ_s w dw of every row and map, w its weights and dw their gradients, which is
+    Σ change · output: of the first map change · (output + λ second)."""
+    size = blocks.even(plan.length, plan.block)
+
+    def rows(b, n, i):
+        return b, n, i
+
+    spec, both = blocks.in_lanes(plan.value_size, size, rows), lam is not None
+    lam_spec = blocks.by_row(1, size, rows) if both else None
+    return pl.pallas_call(
+        _row_sums,
+        out_shape=jax.ShapeDtypeStruct(
+            (plan.batch, plan.heads, plan.maps, plan.length), jnp.float32
+        ),
+        grid=(plan.batch, plan.heads, -(-plan.length // size)),
+        in_specs=[spec, spec, spec if both else None, lam_spec],
+        out_specs=blocks.by_row(plan.maps, size, rows),
+        compiler_params=blocks.compiler(3),
+        interpret=plan.interpret,
+        name="attention_row_sums",
+    )(change, output, second, lam)
+
+
+def _row_sums(change, output, second, lam, sums) -> None:
+    def along(x) -> Float[Array, "r 1"]:
+        both = change[...].astype(jnp.float32) * x[...].astype(jnp.float32)
+        return both.sum(axis=-1, keepdims=True)
+
+    first = along(output)
+    if lam is not None:
+        other = along(second)
+        first += blocks.column(lam[...]) * other
+        blocks.write_row(sums, 1, other)
+    blocks.write_row(sums, 0, first)
+
+
+def backward(
+    plan: Plan,
+    operands: Operands,
+    seen: Seen,
+    change: Float[Array, "B T N*V"],
+    normaliser: Float[Array, "B N maps T"],
+    sums: Float[Array, "B N maps T"],
+    dtypes: list,
+) -> list[Array]:
+    """Gradients of query, key and value in these dtypes, shaped as in `operands`."""
+    size, keys = (blocks.even(x, plan.block) for x in (plan.length, plan.keys))
+    held = blocks.even(-(-plan.length // size), max(plan.resident // size, 1), 1)
+    stretch, count = held * size, -(-plan.keys // keys)
+    stretches = -(-plan.length // stretch)
+    bounds = blocks_of_keys(seen, plan.keys, size, keys)
+    visits, scalars = Visits.of(bounds, seen.first)
+
+    def rows(b, k, j, g, i, scalars):
+        near = visits.nearest(scalars, b, j, i, held)
+        return b, k * plan.groups + g, near
+
+    def columns(b, k, j, g, i, scalars):
+        return b, k, j
+
+    def finished(b, k, j, g, i, scalars):  # nothing is written before the last keys
+        last = jnp.where(j == count - 1, 1, 0)
+        return b, k * plan.groups + g * last, i * last
+
+    specs = blocks.specs(plan, operands, rows, columns, (stretch, keys))
+    row_spec = blocks.by_row(plan.maps, stretch, rows)
+    accumulators = (
+        (plan.groups, stretches * stretch, plan.query_width),
+        (keys, plan.key_width),
+        (keys, plan.value_size),
+    )
+    return pl.pallas_call(
+        partial(_kernel, plan, visits, size),
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, dtype)
+            for x, dtype in zip(operands[:3], dtypes, strict=True)
+        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(plan.batch, plan.kv_heads, count, plan.groups, stretches),
+            in_specs=[
+                specs,
+                blocks.in_lanes(plan.value_size, stretch, rows),
+                row_spec,
+                row_spec,
+            ],
+            out_specs=[
+                blocks.in_lanes(plan.query_width, stretch, finished),
+                specs.key,
+                specs.value,
+            ],
+            scratch_shapes=[pltpu.VMEM(x, jnp.float32) for x in accumulators],
+        ),
+        compiler_params=blocks.compiler(2, 3),
+        interpret=plan.interpret,
+        name="attention_backward",
+    )(scalars, operands, change, normaliser, sums)
+
+
+def _kernel(
+    plan: Plan,
+    visits: Visits,
+    size: int,
+    scalars,
+    given: Operands,
+    change,
+    normaliser,
+    sums,
+    query_out,
+    key_out,
+    value_out,
+    query_sum,
+    key_sum,
+    value_sum,
+) -> None:
+    """A block of keys against the resident rows of a head that may see them.
+
+    Pairs are [keys rows]: what belongs to a row lies along lanes then, and only the
+    product for the queries needs a transpose.
+    """
+    example, block, group, stretch = (pl.program_id(i) for i in (0, 2, 3, 4))
+    keys, held = given.key.shape[0], given.query.shape[0] // size
+    resident = pl.ds(stretch * held * size, held * size)
+    first = (group == 0) & (stretch == 0)
+    last = (group == pl.num_programs(3) - 1) & (stretch == pl.num_programs(4) - 1)
+
+    @pl.when(first)
+    def _():
+        key_sum[...] = jnp.zeros_like(key_sum)
+        value_sum[...] = jnp.zeros_like(value_sum)
+
+    @pl.when(block == 0)
+    def _():
+        empty = held * size, plan.query_width
+        query_sum[group, resident, :] = jnp.zeros(empty, jnp.float32)
+
+    def mask(i, at):
+        """A function that leaves pairs which see each other, and gives others 0."""
+        intervals = exists = None
+        if given.rows is not None:
+            intervals = [given.rows[x : x + 1, at] for x in range(3)]
+        if given.exists is not None:
+            exists = blocks.column(given.exists[...])
+        row = scalars[scalars.shape[0] - 1] + i * size
+        place = row, block * keys, intervals, exists
+        seen = blocks.visible(plan, 1, (keys, size), *place)
+        if plan.length % size:
+            index = jax.lax.broadcasted_iota(jnp.int32, (keys, size), 1)
+            seen &= index < plan.length - i * size
+        return lambda pairs: jnp.where(seen, pairs, 0)
+
+    def step(i, masked: bool) -> None:
+        at = pl.ds((i - stretch * held) * size, size)
+        key, value = given.key[...], given.value[...]
+        query, grown = given.query[at, :], change[at, :]
+        shown = mask(i, at) if masked else lambda pairs: pairs
+        if masked and plan.keys % keys:
+            key, value = (
+                blocks.within(x, block * keys, plan.keys) for x in (key, value)
+            )
+        if masked and plan.length % size:
+            query, grown = (
+                blocks.within(x, i * size, plan.length) for x in (query, grown)
+            )
+        weights_change = blocks.product(value, grown, blocks.ACROSS)
+        for x in range(plan.maps):
+            own_query = blocks.part(query, plan.head_size, x)
+            own_key = blocks.part(key, plan.head_size, x)
+            scores = blocks.product(own_key, own_query, blocks.ACROSS)
+            scores *= plan.scale * LOG2E
+            if given.factor is not None:
+                scores *= given.factor[:, at]
+            weights = jnp.exp2(scores - normaliser[x : x + 1, at])
+            if x == 1:
+                weights *= -given.lam[:, at]
+            combined = combined + weights if x else weights
+            scores_change = weights * (weights_change - sums[x : x + 1, at])
+            if given.factor is not None:
+                scores_change *= given.factor[:, at]
+            scores_change = shown(scores_change).astype(query.dtype)
+            lanes = slice(x * plan.head_size, (x + 1) * plan.head_size)
+            key_lanes = lanes if plan.key_maps == 2 else slice(0, plan.head_size)
+            key_sum[:, key_lanes] += blocks.product(
+                scores_change, own_query, blocks.PLAIN
+            )
+            query_sum[group, pl.ds(i * size, size), lanes] += blocks.product(
+                scores_change, own_key, blocks.TURNED
+            )
+        combined = shown(combined).astype(grown.dtype)
+        value_sum[...] += blocks.product(combined, grown, blocks.PLAIN)
+
+    bounds = visits.bounds(scalars, example, block)
+    blocks.visit(bounds, stretch * held, (stretch + 1) * held, step)
+
+    @pl.when(last)
+    def _():
+        key_out[...] = (key_sum[...] * plan.scale).astype(key_out.dtype)
+        value_out[...] = value_sum[...].astype(value_out.dtype)
+
+    @pl.when(block == pl.num_programs(2) - 1)
+    def _():
+        found = query_sum[group, resident, :] * plan.scale
+        query_out[...] = found.astype(query_out.dtype)

@@ -1,0 +1,127 @@
+"""The keys that rows may see, as intervals, and the blocks that a kernel must visit.
+
+Causality, a window and segments leave each row an interval of keys; a padding mask
+takes keys out of all rows, and `mask_self` a row's own.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+class Seen(NamedTuple):
+    """Which keys each row sees; b is 1 where all examples are alike."""
+
+    rows: Int[Array, "b 3 T"]  # the first key, the one after the last, its own or −1
+    exists: Bool[Array, "b S"] | None  # keys that are not hidden
+    first: Int[Array, ""]  # the position of row 0
+
+
+def seen_by_rows(
+    length: int,
+    keys: int,
+    first: int | Int[Array, ""],
+    *,
+    left: int | None,
+    right: int | None,
+    mask_self: bool,
+    exists: Bool[Array, "b S"] | None,
+    runs: Int[Array, "b S"] | None,
+) -> tuple[Seen, Int[Array, "b T"]]:
+    """What `length` rows from position `first` on see, and how many keys each. O(T + S)
+
+    Args:
+        left, right: how many keys before and after its own position a row may see.
+        runs: the number of each key's segment, non-decreasing.
+    """
+    position = (first + jnp.arange(length, dtype=jnp.int32))[None]
+    begin = jnp.zeros_like(position) if left is None else position - left
+    end = jnp.full_like(position, keys) if right is None else position + right + 1
+    begin, end = jnp.clip(begin, 0, keys), jnp.clip(end, 0, keys)
+    if runs is not None:
+        start, stop = (
+            jax.lax.dynamic_slice_in_dim(x, first, length, 1) for x in _extents(runs)
+        )
+        begin, end = jnp.maximum(begin, start), jnp.minimum(end, stop)
+    count, own = jnp.maximum(end - begin, 0), jnp.full_like(begin, -1)
+    sees_itself = (begin <= position) & (position < end)
+    if exists is not None:
+        exists = jnp.asarray(exists)
+        total = jnp.cumsum(jnp.pad(exists, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+        b = max(exists.shape[0], begin.shape[0])
+        total, begin, end = (
+            jnp.broadcast_to(x, (b, x.shape[1])) for x in (total, begin, end)
+        )
+        until, before = (jnp.take_along_axis(total, x, axis=1) for x in (end, begin))
+        count = jnp.maximum(until - before, 0)
+        sees_itself &= exists[:, jnp.clip(position[0], 0, keys - 1)]
+    if mask_self:
+        hides = sees_itself & (count > 1)
+        own, count = jnp.where(hides, position, -1), count - hides
+    rows = jnp.stack(jnp.broadcast_arrays(begin, end, own), axis=1)
+    return Seen(rows, exists, jnp.asarray(first, jnp.int32)), count
+
+
+def _extents(runs: Int[Array, "b S"]) -> tuple[Array, Array]:
+    """Where the run of each token begins, and where the next one does."""
+    index = jnp.arange(runs.shape[1], dtype=jnp.int32)[None]
+    change = runs[:, 1:] != runs[:, :-1]
+    start = jnp.where(jnp.pad(change, ((0, 0), (1, 0))), index, 0)
+    stop = jnp.where(jnp.pad(change, ((0, 0), (0, 1))), index + 1, runs.shape[1])
+    return jax.lax.cummax(start, axis=1), jax.lax.cummin(stop, axis=1, reverse=True)
+
+
+def blocks_of_rows(
+    seen: Seen, keys: int, rows: int, size: int
+) -> Int[Array, "b 4 blocks"]:
+    """For each block of `rows` rows the blocks of `size` keys that it visits: the
+    first, the first and the last of those that all rows see whole, the last."""
+    filling = ((0, 0), (0, 0), (0, -seen.rows.shape[2] % rows))
+    cut = jnp.pad(seen.rows, filling, "edge")
+    begin, end, own = jnp.moveaxis(cut.reshape(*cut.shape[:2], -1, rows), 1, 0)
+    low, high, whole_low = begin.min(-1), end.max(-1), begin.max(-1)
+    whole_high = jnp.minimum(end, jnp.where(own < 0, keys, own)).min(-1)
+    if seen.exists is not None:
+        index, exists = jnp.arange(keys)[None], seen.exists
+        start = jnp.where(exists, index, keys).min(axis=1, keepdims=True)
+        stop = jnp.where(exists, index + 1, 0).max(axis=1, keepdims=True)
+        gap = jnp.where(~exists & (index > start), index, keys)
+        low, high = jnp.maximum(low, start), jnp.minimum(high, stop)
+        whole_low = jnp.maximum(whole_low, start)
+        whole_high = jnp.minimum(whole_high, gap.min(axis=1, keepdims=True))
+    return _in_blocks(low, high, whole_low, whole_high, size)
+
+
+def blocks_of_keys(
+    seen: Seen, keys: int, rows: int, size: int
+) -> Int[Array, "b 4 blocks"]:
+    """For each block of `size` keys the blocks of `rows` rows that visit it, as in
+    `blocks_of_rows`. O(T S / size)"""
+    begin, end, own = (x[:, None] for x in jnp.moveaxis(seen.rows, 1, 0))
+    count, index = -(-keys // size), jnp.arange(begin.shape[-1])[None, None]
+    start = (jnp.arange(count) * size)[None, :, None]
+    stop = start + size
+    sees = (end > start) & (begin < stop) & (begin < end)
+    low = jnp.where(sees, index, index.size).min(-1)
+    high = jnp.where(sees, index + 1, 0).max(-1)
+    # begin and end grow with the row: a block is seen whole from where its last key is
+    # on until its first is no more, save by rows that hide one of its keys
+    part = (end < stop) | (own >= start) & (own < stop)
+    whole_low = jnp.where(part, index + 1, 0).max(-1)
+    whole_high = (begin <= start).sum(-1)
+    if seen.exists is not None:
+        filling = ((0, 0), (0, count * size - keys))
+        exists = jnp.pad(seen.exists, filling).reshape(-1, count, size)
+        high = jnp.where(exists.any(-1), high, low)
+        whole_high = jnp.where(exists.all(-1), whole_high, whole_low)
+    return _in_blocks(low, high, whole_low, whole_high, rows)
+
+
+def _in_blocks(low, high, whole_low, whole_high, size: int) -> Int[Array, "b 4 blocks"]:
+    first = low // size
+    last = jnp.where(low < high, -(-high // size), first)
+    start = jnp.clip(-(-whole_low // size), first, last)
+    stop = jnp.clip(whole_high // size, start, last)
+    return jnp.stack(jnp.broadcast_arrays(first, start, stop, last), axis=1)

@@ -104,6 +104,13 @@ def gated(query, key, value, gate):
     return attention.decay_causal(query, key, value, log_decay)
 
 
+def delta(query, key, value, beta):
+    """With keys of length one, as the layer has them."""
+    wide = key.astype(jnp.float32)
+    key = (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(key.dtype)
+    return attention.delta_causal(query, key, value, jax.nn.sigmoid(beta))
+
+
 def _performers(shapes: tuple[tuple[int, ...], ...]) -> dict[str, Case]:
     size = shapes[0][-1]
     with jax.default_device(jax.devices("cpu")[0]):  # the same for the exact ones

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from device_correctness import gated, retention, symmetric
+from device_correctness import delta, gated, retention, symmetric
 
 from symjax import attention
 
@@ -42,6 +42,7 @@ def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
         "differential V2": rival(second, (two, one, one, one[:3]), 1.5 * score, 3.5),
         "cosine": rival(attention.cosine_causal, (one,) * 3, state, 3),
         "gated decay": rival(gated, (one,) * 4, state, 3),
+        "delta": rival(delta, (one, one, one, one[:3]), state, 3),
     }
     for chunk in (64, 128, 256):
         for name, attend, flops in (

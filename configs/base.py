@@ -47,3 +47,14 @@ def get_config(size: str = "3l") -> ConfigDict:
     else:
         raise ValueError(f"preset {size!r} is unknown: choose from {', '.join(SIZES)}")
     return config
+
+
+def differential(size: str = "3l") -> ConfigDict:
+    """Differential attention V1. The large sizes have half as many heads, with branches
+    of 128 and values of 256 as in arXiv:2410.05258: branches of 64 would leave half of
+    a TPU's matrix unit idle."""
+    config = get_config(size)
+    config.model.attention.differential = "v1"
+    if size in LARGE:
+        config.model.heads //= 2
+    return config

@@ -14,6 +14,4 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.get_config(size)
-    config.model.attention.differential = "v1"
-    return config
+    return base.differential(size)

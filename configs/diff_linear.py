@@ -15,6 +15,6 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.get_config(size)
-    config.model.attention.update(mechanism="linear", differential="v1")
+    config = base.differential(size)
+    config.model.attention.mechanism = "linear"
     return config

@@ -14,6 +14,6 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.get_config(size)
-    config.model.attention.update(symmetric="plain", differential="v1")
+    config = base.differential(size)
+    config.model.attention.symmetric = "plain"
     return config

@@ -1,5 +1,6 @@
-"""benchmarks/device.py runs where there is no device, and finds what is wrong."""
+"""What measures devices runs where there is none, and finds what is wrong."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -15,6 +16,13 @@ def device(monkeypatch):
     import device
 
     return device
+
+
+@pytest.fixture
+def compiled(device):
+    import compiled
+
+    return compiled
 
 
 def test_wrong_numbers_are_faults(device):
@@ -63,3 +71,33 @@ def test_a_row_that_cannot_run_loses_no_other(device, monkeypatch, capsys):
     assert device.main(["--small", "--part", "steps"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert sum("fault RuntimeError: out of memory" in line for line in lines) == 5
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the wheel libtpu"
+)
+def test_the_compiler_of_a_tpu_estimates_functions_and_steps(
+    compiled, tmp_path, capsys
+):
+    file = tmp_path / "rows.json"
+    assert compiled.main(["functions", "--only", "cosine", "--json", str(file)]) == 0
+    before = json.loads(file.read_text())["cosine"]
+    both, alone = (
+        before[f"{x}: Mcycles, high"] for x in ("forward + backward", "forward")
+    )
+    assert both > alone >= before["forward: Mcycles, low"] > 0
+    given = ["steps", "--target", "v5e-4", "--only", "gpt:tiny", "--json", str(file)]
+    assert compiled.main(given) == 0
+    step = json.loads(file.read_text())["gpt:tiny"]
+    assert 0 < step["% of peak, high"] <= step["% of peak, low"] < 100
+    capsys.readouterr()
+    assert compiled.main([*given, "--against", str(file)]) == 0
+    assert "(1.00 of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ("v5e-5", "h200-8"))
+def test_a_machine_without_estimates_is_refused(compiled, target, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        compiled.main(["steps", "--target", target])
+    error = capsys.readouterr().err
+    assert "--target" in error and "Traceback" not in error

@@ -15,6 +15,11 @@ class Chip(NamedTuple):
     network: float  # bytes a second that it sends out of the group
     per_cycle: int = 0  # bfloat16 operations a cycle of a TPU
 
+    @property
+    def clock(self) -> float:
+        """Cycles a second of a TPU."""
+        return self.flops / self.per_cycle
+
 
 # TPU: docs.cloud.google.com/tpu/docs/v5e, /v5p and /v6e, read in 2026; interconnect
 # there in both directions, 400, 1200 and 800 GB/s, and the data centre network 6.4

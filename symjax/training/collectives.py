@@ -1,11 +1,10 @@
 """What devices send each other in a compiled program."""
 
-import math
 import re
 from collections import Counter
 from typing import NamedTuple
 
-from symjax.training.compiled import UNKNOWN_LOOPS, Instruction, total
+from symjax.training.compiled import UNKNOWN_LOOPS, Instruction, buffers, total
 
 KINDS = (
     "all-gather",
@@ -14,7 +13,6 @@ KINDS = (
     "all-to-all",
     "collective-permute",
 )
-BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}  # others end in their number of bits
 
 
 class Traffic(NamedTuple):
@@ -23,9 +21,6 @@ class Traffic(NamedTuple):
     sent: Counter  # bytes that a device sends
     count: Counter  # times that it is run
     unknown_loops: int  # whose trip count is not in the text: counted as one trip
-
-
-_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 
 
 def traffic(text: str, devices: int) -> Traffic:
@@ -58,12 +53,12 @@ def traffic(text: str, devices: int) -> Traffic:
 
 def _sent(kind: str, instruction: Instruction, devices: int) -> int:
     group = _group(instruction.rest, devices)
-    arrays = _ARRAY.findall(instruction.shape)
+    arrays = buffers(instruction.shape)
     if instruction.operation.endswith("-start") and kind != "all-reduce":
         # (operands, results, flags): of as many results as operands, the results
-        arrays = [a for a in arrays if a[1] or a[0] != "u32"]
+        arrays = [a for a in arrays if a.dimensions or a.dtype != "u32"]
         arrays = arrays[len(arrays) // 2 :]
-    size = sum(map(_bytes, arrays))
+    size = sum(array.bytes for array in arrays)
     if kind == "collective-permute":
         return size
     if kind == "reduce-scatter":
@@ -78,10 +73,3 @@ def _group(rest: str, devices: int) -> int:
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return len(found[1].split(","))
     return devices
-
-
-def _bytes(array: tuple[str, str]) -> int:
-    kind, shape = array
-    bits = BITS[kind] if kind in BITS else int(re.findall(r"\d+", kind)[0])
-    elements = math.prod(int(n) for n in shape.split(",") if n)
-    return math.ceil(elements * bits / 8)

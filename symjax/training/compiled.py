@@ -5,6 +5,7 @@ body of a loop runs as often as the loop does, and `cost_analysis` counts it onc
 the text is read here, loop by loop.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,8 +19,30 @@ class Instruction(NamedTuple):
     rest: str  # operands and attributes
 
 
+class Buffer(NamedTuple):
+    """One array of a shape, which is an array or a tuple of them."""
+
+    dtype: str
+    dimensions: str
+    layout: str
+
+    @property
+    def bytes(self) -> int:
+        known = self.dtype in BITS
+        bits = BITS[self.dtype] if known else int(re.findall(r"\d+", self.dtype)[0])
+        elements = math.prod(int(n) for n in self.dimensions.split(",") if n)
+        return math.ceil(elements * bits / 8)
+
+    @property
+    def on_chip(self) -> bool:
+        """Whether it is in another memory than the chip's main one."""
+        return bool(re.search(r"S\([1-9]", self.layout))
+
+
+BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}  # others end in their number of bits
 UNKNOWN_LOOPS = "loops of unknown length"  # a key of every total: counted as one trip
 
+_BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-<>]+) .*\{$")
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(r"\b(body|to_apply|calls|called_computations)=\{?%?([\w.\-<>]+)")
@@ -29,6 +52,10 @@ _TRIPS = re.compile(r'known_trip_count\D*"?(\d+)')
 _CONDITION = re.compile(r"condition=%?([\w.\-<>]+)")
 
 Computations = dict[str, list[Instruction]]
+
+
+def buffers(shape: str) -> list[Buffer]:
+    return [Buffer(*found) for found in _BUFFER.findall(shape)]
 
 
 def total(

@@ -5,13 +5,18 @@ its cost model: close for products (2048³ in bfloat16: 1.09 of the peak's cycle
 pessimistic where memory is the limit (2.5 times for a reduction of 1 GiB). It says
 nothing about collectives, which overlap with the rest, and nothing about kernels: those
 count by the FLOPs and bytes that they declare, at peak, whichever takes longer.
+
+So there are two sums. The high one is the compiler's. In the low one an operation that
+is no product counts by the bytes that it moves at the chip's bandwidth, where that is
+less.
 """
 
 import re
 from collections import Counter
 from typing import NamedTuple
 
-from symjax.training.compiled import Computations, Instruction, total
+from symjax.training.chips import Chip
+from symjax.training.compiled import Computations, Instruction, buffers, total
 
 PARTS = ("attention", "products with weights", "copies", "other")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -19,6 +24,7 @@ _LABEL = re.compile(r'op_name="([^"]*)"')
 _CALLS = re.compile(r"\bcalls=%?([\w.\-<>]+)")
 _DECLARED = re.compile(r'"cost_estimate":\{([^}]*)\}')
 _NUMBER = re.compile(r'"(\w+)":"?(\d+)')
+_NAME = re.compile(r"%([\w.\-<>]+)")
 _COUNTED = ("fusion", "convolution", "sort", "custom-call")
 
 
@@ -26,22 +32,31 @@ class Estimate(NamedTuple):
     """Of one run on one chip.
 
     Attributes:
-        cycles: by part; kernels are part of attention.
+        cycles: by part, the high sum; kernels are part of attention.
+        low: the low sum, by part.
         kernels: how often each hand-written kernel runs.
         unknown: operations that carry no estimate, by kind.
     """
 
     cycles: Counter
+    low: Counter
     kernels: Counter
     unknown: Counter
 
 
-def estimate(text: str, *, flops: float, bandwidth: float) -> Estimate:
-    """
-    Args:
-        text: of the compiled program (`as_text()`).
-        flops, bandwidth: of the chip, in operations and bytes a cycle.
-    """
+def estimate(text: str, chip: Chip) -> Estimate:
+    """Of a compiled program, by its text (`as_text()`), on a TPU."""
+    flops, bandwidth = chip.per_cycle, chip.bandwidth / chip.clock
+    shapes: dict[str, str] = {}
+
+    def moved(x: Instruction, computations: Computations) -> int:
+        """Bytes that an instruction reads and writes in the chip's main memory."""
+        if not shapes:
+            parts = computations.values()
+            shapes.update((y.name, y.shape) for part in parts for y in part)
+        names = _NAME.findall(x.rest.split(")", 1)[0])
+        arrays = buffers(" ".join([x.shape, *(shapes.get(y, "") for y in names)]))
+        return sum(array.bytes for array in arrays if not array.on_chip)
 
     def measure(x: Instruction, computations: Computations) -> Counter | None:
         if x.operation == "custom-call" and "tpu_custom_call" in x.rest:
@@ -53,12 +68,17 @@ def estimate(text: str, *, flops: float, bandwidth: float) -> Estimate:
             return Counter(
                 {
                     ("cycles", "attention"): max(times),
+                    ("low", "attention"): max(times),
                     ("kernel", re.sub(r"\.\d+$", "", x.name)): 1,
                     ("unknown", "kernel"): int(not cost),
                 }
             )
         if cycles := _CYCLES.search(x.rest):
-            return Counter({("cycles", _part(x, computations)): int(cycles[1])})
+            part, high = _part(x, computations), int(cycles[1])
+            low = high
+            if not _multiplies(x, computations):
+                low = min(high, moved(x, computations) / bandwidth)
+            return Counter({("cycles", part): high, ("low", part): low})
         if x.operation in _COUNTED:
             return Counter({("unknown", x.operation): 1})
         return None
@@ -74,7 +94,7 @@ def estimate(text: str, *, flops: float, bandwidth: float) -> Estimate:
             }
         )
 
-    return Estimate(of("cycles"), of("kernel"), of("unknown"))
+    return Estimate(*map(of, ("cycles", "low", "kernel", "unknown")))
 
 
 def _declared(kernel: Instruction) -> re.Match | None:
@@ -86,11 +106,20 @@ def _part(x: Instruction, computations: Computations) -> str:
     label = _LABEL.search(x.rest)
     if label and "shard_map" in label[1]:
         return "attention"
-    inside = _CALLS.search(x.rest)
-    fused = computations.get(inside[1], []) if inside else [x]
-    if any(y.operation in ("convolution", "dot") for y in fused):
+    if _multiplies(x, computations):
         return "products with weights"
     moves = ("copy", "transpose", "reshape", "bitcast", "parameter", "slice", "tuple")
-    if all(y.operation.startswith(moves) for y in fused):
+    if all(y.operation.startswith(moves) for y in _fused(x, computations)):
         return "copies"
     return "other"
+
+
+def _multiplies(x: Instruction, computations: Computations) -> bool:
+    products = ("convolution", "dot")
+    return any(y.operation in products for y in _fused(x, computations))
+
+
+def _fused(x: Instruction, computations: Computations) -> list[Instruction]:
+    """The instructions of a fusion; another one by itself."""
+    inside = _CALLS.search(x.rest)
+    return computations.get(inside[1], []) if inside else [x]

@@ -164,24 +164,28 @@ def _estimate(
     lines += _sent(found, machine.name)
     if not chip.per_cycle:
         return [*lines, "", "the compiler for GPUs estimates no cycles"]
-    clock = chip.flops / chip.per_cycle
-    cycles = estimate(text, flops=chip.per_cycle, bandwidth=chip.bandwidth / clock)
+    cycles, clock = estimate(text, chip), chip.clock
     total, least = cycles.cycles.total(), flops / devices / chip.per_cycle
-    rows: list[tuple[str, ...]] = [("part of a step", "Mcycles", "seconds", "share")]
-    for part, n in (*((x, cycles.cycles[x]) for x in PARTS), ("sum", total)):
-        rows.append((part, *_cycles(n, clock), f"{n / max(total, 1):.0%}"))
-    rows.append(("FLOPs by formula at peak", *_cycles(least, clock), ""))
+    low = cycles.low.total()
+    rows = [("part of a step", "Mcycles", "seconds", "share", "low, Mcycles")]
+    for part in PARTS:
+        n, share = cycles.cycles[part], cycles.cycles[part] / max(total, 1)
+        least_of = _millions(cycles.low[part])
+        rows.append((part, *_cycles(n, clock), f"{share:.0%}", least_of))
+    rows.append(("sum", *_cycles(total, clock), "100%", _millions(low)))
+    rows.append(("FLOPs by formula at peak", *_cycles(least, clock), "", ""))
     speed = chip.link if devices <= chip.group else chip.network
     sending = found.sent.total() / speed
     return [
         *lines,
         "",
         *aligned(rows),
-        f"share of peak       {least / max(total, 1):.1%} by this estimate",
+        f"share of peak       {least / max(total, 1):.1%} by the compiler's estimate, "
+        f"{least / max(low, 1):.1%} by the low one",
         f"collectives         {sending:.3g} s at the full speed of the links, not in "
         "the sum: they may overlap with it",
         "The cycles are the compiler's estimate: close for products, too high where "
-        "memory is the limit.",
+        "memory is the limit. Low: what is no product moves its bytes at full speed.",
         *_listed("kernels, by the FLOPs that they declare, at peak", cycles.kernels),
         *_listed("without an estimate, counted as nothing", cycles.unknown),
     ]
@@ -193,7 +197,11 @@ def _listed(what: str, found: Counter) -> list[str]:
 
 
 def _cycles(count: float, clock: float) -> tuple[str, str]:
-    return f"{count / 1e6:,.1f}", f"{count / clock:.3g}"
+    return _millions(count), f"{count / clock:.3g}"
+
+
+def _millions(count: float) -> str:
+    return f"{count / 1e6:,.1f}"
 
 
 def _sent(found: Traffic, platform: str) -> list[str]:

@@ -1,0 +1,196 @@
+"""What the compiler of a TPU estimates: causal attention alone, and training steps.
+
+    python benchmarks/compiled.py functions [--target v5e-4] [--only performer]
+    python benchmarks/compiled.py steps --target v5e-64 [--only gpt:1b,diff_sym:1b]
+    python benchmarks/compiled.py functions --json now.json --against before.json
+
+No TPU is needed: pip install 'symjax[tpu-compiler]'. Nothing runs, all figures are
+estimates, and low and high mean what symjax/training/cycles.py says. Kernels count by
+the FLOPs and bytes that they declare. Collectives, which may overlap with the rest, are
+not in the cycles; their time at the full speed of the links stands beside a step.
+
+functions  4 rows of 4,096 tokens, bfloat16, on one chip: those that score pairs with 16
+           heads of 128 (two branches of 64 or 128), those of linear time with 16 of 64.
+           Cycles and temporary memory, forward, and forward and backward.
+steps      of configurations, over all chips of the target by `mesh.fsdp`: cycles by
+           part, their share of peak, memory, and the time of the compiler.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")  # what runs here is tracing
+
+import jax.numpy as jnp  # noqa: E402
+from device_peers import Rival, ours  # noqa: E402
+
+from symjax import config, validation  # noqa: E402
+from symjax.models.cost import train_flops  # noqa: E402
+from symjax.training import commandline, sharding, targets  # noqa: E402
+from symjax.training.chips import Chip  # noqa: E402
+from symjax.training.collectives import traffic  # noqa: E402
+from symjax.training.cycles import PARTS, estimate  # noqa: E402
+from symjax.training.step import compile_program  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = "gpt:1b,diff:1b,diff_sym:1b,diff_v2:1b,performer:1b,gla:1b,delta:1b"
+ROWS, LENGTH, HEADS, VOCABULARY = 4, 4096, 16, 256
+SCORED, LINEAR = 128, 64  # head sizes
+Row = dict[str, Any]
+
+
+def main(words: list[str]) -> int:
+    sys.path.insert(0, str(ROOT))  # of `configs`
+    chosen = parse(words)
+    before = json.loads(chosen.against.read_text()) if chosen.against else {}
+    target: targets.Target = chosen.target
+    measure = functions if chosen.what == "functions" else steps
+    found: dict[str, Row] = {}
+    for name, row in measure(target, chosen.only):
+        found[name] = row
+        print("\n".join(shown(name, row, before.get(name, {}))), flush=True)
+        if chosen.json:
+            chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("functions", "steps"))
+    parser.add_argument("--target", help="v5e-64, v5p-8 … (v5e-4; steps: v5e-64)")
+    parser.add_argument("--only", default="", help="part of a name; configurations")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--against", type=Path, help="such a file, to compare with")
+    chosen = parser.parse_args(words)
+    if chosen.what == "steps":
+        chosen.only = chosen.only or CONFIGS
+    name = chosen.target or ("v5e-64", "v5e-4")[chosen.what == "functions"]
+    try:
+        chosen.target = targets.find(name)
+    except ValueError as error:
+        parser.error(str(error))
+    if not chosen.target.chip.per_cycle:
+        parser.error(f"--target {name}: the compiler for GPUs estimates no cycles")
+    return chosen
+
+
+def shown(name: str, row: Row, before: Row) -> list[str]:
+    """A row as lines, each figure with its ratio to the one before."""
+    lines = [name]
+    for key, number in row.items():
+        text = f"{number:,.3g}" if abs(number) < 100 else f"{number:,.0f}"
+        if before.get(key):
+            text += f"  ({number / before[key]:.2f} of {before[key]:,.4g})"
+        lines.append(f"  {key:<52}{text}")
+    return lines
+
+
+# Functions
+
+
+def functions(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
+    for name, rival in rivals().items():
+        if only not in name:
+            continue
+        row: Row = {}
+        for backward in (False, True):
+            kind = "forward + backward" if backward else "forward"
+            start = time.perf_counter()
+            compiled = compile_for(target.devices[0], rival, backward)
+            row |= {f"{kind}: {x}": y for x, y in figures(compiled, target.chip)}
+            row[f"{kind}: compiler, s"] = time.perf_counter() - start
+        yield name, row
+
+
+def rivals() -> dict[str, Rival]:
+    """Those of device.py by the head size that suits them."""
+    pairs, linear = (ours(ROWS, LENGTH, HEADS, size) for size in (SCORED, LINEAR))
+    scored = ("softmax", "symmetric", "differential V1", "differential V2")
+    return {x: pairs[x] if x in scored else linear[x] for x in linear}
+
+
+def compile_for(device: Any, rival: Rival, backward: bool) -> jax.stages.Compiled:
+    """The function alone, or with the gradients of all that it is given."""
+
+    def both(cotangent, *arrays):
+        output, pull = jax.vjp(rival.attend, *arrays)
+        return output, pull(cotangent)
+
+    place = jax.sharding.SingleDeviceSharding(device)
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+        for shape in rival.shapes
+    ]
+    output = jax.eval_shape(rival.attend, *arrays)
+    cotangent = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=place)
+    if backward:
+        return jax.jit(both).lower(cotangent, *arrays).compile()
+    return jax.jit(rival.attend).lower(*arrays).compile()
+
+
+def figures(compiled: jax.stages.Compiled, chip: Chip) -> Iterator[tuple[str, float]]:
+    found = estimate(compiled.as_text() or "", chip)
+    yield "Mcycles, high", found.cycles.total() / 1e6
+    yield "Mcycles, low", found.low.total() / 1e6
+    if (memory := compiled.memory_analysis()) is not None:
+        yield "temporaries, MiB", memory.temp_size_in_bytes / 2**20
+    if found.unknown:
+        yield "operations without an estimate", found.unknown.total()
+
+
+# Training steps
+
+
+def steps(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
+    for name in only.split(","):
+        options = options_of(name, len(target.devices))
+        mesh = sharding.make_mesh(options.mesh, target.devices)
+        start = time.perf_counter()
+        program = compile_program(options, mesh)
+        shape = (options.batch_size, options.model.length)
+        step = program.lower(shape).compile()
+        seconds = time.perf_counter() - start
+        weights = jax.tree.leaves(program.state.params)
+        count = sum(weight.size for weight in weights)
+        flops = shape[0] * shape[1] * train_flops(options.model, count)
+        yield name, {"compiler, s": seconds} | step_figures(step, target, flops)
+
+
+def options_of(name: str, chips: int) -> config.Config:
+    file, _, preset = name.partition(":")
+    tree = commandline.load(ROOT / "configs" / f"{file}.py", preset).to_dict()
+    tree["model"]["vocabulary"] = tree["model"]["vocabulary"] or VOCABULARY
+    tree["mesh"] |= {"data": 1, "fsdp": chips}
+    return validation.from_dict(tree)
+
+
+def step_figures(
+    step: jax.stages.Compiled, target: targets.Target, flops: float
+) -> Row:
+    chip, text = target.chip, step.as_text() or ""
+    found = estimate(text, chip)
+    least = flops / len(target.devices) / chip.per_cycle
+    high, low = found.cycles.total(), found.low.total()
+    row = {f"Mcycles, {part}": found.cycles[part] / 1e6 for part in PARTS}
+    row |= {"Mcycles, high": high / 1e6, "Mcycles, low": low / 1e6}
+    row |= {"% of peak, high": 100 * least / high, "% of peak, low": 100 * least / low}
+    row["seconds, high"] = high / chip.clock
+    sent = traffic(text, len(target.devices)).sent.total()
+    row["seconds of the links"] = sent / chip.link
+    if (memory := step.memory_analysis()) is not None:
+        row["arguments, MiB"] = memory.argument_size_in_bytes / 2**20
+        row["temporaries, MiB"] = memory.temp_size_in_bytes / 2**20
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -14,10 +14,9 @@ import pytest
 from runs import ROOT, call, compile_cache, train, words, write_text
 
 from symjax.evaluation.loading import load
-from symjax.training import record, starting
+from symjax.training import loop, preflight, record
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.loop import Run
-from symjax.training.measure import Means
+from symjax.training.step import Means
 
 SMALL = {"model__width": 16, "checkpoint__every": 2, "log__every": 1}
 
@@ -198,7 +197,7 @@ def test_eval_names_the_damage_in_one_line(workdir, capsys):
 
 def test_the_second_process_in_a_workdir_is_refused(workdir, text, capsys):
     before = files(workdir)
-    with starting.owned(workdir):
+    with preflight.owned(workdir):
         capsys.readouterr()
         assert train(text, workdir, steps=9, **SMALL) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -211,11 +210,11 @@ def test_the_second_process_in_a_workdir_is_refused(workdir, text, capsys):
 
 
 def test_a_lock_that_a_kill_left_is_no_lock(workdir):
-    (workdir / starting.LOCK).write_text("1")
-    with starting.owned(workdir), pytest.raises(ValueError, match=f" {os.getpid()}:"):
-        with starting.owned(workdir):
+    (workdir / preflight.LOCK).write_text("1")
+    with preflight.owned(workdir), pytest.raises(ValueError, match=f" {os.getpid()}:"):
+        with preflight.owned(workdir):
             pass
-    assert not (workdir / starting.LOCK).exists()
+    assert not (workdir / preflight.LOCK).exists()
 
 
 FULL = """
@@ -223,16 +222,16 @@ import sys
 sys.path.insert(0, "tests")
 from pathlib import Path
 from runs import compile_cache, train
+from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.loop import Run
 
 disk, text, cache = map(Path, sys.argv[1:])
-fill, report, give_up = disk / "fill", Run._report, Checkpoints._give_up
+fill, report, give_up = disk / "fill", loop.report, Checkpoints._give_up
 
-def reported(self, done, metrics):
-    report(self, done, metrics)
+def reported(run, done, metrics):
+    report(run, done, metrics)
     if done in (7, 17):
-        self.checkpoints.settle()
+        run.checkpoints.settle()
         with open(fill, "wb", buffering=0) as file:
             try:
                 while file.write(b" " * 256):
@@ -245,12 +244,12 @@ def given_up(self, step, error):
     if step == 10:
         fill.unlink()
 
-Run._report, Checkpoints._give_up = reported, given_up
+loop.report, Checkpoints._give_up = reported, given_up
 changes = {"model__width": 16, "checkpoint__every": 5, "log__every": 1, "steps": 20}
 with compile_cache(cache):
     print("---", train(text, disk / "run", **changes), file=sys.stderr)
     fill.unlink()
-    Run._report = report
+    loop.report = report
     print("---", train(text, disk / "run", **changes), file=sys.stderr)
 print(*sorted(path.name for path in (disk / "run" / "checkpoints").iterdir()))
 print((disk / "run" / "metrics.jsonl").read_text())
@@ -422,12 +421,12 @@ def test_the_best_is_kept_apart_and_never_made_way_for_a_bad_one(
 ):
     losses = {1: 3.0, 3: 1.0, 5: 2.0, 6: 2.5}
 
-    def judged(self, count):
-        return Means(losses[int(self.state.step)], 0.0)
+    def judged(run, state, constants, count):
+        return Means(losses[int(state.step)], 0.0)
 
     changes = {**SMALL, "evaluate__every": 1, "checkpoint__best": True}
     changes |= {"checkpoint__keep": 1, "optimizer__decay_steps": 9}
-    monkeypatch.setattr(Run, "_means", judged)
+    monkeypatch.setattr(loop, "heldout", judged)
     losses |= {2: 2.9, 4: 1.0}
     assert train(text, tmp_path, steps=6, **changes) == 0
     assert steps(tmp_path) == [3, 6]

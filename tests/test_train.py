@@ -15,7 +15,7 @@ from runs import ROOT, SECONDS, call, compile_cache, train, words, write_text
 from symjax import config, validation
 from symjax.data.corpus import open_corpus
 from symjax.evaluation.loading import load
-from symjax.training import starting
+from symjax.training import preflight
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
@@ -206,10 +206,10 @@ def test_help_needs_nothing_but_the_word(capsys):
 def test_the_compile_cache_is_the_users_unless_jax_has_one(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with compile_cache(tmp_path / "elsewhere"):
-        starting.use_compile_cache()
+        preflight.use_compile_cache()
         assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/elsewhere"
         jax.config.update("jax_compilation_cache_dir", None)
-        starting.use_compile_cache()
+        preflight.use_compile_cache()
         assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/symjax/jax"
 
 
@@ -240,17 +240,17 @@ def test_a_process_ends_with_the_code_and_one_line(tmp_path):
 
 KILLED = """
 import os, signal, sys, train
-from symjax.training.loop import Run
+from symjax.training import loop
 
-report = Run._report
+report = loop.report
 
-def killed(self, done, metrics):
-    report(self, done, metrics)
+def killed(run, done, metrics):
+    report(run, done, metrics)
     if done == 13:
-        self.checkpoints.wait()
+        run.checkpoints.wait()
         os.kill(os.getpid(), signal.SIGKILL)
 
-Run._report = killed
+loop.report = killed
 train.main(sys.argv[1:])
 """
 

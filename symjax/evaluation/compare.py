@@ -32,7 +32,7 @@ from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, parse
 from symjax.training.exit_codes import leave
-from symjax.training.starting import refuse_differences, saved_options
+from symjax.training.preflight import refuse_differences, saved_options
 
 
 class Evaluated(NamedTuple):

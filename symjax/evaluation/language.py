@@ -18,7 +18,7 @@ from symjax.data.corpus import Corpus
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Options, Result, Table, progress
 from symjax.models.generate import generate
-from symjax.training.measure import Means, means
+from symjax.training.step import Means, means
 
 PROMPT = 16  # tokens of held-out text where no prompt is given
 

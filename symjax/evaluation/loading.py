@@ -13,13 +13,13 @@ from symjax.data.folder import MANIFEST
 from symjax.models.build import Model
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.sharding import make_mesh
-from symjax.training.starting import (
+from symjax.training.preflight import (
     check_data,
     saved_options,
     use_compile_cache,
     with_vocabulary,
 )
+from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, compile_program
 
 

@@ -27,8 +27,8 @@ from symjax.evaluation.results import (
     series,
 )
 from symjax.models.build import build
+from symjax.training.preflight import compiled_step
 from symjax.training.sharding import make_mesh
-from symjax.training.starting import compiled_step
 from symjax.training.step import batch_like, compile_program
 
 LENGTHS = tuple(2**i for i in range(7, 12))

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
+import re
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,8 +49,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int | None = None, *, best: bool = False):
-        # What Orbax logs as an error, over pages, is also raised, here in one line.
-        absl.logging.set_verbosity(absl.logging.FATAL)
+        _say_it_once()
         self.directory = Path(directory)
         if not self.directory.is_absolute():
             raise ValueError(f"checkpoints need an absolute directory, got {directory}")
@@ -326,6 +328,25 @@ class _Kept:
             step not in self.passed and (step >= oldest or (self.best and step == best))
             for step in steps
         ]
+
+
+@functools.cache
+def _say_it_once() -> None:
+    """What Orbax raises about an array is not also printed, over pages.
+
+    It logs the error. It closes its event loop under the tasks of the other arrays, so
+    asyncio logs theirs, and threads of TensorStore find the loop closed.
+    """
+    absl.logging.set_verbosity(absl.logging.FATAL)
+    theirs = re.compile("orbax|OCDBT|TensorStore|^Event loop is closed$")
+    logging.getLogger("asyncio").addFilter(lambda x: not theirs.search(x.getMessage()))
+    report = sys.unraisablehook
+
+    def report_others(unraisable: Any) -> None:
+        if not theirs.search(str(unraisable.exc_value)):
+            report(unraisable)
+
+    sys.unraisablehook = report_others
 
 
 def _heldout_loss(meta: dict[str, Any]) -> float | None:

@@ -2,35 +2,71 @@
 
 import contextlib
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from symjax import config, validation
-from symjax.attention.projections import KINDS
 from symjax.data.corpus import Corpus
-from symjax.data.examples import Examples, open_examples
+from symjax.data.examples import Examples
 from symjax.data.folder import source_change
-from symjax.models.convert import carried
 from symjax.models.generate import generate
-from symjax.training import processes, starting
+from symjax.training import preflight, processes
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.exit_codes import Interrupted
-from symjax.training.initial import weights_of
+from symjax.training.initial import Start, initial_state
 from symjax.training.interrupt import Interrupts
-from symjax.training.launch import is_first
-from symjax.training.measure import Means, means
 from symjax.training.metrics import Metrics
 from symjax.training.optimizer import schedule_change
 from symjax.training.progress import Clock, Progress
 from symjax.training.sharding import make_mesh
-from symjax.training.step import Program, State, compile_program
+from symjax.training.step import Means, Program, State, compile_program, means
 
 MOST_SKIPPED = 20  # steps in a row, then a run ends
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
+
+
+@dataclass
+class Skips:
+    """Steps that changed nothing, since they would have harmed."""
+
+    total: int
+    in_a_row: int = 0
+
+    def count(self, total: float) -> bool:
+        """Whether the last step was one."""
+        skipped, self.total = total > self.total, int(total)
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        return skipped
+
+
+class Run(NamedTuple):
+    """What every step of a run uses, beside the weights that it changes."""
+
+    options: config.Config
+    workdir: Path
+    examples: Examples
+    program: Program
+    step: Callable  # the compiled training step
+    checkpoints: Checkpoints
+    metrics: Metrics
+    progress: Progress
+    clock: Clock
+    skips: Skips
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows of a batch, and tokens of a row."""
+        return self.options.batch_size, self.options.model.length
+
+    def due(self, every: int, done: int) -> bool:
+        """The last step is always due, 0 means no other one."""
+        return done == self.options.steps or (every > 0 and done % every == 0)
 
 
 def run(options: config.Config, workdir: Path) -> None:
@@ -41,341 +77,240 @@ def run(options: config.Config, workdir: Path) -> None:
         FloatingPointError: the loss or its gradient is not finite, or a spike.
         Interrupted: a signal came; after a step, a checkpoint has been saved.
     """
-    starting.use_compile_cache()
+    preflight.use_compile_cache()
     processes.check_same(workdir=str(workdir), **validation.to_dict(options))
-    mesh = processes.together(lambda: make_mesh(options.mesh))
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        owned = starting.owned(workdir)
+        owned = preflight.owned(workdir)
         # In turn: who makes the folder is who removes it, after the lock in it.
         processes.in_turn(lambda: stack.enter_context(owned))
-        with starting.undone_if_refused(workdir):
-            steps = Checkpoints(workdir / "checkpoints").steps()
-            processes.check_same(checkpoints=steps)
-            saved = (
-                processes.together(lambda: _saved(options, workdir)) if steps else None
-            )
-            corpus = processes.in_turn(
-                lambda: _corpus(options, workdir, saved, interrupts)
-            )
-            interrupts.check()
-            program = processes.together(
-                lambda: compile_program(starting.with_vocabulary(options, corpus), mesh)
-            )
-            checkpoints = processes.together(
-                lambda: Checkpoints(
-                    workdir / "checkpoints",
-                    options.checkpoint.keep,
-                    best=options.checkpoint.best,
-                )
-            )
-            stack.enter_context(checkpoints)
-            whole = Run(options, workdir, corpus, program, checkpoints)
-            interrupts.check()
-        stack.enter_context(contextlib.closing(whole))
-        whole.train(interrupts)
+        with preflight.undone_if_refused(workdir):
+            opened, start = open_run(options, workdir, interrupts, stack)
+        train(opened, start, interrupts)
 
 
-def _saved(options: config.Config, workdir: Path) -> dict[str, Any]:
-    """The meta of the newest checkpoint.
-
-    Raises:
-        ValueError: it is damaged, or of a run of another configuration.
-    """
-    saved = Checkpoints(workdir / "checkpoints").read_meta()
-    found = starting.saved_options(saved, workdir)
-    starting.refuse_differences(found, options, workdir)
-    return saved
-
-
-def _corpus(
+def open_run(
     options: config.Config,
     workdir: Path,
-    saved: dict[str, Any] | None,
     interrupts: Interrupts,
-) -> Examples:
-    """The text of the run: the first process packs it, the others find it there.
+    stack: contextlib.ExitStack,
+) -> tuple[Run, Start]:
+    """The parts of a run, in the order in which each can be refused.
 
+    Args:
+        stack: closes them.
     Raises:
-        ValueError: it is damaged, too short or not that of the checkpoints.
-        Interrupted: a signal came, here or before.
+        ValueError, Interrupted: as `run` says; in every process.
     """
-    if not is_first():
-        starting.check_shared(workdir)
-    elif saved is None:
-        starting.refuse_other_files(workdir)
-    replace = saved is None and is_first()
+    together, folder = processes.together, workdir / "checkpoints"
+    shape = options.batch_size, options.model.length
+    mesh = together(lambda: make_mesh(options.mesh))
+    processes.check_same(checkpoints=Checkpoints(folder).steps())
+    meta = together(lambda: preflight.saved_meta(options, workdir))
     with interrupts.anywhere():
-        corpus = open_examples(options, workdir / "data", replace=replace)
-    if saved is not None:
-        starting.check_data(saved, corpus, workdir)
-    corpus.check_length(options.model.length)
-    return corpus
+        examples = processes.in_turn(
+            lambda: preflight.open_data(options, workdir, meta)
+        )
+    interrupts.check()
+    fitted = together(lambda: preflight.with_vocabulary(options, examples))
+    program = together(lambda: compile_program(fitted, mesh))
+    keep, best = options.checkpoint.keep, options.checkpoint.best
+    checkpoints = together(lambda: Checkpoints(folder, keep, best=best))
+    stack.enter_context(checkpoints)
+    step = together(lambda: preflight.compiled_step(program, shape))
+    start = together(lambda: initial_state(options, program, examples, checkpoints))
+    first, board = int(start.state.step), options.log.tensorboard
+    metrics = together(lambda: Metrics(workdir, first, board))
+    stack.enter_context(contextlib.closing(metrics))
+    interrupts.check()
+    progress = Progress(options.steps, first)
+    stack.enter_context(contextlib.closing(progress))
+    opened = Run(
+        options,
+        workdir,
+        examples,
+        program,
+        step,
+        checkpoints,
+        metrics,
+        progress,
+        Clock(shape[0] * shape[1]),
+        Skips(int(start.state.optimizer.skipped)),
+    )
+    return opened, start
 
 
-class Run:
-    """The moving parts of one run, so that each step of the loop reads as a line.
+def train(run: Run, start: Start, interrupts: Interrupts) -> None:
+    """Every step that is left, with what is due after each.
 
     Raises:
-        ValueError: the model does not fit the memory or the checkpoint, or the files
-            of the run cannot be written.
+        FloatingPointError, Interrupted: as `run` says.
     """
-
-    def __init__(
-        self,
-        options: config.Config,
-        workdir: Path,
-        corpus: Examples,
-        program: Program,
-        checkpoints: Checkpoints,
-    ):
-        self.options = options
-        self.workdir = workdir
-        self.corpus = corpus
-        self.program = program
-        self.checkpoints = checkpoints
-        self.shape = (options.batch_size, options.model.length)
-        self.saved = options  # of the checkpoint, once one is restored
-        together = processes.together
-        self.step = together(lambda: starting.compiled_step(program, self.shape))
-        self.state, self.constants = together(self._restored)
-        self.first = int(self.state.step)
-        self.heldout: float | None = None
-        self.skipped = int(self.state.optimizer.skipped)
-        self.skipped_in_a_row = 0
-        board, writes = options.log.tensorboard, is_first()
-        self.metrics = together(
-            lambda: Metrics(workdir, self.first, board, writes=writes)
-        )
-        self.progress = Progress(options.steps, self.first, shown=writes)
-
-    def close(self) -> None:
-        self.progress.close()
-        self.metrics.close()
-
-    def train(self, interrupts: Interrupts) -> None:
-        """Every step that is left, with what is due after each.
-
-        Raises:
-            FloatingPointError, Interrupted: as `run` says.
-        """
-        options = self.options
-        if self.first >= options.steps:
-            self.progress.line(
-                f"complete at step {self.first}: a larger --config.steps goes on"
-            )
-            return
-        self._introduce()
-        key = jax.random.key(options.seed)
-        self.clock = Clock(self.shape[0] * self.shape[1])
-        waiting: dict[str, Any] = {}
-        interrupts.begin_steps()
-        for done in range(self.first + 1, options.steps + 1):
-            rows = self._rows(done - 1)
-            with jax.set_mesh(self.program.mesh):
-                self.state, metrics = self.step(self.state, self.constants, *rows, key)
-            self.clock.step()
-            # The metrics of a step are read while the next one runs.
-            if waiting:
-                self._report(done - 1, waiting)
-            waiting = metrics
-            judge = self._due(options.evaluate.every, done)
-            stop = interrupts.due()
-            save = self._due(options.checkpoint.every, done) or stop
-            if judge or save:
-                self._report(done, waiting)
-                waiting = {}
-                with self.clock.stopped():
-                    if judge:
-                        loss = self._evaluate(done)
-                        save = save or self.checkpoints.improves(loss)
-                    if save:
-                        self._save(done, judged=judge)
-            if stop and done < options.steps:
-                raise Interrupted(stop, self._stopped_at(done))
-        self.checkpoints.wait()  # a signal does not end the last save
-        self.progress.line(
-            f"complete at step {done}: python eval.py --workdir {self.workdir}"
-        )
-
-    def _restored(self) -> tuple[State, dict]:
-        """Those of the newest whole checkpoint, or fresh ones."""
-        if not self.checkpoints.steps():
-            return self._fresh()
-        abstract = self.program.state
-        trees, meta = self.checkpoints.restore(
-            {
-                "params": abstract.params,
-                "optimizer": abstract.optimizer,
-                "constants": self.program.constants,
-            }
-        )
-        self.saved = starting.saved_options(meta, self.workdir)
-        step = jax.device_put(jnp.int32(meta["step"]), abstract.step.sharding)
-        return State(step, trees["params"], trees["optimizer"]), trees["constants"]
-
-    def _fresh(self) -> tuple[State, dict]:
-        """Weights drawn from the seed, or those of the run in `init_from`."""
-        with jax.set_mesh(self.program.mesh):
-            state, constants = self.program.initial(self.options.seed)
-        unfitted = self.options.model.attention.features in KINDS
-        if self.options.init_from:
-            model = starting.with_vocabulary(self.options, self.corpus).model
-            origin = weights_of(Path(self.options.init_from), model, self.corpus)
-            state = state._replace(params=_placed(origin.params, state.params))
-            found, unfitted = carried(constants, origin.constants, origin.source, model)
-            constants = _placed(found, constants)
-        if unfitted:
-            with jax.set_mesh(self.program.mesh):
-                inputs, _ = self._rows(0)
-                constants = self.program.calibrate(state.params, constants, inputs)
-        return state, constants
-
-    def _introduce(self) -> None:
-        weights = sum(x.size for x in jax.tree.leaves(self.state.params))
-        begin = "new run"
-        if self.first:
-            begin = f"resumed at step {self.first}"
-        elif self.options.init_from:
-            begin = f"weights of {self.options.init_from}"
-        count = jax.process_count()
-        many = f" of {count} processes" if count > 1 else ""
-        self.progress.line(
-            f"{weights:,} parameters, {self.corpus.size}, "
-            f"{self.program.mesh.size} {jax.devices()[0].platform} device(s)"
-            f"{many}: {begin} in {self.workdir}"
-        )
-        taken = int(self.state.optimizer.taken)
-        if line := schedule_change(self.saved, self.options, taken):
-            self.progress.line(line)
-        if line := source_change(self.options.data, self.workdir / "data"):
-            self.progress.line(line)
-
-    def _rows(self, step: int) -> list[jax.Array]:
-        """Inputs and targets of a step, over the mesh."""
-        rows = self.corpus.batch(self.shape, seed=self.options.seed, step=step)
-        return self.program.place(self.shape, rows)
-
-    def _due(self, every: int, done: int) -> bool:
-        """The last step is always due, 0 means no other one."""
-        return done == self.options.steps or (every > 0 and done % every == 0)
-
-    def _report(self, done: int, metrics: dict[str, Any]) -> None:
-        """Check the numbers of a step, show them, and log them where it is time."""
-        values = {name: float(value) for name, value in metrics.items()}
-        speed = self.clock.speed()
-        if done % self.options.log.every == 0 or done == self.options.steps:
-            self.metrics.write(done, {**values, "tokens_per_second": speed})
-            self.clock.restart()
-        self._judge_step(done, values)
-        left = (self.options.steps - done) * self.clock.tokens / speed
-        self.progress.update(done, values["train/loss"], speed, left)
-
-    def _judge_step(self, done: int, values: dict[str, float]) -> None:
-        """Stop at a harmful step, or say that it was skipped.
-
-        Raises:
-            FloatingPointError: as the configuration says, or as many steps were
-                skipped in a row that the weights themselves must be the cause.
-        """
-        skipped = values["skipped_steps"] > self.skipped
-        self.skipped = values["skipped_steps"]
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        finite = all(math.isfinite(values[x]) for x in ("train/loss", "gradient_norm"))
-        if finite and not skipped:
-            return
-        name = "gradient_norm" if math.isfinite(values["train/loss"]) else "train/loss"
-        what = f"{name} is {values[name]:.6g}"
-        if done % self.options.log.every and done != self.options.steps:
-            self.metrics.write(done, values)
-        if not skipped or self.options.optimizer.nonfinite == "stop":
-            self._not_finite(done, what)
-        if self.skipped_in_a_row == MOST_SKIPPED:
-            self._not_finite(done, f"{MOST_SKIPPED} steps in a row skipped: {what}")
-        self.progress.line(f"step {done} skipped: {what}")
-
-    def _not_finite(self, done: int, what: str) -> None:
-        """Raises: FloatingPointError: naming the step and what can be gone back to."""
-        self.checkpoints.settle()
-        steps = self.checkpoints.steps()
-        last = f"the last checkpoint is {steps[-1]}" if steps else "none was saved"
-        raise FloatingPointError(f"{what} at step {done}; {last} in {self.workdir}")
-
-    def _stopped_at(self, done: int) -> str:
-        self.checkpoints.wait()
-        return f"saved checkpoint {done} in {self.workdir}; the same command goes on"
-
-    def _evaluate(self, done: int) -> float:
-        """The held-out loss, on the record.
-
-        Raises:
-            FloatingPointError: it is not finite.
-        """
-        found = self._means(self.options.evaluate.batches)
-        self.heldout, values = found.loss, {"heldout/loss": found.loss}
-        accuracy = ""
-        if self.corpus.text is None:  # targets are answers
-            values["heldout/accuracy"] = found.accuracy
-            accuracy = f", accuracy {found.accuracy:.4f},"
-        self.metrics.write(done, values)
-        lines = ", ".join(f"{n} {v:.2f}" for n, v in self.corpus.references.items())
-        total = self.corpus.heldout_count(self.shape)
-        count = min(self.options.evaluate.batches, total)
-        loss = f"{self.heldout:.4f} nats/{self.corpus.unit}{accuracy}"
-        self.progress.line(
-            f"step {done}: held-out loss {loss} on {count} of {total} batches ({lines})"
-        )
-        if not math.isfinite(self.heldout):
-            self._not_finite(done, f"held-out loss is {self.heldout}")
-        if (text := self.corpus.text) is not None:
-            weights = processes.gathered((self.state.params, self.constants))
-            sample = processes.first(lambda: self._sample(text, weights))
-            self.progress.line(f"step {done}: sample {sample!r}")
-        return self.heldout
-
-    def _means(self, count: int) -> Means:
-        """Of the first `count` held-out batches."""
-        chosen = self.corpus.heldout_batches(self.shape, count)
-        return means(
-            self.program, self.state.params, self.constants, self.shape, chosen
-        )
-
-    def _sample(self, text: Corpus, weights: tuple[Any, Any]) -> str:
-        """What the model writes after the first words of the held-out text."""
-        start = min(SAMPLE_PROMPT, (self.shape[1] + 1) // 2)
-        count = min(SAMPLE_LENGTH, self.shape[1] - start)
-        prompt = jnp.asarray(text.heldout[:start][None], jnp.int32)
-        if count:
-            model = nnx.merge(self.program.graph, *weights)
-            more = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
-            prompt = jnp.concatenate([prompt, more], axis=1)
-        return text.tokenizer.decode(prompt[0])
-
-    def _save(self, done: int, *, judged: bool) -> None:
-        """Save the weights, unless the step that made them has spoilt them."""
-        if line := self.corpus.vanished():
-            self.progress.line(line)
-        if not judged and not math.isfinite(loss := self._means(1).loss):
-            self._not_finite(done, f"held-out loss is {loss}")
-        self.checkpoints.save(
-            done,
-            {
-                "params": self.state.params,
-                "optimizer": self.state.optimizer,
-                "constants": self.constants,
-            },
-            {
-                "config": validation.to_dict(self.options),
-                "data": self.corpus.fingerprint,
-                "heldout_loss": self.heldout if judged else None,  # of this step
-            },
-        )
+    options, (state, constants, _) = run.options, start
+    first, done = int(state.step), options.steps
+    if first >= options.steps:
+        more = "a larger --config.steps goes on"
+        run.progress.line(f"complete at step {first}: {more}")
+        return
+    introduce(run, start)
+    key = jax.random.key(options.seed)
+    pending = None
+    interrupts.begin_steps()
+    run.clock.restart()
+    for done in range(first + 1, options.steps + 1):
+        rows = run.examples.batch(run.shape, seed=options.seed, step=done - 1)
+        rows = run.program.place(run.shape, rows)
+        with jax.set_mesh(run.program.mesh):
+            state, metrics = run.step(state, constants, *rows, key)
+        run.clock.step()
+        # The metrics of a step are read while the next one runs.
+        if pending is not None:
+            report(run, done - 1, pending)
+        pending = metrics
+        judge = run.due(options.evaluate.every, done)
+        stop = interrupts.due()
+        save = run.due(options.checkpoint.every, done) or stop is not None
+        if judge or save:
+            report(run, done, metrics)
+            pending, loss = None, None
+            with run.clock.stopped():
+                if judge:
+                    loss = evaluate(run, state, constants)
+                    save = save or run.checkpoints.improves(loss)
+                if save:
+                    save_checkpoint(run, state, constants, loss)
+        if stop is not None and done < options.steps:
+            run.checkpoints.wait()
+            saved = f"saved checkpoint {done} in {run.workdir}"
+            raise Interrupted(stop, f"{saved}; the same command goes on")
+    run.checkpoints.wait()  # a signal does not end the last save
+    run.progress.line(
+        f"complete at step {done}: python eval.py --workdir {run.workdir}"
+    )
 
 
-def _placed(values: Any, like: Any) -> Any:
-    """Arrays where those of another tree of the same kind are.
+def introduce(run: Run, start: Start) -> None:
+    """Say what is trained, on what, from where, and what has changed since then."""
+    weights = sum(x.size for x in jax.tree.leaves(start.state.params))
+    origin = "new run"
+    if first := int(start.state.step):
+        origin = f"resumed at step {first}"
+    elif run.options.init_from:
+        origin = f"weights of {run.options.init_from}"
+    count = jax.process_count()
+    many = f" of {count} processes" if count > 1 else ""
+    run.progress.line(
+        f"{weights:,} parameters, {run.examples.size}, "
+        f"{run.program.mesh.size} {jax.devices()[0].platform} device(s)"
+        f"{many}: {origin} in {run.workdir}"
+    )
+    taken = int(start.state.optimizer.taken)
+    if line := start.saved and schedule_change(start.saved, run.options, taken):
+        run.progress.line(line)
+    if line := source_change(run.options.data, run.workdir / "data"):
+        run.progress.line(line)
 
-    Copies: a conversion may give two weights one array, and a step donates each.
+
+def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
+    """Check the numbers of a step, show them, and log them where it is time.
+
+    Raises:
+        FloatingPointError: the step was harmful, and the configuration says to stop, or
+            so many were skipped in a row that the weights themselves must be the cause.
     """
-    places = jax.tree.map(lambda x: x.sharding, like)
-    return jax.device_put(values, places, may_alias=False)
+    values = {name: float(value) for name, value in metrics.items()}
+    skipped = run.skips.count(values["skipped_steps"])
+    wrong = [x for x in ("train/loss", "gradient_norm") if not math.isfinite(values[x])]
+    if skipped:
+        wrong.append("gradient_norm")
+    speed = run.clock.speed()
+    if logged := run.due(run.options.log.every, done):
+        run.clock.restart()
+    if logged or wrong:
+        run.metrics.write(done, {**values, "tokens_per_second": speed})
+    left = (run.options.steps - done) * run.clock.tokens / speed
+    if wrong:
+        what = f"{wrong[0]} is {values[wrong[0]]:.6g}"
+        if not skipped or run.options.optimizer.nonfinite == "stop":
+            raise harm(run, done, what)
+        if run.skips.in_a_row == MOST_SKIPPED:
+            raise harm(run, done, f"{MOST_SKIPPED} steps in a row skipped: {what}")
+        run.progress.line(f"step {done} skipped: {what}")
+    run.progress.update(done, values["train/loss"], speed, left)
+
+
+def harm(run: Run, done: int, what: str) -> FloatingPointError:
+    """The error that names the step and what can be gone back to."""
+    run.checkpoints.settle()
+    steps = run.checkpoints.steps()
+    last = f"the last checkpoint is {steps[-1]}" if steps else "none was saved"
+    return FloatingPointError(f"{what} at step {done}; {last} in {run.workdir}")
+
+
+def heldout(run: Run, state: State, constants: Any, count: int) -> Means:
+    """Of the first `count` held-out batches."""
+    chosen = run.examples.heldout_batches(run.shape, count)
+    return means(run.program, state.params, constants, run.shape, chosen)
+
+
+def evaluate(run: Run, state: State, constants: Any) -> float:
+    """The held-out loss, on the record, and a sample where the model writes text.
+
+    Raises:
+        FloatingPointError: it is not finite.
+    """
+    examples, done = run.examples, int(state.step)
+    loss, accuracy = heldout(run, state, constants, run.options.evaluate.batches)
+    values, shown = {"heldout/loss": loss}, f"{loss:.4f} nats/{examples.unit}"
+    if examples.text is None:  # targets are answers
+        values["heldout/accuracy"] = accuracy
+        shown += f", accuracy {accuracy:.4f},"
+    run.metrics.write(done, values)
+    lines = ", ".join(f"{n} {v:.2f}" for n, v in examples.references.items())
+    total = examples.heldout_count(run.shape)
+    count = min(run.options.evaluate.batches, total)
+    run.progress.line(
+        f"step {done}: held-out loss {shown} on {count} of {total} batches ({lines})"
+    )
+    if not math.isfinite(loss):
+        raise harm(run, done, f"held-out loss is {loss}")
+    if (text := examples.text) is not None:
+        weights = processes.gathered((state.params, constants))
+        said = processes.first(lambda: sample(run, text, weights))
+        run.progress.line(f"step {done}: sample {said!r}")
+    return loss
+
+
+def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
+    """What the model writes after the first words of the held-out text."""
+    length = run.options.model.length
+    start = min(SAMPLE_PROMPT, (length + 1) // 2)
+    count = min(SAMPLE_LENGTH, length - start)
+    prompt = jnp.asarray(text.heldout[:start][None], jnp.int32)
+    if count:
+        model = nnx.merge(run.program.graph, *weights)
+        more = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
+        prompt = jnp.concatenate([prompt, more], axis=1)
+    return text.tokenizer.decode(prompt[0])
+
+
+def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) -> None:
+    """Save the weights, unless the step that made them has spoilt them.
+
+    Args:
+        loss: of the held-out examples at this step, if it is known.
+    """
+    done = int(state.step)
+    if line := run.examples.vanished():
+        run.progress.line(line)
+    if loss is None:
+        found = heldout(run, state, constants, 1).loss
+        if not math.isfinite(found):
+            raise harm(run, done, f"held-out loss is {found}")
+    trees = {"params": state.params, "optimizer": state.optimizer}
+    meta = {
+        "config": validation.to_dict(run.options),
+        "data": run.examples.fingerprint,
+        "heldout_loss": loss,
+    }
+    run.checkpoints.save(done, {**trees, "constants": constants}, meta)

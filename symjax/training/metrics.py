@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from symjax.files import check_writable, replaced
+from symjax.training.launch import is_first
 from symjax.training.progress import print_warning
 
 NAME = "metrics.jsonl"
@@ -30,23 +31,15 @@ class Metrics:
         step: the one the run starts or goes on from. What a killed run wrote after it
             goes, so that no step is there twice; so does a line it did not finish.
         tensorboard: also write TensorBoard's event files.
-        writes: else there are no files, and nothing happens.
     Raises:
         ValueError: the files cannot be written, or tensorboardX is not installed.
     """
 
-    def __init__(
-        self,
-        workdir: Path,
-        step: int = 0,
-        tensorboard: bool = False,
-        *,
-        writes: bool = True,
-    ):
+    def __init__(self, workdir: Path, step: int = 0, tensorboard: bool = False):
         self._file: FileIO | None = None
         self._late = b""
         self._tensorboard = None
-        if not writes:
+        if not is_first():
             return
         if tensorboard:
             self._tensorboard = _event_files(workdir / "tensorboard", step)

@@ -1,5 +1,6 @@
 """What a run would be: its weights, their places, its cost, memory and time."""
 
+import math
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from symjax.training import sharding, targets
 from symjax.training.chips import CHIPS, seconds
 from symjax.training.collectives import KINDS, Traffic, traffic
 from symjax.training.cycles import PARTS, estimate
-from symjax.training.starting import (
+from symjax.training.preflight import (
     compiled_step,
     shard_bytes,
     use_compile_cache,
@@ -83,9 +84,7 @@ def _table(weights: Any) -> list[str]:
         count["/".join(parts), weight.shape, axes] += 1
     rows = [("weight", "shape", "layers", "parameters", "mesh axes")]
     for (name, shape, axes), layers in count.items():
-        size = layers
-        for length in shape:
-            size *= length
+        size = layers * math.prod(shape)
         rows.append((name, str(shape), str(layers), f"{size:,}", axes))
     return aligned(rows)
 

@@ -7,21 +7,22 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
+from symjax.training.launch import is_first
+
 SECONDS, SHARE = 5.0, 1 / 50  # between two lines, at least; the share is of the run
 
 
 class Progress:
     """Loss, tokens a second and time left of a run of `total` steps.
 
-    Args:
-        shown: False says nothing, in all processes but the first.
+    Of several processes only the first one shows anything.
     """
 
-    def __init__(self, total: int, start: int, *, shown: bool = True):
+    def __init__(self, total: int, start: int):
         self.total = total
-        self.shown = shown
+        self.shown = is_first()
         self.bar = None
-        if shown and sys.stderr.isatty():
+        if self.shown and sys.stderr.isatty():
             self.bar = tqdm(total=total, initial=start, unit="step", smoothing=0.1)
         self.began = time.monotonic()
         self.next = self.began

@@ -15,8 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,28 +31,10 @@ from symjax.training import processes
 from symjax.training.checksum import checksums
 
 META = "meta"
-# What threads of TensorStore print, each with a traceback, after the first array that
-# cannot be read or written: Orbax has raised that error and closed its event loop.
-NOISE = ("Event loop is closed", "Encountered error while reading array index")
-UNREAD = "exception was never retrieved"  # of its other futures, by asyncio's logger
 
 
 class Damaged(Exception):
     """A checkpoint is not what was saved; the message says where, in one line."""
-
-
-def _without_noise(report: Callable[[Any], object]) -> Callable[[Any], object]:
-    """A `sys.unraisablehook` that leaves out NOISE."""
-
-    def report_others(unraisable: Any) -> None:
-        if not str(unraisable.exc_value).startswith(NOISE):
-            report(unraisable)
-
-    return report_others
-
-
-sys.unraisablehook = _without_noise(sys.unraisablehook)
-logging.getLogger("asyncio").addFilter(lambda x: UNREAD not in x.getMessage())
 
 
 def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:

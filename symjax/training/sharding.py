@@ -42,7 +42,7 @@ def simulate(options: config.Mesh) -> bool:
 
     True if they do. Arrays and compiled functions made before then no longer work.
     """
-    needed = _product([size for axis in AXES if (size := getattr(options, axis)) > 0])
+    needed = math.prod([size for axis in AXES if (size := getattr(options, axis)) > 0])
     if needed <= jax.device_count():
         return False
     if needed > LARGEST:
@@ -70,17 +70,17 @@ def make_mesh(options: config.Mesh, devices: list | None = None) -> Mesh:
             f"mesh {shown}: sizes are positive, and one may be -1 for what is left"
         )
     if -1 in sizes:
-        known = -_product(sizes)
+        known = -math.prod(sizes)
         if len(devices) % known:
             raise ValueError(
                 f"mesh {shown}: {len(devices)} devices are not a multiple of {known}"
             )
         sizes[sizes.index(-1)] = len(devices) // known
-    if _product(sizes) > len(devices):
+    if math.prod(sizes) > len(devices):
         raise ValueError(
-            f"mesh {shown} needs {_product(sizes)} devices, there are {len(devices)}"
+            f"mesh {shown} needs {math.prod(sizes)} devices, there are {len(devices)}"
         )
-    used = devices[: _product(sizes)]
+    used = devices[: math.prod(sizes)]
     count = len({device.process_index for device in used})
     if count < jax.process_count():
         raise ValueError(
@@ -167,10 +167,3 @@ def _check_divides(name: str, shape: tuple, axes: P, mesh: Mesh) -> None:
                 f"weight {name!r} {shape} does not divide over mesh axis {axis} "
                 f"of {dict(mesh.shape)}"
             )
-
-
-def _product(sizes: list[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

@@ -1,7 +1,7 @@
 """The pure training and evaluation steps, compiled for one model and one mesh."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,8 +17,7 @@ from symjax import config
 from symjax.layers import Constant
 from symjax.models.build import Model, build
 from symjax.training import sharding
-from symjax.training.guard import Guarded
-from symjax.training.optimizer import optimizer, schedule
+from symjax.training.optimizer import Guarded, optimizer, schedule
 
 
 class State(NamedTuple):
@@ -86,7 +85,7 @@ class Steps(NamedTuple):
     transform: optax.GradientTransformation
 
     def initial(self, seed: Array) -> tuple[State, dict]:
-        params, constants = _parts(_drawn(self.options.model, seed))
+        params, constants = parts(_drawn(self.options.model, seed))
         step = jnp.zeros((), jnp.int32)
         return State(step, params, self.transform.init(params)), constants
 
@@ -121,7 +120,7 @@ class Steps(NamedTuple):
     def calibrate(self, params, constants, inputs) -> dict:
         model = nnx.merge(self.graph, params, constants)
         model.calibrate(inputs)
-        return _parts(model)[1]
+        return parts(model)[1]
 
     def evaluate(self, params, constants, inputs, targets, weights, key):
         model = nnx.merge(self.graph, params, constants)
@@ -139,7 +138,7 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
     """
     sharding.check_batch(options, mesh)
     model = nnx.eval_shape(lambda: _drawn(options.model, 0))
-    params, constants = _parts(model)
+    params, constants = parts(model)
     transform = optimizer(options.optimizer, options.steps, params)
     steps = Steps(options, nnx.graphdef(model), transform)
 
@@ -175,6 +174,44 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
             in_shardings=(weights, fixed, inputs, targets, targets, None),
         ),
     )
+
+
+class Means(NamedTuple):
+    """
+    Attributes:
+        loss: Σ weight · loss / Σ weight over all batches, in nats a token.
+        accuracy: the share of targets that have the highest logit, weighed likewise.
+    """
+
+    loss: float
+    accuracy: float
+
+
+def means(
+    program: Program,
+    params: Any,
+    constants: Any,
+    shape: tuple[int, int],
+    batches: Iterable[Callable],
+    key: Array | None = None,
+) -> Means:
+    """The mean loss over batches, and how often the model is right.
+
+    Args:
+        shape: (rows, length) of each batch.
+        batches: functions that give some of the rows.
+        key: turns dropout on; None is evaluation.
+    """
+    total = weight = right = 0.0
+    for index, batch in enumerate(batches):
+        rows = program.place(shape, batch)
+        here = None if key is None else jax.random.fold_in(key, index)
+        with jax.set_mesh(program.mesh):
+            part = program.evaluate(params, constants, *rows, here)
+        total += float(part[0])
+        weight += float(part[1])
+        right += float(part[2])
+    return Means(total / weight, right / weight)
 
 
 def _drawn(model: config.Model, seed: Array | int) -> Model:
@@ -216,7 +253,7 @@ def cross_entropy(
     return jnp.where(asked, losses, 0)
 
 
-def _parts(model: Model) -> tuple[dict, dict]:
+def parts(model: Model) -> tuple[dict, dict]:
     """(weights, constants) of a model as nested dicts."""
     return (
         nnx.to_pure_dict(nnx.state(model, nnx.Param)),

@@ -31,14 +31,14 @@ def last_loss(workdir):
 
 
 def after_first_save(monkeypatch, accident):
-    save = loop.Run._save
+    save = loop.save_checkpoint
 
-    def saved(run, done, **options):
-        save(run, done, **options)
-        if done == 2:
+    def saved(run, state, *rest):
+        save(run, state, *rest)
+        if int(state.step) == 2:
             accident(run.workdir / "data")
 
-    monkeypatch.setattr(loop.Run, "_save", saved)
+    monkeypatch.setattr(loop, "save_checkpoint", saved)
 
 
 def test_a_run_whose_tokens_are_cut_stops_with_its_checkpoint(

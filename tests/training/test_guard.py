@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from symjax.training.guard import ENOUGH, guarded
+from symjax.training.optimizer import ENOUGH, guarded
 
 RATE = optax.linear_schedule(0.1, 0.0, 100)  # the count of steps is seen in the weights
 

@@ -11,9 +11,8 @@ import pytest
 import runs
 from runs import ROOT, SECONDS, compile_cache, train, write_text
 
-from symjax.training import interrupt, loop, progress, starting
+from symjax.training import interrupt, loop, preflight, progress
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.loop import Run
 from symjax.training.progress import Clock
 
 
@@ -44,14 +43,14 @@ def steps(workdir):
 
 def at_step(monkeypatch, number, act):
     """Call `act` when the numbers of that step have been read."""
-    report = Run._report
+    report = loop.report
 
-    def reported(self, done, metrics):
-        report(self, done, metrics)
+    def reported(run, done, metrics):
+        report(run, done, metrics)
         if done == number:
             act()
 
-    monkeypatch.setattr(Run, "_report", reported)
+    monkeypatch.setattr(loop, "report", reported)
 
 
 def test_a_run_that_goes_on_has_each_step_once(text, workdir, capsys):
@@ -130,7 +129,7 @@ def signalled(monkeypatch, room, name, *, after=False):
 
 
 @pytest.mark.parametrize(
-    ("room", "name"), [(loop, "open_examples"), (starting, "compiled_step")]
+    ("room", "name"), [(preflight, "open_examples"), (preflight, "compiled_step")]
 )
 def test_a_signal_before_the_first_step_leaves_a_new_workdir_as_it_was(
     room, name, text, workdir, monkeypatch, capfd
@@ -197,14 +196,14 @@ def test_a_start_that_is_interrupted_leaves_nothing(text, workdir, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(starting, "compiled_step", interrupted)
+    monkeypatch.setattr(preflight, "compiled_step", interrupted)
     assert train(text, workdir) == 130
     assert not workdir.exists()
 
 
 def poison(monkeypatch, number):
     """The weights that a step makes are not numbers, though its loss was one."""
-    compiled_step = starting.compiled_step
+    compiled_step = preflight.compiled_step
 
     def poisoned(program, shape):
         step = compiled_step(program, shape)
@@ -219,7 +218,7 @@ def poison(monkeypatch, number):
 
         return run
 
-    monkeypatch.setattr(starting, "compiled_step", poisoned)
+    monkeypatch.setattr(preflight, "compiled_step", poisoned)
 
 
 def test_a_loss_that_is_no_number_stops_and_names_the_step(

@@ -12,8 +12,8 @@ import pytest
 import runs
 from runs import ROOT, SECONDS, compile_cache, reserve_port, words, write_text
 
+from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.loop import Run
 
 # On the same terms as conftest: all devices of this process, exact products.
 ALONE = {"mesh__data": 2, "mesh__fsdp": 2}
@@ -126,14 +126,14 @@ def ended(running):
 WATCHED = """
 import os, signal, sys, time, train
 from symjax.data import batches
-from symjax.training.loop import Run
+from symjax.training import loop
 
 process = int(sys.argv[sys.argv.index("--process") + 1])
 notes = open(os.path.join(os.environ["NOTES"], str(process)), "w")
-report = Run._report
+report = loop.report
 
-def reported(self, done, metrics):
-    report(self, done, metrics)
+def reported(run, done, metrics):
+    report(run, done, metrics)
     if done == 5 and process == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     if done >= 5:
@@ -148,7 +148,7 @@ def watched(name, cut):
 batches._cut, batches._weighted = (
     watched("cut", batches._cut), watched("weighted", batches._weighted)
 )
-Run._report = reported
+loop.report = reported
 from symjax.training.exit_codes import leave
 leave(lambda: train.main(sys.argv[1:]))
 """
@@ -221,15 +221,15 @@ def test_another_mesh_goes_on_with_the_same_losses(
     text, undisturbed, tmp_path, monkeypatch
 ):
     workdir = tmp_path / "run"
-    report = Run._report
+    report = loop.report
 
-    def reported(self, done, metrics):
-        report(self, done, metrics)
+    def reported(run, done, metrics):
+        report(run, done, metrics)
         if done == 3:
             signal.raise_signal(signal.SIGTERM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_report", reported)
+        patched.setattr(loop, "report", reported)
         assert runs.train(text, workdir, **CHANGES, **ALONE) == 143
     assert Checkpoints(workdir / "checkpoints").steps() == [4]
     other = {"mesh__data": 1, "mesh__tensor": 2, "mesh__sequence": 4}
@@ -332,7 +332,7 @@ ALONE_IN_TROUBLE = """
 import errno, os, signal, sys, time
 import train
 from orbax.checkpoint._src.checkpointers import async_checkpointer
-from symjax.training import record, starting
+from symjax.training import preflight, record
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.exit_codes import leave
 
@@ -346,7 +346,7 @@ def signalled(program, shape):
     time.sleep(3)
     return compiled_step(program, shape)
 
-compiled_step = starting.compiled_step
+compiled_step = preflight.compiled_step
 trouble = os.environ["TROUBLE"]
 if sys.argv[-1] == "1":
     if trouble == "a file of another":
@@ -359,7 +359,7 @@ if sys.argv[-1] == "1":
         full = OSError(errno.ENOSPC, "No space left on device")
         async_checkpointer._background_wait_for_commit_futures = refuse(full)
     elif trouble == "a signal":
-        starting.compiled_step = signalled
+        preflight.compiled_step = signalled
 leave(lambda: train.main(sys.argv[1:]))
 """
 

@@ -13,9 +13,10 @@ import filelock
 import jax
 
 from symjax import config, validation
-from symjax.data.examples import Examples
+from symjax.data.examples import Examples, open_examples
 from symjax.data.folder import MANIFEST
 from symjax.files import check_writable
+from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_first
 from symjax.training.progress import print_warning
 from symjax.training.sharding import shard_bytes
@@ -87,27 +88,51 @@ def _locked(workdir: Path) -> Iterator[None]:
         lock.release()
 
 
-def check_shared(workdir: Path) -> None:
-    """Raises: ValueError: what the first process wrote there is not to be seen."""
-    if not (workdir / "data" / MANIFEST).exists():
-        raise ValueError(
-            f"{workdir / 'data'} has no {MANIFEST}, though process 0 has written it: "
-            "--workdir must be a folder that all processes share"
-        )
+def saved_meta(options: config.Config, workdir: Path) -> dict[str, Any] | None:
+    """The meta of the newest checkpoint; None where there is none.
 
-
-def refuse_other_files(workdir: Path) -> None:
-    """Raises: ValueError: files that no run wrote have the names of a run's metrics.
-
-    A run without a checkpoint yet is known by its corpus, which it finishes first.
+    Raises:
+        ValueError: it is damaged, or of a run of another configuration.
     """
-    names = ("tensorboard", "metrics.jsonl")
-    found = [name for name in names if (workdir / name).exists()]
-    if found and not (workdir / "data" / MANIFEST).exists():
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    if not checkpoints.steps():
+        return None
+    meta = checkpoints.read_meta()
+    refuse_differences(saved_options(meta, workdir), options, workdir)
+    return meta
+
+
+def open_data(
+    options: config.Config, workdir: Path, meta: dict[str, Any] | None
+) -> Examples:
+    """What a run learns: the first process packs it, the others find it there.
+
+    Args:
+        meta: of the newest checkpoint, if there is one.
+    Raises:
+        ValueError: the data are damaged, too short, not to be seen by this process or
+            not those of the checkpoint; or files that no run wrote have the names of a
+            run's metrics. A run without a checkpoint is known by its data, which it
+            finishes first.
+    """
+    folder = workdir / "data"
+    there = (folder / MANIFEST).exists()
+    if not is_first() and not there:
+        raise ValueError(
+            f"{folder} has no {MANIFEST}, though process 0 has written it: --workdir "
+            "must be a folder that all processes share"
+        )
+    found = [x for x in ("tensorboard", "metrics.jsonl") if (workdir / x).exists()]
+    if found and not there and meta is None:
         raise ValueError(
             f"{workdir} has {', '.join(found)}, but no run: it would be overwritten; "
             "use another --workdir"
         )
+    examples = open_examples(options, folder, replace=meta is None and is_first())
+    if meta is not None:
+        check_data(meta, examples, workdir)
+    examples.check_length(options.model.length)
+    return examples
 
 
 def saved_options(meta: dict[str, Any], workdir: Path) -> config.Config:
@@ -191,7 +216,7 @@ def check_labels(model: config.Model, corpus: Examples) -> None:
 
 
 def check_state(program: Program, tokens: int) -> None:
-    """Refuse sizes that no compiler needs to see: it ends the process over some.
+    """Refuse sizes over which a compiler may end the process.
 
     Args:
         tokens: of a batch.

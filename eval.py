@@ -9,7 +9,7 @@ from symjax.evaluation.loading import load
 from symjax.evaluation.results import Options
 from symjax.files import check_writable
 from symjax.training.commandline import Parser
-from symjax.training.exit_codes import leave
+from symjax.training.exit_codes import run_and_exit
 
 NOTE = (
     "Losses are nats a token, an answer or a label; the JSON of a checkpoint is the "
@@ -90,4 +90,4 @@ def evaluate(chosen: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    leave(lambda: main(sys.argv[1:]))
+    run_and_exit(lambda: main(sys.argv[1:]))

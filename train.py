@@ -3,7 +3,7 @@
 import sys
 
 from symjax.training import commandline, launch, processes
-from symjax.training.exit_codes import leave
+from symjax.training.exit_codes import run_and_exit
 from symjax.training.loop import run
 from symjax.training.plan import describe
 
@@ -11,8 +11,8 @@ from symjax.training.plan import describe
 def main(words: list[str]) -> None:
     place = commandline.place(words)
     launch.join(place)
-    processes.together(lambda: launch.check_count(place))
-    command = processes.together(lambda: commandline.parse(words))
+    processes.all_succeed(lambda: launch.check_count(place))
+    command = processes.all_succeed(lambda: commandline.parse(words))
     if command.help:
         print(commandline.help_text(command.config))
     elif command.dry_run:
@@ -22,4 +22,4 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    leave(lambda: main(sys.argv[1:]))
+    run_and_exit(lambda: main(sys.argv[1:]))

@@ -251,7 +251,7 @@ class Data:
 @dataclass(frozen=True)
 class Optimizer:
     name: str = key("adamw", "optax optimizer", ("adamw", "adam", "lion", "sgd"))
-    learning_rate: float = key(3e-4, "the peak of the schedule")
+    learning_rate: float = key(3e-4, "the peak of the schedule", least=0)
     schedule: str = key(
         "warmup_cosine_decay_schedule",
         "optax schedule; or wsd: warm-up, stable, decay, whose steps can be extended",
@@ -268,21 +268,25 @@ class Optimizer:
         0.05,
         "linear warm-up of wsd and the warmup_ schedules: steps, or below 1 a share of "
         "decay_steps (not for wsd)",
+        least=0,
     )
     cooldown: float = key(
         0.2,
         "of wsd: the steps that decay, which end at decay_steps; below 1 a share of it",
+        least=0,
     )
-    final: float = key(0.1, "learning rate at the end, as a share of the peak")
+    final: float = key(0.1, "learning rate at the end, as a share of the peak", least=0)
     decay_steps: int = key(
         0,
         "steps after which a schedule has reached its end; 0: the run's steps",
         least=0,
     )
-    weight_decay: float = key(0.1, "of matrices; norms, biases and λ never decay")
+    weight_decay: float = key(
+        0.1, "of matrices; norms, biases and λ never decay", least=0
+    )
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments")
     eps: float = key(1e-8, "added to the root of the second moment")
-    clip: float = key(1.0, "largest norm of the whole gradient; 0: off")
+    clip: float = key(1.0, "largest norm of the whole gradient; 0: off", least=0)
     nonfinite: str = key(
         "stop",
         "what a step does whose gradient is not finite, or a spike: end the run, or "

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from symjax.training.exit_codes import leave
+from symjax.training.exit_codes import run_and_exit
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 900  # after which a process is taken to hang
@@ -84,7 +84,7 @@ def call(name: str, arguments: list[str]) -> int:
     """The exit code of train.py or eval.py, run in this process."""
     module = importlib.import_module(name)
     try:
-        leave(lambda: module.main(arguments))
+        run_and_exit(lambda: module.main(arguments))
     except SystemExit as end:
         return int(end.code or 0)
 

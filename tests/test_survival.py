@@ -197,7 +197,7 @@ def test_eval_names_the_damage_in_one_line(workdir, capsys):
 
 def test_the_second_process_in_a_workdir_is_refused(workdir, text, capsys):
     before = files(workdir)
-    with preflight.owned(workdir):
+    with preflight.locked(workdir):
         capsys.readouterr()
         assert train(text, workdir, steps=9, **SMALL) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -211,8 +211,8 @@ def test_the_second_process_in_a_workdir_is_refused(workdir, text, capsys):
 
 def test_a_lock_that_a_kill_left_is_no_lock(workdir):
     (workdir / preflight.LOCK).write_text("1")
-    with preflight.owned(workdir), pytest.raises(ValueError, match=f" {os.getpid()}:"):
-        with preflight.owned(workdir):
+    with preflight.locked(workdir), pytest.raises(ValueError, match=f" {os.getpid()}:"):
+        with preflight.locked(workdir):
             pass
     assert not (workdir / preflight.LOCK).exists()
 

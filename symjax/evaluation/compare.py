@@ -31,7 +31,7 @@ from symjax.files import check_writable
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, parse
-from symjax.training.exit_codes import leave
+from symjax.training.exit_codes import run_and_exit
 from symjax.training.preflight import refuse_differences, saved_options
 
 
@@ -257,4 +257,4 @@ def _items(flag: str, text: str, kind: Callable) -> list[Any]:
 
 
 if __name__ == "__main__":
-    leave(lambda: main(sys.argv[1:]))
+    run_and_exit(lambda: main(sys.argv[1:]))

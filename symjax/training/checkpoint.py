@@ -23,8 +23,8 @@ import orbax.checkpoint as ocp
 
 from symjax.files import check_writable
 from symjax.training import record
-from symjax.training.exit_codes import ending, leave_alone, lost_connection
-from symjax.training.launch import several
+from symjax.training.exit_codes import exit_at_once, exit_of, lost_connection
+from symjax.training.launch import is_distributed
 from symjax.training.progress import print_warning
 from symjax.training.record import Damaged
 
@@ -49,7 +49,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int | None = None, *, best: bool = False):
-        _say_it_once()
+        _quiet_orbax()
         self.directory = Path(directory)
         if not self.directory.is_absolute():
             raise ValueError(f"checkpoints need an absolute directory, got {directory}")
@@ -101,14 +101,14 @@ class Checkpoints:
             raise ValueError(f"checkpoints in {self.directory} are open for reading")
         self.settle()
         arguments = record.to_save(step, trees, meta)
-        self._make_way(self._manager, step)
+        self._remove_passed(self._manager, step)
         self._kept.saved(step, meta)
         self._saving = step
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
             self._give_up(step, error)
-            if several():
+            if is_distributed():
                 self.wait()  # raises it
 
     def restore(
@@ -183,7 +183,7 @@ class Checkpoints:
         try:
             self.wait()
         except NotSaved as error:
-            if several():
+            if is_distributed():
                 raise
             print_warning(f"{error}; going on without it")
 
@@ -240,7 +240,7 @@ class Checkpoints:
                     losses[step] = loss
         return losses
 
-    def _make_way(self, manager: ocp.CheckpointManager, step: int) -> None:
+    def _remove_passed(self, manager: ocp.CheckpointManager, step: int) -> None:
         steps = manager.all_steps()
         newest = max((s for s in steps if s not in self._kept.passed), default=-1)
         if step <= newest:
@@ -279,7 +279,9 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
         # The old one would raise the same error at every save that follows; with
         # several processes none follows, and closing it would wait for the others.
-        self._manager = None if several() else _manager(self.directory, self._kept)
+        self._manager = (
+            None if is_distributed() else _manager(self.directory, self._kept)
+        )
 
 
 class _Kept:
@@ -331,14 +333,16 @@ class _Kept:
 
 
 @functools.cache
-def _say_it_once() -> None:
-    """What Orbax raises about an array is not also printed, over pages.
+def _quiet_orbax() -> None:
+    """Keep Orbax from also logging, over pages, what it raises about an array.
 
-    It logs the error. It closes its event loop under the tasks of the other arrays, so
-    asyncio logs theirs, and threads of TensorStore find the loop closed.
+    It logs that error, and closes its event loop before the tasks of the other arrays
+    are done: asyncio logs theirs, and threads of TensorStore find the loop closed.
     """
     absl.logging.set_verbosity(absl.logging.FATAL)
-    theirs = re.compile("orbax|OCDBT|TensorStore|^Event loop is closed$")
+    theirs = re.compile(
+        "orbax|OCDBT|TensorStore|exception was never retrieved|^Event loop is closed$"
+    )
     logging.getLogger("asyncio").addFilter(lambda x: not theirs.search(x.getMessage()))
     report = sys.unraisablehook
 
@@ -373,10 +377,10 @@ class _Manager(ocp.CheckpointManager):
         try:
             super()._wait_for_checkpointers()
         except Exception as error:
-            if several():
-                found = ending(_failure(error, "a checkpoint", Path(self.directory)))
+            if is_distributed():
+                found = exit_of(_failure(error, "a checkpoint", Path(self.directory)))
                 if found is not None:
-                    leave_alone(found.exit_code, str(found))
+                    exit_at_once(found.exit_code, str(found))
             raise
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 import jax
 
-from symjax.training.launch import is_first, several
+from symjax.training.launch import is_distributed, is_process_zero
 
 
 class Interrupted(Exception):
@@ -47,7 +47,7 @@ OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): ")
 
 
-class Ending(NamedTuple):
+class Exit(NamedTuple):
     exit_code: int
     kind: str  # the first word of the line
     reason: str
@@ -56,33 +56,33 @@ class Ending(NamedTuple):
         return f"{self.kind}: {self.reason}"
 
 
-def ending(error: BaseException) -> Ending | None:
+def exit_of(error: BaseException) -> Exit | None:
     """What an error means for a run; None for one that symjax does not expect."""
     reason = " ".join(str(error).split())
     match error:
         case Refused():
-            return Ending(error.exit_code, error.kind, reason)
+            return Exit(error.exit_code, error.kind, reason)
         case _ if lost_connection(error):
             line = str(error).splitlines()[0]
             cause = f"another process or its connection has failed ({line})"
-            return Ending(1, "stopped", cause)
+            return Exit(1, "stopped", cause)
         case ValueError():
-            return Ending(2, "error", reason)
+            return Exit(2, "error", reason)
         case OSError():
             where = f": {error.filename}" if error.filename else ""
-            return Ending(2, "error", f"{error.strerror or reason}{where}")
+            return Exit(2, "error", f"{error.strerror or reason}{where}")
         case FloatingPointError():
-            return Ending(1, "stopped", reason)
+            return Exit(1, "stopped", reason)
         case MemoryError():
-            return Ending(1, "stopped", f"out of memory ({reason})")
+            return Exit(1, "stopped", f"out of memory ({reason})")
         case jax.errors.JaxRuntimeError() if OUT_OF_MEMORY.search(reason):
             line = str(error).splitlines()[0]
-            return Ending(1, "stopped", f"out of memory ({line})")
+            return Exit(1, "stopped", f"out of memory ({line})")
         case Interrupted():
-            return Ending(error.exit_code, "interrupted", reason)
+            return Exit(error.exit_code, "interrupted", reason)
         case KeyboardInterrupt():
             number = error.number if isinstance(error, Stopped) else signal.SIGINT
-            return Ending(128 + number, "interrupted", "nothing more was saved")
+            return Exit(128 + number, "interrupted", "nothing more was saved")
     return None
 
 
@@ -90,12 +90,12 @@ def lost_connection(error: BaseException) -> bool:
     """Whether a collective or the coordination service failed, for want of another
     process; gloo's errors come as ValueErrors."""
     if isinstance(error, jax.errors.JaxRuntimeError):
-        return several() and not OUT_OF_MEMORY.search(str(error))
+        return is_distributed() and not OUT_OF_MEMORY.search(str(error))
     status = STATUS.match(str(error)) if isinstance(error, ValueError) else None
-    return status is not None and several()
+    return status is not None and is_distributed()
 
 
-def leave(run: Callable[[], None]) -> NoReturn:
+def run_and_exit(run: Callable[[], None]) -> NoReturn:
     """Run, and exit with the code that belongs to its end and one line on stderr.
 
     Of several processes that end for one reason, the first prints it. An error that
@@ -113,19 +113,19 @@ def leave(run: Callable[[], None]) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             exit_code, agreed = 1, False
         except (Exception, KeyboardInterrupt) as error:
-            found, agreed = ending(error), isinstance(error, AGREED)
-            if found is None and not several():
+            found, agreed = exit_of(error), isinstance(error, AGREED)
+            if found is None and not is_distributed():
                 raise
             exit_code = found.exit_code if found else 1
             line = str(found) if found else traceback.format_exc()
         if not agreed:
-            leave_alone(exit_code, line)
-        if line and is_first():
+            exit_at_once(exit_code, line)
+        if line and is_process_zero():
             print(line, file=sys.stderr)
         sys.exit(exit_code)
 
 
-def leave_alone(exit_code: int, line: str) -> NoReturn:
+def exit_at_once(exit_code: int, line: str) -> NoReturn:
     """Exit, of several processes while the others are at work: jax will end them.
 
     At an ordinary exit jax would wait for the others, for minutes.
@@ -136,7 +136,7 @@ def leave_alone(exit_code: int, line: str) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     finally:  # also where nobody reads them any more, or a signal comes
-        if several():
+        if is_distributed():
             os._exit(exit_code)
     sys.exit(exit_code)
 

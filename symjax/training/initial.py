@@ -98,7 +98,7 @@ def weights_of(workdir: Path, target: config.Model, corpus: Examples) -> Origin:
             source = with_vocabulary(options, other).model
             params, constants = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(
-                    x.shape, x.dtype, sharding=processes.everywhere()
+                    x.shape, x.dtype, sharding=processes.replicated()
                 ),
                 parts(nnx.eval_shape(lambda: build(source, rngs=nnx.Rngs(0)))),
             )

@@ -1,4 +1,4 @@
-"""Ctrl-C and the signal of a scheduler end a run where nothing is lost."""
+"""SIGINT and SIGTERM: a run ends after a step, once that step is saved."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 from jax.experimental import multihost_utils
 
 from symjax.training.exit_codes import Interrupted, Stopped
-from symjax.training.launch import several
+from symjax.training.launch import is_distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EARLY = "no step was made, the same command starts again"
@@ -32,28 +32,28 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
-        self._asked = itertools.count(1)
-        self._anywhere = False
+        self._calls = itertools.count(1)
+        self._at_once = False
         self._what = "ending before the first step"
-        self._left = threading.Event()
+        self._exited = threading.Event()
 
     def __enter__(self) -> "Interrupts":
         main = threading.current_thread() is threading.main_thread()
-        if main and not several():
-            self._heard, self._ear = socket.socketpair()
-            self._ear.setblocking(False)
-            self._fd_before = signal.set_wakeup_fd(self._ear.fileno())
-            threading.Thread(target=self._insist, daemon=True).start()
+        if main and not is_distributed():
+            self._reader, self._writer = socket.socketpair()
+            self._writer.setblocking(False)
+            self._fd_before = signal.set_wakeup_fd(self._writer.fileno())
+            threading.Thread(target=self._end_at_second, daemon=True).start()
             self._before = {s: signal.signal(s, self._receive) for s in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
+        self._exited.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before:
             signal.set_wakeup_fd(self._fd_before)
-            self._ear.close()
+            self._writer.close()
 
     def due(self) -> signal.Signals | None:
         """The signal to end for now, the same one in every process.
@@ -61,9 +61,9 @@ class Interrupts:
         All processes ask equally often: once after every step, and some times before.
         With several, the answer comes about a second after the signal.
         """
-        if not several():
+        if not is_distributed():
             return self.received
-        if multihost_utils.reached_preemption_sync_point(next(self._asked)):
+        if multihost_utils.reached_preemption_sync_point(next(self._calls)):
             return signal.SIGTERM
         return None
 
@@ -78,12 +78,12 @@ class Interrupts:
         self.check()
 
     @contextlib.contextmanager
-    def anywhere(self) -> Iterator[None]:
-        """Inside, all is undone by itself, and a signal ends the block at once.
+    def at_once(self) -> Iterator[None]:
+        """Inside, a signal ends the block at once: it leaves nothing to clean up.
 
         Raises: Interrupted: it did.
         """
-        self._anywhere = True
+        self._at_once = True
         try:
             if self.received is not None:
                 raise Stopped(self.received)
@@ -91,21 +91,21 @@ class Interrupts:
         except Stopped as error:
             raise Interrupted(error.number, EARLY) from None
         finally:
-            self._anywhere = False
+            self._at_once = False
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         again, self.received = self.received is not None, signal.Signals(number)
-        if again or self._anywhere:
+        if again or self._at_once:
             raise Stopped(self.received)
         # print is not allowed to interrupt a print.
         os.write(2, f"\ninterrupted: {self._what} (again: stop at once)\n".encode())
 
-    def _insist(self) -> None:
-        """End at a second signal where Python hears none, as in a compiler."""
+    def _end_at_second(self) -> None:
+        """End at a second signal where Python handles none, as in a compiler."""
         count = 0
-        while number := self._heard.recv(1):
+        while number := self._reader.recv(1):
             count += number[0] in SIGNALS
-            if count == 2 and not self._left.wait(GRACE):
+            if count == 2 and not self._exited.wait(GRACE):
                 os.write(2, b"interrupted: nothing more was saved\n")
                 os._exit(128 + number[0])
-        self._heard.close()
+        self._reader.close()

@@ -1,6 +1,6 @@
 """How the processes of one run find each other: flags, torchrun, or what jax detects.
 
-A run is one process unless something says otherwise. What speaks first decides:
+A run is one process unless one of these says otherwise; the first that applies decides:
 
 1. the flags `--coordinator HOST:PORT --processes N --process I`;
 2. MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, as torchrun sets them; with
@@ -31,7 +31,7 @@ class Launch(NamedTuple):
     Attributes:
         coordinator: host:port, on the machine of process 0.
         devices: of this machine's GPUs; None is all.
-        launcher: who knows all of it, where jax is to ask.
+        launcher: the name of one that jax asks for all of it.
         wait: seconds for all to come.
         heartbeat: seconds of silence after which a process counts as dead.
     """
@@ -45,14 +45,14 @@ class Launch(NamedTuple):
     heartbeat: int = HEARTBEAT
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether this process is connected with others; asks no device if it is not."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
-def is_first() -> bool:
+def is_process_zero() -> bool:
     """Whether this process writes the files and the lines of the run."""
-    return not several() or jax.process_index() == 0
+    return not is_distributed() or jax.process_index() == 0
 
 
 def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
@@ -164,7 +164,7 @@ def _torchrun(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _launcher(environment: Mapping[str, str]) -> str:
-    """Who has started several processes and can be asked by jax; "" for nobody."""
+    """The launcher of several processes that jax can ask; "" where there is none."""
 
     def many(name: str) -> bool:
         return environment.get(name, "1") != "1"

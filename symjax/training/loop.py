@@ -16,13 +16,20 @@ from symjax.data.corpus import Corpus
 from symjax.data.examples import Examples
 from symjax.data.folder import source_change
 from symjax.models.generate import generate
-from symjax.training import preflight, processes
+from symjax.training import preflight
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.exit_codes import Interrupted
 from symjax.training.initial import Start, initial_state
 from symjax.training.interrupt import Interrupts
 from symjax.training.metrics import Metrics
 from symjax.training.optimizer import schedule_change
+from symjax.training.processes import (
+    all_succeed,
+    check_same,
+    on_process_zero,
+    process_zero_first,
+    to_host,
+)
 from symjax.training.progress import Clock, Progress
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Means, Program, State, compile_program, means
@@ -33,13 +40,13 @@ SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
 
 @dataclass
 class Skips:
-    """Steps that changed nothing, since they would have harmed."""
+    """Counts the steps that the optimizer's guard has skipped."""
 
     total: int
     in_a_row: int = 0
 
     def count(self, total: float) -> bool:
-        """Whether the last step was one."""
+        """Whether the last step was skipped, after which there are `total`."""
         skipped, self.total = total > self.total, int(total)
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         return skipped
@@ -78,13 +85,13 @@ def run(options: config.Config, workdir: Path) -> None:
         Interrupted: a signal came; after a step, a checkpoint has been saved.
     """
     preflight.use_compile_cache()
-    processes.check_same(workdir=str(workdir), **validation.to_dict(options))
+    check_same(workdir=str(workdir), **validation.to_dict(options))
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        owned = preflight.owned(workdir)
-        # In turn: who makes the folder is who removes it, after the lock in it.
-        processes.in_turn(lambda: stack.enter_context(owned))
-        with preflight.undone_if_refused(workdir):
+        lock = preflight.locked(workdir)
+        # In this order: who makes the folder is who removes it, after the lock in it.
+        process_zero_first(lambda: stack.enter_context(lock))
+        with preflight.removed_on_failure(workdir):
             opened, start = open_run(options, workdir, interrupts, stack)
         train(opened, start, interrupts)
 
@@ -102,25 +109,25 @@ def open_run(
     Raises:
         ValueError, Interrupted: as `run` says; in every process.
     """
-    together, folder = processes.together, workdir / "checkpoints"
-    shape = options.batch_size, options.model.length
-    mesh = together(lambda: make_mesh(options.mesh))
-    processes.check_same(checkpoints=Checkpoints(folder).steps())
-    meta = together(lambda: preflight.saved_meta(options, workdir))
-    with interrupts.anywhere():
-        examples = processes.in_turn(
+    mesh = all_succeed(lambda: make_mesh(options.mesh))
+    folder = workdir / "checkpoints"
+    check_same(checkpoints=Checkpoints(folder).steps())
+    meta = all_succeed(lambda: preflight.saved_meta(options, workdir))
+    with interrupts.at_once():
+        examples = process_zero_first(
             lambda: preflight.open_data(options, workdir, meta)
         )
     interrupts.check()
-    fitted = together(lambda: preflight.with_vocabulary(options, examples))
-    program = together(lambda: compile_program(fitted, mesh))
+    fitted = all_succeed(lambda: preflight.with_vocabulary(options, examples))
+    program = all_succeed(lambda: compile_program(fitted, mesh))
     keep, best = options.checkpoint.keep, options.checkpoint.best
-    checkpoints = together(lambda: Checkpoints(folder, keep, best=best))
+    checkpoints = all_succeed(lambda: Checkpoints(folder, keep, best=best))
     stack.enter_context(checkpoints)
-    step = together(lambda: preflight.compiled_step(program, shape))
-    start = together(lambda: initial_state(options, program, examples, checkpoints))
+    shape = options.batch_size, options.model.length
+    step = all_succeed(lambda: preflight.compiled_step(program, shape))
+    start = all_succeed(lambda: initial_state(options, program, examples, checkpoints))
     first, board = int(start.state.step), options.log.tensorboard
-    metrics = together(lambda: Metrics(workdir, first, board))
+    metrics = all_succeed(lambda: Metrics(workdir, first, board))
     stack.enter_context(contextlib.closing(metrics))
     interrupts.check()
     progress = Progress(options.steps, first)
@@ -232,15 +239,17 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
     if wrong:
         what = f"{wrong[0]} is {values[wrong[0]]:.6g}"
         if not skipped or run.options.optimizer.nonfinite == "stop":
-            raise harm(run, done, what)
+            raise stopped_at(run, done, what)
         if run.skips.in_a_row == MOST_SKIPPED:
-            raise harm(run, done, f"{MOST_SKIPPED} steps in a row skipped: {what}")
+            raise stopped_at(
+                run, done, f"{MOST_SKIPPED} steps in a row skipped: {what}"
+            )
         run.progress.line(f"step {done} skipped: {what}")
     run.progress.update(done, values["train/loss"], speed, left)
 
 
-def harm(run: Run, done: int, what: str) -> FloatingPointError:
-    """The error that names the step and what can be gone back to."""
+def stopped_at(run: Run, done: int, what: str) -> FloatingPointError:
+    """The error that names the step and the checkpoint before it."""
     run.checkpoints.settle()
     steps = run.checkpoints.steps()
     last = f"the last checkpoint is {steps[-1]}" if steps else "none was saved"
@@ -254,7 +263,7 @@ def heldout(run: Run, state: State, constants: Any, count: int) -> Means:
 
 
 def evaluate(run: Run, state: State, constants: Any) -> float:
-    """The held-out loss, on the record, and a sample where the model writes text.
+    """The held-out loss, shown and logged; and a sample where the model writes text.
 
     Raises:
         FloatingPointError: it is not finite.
@@ -273,11 +282,11 @@ def evaluate(run: Run, state: State, constants: Any) -> float:
         f"step {done}: held-out loss {shown} on {count} of {total} batches ({lines})"
     )
     if not math.isfinite(loss):
-        raise harm(run, done, f"held-out loss is {loss}")
+        raise stopped_at(run, done, f"held-out loss is {loss}")
     if (text := examples.text) is not None:
-        weights = processes.gathered((state.params, constants))
-        said = processes.first(lambda: sample(run, text, weights))
-        run.progress.line(f"step {done}: sample {said!r}")
+        weights = to_host((state.params, constants))
+        shown = on_process_zero(lambda: sample(run, text, weights))
+        run.progress.line(f"step {done}: sample {shown!r}")
     return loss
 
 
@@ -295,10 +304,12 @@ def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
 
 
 def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) -> None:
-    """Save the weights, unless the step that made them has spoilt them.
+    """Save the weights, once a held-out loss has shown them to be finite.
 
     Args:
         loss: of the held-out examples at this step, if it is known.
+    Raises:
+        FloatingPointError: it is not finite.
     """
     done = int(state.step)
     if line := run.examples.vanished():
@@ -306,7 +317,7 @@ def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) 
     if loss is None:
         found = heldout(run, state, constants, 1).loss
         if not math.isfinite(found):
-            raise harm(run, done, f"held-out loss is {found}")
+            raise stopped_at(run, done, f"held-out loss is {found}")
     trees = {"params": state.params, "optimizer": state.optimizer}
     meta = {
         "config": validation.to_dict(run.options),

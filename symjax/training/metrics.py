@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from symjax.files import check_writable, replaced
-from symjax.training.launch import is_first
+from symjax.training.launch import is_process_zero
 from symjax.training.progress import print_warning
 
 NAME = "metrics.jsonl"
@@ -39,7 +39,7 @@ class Metrics:
         self._file: FileIO | None = None
         self._late = b""
         self._tensorboard = None
-        if not is_first():
+        if not is_process_zero():
             return
         if tensorboard:
             self._tensorboard = _event_files(workdir / "tensorboard", step)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from symjax import config
+from symjax import config, validation
 
 MEMORY = 0.98  # of the running mean of gradient norms: the last 50 steps
 ENOUGH = 20  # steps, before which no norm counts as unusual
@@ -32,31 +32,28 @@ def optimizer(
     Raises:
         ValueError: a number is out of its range, or a name is unknown.
     """
-    rate = schedule(options, steps)
-    first, second = _betas(options)
-    _at_least_zero("optimizer.weight_decay", options.weight_decay)
-    _at_least_zero("optimizer.clip", options.clip)
-    if not 0 < options.eps < math.inf:
+    validation.check(options, "optimizer.")
+    if not options.eps > 0:
         raise ValueError(f"optimizer.eps {options.eps} must be positive")
+    first, second = options.betas
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise ValueError(f"optimizer.betas {options.betas} must be in [0, 1)")
+    rate = schedule(options, steps)
     decay = {"weight_decay": options.weight_decay, "mask": decays(params_abstract)}
     chain: list[optax.GradientTransformation] = []
     if options.clip:
         chain.append(optax.clip_by_global_norm(options.clip))
     if options.name in ("adam", "sgd"):
         chain.append(optax.add_decayed_weights(**decay))
-    if options.name == "adamw":
-        chain.append(optax.adamw(rate, first, second, options.eps, **decay))
-    elif options.name == "lion":
-        chain.append(optax.lion(rate, first, second, **decay))
-    elif options.name == "adam":
-        chain.append(optax.adam(rate, first, second, options.eps))
-    elif options.name == "sgd":
-        chain.append(optax.sgd(rate, momentum=first or None))
-    else:
-        raise ValueError(
-            f"optimizer.name {options.name!r} is unknown: "
-            "choose from adam, adamw, lion, sgd"
-        )
+    match options.name:
+        case "adamw":
+            chain.append(optax.adamw(rate, first, second, options.eps, **decay))
+        case "lion":
+            chain.append(optax.lion(rate, first, second, **decay))
+        case "adam":
+            chain.append(optax.adam(rate, first, second, options.eps))
+        case "sgd":
+            chain.append(optax.sgd(rate, momentum=first or None))
     return guarded(optax.chain(*chain), options.spike)
 
 
@@ -72,15 +69,12 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
     extended from a checkpoint that is older than its decay. Source: Hu et al. 2024,
     arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
 
+    Args:
+        options: checked by `optimizer`.
     Raises:
-        ValueError: a number is out of its range, or a name is unknown.
+        ValueError: there are too few steps for the warm-up and the cool-down.
     """
     peak, warmup = options.learning_rate, options.warmup
-    _at_least_zero("optimizer.learning_rate", peak)
-    _at_least_zero("optimizer.final", options.final)
-    _at_least_zero("optimizer.warmup", warmup)
-    _at_least_zero("optimizer.cooldown", options.cooldown)
-    _at_least_zero("optimizer.decay_steps", options.decay_steps)
     end, length = peak * options.final, options.decay_steps or steps
     if length < 1:
         raise ValueError(f"steps {steps} must be at least 1")
@@ -90,44 +84,43 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
             f"they are extended: optimizer.schedule=wsd needs a number of steps, "
             f"for instance {math.ceil(warmup * length)}"
         )
-    warmup = round(warmup * length if warmup < 1 else warmup)
-    if options.schedule == "constant_schedule":
-        return optax.constant_schedule(peak)
-    if options.schedule == "cosine_decay_schedule":
-        return optax.cosine_decay_schedule(peak, length, alpha=options.final)
-    if options.schedule == "linear_schedule":
-        return optax.linear_schedule(peak, end, length)
-    if options.schedule == "warmup_constant_schedule":
-        # optax stays at its initial value, 0, if there are no steps of warm-up.
-        if warmup == 0:
-            return optax.constant_schedule(peak)
-        return optax.warmup_constant_schedule(0.0, peak, warmup)
-    if options.schedule == "warmup_cosine_decay_schedule":
-        if warmup >= length:
-            raise ValueError(
-                f"optimizer.warmup {warmup} must be less than the {length} steps after "
-                "which optimizer.schedule has reached its end"
-            )
-        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, length, end)
-    if options.schedule == "wsd":
-        cooldown = options.cooldown
-        cooldown = round(cooldown * length if cooldown < 1 else cooldown)
-        if warmup + cooldown > length:
-            raise ValueError(
-                f"optimizer.warmup {warmup} and optimizer.cooldown {cooldown} must not "
-                f"be more than the {length} steps of optimizer.schedule=wsd"
-            )
-        parts = [
-            optax.linear_schedule(0.0, peak, warmup),
-            optax.constant_schedule(peak),
-            optax.linear_schedule(peak, end, cooldown),
-        ]
-        return optax.join_schedules(parts, [warmup, length - cooldown])
-    raise ValueError(
-        f"optimizer.schedule {options.schedule!r} is unknown: choose from "
-        "constant_schedule, cosine_decay_schedule, linear_schedule, "
-        "warmup_constant_schedule, warmup_cosine_decay_schedule, wsd"
+    warmup, cooldown = (
+        round(x * length if x < 1 else x) for x in (warmup, options.cooldown)
     )
+    match options.schedule:
+        case "cosine_decay_schedule":
+            return optax.cosine_decay_schedule(peak, length, alpha=options.final)
+        case "linear_schedule":
+            return optax.linear_schedule(peak, end, length)
+        case "warmup_constant_schedule" if warmup:
+            return optax.warmup_constant_schedule(0.0, peak, warmup)
+        case "warmup_cosine_decay_schedule":
+            if warmup >= length:
+                raise ValueError(
+                    f"optimizer.warmup {warmup} must be less than the {length} steps "
+                    "after which optimizer.schedule has reached its end"
+                )
+            return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, length, end)
+        case "wsd":
+            return _warmup_stable_decay(peak, end, warmup, length, cooldown)
+        case _:  # constant, also after no steps of warm-up, where optax would stay at 0
+            return optax.constant_schedule(peak)
+
+
+def _warmup_stable_decay(
+    peak: float, end: float, warmup: int, length: int, cooldown: int
+) -> optax.Schedule:
+    if warmup + cooldown > length:
+        raise ValueError(
+            f"optimizer.warmup {warmup} and optimizer.cooldown {cooldown} must not "
+            f"be more than the {length} steps of optimizer.schedule=wsd"
+        )
+    parts = [
+        optax.linear_schedule(0.0, peak, warmup),
+        optax.constant_schedule(peak),
+        optax.linear_schedule(peak, end, cooldown),
+    ]
+    return optax.join_schedules(parts, [warmup, length - cooldown])
 
 
 def schedule_change(
@@ -208,18 +201,3 @@ def decays(params: Any) -> Any:
         return len(leaf.shape) >= 2 and not kept
 
     return jax.tree_util.tree_map_with_path(decays_at, params)
-
-
-def _betas(options: config.Optimizer) -> tuple[float, float]:
-    numbers = all(isinstance(beta, int | float) for beta in options.betas)
-    if not numbers or len(options.betas) != 2:
-        raise ValueError(f"optimizer.betas {options.betas} must be two numbers")
-    first, second = options.betas
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise ValueError(f"optimizer.betas {options.betas} must be in [0, 1)")
-    return first, second
-
-
-def _at_least_zero(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} {value} must be a number of at least 0")

@@ -1,4 +1,4 @@
-"""What must hold before a run starts, and what a refused start leaves: nothing."""
+"""Checks before a run starts; a run that is refused leaves its workdir as it was."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from symjax.data.examples import Examples, open_examples
 from symjax.data.folder import MANIFEST
 from symjax.files import check_writable
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.launch import is_first
+from symjax.training.launch import is_process_zero
 from symjax.training.progress import print_warning
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 @contextlib.contextmanager
-def owned(workdir: Path) -> Iterator[None]:
+def locked(workdir: Path) -> Iterator[None]:
     """Make the workdir, and keep other runs out of it until the block ends.
 
     The lock is the kernel's, so a process that is killed leaves none. Folders that the
@@ -41,7 +41,7 @@ def owned(workdir: Path) -> Iterator[None]:
     folders = [x for x in (workdir, *workdir.parents) if not x.exists()]
     check_writable(workdir, f"--workdir {str(workdir)!r}")
     try:
-        with _locked(workdir) if is_first() else contextlib.nullcontext():
+        with _lock(workdir) if is_process_zero() else contextlib.nullcontext():
             yield
     finally:
         with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ def owned(workdir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undone_if_refused(workdir: Path) -> Iterator[None]:
+def removed_on_failure(workdir: Path) -> Iterator[None]:
     """Whatever ends the block early, the parts of a run that it made are removed."""
     parts = [workdir / name for name in PARTS if not (workdir / name).exists()]
     try:
@@ -66,7 +66,7 @@ def undone_if_refused(workdir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(workdir: Path) -> Iterator[None]:
+def _lock(workdir: Path) -> Iterator[None]:
     path = workdir / LOCK
     lock = filelock.FileLock(path, blocking=False)
     try:
@@ -117,7 +117,7 @@ def open_data(
     """
     folder = workdir / "data"
     there = (folder / MANIFEST).exists()
-    if not is_first() and not there:
+    if not is_process_zero() and not there:
         raise ValueError(
             f"{folder} has no {MANIFEST}, though process 0 has written it: --workdir "
             "must be a folder that all processes share"
@@ -128,7 +128,9 @@ def open_data(
             f"{workdir} has {', '.join(found)}, but no run: it would be overwritten; "
             "use another --workdir"
         )
-    examples = open_examples(options, folder, replace=meta is None and is_first())
+    examples = open_examples(
+        options, folder, replace=meta is None and is_process_zero()
+    )
     if meta is not None:
         check_data(meta, examples, workdir)
     examples.check_length(options.model.length)
@@ -215,31 +217,20 @@ def check_labels(model: config.Model, corpus: Examples) -> None:
         )
 
 
-def check_state(program: Program, tokens: int) -> None:
-    """Refuse sizes over which a compiler may end the process.
-
-    Args:
-        tokens: of a batch.
-    Raises:
-        ValueError: weights, optimizer and batch alone are larger than the memory.
-    """
-    state = shard_bytes((program.state, program.constants))
-    batch = 2 * 4 * tokens // program.mesh.size
-    check_memory(state + batch, "weights, optimizer and batch alone take")
-
-
 def compiled_step(
     program: Program, shape: tuple[int, int], *, refuse: bool = True
 ) -> jax.stages.Compiled:
-    """The training step for batches of `shape`, compiled, and seen to fit.
+    """The training step for batches of `shape`, compiled.
 
     Args:
         refuse: what does not fit; False for devices that are not there.
     Raises:
         ValueError: it needs more memory than there is.
     """
-    if refuse:
-        check_state(program, shape[0] * shape[1])
+    if refuse:  # here too, since sizes beyond all bounds may end a compiler
+        state = shard_bytes((program.state, program.constants))
+        batch = 2 * 4 * math.prod(shape) // program.mesh.size
+        check_memory(state + batch, "weights, optimizer and batch alone take")
     step = program.lower(shape).compile()
     memory = step.memory_analysis()
     if refuse and memory is not None:

@@ -1,8 +1,8 @@
 """What the processes of one run agree on.
 
 All run the same program, and a collective that one of them enters, all enter. Care is
-needed where one may fail alone (a file that only it cannot read) or act alone (the
-first one writes the files): the others must hear of it, or they wait for ever.
+needed where one may fail alone (a file that only it cannot read) or act alone (process
+0 writes the files): the others must hear of it, or they wait for ever.
 
 Messages are arrays of bytes, gathered over all devices by jax's `multihost_utils`. With
 one process every function here does nothing but what it is given.
@@ -18,31 +18,31 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from symjax.training.exit_codes import Refused, ending
-from symjax.training.launch import is_first, several
+from symjax.training.exit_codes import Refused, exit_of
+from symjax.training.launch import is_distributed, is_process_zero
 
 Result = TypeVar("Result")
 
 
-def together(task: Callable[[], Result]) -> Result:
+def all_succeed(task: Callable[[], Result]) -> Result:
     """What `task` returns here, once it has succeeded in every process.
 
     It may use collectives if it fails in all processes or before the first of them.
 
     Raises:
-        Refused: it failed in some process for a reason that `ending` knows, or, with
+        Refused: it failed in some process for a reason that `exit_of` knows, or, with
             one process, the error itself. Any other error ends this process alone.
     """
-    if not several():
+    if not is_distributed():
         return task()
     result, failed, cause = None, None, None
     try:
         result = task()
     except Exception as error:
-        failed, cause = ending(error), error
+        failed, cause = exit_of(error), error
         if failed is None:
             raise
-    for process, said in enumerate(exchanged(json.dumps(failed))):
+    for process, said in enumerate(allgather(json.dumps(failed))):
         if said != "null":
             exit_code, kind, reason = json.loads(said)
             who = f"process {process}: " if process else ""
@@ -50,30 +50,30 @@ def together(task: Callable[[], Result]) -> Result:
     return result  # pyright: ignore[reportReturnType]
 
 
-def first(task: Callable[[], Result]) -> Result | None:
-    """What `task` returns in the first process, None in the others, which wait for it.
+def on_process_zero(task: Callable[[], Result]) -> Result | None:
+    """What `task` returns in process 0, None in the others, which wait for it.
 
-    The task must not use collectives. Raises: as `together`.
+    The task must not use collectives. Raises: as `all_succeed`.
     """
-    return together(lambda: task() if is_first() else None)
+    return all_succeed(lambda: task() if is_process_zero() else None)
 
 
-def in_turn(task: Callable[[], Result]) -> Result:
-    """`together`, the first process before the others: they find what it has made.
+def process_zero_first(task: Callable[[], Result]) -> Result:
+    """`all_succeed`, process 0 before the others: they find what it has made.
 
     The task must not use collectives.
     """
-    if not several():
+    if not is_distributed():
         return task()
-    made = first(task)
-    return together(lambda: made if is_first() else task())  # pyright: ignore
+    made = on_process_zero(task)
+    return all_succeed(lambda: made if is_process_zero() else task())  # pyright: ignore
 
 
 def check_same(**values: Any) -> None:
     """Raises: Refused: a named value is not that of the first process."""
-    if not several():
+    if not is_distributed():
         return
-    first, *others = map(json.loads, exchanged(json.dumps(values)))
+    first, *others = map(json.loads, allgather(json.dumps(values)))
     for process, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
@@ -83,9 +83,9 @@ def check_same(**values: Any) -> None:
                 )
 
 
-def exchanged(text: str) -> list[str]:
+def allgather(text: str) -> list[str]:
     """What every process says, in their order."""
-    if not several():
+    if not is_distributed():
         return [text]
     said = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(said.size))
@@ -95,14 +95,14 @@ def exchanged(text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def everywhere() -> NamedSharding | None:
+def replicated() -> NamedSharding | None:
     """Whole arrays in every process; None, the default device, where there is one."""
-    if not several():
+    if not is_distributed():
         return None
     return NamedSharding(Mesh(np.array(jax.devices()), ("every",)), P())
 
 
-def gathered(tree: Any) -> Any:
+def to_host(tree: Any) -> Any:
     """Whole arrays on the host, from all processes; one array at a time on a device."""
 
     def whole(array: jax.Array) -> np.ndarray:

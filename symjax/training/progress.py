@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from symjax.training.launch import is_first
+from symjax.training.launch import is_process_zero
 
 SECONDS, SHARE = 5.0, 1 / 50  # between two lines, at least; the share is of the run
 
@@ -20,7 +20,7 @@ class Progress:
 
     def __init__(self, total: int, start: int):
         self.total = total
-        self.shown = is_first()
+        self.shown = is_process_zero()
         self.bar = None
         if self.shown and sys.stderr.isatty():
             self.bar = tqdm(total=total, initial=start, unit="step", smoothing=0.1)
@@ -39,7 +39,7 @@ class Progress:
             self.next = now + max(SECONDS, SHARE * (now - self.began))
             self.line(
                 f"step {step}/{self.total}  loss {loss:.3f}  "
-                f"{tokens_per_second:,.0f} tokens/s  {clock(left)} left"
+                f"{tokens_per_second:,.0f} tokens/s  {duration(left)} left"
             )
 
     def line(self, text: str) -> None:
@@ -58,7 +58,7 @@ def print_warning(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """h:mm:ss, or m:ss below an hour."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -191,8 +191,8 @@ def _attempt(what: str, read: Callable[[], Any]) -> Any:
                 raise cause from None
             return None, f"{what} cannot be read: {short(error)}"
 
-    value, reason = processes.together(attempt)
-    if reason := next(filter(None, processes.exchanged(reason)), ""):
+    value, reason = processes.all_succeed(attempt)
+    if reason := next(filter(None, processes.allgather(reason)), ""):
         raise Damaged(reason)
     return value
 

@@ -10,7 +10,7 @@ from runs import ROOT, SMALL, compile_cache, write_text
 from symjax import config
 from symjax.evaluation import compare
 from symjax.evaluation.compare import Evaluated
-from symjax.training.exit_codes import leave
+from symjax.training.exit_codes import run_and_exit
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,7 +21,7 @@ def cache(tmp_path_factory):
 
 def call(*words):
     try:
-        leave(lambda: compare.main([str(word) for word in words]))
+        run_and_exit(lambda: compare.main([str(word) for word in words]))
     except SystemExit as end:
         return int(end.code or 0)
 

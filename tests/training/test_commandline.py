@@ -10,7 +10,7 @@ from runs import ROOT, words
 from symjax import validation
 from symjax.training import commandline, exit_codes
 from symjax.training.commandline import parse
-from symjax.training.exit_codes import Interrupted, Stopped, leave
+from symjax.training.exit_codes import Interrupted, Stopped, run_and_exit
 
 CONFIG = f"{ROOT}/configs/diff_sym.py:tiny"
 
@@ -185,7 +185,7 @@ def test_every_expected_end_is_one_line_and_a_code(error, code, said, capsys):
         raise error
 
     with pytest.raises(SystemExit) as end:
-        leave(run)
+        run_and_exit(run)
     captured = capsys.readouterr()
     assert end.value.code == code
     assert captured.out == ""
@@ -194,7 +194,7 @@ def test_every_expected_end_is_one_line_and_a_code(error, code, said, capsys):
 
 def test_an_unexpected_error_keeps_its_traceback():
     with pytest.raises(KeyError):
-        leave(lambda: {}["wibble"])
+        run_and_exit(lambda: {}["wibble"])
 
 
 def test_the_words_of_the_small_run_are_what_they_say(tmp_path):
@@ -207,7 +207,7 @@ def test_what_one_of_several_processes_meets_alone_ends_it_at_once(monkeypatch, 
     """Without the wait for the others of an ordinary exit, also for a lost connection,
     which jax may raise as a ValueError."""
     ended = []
-    monkeypatch.setattr(exit_codes, "several", lambda: True)
+    monkeypatch.setattr(exit_codes, "is_distributed", lambda: True)
     monkeypatch.setattr(os, "_exit", ended.append)
     lost = "UNKNOWN: Gloo AllGather failed: Connection closed by peer"
     for error in (ValueError("no room"), ValueError(lost)):
@@ -216,7 +216,7 @@ def test_what_one_of_several_processes_meets_alone_ends_it_at_once(monkeypatch, 
             raise error
 
         with pytest.raises(SystemExit):
-            leave(run)
+            run_and_exit(run)
     said = capsys.readouterr().err.splitlines()
     assert ended == [2, 1]
     assert said == [

@@ -177,7 +177,7 @@ ROLL_CALL = """
 import os, sys, jax
 from symjax.training import commandline, launch, processes
 launch.join(commandline.place([]))
-print(jax.process_index(), processes.exchanged(sys.argv[1]))
+print(jax.process_index(), processes.allgather(sys.argv[1]))
 """
 
 

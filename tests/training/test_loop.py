@@ -161,7 +161,7 @@ def test_a_signal_while_a_run_resumes_leaves_its_checkpoints(
 # A long call that hears no signal, as a compiler does.
 DEAF = """
 import hashlib
-from symjax.training.exit_codes import leave
+from symjax.training.exit_codes import run_and_exit
 from symjax.training.interrupt import Interrupts
 
 def run():
@@ -169,7 +169,7 @@ def run():
         print("deaf", flush=True)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 
-leave(run)
+run_and_exit(run)
 """
 
 
@@ -358,7 +358,7 @@ def test_a_line_in_a_file_comes_less_often_the_longer_a_run_lasts(monkeypatch, c
     [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (7325, "2:02:05")],
 )
 def test_time_left_is_hours_minutes_and_seconds(seconds, said):
-    assert progress.clock(seconds) == said
+    assert progress.duration(seconds) == said
 
 
 def test_the_clock_leaves_pauses_out(monkeypatch):

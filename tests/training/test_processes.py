@@ -149,8 +149,8 @@ batches._cut, batches._weighted = (
     watched("cut", batches._cut), watched("weighted", batches._weighted)
 )
 loop.report = reported
-from symjax.training.exit_codes import leave
-leave(lambda: train.main(sys.argv[1:]))
+from symjax.training.exit_codes import run_and_exit
+run_and_exit(lambda: train.main(sys.argv[1:]))
 """
 
 
@@ -334,7 +334,7 @@ import train
 from orbax.checkpoint._src.checkpointers import async_checkpointer
 from symjax.training import preflight, record
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.exit_codes import leave
+from symjax.training.exit_codes import run_and_exit
 
 def refuse(error):
     def refused(*_, **__):
@@ -360,7 +360,7 @@ if sys.argv[-1] == "1":
         async_checkpointer._background_wait_for_commit_futures = refuse(full)
     elif trouble == "a signal":
         preflight.compiled_step = signalled
-leave(lambda: train.main(sys.argv[1:]))
+run_and_exit(lambda: train.main(sys.argv[1:]))
 """
 
 

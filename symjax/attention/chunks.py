@@ -18,13 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.masks import visible_keys
-from symjax.attention.shards import (
-    choose,
-    on_any_mesh,
-    segment_runs_over,
-    segment_state_before,
-    vary_alike,
-)
+from symjax.attention.meshes import on_any_mesh, vary_alike
+from symjax.attention.shards import choose, segment_runs_over, segment_state_before
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -209,7 +204,9 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:
             x = jnp.where(visible.reshape(batch, length, *[1] * (x.ndim - 2)), x, 0)
         return jnp.swapaxes(x, 1, 2)
 
-    segment, _ = segment_runs_over(segment_ids, axis_name)
+    segment = None
+    if segment_ids is not None:
+        segment, _ = segment_runs_over(segment_ids, axis_name)
     return Chunk(
         rearrange(query, "b t (k g) h -> b k g t h", k=heads),
         seen(key),

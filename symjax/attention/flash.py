@@ -236,7 +236,9 @@ def _tokens(
     if mask is not None:
         seen = visible_keys(mask, *key.shape[:2])
         key, linear_key, value = only_seen(seen, key, linear_key, value)
-    segment, _ = segment_runs_over(segment_ids, axis_name)
+    segment = None
+    if segment_ids is not None:
+        segment, _ = segment_runs_over(segment_ids, axis_name)
     return Tokens(query, key, linear_query, linear_key, value, segment)
 
 

@@ -26,8 +26,8 @@ from symjax.attention.chunks import (
     through_segments,
 )
 from symjax.attention.gau import SquaredReLU
+from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.scores import ScoreMechanism
-from symjax.attention.shards import on_any_mesh, vary_alike
 
 
 class FlashState(NamedTuple):

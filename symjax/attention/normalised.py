@@ -44,8 +44,8 @@ from symjax.attention.chunks import (
     through_segments,
 )
 from symjax.attention.features import Features, LogFeatures
+from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.rescue import exact_weights, finite, largest_exponent
-from symjax.attention.shards import on_any_mesh, vary_alike
 
 # Below this a chunk that refers to its highest exponent has lost its early rows.
 _LOST = 1e-20

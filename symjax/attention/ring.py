@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from symjax.attention.masks import Visibility, part
+from symjax.attention.meshes import vary_alike
 from symjax.attention.rows import Operands, Rule, scored, weighed
-from symjax.attention.shards import pass_on, vary_alike
+from symjax.attention.shards import pass_on
 
 
 class Given(NamedTuple):

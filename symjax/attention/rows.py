@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from symjax.attention.masks import Visibility, part
-from symjax.attention.shards import on_any_mesh
+from symjax.attention.meshes import on_any_mesh
 
 # Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible.
 RowWeights = Callable[[Array, Array | None], Array]

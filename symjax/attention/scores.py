@@ -154,7 +154,9 @@ def _places(
         keys *= jax.lax.axis_size(axis_name)
     if positions is None:
         positions = (first + jnp.arange(query.shape[1]))[None]
-    segments = segment_runs_over(segment_ids, axis_name)
+    segments = None, None
+    if segment_ids is not None:
+        segments = segment_runs_over(segment_ids, axis_name)
     return Visibility(positions, jnp.arange(keys)[None], None, *segments, length=keys)
 
 

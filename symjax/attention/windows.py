@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.meshes import on_any_mesh
 from symjax.attention.rows import Operands, Rule, attend_rows, rows_like, widened
-from symjax.attention.shards import on_any_mesh
 
 
 @on_any_mesh(static=1, rows_like=rows_like)

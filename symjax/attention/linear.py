@@ -44,6 +44,16 @@ def linear(
     run in float32 at least. A row that sees no key, or whose denominator is nothing
     but rounding, is zero.
 
+    "squared" and "taylor" weigh pairs by q·k where few keys are given, and inside the
+    chunks of `linear_causal`. Sums over more keys, and states, hold features that
+    cancel: what they add to a row is off by about ε|q|²Σ|k|² ("squared"), with
+    ε = 2⁻²³, so that the output is off by ε|q|²Σ|k|² / Σ(q·k)² of the values' spread.
+    That is 1e-5 for most rows of head size 64, and more for rows that read two or
+    three keys from a state, all nearly orthogonal to the query. A row whose sum cannot
+    be told from rounding has the mean of the values that were read, weighed by |k|²
+    ("taylor": the plain mean), and no gradient from what their keys weigh. One key
+    gives its value.
+
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
         features: "elu" (elu + 1), "relu", "relu2" (relu squared), "squared", "taylor",

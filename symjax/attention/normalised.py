@@ -20,6 +20,11 @@ where amplitudes are 1, the key that set the maximum then adds at least 1 to the
 denominator. Every factor is at most 1, nothing that matters underflows, no ε is needed,
 and nothing depends on the future. The maxima cancel in the ratio, and are constants to
 the gradient.
+
+Features that change sign lose digits where their products cancel. Weights of pairs in a
+chunk are therefore computed without features where these are polynomials or cosines.
+A state holds features in float32: what it adds to a row is off by about ε|φ(q)|Σ|φ(k)|,
+with ε = 2⁻²³, in numerator and denominator alike. `_centred` bounds what that does.
 """
 
 from collections.abc import Callable
@@ -108,7 +113,8 @@ class Normalised:
         scores = scores * pairs[:, None, None].astype(scores.dtype)
         if reaches is not None:
             row = jnp.where(reaches[:, None, None, :, None], row, 0)
-        rows = _rows(rescale(before, highest), row, shift, signed, scores, value)
+        given = rescale(before, highest), row, shift, signed, scores, value
+        rows = _rows(*given, self._leading(chunk))
         if before.running_max is not None and value.shape[2] > 1:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             lost = _lost(rows, sees, reaches, before.running_max)
@@ -136,13 +142,35 @@ class Normalised:
         query, key, value, divisor = self._features(parameters, chunk)
         length, size, features = *value.shape[2:], state.total.shape[-1]
         if length * (features + size) > features * size:
-            return divide(query_state(update(state, key, value), query))
+            if self.features.around is not None:
+                return divide(self._read_around(self.features.around, chunk, value))
+            state = update(state, key, value)
+            return divide(query_state(state, query, self._leading(chunk)))
         # Few keys: their pairs cost less than sums, and no digit where signs cancel.
         highest, signed = _highest(state, key), query.amplitude is not None
         row, shift = _row_weights(query, highest)
         scores = self._scores(chunk, row, _key_weights(key, highest), divisor)
         state = rescale(state, highest)
         return divide(_rows(state, row, shift, signed, scores, value))
+
+    def _read_around(self, around: Callable, chunk: Chunk, value: Array) -> Rows:
+        """Rows that see all keys by features that are made for these keys.
+
+        They are zero where keys weigh less than the rounding error of 1 in the mean.
+        """
+        arrays = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
+        query, key = around(*arrays)
+        weights = key.where(chunk.visible[:, None]).weights()
+        sums = einsum("bksm,bksv->bkmv", weights, value)
+        state = LinearState(sums, weights.sum(axis=-2))
+        rows = query_state(state, query, self._leading(chunk))
+        least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
+        some = jax.lax.stop_gradient(rows.denominator) > least
+        return rows._replace(denominator=jnp.where(some, rows.denominator, 0))
+
+    def _leading(self, chunk: Chunk) -> int:
+        leading = self.features.leading
+        return 0 if leading is None else leading(chunk.key.shape[-1])
 
     def _empty_for(self, parameters: Any, chunk: Chunk) -> LinearState:
         batch, heads, _, size = chunk.key.shape
@@ -176,8 +204,7 @@ class Normalised:
         if self.features.pairs is None or divisor is None:
             return einsum("bkgtm,bksm->bkgts", row, weights)
         query, key = (x.astype(row.dtype) for x in (chunk.query, chunk.key))
-        products = einsum("bkgth,bksh->bkgts", query, key)
-        scores = self.features.pairs(products, divisor, key.shape[-1])
+        scores = self.features.pairs(query, key, divisor)
         return scores * chunk.visible[:, None, None, None].astype(scores.dtype)
 
 
@@ -235,10 +262,10 @@ def merge(one: LinearState, two: LinearState) -> LinearState:
     return LinearState(one.sums + two.sums, one.total + two.total, highest)
 
 
-def query_state(state: LinearState, query: LogFeatures) -> Rows:
+def query_state(state: LinearState, query: LogFeatures, leading: int = 0) -> Rows:
     """Rows that see the state and nothing else."""
     row, shift = _row_weights(query, state.running_max)
-    return _rows(state, row, shift, query.amplitude is not None)
+    return _rows(state, row, shift, query.amplitude is not None, leading=leading)
 
 
 def _rows(
@@ -248,22 +275,61 @@ def _rows(
     signed: bool,
     scores: Float[Array, "B K G T S"] | None = None,
     value: Float[Array, "B K S V"] | None = None,
+    leading: int = 0,
 ) -> Rows:
     """Rows of feature weights that see the state and, beside it, keys by their scores.
 
     Args:
         signed: terms may cancel, so that the size of a denominator is another sum.
+        leading: no weight is negative, nor are so many of a key's first features.
     """
-    numerator = einsum("bkgtm,bkmv->bkgtv", row, state.sums)
     denominator = einsum("bkgtm,bkm->bkgt", row, state.total)
     size = denominator
     if signed:
         size = einsum("bkgtm,bkm->bkgt", jnp.abs(row), jnp.abs(state.total))
+    if leading:
+        numerator, denominator = _centred(state, row, denominator, size, leading)
+        size = denominator
+    else:
+        numerator = einsum("bkgtm,bkmv->bkgtv", row, state.sums)
     if scores is not None:
         numerator = numerator + einsum("bkgts,bksv->bkgtv", scores, value)
         denominator = denominator + scores.sum(axis=-1)
         size = size + jnp.abs(scores).sum(axis=-1) if signed else denominator
     return Rows(numerator, denominator, size, shift)
+
+
+def _centred(
+    state: LinearState,
+    row: Float[Array, "B K G T M"],
+    denominator: Float[Array, "B K G T"],
+    size: Float[Array, "B K G T"],
+    leading: int,
+) -> tuple[Float[Array, "B K G T V"], Float[Array, "B K G T"]]:
+    """Numerator and denominator whose ratio is bounded where features cancel.
+
+    row·sums = row·(sums − total meanᵀ) + denominator · mean. Both sides of the division
+    then share the rounding of the denominator, and what does not cancel is the spread
+    of the values around their mean, in which a key weighs the sum of its leading
+    features. A difference below the rounding of the sums is 0: the ratio of one key, or
+    of keys of one value, is this value. A denominator below its own rounding is lifted
+    to that, and the ratio is the mean.
+    """
+    weight = state.total[..., :leading].sum(axis=-1)
+    mean = state.sums[..., :leading, :].sum(axis=-2)
+    mean = mean / jnp.where(weight > 0, weight, 1)[..., None]
+    constant = jax.lax.stop_gradient(mean)
+    means = state.total[..., None] * constant[:, :, None]
+    rest = state.sums - means
+    noise = 8 * jnp.finfo(rest.dtype).eps * jnp.abs(means)
+    rest = rest - jax.lax.stop_gradient(jnp.where(jnp.abs(rest) <= noise, rest, 0))
+    least = jnp.finfo(size.dtype).eps * jax.lax.stop_gradient(size)
+    lifted = denominator < least
+    denominator = jnp.where(lifted, least, denominator)
+    numerator = einsum("bkgtm,bkmv->bkgtv", row, rest)
+    numerator = numerator + denominator[..., None] * constant[:, :, None, None]
+    means = least[..., None] * mean[:, :, None, None]
+    return jnp.where(lifted[..., None], means, numerator), denominator
 
 
 def divide(rows: Rows) -> Float[Array, "B K G T V"]:

@@ -1,5 +1,8 @@
 """Cosine attention: 1 + cos over its sum, in linear time."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import laws
 import numpy as np
@@ -73,3 +76,45 @@ def test_a_lone_small_weight_still_counts():
     value = jnp.full((1, 1, 1, 3), 2.0)
     for form in (cosine, cosine_causal):
         close(form(query, key, value), value, 1e-3)
+
+
+def opposite(length, spread, heads=40, size=64):
+    """Keys near one direction and queries near the other, float32."""
+    rng = np.random.default_rng(0)
+    axis = rng.normal(size=(1, 1, heads, size))
+    shapes = [(1, length, heads, n) for n in (size, size, 3)]
+    query, key, value = (rng.normal(size=shape) for shape in shapes)
+    near = -axis + spread * query, axis + spread * key, value
+    return [x.astype(np.float32) for x in near]
+
+
+# 66 terms, none above the weights that they add up to by more than a small factor.
+NEAR_ZERO = (64 + 2) * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.01, 0.001])
+@pytest.mark.parametrize("length", [1, 6, 60])
+def test_rows_that_are_nearly_antiparallel_to_their_keys(length, spread):
+    """1 + cos down to 6e-7, where a float32 cosine has no digit left."""
+    arrays = opposite(length, spread)
+    wide = [x.astype(np.float64) for x in arrays]
+    for form, causal in ((cosine, False), (cosine_causal, True)):
+        close(form(*arrays), MECHANISM.oracle(*wide, causal=causal), NEAR_ZERO)
+
+
+def test_a_nearly_antiparallel_key_in_the_state_is_its_value():
+    query, key, value = opposite(3, 0.001)
+    mask = np.array([True, False, False]).reshape(1, 1, 1, 3)
+    output = cosine_causal(query, key, value, mask, chunk_size=1)
+    close(output, value[:, [0] * 3], 1e-6)
+
+
+@pytest.mark.parametrize("length", [6, 60])
+def test_gradients_of_nearly_antiparallel_rows(length):
+    arrays = opposite(length, 0.01, heads=6)
+    single = laws.gradient(cosine, *arrays)
+    with jax.enable_x64(True):
+        wide = [x.astype(np.float64) for x in arrays]
+        wanted = laws.gradient(partial(MECHANISM.oracle, module=jnp), *wide)
+    for part, exact in zip(single, wanted, strict=True):
+        close(part, exact, 1e-4)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax.attention.features import PLAIN, RANDOM, hedgehog, named, t2r
+from symjax.attention.features import PLAIN, RANDOM, UNIT, hedgehog, named, t2r
 from symjax.attention.projections import default_projection, orthogonal_projection
 
 
@@ -94,6 +94,16 @@ def test_squares_take_every_pair_once(size, x64):
         pair = [PLAIN[name].key(x, None).weights() for x in (query, key)]
         assert pair[0].shape == (3, features)
         np.testing.assert_allclose((pair[0] * pair[1]).sum(-1), wanted[name], 1e-12)
+
+
+def test_features_around_the_keys_have_the_products_of_the_others(x64):
+    query, key = np.random.default_rng(0).normal(size=(2, 1, 2, 9, 5))
+    plain = [UNIT.key(x, None).weights() for x in (query, key)]
+    around = UNIT.around(query[:, :, None], key)
+    products = np.einsum("bktm,bksm->bkts", *plain)
+    near = np.einsum("bkgtm,bksm->bkts", *(x.weights() for x in around))
+    np.testing.assert_allclose(near, products, 1e-12)
+    np.testing.assert_array_equal(around[1].weights()[..., 0], 1)
 
 
 def test_learned_features_equal_their_definition():

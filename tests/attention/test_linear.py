@@ -91,6 +91,106 @@ def test_weights_that_cancel_are_sums_of_pairs(name, size):
     close(output, wanted, 2e-4)
 
 
+def many_heads(name, length, heads=1000, seed=1):
+    """Entries of size 1 for squared and 5 for taylor; head size 64, float32."""
+    rng = np.random.default_rng(seed)
+    size = 5 if name == "taylor" else 1
+    sizes = (64, size), (64, size), (3, 1)
+    wide = [rng.normal(size=(1, length, heads, n)) * scale for n, scale in sizes]
+    return [x.astype(np.float32) for x in wide]
+
+
+# A mean over one key divides two sums of 64 products, which round by at most 2⁻²⁴ a
+# term.
+ONE_KEY = 2 * (64 + 2) * 2.0**-24
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_one_key_is_its_value_in_every_form(name):
+    """However little it weighs: for a few of 1,000 heads q·k is 1e-3 |q||k| / √H."""
+    query, key, value = many_heads(name, 3)
+    first = np.array([True, False, False]).reshape(1, 1, 1, 3)
+    wanted = value[:, [0] * 3].astype(np.float64)
+    limit = ONE_KEY * np.abs(wanted)
+    options = dict(features=name)
+    outputs = [
+        linear(query, key[:, :1], value[:, :1], **options),
+        linear(query, key, value, first, **options),
+        linear(query, key, value, first, segment_ids=np.zeros((1, 3), int), **options),
+    ]
+    for chunk_size in (1, 2, 64):
+        sizes = dict(chunk_size=chunk_size, **options)
+        outputs.append(linear_causal(query, key, value, first, **sizes))
+    for output in outputs:
+        assert (np.abs(np.asarray(output) - wanted) <= limit).all()
+    state = linear_state(1, 1000, 64, 3, **options)
+    now = [x[:, :1] for x in (query, key, value)]
+    output, state = linear_step(state, *now, **options)
+    assert (np.abs(np.asarray(output) - wanted[:, :1]) <= limit[:, :1]).all()
+    query, key, value = many_heads(name, 80, heads=50)  # by sums, and no pairs
+    alone = (np.arange(80) == 7).reshape(1, 1, 1, 80)
+    output = np.asarray(linear(query[:, :9], key, value, alone, **options))
+    assert (np.abs(output - value[:, [7] * 9]) <= ONE_KEY * np.abs(value[:, [7]])).all()
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_steps_equal_the_definition_as_far_as_a_state_can_tell(name):
+    """What a state adds to a row is off by ε|φ(q)|Σ|φ(k)| at most, by the docstring."""
+    query, key, value = many_heads(name, 6)
+    scores = np.einsum("btnh,bsnh->bnts", *(x.astype(np.float64) for x in (query, key)))
+    squares = [np.square(x, dtype=np.float64).sum(-1) for x in (query, key)]
+    norms = np.einsum("btn,bsn->bnts", *squares)
+    weights, sizes = scores**2, norms
+    if name == "taylor":
+        weights, sizes = ((1 + scores / 8) ** 2 + 1) / 2, (1 + norms**0.5 / 8) ** 2 / 2
+    weights, past = np.tril(weights), np.tril(sizes, -1)
+    own = 2 * np.sqrt(weights * sizes) * np.eye(6)  # of a pair, by the error of q·k
+    total = weights.sum(-1)
+    wanted = np.einsum("bnts,bsnv->btnv", weights / total[..., None], value)
+    limit = np.finfo(np.float32).eps * ((past + own).sum(-1) / total + 3)
+    limit = np.moveaxis(limit, 1, 2)[..., None] * np.abs(value).max()
+    state, outputs = linear_state(1, 1000, 64, 3, features=name), []
+    for t in range(6):
+        now = (x[:, t : t + 1] for x in (query, key, value))
+        output, state = linear_step(state, *now, features=name)
+        outputs.append(np.asarray(output))
+    steps = np.concatenate(outputs, axis=1)
+    assert (np.abs(steps - wanted) <= limit).all()
+    close(steps, run(linear_causal, query, key, value, features=name), 1e-4)
+
+
+def test_keys_that_a_state_cannot_tell_from_orthogonal_give_their_mean():
+    """(q·k)² is 0 twice: neither 0 nor noise, but values weighed by |k|², 2 and 8."""
+    query = np.array([1, -1], np.float32).reshape(1, 1, 1, 2).repeat(3, axis=1)
+    key = np.array([[1, 1], [2, 2], [5, 3]], np.float32).reshape(1, 3, 1, 2)
+    value = np.array([5, 10, 77], np.float32).reshape(1, 3, 1, 1)
+    mask = np.array([True, True, False]).reshape(1, 1, 1, 3)
+    form = partial(linear_causal, features="squared", chunk_size=2)
+    close(form(query, key, value, mask)[:, 2:], np.full((1, 1, 1, 1), 9.0), 1e-6)
+    gradients = laws.gradient(form, query, key, value, mask)
+    assert all(np.isfinite(part).all() for part in gradients)
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_gradients_of_polynomials_equal_those_of_the_definition(name):
+    laws.gradients_equal_those_of_the_definition(POLYNOMIALS[name])
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_gradients_of_one_key_are_those_of_its_value(name):
+    """Chunks of one token: the rows after the first read the key from the state."""
+    query, key, value = many_heads(name, 2)
+    mask = np.array([True, False]).reshape(1, 1, 1, 2)
+    form = partial(linear_causal, features=name, chunk_size=1)
+    gradients = laws.gradient(form, query, key, value, mask)
+    assert all(np.isfinite(part).all() for part in gradients)
+    weigh = np.random.default_rng(1).normal(size=value.shape)
+    scores = np.einsum("bnh,bnh->bn", query[:, 1], key[:, 0])
+    usual = np.abs(scores) > 0.1 * np.abs(scores).max()
+    error = np.abs(gradients[2][:, 0] - weigh.sum(axis=1))
+    assert error[usual].max() < 1e-4
+
+
 def test_a_function_is_the_same_stepwise():
     laws.a_prefill_goes_on_in_chunks_and_steps(mechanism("function"))
 

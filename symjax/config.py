@@ -126,10 +126,12 @@ class Attention:
         least=1,
     )
     implementation: str = key(
-        "rows",
-        "how score mechanisms run: blocks of rows, the whole map, or softmax over "
-        "mesh.sequence by a ring, in which keys travel and are not gathered",
-        ("rows", "whole", "ring"),
+        "auto",
+        "how score mechanisms run. auto: softmax on a TPU by the fused kernel where it "
+        "serves, all else by blocks of rows. Or forced: rows, the whole map, the fused "
+        "kernel, or softmax over mesh.sequence by a ring, in which keys travel and are "
+        "not gathered",
+        ("auto", "rows", "whole", "fused", "ring"),
     )
 
 
@@ -298,9 +300,6 @@ class Optimizer:
         "a gradient is a spike if its norm is above this many times the mean of the "
         "last steps; 0: off",
         least=0,
-    )
-    z_loss: float = key(
-        0.0, "weight of the mean of (log Σ exp(logit))² in what is minimised", least=0
     )
     accumulate: int = key(1, "micro-batches a step; must divide batch_size", least=1)
 

@@ -12,7 +12,11 @@ from symjax.config import Config
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "seed", "batch_size")
-FREE = ("model.remat", "model.scan_layers")  # they change no function
+FREE = (  # they change no function
+    "model.remat",
+    "model.scan_layers",
+    "model.attention.implementation",
+)
 
 
 def choices(field: dataclasses.Field) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ TREE = to_dict(config.Config())
 def test_only_what_changes_no_function_may_differ_in_the_model():
     other = copy.deepcopy(TREE)
     other["model"].update(remat="full", scan_layers=True)
+    other["model"]["attention"]["implementation"] = "fused"
     other["steps"] = 7
     assert differences(TREE, other) == []
     other["model"]["width"] = 8

@@ -14,7 +14,7 @@ HIDDEN = -(2**30)  # a position that is beyond any window
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("rows", "keys", "mask", "row_segments", "key_segments"),
-    meta_fields=("window", "mask_self", "length"),
+    meta_fields=("window", "mask_self", "length", "consecutive"),
 )
 @dataclass(frozen=True)
 class Visibility:
@@ -29,6 +29,7 @@ class Visibility:
         window: (left, right); None: no bound. Causality is right = 0.
         mask_self: hide a row's own position, unless it sees nothing else.
         length: how many keys there are; `keys` may be a part of them.
+        consecutive: each row stands one place after the one before.
     """
 
     rows: Int[Array, "#B t"]
@@ -39,6 +40,7 @@ class Visibility:
     window: tuple[int | None, int | None] = (None, None)
     mask_self: bool = False
     length: int = 0
+    consecutive: bool = True
 
     def map_keys(self, function: Callable) -> "Visibility":
         """function(array, axis of keys, what fills it up) of every array."""

@@ -167,6 +167,7 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
         "lengths": mechanism.lengths,
         "segments": mechanism.segments,
         "steps": mechanism.step is not None,
+        "fused": "fused" in getattr(mechanism.attend, "implementations", ()),
     }
 
 

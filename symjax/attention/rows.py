@@ -78,6 +78,7 @@ class Rule(NamedTuple):
     """The static half of a call: what every block does alike."""
 
     weights: RowWeights
+    scale: float | None  # of the scores; None: known at run time
     length_base: float | None
     offset: int | None  # the place of row 0 among the keys; None: known at run time
     whole: bool  # all rows as one block, without checkpointing

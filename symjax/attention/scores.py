@@ -1,7 +1,9 @@
 """Score mechanisms: what all of them are called with, and what sets each one apart."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import jax
@@ -10,11 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import rows
 from symjax.attention.checks import check_scores, checked_window
+from symjax.attention.fused import fused_or
 from symjax.attention.masks import Visibility, only_seen
 from symjax.attention.ring import attend_ring
 from symjax.attention.rows import Operands, RowWeights, Rule, attend_rows
 from symjax.attention.shards import first_token, gather, segment_runs_over
-from symjax.attention.windows import attend_window, in_window
+from symjax.attention.windows import attend_window, attend_window_of_device
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,8 +32,8 @@ class ScoreMechanism:
         weights: (scores [B N t s], visible [#B #N t s] or None) → weights, 0 where not
             visible; hashable, since programs are compiled for it.
         description: formula, cost and source, for `help`.
-        implementations: "rows" and "whole" serve any weights; "ring" adds up weights
-            of exp(score) over their sum, so only softmax names it.
+        implementations: "rows" and "whole" serve any weights; "fused" and "ring" add
+            up weights of exp(score) over their sum, so only softmax names them.
     """
 
     name: str
@@ -86,14 +89,17 @@ class ScoreMechanism:
             segment_ids: tokens see only their own run of equal ids; needs T = S.
             lam: the weights of heads 2n and 2n + 1 become one, w[2n] − lam[n]·w[2n+1];
                 they share mask, bias and value: what `differential` runs.
-            implementation: "rows" (the default), "whole" for one block of all rows, or
-                for softmax "ring": over an axis keys and values travel and are not
-                gathered, see `attend_ring`; without an axis as "rows".
+            implementation: "rows", "whole" for one block of all rows, or for softmax
+                "fused", a kernel for TPU, and "ring": over an axis keys and values
+                travel and are not gathered, see `attend_ring`; without an axis as
+                "rows". None: "fused" on a TPU where it serves, see
+                `symjax.attention.fused`, else "rows".
             axis_name: in a `jax.shard_map`, the mesh axis that time is split over:
                 query, key, value and segment_ids are a device's own stretch, mask and
                 bias are of its own rows and of all keys.
         Raises:
-            ValueError: shapes that do not fit together, naming both.
+            ValueError: shapes that do not fit together, naming both; an implementation
+                that does not serve these arguments, saying why.
         """
         self._check_implementation(implementation)
         check_scores(
@@ -119,8 +125,11 @@ class ScoreMechanism:
         if mask is not None and ring is None:
             key, value = only_seen(mask.any(axis=(1, 2)), key, value)
         known = axis_name is None and positions is None
+        if scale is None:
+            scale = 1 / math.sqrt(query.shape[-1])
         rule = Rule(
             self.weights,
+            float(scale) if isinstance(scale, Real) else None,
             float(length_base) if length_base else None,
             offset=key.shape[1] - query.shape[1] if known else None,
             whole=implementation == "whole",
@@ -129,7 +138,12 @@ class ScoreMechanism:
             extents=rows.EXTENTS,
         )
         operands = _operands((query, key, value, bias), scale, lam, alibi, visibility)
-        return jnp.swapaxes(_attend(rule, operands, axis_name, ring), 1, 2)
+        if ring is not None:
+            return jnp.swapaxes(attend_ring(rule, operands, ring), 1, 2)
+        engine = _engine(operands, axis_name)
+        if "fused" in self.implementations and implementation in (None, "fused"):
+            engine = fused_or(engine, rule, operands, forced=implementation == "fused")
+        return jnp.swapaxes(engine(rule, operands)[0], 1, 2)
 
     def _check_implementation(self, implementation: str | None) -> None:
         if implementation not in (None, *self.implementations):
@@ -152,25 +166,21 @@ def _places(
     if axis_name is not None:
         first = first_token(query, key, axis_name)
         keys *= jax.lax.axis_size(axis_name)
+    consecutive = positions is None
     if positions is None:
         positions = (first + jnp.arange(query.shape[1]))[None]
     segments = None, None
     if segment_ids is not None:
         segments = segment_runs_over(segment_ids, axis_name)
-    return Visibility(positions, jnp.arange(keys)[None], None, *segments, length=keys)
+    places = positions, jnp.arange(keys)[None], None
+    return Visibility(*places, *segments, length=keys, consecutive=consecutive)
 
 
-def _attend(
-    rule: Rule, operands: Operands, axis_name: str | None, ring: str | None
-) -> Float[Array, "B N T V"]:
-    """By the engine that these operands are for: ring, window or blocks of rows."""
-    if ring is not None:
-        return attend_ring(rule, operands, ring)
+def _engine(operands: Operands, axis_name: str | None) -> Callable:
+    """The engine of row blocks that these operands are for."""
     if None in operands.visibility.window:
-        return attend_rows(rule, operands)[0]
-    if axis_name is not None:
-        rule, operands = in_window(rule, operands)
-    return attend_window(rule, operands)[0]
+        return attend_rows
+    return attend_window if axis_name is None else attend_window_of_device
 
 
 def _operands(
@@ -179,8 +189,6 @@ def _operands(
     """Heads before time; what scores and weights are multiplied with in wide floats."""
     query, key, value, bias = arrays
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
     if alibi is not None:
         alibi = alibi.astype(wide)[None, :, None, None]
     if lam is not None:  # both branches of a head have its bias, slope and mask

@@ -84,7 +84,14 @@ def _strips(rule: Rule, operands: Operands, size: int) -> tuple[Rule, Operands]:
     return rule._replace(offset=before * size), strips
 
 
-def in_window(rule: Rule, operands: Operands) -> tuple[Rule, Operands]:
+def attend_window_of_device(
+    rule: Rule, operands: Operands
+) -> tuple[Float[Array, "B N T V"], None]:
+    """`attend_window` of rows that follow each other from a place known at run time."""
+    return attend_window(*_in_window(rule, operands))
+
+
+def _in_window(rule: Rule, operands: Operands) -> tuple[Rule, Operands]:
     """Of all keys those that the rows, which follow each other, see in their window."""
     first = operands.visibility.rows[0, 0]
     left, right = operands.visibility.window

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
+from symjax.attention.kernels import RESIDUALS
 from symjax.layers.attention import Attention
 from symjax.layers.primitives import Linear, norm
 
@@ -16,10 +17,14 @@ from symjax.layers.primitives import Linear, norm
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
 
 # By the values of model.remat. Products of weights and tokens have no batch dimension,
-# since layers see flat tokens; those of attention have, and grow with the context.
+# since layers see flat tokens; those of attention have, and grow with the context. What
+# the fused kernel gives is kept: it is as small as its input, and dear to compute.
+KERNELS = jax.checkpoint_policies.save_only_these_names(*RESIDUALS)
 POLICIES = {
-    "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": KERNELS,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, KERNELS
+    ),
 }
 
 
@@ -160,7 +165,7 @@ def rematerialised(run: Callable, choice: str, *, in_scan: bool = False) -> Call
 
     Args:
         choice: "none" keeps everything, "dots" the input and the products with weights,
-            "full" the input alone.
+            "full" the input alone. Both keep what the fused kernel of attention gives.
         in_scan: the loop itself keeps the compiler from merging both computations.
     """
     if choice == "none":

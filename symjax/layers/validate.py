@@ -21,6 +21,10 @@ OF_ATTENTION = (
     "short_convolution",
 )
 OF_BLOCKS = ("kv_heads", "feedforward", "activation")
+# Values that choose nothing: of options that are not passed on, and of older
+# checkpoints, whose models may have no such option.
+OFF = ("", 0, "auto")
+FORMER_DEFAULTS = {"implementation": "rows"}
 
 
 def sizes(options: config.Model) -> Sizes:
@@ -69,7 +73,7 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
         _check_direction(options, name)
     mechanism = config.mechanism_of(options, depth)
     found = (part_of(mechanism).options or named_options)(options, mechanism)
-    return tuple((key, value) for key, value in found.items() if value not in ("", 0))
+    return tuple((key, value) for key, value in found.items() if value not in OFF)
 
 
 def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
@@ -87,7 +91,8 @@ def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
     ):
         for key in keys:
             value = getattr(group, key)
-            if key not in taken and value != getattr(type(group)(), key):
+            unset = getattr(type(group)(), key), FORMER_DEFAULTS.get(key)
+            if key not in taken and value not in unset:
                 raise ValueError(
                     f"{prefix}{key} {value!r}: {', '.join(names)} has no such option"
                 )
@@ -95,8 +100,8 @@ def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
 
 def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
     chosen = options.attention
-    if chosen.implementation == "ring":
-        _check_ring(options, names)
+    if chosen.implementation in ("fused", "ring"):
+        _check_implementation(options, names)
     if chosen.length_base == 1:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")
     if chosen.key_norm != "none" and chosen.symmetric == "none":
@@ -118,19 +123,21 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
         _check_bias(names)
 
 
-def _check_ring(options: config.Model, names: tuple[str, ...]) -> None:
+def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None:
+    """Raises: ValueError: a mechanism, or the kind of model, has no such execution."""
+    chosen = options.attention.implementation
     lacking = []
     for name in names:
         attend = MECHANISMS[name].attend
         known = attend.implementations if isinstance(attend, ScoreMechanism) else ()
-        if "implementation" in MECHANISMS[name].options and "ring" not in known:
+        if "implementation" in MECHANISMS[name].options and chosen not in known:
             lacking.append(name)
     if lacking:
         raise ValueError(
-            "model.attention.implementation 'ring' is of softmax alone: "
+            f"model.attention.implementation {chosen!r} is of softmax alone: "
             f"{', '.join(lacking)} takes rows or whole"
         )
-    if not config.is_causal(options):
+    if chosen == "ring" and not config.is_causal(options):
         raise ValueError(
             f"model.attention.implementation 'ring' is causal: model.kind is "
             f"{options.kind!r}"

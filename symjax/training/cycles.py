@@ -69,7 +69,7 @@ def estimate(text: str, chip: Chip) -> Estimate:
                 {
                     ("cycles", "attention"): max(times),
                     ("low", "attention"): max(times),
-                    ("kernel", re.sub(r"\.\d+$", "", x.name)): 1,
+                    ("kernel", x.name.split(".")[0]): 1,
                     ("unknown", "kernel"): int(not cost),
                 }
             )

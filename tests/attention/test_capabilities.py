@@ -126,6 +126,14 @@ def test_segments(name):
 
 
 @every_mechanism
+def test_a_fused_kernel(name):
+    if capabilities(MECHANISMS[name])["fused"]:
+        it_works(call(name, implementation="fused"))
+    else:
+        refused("implementation", name, implementation="fused")
+
+
+@every_mechanism
 def test_the_state_has_the_size_of_the_table(name):
     """Of one head, batch 1; what is counted a row of keys grows with them."""
     mechanism = MECHANISMS[name]

@@ -10,7 +10,7 @@ import oracles
 import pytest
 from laws import close, same
 
-from symjax.attention.kernels import fused, refusal
+from symjax.attention.kernels import fused
 from symjax.attention.kernels.intervals import (
     blocks_of_keys,
     blocks_of_rows,
@@ -71,7 +71,6 @@ def definition(kind, pairs, query, key, value, lam=None, *, module=jnp, **option
 def pairs_of(
     sizes,
     *,
-    is_causal=False,
     window=(None, None),
     mask=None,
     runs=None,
@@ -84,8 +83,6 @@ def pairs_of(
     pairs = np.ones((B, length, keys), bool)
     pairs &= distance >= -(keys + length if left is None else left)
     pairs &= distance <= (keys + length if right is None else right)
-    if is_causal:
-        pairs &= distance <= 0
     if mask is not None:
         pairs = pairs & mask[:, None]
     if runs is not None:
@@ -129,19 +126,20 @@ def holes(sizes):
     return mask
 
 
+CAUSAL = {"window": (None, 0)}
 CASES = {
-    "causal": ("softmax", ODD, {"is_causal": True}),
-    "causal_v1_in_tiles": ("v1", TILED, {"is_causal": True}),
-    "heads_of_256": ("softmax", WIDE, {"is_causal": True}),
-    "grown_with_length_v2": ("v2", ODD, {"is_causal": True, "length_base": 30.0}),
+    "causal": ("softmax", ODD, CAUSAL),
+    "causal_v1_in_tiles": ("v1", TILED, CAUSAL),
+    "heads_of_256": ("softmax", WIDE, CAUSAL),
+    "grown_with_length_v2": ("v2", ODD, {**CAUSAL, "length_base": 30.0}),
     "window_of_more_queries": ("v2", FEW, {"window": (70, 40)}),
     "hidden_self_in_a_window": (
         *("softmax", PADDED),
-        {"is_causal": True, "window": (100, None), "mask_self": True, "scale": 0.7},
+        {"window": (100, 0), "mask_self": True, "scale": 0.7},
     ),
     "segments_with_holes_v1": (
         *("v1", PADDED),
-        {"is_causal": True, "runs": segments(300), "mask": holes(PADDED)},
+        {**CAUSAL, "runs": segments(300), "mask": holes(PADDED)},
     ),
     "segments_both_ways": (
         *("softmax", PADDED),
@@ -149,13 +147,13 @@ CASES = {
     ),
     "padding": (
         *("softmax", PADDED),
-        {"is_causal": True, "mask": padding(PADDED), "length_base": 7.0},
+        {**CAUSAL, "mask": padding(PADDED), "length_base": 7.0},
     ),
 }
 
 
 def check(kind, sizes, options, tolerance=1e-5, dtype=np.float32, **more):
-    """Output and gradients against float64; hidden keys and values are NaN."""
+    """Output and gradients against float64."""
     given = arrays(kind, sizes)
     weigh = np.random.default_rng(1).normal(
         size=(B, sizes.queries, sizes.heads, sizes.value_size)
@@ -165,8 +163,6 @@ def check(kind, sizes, options, tolerance=1e-5, dtype=np.float32, **more):
     with jax.enable_x64(True):
         form = partial(definition, kind, pairs_of(sizes, **seen), **grown)
         wanted = differentiated(form, given, weigh)
-    if (mask := options.get("mask")) is not None:
-        given[1:3] = [np.where(mask[..., None, None], x, np.nan) for x in given[1:3]]
     given = [jnp.asarray(x, dtype) for x in given]
     form = partial(fused, **{**SMALL, **options, **more})
     actual = differentiated(form, given, weigh.astype(np.float32))
@@ -182,14 +178,14 @@ def test_the_kernel_and_its_gradients_equal_the_definition(name):
 
 def test_rows_by_bands_and_whole_keys_give_the_same():
     """The gradients of queries in VMEM are of 128 rows at a time."""
-    options = {"is_causal": True, "mask_self": True, "length_base": 5.0}
+    options = {**CAUSAL, "mask_self": True, "length_base": 5.0}
     check("v1", ODD, options, resident=8192, gradients=128 * 4 * 256 * 2)
 
 
 def test_rows_may_stand_anywhere_among_the_keys():
     """Where they begin may be known at run time alone, as on a device of a mesh."""
     given = [jnp.asarray(x, jnp.float32) for x in arrays("softmax", PADDED)]
-    options = {"is_causal": True, "runs": segments(300), "length_base": 5.0, **SMALL}
+    options = {**CAUSAL, "runs": segments(300), "length_base": 5.0, **SMALL}
 
     @jax.jit
     def stretch(first, query, key, value):
@@ -200,23 +196,23 @@ def test_rows_may_stand_anywhere_among_the_keys():
 
 
 def test_bfloat16_is_as_good_as_its_rounding():
-    check("v1", PADDED, {"is_causal": True}, 2**-6, jnp.bfloat16)
+    check("v1", PADDED, CAUSAL, 2**-6, jnp.bfloat16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("mask_self", [True, False])
 @pytest.mark.parametrize("grown", [{}, {"length_base": 9.0}])
-@pytest.mark.parametrize("keys", ["all", "padding", "runs", "window"])
-def test_every_combination_of_options(kind, is_causal, mask_self, grown, keys):
+@pytest.mark.parametrize("keys", ["all", "padding", "runs", "causal", "window"])
+def test_every_combination_of_options(kind, mask_self, grown, keys):
     own = {
         "all": {},
         "padding": {"mask": padding(PADDED)},
         "runs": {"runs": segments(300), "mask": holes(PADDED)},
+        "causal": CAUSAL,
         "window": {"window": (130, 20)},
     }[keys]
-    options = {"is_causal": is_causal, "mask_self": mask_self, **grown, **own}
+    options = {**own, "mask_self": mask_self, **grown}
     check(kind, PADDED, options)
 
 
@@ -225,7 +221,7 @@ def test_the_future_and_rows_without_keys():
     query, key, value = (np.asarray(x, np.float32) for x in arrays("softmax", PADDED))
     mask = np.ones((B, 300), bool)
     mask[0, :100] = False
-    form = jax.jit(partial(fused, is_causal=True, mask=mask, **SMALL))
+    form = jax.jit(partial(fused, **CAUSAL, mask=mask, **SMALL))
     one = np.asarray(form(query, key, value))
     later = np.arange(300)[None, :, None, None] >= 250
     two = form(query, *(np.where(later, -3 * x, x) for x in (key, value)))
@@ -302,19 +298,3 @@ def blocked(pairs, rows, size, mode):
     pairs = np.pad(pairs, [(0, 0), (0, 0), (0, -pairs.shape[2] % size)])
     cut = pairs.reshape(B, pairs.shape[1] // rows, rows, -1, size)
     return cut.swapaxes(2, 3)
-
-
-def test_what_the_kernel_refuses_is_said():
-    def of(length=256, size=64, dtype=jnp.bfloat16):
-        return [jax.ShapeDtypeStruct((B, length, 2, size), dtype)] * 3
-
-    pairs = jax.ShapeDtypeStruct((B, 1, 256, 256), bool)
-    keys = jax.ShapeDtypeStruct((B, 1, 1, 256), bool)
-    assert refusal(*of()) is None
-    assert refusal(*of(dtype=jnp.float32), mask=keys, scale=0.5) is None
-    assert "bias" in refusal(*of(), bias=pairs)
-    assert "mask of keys" in refusal(*of(), mask=pairs)
-    assert "float16" in refusal(*of(dtype=jnp.float16))
-    assert "queries at a time" in refusal(*of(length=1))
-    assert "1024" in refusal(*of(size=1024))
-    assert "scale" in refusal(*of(), scale=jnp.ones(()))

@@ -303,6 +303,10 @@ def test_embeddings_and_positions_start_as_large_as_they_are_told(scale):
         assert float(table[...].std()) == pytest.approx(scale, rel=0.1)
 
 
+def test_the_former_default_of_an_execution_is_read_from_older_checkpoints():
+    small(mechanism="linear", implementation="rows")
+
+
 def test_tied_embeddings_share_one_table():
     tied, untied = small(tie_embeddings=True, bias=False), small(bias=False)
     assert count(untied) - count(tied) == 23 * 24
@@ -318,6 +322,7 @@ def test_tied_embeddings_share_one_table():
         ({"mechanism": "cosine", "mask_self": True}, "cosine has no such option"),
         ({"mechanism": "performer", "length_base": 8}, "performer has no such option"),
         ({"features": "relu"}, "softmax has no such option"),
+        ({"mechanism": "gau", "implementation": "fused"}, "gau takes rows or whole"),
         ({"length_base": 1}, "model.attention.length_base must be 0"),
         (
             {"mechanism": "linear", "features": "sine"},

@@ -29,18 +29,20 @@ def row_sums(
 
     spec, both = blocks.in_lanes(plan.value_size, size, rows), lam is not None
     lam_spec = blocks.by_row(1, size, rows) if both else None
+    sums = (plan.batch, plan.heads, plan.maps, plan.length)
+    sums = blocks.result(change, sums, jnp.float32)
+    given = [change, output, second, lam]
     return pl.pallas_call(
         _row_sums,
-        out_shape=jax.ShapeDtypeStruct(
-            (plan.batch, plan.heads, plan.maps, plan.length), jnp.float32
-        ),
+        out_shape=sums,
         grid=(plan.batch, plan.heads, -(-plan.length // size)),
         in_specs=[spec, spec, spec if both else None, lam_spec],
         out_specs=blocks.by_row(plan.maps, size, rows),
         compiler_params=blocks.compiler(3),
+        cost_estimate=blocks.cost(plan._replace(pairs=0), 0, 0, [*given, sums]),
         interpret=plan.interpret,
         name="attention_row_sums",
-    )(change, output, second, lam)
+    )(*given)
 
 
 def _row_sums(change, output, second, lam, sums) -> None:
@@ -91,12 +93,13 @@ def backward(
         (keys, plan.key_width),
         (keys, plan.value_size),
     )
+    results = [
+        blocks.result(x, x.shape, dtype)
+        for x, dtype in zip(operands[:3], dtypes, strict=True)
+    ]
     return pl.pallas_call(
         partial(_kernel, plan, visits, size),
-        out_shape=[
-            jax.ShapeDtypeStruct(x.shape, dtype)
-            for x, dtype in zip(operands[:3], dtypes, strict=True)
-        ],
+        out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(plan.batch, plan.kv_heads, count, plan.groups, stretches),
@@ -114,6 +117,9 @@ def backward(
             scratch_shapes=[pltpu.VMEM(x, jnp.float32) for x in accumulators],
         ),
         compiler_params=blocks.compiler(2, 3),
+        cost_estimate=blocks.cost(
+            plan, 3 * plan.maps, 2, [operands, change, normaliser, sums, results]
+        ),
         interpret=plan.interpret,
         name="attention_backward",
     )(scalars, operands, change, normaliser, sums)

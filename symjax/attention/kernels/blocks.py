@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     scale: float
     left: int | None  # keys before its own position that a row may see; None: all
     right: int | None
+    pairs: int  # of rows and keys that both leave, in about
     block: int  # rows and keys of a block, at most
     resident: int  # rows or keys in VMEM at once, at most
     gradients: int  # bytes of the queries' gradients in VMEM, at most
@@ -135,6 +136,27 @@ def by_row(count: int, size: int, index: Callable) -> pl.BlockSpec:
         return example, head, 0, block
 
     return pl.BlockSpec((None, None, count, size), place)
+
+
+def cost(plan: Plan, by_head: int, by_value: int, arrays: list[Any]) -> pl.CostEstimate:
+    """What a kernel declares: a product of so many heads and values for each pair.
+
+    They count in whole tiles, since half a tile keeps all of the MXU busy.
+    """
+    sizes = (-(-x // LANES) * LANES for x in (plan.head_size, plan.value_size))
+    of_head, of_value = sizes
+    pairs = plan.batch * plan.heads * plan.pairs
+    return pl.CostEstimate(
+        flops=2 * pairs * (by_head * of_head + by_value * of_value),
+        transcendentals=pairs * plan.maps,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
+    )
+
+
+def result(like: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An output that differs over the same manual mesh axes as an input."""
+    kind = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
 def compiler(parallel: int, sequential: int = 0) -> pltpu.CompilerParams:

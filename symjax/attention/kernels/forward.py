@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -32,18 +31,20 @@ def forward(
     def columns(b, n, i, j, scalars):
         return b, n // plan.groups, visits.nearest(scalars, b, i, j, held)
 
+    query, dtype = operands.query, operands.value.dtype
     output = (plan.batch, plan.length, plan.heads * plan.value_size)
-    output = jax.ShapeDtypeStruct(output, operands.value.dtype)
+    output = blocks.result(query, output, dtype)
     normaliser = (plan.batch, plan.heads, plan.maps, plan.length)
     spec = blocks.in_lanes(plan.value_size, size, rows)
     both = plan.maps == 2
+    results = (
+        output,
+        output if both else None,
+        blocks.result(query, normaliser, jnp.float32),
+    )
     return pl.pallas_call(
         partial(_kernel, plan, visits, keys),
-        out_shape=(
-            output,
-            output if both else None,
-            jax.ShapeDtypeStruct(normaliser, jnp.float32),
-        ),
+        out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(plan.batch, plan.heads, count, -(-plan.keys // (held * keys))),
@@ -59,6 +60,7 @@ def forward(
             ],
         ),
         compiler_params=blocks.compiler(3, 1),
+        cost_estimate=blocks.cost(plan, plan.maps, plan.maps, [operands, results]),
         interpret=plan.interpret,
         name="attention_forward",
     )(scalars, operands)

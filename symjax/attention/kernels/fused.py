@@ -22,44 +22,17 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.kernels.backward import backward, row_sums
 from symjax.attention.kernels.blocks import LANES, Operands, Plan
 from symjax.attention.kernels.forward import forward
-from symjax.attention.kernels.intervals import Seen, seen_by_rows
-from symjax.attention.masks import only_seen
+from symjax.attention.kernels.intervals import (
+    Seen,
+    pairs_in_window,
+    seen_by_rows,
+)
+from symjax.attention.meshes import vary_alike
 from symjax.attention.rows import length_scale
 
 # What `jax.checkpoint` should save, so that the forward kernel does not run again:
 # jax.checkpoint_policies.save_only_these_names(*RESIDUALS).
 RESIDUALS = "attention_output", "attention_normaliser"
-LARGEST_HEAD = 512
-FEWEST_ROWS = 128
-
-
-def refusal(
-    query: Float[Array, "B T Nq H"],
-    key: Float[Array, "B S Nk H"],
-    value: Float[Array, "B S K V"],
-    bias: Array | None = None,
-    mask: Array | None = None,
-    *,
-    scale: Any = None,
-) -> str | None:
-    """Why `fused` cannot serve a call, or should not; None if it can."""
-    dtypes = {str(x.dtype) for x in (query, key, value)}
-    if not dtypes <= {"bfloat16", "float32"}:
-        return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"
-    if bias is not None:
-        return f"it adds no bias, got one of {bias.shape}"
-    if mask is not None and mask.shape[1:3] != (1, 1):
-        return f"it takes a mask of keys alone, [B 1 1 S], got {mask.shape}"
-    if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD:
-        return (
-            f"its heads have at most {LARGEST_HEAD} numbers, got query {query.shape} "
-            f"and value {value.shape}"
-        )
-    if query.shape[1] < FEWEST_ROWS:
-        return f"it takes {FEWEST_ROWS} queries at a time, got {query.shape}"
-    if not isinstance(scale, int | float | None):
-        return "its scale is a number, not an array"
-    return None
 
 
 def fused(
@@ -69,7 +42,6 @@ def fused(
     lam: Float[Array, "#B #T N"] | None = None,
     *,
     scale: float | None = None,
-    is_causal: bool = False,
     window: tuple[int | None, int | None] = (None, None),
     mask: Bool[Array, "#B S"] | None = None,
     mask_self: bool = False,
@@ -107,8 +79,6 @@ def fused(
     )
     heads, key_maps = queries // (1 if lam is None else 2), key.shape[2] // kv_heads
     left, right = window
-    if is_causal:
-        right = 0 if right is None else min(right, 0)
     seen, count = seen_by_rows(
         length,
         keys,
@@ -119,8 +89,6 @@ def fused(
         exists=mask,
         runs=runs,
     )
-    if mask is not None:
-        key, value = only_seen(mask, key, value)
     plan = Plan(
         batch=batch,
         kv_heads=kv_heads,
@@ -134,6 +102,7 @@ def fused(
         scale=float(size**-0.5 if scale is None else scale),
         left=left,
         right=right,
+        pairs=pairs_in_window(length, keys, left, right),
         block=block,
         resident=resident,
         gradients=gradients,
@@ -149,7 +118,7 @@ def fused(
         seen.rows if mask_self or runs is not None else None,
         None if mask is None else mask[:, None].astype(jnp.int32),
     )
-    output: Array = _attend(plan, operands, seen)
+    output: Array = _attend(plan, *vary_alike((operands, seen)))
     return output.reshape(batch, length, heads, -1)[..., :value_size]
 
 
@@ -211,7 +180,10 @@ def _by_bands(
             return jax.lax.slice_in_dim(x, start, stop, axis=axis)
 
         query, key, value = backward(
-            plan._replace(length=stop - start),
+            plan._replace(
+                length=stop - start,
+                pairs=plan.pairs * (stop - start) // plan.length,
+            ),
             operands._replace(
                 query=band(operands.query, 1),
                 lam=band(operands.lam, 3),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 
@@ -62,6 +63,15 @@ def seen_by_rows(
         own, count = jnp.where(hides, position, -1), count - hides
     rows = jnp.stack(jnp.broadcast_arrays(begin, end, own), axis=1)
     return Seen(rows, exists, jnp.asarray(first, jnp.int32)), count
+
+
+def pairs_in_window(length: int, keys: int, left: int | None, right: int | None) -> int:
+    """How many keys all rows see together in a window, the last row at the last key."""
+    position = np.arange(keys - length, keys)
+    begin = np.zeros_like(position) if left is None else position - left
+    end = np.full_like(position, keys) if right is None else position + right + 1
+    seen = np.clip(end, 0, keys) - np.clip(begin, 0, keys)
+    return int(np.maximum(seen, 0).sum())
 
 
 def _extents(runs: Int[Array, "b S"]) -> tuple[Array, Array]:

@@ -1,0 +1,162 @@
+"""The fused kernel compiles for TPUs by libtpu, which needs no TPU for that."""
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from symjax import attention, config
+from symjax.layers.block import POLICIES
+from symjax.training import sharding, targets
+from symjax.training.cycles import estimate
+from symjax.training.step import compile_program
+
+pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
+
+ONCE = {"attention_forward": 1, "attention_row_sums": 1, "attention_backward": 1}
+
+
+class Case(NamedTuple):
+    """A call as it is compiled for four chips, each with one example and `heads`."""
+
+    kind: str
+    length: int
+    head_size: int
+    value_size: int
+    heads: int = 2
+    kv_heads: int = 2
+    keys: int | None = None
+    dtype: type = jnp.bfloat16
+    options: tuple = ("is_causal",)
+    chip: str = "v5e-4"
+
+
+WITH_ALL = ("is_causal", "mask", "segment_ids", "mask_self", "length_base")
+QUICK = {
+    "softmax_64": Case("softmax", 1024, 64, 64),
+    "softmax_128": Case("softmax", 4096, 128, 128),
+    "softmax_256": Case("softmax", 1024, 256, 256),
+    "v1_64": Case("v1", 4096, 64, 128),
+    "v1_128": Case("v1", 4096, 128, 256),
+    "v2_128": Case("v2", 4096, 128, 128),
+    "v1_with_all": Case("v1", 1000, 64, 128, kv_heads=1, options=WITH_ALL),
+}
+SLOW = {
+    "softmax_32k": Case("softmax", 32768, 128, 128),
+    "softmax_16k_grouped": Case("softmax", 16384, 128, 128, heads=8, kv_heads=1),
+    "softmax_float32": Case("softmax", 4096, 128, 128, dtype=jnp.float32),
+    "softmax_both_ways": Case("softmax", 300, 40, 40, keys=500, options=()),
+    "softmax_odd_with_all": Case("softmax", 1000, 80, 96, options=WITH_ALL),
+    "v1_32k": Case("v1", 32768, 128, 256),
+    "v1_float32": Case("v1", 2048, 64, 128, dtype=jnp.float32),
+    "v2_16k": Case("v2", 16384, 128, 128, kv_heads=1),
+    "softmax_on_v5p": Case("softmax", 4096, 128, 128, chip="v5p-4"),
+    "softmax_on_v6e": Case("softmax", 4096, 128, 128, chip="v6e-4"),
+    "v1_on_v5p": Case("v1", 4096, 128, 256, chip="v5p-4"),
+    "v1_on_v6e": Case("v1", 4096, 128, 256, chip="v6e-4"),
+}
+
+
+def form(case):
+    """The mechanism, and the shapes of its arrays for four devices."""
+    length, keys, batch = case.length, case.keys or case.length, 4
+    maps, key_maps = 2 - (case.kind == "softmax"), 1 + (case.kind == "v1")
+    shapes = [
+        (batch, length, case.heads * maps, case.head_size),
+        (batch, keys, case.kv_heads * key_maps, case.head_size),
+        (batch, keys, case.kv_heads, case.value_size),
+    ]
+    attend = attention.softmax
+    if case.kind == "v1":
+        attend = partial(attention.differential, lam=0.3)
+    if case.kind == "v2":
+        attend = attention.differential_v2
+        shapes.append((batch, length, case.heads))
+    values = {"is_causal": True, "mask_self": True, "length_base": 512.0}
+    options = {name: values[name] for name in case.options if name in values}
+    return partial(attend, **options), shapes
+
+
+def compiled(case, policy=None):
+    """Its gradient, each chip on its own example, and the bytes of its arguments."""
+    machine = targets.find(case.chip)
+    mesh = Mesh(np.array(machine.devices), ("data",))
+    attend, shapes = form(case)
+    places = NamedSharding(mesh, P("data"))
+    given = [jax.ShapeDtypeStruct(x, case.dtype, sharding=places) for x in shapes]
+    keys = shapes[1][:2]
+    extra = {
+        "mask": jax.ShapeDtypeStruct((keys[0], 1, 1, keys[1]), bool, sharding=places),
+        "segment_ids": jax.ShapeDtypeStruct(keys, jnp.int32, sharding=places),
+    }
+    extra = {name: x for name, x in extra.items() if name in case.options}
+
+    def loss(arrays, extra):
+        def on_device(arrays, extra):
+            return attend(*arrays, **extra)
+
+        if policy is not None:
+            on_device = jax.checkpoint(on_device, policy=policy)
+        on_devices = jax.shard_map(on_device, in_specs=P("data"), out_specs=P("data"))
+        output = on_devices(arrays, extra).astype(jnp.float32)
+        return (output * output).sum()
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss)).lower(given, extra).compile()
+    found = estimate(program.as_text(), machine.chip)
+    size = sum(x.size * x.dtype.itemsize for x in given) / len(machine.devices)
+    return program, found, size
+
+
+def check(case):
+    """Three kernels of known cost; memory is that of some more such arrays."""
+    program, found, size = compiled(case)
+    assert found.kernels == ONCE
+    assert not found.unknown["kernel"]
+    assert program.memory_analysis().temp_size_in_bytes < 6 * size + 2**21
+
+
+@pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)
+def test_the_kernels_compile(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW.values(), ids=SLOW)
+def test_the_kernels_compile_for_long_rows_and_other_chips(case):
+    check(case)
+
+
+def test_what_remat_keeps_saves_the_second_run_of_the_forward_kernel():
+    case = Case("v1", 512, 128, 256)
+    for policy in POLICIES.values():
+        assert compiled(case, policy)[1].kernels == ONCE
+    nothing = jax.checkpoint_policies.nothing_saveable
+    twice = compiled(case, nothing)[1].kernels
+    assert twice == ONCE | {"attention_forward": 2}
+
+
+def test_a_training_step_runs_each_kernel_once_a_layer():
+    machine = targets.find("v5e-4")
+    model = config.Model(
+        vocabulary=50,
+        width=256,
+        depth=3,
+        heads=2,
+        length=256,
+        remat="full",
+        scan_layers=True,
+        attention=config.Attention(differential="v1", symmetric="plain"),
+    )
+    mesh = replace(config.Mesh(), data=1, fsdp=2, tensor=2)
+    options = config.Config(model=model, batch_size=4, mesh=mesh)
+    mesh = sharding.make_mesh(options.mesh, machine.devices)
+    step = compile_program(options, mesh).lower((4, 256)).compile()
+    found = estimate(step.as_text(), machine.chip)
+    assert found.kernels == {name: 3 for name in ONCE}

@@ -301,6 +301,9 @@ class Optimizer:
         "last steps; 0: off",
         least=0,
     )
+    z_loss: float = key(
+        0.0, "weight of the mean of (log Σ exp(logit))² in what is minimised", least=0
+    )
     accumulate: int = key(1, "micro-batches a step; must divide batch_size", least=1)
 
 

@@ -32,7 +32,7 @@ from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, parse
 from symjax.training.exit_codes import run_and_exit
-from symjax.training.preflight import refuse_differences, saved_options
+from symjax.training.preflight import saved_meta, saved_options
 
 
 class Evaluated(NamedTuple):
@@ -161,11 +161,10 @@ def check_run(command: Command) -> None:
         ValueError: it is of another configuration, or of another number of steps,
             which a schedule depends on.
     """
-    checkpoints = Checkpoints(command.workdir / "checkpoints")
-    if not checkpoints.steps():
+    meta = saved_meta(command.config, command.workdir)
+    if meta is None:
         return
-    saved = saved_options(checkpoints.read_meta(), command.workdir)
-    refuse_differences(saved, command.config, command.workdir)
+    saved = saved_options(meta, command.workdir)
     if saved.steps != command.config.steps:
         raise ValueError(
             f"{command.workdir} holds a run of {saved.steps} steps, not "

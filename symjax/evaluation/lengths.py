@@ -31,7 +31,7 @@ from symjax.evaluation.results import (
     table,
 )
 from symjax.models.build import Model, build
-from symjax.training.step import cross_entropy
+from symjax.training.loss import token_losses
 
 FACTORS = (1, 2, 4, 8)
 BATCHES = 4  # of held-out text at every length, unless --batches says otherwise
@@ -202,9 +202,9 @@ def _scored(
     inputs: Int[Array, "B T"],
     targets: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    logits = nnx.merge(graph, weights)(inputs)
-    right = logits.argmax(axis=-1) == targets
-    return cross_entropy(logits, jnp.maximum(targets, 0)), right.astype(jnp.float32)
+    model = nnx.merge(graph, weights)
+    found = token_losses(model, model.hidden(inputs), targets)
+    return found.loss, found.right.astype(jnp.float32)
 
 
 def curve(places: ByPlace) -> tuple[list[float], list[float]]:

@@ -56,9 +56,20 @@ class Decoder(nnx.Module):
         Raises:
             ValueError: more tokens than learned positions.
         """
+        x = self.hidden(tokens, dropout_key=dropout_key, watch=watch)
+        return transformer.logits(self, x)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        dropout_key: Array | None = None,
+        watch: Callable | None = None,
+    ) -> Float[Array, "B T D"]:
+        """What the output layer is given; arguments and errors as of a call."""
         x = self._embed(tokens, jnp.zeros(1, jnp.int32))
         x = transformer.run_blocks(self, x, dropout_key, watch=watch)
-        return transformer.logits(self, self.final_norm(x))
+        return self.final_norm(x)
 
     def calibrate(self, tokens: Int[Array, "B T"]) -> None:
         """Fit the statistics of adaptive random features (FAVOR++, FAVOR#) to a text.

@@ -65,12 +65,22 @@ class Encoder(nnx.Module):
         Raises:
             ValueError: more tokens than learned positions, images of another size.
         """
+        x = self.hidden(inputs, dropout_key=dropout_key, watch=watch)
+        return transformer.logits(self, x)
+
+    def hidden(
+        self,
+        inputs: Int[Array, "B T"] | Float[Array, "B height width channels"],
+        *,
+        dropout_key: Array | None = None,
+        watch: Callable | None = None,
+    ) -> Float[Array, "B T D"]:
+        """What the output layer is given, [B 1 D] of a classifier; arguments and errors
+        as of a call."""
         x, padding_mask = self._read(inputs)
         x = transformer.run_blocks(self, x, dropout_key, padding_mask, watch)
         x = self.final_norm(x)
-        if self.classes:
-            x = _mean(x, padding_mask)[:, None]
-        return transformer.logits(self, x)
+        return _mean(x, padding_mask)[:, None] if self.classes else x
 
     def calibrate(self, inputs: Array) -> None:
         """As `Decoder.calibrate`; a short text is repeated until it fills its row."""

@@ -167,5 +167,19 @@ def calibrate_blocks(model: Any, x: Float[Array, "B T D"]) -> None:
 
 
 def logits(model: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T outputs"]:
-    """The output layer, or the embedding table in its place; in float32."""
-    return (model.embedding.attend if model.tied else model.head)(x).astype(jnp.float32)
+    """What the output layer makes of the last hidden states, in float32."""
+    function, weights = output_layer(model)
+    return function(weights, x)
+
+
+def output_layer(model: Any) -> tuple[Callable[[Any, Array], Array], Any]:
+    """(weights, hidden) → logits in float32, and its weights: those of the head, or of
+    the embedding in its place."""
+    tied = model.tied
+    graph, weights = nnx.split(model.embedding if tied else model.head)
+
+    def logits(weights: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T outputs"]:
+        layer = nnx.merge(graph, weights)
+        return (layer.attend if tied else layer)(x).astype(jnp.float32)
+
+    return logits, weights

@@ -92,13 +92,19 @@ def saved_meta(options: config.Config, workdir: Path) -> dict[str, Any] | None:
     """The meta of the newest checkpoint; None where there is none.
 
     Raises:
-        ValueError: it is damaged, or of a run of another configuration.
+        ValueError: it is damaged, or of a run whose configuration differs where it
+            must not.
     """
     checkpoints = Checkpoints(workdir / "checkpoints")
     if not checkpoints.steps():
         return None
     meta = checkpoints.read_meta()
-    refuse_differences(saved_options(meta, workdir), options, workdir)
+    saved = validation.to_dict(saved_options(meta, workdir))
+    if found := validation.differences(saved, validation.to_dict(options)):
+        raise ValueError(
+            f"{workdir} holds a run of another configuration ({', '.join(found)}): "
+            "use its values, or another --workdir"
+        )
     return meta
 
 
@@ -151,18 +157,6 @@ def saved_options(meta: dict[str, Any], workdir: Path) -> config.Config:
         return validation.from_dict(tree)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"the configuration in {where}: {error}") from None
-
-
-def refuse_differences(
-    saved: config.Config, options: config.Config, workdir: Path
-) -> None:
-    """Raises: ValueError: a checkpoint's configuration differs where it must not."""
-    found = validation.differences(*map(validation.to_dict, (saved, options)))
-    if found:
-        raise ValueError(
-            f"{workdir} holds a run of another configuration ({', '.join(found)}): "
-            "use its values, or another --workdir"
-        )
 
 
 def check_data(meta: dict[str, Any], corpus: Examples, workdir: Path) -> None:

@@ -11,12 +11,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from symjax import config
 from symjax.layers import Constant
 from symjax.models.build import Model, build
 from symjax.training import sharding
+from symjax.training.loss import token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
 
 
@@ -92,11 +93,14 @@ class Steps(NamedTuple):
     def loss(self, params, constants, inputs, targets, key) -> tuple[Array, Array]:
         """What is minimised, and the part of it that is reported."""
         model = nnx.merge(self.graph, params, constants)
-        logits = model(inputs, dropout_key=key)
+        hidden = model.hidden(inputs, dropout_key=key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
         costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
         asked = jnp.maximum((targets >= 0).sum(), 1)
-        predicted = cross_entropy(logits, targets).sum() / asked
+        found = token_losses(model, hidden, targets)
+        predicted = found.loss.sum() / asked
+        if weight := self.options.optimizer.z_loss:
+            costs += weight * found.normaliser.sum() / asked
         return predicted + costs, predicted
 
     def train(self, state: State, constants, inputs, targets, key):
@@ -124,10 +128,10 @@ class Steps(NamedTuple):
 
     def evaluate(self, params, constants, inputs, targets, weights, key):
         model = nnx.merge(self.graph, params, constants)
-        logits = model(inputs, dropout_key=key)
-        losses = weights * cross_entropy(logits, targets)
-        right = weights * (logits.argmax(axis=-1) == targets)
-        return losses.sum(), weights.sum(), right.sum()
+        hidden = model.hidden(inputs, dropout_key=key)
+        found = token_losses(model, hidden, targets)
+        right = weights * found.right
+        return (weights * found.loss).sum(), weights.sum(), right.sum()
 
 
 def compile_program(options: config.Config, mesh: Mesh) -> Program:
@@ -240,17 +244,6 @@ def _a_part(x: Array) -> tuple[int, int]:
     """The rows (start, stop) of some device of this process."""
     index: Any = x.addressable_shards[0].index
     return index[0].indices(x.shape[0])[:2]
-
-
-def cross_entropy(
-    logits: Float[Array, "B T vocabulary"], targets: Int[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """−log softmax(logits)[target], in nats; 0 for a target below 0, which is none."""
-    asked = targets >= 0
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits, jnp.where(asked, targets, 0)
-    )
-    return jnp.where(asked, losses, 0)
 
 
 def parts(model: Model) -> tuple[dict, dict]:

@@ -189,8 +189,9 @@ def _step(
 def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:
     """All tokens [B T …] as one chunk: heads before time, queries by their key head.
 
-    Zeros stand for what is hidden: not even a NaN in the padding reaches a sum or a
-    gradient.
+    Zeros stand for hidden keys, values and operands: a NaN in these reaches no sum and
+    no gradient. One in a hidden query reaches its own row, and through that row's
+    cotangent the gradients of all that the row reads.
     """
     query, key, value, operands, mask, segment_ids = tokens
     batch, length, heads, _ = key.shape

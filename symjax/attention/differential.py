@@ -155,7 +155,7 @@ def _difference(
         options = {**options, name: array if name != "alibi" else array.ravel()}
     query = rearrange(query, f"b t (k g p) h -> b t {order} h", **groups)
     wide = jnp.promote_types(value.dtype, jnp.float32)
-    repeated = jnp.repeat(value.astype(wide), branches, axis=2)
+    repeated = repeat(value.astype(wide), "b t k v -> b t (k p) v", p=branches)
     result = attend(query, key, repeated, **options)
     output, *state = result if isinstance(result, tuple) else (result,)
     pairs = rearrange(output, f"b t {order} v -> p b t (k g) v", **groups)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.kernels import fused
 from symjax.attention.meshes import on_any_mesh
-from symjax.attention.rows import Operands, Rule, rows_like
+from symjax.attention.rows import Operands, Rule, rows_spec
 
 LARGEST_HEAD = 512
 FEWEST_ROWS = 128  # of a block of the kernel
@@ -66,7 +66,7 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     return None
 
 
-@on_any_mesh(static=2, rows_like=rows_like)  # outside jit it compiles once a shape
+@on_any_mesh(static=2, rows_spec=rows_spec)  # outside jit it compiles once a shape
 def _attend(
     interpret: bool, rule: Rule, operands: Operands
 ) -> tuple[Float[Array, "B N T V"], None]:
@@ -97,7 +97,7 @@ attend_fused = partial(_attend, False)
 attend_interpreted = partial(_attend, True)
 
 
-@on_any_mesh(static=2, rows_like=rows_like)
+@on_any_mesh(static=2, rows_spec=rows_spec)
 def _attend_by_platform(
     engine: Engine, rule: Rule, operands: Operands
 ) -> tuple[Float[Array, "B N T V"], None]:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
+from symjax.attention.meshes import like_its_array
+
 HIDDEN = -(2**30)  # a position that is beyond any window
 
 
@@ -137,6 +139,7 @@ def only_seen(
     return tuple(jnp.where(seen[:, :, None, None], x, 0) for x in arrays)
 
 
+@like_its_array
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The number of each token's run of equal ids, from 0, consecutive in time."""
     before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)

@@ -26,8 +26,12 @@ def vary_alike(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def rows_as_queries(tokens: Any) -> tuple[Any, Any, Any]:
+    return jax.typeof(tokens.query).sharding.spec[:3]
+
+
 def on_any_mesh(
-    static: int, rows_like: Callable[[Any], Array] = lambda tokens: tokens.query
+    static: int, rows_spec: Callable[[Any], tuple[Any, Any, Any]] = rows_as_queries
 ) -> Callable[[Callable], Callable]:
     """Compiles a function (…, tokens, *more) → (rows [B T N V], a state [B …]).
 
@@ -37,7 +41,7 @@ def on_any_mesh(
 
     Under mesh axes of type Explicit every operation would have to say how its result
     is sharded; in here XLA chooses, as it does for Auto axes. The rows come out sharded
-    as `rows_like` and value are, the state by example.
+    as `rows_spec` says of their first axes and as value is, the state by example.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -46,18 +50,37 @@ def on_any_mesh(
         def compiled(*arguments: Any) -> Any:
             tokens, *more = vary_alike(arguments[static:])
             call = partial(function, *arguments[:static])
-            mesh = jax.typeof(tokens.query).sharding.mesh
-            types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-            axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
-            if axes:
-                batch, time, heads, _ = jax.typeof(rows_like(tokens)).sharding.spec
-                size = jax.typeof(tokens.value).sharding.spec[3]
-                size = None if size in (batch, time, heads) else size
-                specs = P(batch, time, heads, size), P(batch)
-                out = tuple(NamedSharding(mesh, spec) for spec in specs)
-                call = jax.sharding.auto_axes(call, axes=axes, out_sharding=out)
-            return call(tokens, *more)
+            first = rows_spec(tokens)
+            size = jax.typeof(tokens.value).sharding.spec[3]
+            size = None if size in first else size
+            return _auto(call, (P(*first, size), P(first[0])), tokens, *more)
 
         return compiled
 
     return decorate
+
+
+def like_its_array(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """A function of one array whose result is sharded as this is, on any mesh."""
+
+    @wraps(function)
+    def call(x: Array) -> Array:
+        return _auto(function, jax.typeof(x).sharding.spec, x)
+
+    return call
+
+
+def _auto(function: Callable, specs: Any, *arguments: Any) -> Any:
+    """function(*arguments) with mesh axes of type Explicit as if they were Auto."""
+    types = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments)]
+    mesh = next((x for x in types if not x.empty), jax.sharding.get_abstract_mesh())
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if not axes:
+        return function(*arguments)
+    out = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)(*arguments)

@@ -87,8 +87,12 @@ class Normalised:
         batch, heads, size, value_size = sizes
         dtype = jnp.promote_types(dtype, jnp.float32)
         like = jax.ShapeDtypeStruct((batch, heads, size), dtype)
-        key = jax.eval_shape(self.features.key, like, parameters)
-        total = jax.eval_shape(LogFeatures.weights, key)
+
+        def features(x: Array) -> tuple[LogFeatures, Array]:
+            key = self.features.key(x, parameters)
+            return key, key.weights()
+
+        key, total = jax.eval_shape(features, like)
         highest = None
         if key.exponent is not None:
             highest = jnp.full(key.exponent.shape, -jnp.inf, dtype)

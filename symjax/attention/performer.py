@@ -160,7 +160,7 @@ def performer_step(
 ) -> tuple[Float[Array, "B 1 N V"], LinearState]:
     """One more token of `performer_causal`, in O(M (H + V)): output and new state.
 
-    The denominator of a row, relative to the state's peak, is at least 1.
+    The denominator of a row, relative to the state's running maximum, is at least 1.
 
     Raises:
         ValueError: as `performer_causal`; more than one token.

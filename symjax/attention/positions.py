@@ -112,7 +112,9 @@ def alibi_bias(
         ValueError: positions or slopes have more than one axis.
     Source: Press et al. 2021, arXiv:2108.12409, equation 2.
     """
-    slopes = alibi_slopes(heads) if isinstance(heads, int) else jnp.asarray(heads)
+    slopes = jnp.asarray(heads)
+    if slopes.ndim == 0:
+        slopes = alibi_slopes(int(heads))
     own = keys[-1:] if rows is None else rows
     for name, array in (("slopes", slopes), ("keys", keys), ("rows", own)):
         if array.ndim != 1:

@@ -87,12 +87,15 @@ class Rule(NamedTuple):
     extents: int
 
 
-def rows_like(operands: Operands) -> Array:
-    """What has the heads of the rows: pairs of query heads become one."""
-    return operands.query if operands.lam is None else operands.value
+def rows_spec(operands: Operands) -> tuple[Any, Any, Any]:
+    """How rows are sharded: as queries, by value heads where pairs of heads are one."""
+    batch, heads, time, _ = jax.typeof(operands.query).sharding.spec
+    if operands.lam is not None:
+        heads = jax.typeof(operands.value).sharding.spec[1]
+    return batch, heads, time
 
 
-@on_any_mesh(static=1, rows_like=rows_like)  # outside jit it compiles once a shape
+@on_any_mesh(static=1, rows_spec=rows_spec)  # outside jit it compiles once a shape
 def attend_rows(rule: Rule, operands: Operands) -> tuple[Float[Array, "B N T V"], None]:
     """Values averaged by row weights, block by block of query rows.
 

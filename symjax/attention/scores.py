@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import repeat
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import rows
@@ -204,7 +205,7 @@ def _twice(pairs: Array | None) -> Array | None:
     """Each head of [B N T S] twice, one after the other; one for all stays."""
     if pairs is None or pairs.shape[1] == 1:
         return pairs
-    return jnp.repeat(pairs, 2, axis=1)
+    return repeat(pairs, "b n t s -> b (n p) t s", p=2)
 
 
 def row_map(

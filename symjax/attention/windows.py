@@ -4,20 +4,24 @@ The engine of row blocks then reads and writes O(T (left + right)), forward and
 backward, where every key of a sequence would be O(T S).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.meshes import on_any_mesh
-from symjax.attention.rows import Operands, Rule, attend_rows, rows_like, widened
+from symjax.attention.rows import Operands, Rule, attend_rows, rows_spec, widened
 
 
-@on_any_mesh(static=1, rows_like=rows_like)
+@on_any_mesh(static=1, rows_spec=rows_spec)
 def attend_window(
     rule: Rule, operands: Operands
 ) -> tuple[Float[Array, "B N T V"], None]:
     """`attend_rows` in a window that is bounded on both sides."""
     batch, _, time, _ = operands.query.shape
+    if time == 1:
+        return attend_rows(rule, _around(operands))
     size = _strip(rule, operands)
     if not size:
         return attend_rows(rule, operands)
@@ -82,6 +86,25 @@ def _strips(rule: Rule, operands: Operands, size: int) -> tuple[Rule, Operands]:
 
     strips = jax.tree.map(alike, operands.map_rows(rows).map_keys(keys))
     return rule._replace(offset=before * size), strips
+
+
+def _around(operands: Operands) -> Operands:
+    """The keys in the window of one row an example, wherever the row stands."""
+    known, count = operands.visibility, operands.key.shape[2]
+    left, right = (x or 0 for x in known.window)
+    size = min(left + 1 + right, count)
+    start = jnp.clip(known.rows[:, 0] - left, 0, count - size)
+
+    def keys(x: Array | None, axis: int, fill: int = 0) -> Array | None:
+        if x is None or x.shape[axis] == 1:
+            return x
+        if len(start) == 1:
+            return jax.lax.dynamic_slice_in_dim(x, start[0], size, axis)
+        x = jnp.broadcast_to(x, (len(start), *x.shape[1:]))
+        own = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=axis - 1)
+        return jax.vmap(own)(x, start)
+
+    return operands.map_keys(keys)
 
 
 def attend_window_of_device(

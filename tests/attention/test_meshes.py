@@ -123,3 +123,65 @@ def test_no_module_hides_a_mechanism():
     """`A.decay(…)` must not meet a file of that name."""
     names = {*A.__all__, *A.MECHANISMS}
     assert not [x for x in names if isinstance(getattr(A, x, None), ModuleType)]
+
+
+def put(array, *split):
+    sharding = NamedSharding(mesh(AxisType.Explicit), P(*split))
+    return jax.device_put(array, sharding)
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear", "decay", "performer"])
+def test_queries_may_be_on_no_mesh(name):
+    query, key, value = arrays()
+    given = query, put(key, "x", None, "y"), put(value, "x", None, "y")
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        same_as_alone(name, MECHANISMS[name], given)
+
+
+def test_segment_ids_may_be_split_over_time():
+    segment_ids = np.arange(T)[None].repeat(B, 0) // 5
+    split = put(segment_ids, None, "x")
+    given = [put(x, None, "x") for x in arrays()]
+    for attend in (A.softmax, A.linear):
+        found = jax.jit(partial(attend, segment_ids=split))(*given)
+        close(found, np.asarray(attend(*arrays(), segment_ids=segment_ids)), 1e-5)
+
+
+@pytest.mark.parametrize("attend", [A.linear_causal, A.decay_causal, A.softmax])
+def test_branches_may_be_split_by_heads(attend):
+    """Values, λ and masks of a pair of branches are repeated where heads are split."""
+    query, key, _ = arrays()
+    key = np.concatenate([key, key], axis=2)
+    value = key.reshape(B, T, K, 2 * H)
+    options = {"mask": np.tri(T, dtype=bool)[None, None].repeat(2, 1)}
+    if attend is not A.softmax:
+        options = {"attend": attend}
+    if attend is A.decay_causal:
+        options["attend"] = lambda *given: attend(*given, -0.1 * np.ones(4, "f4"))
+    wanted = A.differential(query, key, value, 0.3, **options)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        given = [put(x, "x", None, "y") for x in (query, key, value)]
+        if "mask" in options:
+            options["mask"] = put(options["mask"], None, "y")
+        found = jax.jit(partial(A.differential, lam=0.3, **options))(*given)
+    close(found, np.asarray(wanted), 1e-5)
+
+
+def test_a_short_query_reads_keys_that_are_split_over_time():
+    query, key, _ = arrays()
+    key = np.concatenate([key, key], axis=2)
+    value = key.reshape(B, T, K, 2 * H)
+    attend = partial(A.differential, lam=0.3, is_causal=True)
+    found = jax.jit(attend)(query[:, :1], put(key, None, "x"), put(value, None, "x"))
+    close(found, np.asarray(attend(query[:, :1], key, value)), 1e-5)
+
+
+def test_a_shard_map_may_leave_axes_to_xla():
+    attend = jax.shard_map(
+        A.performer_causal,
+        mesh=mesh(AxisType.Auto),
+        in_specs=P("x"),
+        out_specs=P("x"),
+        axis_names={"x"},
+    )
+    same_as_alone("performer", attend, arrays())

@@ -144,3 +144,9 @@ def test_biases_need_plain_positions():
 def test_positions_that_are_not_those_of_the_tokens_are_refused():
     with pytest.raises(ValueError, match=r"\(2, 4\) of .*got \(1, 3\)"):
         attention.rotate(jnp.ones((2, 4, 2, 4)), jnp.arange(3)[None])
+
+
+def test_alibi_takes_any_integer_for_the_number_of_heads():
+    keys = np.arange(5)
+    wanted = attention.alibi_bias(8, keys)
+    np.testing.assert_array_equal(attention.alibi_bias(np.int64(8), keys), wanted)

@@ -89,6 +89,28 @@ def test_queries_and_keys_in_a_window_may_differ_in_number():
                 close(jitted(SOFTMAX.attend, **options)(*arrays), wanted, 1e-13)
 
 
+def test_one_row_reads_the_keys_in_its_window_alone():
+    """Wherever the rows of the examples stand; a cache may be of any length."""
+    rng, keys = np.random.default_rng(0), 200
+    query = rng.normal(size=(3, 1, 2, 4)).astype(np.float32)
+    key = rng.normal(size=(3, keys, 2, 4)).astype(np.float32)
+    places = jnp.array([[1], [90], [keys - 1]])
+    seen = np.arange(keys)[None, None, None]
+    for left, right in ((5, 0), (3, 2), (0, 0)):
+        attend = partial(attention.softmax, positions=places, window=(left, right))
+        before = places[:, None, :, None] - seen
+        mask = (before <= left) & (before >= -right)
+        wanted = attention.softmax(query, key, key, mask=mask)
+        np.testing.assert_allclose(attend(query, key, key), wanted, atol=1e-6)
+        last = partial(attention.softmax, is_causal=True, window=(left, 0))
+        np.testing.assert_allclose(
+            last(query, key, key), last(query, key[:, -9:], key[:, -9:]), atol=1e-6
+        )
+        program = jax.jit(attend).lower(query, key, key).compile()
+        pairs = 3 * 2 * keys
+        assert program.cost_analysis()["flops"] < 2 * 2 * 4 * pairs
+
+
 def test_blocks_leave_out_the_keys_that_a_window_hides():
     """A long text is read in strips, and no block meets more keys than rows + left."""
     widths = []

@@ -1,6 +1,6 @@
 """The attention of gated attention units: squared ReLU, not normalised.
 
-A pair is worth relu²(score) over a divisor. Published codes differ in that divisor by
+The weight of a pair is relu²(score) over a divisor. Published codes differ in that divisor by
 factors of n, so it is always given. It stands outside the square, where a divisor n
 makes the sum over n keys a mean; inside it would be the root, as relu²(x / c) =
 relu²(x) / c². With s the head size, b the bias and n the number of keys:

@@ -4,8 +4,8 @@ Every device holds a stretch of time, of the same length on all, in the order of
 axis. Mechanisms that score pairs need the keys of other stretches; those that have a
 state need what the stretches before add up to, and no key of them.
 
-Nothing here is a sum over devices (`psum`): a gradient through these functions is that
-of the whole, whatever the devices' outputs are used for.
+Nothing here is a sum over devices (`psum`), so that gradients are those of the
+function over all of time, for any loss of the devices' outputs.
 """
 
 from collections.abc import Callable

@@ -28,11 +28,11 @@ from symjax.evaluation.results import (
     table,
 )
 from symjax.evaluation.windows import all_pairs, by_layer, heldout_rows
+from symjax.layers.mechanisms import part_of
 
 FEATURES = (16, 64, 256, 1024)
 DRAWS = 4  # of every kind of projection
 LONGEST = 128  # tokens of the window that random features are tried on
-BY_FEATURES = ("linear", "cosine", "performer")
 
 Rows = Float[np.ndarray, "N T T"]
 
@@ -107,7 +107,7 @@ def approximation(run: LoadedRun, options: Options) -> Result:
 def _own_maps(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
     """Errors of the model's own features."""
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
-    chosen = [i for i, name in enumerate(names) if name in BY_FEATURES]
+    chosen = [i for i, x in enumerate(names) if part_of(x).features or _draws(x)]
     if not chosen:
         return []
     causal = config.is_causal(run.config.model)
@@ -128,9 +128,14 @@ def _own_maps(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
 def random_kinds(run: LoadedRun) -> list[str]:
     """The kinds of random features to try: those of the model, or the usual ones."""
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
-    if "performer" not in names:
+    if not any(map(_draws, names)):
         return ["positive", "hyperbolic"]
     return [run.config.model.attention.features or "positive"]
+
+
+def _draws(mechanism: str) -> bool:
+    """Whether its features are random."""
+    return "projection" in attention.MECHANISMS[mechanism].operands
 
 
 def random_errors(

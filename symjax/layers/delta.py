@@ -48,7 +48,7 @@ def _unit(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
 
 
 def _flops(layer: Any, length: int) -> float:
-    """The key asks the state as one more query does; solving is as dear as reading."""
+    """Reading the state by the key costs one more query, and so does the solve."""
     sizes = layer.mixer.sizes
     return recurrence_flops(layer, length) * (1 + sizes.keys / sizes.queries)
 

@@ -383,9 +383,10 @@ def vmap_and_checkpoint_change_nothing(scored):
     every_close((output, *gradients), (wanted[0], *wanted[1]), 1e-12)
 
 
-KINDS = "softmax", "sparsemax", "entmax15", "pairwise", "differential"
-KEYED = "softmax", "sparsemax", "entmax15", "differential", "differential_outputs"
-ENGINE = "softmax", "sparsemax", "entmax15", "differential"
+MECHANISMS = [name for name, scored in SCORED.items() if scored.shapes is _pairs]
+KINDS = *MECHANISMS, "pairwise", "differential"
+KEYED = *MECHANISMS, "differential", "differential_outputs"
+ENGINE = *MECHANISMS, "differential"
 LAWS = {
     it_equals_its_definition: SCORED,
     gradients_equal_those_of_the_definition: SCORED,

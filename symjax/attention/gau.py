@@ -1,9 +1,9 @@
 """The attention of gated attention units: squared ReLU, not normalised.
 
-The weight of a pair is relu²(score) over a divisor. Published codes differ in that divisor by
-factors of n, so it is always given. It stands outside the square, where a divisor n
-makes the sum over n keys a mean; inside it would be the root, as relu²(x / c) =
-relu²(x) / c². With s the head size, b the bias and n the number of keys:
+The weight of a pair is relu²(score) over a divisor. Published codes differ in that
+divisor by factors of n, so it is always given. It stands outside the square, where a
+divisor n makes the sum over n keys a mean; inside it would be the root, as
+relu²(x / c) = relu²(x) / c². With s the head size, b the bias and n the number of keys:
 
     relu²(q·k / √s + b) / n      divisor=n, the scale left out      (bert4keras)
     relu²((q·k + b) / n)         scale=1, divisor=n²                (FLASH-pytorch)

@@ -53,7 +53,9 @@ def on_any_mesh(
             first = rows_spec(tokens)
             size = jax.typeof(tokens.value).sharding.spec[3]
             size = None if size in first else size
-            return _auto(call, (P(*first, size), P(first[0])), tokens, *more)
+            specs = P(*first, size), P(first[0])
+            call = _auto(call, specs, (tokens, *more))
+            return call(tokens, *more)
 
         return compiled
 
@@ -65,22 +67,23 @@ def like_its_array(function: Callable[[Array], Array]) -> Callable[[Array], Arra
 
     @wraps(function)
     def call(x: Array) -> Array:
-        return _auto(function, jax.typeof(x).sharding.spec, x)
+        return _auto(function, jax.typeof(x).sharding.spec, x)(x)
 
     return call
 
 
-def _auto(function: Callable, specs: Any, *arguments: Any) -> Any:
-    """function(*arguments) with mesh axes of type Explicit as if they were Auto."""
+def _auto(function: Callable, specs: Any, arguments: Any) -> Callable:
+    """The function, to be called with these, whatever mesh they are on: axes of type
+    Explicit are to it as Auto ones. specs: of its results."""
     types = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments)]
     mesh = next((x for x in types if not x.empty), jax.sharding.get_abstract_mesh())
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
     if not axes:
-        return function(*arguments)
+        return function
     out = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         specs,
         is_leaf=lambda x: isinstance(x, P),
     )
-    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)(*arguments)
+    return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)

@@ -29,6 +29,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")  # what runs here is tracing
 
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 from device_peers import Rival, ours  # noqa: E402
 
 from symjax import config, validation  # noqa: E402
@@ -125,16 +126,18 @@ def compile_for(device: Any, rival: Rival, backward: bool) -> jax.stages.Compile
         output, pull = jax.vjp(rival.attend, *arrays)
         return output, pull(cotangent)
 
-    place = jax.sharding.SingleDeviceSharding(device)
+    mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
         for shape in rival.shapes
     ]
     output = jax.eval_shape(rival.attend, *arrays)
     cotangent = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=place)
-    if backward:
-        return jax.jit(both).lower(cotangent, *arrays).compile()
-    return jax.jit(rival.attend).lower(*arrays).compile()
+    with jax.set_mesh(mesh):  # which says that the program is for a TPU
+        if backward:
+            return jax.jit(both).lower(cotangent, *arrays).compile()
+        return jax.jit(rival.attend).lower(*arrays).compile()
 
 
 def figures(compiled: jax.stages.Compiled, chip: Chip) -> Iterator[tuple[str, float]]:

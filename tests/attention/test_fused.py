@@ -76,6 +76,29 @@ def test_not_even_nan_comes_through_a_hidden_key():
     assert all(np.isfinite(part).all() for part in gradients)
 
 
+def test_a_stretch_of_time_on_each_device_runs_the_kernel_on_gathered_keys():
+    scored = MECHANISMS["differential"]
+    arrays = single(scored.arrays(18))
+    options = {"is_causal": True, "window": (7, None), "length_base": 5.0}
+    segments = SEGMENTS[:, :18]
+    stretch = P(None, "x")
+
+    @partial(
+        jax.shard_map,
+        mesh=jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)),
+        in_specs=(stretch, stretch, stretch, P(), stretch),
+        out_specs=stretch,
+        check_vma=False,
+    )
+    def split(query, key, value, lam, segments):
+        options_here = {**options, "segment_ids": segments, "axis_name": "x"}
+        return scored.attend(query, key, value, lam, **options_here)
+
+    found = graded(lambda *arrays: split(*arrays, segments), *arrays)
+    wanted = graded(scored.attend, *arrays, segment_ids=segments, **options)
+    every_close(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-5)
+
+
 def shapes(length=T, size=H, dtype=jnp.float32):
     given = (B, length, N, size), (B, length, K, size), (B, length, K, V)
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in given]

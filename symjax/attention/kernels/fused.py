@@ -1,5 +1,13 @@
 """Softmax and differential attention as TPU kernels, which keep no scores in memory.
 
+Forward: a block of rows meets the blocks of keys that it sees, and keeps a running
+maximum m of its scores, the sum of exp(score − m) and the values weighed by it, which
+fade when m grows (online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867). Kept
+are the output and the normaliser log Σ exp(score) of every row.
+Backward: a block of keys meets the blocks of rows that see it; weights come again from
+the normaliser (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Gradients of keys and
+values grow in VMEM over the rows, those of all queries over the keys.
+
 One pass over the keys serves both maps of differential attention, and heads are read
 where projections leave them, side by side in [B T N·H], if they are whole tiles of
 128 lanes: nothing is transposed or repeated.
@@ -9,6 +17,9 @@ millions of cycles: these kernels have 3.2 + 7.0 for softmax with heads of 128, 
 10.9 for differential V1 with halves of 64 and values of 128, counted from the bundles
 that the compiler schedules; jax's splash kernel 12.2 and, with repeated values, 24.9;
 blocks of rows in XLA (`attend_rows`) 41 to 118 and 166 to 335. FLOPs at peak: 7.3.
+Splash has one map a call and no length scale; tokamax's attention for TPU is a splash
+kernel that is chosen by the default device, not at lowering, and it needs Python 3.12;
+cuDNN's is for GPUs.
 """
 
 from functools import partial

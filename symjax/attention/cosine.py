@@ -75,7 +75,7 @@ def cosine_causal(
     Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk.
 
     Args:
-        chunk_size: tokens handled together.
+        chunk_size: tokens handled together; accelerators take multiples of 128.
         state: from `cosine_state`, `cosine_step` or an earlier call. Its last segment
             goes on with the first run of `segment_ids`.
         segment_ids: the sums start anew wherever the id changes.

@@ -25,7 +25,7 @@ from symjax.attention.chunks import (
     einsum,
     sum_dtype,
 )
-from symjax.attention.faded import faded_scores, log_decays
+from symjax.attention.faded import faded, fades_by_channel, shared_or_own, until_end
 from symjax.attention.positions import alibi_slopes
 
 
@@ -40,34 +40,33 @@ class DecayState(NamedTuple):
 
 @dataclass(frozen=True)
 class Decayed:
-    """The recurrence; the log-decay is an operand of each token, [B K T F]."""
+    """The recurrence. The log-decay is what all tokens share, or an operand of each."""
 
-    def empty(self, parameters: None, sizes: tuple, dtype: Any) -> DecayState:
+    def may_stand_side_by_side(self, state: DecayState, chunk: Chunk) -> bool:
+        return not fades_by_channel(chunk)
+
+    def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
         return decay_state(*sizes, dtype=dtype)
 
     def advance(
-        self, parameters: None, state: DecayState, chunk: Chunk
+        self, parameters: Array | None, state: DecayState, chunk: Chunk
     ) -> tuple[DecayState, Float[Array, "B K G T V"]]:
-        dtype, log_decay = state.sums.dtype, log_decays(chunk)
-        query, key, value = (x.astype(dtype) for x in chunk[:3])
-        since, until, scores = faded_scores(query, key, log_decay.astype(dtype))
+        query, key, value = (x.astype(state.sums.dtype) for x in chunk[:3])
+        since, until, through, scores = faded(parameters, query, key, chunk)
         rows = einsum("bkgts,bksv->bkgtv", scores, value)
-        faded = query * jnp.exp(since)[:, :, None]
-        rows = rows + einsum("bkgth,bkhv->bkgtv", faded, state.sums)
+        asking = query * jnp.exp(since)[:, :, None]
+        rows = rows + einsum("bkgth,bkhv->bkgtv", asking, state.sums)
         new = einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
-        left = state.sums * jnp.exp(since[:, :, -1])[..., None]
-        return DecayState(left + new), rows
+        return DecayState(state.sums * jnp.exp(through)[..., None] + new), rows
 
     def stretch(
-        self, parameters: None, chunk: Chunk
+        self, parameters: Array | None, chunk: Chunk
     ) -> tuple[DecayState, Float[Array, "B K F"]]:
         dtype = sum_dtype(*chunk[:3])
-        given = chunk.key, chunk.value, log_decays(chunk)
-        key, value, log_decay = (x.astype(dtype) for x in given)
-        later = jnp.pad(log_decay[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
-        until = jax.lax.cumsum(later, axis=2, reverse=True)
+        until, through = until_end(parameters, chunk, dtype)
+        key, value = chunk.key.astype(dtype), chunk.value.astype(dtype)
         sums = einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
-        return DecayState(sums), log_decay.sum(axis=2)
+        return DecayState(sums), through
 
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:
         """The first state fades through the second stretch."""
@@ -95,7 +94,8 @@ def decay_causal(
     There is no scale and no denominator: scale the query and normalise the output.
     Query head n uses key head n // (N/K), whose decay it shares. Sums run in float32
     at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
-    O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk.
+    O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, or
+    on accelerators one every 4096 tokens.
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or
@@ -104,7 +104,7 @@ def decay_causal(
         mask: True = attend; it may only hide keys. A hidden token is as good as
             absent: it neither adds nor decays. Its own output is what the state gives.
         chunk_size: tokens handled together, best a power of two; T or more is the
-            parallel form, quadratic in T.
+            parallel form, quadratic in T. Accelerators take multiples of 128.
         state: from `decay_state`, `decay_step` or an earlier call. Its last segment
             goes on with the first run of `segment_ids`.
         segment_ids: the state starts anew wherever the id changes.
@@ -119,6 +119,8 @@ def decay_causal(
         arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate a channel).
     """
     who = "decay_causal"
+    log_decay = checked_log_decay(who, log_decay, key)
+    shared, operands = shared_or_own(log_decay, mask, segment_ids)
     return attend_causal(
         who,
         Decayed(),
@@ -126,7 +128,8 @@ def decay_causal(
         key,
         value,
         mask,
-        operands=(checked_log_decay(who, log_decay, key),),
+        parameters=shared,
+        operands=operands,
         chunk_size=chunk_size,
         state=state,
         return_state=return_state,
@@ -148,8 +151,11 @@ def decay_step(
         ValueError: as `decay_causal`; more than one token.
     """
     who = "decay_step"
-    operands = (checked_log_decay(who, log_decay, key),)
-    return attend_step(who, Decayed(), state, query, key, value, operands=operands)
+    shared, operands = shared_or_own(checked_log_decay(who, log_decay, key))
+    tokens = query, key, value
+    return attend_step(
+        who, Decayed(), state, *tokens, parameters=shared, operands=operands
+    )
 
 
 def decay_state(

@@ -28,7 +28,7 @@ from symjax.attention.chunks import (
     sum_dtype,
 )
 from symjax.attention.decayed_linear import checked_log_decay
-from symjax.attention.faded import faded_scores, log_decays
+from symjax.attention.faded import faded, fades_by_channel, shared_or_own
 
 
 class DeltaState(NamedTuple):
@@ -39,7 +39,8 @@ class DeltaState(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """The recurrence; operands of each token are β [B K T] and log-decays [B K T F].
+    """The recurrence; an operand of each token is β [B K T], and the log-decay if they
+    do not share it.
 
     What the tokens of a chunk write depends on what those before them wrote: with
     E_ts the decay between two tokens, row t of the changes u is
@@ -47,18 +48,21 @@ class DeltaRule:
     system (the WY form). No decay is divided by another.
     """
 
-    def empty(self, parameters: None, sizes: tuple, dtype: Any) -> DeltaState:
+    def may_stand_side_by_side(self, state: DeltaState, chunk: Chunk) -> bool:
+        return not fades_by_channel(chunk)
+
+    def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         return delta_state(*sizes, dtype=dtype)
 
     def advance(
-        self, parameters: None, state: DeltaState, chunk: Chunk
+        self, parameters: Array | None, state: DeltaState, chunk: Chunk
     ) -> tuple[DeltaState, Float[Array, "B K G T V"]]:
         dtype, sums = state.sums.dtype, state.sums
         query, key, value = (x.astype(dtype) for x in chunk[:3])
         beta = chunk.operands[0].astype(dtype)[..., None]
         # The key asks as one more query head does: what does the state hold at it?
         asking = jnp.concatenate([query, key[:, :, None]], axis=2)
-        since, until, pairs = faded_scores(asking, key, log_decays(chunk).astype(dtype))
+        since, until, through, pairs = faded(parameters, asking, key, chunk)
         held = einsum("bkgth,bkhv->bkgtv", asking * jnp.exp(since)[:, :, None], sums)
         change = solve_triangular(
             beta * pairs[:, :, -1],
@@ -68,11 +72,11 @@ class DeltaRule:
         )
         inside = einsum("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
         written = einsum("bksh,bksv->bkhv", key * jnp.exp(until), change)
-        left = sums * jnp.exp(since[:, :, -1])[..., None]
+        left = sums * jnp.exp(through)[..., None]
         return DeltaState(left + written), held[:, :, :-1] + inside
 
     def stretch(
-        self, parameters: None, chunk: Chunk
+        self, parameters: Array | None, chunk: Chunk
     ) -> tuple[DeltaState, Float[Array, "B K H H"]]:
         """S ↦ M S + S₀: what becomes of the state [I | 0] while 0 and v are written."""
         dtype = sum_dtype(*chunk[:3])
@@ -81,7 +85,9 @@ class DeltaRule:
         value = jnp.concatenate([nothing, chunk.value.astype(dtype)], axis=-1)
         sums = jnp.zeros((*chunk.key.shape[:2], size, value.shape[-1]), dtype)
         sums = sums.at[..., :size].set(jnp.eye(size, dtype=dtype))
-        state, _ = self.advance(None, DeltaState(sums), chunk._replace(value=value))
+        state, _ = self.advance(
+            parameters, DeltaState(sums), chunk._replace(value=value)
+        )
         return DeltaState(state.sums[..., size:]), state.sums[..., :size]
 
     def merge(self, one: tuple, two: tuple) -> tuple[DeltaState, Array]:
@@ -113,7 +119,7 @@ def delta_causal(
     β in [0, 2]; β = 1 replaces what a key holds, β > 1 reflects it. Query head n uses
     key head n // (N/K), whose β and decay it shares. Sums run in float32 at least.
     Time O(T (H V + chunk_size (H + V))) and a triangular solve a chunk; the backward
-    pass keeps one state a chunk.
+    pass keeps one state a chunk, or on accelerators one every 4096 tokens.
 
     Args:
         beta: how much of what a key holds is replaced.
@@ -122,7 +128,8 @@ def delta_causal(
             channel (Kimi Delta Attention). −∞ forgets all.
         mask: True = attend; it may only hide keys. A hidden token is as good as
             absent: it neither writes nor decays. Its output is what the state gives.
-        chunk_size: tokens handled together, best a power of two.
+        chunk_size: tokens handled together, best a power of two. Accelerators take
+            multiples of 128.
         state: from `delta_state`, `delta_step` or an earlier call. Its last segment
             goes on with the first run of `segment_ids`.
         segment_ids: the state starts anew wherever the id changes.
@@ -138,6 +145,8 @@ def delta_causal(
         (a decay a head); Kimi Team 2025, arXiv:2510.26692 (a decay a channel).
     """
     who = "delta_causal"
+    beta, log_decay = _checked(who, key, beta, log_decay)
+    shared, operands = shared_or_own(log_decay, mask, segment_ids)
     return attend_causal(
         who,
         DeltaRule(),
@@ -145,7 +154,8 @@ def delta_causal(
         key,
         value,
         mask,
-        operands=_operands(who, key, beta, log_decay),
+        parameters=shared,
+        operands=(beta, *operands),
         chunk_size=chunk_size,
         state=state,
         return_state=return_state,
@@ -168,8 +178,12 @@ def delta_step(
         ValueError: as `delta_causal`; more than one token.
     """
     who = "delta_step"
-    operands = _operands(who, key, beta, log_decay)
-    return attend_step(who, DeltaRule(), state, query, key, value, operands=operands)
+    beta, log_decay = _checked(who, key, beta, log_decay)
+    shared, operands = shared_or_own(log_decay)
+    tokens = query, key, value
+    return attend_step(
+        who, DeltaRule(), state, *tokens, parameters=shared, operands=(beta, *operands)
+    )
 
 
 def delta_state(
@@ -185,7 +199,7 @@ def delta_state(
     return DeltaState(jnp.zeros((batch, kv_heads, head_size, value_size), dtype))
 
 
-def _operands(
+def _checked(
     who: str, key: Array, beta: Array, log_decay: Array | None
 ) -> tuple[Array, Array]:
     """Raises: ValueError: β or the decays do not fit the keys."""

@@ -93,7 +93,7 @@ def linear_causal(
     Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk.
 
     Args:
-        chunk_size: tokens handled together.
+        chunk_size: tokens handled together; accelerators take multiples of 128.
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
             goes on with the first run of `segment_ids`.
         segment_ids: the sums start anew wherever the id changes.

@@ -83,6 +83,9 @@ class Normalised:
 
     features: Features
 
+    def may_stand_side_by_side(self, state: LinearState, chunk: Chunk) -> bool:
+        return state.running_max is None  # nothing is rescued
+
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
         batch, heads, size, value_size = sizes
         dtype = jnp.promote_types(dtype, jnp.float32)

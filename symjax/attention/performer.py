@@ -114,7 +114,7 @@ def performer_causal(
     and moves earlier rows of its own chunk by rounding alone.
 
     Args:
-        chunk_size: tokens handled together.
+        chunk_size: tokens handled together; accelerators take multiples of 128.
         state: from `performer_state`, `performer_step` or an earlier call, made with
             the same projection, features, scale and statistics. Its last segment goes
             on with the first run of `segment_ids`.

@@ -337,8 +337,11 @@ def wrong_shapes_are_named(mechanism):
 
 
 def nothing_of_size_T_T_or_T_M_V_is_kept(mechanism):
-    """The largest array of the gradient is one of the inputs' own size, or a few."""
-    length = 1024
+    """The largest array of the gradient is one of the inputs' own size, or a few.
+
+    Accelerators handle the pairs of 4096 tokens at once, in chunks of 128.
+    """
+    length = 2**17
     arrays = [np.zeros((1, length, 1, size), np.float32) for size in (H, H, V)]
 
     def loss(*arrays):

@@ -173,6 +173,31 @@ def test_strong_decays_are_exact_beside_weak_ones(kind):
         close(one, two, 1e-6)
 
 
+@each_kind
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_long_chunks_whose_smallest_blocks_are_not_split_are_as_exact(kind, dtype):
+    """300 tokens in chunks of 128 and of 300, decays from e⁻⁸ to e³, and some of −∞."""
+    query, key, value = inputs(300)
+    rates = -np.exp(
+        np.random.default_rng(0).uniform(-8, 3, (B, 300, *SHAPES[kind][2:]))
+    )
+    rates[:, 50] = rates[0, 130:140] = -np.inf
+
+    @partial(jax.jit, static_argnums=0)
+    def run(chunk_size, *arrays):
+        form = partial(decay_causal, chunk_size=chunk_size)
+        output, back = jax.vjp(form, *arrays)
+        return output, *back(jnp.cos(output))
+
+    with jax.enable_x64(True):
+        wanted = run(32, query, key, value, rates)
+        arrays = [x.astype(dtype) for x in (query, key, value, rates)]
+        for chunk_size in (128, 300):
+            for one, two in zip(run(chunk_size, *arrays), wanted, strict=True):
+                size = np.abs(two).max()
+                close(one / size, two / size, 3e-6 if dtype == np.float32 else 1e-13)
+
+
 def test_precision_does_not_fall_with_length():
     """The exponent of the last of 4096 tokens is summed in its own chunk."""
     rng = np.random.default_rng(0)

@@ -1,0 +1,82 @@
+"""The two executors of recurrences: chunks one by one, and side by side."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
+
+from symjax.attention.chunks import Tokens, layout, one_by_one, side_by_side
+from symjax.attention.cosine import RECURRENCE, cosine_causal
+from symjax.attention.decayed_linear import Decayed, decay_causal
+from symjax.attention.delta_rule import DeltaRule
+from symjax.attention.features import PLAIN
+from symjax.attention.normalised import Normalised
+from symjax.attention.performer import performer_causal
+
+LOGITS = np.random.default_rng(3).normal(size=(B, T, K, H))
+BETA = 2 / (1 + np.exp(-LOGITS[..., 0]))
+HEAD, CHANNEL = -np.exp(3 * LOGITS[..., :1]), -np.exp(3 * LOGITS)
+SHARED = -np.array([[0.0], [0.3], [np.inf]])
+CASES = {  # recurrence, parameters, operands
+    "decay of all": (Decayed(), SHARED, ()),
+    "decay of heads": (Decayed(), None, (HEAD,)),
+    "decay of channels": (Decayed(), None, (CHANNEL,)),
+    "delta rule": (DeltaRule(), SHARED, (BETA,)),
+    "delta rule with gates": (DeltaRule(), None, (BETA, CHANNEL)),
+    "linear": (Normalised(PLAIN["elu"]), None, ()),
+    "cosine": (RECURRENCE, None, ()),
+}
+SEEN = {
+    "all": {},
+    "some in segments": {"segment_ids": SEGMENTS, "mask": hiding(T)},
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
+    """Chunks of 3 in stretches of 9 tokens, neither of which divides the length."""
+    recurrence, parameters, operands = CASES[case]
+    if parameters is not None and seen != "all":
+        pytest.skip("decays are shared where all tokens are seen")
+    query, key, value = inputs()
+    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    sizes = B, K, key.shape[-1], value.shape[-1]
+    state = recurrence.empty(parameters, sizes, jnp.float64)
+    earlier = [x[:, ::4] for x in (query, key, value, *operands)]
+    before = layout(Tokens(*earlier[:3], tuple(earlier[3:])))
+    state, _ = recurrence.advance(parameters, state, before)
+
+    def run(form, parameters, state, *arrays):
+        tokens = Tokens(*arrays[:3], arrays[3:], **SEEN[seen])
+        state, rows = form(parameters, state, layout(tokens))
+        return jnp.sin(rows).sum() + jnp.sin(state.sums).sum(), (rows, state)
+
+    def graded(form):
+        arrays = parameters, state, query, key, value, *operands
+        wanted = tuple(i for i, x in enumerate(arrays) if x is not None)
+        graded = jax.grad(partial(run, form), wanted, has_aux=True)
+        return jax.tree.leaves(jax.jit(graded)(*arrays))
+
+    in_turn = graded(partial(one_by_one, recurrence, 5))
+    at_once = graded(partial(side_by_side, recurrence, 3, 9))
+    for one, two in zip(in_turn, at_once, strict=True):
+        close(two, one, 1e-11)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [cosine_causal, performer_causal, partial(decay_causal, log_decay=SHARED[:, 0])],
+)
+def test_accelerators_take_chunks_of_their_tiles(form):
+    query = jax.ShapeDtypeStruct((1, 512, 3, 8), jnp.float32)
+    traced = jax.jit(partial(form, chunk_size=64)).trace(query, query, query)
+    texts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "tpu", "cuda")
+    }
+    pairs = {platform: "128x128x" in text for platform, text in texts.items()}
+    assert pairs == {"cpu": False, "tpu": True, "cuda": True}

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.chunks import (
@@ -29,6 +28,7 @@ from symjax.attention.chunks import (
 )
 from symjax.attention.decayed_linear import checked_log_decay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
+from symjax.attention.triangular import solve_unit_lower
 
 
 class DeltaState(NamedTuple):
@@ -64,11 +64,8 @@ class DeltaRule:
         asking = jnp.concatenate([query, key[:, :, None]], axis=2)
         since, until, through, pairs = faded(parameters, asking, key, chunk)
         held = einsum("bkgth,bkhv->bkgtv", asking * jnp.exp(since)[:, :, None], sums)
-        change = solve_triangular(
-            beta * pairs[:, :, -1],
-            beta * (value - held[:, :, -1]),
-            lower=True,
-            unit_diagonal=True,  # the diagonal itself is not read
+        change = solve_unit_lower(
+            beta * pairs[:, :, -1], beta * (value - held[:, :, -1])
         )
         inside = einsum("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
         written = einsum("bksh,bksv->bkhv", key * jnp.exp(until), change)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from symjax.training.chips import Chip
 from symjax.training.compiled import Computations, Instruction, buffers, total
+from symjax.training.loss import SCOPE
 
 PARTS = ("attention", "products with weights", "copies", "other")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -102,9 +103,9 @@ def _declared(kernel: Instruction) -> re.Match | None:
 
 
 def _part(x: Instruction, computations: Computations) -> str:
-    """Attention is what runs inside a `shard_map`: nothing else of a model does."""
+    """Attention is what runs inside a `shard_map`, beside the losses."""
     label = _LABEL.search(x.rest)
-    if label and "shard_map" in label[1]:
+    if label and "shard_map" in label[1] and SCOPE not in label[1]:
         return "attention"
     if _multiplies(x, computations):
         return "products with weights"

@@ -17,6 +17,7 @@ from symjax.models import transformer
 from symjax.models.build import Model
 
 LARGEST = 2**25  # logits at once: 128 MiB in float32
+SCOPE = "token_losses"  # of operations, as compiled programs name them
 
 
 class Losses(NamedTuple):
@@ -39,6 +40,7 @@ def token_losses(
     if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
         return losses(logits(weights, hidden), targets)
 
+    @jax.named_scope(SCOPE)
     def own(weights: Any, hidden: Array, targets: Array) -> tuple[Array, ...]:
         size = jax.eval_shape(logits, weights, hidden).size
         length = hidden.shape[1]

@@ -10,6 +10,7 @@ from symjax import config
 from symjax.training import sharding, targets
 from symjax.training.chips import Chip
 from symjax.training.cycles import PARTS, estimate
+from symjax.training.loss import SCOPE
 from symjax.training.step import compile_program
 
 PROGRAM = """\
@@ -120,3 +121,10 @@ def test_a_training_step_compiles_for_a_tpu_with_cycles_in_every_part():
     found = estimate(step.as_text(), machine.chip)
     assert all(found.cycles[part] >= found.low[part] > 0 for part in PARTS)
     assert step.memory_analysis().temp_size_in_bytes > 0
+
+
+def test_losses_in_a_shard_map_are_no_attention():
+    text = PROGRAM.replace("shard_map/dot", f"shard_map/{SCOPE}/dot")
+    found = estimate(text, chip(flops=10, bandwidth=1))
+    assert found.cycles["attention"] == 5 * 60
+    assert found.cycles["products with weights"] == 100 + 5 * 7

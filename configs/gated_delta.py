@@ -4,7 +4,11 @@
     python train.py --config configs/gated_delta.py
 
 Queries, keys and values pass a convolution of 4 tokens (arXiv:2412.06464).
-Not measured yet.
+
+Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
+`:tiny` 1.763 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0;
+softmax: 2.019). Its 3000 steps and the larger sizes were not measured. The trigram
+line is 1.848.
 """
 
 from ml_collections import ConfigDict

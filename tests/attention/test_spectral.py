@@ -92,12 +92,20 @@ def test_a_call_outside_jit_compiles_once():
 
 @every_kind
 def test_large_scores_lose_no_accuracy(kind):
-    """Eigenvalues up to 40, where e^A reaches 2e17 and a rounded A is off by 2e-6."""
+    """Eigenvalues up to 40, where e^A reaches 2e17 and a rounded A is off by 2e-6.
+
+    One of the resolvent's is close to a pole: float32 allows ε times the condition.
+    """
     query, value = inputs()
     scale = 40 / np.linalg.norm(query, 2, axis=(1, 3)).max() ** 2
     wanted = oracles.matrix_function(query, value, KINDS[kind][1], scale)
     output = compiled(kind)(*single(query, value), scale=jnp.float32(scale))
-    close(output, wanted, 1e-5)
+    tolerance = 1e-5
+    if kind == "resolventm1":
+        gram = scale * np.einsum("btnh,bsnh->bnts", query, query)
+        system = np.eye(T)[None, None] - KINDS[kind][0]["alpha"] * gram
+        tolerance = 2**-23 * np.linalg.cond(system).max()  # 7e-5
+    close(output, wanted, tolerance)
 
 
 def queries_of(case):

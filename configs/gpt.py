@@ -14,5 +14,5 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.get_config(size)
+    config = base.fused(size)
     return config

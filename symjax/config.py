@@ -201,8 +201,8 @@ class Model:
     )
     remat: str = key(
         "none",
-        "what the backward pass recomputes to save memory: nothing, all but products "
-        "with weights, or whole blocks",
+        "what the backward pass recomputes to save memory: nothing, all but most "
+        "products with weights, or whole blocks",
         ("none", "dots", "full"),
     )
     scan_layers: bool = key(

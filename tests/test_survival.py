@@ -274,6 +274,7 @@ def on_a_small_disk(size, disk, words):
     return done
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_warning_and_at_the_end_an_error(text, tmp_path):
     """It fills at step 7, has room once the save of step 10 is given up, and fills at
     17: checkpoint 10 is missing, 15 is there, 20 ends the run with one line, and the
@@ -416,6 +417,7 @@ def put(meta, name, value):
     tree[last] = value
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_apart_and_never_made_way_for_a_bad_one(
     text, tmp_path, monkeypatch, capsys
 ):
@@ -441,6 +443,7 @@ def test_the_best_is_kept_apart_and_never_made_way_for_a_bad_one(
     assert call("eval", ["--workdir", str(tmp_path), "--best", "--step", "3"]) == 2
 
 
+@pytest.mark.slow
 def test_kills_lose_nothing(tmp_path, monkeypatch):
     """The short form of benchmarks/kills.py, which counts a hundred of them."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -1,9 +1,15 @@
 """Positions: rotary, sinusoidal, and linear biases (ALiBi)."""
 
 import math
+from functools import partial
 
+import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
+
+LANES = 128  # of a TPU: numbers that lie side by side in its registers
+HEADS_LAST = Layout((0, 1, 2, 3))  # as the kernel of attention reads [B T N H]
 
 
 def rotate(
@@ -44,15 +50,56 @@ def rotate(
     frequencies = _frequencies(turning, base, wide)
     angles = positions[..., None, None].astype(wide) * frequencies[None, None, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    shape, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
-    pairs = x[..., :turning].astype(wide).reshape(*x.shape[:-1], *shape)
+    shape = (-1, 2) if interleaved else (2, -1)
+    turn = partial(_by_pairs, shape)
+    if turning < size:
+        turned = turn(x[..., :turning], cos, sin)
+        return jnp.concatenate([turned, x[..., turning:]], axis=-1)
+    if size % LANES:
+        return turn(x, cos, sin)
+    return jax.lax.platform_dependent(
+        x, cos, sin, tpu=partial(_by_product, shape), default=turn
+    )
+
+
+def _by_pairs(
+    shape: tuple[int, int],
+    x: Float[Array, "B T N H"],
+    cos: Float[Array, "#B T 1 H/2"],
+    sin: Float[Array, "#B T 1 H/2"],
+) -> Float[Array, "B T N H"]:
+    """Features are laid out in this shape, with an axis of two for the pairs."""
+    axis = shape.index(2) - 2
+    pairs = x.astype(cos.dtype).reshape(*x.shape[:-1], *shape)
     first, second = jnp.unstack(pairs, axis=axis)
     turned = (first * cos - second * sin, second * cos + first * sin)
-    turned = jnp.stack(turned, axis=axis).reshape(*x.shape[:-1], turning)
-    turned = turned.astype(x.dtype)
-    if turning == size:
-        return turned
-    return jnp.concatenate([turned, x[..., turning:]], axis=-1)
+    return jnp.stack(turned, axis=axis).reshape(x.shape).astype(x.dtype)
+
+
+def _by_product(
+    shape: tuple[int, int],
+    x: Float[Array, "B T N H"],
+    cos: Float[Array, "#B T 1 H/2"],
+    sin: Float[Array, "#B T 1 H/2"],
+) -> Float[Array, "B T N H"]:
+    """The same, with the other of every pair by a product with a permutation, which is
+    exact. With an axis of two, a TPU's compiler would lay time along the lanes and copy
+    the result for the kernel of attention."""
+    size, axis = x.shape[-1], shape.index(2) - 2
+
+    def both(first: Array, second: Array) -> Array:
+        stacked = jnp.stack([first, second], axis=axis)
+        return stacked.reshape(*first.shape[:-1], size)
+
+    numbers = jnp.arange(size)
+    others = jnp.flip(numbers.reshape(shape), axis=axis)
+    swap = (numbers[:, None] == others.reshape(1, size)).astype(cos.dtype)
+    # One pass is enough for bfloat16, whose products with 0 and 1 are exact.
+    narrow, exact = x.dtype == jnp.bfloat16, jax.lax.Precision.HIGHEST
+    wide = with_layout_constraint(x, HEADS_LAST).astype(cos.dtype)
+    other = jnp.einsum("btnh,hk->btnk", wide, swap, precision=None if narrow else exact)
+    turned = wide * both(cos, cos) + other * both(-sin, sin)
+    return with_layout_constraint(turned.astype(x.dtype), HEADS_LAST)
 
 
 def sinusoidal(

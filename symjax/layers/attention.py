@@ -12,7 +12,7 @@ from symjax import attention, config
 from symjax.layers.convolution import Convolved, ShortConvolution
 from symjax.layers.mechanisms import part_of
 from symjax.layers.mixer import Mixer
-from symjax.layers.primitives import Linear, norm, rotary
+from symjax.layers.primitives import Linear, keep, norm, rotary
 from symjax.layers.sharded import Operand
 from symjax.layers.validate import mechanism_options, sizes
 
@@ -219,7 +219,7 @@ class Attention(nnx.Module):
         inputs = {} if inputs is None else inputs
 
         def projected(kind: str, size: int) -> Float[Array, "B T K H"]:
-            y = getattr(self, kind)(x)
+            y = keep(getattr(self, kind)(x))
             if self.chosen.short_convolution:
                 convolve = getattr(self, f"{kind}_convolution")
                 y, inputs[kind] = convolve(y, inputs.get(kind), padding_mask)
@@ -260,5 +260,5 @@ class Attention(nnx.Module):
             mixed = mixed * (1 - self.lambda_initial)
         mixed = jax.lax.collapse(mixed, 2)
         if self.chosen.output_gate:
-            mixed = mixed * jax.nn.silu(self.output_gate(x))
+            mixed = mixed * jax.nn.silu(keep(self.output_gate(x)))
         return self.out(mixed)

@@ -11,20 +11,17 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import config
 from symjax.attention.kernels import RESIDUALS
 from symjax.layers.attention import Attention
-from symjax.layers.primitives import Linear, norm
+from symjax.layers.primitives import KEPT, Linear, keep, norm
 
 # swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
 
-# By the values of model.remat. Products of weights and tokens have no batch dimension,
-# since layers see flat tokens; those of attention have, and grow with the context. What
-# the fused kernel gives is kept: it is as small as its input, and dear to compute.
-KERNELS = jax.checkpoint_policies.save_only_these_names(*RESIDUALS)
+# By the values of model.remat. What the fused kernel of attention gives is kept: it is
+# as small as its input, and dear to compute. Of the products with weights those are
+# kept that are marked, three of four: with all, a model of 1b would fill 16 GB.
 POLICIES = {
-    "full": KERNELS,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, KERNELS
-    ),
+    "full": jax.checkpoint_policies.save_only_these_names(*RESIDUALS),
+    "dots": jax.checkpoint_policies.save_only_these_names(KEPT, *RESIDUALS),
 }
 
 
@@ -60,8 +57,8 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         activate = ACTIVATIONS[self.activation]
         if self.activation == "swiglu":
-            return self.down(activate(self.gate(x)) * self.up(x))
-        return self.down(activate(self.up(x)))
+            return self.down(activate(keep(self.gate(x))) * self.up(x))
+        return self.down(activate(keep(self.up(x))))
 
 
 class Block(nnx.Module):
@@ -164,8 +161,9 @@ def rematerialised(run: Callable, choice: str, *, in_scan: bool = False) -> Call
     """`run`, of modules or arrays, in `jax.checkpoint` by the value of model.remat.
 
     Args:
-        choice: "none" keeps everything, "dots" the input and the products with weights,
-            "full" the input alone. Both keep what the fused kernel of attention gives.
+        choice: "none" keeps everything, "dots" the input and most products with
+            weights, "full" the input alone. The last two keep what the fused kernel of
+            attention gives.
         in_scan: the loop itself keeps the compiler from merging both computations.
     """
     if choice == "none":

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import attention, config
 from symjax.layers.mixer import Mixer
 from symjax.layers.parts import Sizes
-from symjax.layers.primitives import Linear, norm, rotary
+from symjax.layers.primitives import Linear, keep, norm, rotary
 from symjax.layers.sharded import Operand
 from symjax.layers.validate import mechanism_options
 
@@ -137,12 +137,12 @@ class GatedBlock(nnx.Module):
         self, y: Float[Array, "B T D"], positions: Int[Array, "#B T"]
     ) -> dict[str, Operand]:
         """The operands of the mechanism, with their sharding."""
-        z = jax.nn.silu(self.shared(y))
+        z = jax.nn.silu(keep(self.shared(y)))
         operands = {
             role: Operand(self.rotate(make(z)[:, :, None], positions), "BSK")
             for role, make in self.roles.items()
         }
-        value = jax.nn.silu(self.value(y))[:, :, None]
+        value = jax.nn.silu(keep(self.value(y)))[:, :, None]
         return operands | {"value": Operand(value, "BSK")}
 
     def project(
@@ -153,4 +153,4 @@ class GatedBlock(nnx.Module):
         return tuple(operands[name].array for name in ("query", "key", "value"))
 
     def _output(self, y: Array, mixed: Float[Array, "B T 1 E"]) -> Array:
-        return self.out(jax.nn.silu(self.gate(y)) * mixed[:, :, 0])
+        return self.out(jax.nn.silu(keep(self.gate(y))) * mixed[:, :, 0])

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from symjax import attention, config
 from symjax.layers.sharded import time_axis
 
 EPSILON = 1e-5
+KEPT = "projection"  # what model.remat=dots keeps for the backward pass
 
 
 class Linear(nnx.Linear):
@@ -25,6 +27,11 @@ class Linear(nnx.Linear):
             return super().__call__(x)
         flat = super().__call__(x.reshape(-1, x.shape[-1]))
         return flat.reshape(*x.shape[:-1], self.out_features)
+
+
+def keep(x: Array) -> Array:
+    """Marks a product of tokens with weights as one that model.remat=dots keeps."""
+    return checkpoint_name(x, KEPT)
 
 
 def norm(

@@ -1,5 +1,7 @@
 """Rotary and sinusoidal positions, and linear biases."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from laws import B, N, T, close, same
 
 from symjax import attention
+from symjax.attention import positions
 
 SIZE = 10
 POSITIONS = np.stack([np.arange(T), np.arange(T) * 3 + 100])
@@ -74,6 +77,26 @@ def test_a_share_turns_as_a_head_of_its_size_and_leaves_the_rest(interleaved):
     alone = attention.rotate(x[..., :4], POSITIONS, interleaved=interleaved)
     same(part[..., :4], alone)
     assert np.abs(part[:, 1:, :, :4] - x[:, 1:, :, :4]).max(axis=(0, 1, 2)).min() > 0.01
+
+
+@pytest.mark.parametrize("shape", [(-1, 2), (2, -1)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_product_with_a_permutation_turns_pairs_alike(shape, dtype):
+    """Forward and backward: it is what runs on a TPU."""
+    rng = np.random.default_rng(3)
+    x, change = (jnp.asarray(rng.normal(size=(2, 5, 3, 12)), dtype) for _ in range(2))
+    angles = jnp.asarray(rng.normal(size=(1, 5, 1, 6)), jnp.float32)
+    found = []
+    for turn in (positions._by_pairs, positions._by_product):
+        function = partial(turn, shape, cos=jnp.cos(angles), sin=jnp.sin(angles))
+        output, pull = jax.vjp(function, x)
+        found.append((output, pull(change)[0]))
+    tolerance = {jnp.float32: 3e-7, jnp.bfloat16: 2.0**-7}[dtype]
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype == dtype
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=0, atol=tolerance
+        )
 
 
 def test_odd_parts_of_a_head_are_refused():

@@ -128,6 +128,7 @@ def test_the_rest_of_a_killed_build_is_removed(options, directory):
     assert len(list(directory.iterdir())) == 3
 
 
+@pytest.mark.slow
 def test_a_build_killed_at_any_line_is_repeated(tmp_path):
     program = Path(__file__).with_name("killed_builds.py")
     done = subprocess.run(

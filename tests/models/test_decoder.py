@@ -261,6 +261,7 @@ def test_dropout_needs_a_key_and_depends_on_it():
     assert abs(first - certain).max() > 0.1
 
 
+@pytest.mark.slow
 def test_rematerialisation_changes_no_gradient():
     def gradient(remat):
         graph, params = nnx.split(small(differential="v1", remat=remat, dropout=0.2))

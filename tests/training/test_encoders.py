@@ -158,6 +158,7 @@ def test_what_does_not_fit_is_one_line(reviews, tmp_path, capsys):
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_digits_are_read_by_their_configuration(tmp_path, capsys):
     small = {"steps": 2, "model.width": 16, "model.depth": 1}
     small |= {"mesh.data": 2, "evaluate.batches": 1}

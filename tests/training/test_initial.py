@@ -31,6 +31,7 @@ def test_a_run_starts_from_the_converted_weights_of_another(first, capfd):
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
+@pytest.mark.slow
 def test_random_features_are_fitted_to_the_weights_they_start_from(first):
     """FAVOR# from other weights has statistics of its own, which are stored."""
     folder, text = first

@@ -103,10 +103,7 @@ def heard(capfd) -> list[str]:
     return [line for line in lines if "nvoluntary full remat" in line]
 
 
-DEFAULT = [
-    *[("differential", "1x2x2x2"), ("mixed", "2x1x1x4"), ("decay", "1x1x2x3")],
-    ("flash", "1x2x1x4"),
-]
+DEFAULT = [("differential", "1x2x2x2"), ("mixed", "2x1x1x4"), ("decay", "1x1x2x3")]
 
 
 def slow(*models: str, shapes: list[str]) -> list:

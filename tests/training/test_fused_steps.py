@@ -1,0 +1,64 @@
+"""Training on the fused kernel, interpreted, and on blocks of rows: the same losses.
+
+Adam's first steps divide gradients by their own size, so that rounding errors grow from
+step to step. How far they may grow says a third run: that on rows whose weights begin
+a rounding error away.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from runs import ROOT, TEXT
+
+from symjax import config, validation
+from symjax.training import commandline, sharding
+from symjax.training.step import compile_program
+
+STEPS = 20
+
+
+def losses(name, dtype, implementation, *, moved=0.0):
+    """Of the first steps of :tiny, on a text of a few words.
+
+    Args:
+        moved: each weight first grows by up to this share of itself.
+    """
+    tree = commandline.load(ROOT / "configs" / f"{name}.py", "tiny").to_dict()
+    tree["model"] |= {"vocabulary": 256, "dtype": dtype}
+    tree["model"]["attention"]["implementation"] = implementation
+    tree["batch_size"] = 4
+    options = validation.from_dict(tree)
+    options = dataclasses.replace(options, mesh=config.Mesh(data=1))
+    program = compile_program(options, sharding.make_mesh(options.mesh))
+    shape = options.batch_size, options.model.length
+    text = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32)
+    found = []
+    with jax.set_mesh(program.mesh):
+        state, constants = program.initial(3)
+        state = state._replace(params=jax.tree.map(partial(move, moved), state.params))
+        for step in range(STEPS):
+            starts = np.random.default_rng(step).integers(0, len(text) - 129, shape[0])
+            rows = np.stack([text[i : i + shape[1] + 1] for i in starts])
+            both = program.place(shape, lambda a, b, x=rows: (x[a:b, :-1], x[a:b, 1:]))
+            state, metrics = program.train(state, constants, *both, jax.random.key(1))
+            found.append(float(metrics["train/loss"]))
+    return np.array(found)
+
+
+def move(share, x):
+    change = np.random.default_rng(5).uniform(-share, share, x.shape)
+    return jax.device_put(np.asarray(x) * (1 + change).astype(np.float32), x.sharding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gpt", "diff_sym", "diff_v2"])
+def test_losses_of_twenty_steps(name, dtype):
+    fused = losses(name, dtype, "fused")
+    rows = losses(name, dtype, "rows")
+    rounded = losses(name, dtype, "rows", moved=jax.numpy.finfo(dtype).eps)
+    assert fused[-1] < fused[0] - 1
+    assert np.abs(fused - rows).max() < 4 * np.abs(rounded - rows).max()

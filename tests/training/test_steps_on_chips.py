@@ -1,0 +1,72 @@
+"""Training steps of configurations, compiled for chips that are not here."""
+
+import dataclasses
+
+import pytest
+from runs import ROOT
+
+from symjax import config, validation
+from symjax.training import commandline, sharding, targets
+from symjax.training.cycles import estimate
+from symjax.training.step import compile_program
+
+PAIRS = ("gpt", "diff_sym", "diff_v2")  # on the fused kernel
+LINEAR = ("performer", "gla", "delta")
+KERNELS = ("attention_forward", "attention_row_sums", "attention_backward")
+
+
+def compiled(name, preset, machine):
+    """The options, and the step over all chips of a machine, weights split."""
+    tree = commandline.load(ROOT / "configs" / f"{name}.py", preset).to_dict()
+    options = validation.from_dict(tree)
+    model = dataclasses.replace(options.model, vocabulary=256)
+    mesh = config.Mesh(data=1, fsdp=len(machine.devices))
+    options = dataclasses.replace(options, model=model, mesh=mesh)
+    program = compile_program(options, sharding.make_mesh(mesh, machine.devices))
+    return options, program.lower((options.batch_size, model.length)).compile()
+
+
+def check(name, preset, target):
+    """It fits, and runs each kernel of attention once a layer, or none of them."""
+    machine = targets.find(target)
+    options, step = compiled(name, preset, machine)
+    memory = step.memory_analysis()
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert needed < machine.chip.memory
+    if machine.chip.per_cycle:
+        found = estimate(step.as_text(), machine.chip)
+        layers = options.model.depth * options.optimizer.accumulate
+        assert found.kernels == ({x: layers for x in KERNELS} if name in PAIRS else {})
+        assert not found.unknown["kernel"] and found.cycles["products with weights"]
+
+
+def with_libtpu():
+    pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
+
+
+@pytest.mark.parametrize("name", PAIRS + LINEAR)
+def test_the_smallest_preset_compiles(name):
+    with_libtpu()
+    check(name, "tiny", "v5e-4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5p-4", "v6e-4"])
+@pytest.mark.parametrize("name", PAIRS + LINEAR)
+def test_the_smallest_preset_compiles_for_other_tpus(name, target):
+    with_libtpu()
+    check(name, "tiny", target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS + LINEAR)
+def test_the_smallest_preset_compiles_for_gpus(name):
+    pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
+    check(name, "tiny", "h200-4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS + LINEAR)
+def test_a_billion_parameters_fit_64_chips(name):
+    with_libtpu()
+    check(name, "1b", "v5e-64")

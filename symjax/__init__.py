@@ -21,8 +21,14 @@ if _release("jax") >= (0, 11, 1) and _release("flax") < (0, 12, 12):
     )
 
 
+_EXCHANGE = ("load", "load_pretrained", "save_pretrained")
+
+
 def __getattr__(name: str) -> Any:
-    """`symjax.attention` after `import symjax`, which itself does not load jax."""
+    """`symjax.attention` and `symjax.load`, after `import symjax`, which itself does
+    not load jax."""
     if name == "attention":
         return import_module("symjax.attention")
+    if name in _EXCHANGE:
+        return getattr(import_module("symjax.exchange"), name)
     raise AttributeError(f"module 'symjax' has no attribute {name!r}")

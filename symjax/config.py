@@ -348,7 +348,9 @@ class Config:
     batch_size: int = key(32, "rows a step, over all devices", least=1)
     seed: int = key(0, "of weights, shuffling and dropout", least=0)
     init_from: str = key(
-        "", "start from the weights of this workdir, converted to this model"
+        "",
+        "start from the weights of this workdir, or of a folder with a Llama, a "
+        "DiffLlama or a GPT-2, converted to this model",
     )
     model: Model = group(Model)
     data: Data = group(Data)

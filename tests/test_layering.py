@@ -23,7 +23,9 @@ MAY = {
     "models": MODELS,
     "data": {"config", "data", "files"},
     "training": MODELS | {"data", "files", "tables", "training"},
-    "evaluation": MODELS | {"data", "files", "tables", "training", "evaluation"},
+    "exchange": MODELS | {"data", "exchange", "files", "training"},
+    "evaluation": MODELS
+    | {"data", "exchange", "files", "tables", "training", "evaluation"},
 }
 FILES = sorted(SYMJAX.rglob("*.py"))
 

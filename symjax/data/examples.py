@@ -8,6 +8,7 @@ import json
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from symjax.data.folder import open_folder
 from symjax.data.generated import NOTHING
 from symjax.data.labelled import labelled_examples, open_labelled
 from symjax.data.sources import check_keys
+from symjax.data.tokens import Tokenizer, from_description
 
 SHARE = 0.15  # of the tokens of a row that are targets
 MASKED, RANDOM = 0.8, 0.1  # of these; the rest stays as it is
@@ -73,6 +75,17 @@ def _check_task(options: config.Data, model: config.Model) -> None:
             f"{source} asks for what comes next, which an encoder would see: "
             f"model.kind is {model.kind!r}"
         )
+
+
+def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer that `Examples.language` describes; None where there is no text.
+
+    Raises:
+        ValueError: it is of an unknown kind.
+    """
+    if "kind" not in language:  # images, generated tasks
+        return None
+    return from_description({n: x for n, x in language.items() if n != "mask"})
 
 
 def text_examples(corpus: Corpus) -> Examples:

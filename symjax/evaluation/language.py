@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from symjax.data.batches import Rows, Shape
 from symjax.data.corpus import Corpus
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Options, Result, Table, progress
-from symjax.models.generate import generate
+from symjax.exchange.continued import continued
 from symjax.training.step import Means, means
 
 PROMPT = 16  # tokens of held-out text where no prompt is given
@@ -130,24 +129,16 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
     Raises:
         ValueError: the prompt is empty, too long, or has unknown characters.
     """
-    count, ids = options.tokens, text.heldout[:PROMPT]
+    ids = text.heldout[:PROMPT]
     if options.prompt is not None:
         ids = text.tokenizer.encode(options.prompt)
-    if not len(ids):
-        raise ValueError("--prompt is empty: give text to continue")
-    model = run.decoder()
-    if model.learned_positions:
-        count = min(count, model.length - len(ids))
-        if count < 1:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens fills the model's {model.length} "
-                "learned positions"
-            )
-    tokens = generate(
-        model,
-        jnp.asarray(ids, jnp.int32)[None],
-        count,
+        if not len(ids):
+            raise ValueError("--prompt is empty: give text to continue")
+    (tokens,) = continued(
+        run.decoder(),
+        [ids],
+        options.tokens,
         jax.random.key(options.seed),
         temperature=options.temperature,
     )
-    return text.tokenizer.decode(ids), text.tokenizer.decode(tokens[0])
+    return text.tokenizer.decode(ids), text.tokenizer.decode(tokens)

@@ -4,10 +4,10 @@ from symjax.models.build import build
 from symjax.models.convert import convert
 from symjax.models.decoder import Decoder
 from symjax.models.encoder import Encoder
+from symjax.models.folders import load_diffllama
 from symjax.models.generate import generate
 from symjax.models.hf_weights import (
     diffllama_attention,
-    load_diffllama,
     official_attention,
     to_diffllama,
     to_official,

@@ -60,6 +60,8 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     """The weights of a `source` model as those of a `target` model.
 
     - another mechanism, option or position scale: the weights as they are;
+    - more key/value heads, a multiple of those there: each several times, the same
+      function;
     - symmetric keys from own ones: the mean of both projections; own keys from
       symmetric ones, and a metric from plain ones (U = 1): the same function;
     - gated blocks of another length: the same function, their outputs scaled by it;
@@ -172,8 +174,11 @@ def _check(source: config.Model, target: config.Model) -> None:
 def _check_sizes(source: config.Model, target: config.Model) -> None:
     """Raises: ValueError: heads or hidden features differ; 0 is what it stands for."""
     one, other = sizes(source), sizes(target)
+    kv_heads = one.kv_heads
+    if other.kv_heads % kv_heads == 0:
+        kv_heads = other.kv_heads
     for name, before, after in (
-        ("key/value heads", one.kv_heads, other.kv_heads),
+        ("key/value heads", kv_heads, other.kv_heads),
         ("value features a head", one.value_size, other.value_size),
         (
             "hidden features",
@@ -189,8 +194,8 @@ def _check_sizes(source: config.Model, target: config.Model) -> None:
 
 def _attention(layer: Params, source: config.Model, target: config.Model) -> Params:
     """One layer's weights with the keys and maps of the target."""
-    layer = dict(layer)
     before, after = source.attention, target.attention
+    layer = _ungrouped(layer, sizes(source).kv_heads, sizes(target).kv_heads)
     if before.symmetric == "none" and after.symmetric != "none":
         keys = layer.pop("key")
         layer["query"] = jax.tree.map(lambda q, k: (q + k) / 2, layer["query"], keys)
@@ -212,6 +217,23 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
         layer["value"] = jax.tree.map(lambda x: 2 * x, layer["value"])
         layer["lambda_projection"] = {"kernel": jnp.zeros((target.width, target.heads))}
     return layer
+
+
+def _ungrouped(layer: Params, before: int, after: int) -> Params:
+    """The layer with each key/value head as often as the target has heads for it.
+
+    A head's features stand together, those of both branches too. The norms of queries
+    and keys are those of all heads.
+    """
+
+    def repeated(x: jax.Array) -> jax.Array:
+        heads = x.reshape(*x.shape[:-1], before, -1)
+        return jnp.repeat(heads, after // before, axis=-2).reshape(*x.shape[:-1], -1)
+
+    if before == after:
+        return dict(layer)
+    grouped = ("key", "value", "key_convolution", "value_convolution")
+    return layer | {x: jax.tree.map(repeated, layer[x]) for x in grouped if x in layer}
 
 
 def _check_dropped(params: Params, fresh: Params, prefix: str) -> None:

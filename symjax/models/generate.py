@@ -1,12 +1,13 @@
 """Sampling: the prompt is read once, then each token costs one step."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from symjax.models.decoder import Decoder
 
@@ -19,21 +20,30 @@ def generate(
     *,
     lengths: Int[Array, "B"] | None = None,
     temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: Sequence[int] = (),
 ) -> Int[Array, "B count"]:
     """The `count` tokens that follow each prompt, drawn one after another.
 
     Decodes with the model's cache: keys and values of every layer, or a state whose
-    size does not depend on the length. One compiled loop for a shape of prompt.
+    size does not depend on the length. One compiled loop for a shape of prompt, a top_k
+    and a set of stop tokens; it ends early where every row has stopped.
 
     Args:
         lengths: how many tokens each prompt has, where they differ: prompts end
             together and are filled up on the left with any token. Each is continued
             as it would be alone.
         temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the likeliest so many tokens; 0: from all.
+        top_p: draw from the fewest likeliest tokens whose probabilities, after the
+            temperature and among those of top_k, sum up to at least this much.
+        stop: tokens that end a row: after the first of them it is filled up with it.
     Raises:
         ValueError: an empty prompt, one without an axis of examples, lengths that do
-            not fit the prompts, more tokens than learned positions, or a temperature
-            that is below 0 or no number.
+            not fit the prompts, more tokens than learned positions, a temperature that
+            is below 0 or no number, a top_k below 0, or a top_p outside (0, 1].
+    Source: top_p is nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751.
     """
     if prompt.ndim != 2:
         raise ValueError(
@@ -55,10 +65,14 @@ def generate(
         _check_lengths(lengths, prompt)
     if not isinstance(temperature, Tracer) and not temperature >= 0:
         raise ValueError(f"temperature must be 0 or above, got {temperature}")
+    if not isinstance(top_p, Tracer) and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be 0 or above, got {top_k}")
     graph, weights = nnx.split(model)
-    return _generate(
-        graph, count, weights, prompt, lengths, key, jnp.float32(temperature)
-    )
+    chosen = jnp.float32(temperature), jnp.float32(top_p)
+    fixed = graph, count, int(top_k), tuple(map(int, stop))
+    return _generate(*fixed, weights, prompt, lengths, key, *chosen)
 
 
 def _check_lengths(lengths: Array, prompt: Array) -> None:
@@ -72,8 +86,10 @@ def _check_lengths(lengths: Array, prompt: Array) -> None:
         )
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _generate(graph, count, weights, prompt, lengths, key, temperature):
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _generate(
+    graph, count, top_k, stop, weights, prompt, lengths, key, temperature, top_p
+):
     model = nnx.merge(graph, weights)
     cache = model.init_cache(prompt.shape[0], prompt.shape[1] + count)
     if lengths is None:
@@ -84,19 +100,43 @@ def _generate(graph, count, weights, prompt, lengths, key, temperature):
         logits, cache = model.decode(prompt, cache, lengths)
         last = (lengths - 1)[:, None, None]
         logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
+    keys, stops = jax.random.split(key, count), jnp.array(stop, jnp.int32)
 
     def draw(logits, key):
         warm = logits / jnp.where(temperature > 0, temperature, 1)
-        drawn = jax.random.categorical(key, warm, axis=-1)
+        drawn = jax.random.categorical(key, _likely(warm, top_k, top_p), axis=-1)
         return jnp.where(temperature > 0, drawn, logits.argmax(axis=-1))
 
-    def step(carry, key):
-        logits, cache = carry
-        token = draw(logits, key)
-        logits, cache = model.decode(token[:, None], cache)
-        return (logits[:, -1], cache), token
+    def going(carry):
+        index, token, *_ = carry
+        return (index < count) & ~jnp.isin(token, stops).all()
 
-    keys = jax.random.split(key, count)
-    (logits, _), tokens = jax.lax.scan(step, (logits, cache), keys[:-1])
-    last = draw(logits, keys[-1])
-    return jnp.concatenate([tokens.T, last[:, None]], axis=1)
+    def step(carry):
+        index, before, tokens, cache = carry
+        logits, cache = model.decode(before[:, None], cache)
+        drawn = draw(logits[:, -1], keys[index])
+        token = jnp.where(jnp.isin(before, stops), before, drawn)
+        return index + 1, token, tokens.at[:, index].set(token), cache
+
+    first = draw(logits, keys[0])
+    tokens = jnp.broadcast_to(first[:, None], (len(first), count))
+    end, last, tokens, _ = jax.lax.while_loop(going, step, (1, first, tokens, cache))
+    return jnp.where(jnp.arange(count)[None] < end, tokens, last[:, None])
+
+
+def _likely(
+    logits: Float[Array, "B vocabulary"], top_k: int, top_p: Float[Array, ""]
+) -> Float[Array, "B vocabulary"]:
+    """The logits of the likeliest tokens; those of the others are −∞."""
+    if 0 < top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+
+    def nucleus(logits):
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        share = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(share, axis=-1) - share  # of those that are likelier
+        least = jnp.where(before < top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
+        return jnp.where(logits < least, -jnp.inf, logits)
+
+    return jax.lax.cond(top_p < 1, nucleus, lambda logits: logits, logits)

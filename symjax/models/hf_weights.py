@@ -1,4 +1,4 @@
-"""Exact conversion of weights: unilm's Diff Transformer, Hugging Face's DiffLlama.
+"""Exact conversion of layers: unilm's Diff Transformer, Hugging Face's DiffLlama.
 
 Ours: kernels [in, out], sub-heads in (head, branch) order, and with
 `positions="rope"` features turned in pairs (i, i + H/2). Weights of torch are
@@ -7,19 +7,14 @@ Hugging Face has no weight in the norm of a head: it is multiplied into the outp
 projection. They are for layers without bias, query/key norms or normalised keys.
 """
 
-import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from symjax import config
-from symjax.layers.primitives import EPSILON
+from symjax.models.hf_files import check_names
 
 Weights = Mapping[str, Any]  # names → arrays, or groups of them
 
@@ -35,18 +30,6 @@ SHARED = {
 }
 OFFICIAL = SHARED | {"out/kernel": "out_proj.weight", "head_norm/scale": "subln.weight"}
 LLAMA = SHARED | {"out/kernel": "o_proj.weight"}
-
-# What our decoder does, by the names in a DiffLlama's config.json.
-ONLY = {
-    "model_type": "diffllama",
-    "hidden_act": "silu",
-    "rms_norm_eps": EPSILON,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope_scaling": None,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-}
 
 
 def official_attention(weights: Weights) -> dict[str, Any]:
@@ -68,7 +51,7 @@ def official_attention(weights: Weights) -> dict[str, Any]:
         own[name] = rearrange(own[name], "(n i pair) e -> e (n pair i)", **pairs)
     for name in ("value/kernel", "out/kernel"):
         own[name] = own[name].T
-    return _nested(own)
+    return nested(own)
 
 
 def to_official(params: Weights) -> dict[str, Any]:
@@ -78,7 +61,7 @@ def to_official(params: Weights) -> dict[str, Any]:
         ValueError: a parameter that their layer does not have, such as a bias.
     """
     who = "to_official"
-    own = _flat(params)
+    own = flat(params)
     theirs = _renamed(who, own, OFFICIAL, optional="key/kernel")
     pairs = {"pair": 2, "i": _even(who, _head_size(who, own, axis=1)) // 2}
     for name in {"q_proj.weight", "k_proj.weight"} & theirs.keys():
@@ -104,7 +87,7 @@ def diffllama_attention(weights: Weights) -> dict[str, Any]:
         own[name] = rearrange(own[name], "(branch n h) e -> e (n branch h)", **order)
     own["out/kernel"] = own["out/kernel"].T
     own["head_norm/scale"] = np.ones(2 * order["h"], own["out/kernel"].dtype)
-    return _nested(own)
+    return nested(own)
 
 
 def to_diffllama(params: Weights) -> dict[str, Any]:
@@ -116,8 +99,8 @@ def to_diffllama(params: Weights) -> dict[str, Any]:
         ValueError: a parameter that their layer does not have, such as a bias.
     """
     who = "to_diffllama"
-    own = _flat(params)
-    _check_names(who, own, [*LLAMA, "head_norm/scale"])
+    own = flat(params)
+    check_names(who, own, [*LLAMA, "head_norm/scale"])
     order = {"branch": 2, "h": _head_size(who, own, axis=1)}
     scale = own.pop("head_norm/scale")
     theirs = _renamed(who, own, LLAMA)
@@ -129,172 +112,12 @@ def to_diffllama(params: Weights) -> dict[str, Any]:
     return theirs | {"o_proj.weight": (out * scales[:, None]).T}
 
 
-def load_diffllama(directory: str | Path) -> tuple[config.Model, dict[str, Any]]:
-    """A DiffLlama as Hugging Face stores it: our configuration and parameters.
-
-        options, params = load_diffllama(directory)
-        model = Decoder(options, rngs=nnx.Rngs(0))
-        nnx.update(model, params)
-
-    Reads config.json and *.safetensors, sharded or not. Parameters become float32.
-    Dropout is not carried over; `dataclasses.replace` changes it and other options.
-
-    Raises:
-        ValueError: a file is missing, a setting is one that the decoder does not have,
-            names and shapes differ from those of the configuration, or the package
-            safetensors is not installed.
-    """
-    directory = Path(directory)
-    options = _options(_json(directory / "config.json"))
-    weights = _tensors(directory)
-    shapes = _shapes(options)
-    _check_names(str(directory), weights, shapes)
-    for name, shape in shapes.items():
-        if weights[name].shape != shape:
-            raise ValueError(
-                f"{directory}: {name} must be {shape} by config.json, got "
-                f"{weights[name].shape}"
-            )
-    params: dict[str, Any] = {
-        "embedding": {"embedding": weights["model.embed_tokens.weight"]},
-        "final_norm": {"scale": weights["model.norm.weight"]},
-        "blocks": {i: _block(weights, i) for i in range(options.depth)},
-    }
-    if not options.tie_embeddings:
-        params["head"] = {"kernel": weights["lm_head.weight"].T}
-    return options, jax.tree.map(jnp.asarray, params)
-
-
-def _options(settings: dict[str, Any]) -> config.Model:
-    """Our configuration from a DiffLlama's."""
-    rope = settings.get("rope_parameters") or {}
-    settings = {**settings, **rope}
-    for name, wanted in {**ONLY, "rope_type": "default"}.items():
-        if settings.get(name, wanted) != wanted:
-            raise ValueError(
-                f"config.json: {name} must be {wanted!r}, got {settings[name]!r}"
-            )
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    for name in (*needed, "num_attention_heads"):
-        if name not in settings:
-            raise ValueError(f"config.json: {name} is missing")
-    heads = settings["num_attention_heads"]
-    kv_heads = settings.get("num_key_value_heads") or heads
-    if heads % 2 or kv_heads % 2:
-        raise ValueError(
-            "config.json: num_attention_heads and num_key_value_heads count both "
-            f"branches and must be even, got {heads} and {kv_heads}"
-        )
-    return config.Model(
-        vocabulary=settings["vocab_size"],
-        width=settings["hidden_size"],
-        depth=settings["num_hidden_layers"],
-        heads=heads // 2,
-        kv_heads=kv_heads // 2,
-        head_size=settings.get("head_dim") or settings["hidden_size"] // heads,
-        feedforward=settings["intermediate_size"],
-        activation="swiglu",
-        norm="rmsnorm",
-        positions="rope",
-        rope_base=float(settings.get("rope_theta", 10000.0)),
-        length=settings.get("max_position_embeddings", 2048),
-        bias=False,
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        attention=config.Attention(differential="v1"),
-    )
-
-
-def _shapes(options: config.Model) -> dict[str, tuple[int, ...]]:
-    """The names of a DiffLlama's tensors, and their shapes [out, in]."""
-    width, hidden, size = options.width, options.feedforward, options.head_size
-    queries, keys = 2 * options.heads * size, 2 * options.kv_heads * size
-    layer = {
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-        "self_attn.q_proj.weight": (queries, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (width, queries),
-        **{f"self_attn.lambda_{x}{i}": (size,) for x in "qk" for i in (1, 2)},
-        "mlp.gate_proj.weight": (hidden, width),
-        "mlp.up_proj.weight": (hidden, width),
-        "mlp.down_proj.weight": (width, hidden),
-    }
-    table = (options.vocabulary, width)
-    shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (width,)}
-    if not options.tie_embeddings:
-        shapes["lm_head.weight"] = table
-    for i in range(options.depth):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
-def _block(weights: dict[str, np.ndarray], index: int) -> dict[str, Any]:
-    """Our block's parameters from the tensors of a DiffLlama's layer."""
-    prefix = f"model.layers.{index}."
-
-    def part(name: str) -> np.ndarray:
-        return weights[f"{prefix}{name}.weight"]
-
-    own = f"{prefix}self_attn."
-    inside = {x.removeprefix(own): y for x, y in weights.items() if x.startswith(own)}
-    names = ("gate", "up", "down")
-    return {
-        "attention_norm": {"scale": part("input_layernorm")},
-        "attention": diffllama_attention(inside),
-        "feedforward_norm": {"scale": part("post_attention_layernorm")},
-        "feedforward": {x: {"kernel": part(f"mlp.{x}_proj").T} for x in names},
-    }
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} is missing: it is no checkpoint of Hugging Face")
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _tensors(directory: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint by its name, in float32."""
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ValueError(
-            "load_diffllama needs safetensors: pip install safetensors"
-        ) from error
-    index = directory / "model.safetensors.index.json"
-    files = {"model.safetensors"}
-    if index.is_file():
-        files = set(_json(index)["weight_map"].values())
-    tensors = {}
-    for path in (directory / name for name in sorted(files)):
-        if not path.is_file():
-            raise ValueError(f"{path} is missing")
-        with safe_open(path, framework="flax") as file:  # NumPy has no bfloat16
-            for name in file.keys():
-                tensors[name] = np.asarray(file.get_tensor(name), np.float32)
-    return tensors
-
-
 def _renamed(
     who: str, arrays: Weights, names: Mapping[str, str], *, optional: str = ""
 ) -> dict[str, np.ndarray]:
     """The arrays under their new names; all must be there, save one."""
-    _check_names(who, arrays, [name for name in names if name != optional], optional)
+    check_names(who, arrays, [name for name in names if name != optional], optional)
     return {names[name]: np.asarray(array) for name, array in arrays.items()}
-
-
-def _check_names(
-    who: str, found: Iterable[str], wanted: Iterable[str], optional: str = ""
-) -> None:
-    found, wanted = set(found), set(wanted)
-    for what, names in (
-        ("lacks", wanted - found),
-        ("has unknown", found - wanted - {optional}),
-    ):
-        if names:
-            shown = ", ".join(map(repr, sorted(names)[:3]))
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(f"{who}: the layer or model {what} {shown}{more}")
 
 
 def _even(who: str, size: int) -> int:
@@ -328,7 +151,7 @@ def _head_size(who: str, own: Mapping[str, np.ndarray], *, axis: int) -> int:
     return size
 
 
-def _flat(params: Weights) -> dict[str, np.ndarray]:
+def flat(params: Weights) -> dict[str, np.ndarray]:
     """Nested parameters by path: {"query": {"kernel": x}} as {"query/kernel": x}."""
     leaves = tree_leaves_with_path(dict(params))
     return {
@@ -336,10 +159,13 @@ def _flat(params: Weights) -> dict[str, np.ndarray]:
     }
 
 
-def _nested(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The inverse of `_flat`, for paths of one or two names."""
-    params: dict[str, Any] = {}
-    for path, array in flat.items():
-        *group, name = path.split("/")
-        (params.setdefault(group[0], {}) if group else params)[name] = array
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`; numbers among the names are those of blocks."""
+    params: dict[Any, Any] = {}
+    for path, array in arrays.items():
+        *groups, name = (int(x) if x.isdecimal() else x for x in path.split("/"))
+        group = params
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[name] = array
     return params

@@ -1,22 +1,25 @@
 """What a run begins with: a checkpoint, the weights of another run, or new ones."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from symjax import config
 from symjax.attention.projections import KINDS
-from symjax.data.examples import Examples, open_examples
-from symjax.data.folder import MANIFEST
-from symjax.models import build, convert
-from symjax.models.convert import carried
-from symjax.training import processes
+from symjax.data.examples import Examples
+from symjax.layers.validate import sizes
+from symjax.models import convert
+from symjax.models.convert import FREE, carried
+from symjax.models.folders import is_folder, read_folder
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.preflight import saved_options, with_vocabulary
-from symjax.training.step import Program, State, parts
+from symjax.training.launch import is_process_zero
+from symjax.training.preflight import saved_options
+from symjax.training.progress import print_warning
+from symjax.training.saved import read_run
+from symjax.training.step import Program, State
 
 
 class Start(NamedTuple):
@@ -68,45 +71,79 @@ def _new(options: config.Config, program: Program, examples: Examples) -> Start:
 
 
 class Origin(NamedTuple):
-    """Weights of another run, converted to this model, and the constants and the model
-    that they come with."""
+    """Weights from elsewhere, and the constants and the model that they come with."""
 
     params: dict[str, Any]
     constants: dict[str, Any]
     source: config.Model
 
 
-def weights_of(workdir: Path, target: config.Model, corpus: Examples) -> Origin:
-    """The newest weights in `workdir`, as those of a `target` model for `corpus`.
+def weights_of(origin: Path, target: config.Model, corpus: Examples) -> Origin:
+    """The weights of a workdir or of a folder, as those of a `target` model for
+    `corpus`.
 
     Raises:
         ValueError: there is no checkpoint, its tokens are not those of the corpus, or
             its weights do not fit the model; the message names `init_from`.
     """
     try:
-        if not (workdir / "data" / MANIFEST).is_file():
-            raise ValueError(f"{workdir} is no workdir of train.py")
-        with Checkpoints(workdir.absolute() / "checkpoints") as checkpoints:
-            options = saved_options(checkpoints.read_meta(), workdir)
-            other = open_examples(options, workdir / "data")
-            if other.language != corpus.language:
-                raise ValueError(
-                    f"{workdir} was trained on other tokens: data.source "
-                    f"{options.data.source!r}, data.tokenizer "
-                    f"{options.data.tokenizer!r}, model.kind {options.model.kind!r}"
-                )
-            source = with_vocabulary(options, other).model
-            params, constants = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(
-                    x.shape, x.dtype, sharding=processes.replicated()
-                ),
-                parts(nnx.eval_shape(lambda: build(source, rngs=nnx.Rngs(0)))),
-            )
-            trees, _ = checkpoints.restore({"params": params, "constants": constants})
-        params = convert(trees["params"], source, target)
-        return Origin(params, trees["constants"], source)
+        if is_folder(origin):
+            found = _of_folder(origin, target, corpus)
+        else:
+            found = _of_run(origin, corpus)
+        return found._replace(params=convert(found.params, found.source, target))
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None
+
+
+def _of_run(workdir: Path, corpus: Examples) -> Origin:
+    """The newest weights of a workdir."""
+    if not (workdir / "checkpoints").is_dir():
+        raise ValueError(f"{workdir} is no workdir of train.py and no model's folder")
+    found = read_run(workdir)
+    data, kind = found.config.data, found.config.model.kind
+    if found.language != corpus.language:
+        raise ValueError(
+            f"{workdir} was trained on other tokens: data.source {data.source!r}, "
+            f"data.tokenizer {data.tokenizer!r}, model.kind {kind!r}"
+        )
+    return Origin(found.params, found.constants, found.config.model)
+
+
+def _of_folder(folder: Path, target: config.Model, corpus: Examples) -> Origin:
+    """The weights of a folder, of symjax or of transformers."""
+    found = read_folder(folder)
+    language = found.about.get("language")
+    if language not in (None, corpus.language):
+        raise ValueError(f"the model in {folder} was trained on other tokens")
+    if given := _given(found.options, target):
+        raise ValueError(f"{folder} needs {' '.join(given)}")
+    if language is None and is_process_zero():
+        print_warning(
+            f"init_from: {folder} does not say what its {found.options.vocabulary} "
+            f"tokens are: the {corpus.vocabulary} of data.tokenizer take their place"
+        )
+    return Origin(found.params, found.constants, found.options)
+
+
+def _given(source: config.Model, target: config.Model) -> list[str]:
+    """The keys that make a target whose weights fit, in words of a command line."""
+    given = []
+    for field in dataclasses.fields(source):
+        one, other = getattr(source, field.name), getattr(target, field.name)
+        turned = field.name in ("rope_base", "rope_share")
+        if one != other and (turned or field.name not in FREE):
+            given.append(f"--config.model.{field.name}={one}")
+    before, after = sizes(source), sizes(target)
+    if after.kv_heads % before.kv_heads:
+        given.append(f"--config.model.kv_heads={before.kv_heads}")
+    if before.value_size != after.value_size:
+        halves = 2 if target.attention.differential == "v1" else 1
+        given.append(f"--config.model.head_size={before.value_size // halves}")
+    hidden = [x.feedforward or 4 * x.width for x in (source, target)]
+    if hidden[0] != hidden[1]:
+        given.append(f"--config.model.feedforward={hidden[0]}")
+    return given
 
 
 def _placed(values: Any, like: Any) -> Any:

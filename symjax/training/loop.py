@@ -31,6 +31,7 @@ from symjax.training.processes import (
     to_host,
 )
 from symjax.training.progress import Clock, Progress
+from symjax.training.saved import described
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Means, Program, State, compile_program, means
 
@@ -322,6 +323,7 @@ def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) 
     meta = {
         "config": validation.to_dict(run.options),
         "data": run.examples.fingerprint,
+        "examples": described(run.examples, run.program.model),
         "heldout_loss": loss,
     }
     run.checkpoints.save(done, {**trees, "constants": constants}, meta)

@@ -355,6 +355,53 @@ def test_choices_that_exclude_each_other_are_refused_by_name(choice, words):
         small(**choice)(TOKENS)
 
 
+def drawn(model, **sampling):
+    """What 400 examples of the same prompt are continued with, by one token."""
+    prompt = jnp.broadcast_to(TOKENS[:1, :5], (400, 5))
+    return np.asarray(generate(model, prompt, 1, jax.random.key(7), **sampling))[:, 0]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"top_k": 3}, {"top_p": 0.4}, {"top_k": 6, "top_p": 0.3}, {"temperature": 3.0}],
+    ids=str,
+)
+def test_tokens_are_drawn_from_the_likeliest(sampling):
+    model = small(depth=1)
+    last = np.asarray(scores(model, TOKENS[:1, :5]), np.float64)[0, -1] * 9
+    head = model.head
+    head.kernel[...], head.bias[...] = 9 * head.kernel[...], 9 * head.bias[...]
+    chances = np.exp(last / sampling.get("temperature", 1.0))
+    order = np.argsort(-chances)
+    chances[order[sampling.get("top_k", 23) :]] = 0
+    chances /= chances.sum()
+    likelier = np.cumsum(chances[order]) - chances[order]
+    chances[order[likelier >= sampling.get("top_p", 1.0)]] = 0
+    chances /= chances.sum()
+    found = np.bincount(drawn(model, **sampling), minlength=23) / 400
+    assert set(np.flatnonzero(found)) <= set(np.flatnonzero(chances))
+    np.testing.assert_allclose(found, chances, atol=0.1)
+
+
+def test_a_row_repeats_the_token_that_stops_it_and_the_others_go_on():
+    model, key = small(), jax.random.key(2)
+    whole = np.asarray(generate(model, TOKENS[:, :5], 12, key))
+    stop = (int(whole[0, 4]), int(whole[1, 7]))
+    found = np.asarray(generate(model, TOKENS[:, :5], 12, key, stop=stop))
+    for row, wanted in zip(found, whole, strict=True):
+        end = np.isin(wanted, stop).argmax()
+        np.testing.assert_array_equal(row[: end + 1], wanted[: end + 1])
+        assert set(row[end:]) == {wanted[end]}
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str
+)
+def test_a_sampling_that_draws_nothing_is_refused(sampling):
+    with pytest.raises(ValueError, match=f"{next(iter(sampling))} must be"):
+        generate(small(depth=1), TOKENS[:, :5], 2, jax.random.key(0), **sampling)
+
+
 def test_more_tokens_than_learned_positions_are_refused():
     model = small(length=12)
     with pytest.raises(ValueError, match="19 tokens do not fit model.length 12"):

@@ -3,10 +3,16 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from runs import call, compile_cache, train, words, write_text
 
+from symjax import config
 from symjax.attention.projections import unit_statistics
 from symjax.evaluation.loading import load
+from symjax.exchange import Loaded, save_pretrained
+from symjax.exchange import load as load_model
+from symjax.models import build
+from symjax.models.folders import read_folder
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +53,79 @@ def test_random_features_are_fitted_to_the_weights_they_start_from(first):
     scales = np.sqrt(1 - 4 * np.asarray(found["statistics_a"]))[:, None]
     rotation = np.asarray(found["statistics_b"]) / scales
     np.testing.assert_allclose(rotation @ rotation.T, np.eye(size), atol=1e-5)
+
+
+def llama_keys(folder, **changes):
+    """The command line of a model whose weights are those of the folder."""
+    model = read_folder(folder).options
+    names = ("vocabulary", "width", "depth", "heads", "feedforward", "activation")
+    names += ("norm", "positions", "rope_base", "bias", "tie_embeddings", "head_size")
+    keys = {f"model__{name}": getattr(model, name) for name in names}
+    return keys | {"init_from": folder, "model__length": 32, **changes}
+
+
+def save_llama(folder, **changes):
+    """A random Llama that transformers would load, with a token for every byte."""
+    chosen = {"positions": "rope", "rope_base": 500.0, "norm": "rmsnorm"}
+    chosen |= {"activation": "swiglu", "feedforward": 40, "bias": False}
+    sizes = {"vocabulary": 256, "width": 32, "depth": 1, "heads": 4, "kv_heads": 2}
+    options = config.Model(length=64, **chosen, **sizes)
+    model = build(options, rngs=nnx.Rngs(5))
+    loaded = Loaded(model, None, config.Config(model=options))
+    assert save_pretrained(loaded, folder, format="transformers") == "llama"
+    (folder / "symjax.json").unlink()  # as another program writes it
+    return model
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"symmetric": "none", "differential": "none"},
+        {"symmetric": "plain", "differential": "v1"},
+        {"symmetric": "none", "differential": "none", "mechanism": "performer"},
+    ],
+    ids=["gpt", "diff_sym", "performer"],
+)
+def test_a_run_starts_from_a_llama(first, tmp_path, capfd, attention):
+    _, text = first
+    theirs = save_llama(tmp_path)
+    keys = llama_keys(tmp_path, optimizer__learning_rate=0.0, steps=1)
+    keys |= {f"model__attention__{name}": value for name, value in attention.items()}
+    if attention["differential"] == "v1":
+        keys["model__head_size"] = 4
+    assert train(text, tmp_path / "run", **keys) == 0
+    said = capfd.readouterr().err
+    assert f"weights of {tmp_path}" in said
+    assert "does not say what its 256 tokens are: the 256 of data.tokenizer" in said
+    params = load(tmp_path / "run").params
+    np.testing.assert_array_equal(
+        params["blocks"][0]["feedforward"]["gate"]["kernel"],
+        theirs.blocks[0].feedforward.gate.kernel[...],
+    )
+
+
+def test_a_llama_of_another_shape_names_every_key_at_once(first, tmp_path, capfd):
+    _, text = first
+    save_llama(tmp_path)
+    keys = llama_keys(tmp_path, model__width=64, model__feedforward=0)
+    del keys["model__rope_base"]
+    assert call("train", words(text, tmp_path / "run", **keys)) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1 and not (tmp_path / "run").exists()
+    wanted = "--config.model.width=32 --config.model.rope_base=500.0 "
+    wanted += "--config.model.head_size=4 --config.model.feedforward=40"
+    assert f"init_from: {tmp_path} needs {wanted}" in error
+
+
+def test_the_tokens_of_a_folder_of_symjax_are_compared(first, tmp_path, capfd):
+    folder, text = first
+    save_pretrained(load_model(folder / "first"), tmp_path / "folder")
+    start = {"init_from": tmp_path / "folder", "steps": 1}
+    assert train(text, tmp_path / "run", **start) == 0
+    assert "does not say" not in capfd.readouterr().err
+    keys = {"data__tokenizer": "char", **start}
+    assert call("train", words(text, tmp_path / "other", **keys)) == 2
+    assert "folder was trained on other tokens" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""The model card: what a folder of weights holds, in words and numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from symjax.exchange.loaded import Loaded
+
+SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy")
+USE = {
+    "symjax": "model = symjax.load_pretrained(FOLDER)",
+    **dict.fromkeys(
+        ("llama", "diffllama", "gpt2"),
+        "model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)",
+    ),
+}
+
+
+def read_results(path: str | Path | None) -> dict[str, Any]:
+    """The numbers of `eval.py --json`; none without a path.
+
+    Raises:
+        ValueError: the file cannot be read or is not of that form.
+    """
+    if path is None:
+        return {}
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"results {str(path)!r} cannot be read: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        raise ValueError(f"results {str(path)!r} are not the JSON of eval.py")
+    return found
+
+
+def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> str:
+    """Markdown.
+
+    Args:
+        kind: how the weights are stored.
+        reason: why transformers cannot load them; "" where it can.
+    Raises:
+        ValueError: the results are of another step.
+    """
+    if results and results["step"] != loaded.step:
+        raise ValueError(
+            f"the results are of step {results['step']}, the model is of step "
+            f"{loaded.step}"
+        )
+    model, source = loaded.config.model, loaded.config.data.source
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(loaded.model, nnx.Param)))
+    chosen = model.attention
+    mechanism = ", ".join(dict.fromkeys(model.pattern)) or chosen.mechanism
+    tokens = loaded.config.data.tokenizer if loaded.tokenizer else "ids"
+    rows = {
+        "kind": model.kind,
+        "mechanism": mechanism,
+        "symmetric": chosen.symmetric,
+        "differential": chosen.differential,
+        "parameters": f"{count:,}",
+        "width, depth, heads": f"{model.width}, {model.depth}, {model.heads}",
+        "context": f"{model.length} tokens",
+        "tokens": f"{tokens}, {model.vocabulary} types",
+        "trained on": f"data.source={source}, {loaded.step} steps",
+    }
+    head = [
+        *("---", "library_name: " + ("symjax" if reason else "transformers"), "---"),
+        "",
+        "# A model of symjax",
+        "",
+        *("```python", USE[kind], "```", ""),
+    ]
+    if reason:
+        head += [f"transformers does not load this folder: {reason}.", ""]
+    table = ["| | |", "|---|---|", *(f"| {x} | {y} |" for x, y in rows.items())]
+    return "\n".join([*head, *table, "", *_numbers(results)])
+
+
+def _numbers(results: dict[str, Any]) -> list[str]:
+    """What eval.py measured: held-out text, and the tables of n-grams beside it."""
+    heldout = results.get("heldout") or {}
+    rows = [(f"held-out {x}", heldout[x]) for x in SHOWN if x in heldout]
+    rows += [(f"{x} table", y) for x, y in heldout.get("ngrams", {}).items()]
+    if not rows:
+        return []
+    lines = (f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in rows)
+    head = ["## Evaluation", "", "Losses are nats a token.", "", "| | |", "|---|---|"]
+    return [*head, *lines, ""]

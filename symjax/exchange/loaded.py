@@ -1,0 +1,202 @@
+"""A trained model to work with: text in, text, logits and losses out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from symjax.config import Config
+from symjax.data.examples import tokenizer_of
+from symjax.data.tokens import Tokenizer
+from symjax.exchange.continued import continued, ended
+from symjax.exchange.scores import scores
+from symjax.models.build import Model, build
+from symjax.models.decoder import Decoder
+from symjax.training.saved import read_run
+
+
+class TextLoss(NamedTuple):
+    """The mean loss of a text, its first token left out, which nothing predicts."""
+
+    nats_per_token: float
+    bits_per_byte: float  # of the bytes that these tokens stand for
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model, and what turns text into its tokens.
+
+    Attributes:
+        model: a Decoder or Encoder, in evaluation mode.
+        tokenizer: None of a model of images or of a generated task.
+        config: the configuration of its run; config.model is that of the model.
+        step: of the checkpoint.
+        labels: the names of its classes, if it is a classifier.
+        language: plain values that describe the tokens, as `Examples.language`.
+    """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    config: Config
+    step: int = 0
+    labels: tuple[str, ...] = ()
+    language: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids [T].
+
+        Raises:
+            ValueError: the model has no tokenizer, or its tokenizer not these letters.
+        """
+        return self._known_tokenizer().encode(text)
+
+    def decode(self, tokens: Any) -> str:
+        """The text of token ids [T].
+
+        Raises:
+            ValueError: the model has no tokenizer.
+        """
+        return self._known_tokenizer().decode(tokens)
+
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        count: int = 200,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Sequence[int | str] = (),
+        seed: int = 0,
+    ) -> Any:
+        """What the model writes after a prompt, or after each of several.
+
+        Several prompts are continued side by side, each as it would be alone at
+        temperature 0.
+
+        Args:
+            count: tokens; fewer where learned positions end.
+            temperature, top_k, top_p: as in `symjax.models.generate`.
+            stop: what ends a continuation and is left out of it: tokens, which end the
+                work too, and strings, at which the finished text is cut.
+            seed: equal arguments give the same text.
+        Returns:
+            a string, or a list of them for a list of prompts.
+        Raises:
+            ValueError: the model is an encoder or has no tokenizer; an empty prompt, or
+                one that fills the learned positions.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        tokenizer, model = self._known_tokenizer(), self._decoder()
+        ids = [tokenizer.encode(text) for text in prompts]
+        rows = continued(
+            model,
+            ids,
+            count,
+            jax.random.key(seed),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=[x for x in stop if not isinstance(x, str)],
+        )
+        texts = [ended(row, tokenizer, stop) for row in rows]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def logits(self, tokens: Any) -> Float[Array, "*B T vocabulary"]:
+        """Logits at every place, in float32.
+
+        Args:
+            tokens: a text, or ids [T] or [B, T]; of an encoder also images, and its
+                classes come out [B, classes].
+        """
+        if isinstance(tokens, str):
+            tokens = self.encode(tokens)
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim == 1:
+            return self.logits(tokens[None])[0]
+        if jnp.issubdtype(tokens.dtype, jnp.integer):
+            tokens = tokens.astype(jnp.int32)
+        return _logits(*nnx.split(self.model), tokens)
+
+    def losses(self, tokens: Any) -> np.ndarray:
+        """−log p of every token but the first, given those before it: nats [T − 1].
+
+        A text longer than the model's length is read in windows of that many tokens,
+        as held-out text is in evaluation: a token is given those of its window.
+
+        Args:
+            tokens: a text, or ids [T].
+        Raises:
+            ValueError: the model is an encoder.
+        """
+        model, length = self._decoder(), self.config.model.length
+        ids = np.asarray(self.encode(tokens) if isinstance(tokens, str) else tokens)
+        starts = range(0, len(ids) - 1, length)
+        found = scores(model, [ids[start : start + length + 1] for start in starts])
+        return np.concatenate([np.zeros(0, np.float32), *(x.losses for x in found)])
+
+    def loss(self, text: str) -> TextLoss:
+        """The mean of `losses` over a text.
+
+        Raises:
+            ValueError: it has fewer than two tokens.
+        """
+        ids = self.encode(text)
+        if len(ids) < 2:
+            raise ValueError(f"a loss needs 2 tokens or more, {text!r} has {len(ids)}")
+        losses = self.losses(ids).astype(np.float64)
+        size = len(text.encode()) - len(self.decode(ids[:1]).encode())
+        return TextLoss(
+            float(losses.mean()), float(losses.sum() / max(size, 1) / math.log(2))
+        )
+
+    def _known_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            source = self.config.data.source
+            raise ValueError(f"a model of data.source={source} has no tokenizer")
+        return self.tokenizer
+
+    def _decoder(self) -> Decoder:
+        if not isinstance(self.model, Decoder):
+            raise ValueError("the model is an encoder: it predicts no next token")
+        return self.model
+
+
+def load(workdir: str | Path, step: int | None = None, *, best: bool = False) -> Loaded:
+    """The model of a run, from its checkpoints alone: `data` is not needed.
+
+        model = symjax.load("runs/diff_sym-tiny")
+        print(model.generate("def main(", temperature=0.7, top_p=0.9))
+
+    Args:
+        workdir: of train.py.
+        step: of a checkpoint; None: the newest whole one.
+        best: the one of the least held-out loss among those that are kept.
+    Raises:
+        ValueError: there is no such run or checkpoint, or it is damaged.
+    """
+    found = read_run(Path(workdir), step, best=best)
+    model = loaded_model(found.config, found.params, found.constants)
+    tokenizer, about = tokenizer_of(found.language), (found.labels, found.language)
+    return Loaded(model, tokenizer, found.config, found.step, *about)
+
+
+def loaded_model(options: Config, params: Any, constants: Any) -> Model:
+    """The model with these weights and constants."""
+    graph = nnx.split(nnx.eval_shape(lambda: build(options.model, rngs=nnx.Rngs(0))))[0]
+    return nnx.merge(graph, params, constants)
+
+
+@partial(jax.jit, static_argnums=0)
+def _logits(graph: Any, weights: Any, tokens: Array) -> Array:
+    return nnx.merge(graph, weights)(tokens)

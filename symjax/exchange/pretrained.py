@@ -1,0 +1,125 @@
+"""Folders of weights: written so that transformers loads them where it can."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from symjax import validation
+from symjax.config import Config
+from symjax.data.examples import tokenizer_of
+from symjax.exchange.card import read_results, to_card
+from symjax.exchange.loaded import Loaded, loaded_model
+from symjax.files import check_writable, replaced
+from symjax.models.folders import (
+    OWN,
+    SETTINGS,
+    as_family,
+    options_of,
+    own_tensors,
+    read_folder,
+)
+from symjax.models.hf_files import TENSORS, write_tensors
+
+CARD = "README.md"
+FORMATS = ("auto", "transformers", "symjax")
+
+
+def save_pretrained(
+    loaded: Loaded,
+    folder: str | Path,
+    *,
+    results: str | Path | None = None,
+    format: str = "auto",
+) -> str:
+    """Write a model as a folder: weights, configuration, tokenizer and a model card.
+
+    A softmax decoder of the right shape becomes a Llama, with learned positions a
+    GPT-2, a differential one (V1) a DiffLlama: transformers computes the same logits.
+    Symmetric keys are written as keys of their own. Weights are float32.
+
+    Args:
+        folder: made if it is missing; files of these names are replaced.
+        results: the JSON of `eval.py --json`, whose numbers the card shows.
+        format: "transformers" refuses what it cannot load, "symjax" writes any model
+            under our own names, "auto" does the first where it can.
+    Returns:
+        What was written: llama, diffllama, gpt2, or symjax.
+    Raises:
+        ValueError: transformers has no such model, naming the first key that differs;
+            the results are no JSON of eval.py; or the folder cannot be written.
+    """
+    if format not in FORMATS:
+        raise ValueError(
+            f"format {format!r} is unknown: choose from {', '.join(FORMATS)}"
+        )
+    folder, numbers = Path(folder), read_results(results)
+    settings, tensors, reason = _contents(loaded, format)
+    kind = settings.get("model_type", "symjax")
+    about = {
+        "format": kind,
+        "step": loaded.step,
+        "config": validation.to_dict(loaded.config),
+        "language": loaded.language,
+        "labels": list(loaded.labels),
+    }
+    texts = {OWN: _json(about), CARD: to_card(loaded, kind, reason, numbers)}
+    if settings:
+        texts[SETTINGS] = _json(settings)
+    check_writable(folder, f"weights in {folder}")
+    if not settings:
+        (folder / SETTINGS).unlink(missing_ok=True)
+    with replaced(folder, TENSORS, *texts) as unfinished:
+        write_tensors(unfinished / TENSORS, tensors)
+        for name, text in texts.items():
+            (unfinished / name).write_text(text, encoding="utf-8")
+    return kind
+
+
+def load_pretrained(folder: str | Path) -> Loaded:
+    """The model of a folder of `save_pretrained`, ours or that of transformers.
+
+    Of Llama, DiffLlama and GPT-2 folders that transformers wrote there is no
+    tokenizer: `logits` and `losses` take token ids.
+
+    Raises:
+        ValueError: a file is missing or damaged, or the model is one that the decoder
+            does not compute, naming the setting.
+    """
+    folder = Path(folder)
+    found = read_folder(folder)
+    options, about = Config(), found.about
+    if about:
+        options = options_of(folder, about)
+    options = dataclasses.replace(options, model=found.options)
+    model = loaded_model(options, found.params, found.constants)
+    language = about.get("language", {})
+    return Loaded(
+        model,
+        tokenizer_of(language),
+        options,
+        about.get("step", 0),
+        tuple(about.get("labels", ())),
+        language,
+    )
+
+
+def _contents(loaded: Loaded, format: str) -> tuple[dict, dict, str]:
+    """(settings, tensors, why transformers cannot load it): no settings of our own
+    names."""
+    reason = "format='symjax' was asked for"
+    if format != "symjax":
+        try:
+            params = nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param))
+            return *as_family(loaded.config.model, params), ""
+        except ValueError as error:
+            if format == "transformers":
+                raise
+            reason = str(error)
+    return {}, own_tensors(loaded.model), reason
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"

@@ -1,0 +1,192 @@
+"""Folders of weights: which of Hugging Face's models one is, and our own kind.
+
+config.json         settings of a Llama, DiffLlama or GPT-2; none in our own kind
+model.safetensors   tensors by the names of that model, or by our own
+symjax.json         of folders that symjax wrote: configuration, tokens, step
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from symjax import config, validation
+from symjax.layers import Constant
+from symjax.layers.validate import sizes
+from symjax.models.build import Model, build
+from symjax.models.convert import convert
+from symjax.models.hf_family import Family
+from symjax.models.hf_files import TENSORS, check_shapes, read_json, read_tensors
+from symjax.models.hf_gpt2 import GPT2, renamed
+from symjax.models.hf_llama import DIFFLLAMA, LLAMA
+from symjax.models.hf_weights import flat, nested
+
+FAMILIES = {family.model_type: family for family in (LLAMA, DIFFLLAMA, GPT2)}
+SETTINGS, OWN = "config.json", "symjax.json"
+# Keys of ours that change no function of a trained model.
+FREE = ("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length")
+FREE_OF_ATTENTION = ("implementation", "chunk_size")
+
+
+class Folder(NamedTuple):
+    """What a folder of weights holds.
+
+    Attributes:
+        constants: random projections of our own kind; none of the others.
+        about: of symjax.json; empty where another program wrote the folder.
+    """
+
+    options: config.Model
+    params: dict[str, Any]
+    constants: dict[str, Any]
+    about: dict[str, Any]
+
+
+def is_folder(directory: Path) -> bool:
+    """Whether it is a folder of weights, and no workdir."""
+    return any((directory / name).is_file() for name in (SETTINGS, OWN))
+
+
+def read_folder(directory: str | Path) -> Folder:
+    """A folder that `save_pretrained` wrote, ours or that of transformers.
+
+    Raises:
+        ValueError: a file is missing or damaged, a setting is one that the decoder does
+            not have, or names and shapes differ from those of the configuration.
+    """
+    directory = Path(directory)
+    about = read_json(directory / OWN) if (directory / OWN).is_file() else {}
+    if about.get("format") == "symjax":
+        return _own(directory, about)
+    options, params = read_family(directory)
+    return Folder(options, params, {}, about)
+
+
+def read_family(
+    directory: Path, *model_types: str
+) -> tuple[config.Model, dict[str, Any]]:
+    """Our configuration and parameters, in float32, of a model of Hugging Face.
+
+    Args:
+        model_types: those that are wanted; any known one by default.
+    """
+    settings = read_json(directory / SETTINGS)
+    kind, known = settings.get("model_type"), model_types or tuple(FAMILIES)
+    if kind not in known:
+        wanted = " or ".join(map(repr, known))
+        raise ValueError(f"config.json: model_type must be {wanted}, got {kind!r}")
+    family = FAMILIES[kind]
+    options = family.options(settings)
+    tensors = read_tensors(directory)
+    if family is GPT2:
+        tensors = renamed(tensors)
+    if options.tie_embeddings:
+        tensors.pop("lm_head.weight", None)  # some programs write it twice
+    check_shapes(str(directory), tensors, family.shapes(options))
+    return options, jax.tree.map(jnp.asarray, family.params(tensors, options))
+
+
+def load_diffllama(directory: str | Path) -> tuple[config.Model, dict[str, Any]]:
+    """A DiffLlama as Hugging Face stores it: our configuration and parameters.
+
+        options, params = load_diffllama(directory)
+        model = Decoder(options, rngs=nnx.Rngs(0))
+        nnx.update(model, params)
+
+    Dropout is not carried over; `dataclasses.replace` changes it and other options.
+
+    Raises:
+        ValueError: as `read_folder`, or the model is no DiffLlama.
+    """
+    return read_family(Path(directory), "diffllama")
+
+
+def as_family(
+    options: config.Model, params: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A decoder as (settings, tensors) of the model of Hugging Face that computes the
+    same: a DiffLlama, a Llama, or with learned positions a GPT-2.
+
+    Symmetric keys become keys of their own, the same function.
+
+    Raises:
+        ValueError: there is none; the message names the first key that differs.
+    """
+    family = LLAMA if options.positions != "learned" else GPT2
+    if options.attention.differential == "v1":
+        family = DIFFLLAMA
+    target = _resolved(options)
+    symmetric, norm = options.attention.symmetric, options.attention.key_norm
+    if symmetric == "plain" and norm == "none":
+        chosen = dataclasses.replace(options.attention, symmetric="none")
+        target = dataclasses.replace(target, attention=chosen)
+    settings = family.settings(target)
+    _check_equal(target, family.options(settings), family)
+    return settings, family.tensors(convert(params, options, target), target)
+
+
+def own_tensors(model: Model) -> dict[str, Any]:
+    """Weights and constants of any model by their paths."""
+    return flat(_trees(model))
+
+
+def _trees(model: Model) -> dict[str, Any]:
+    return {
+        "params": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        "constants": nnx.to_pure_dict(nnx.state(model, Constant)),
+    }
+
+
+def _own(directory: Path, about: dict[str, Any]) -> Folder:
+    options = options_of(directory, about).model
+    like = nnx.eval_shape(lambda: build(options, rngs=nnx.Rngs(0)))
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(_trees(like))
+    }
+    tensors = read_tensors(directory)
+    check_shapes(str(directory / TENSORS), tensors, shapes)
+    trees = {"params": {}, "constants": {}} | nested(tensors)
+    trees = jax.tree.map(jnp.asarray, trees)
+    return Folder(options, trees["params"], trees["constants"], about)
+
+
+def options_of(directory: Path, about: dict[str, Any]) -> config.Config:
+    """The configuration in symjax.json.
+
+    Raises:
+        ValueError: it is none of this version, or its values are out of range.
+    """
+    try:
+        return validation.from_dict(about["config"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"the configuration in {directory / OWN}: {error}") from None
+
+
+def _resolved(options: config.Model) -> config.Model:
+    """With the sizes that 0 stands for."""
+    found = sizes(options)
+    return dataclasses.replace(
+        options,
+        kv_heads=found.kv_heads,
+        head_size=found.head_size,
+        feedforward=options.feedforward or 4 * options.width,
+    )
+
+
+def _check_equal(found: config.Model, theirs: config.Model, family: Family) -> None:
+    """Raises: ValueError: a key differs that changes the function, naming it."""
+    for prefix, group, other, free in (
+        ("model.", found, theirs, (*FREE, "attention")),
+        ("model.attention.", found.attention, theirs.attention, FREE_OF_ATTENTION),
+    ):
+        for field in dataclasses.fields(group):
+            one, two = getattr(group, field.name), getattr(other, field.name)
+            if field.name not in free and one != two:
+                raise ValueError(
+                    f"no model of transformers computes this: {prefix}{field.name} is "
+                    f"{one!r}, in a {family.model_type} it is {two!r}"
+                )

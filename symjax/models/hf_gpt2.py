@@ -1,0 +1,148 @@
+"""GPT-2: learned positions, LayerNorm, biases, and an embedding that is also the
+output layer. Its weights are [in, out], as ours; queries, keys and values are one."""
+
+from typing import Any
+
+import numpy as np
+
+from symjax import config
+from symjax.layers.primitives import EPSILON
+from symjax.models.hf_family import Family, check_needed, check_settings
+from symjax.models.hf_weights import flat, nested
+
+# By the value of activation_function; theirs of tanh is ours.
+ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+ONLY = {
+    "layer_norm_epsilon": EPSILON,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "quantization_config": None,
+}
+# Ours → theirs: linear layers and norms of a block, each with a weight and a bias.
+LAYERS = {
+    "attention_norm": "ln_1",
+    "attention/out": "attn.c_proj",
+    "feedforward_norm": "ln_2",
+    "feedforward/up": "mlp.c_fc",
+    "feedforward/down": "mlp.c_proj",
+}
+JOINED, PARTS = "attn.c_attn", ("query", "key", "value")
+ENDS = {
+    "embedding/embedding": "transformer.wte.weight",
+    "positions": "transformer.wpe.weight",
+    "final_norm/scale": "transformer.ln_f.weight",
+    "final_norm/bias": "transformer.ln_f.bias",
+}
+
+
+def _options(settings: dict[str, Any]) -> config.Model:
+    check_settings(settings, ONLY)
+    check_needed(settings, "vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
+    activation = settings.get("activation_function", "gelu_new")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"config.json: activation_function must be one of "
+            f"{', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
+    width, heads = settings["n_embd"], settings["n_head"]
+    return config.Model(
+        vocabulary=settings["vocab_size"],
+        width=width,
+        depth=settings["n_layer"],
+        heads=heads,
+        kv_heads=heads,
+        head_size=width // heads,
+        feedforward=settings.get("n_inner") or 4 * width,
+        activation=ACTIVATIONS[activation],
+        length=settings["n_positions"],
+        tie_embeddings=True,
+    )
+
+
+def _settings(options: config.Model) -> dict[str, Any]:
+    activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": options.vocabulary,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # none of our own
+        "n_embd": options.width,
+        "n_layer": options.depth,
+        "n_head": options.heads,
+        "n_inner": options.feedforward,
+        "n_positions": options.length,
+        "activation_function": activations.get(options.activation, "gelu_new"),
+        "layer_norm_epsilon": EPSILON,
+        "tie_word_embeddings": True,
+    }
+
+
+def _shapes(options: config.Model) -> dict[str, tuple[int, ...]]:
+    width, hidden = options.width, options.feedforward
+    inputs = {"mlp.c_fc": width, "mlp.c_proj": hidden}
+    outputs = {JOINED: 3 * width, "mlp.c_fc": hidden}
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (options.vocabulary, width),
+        "transformer.wpe.weight": (options.length, width),
+        "transformer.ln_f.weight": (width,),
+        "transformer.ln_f.bias": (width,),
+    }
+    for i in range(options.depth):
+        for name in (JOINED, *LAYERS.values()):
+            size = outputs.get(name, width)
+            rows = () if name.startswith("ln") else (inputs.get(name, width),)
+            shapes[f"transformer.h.{i}.{name}.weight"] = (*rows, size)
+            shapes[f"transformer.h.{i}.{name}.bias"] = (size,)
+    return shapes
+
+
+def _weight(layer: str) -> str:
+    """Our name of what is a weight beside a bias."""
+    return "scale" if layer.endswith("norm") else "kernel"
+
+
+def _params(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
+    params = {ours: tensors[theirs] for ours, theirs in ENDS.items()}
+    for i in range(options.depth):
+        block, prefix = f"blocks/{i}/", f"transformer.h.{i}."
+        for ours, theirs in LAYERS.items():
+            params[f"{block}{ours}/{_weight(ours)}"] = tensors[
+                f"{prefix}{theirs}.weight"
+            ]
+            params[f"{block}{ours}/bias"] = tensors[f"{prefix}{theirs}.bias"]
+        for theirs, ours in (("weight", "kernel"), ("bias", "bias")):
+            thirds = np.split(tensors[f"{prefix}{JOINED}.{theirs}"], 3, axis=-1)
+            for part, array in zip(PARTS, thirds, strict=True):
+                params[f"{block}attention/{part}/{ours}"] = array
+    return nested(params)
+
+
+def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
+    own = flat(params)
+    tensors = {theirs: own[ours] for ours, theirs in ENDS.items()}
+    for i in range(options.depth):
+        block, prefix = f"blocks/{i}/", f"transformer.h.{i}."
+        for ours, theirs in LAYERS.items():
+            tensors[f"{prefix}{theirs}.weight"] = own[f"{block}{ours}/{_weight(ours)}"]
+            tensors[f"{prefix}{theirs}.bias"] = own[f"{block}{ours}/bias"]
+        for theirs, ours in (("weight", "kernel"), ("bias", "bias")):
+            thirds = [own[f"{block}attention/{part}/{ours}"] for part in PARTS]
+            tensors[f"{prefix}{JOINED}.{theirs}"] = np.concatenate(thirds, axis=-1)
+    return tensors
+
+
+GPT2 = Family("gpt2", _options, _settings, _shapes, _params, _tensors)
+
+
+def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a checkpoint of 2019 by their names of today: without the causal
+    masks among them, and with the prefix of the model."""
+    masks = (".attn.bias", ".attn.masked_bias")
+    kept = {name: x for name, x in tensors.items() if not name.endswith(masks)}
+    return {
+        name if name.startswith("transformer.") else f"transformer.{name}": x
+        for name, x in kept.items()
+    }

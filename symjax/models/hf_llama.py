@@ -1,0 +1,219 @@
+"""Llama, and DiffLlama, which is a Llama with differential attention.
+
+Both turn features in pairs (i, i + H/2), as ours with `positions="rope"`. The weights
+of torch are [out, in], our kernels [in, out].
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from symjax import config
+from symjax.layers.primitives import EPSILON
+from symjax.models.hf_family import Family, check_needed, check_settings
+from symjax.models.hf_weights import diffllama_attention, flat, nested, to_diffllama
+
+# What our decoder does, by the names in config.json.
+ONLY = {
+    "hidden_act": "silu",
+    "rms_norm_eps": EPSILON,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": None,
+    "rope_type": "default",
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+# Ours → theirs, of a block, and of a layer of a Llama; kernels are transposed.
+BLOCK = {
+    "attention_norm/scale": "input_layernorm.weight",
+    "feedforward_norm/scale": "post_attention_layernorm.weight",
+    "feedforward/gate/kernel": "mlp.gate_proj.weight",
+    "feedforward/up/kernel": "mlp.up_proj.weight",
+    "feedforward/down/kernel": "mlp.down_proj.weight",
+}
+LAYER = {
+    "query/kernel": "q_proj.weight",
+    "key/kernel": "k_proj.weight",
+    "value/kernel": "v_proj.weight",
+    "out/kernel": "o_proj.weight",
+}
+ENDS = {
+    "embedding/embedding": "model.embed_tokens.weight",
+    "final_norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+}
+
+
+class Kind(NamedTuple):
+    """
+    Attributes:
+        epsilon: the default of rms_norm_eps.
+        differential: ours.
+        take, give: their layer's tensors → our layer's parameters, and back.
+    """
+
+    model_type: str
+    architecture: str
+    epsilon: float
+    differential: str
+    take: Callable[[Mapping[str, Any]], dict[str, Any]]
+    give: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+    @property
+    def branches(self) -> int:
+        """Their heads of one of ours."""
+        return 2 if self.differential == "v1" else 1
+
+
+def llama_attention(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of our layer from those of a LlamaAttention."""
+    return nested({ours: _turned(ours, weights[LAYER[ours]]) for ours in LAYER})
+
+
+def to_llama(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `llama_attention`."""
+    return {LAYER[ours]: _turned(ours, x) for ours, x in flat(params).items()}
+
+
+def _turned(ours: str, array: Any) -> np.ndarray:
+    return np.asarray(array).T if ours.endswith("kernel") else np.asarray(array)
+
+
+def _options(kind: Kind, settings: dict[str, Any]) -> config.Model:
+    """Our configuration from theirs."""
+    settings = {"rms_norm_eps": kind.epsilon, **settings}
+    settings |= settings.get("rope_parameters") or {}
+    check_settings(settings, ONLY)
+    sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
+    check_needed(settings, *sizes, "num_attention_heads")
+    heads = settings["num_attention_heads"]
+    kv_heads = settings.get("num_key_value_heads") or heads
+    if heads % kind.branches or kv_heads % kind.branches:
+        raise ValueError(
+            "config.json: num_attention_heads and num_key_value_heads count both "
+            f"branches and must be even, got {heads} and {kv_heads}"
+        )
+    return config.Model(
+        vocabulary=settings["vocab_size"],
+        width=settings["hidden_size"],
+        depth=settings["num_hidden_layers"],
+        heads=heads // kind.branches,
+        kv_heads=kv_heads // kind.branches,
+        head_size=settings.get("head_dim") or settings["hidden_size"] // heads,
+        feedforward=settings["intermediate_size"],
+        activation="swiglu",
+        norm="rmsnorm",
+        positions="rope",
+        rope_base=float(settings.get("rope_theta") or 10000.0),
+        length=settings.get("max_position_embeddings", 2048),
+        bias=False,
+        tie_embeddings=settings.get("tie_word_embeddings", False),
+        attention=config.Attention(differential=kind.differential),
+    )
+
+
+def _settings(kind: Kind, options: config.Model) -> dict[str, Any]:
+    """Their config.json; RoPE as versions 4 and 5 of transformers have it."""
+    return {
+        "model_type": kind.model_type,
+        "architectures": [kind.architecture],
+        "vocab_size": options.vocabulary,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # none of our own
+        "hidden_size": options.width,
+        "intermediate_size": options.feedforward,
+        "num_hidden_layers": options.depth,
+        "num_attention_heads": options.heads * kind.branches,
+        "num_key_value_heads": options.kv_heads * kind.branches,
+        "head_dim": options.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": EPSILON,
+        "rope_theta": options.rope_base,
+        "rope_parameters": {"rope_theta": options.rope_base, "rope_type": "default"},
+        "max_position_embeddings": options.length,
+        "tie_word_embeddings": options.tie_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def _shapes(kind: Kind, options: config.Model) -> dict[str, tuple[int, ...]]:
+    """Shapes are [out, in]."""
+    width, hidden, size = options.width, options.feedforward, options.head_size
+    queries = kind.branches * options.heads * size
+    keys = kind.branches * options.kv_heads * size
+    layer = {
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (width, queries),
+        "mlp.gate_proj.weight": (hidden, width),
+        "mlp.up_proj.weight": (hidden, width),
+        "mlp.down_proj.weight": (width, hidden),
+    }
+    if kind.differential == "v1":
+        layer |= {f"self_attn.lambda_{x}{i}": (size,) for x in "qk" for i in (1, 2)}
+    table = (options.vocabulary, width)
+    shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (width,)}
+    if not options.tie_embeddings:
+        shapes["lm_head.weight"] = table
+    for i in range(options.depth):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _params(
+    kind: Kind, tensors: dict[str, Any], options: config.Model
+) -> dict[str, Any]:
+    found = {x: _turned(x, tensors[y]) for x, y in ENDS.items() if y in tensors}
+    params = nested(found) | {"blocks": {}}
+    for i in range(options.depth):
+        prefix = f"model.layers.{i}."
+        own = f"{prefix}self_attn."
+        inside = {x.removeprefix(own): y for x, y in tensors.items() if own in x}
+        block = {x: _turned(x, tensors[prefix + y]) for x, y in BLOCK.items()}
+        params["blocks"][i] = nested(block) | {"attention": kind.take(inside)}
+    return params
+
+
+def _tensors(
+    kind: Kind, params: dict[str, Any], options: config.Model
+) -> dict[str, Any]:
+    ends = flat({x: y for x, y in params.items() if x != "blocks"})
+    tensors = {ENDS[x]: _turned(x, y) for x, y in ends.items()}
+    for i in range(options.depth):
+        block, prefix = dict(params["blocks"][i]), f"model.layers.{i}."
+        inside = kind.give(block.pop("attention"))
+        tensors |= {f"{prefix}self_attn.{x}": y for x, y in inside.items()}
+        tensors |= {prefix + BLOCK[x]: _turned(x, y) for x, y in flat(block).items()}
+    return tensors
+
+
+def _family(kind: Kind) -> Family:
+    return Family(
+        kind.model_type,
+        partial(_options, kind),
+        partial(_settings, kind),
+        partial(_shapes, kind),
+        partial(_params, kind),
+        partial(_tensors, kind),
+    )
+
+
+LLAMA = _family(
+    Kind("llama", "LlamaForCausalLM", 1e-6, "none", llama_attention, to_llama)
+)
+DIFFLLAMA = _family(
+    Kind(
+        "diffllama",
+        "DiffLlamaForCausalLM",
+        1e-5,
+        "v1",
+        diffllama_attention,
+        to_diffllama,
+    )
+)

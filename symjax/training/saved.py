@@ -1,0 +1,96 @@
+"""A model as a run saved it: weights, configuration and tokens, without its data."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from symjax import config, validation
+from symjax.data.examples import Examples, open_examples, tokenizer_of
+from symjax.data.folder import MANIFEST
+from symjax.models.build import build
+from symjax.training import processes
+from symjax.training.checkpoint import Checkpoints
+from symjax.training.preflight import saved_options, with_vocabulary
+from symjax.training.step import parts
+
+
+class Saved(NamedTuple):
+    """A checkpoint.
+
+    Attributes:
+        config: with the vocabulary, or size of images, that the data gave the model.
+        language: as `Examples.language`: what its tokens mean.
+        labels: as `Examples.labels`: the names of its classes.
+    """
+
+    step: int
+    config: config.Config
+    language: dict[str, Any]
+    labels: tuple[str, ...]
+    params: dict[str, Any]
+    constants: dict[str, Any]
+
+
+def described(examples: Examples, model: config.Model) -> dict[str, Any]:
+    """What a checkpoint says of the examples, so that it can be used without them."""
+    return {
+        "vocabulary": model.vocabulary,
+        "image": list(model.image),
+        "language": examples.language,
+        "labels": list(examples.labels),
+    }
+
+
+def read_run(workdir: Path, step: int | None = None, *, best: bool = False) -> Saved:
+    """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
+
+    Reads the folder `checkpoints` alone; `data` too where a checkpoint is older than
+    the descriptions in it.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is damaged.
+    """
+    with Checkpoints(workdir.absolute() / "checkpoints") as checkpoints:
+        meta = checkpoints.read_meta(step, best=best)
+        options, about = _options(meta, workdir)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=processes.replicated()
+            ),
+            parts(nnx.eval_shape(lambda: build(options.model, rngs=nnx.Rngs(0)))),
+        )
+        wanted = {"params": like[0], "constants": like[1]}
+        trees, meta = checkpoints.restore(wanted, step, best=best)
+    language, labels = about["language"], tuple(about["labels"])
+    return Saved(meta["step"], options, language, labels, **trees)
+
+
+def _options(
+    meta: dict[str, Any], workdir: Path
+) -> tuple[config.Config, dict[str, Any]]:
+    """The configuration of the model as it was built, and what `described` said."""
+    options, about = saved_options(meta, workdir), meta.get("examples")
+    if about is None:
+        if not (workdir / "data" / MANIFEST).is_file():
+            raise ValueError(
+                f"checkpoint {meta['step']} of {workdir} does not say what its tokens "
+                f"are: {workdir / 'data'} is needed, and has no {MANIFEST}"
+            )
+        examples = open_examples(options, workdir / "data")
+        options = with_vocabulary(options, examples)
+        return options, described(examples, options.model)
+    try:
+        sizes = {"vocabulary": about["vocabulary"], "image": tuple(about["image"])}
+        model = dataclasses.replace(options.model, **sizes)
+        validation.check(model, "model.")
+        tokenizer_of(about["language"])
+        tuple(about["labels"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"checkpoint {meta['step']} of {workdir} describes no examples: "
+            f"{type(error).__name__} {error}"
+        ) from None
+    return dataclasses.replace(options, model=model), about

@@ -1,0 +1,163 @@
+"""Tiny models as Hugging Face stores them, and the logits that transformers gives.
+
+    pip install torch transformers && python tests/exchange/reference_logits.py
+
+writes the logits beside this file anew. Weights are drawn by NumPy from the names of
+the tensors, so that tests make the same folders without torch.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+LOGITS = Path(__file__).with_suffix(".json")
+VOCABULARY, WIDTH, HIDDEN, DEPTH, LENGTH = 29, 24, 34, 2, 40
+TOKENS = np.array([[3, 17, 28, 0, 9, 9, 21], [1, 2, 26, 14, 5, 8, 13]])
+LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": DEPTH,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": LENGTH,
+    "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+}
+MODELS = {
+    "llama": {
+        "model_type": "llama",
+        **LLAMA,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "tie_word_embeddings": False,
+    },
+    "llama-tied": {
+        "model_type": "llama",
+        **LLAMA,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
+    "diffllama": {
+        "model_type": "diffllama",
+        **LLAMA,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCABULARY,
+        "n_embd": WIDTH,
+        "n_layer": DEPTH,
+        "n_head": 3,
+        "n_inner": HIDDEN,
+        "n_positions": LENGTH,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+    },
+}
+
+
+def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a model's tensors, as transformers writes them."""
+    if settings["model_type"] == "gpt2":
+        return _gpt2_shapes()
+    size = settings["head_dim"]
+    queries = settings["num_attention_heads"] * size
+    keys = settings["num_key_value_heads"] * size
+    layer = {
+        "self_attn.q_proj": (queries, WIDTH),
+        "self_attn.k_proj": (keys, WIDTH),
+        "self_attn.v_proj": (keys, WIDTH),
+        "self_attn.o_proj": (WIDTH, queries),
+        "mlp.gate_proj": (HIDDEN, WIDTH),
+        "mlp.up_proj": (HIDDEN, WIDTH),
+        "mlp.down_proj": (WIDTH, HIDDEN),
+        "input_layernorm": (WIDTH,),
+        "post_attention_layernorm": (WIDTH,),
+    }
+    found = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
+    found["model.norm.weight"] = (WIDTH,)
+    if not settings["tie_word_embeddings"]:
+        found["lm_head.weight"] = (VOCABULARY, WIDTH)
+    for i in range(DEPTH):
+        prefix = f"model.layers.{i}."
+        found |= {f"{prefix}{name}.weight": shape for name, shape in layer.items()}
+        if settings["model_type"] == "diffllama":
+            vectors = [f"lambda_{x}{n}" for x in "qk" for n in (1, 2)]
+            found |= {f"{prefix}self_attn.{name}": (size,) for name in vectors}
+    return found
+
+
+def _gpt2_shapes() -> dict[str, tuple[int, ...]]:
+    found = {
+        "wte.weight": (VOCABULARY, WIDTH),
+        "wpe.weight": (LENGTH, WIDTH),
+        "ln_f.weight": (WIDTH,),
+        "ln_f.bias": (WIDTH,),
+    }
+    for i in range(DEPTH):
+        for name, shape in (
+            ("ln_1", (WIDTH,)),
+            ("attn.c_attn", (WIDTH, 3 * WIDTH)),
+            ("attn.c_proj", (WIDTH, WIDTH)),
+            ("ln_2", (WIDTH,)),
+            ("mlp.c_fc", (WIDTH, HIDDEN)),
+            ("mlp.c_proj", (HIDDEN, WIDTH)),
+        ):
+            found[f"h.{i}.{name}.weight"] = shape
+            found[f"h.{i}.{name}.bias"] = shape[-1:]
+    return {f"transformer.{name}": shape for name, shape in found.items()}
+
+
+def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Normal numbers of a size at which every part of a model matters."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    scale = 1 if "embed" in name or "wte" in name or "norm" in name else 0.4
+    return (scale * rng.normal(size=shape)).astype(np.float32)
+
+
+def write(name: str, folder: Path) -> dict[str, np.ndarray]:
+    """The folder of a model, and its tensors."""
+    from safetensors.numpy import save_file
+
+    settings = MODELS[name]
+    tensors = {x: tensor(x, shape) for x, shape in shapes(settings).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(settings))
+    return tensors
+
+
+def logits_of_transformers(folder: Path) -> np.ndarray:
+    """By what transformers makes of a folder, which must know every tensor."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
+    if any(loading.values()):
+        raise ValueError(f"transformers did not take every tensor: {loading}")
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(TOKENS)).logits.float().numpy()
+
+
+def main() -> None:
+    import tempfile
+
+    found = {}
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            write(name, Path(folder))
+            logits = logits_of_transformers(Path(folder))
+        found[name] = [[[round(float(x), 6) for x in y] for y in z] for z in logits]
+    LOGITS.write_text(json.dumps(found).replace("]], [[", "]],\n[[") + "\n")
+
+
+if __name__ == "__main__":
+    main()

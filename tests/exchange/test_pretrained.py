@@ -1,0 +1,277 @@
+"""Folders of weights: those of transformers, and there and back."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_logits
+from flax import nnx
+
+import symjax
+from symjax import config
+from symjax.data.tokens import ByteTokenizer
+from symjax.exchange import Loaded
+from symjax.models import build, convert
+from symjax.models.folders import read_folder
+
+REFERENCE = json.loads(reference_logits.LOGITS.read_text())
+TOKENS = reference_logits.TOKENS
+ABSENT = [x for x in ("torch", "transformers") if not importlib.util.find_spec(x)]
+with_transformers = pytest.mark.skipif(
+    bool(ABSENT), reason=f"{' and '.join(ABSENT)} not installed"
+)
+SHAPE = config.Model(
+    vocabulary=29, width=24, heads=2, depth=2, length=40, feedforward=30
+)
+LLAMA = dataclasses.replace(
+    SHAPE,
+    positions="rope",
+    rope_base=500.0,
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+)
+GPT2 = dataclasses.replace(SHAPE, activation="gelu", tie_embeddings=True)
+
+
+def like(options, **attention):
+    return dataclasses.replace(options, attention=config.Attention(**attention))
+
+
+EXPORTED = {
+    "llama": (LLAMA, "llama"),
+    "grouped": (
+        dataclasses.replace(LLAMA, heads=4, kv_heads=2, tie_embeddings=True),
+        "llama",
+    ),
+    "sym": (like(LLAMA, symmetric="plain"), "llama"),
+    "diff": (like(LLAMA, differential="v1"), "diffllama"),
+    "diff_sym": (like(LLAMA, differential="v1", symmetric="plain"), "diffllama"),
+    "gpt2": (GPT2, "gpt2"),
+    "gpt2_relu": (dataclasses.replace(GPT2, activation="relu", heads=3), "gpt2"),
+}
+
+
+def random_model(options) -> Loaded:
+    """A model far from its start: no bias is zero and no norm is one."""
+    model = build(options, rngs=nnx.Rngs(3))
+    weights = nnx.state(model, nnx.Param)
+    keys = iter(jax.random.split(jax.random.key(4), 999))
+    draw = lambda x: x + 0.2 * jax.random.normal(next(keys), x.shape)  # noqa: E731
+    nnx.update(model, jax.tree.map(draw, weights))
+    whole = config.Config(model=options)
+    tokenizer = ByteTokenizer()
+    return Loaded(model, tokenizer, whole, 7, language=tokenizer.describe())
+
+
+@pytest.mark.parametrize("name", reference_logits.MODELS)
+def test_a_folder_of_transformers_gives_its_logits(tmp_path, name):
+    reference_logits.write(name, tmp_path)
+    found = symjax.load_pretrained(tmp_path)
+    assert found.tokenizer is None and np.abs(REFERENCE[name]).max() > 1
+    np.testing.assert_allclose(found.logits(TOKENS), REFERENCE[name], atol=1e-5)
+
+
+@with_transformers
+@pytest.mark.parametrize("name", reference_logits.MODELS)
+def test_the_reference_is_what_transformers_gives(tmp_path, name):
+    reference_logits.write(name, tmp_path)
+    found = reference_logits.logits_of_transformers(tmp_path)
+    np.testing.assert_allclose(found, REFERENCE[name], atol=2e-6)
+
+
+@with_transformers
+@pytest.mark.parametrize("name", EXPORTED)
+def test_transformers_gives_the_logits_of_what_is_written(tmp_path, name):
+    loaded = random_model(EXPORTED[name][0])
+    assert symjax.save_pretrained(loaded, tmp_path) == EXPORTED[name][1]
+    found = reference_logits.logits_of_transformers(tmp_path)
+    assert np.abs(found).max() > 1
+    np.testing.assert_allclose(found, loaded.logits(TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_what_is_written_is_read_again(tmp_path, name):
+    loaded = random_model(EXPORTED[name][0])
+    assert symjax.save_pretrained(loaded, tmp_path) == EXPORTED[name][1]
+    found = symjax.load_pretrained(tmp_path)
+    assert (found.step, found.tokenizer) == (7, loaded.tokenizer)
+    np.testing.assert_allclose(
+        found.logits(TOKENS), loaded.logits(TOKENS), rtol=1e-5, atol=1e-5
+    )
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["model_type"] == EXPORTED[name][1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        like(SHAPE, mechanism="performer", feature_count=8, features="favor#"),
+        like(SHAPE, mechanism="decay", decay="mamba2", differential="v2"),
+        dataclasses.replace(SHAPE, kind="encoder", classes=3),
+    ],
+    ids=["performer", "mamba2", "encoder"],
+)
+def test_every_model_has_a_folder_of_our_own_names(tmp_path, options):
+    loaded = dataclasses.replace(random_model(options), labels=("a", "b", "c"))
+    assert symjax.save_pretrained(loaded, tmp_path) == "symjax"
+    found = symjax.load_pretrained(tmp_path)
+    assert (found.config, found.labels) == (loaded.config, loaded.labels)
+    np.testing.assert_array_equal(found.logits(TOKENS), loaded.logits(TOKENS))
+    card = (tmp_path / "README.md").read_text()
+    assert "transformers does not load this folder: no model of trans" in card
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            like(LLAMA, mechanism="performer"),
+            "model.attention.mechanism is 'performer', in a llama it is 'softmax'",
+        ),
+        (like(LLAMA, differential="v2"), "attention.differential is 'v2', in a llama"),
+        (like(LLAMA, symmetric="pairwise"), "symmetric is 'pairwise', in a llama"),
+        (like(LLAMA, window=9, differential="v1"), "window is 9, in a diffllama it is"),
+        (
+            dataclasses.replace(LLAMA, positions="rope_interleaved"),
+            "model.positions is 'rope_interleaved', in a llama it is 'rope'",
+        ),
+        (SHAPE, "model.activation is 'relu', in a llama|tie_embeddings is False"),
+    ],
+)
+def test_what_transformers_does_not_compute_is_refused_by_its_key(
+    tmp_path, options, message
+):
+    with pytest.raises(ValueError, match=message) as error:
+        symjax.save_pretrained(random_model(options), tmp_path, format="transformers")
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+
+
+def test_the_card_shows_the_numbers_of_the_evaluation(tmp_path):
+    loaded, path = random_model(LLAMA), tmp_path / "found.json"
+    heldout = {"loss": 1.25, "bits_per_byte": 1.5, "ngrams": {"bigram": 2.5}}
+    path.write_text(json.dumps({"step": 7, "heldout": heldout}))
+    symjax.save_pretrained(loaded, tmp_path / "out", results=path)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for line in (
+        "| held-out loss | 1.2500 |",
+        "| held-out bits per byte | 1.5000 |",
+        "| bigram table | 2.5000 |",
+        "AutoModelForCausalLM.from_pretrained",
+    ):
+        assert line in card
+    path.write_text(json.dumps({"step": 8, "heldout": heldout}))
+    for results, message in (
+        (path, "results are of step 8, the model is of step 7"),
+        (tmp_path / "none", "cannot be read"),
+        (tmp_path / "out" / "config.json", "are not the JSON of eval.py"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            symjax.save_pretrained(loaded, tmp_path / "new", results=results)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="format 'onnx' is unknown: choose from auto"):
+        symjax.save_pretrained(loaded, tmp_path / "new", format="onnx")
+
+
+def test_gpt2_as_it_was_stored_in_2019_is_read(tmp_path):
+    from safetensors.numpy import save_file
+
+    tensors = reference_logits.write("gpt2", tmp_path)
+    old = {x.removeprefix("transformer."): y for x, y in tensors.items()}
+    old["h.0.attn.bias"] = np.tri(40, dtype=np.float32)[None, None]
+    save_file(old, tmp_path / "model.safetensors")
+    found = symjax.load_pretrained(tmp_path)
+    np.testing.assert_allclose(found.logits(TOKENS), REFERENCE["gpt2"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"model_type": "bert"}, "must be 'llama' or 'diffllama' or 'gpt2'"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps must be 1e-05, got 1e-06"),
+        ("llama", {"attention_bias": True}, "attention_bias must be False, got True"),
+        ("llama", {"hidden_size": "24"}, "hidden_size must be a whole number above"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling must be"),
+        ("gpt2", {"activation_function": "gelu"}, "must be one of gelu_new, .*'gelu'"),
+        ("gpt2", {"n_positions": None}, "n_positions is missing"),
+        ("gpt2", {"n_layer": 3}, "model lacks 'transformer.h.2"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "must be False, got True"),
+    ],
+)
+def test_settings_that_the_decoder_does_not_have_are_refused(
+    tmp_path, name, changes, message
+):
+    reference_logits.write(name, tmp_path)
+    settings = {**reference_logits.MODELS[name], **changes}
+    settings = {x: y for x, y in settings.items() if y is not None}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=message):
+        symjax.load_pretrained(tmp_path)
+
+
+def test_a_damaged_file_is_refused_in_one_line(tmp_path):
+    symjax.save_pretrained(random_model(LLAMA), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-99])
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        symjax.load_pretrained(tmp_path)
+    (tmp_path / "symjax.json").write_text('{"format": "llama", "config": {"x": 1}}')
+    with pytest.raises(ValueError, match="symjax.json: x is unknown|is damaged"):
+        symjax.load_pretrained(tmp_path)
+    (tmp_path / "symjax.json").write_text("{")
+    with pytest.raises(ValueError, match="symjax.json is no JSON"):
+        symjax.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("differential", ["none", "v1"])
+def test_grouped_heads_become_heads_of_their_own(differential):
+    """Which symmetric keys and others need; the same function."""
+    grouped = dataclasses.replace(
+        like(LLAMA, differential=differential),
+        heads=4,
+        kv_heads=2,
+        head_size=4,
+        bias=True,
+    )
+    loaded = random_model(grouped)
+    target = dataclasses.replace(grouped, kv_heads=0)
+    params = nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param))
+    model = build(target, rngs=nnx.Rngs(0))
+    nnx.update(model, convert(params, grouped, target))
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    np.testing.assert_allclose(
+        run(model, jnp.asarray(TOKENS)), loaded.logits(TOKENS), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"symmetric": "plain"},
+        {"differential": "v1"},
+        {"differential": "v1", "symmetric": "plain"},
+        {"mechanism": "performer", "feature_count": 16},
+    ],
+    ids=["sym", "diff", "diff_sym", "performer"],
+)
+def test_a_llama_turns_into_other_models(tmp_path, attention):
+    reference_logits.write("llama", tmp_path)
+    found = read_folder(tmp_path)
+    target = dataclasses.replace(
+        found.options, kv_heads=4, attention=config.Attention(**attention)
+    )
+    if attention.get("differential"):
+        target = dataclasses.replace(target, head_size=6)
+    model = build(target, rngs=nnx.Rngs(0))
+    nnx.update(model, convert(found.params, found.options, target))
+    logits = jax.jit(model)(jnp.asarray(TOKENS))
+    assert np.isfinite(logits).all()
+    values = model.blocks[1].attention.value.kernel[...]
+    kernel = found.params["blocks"][1]["attention"]["value"]["kernel"]
+    wanted = np.repeat(kernel.reshape(24, 2, 12), 2, axis=1).reshape(24, 48)
+    np.testing.assert_array_equal(values, wanted)

@@ -252,7 +252,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    name: str = key("adamw", "optax optimizer", ("adamw", "adam", "lion", "sgd"))
+    name: str = key(
+        "adamw",
+        "optax optimizer; muon moves what is no kernel of a block as adamw does",
+        ("adamw", "adam", "lion", "sgd", "muon"),
+    )
     learning_rate: float = key(3e-4, "the peak of the schedule", least=0)
     schedule: str = key(
         "warmup_cosine_decay_schedule",

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from symjax import config, validation
 
 MEMORY = 0.98  # of the running mean of gradient norms: the last 50 steps
+ADAMW_RMS = 0.2  # of AdamW's updates, in units of the learning rate
 ENOUGH = 20  # steps, before which no norm counts as unusual
 
 
@@ -24,13 +26,18 @@ def optimizer(
 
     `adamw` and `lion` shrink the weights themselves; `adam` and `sgd` add
     weight_decay · weight to the clipped gradient, as PyTorch's do. `sgd` takes the
-    first of `betas` as its momentum. Moments have the paths and shapes of the weights.
+    first of `betas` as its momentum. `muon` moves the kernels of blocks by their
+    momentum made orthogonal, in steps of AdamW's size, so that rate and decay are those
+    of AdamW, which moves all other weights. Moments have the paths and shapes of the
+    weights.
 
     Args:
         steps: of the run, where `decay_steps` is 0.
         params_abstract: nested dict of what has a shape; decides which weights decay.
     Raises:
         ValueError: a number is out of its range, or a name is unknown.
+    Source: of muon, Jordan et al. 2024, kellerjordan.github.io/posts/muon; its scale,
+        Liu et al. 2025, arXiv:2502.16982.
     """
     validation.check(options, "optimizer.")
     if not options.eps > 0:
@@ -48,6 +55,13 @@ def optimizer(
     match options.name:
         case "adamw":
             chain.append(optax.adamw(rate, first, second, options.eps, **decay))
+        case "muon":
+            adamw = optax.adamw(rate, first, second, options.eps, **decay)
+            muon = optax.contrib.muon(
+                rate, weight_decay=options.weight_decay, consistent_rms=ADAMW_RMS
+            )
+            both = {"muon": muon, "adamw": adamw}
+            chain.append(optax.partition(both, _muon_or_adamw(params_abstract)))
         case "lion":
             chain.append(optax.lion(rate, first, second, **decay))
         case "adam":
@@ -201,3 +215,14 @@ def decays(params: Any) -> Any:
         return len(leaf.shape) >= 2 and not kept
 
     return jax.tree_util.tree_map_with_path(decays_at, params)
+
+
+def _muon_or_adamw(params: Any) -> Any:
+    """Which of both moves a weight: muon the kernels of blocks, which are matrices."""
+
+    def label(path: Any, leaf: Any) -> str:
+        parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        inside = parts[0] == "blocks" and parts[-1] == "kernel"
+        return "muon" if inside and len(leaf.shape) == 2 else "adamw"
+
+    return jax.tree_util.tree_map_with_path(label, params)

@@ -142,14 +142,17 @@ def weight_shardings(weights: Any, mesh: Mesh) -> Any:
 def optimizer_shardings(
     transform: optax.GradientTransformation, weights: Any, shardings: Any, mesh: Mesh
 ) -> Any:
-    """Moments lie where their weights lie; counters are replicated."""
-    return optax.tree.map_params(
-        transform,
-        lambda _, sharding: sharding,
-        jax.eval_shape(transform.init, weights),
-        shardings,
-        transform_non_params=lambda _: NamedSharding(mesh, P()),
-    )
+    """Moments lie where the weights lie whose path ends theirs; counters everywhere."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(shardings)
+    of_weights = dict(paths)
+
+    def place(path: tuple, _: Any) -> NamedSharding:
+        ends = (path[start:] for start in range(len(path)))
+        found = (of_weights[end] for end in ends if end in of_weights)
+        return next(found, NamedSharding(mesh, P()))
+
+    state = jax.eval_shape(transform.init, weights)
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def shard_bytes(tree: Any) -> int:

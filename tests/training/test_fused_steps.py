@@ -1,8 +1,8 @@
 """Training on the fused kernel, interpreted, and on blocks of rows: the same losses.
 
 Adam's first steps divide gradients by their own size, so that rounding errors grow from
-step to step. How far they may grow says a third run: that on rows whose weights begin
-a rounding error away.
+step to step. How far they may grow say other runs on rows, whose weights begin a few
+rounding errors away.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from symjax.training.step import compile_program
 STEPS = 20
 
 
-def losses(name, dtype, implementation, *, moved=0.0):
+def losses(name, dtype, implementation, *, moved=0.0, seed=0):
     """Of the first steps of :tiny, on a text of a few words.
 
     Args:
-        moved: each weight first grows by up to this share of itself.
+        moved: each weight first grows by up to this share of itself, drawn by the seed.
     """
     tree = commandline.load(ROOT / "configs" / f"{name}.py", "tiny").to_dict()
     tree["model"] |= {"vocabulary": 256, "dtype": dtype}
@@ -38,7 +38,9 @@ def losses(name, dtype, implementation, *, moved=0.0):
     found = []
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(3)
-        state = state._replace(params=jax.tree.map(partial(move, moved), state.params))
+        state = state._replace(
+            params=jax.tree.map(partial(move, moved, seed), state.params)
+        )
         for step in range(STEPS):
             starts = np.random.default_rng(step).integers(0, len(text) - 129, shape[0])
             rows = np.stack([text[i : i + shape[1] + 1] for i in starts])
@@ -48,8 +50,8 @@ def losses(name, dtype, implementation, *, moved=0.0):
     return np.array(found)
 
 
-def move(share, x):
-    change = np.random.default_rng(5).uniform(-share, share, x.shape)
+def move(share, seed, x):
+    change = np.random.default_rng(seed).uniform(-share, share, x.shape)
     return jax.device_put(np.asarray(x) * (1 + change).astype(np.float32), x.sharding)
 
 
@@ -59,6 +61,7 @@ def move(share, x):
 def test_losses_of_twenty_steps(name, dtype):
     fused = losses(name, dtype, "fused")
     rows = losses(name, dtype, "rows")
-    rounded = losses(name, dtype, "rows", moved=jax.numpy.finfo(dtype).eps)
+    share = 4 * jax.numpy.finfo(dtype).eps
+    apart = [losses(name, dtype, "rows", moved=share, seed=n) - rows for n in range(3)]
     assert fused[-1] < fused[0] - 1
-    assert np.abs(fused - rows).max() < 4 * np.abs(rounded - rows).max()
+    assert np.abs(fused - rows).max() < 2 * np.abs(apart).max()

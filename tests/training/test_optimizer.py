@@ -11,7 +11,7 @@ import pytest
 from symjax import config
 from symjax.training.optimizer import decays, optimizer, schedule, schedule_change
 
-NAMES = ("adamw", "adam", "lion", "sgd")
+NAMES = ("adamw", "adam", "lion", "sgd", "muon")
 SCHEDULES = (
     "constant_schedule",
     "cosine_decay_schedule",
@@ -115,12 +115,12 @@ def test_sgd_takes_its_momentum_from_the_first_beta(params):
     np.testing.assert_allclose(updates["embed"], -0.1 * 1.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "muon"])
 def test_moments_have_the_paths_and_shapes_of_the_weights(name, params):
     state = optimizer(options(name=name), 10, params).init(params)
     wanted = jax.tree_util.tree_flatten_with_path(params)[0]
     paths = {jax.tree_util.keystr(path): leaf.shape for path, leaf in wanted}
-    moments = {"mu"} if name == "lion" else {"mu", "nu"}
+    moments = {"mu"} if name in ("lion", "muon") else {"mu", "nu"}
     found: dict[str, dict] = {moment: {} for moment in moments}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         name_of_path = jax.tree_util.keystr(path)
@@ -129,6 +129,23 @@ def test_moments_have_the_paths_and_shapes_of_the_weights(name, params):
                 rest = name_of_path.split(f".{moment}")[1]
                 found[moment][rest] = leaf.shape
     assert all(found[moment] == paths for moment in moments)
+
+
+def test_muon_moves_kernels_of_blocks_by_an_orthogonal_matrix(params):
+    """In steps of AdamW's size, and all other weights as AdamW does."""
+    rng = np.random.default_rng(2)
+    gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
+    both = [
+        step(
+            optimizer(options(name=name, weight_decay=0.1), 9, params), params, gradient
+        )
+        for name in ("muon", "adamw")
+    ]
+    kernels = [x["blocks"]["0"]["query"].pop("kernel") for x in both]
+    jax.tree.map(np.testing.assert_array_equal, *both)
+    moved = (1 - 0.1 * 0.1 - kernels[0]) / (0.1 * 0.2 * 5**0.5)
+    sizes = np.linalg.svd(moved, compute_uv=False)
+    assert np.all((0.6 < sizes) & (sizes < 1.3))  # what five Newton-Schulz steps give
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -140,6 +140,18 @@ def test_every_mesh_trains_like_one_device(model, shape, capfd):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
 
+def test_muon_over_a_mesh_trains_like_one_device():
+    muon = replace(OPTIONS.optimizer, name="muon")
+    options = replace(OPTIONS, model=MODELS["differential"], optimizer=muon)
+    state, losses = train(replace(options, mesh=mesh_of("1x2x2x2")))
+    expected, expected_losses = train(replace(options, mesh=config.Mesh(data=1)))
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=5e-6)
+    for one, other in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
 def test_a_warning_of_xla_would_be_heard(capfd):
     mesh = make_mesh(config.Mesh(data=2, sequence=4))
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from symjax.data.sources import read
 from symjax.evaluation import report, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.results import Options
@@ -45,6 +46,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--out", type=Path, help="also write tables (CSV) and figures (PNG) there")
     add("--report", type=Path, help="also write one HTML page with all of it")
     add("--batches", type=int, help="held-out batches to measure; all by default")
+    add("--text", type=Path, help="judge this file in place of the held-out text")
     add("--prompt", help="text to continue; held-out text by default")
     add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
@@ -70,7 +72,8 @@ def evaluate(chosen: argparse.Namespace) -> None:
         report.check_figures()
     if chosen.out is not None:
         check_writable(chosen.out, f"--out {chosen.out}")
-    run = load(chosen.workdir, chosen.step, best=chosen.best)
+    text = None if chosen.text is None else read(chosen.text, "--text")
+    run = load(chosen.workdir, chosen.step, best=chosen.best, text=text)
     options = Options(*(getattr(chosen, name) for name in Options._fields))
     results, brief = {}, False
     for name in chosen.names:

@@ -240,7 +240,14 @@ class Data:
     label: str = key(
         "", "source=hub: the column that holds the labels, if there is one"
     )
-    tokenizer: str = key("byte", "what a token is", ("byte", "char"))
+    tokenizer: str = key(
+        "byte",
+        "what a token is: byte, char, bpe (subwords learned from the training text), "
+        "or the path of a Hugging Face tokenizer.json",
+    )
+    vocabulary: int = key(
+        32000, "tokenizer=bpe: tokens to learn, at most", least=257, most=2**20
+    )
     items: int = key(
         8, "of generated tasks: pairs of mqar, needles, symbols to copy", least=1
     )

@@ -160,7 +160,7 @@ def heldout_windows(
         ValueError: the text is shorter than one window.
     """
     check_length(tokens, length, "held-out")
-    return _weighted(numbers * length, tokens, length)
+    return weighted_windows(numbers * length, tokens, length)
 
 
 def visited(count: int, rows: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -191,9 +191,11 @@ def _cut(
     return windows[:, :-1], windows[:, 1:]
 
 
-def _weighted(
+def weighted_windows(
     starts: np.ndarray, tokens: Tokens, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, targets and weights of the windows that begin at starts [B]; weights are
+    0 beyond the end of the text."""
     inputs, targets = _cut(starts, tokens, length)
     target = starts[:, None] + np.arange(1, length + 1)
     return inputs, targets, (target < len(tokens)).astype(np.float32)

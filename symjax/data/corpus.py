@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +19,7 @@ from symjax.data import ngrams, sources, tokens
 from symjax.data.folder import SPLITS, TEXT_KEYS, open_folder
 from symjax.data.packed import Packed
 
-SEPARATOR = "\0"  # between two documents; a single document has none
+SEPARATOR = "\0"  # between two documents, where no token of its own ends them
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,15 +33,20 @@ class Corpus:
             and for each split its documents, tokens and bytes.
         references: held-out cross-entropy of "unigram", "bigram" and "trigram", nats
             per token.
-        bytes_per_token: UTF-8 bytes a held-out token, for bits per byte.
+        bytes_per_token: UTF-8 bytes a held-out token, for bits per byte. A token that
+            ends a document has none.
     """
 
-    train: Packed
-    heldout: Packed
+    train: Packed | np.ndarray
+    heldout: Packed | np.ndarray
     tokenizer: tokens.Tokenizer
     fingerprint: dict[str, Any]
     references: dict[str, float]
     bytes_per_token: float
+
+    def bits_per_byte(self, nats: float) -> float:
+        """Of a held-out loss in nats a token."""
+        return nats / self.bytes_per_token / math.log(2)
 
     def check_length(self, length: int) -> None:
         """Refuse a model longer than the text, before anything is compiled.
@@ -69,13 +77,14 @@ def open_corpus(
 
 def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     documents, facts = sources.load(options)
-    texts = {split: SEPARATOR.join(documents[split]["text"]) for split in SPLITS}
-    tokenizer = tokens.build(options.tokenizer, texts.values())
-    packed = {split: tokenizer.encode(text) for split, text in texts.items()}
+    texts = {split: list(documents[split]["text"]) for split in SPLITS}
+    tokenizer = _tokenizer(options, texts)
+    packed = {split: _encoded(tokenizer, texts[split]) for split in SPLITS}
     lines = ngrams.cross_entropies(
         packed["train"], packed["heldout"], tokenizer.vocabulary
     )
-    encoded = {split: text.encode("utf-8") for split, text in texts.items()}
+    between = "" if tokenizer.document_end is not None else SEPARATOR
+    encoded = {split: between.join(texts[split]).encode() for split in SPLITS}
     fingerprint: dict[str, Any] = {
         "source": options.source,
         **facts,
@@ -91,6 +100,27 @@ def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         }
     facts = {"tokenizer": tokenizer.describe(), "fingerprint": fingerprint}
     return packed, {**facts, "ngrams": lines}
+
+
+def _tokenizer(options: config.Data, texts: dict[str, list[str]]) -> tokens.Tokenizer:
+    """An alphabet is that of both splits, with the separator; BPE learns from one."""
+    some: Iterable[str] = texts["train"]
+    if options.tokenizer == "char":
+        several = any(len(documents) > 1 for documents in texts.values())
+        some = itertools.chain(*texts.values(), SEPARATOR if several else "")
+    return tokens.build(options.tokenizer, some, vocabulary=options.vocabulary)
+
+
+def _encoded(tokenizer: tokens.Tokenizer, documents: list[str]) -> np.ndarray:
+    """Documents that end with the token for it, or have a NUL between them."""
+    end = tokenizer.document_end
+    if end is None:
+        return tokenizer.encode(SEPARATOR.join(documents))
+    parts = []
+    for text in documents:
+        ids = tokenizer.encode(text)
+        parts += [ids, np.array([end], ids.dtype)]
+    return np.concatenate(parts)
 
 
 def check_length(

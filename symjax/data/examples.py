@@ -20,11 +20,17 @@ from symjax.data.draws import Draws
 from symjax.data.folder import open_folder
 from symjax.data.generated import NOTHING
 from symjax.data.labelled import labelled_examples, open_labelled
+from symjax.data.packed import Packed
 from symjax.data.sources import check_keys
 from symjax.data.tokens import Tokenizer, from_description
 
 SHARE = 0.15  # of the tokens of a row that are targets
 MASKED, RANDOM = 0.8, 0.1  # of these; the rest stays as it is
+# What the fingerprint of a generated task is made of: checkpoints know it.
+SIGNED = (
+    *("source", "path", "name", "subset", "column", "label", "tokenizer"),
+    *("items", "symbols", "asked"),
+)
 
 
 def open_examples(
@@ -99,10 +105,10 @@ def text_examples(corpus: Corpus) -> Examples:
         vocabulary=corpus.tokenizer.vocabulary,
         unit=corpus.tokenizer.unit,
         size=f"{len(corpus.train):,} training tokens",
-        language=corpus.tokenizer.describe(),
+        language=corpus.tokenizer.identify(),
         fingerprint=corpus.fingerprint,
         references=corpus.references,
-        files=(corpus.train, corpus.heldout),
+        files=tuple(x for x in (corpus.train, corpus.heldout) if isinstance(x, Packed)),
         tokenizer=corpus.tokenizer,
         text=corpus,
         longest=last,
@@ -201,5 +207,6 @@ def _sign(options: config.Data) -> bytes:
     changed."""
     small = dataclasses.replace(options, items=4, symbols=8, asked=2)
     rows = generated.rows(small, 64, seed=0, indices=np.arange(8), heldout=True)
-    parts = json.dumps(dataclasses.asdict(options)).encode(), *map(bytes, rows)
+    signed = {key: getattr(options, key) for key in SIGNED}
+    parts = json.dumps(signed).encode(), *map(bytes, rows)
     return b"".join(parts)

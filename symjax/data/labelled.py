@@ -122,7 +122,7 @@ def labelled_examples(found: Labelled, length: int) -> Examples:
         size=f"{len(found.parts['train_ends']):,} training {kind} of {count} labels",
         language={"image": list(found.image)}
         if found.image
-        else {**found.tokenizer.describe(), "mask": words},
+        else {**found.tokenizer.identify(), "mask": words},
         fingerprint=found.fingerprint,
         references={"frequency": _frequency(**labels, count=count)},
         files=tuple(found.parts[split] for split in SPLITS),
@@ -144,7 +144,8 @@ def open_labelled(
 def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     found = classes.load(options)
     image = found.contents[0].shape if found.white else None
-    tokenizer = tokens.build(options.tokenizer, () if image else found.contents)
+    texts = () if image else found.contents
+    tokenizer = tokens.build(options.tokenizer, texts, vocabulary=options.vocabulary)
     arrays, counts, content = {}, {}, hashlib.sha256()
     for split, side in zip(SPLITS, (False, True), strict=True):
         chosen = [i for i, held in enumerate(found.held) if held == side]

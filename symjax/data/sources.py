@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 # The keys that each source reads. Labelled sources are in `classes`, tasks in
 # `generated`.
+TOKENS = ("tokenizer", "vocabulary")
 KEYS = {
-    "stdlib": ("tokenizer",),
-    "text": ("tokenizer", "path"),
-    "hub": ("tokenizer", "name", "subset", "column", "label"),
-    "packages": ("tokenizer",),
+    "stdlib": TOKENS,
+    "text": (*TOKENS, "path"),
+    "hub": (*TOKENS, "name", "subset", "column", "label"),
+    "packages": TOKENS,
     "digits": (),
     "mqar": ("items", "symbols"),
     "needle": ("items", "symbols", "asked"),
@@ -90,6 +91,11 @@ def check_keys(options: config.Data) -> None:
                 f"data.{key} {value!r} is read by data.source={readers} only: set "
                 f"data.source={readers}, or leave data.{key} {unset or 'empty'}"
             )
+    if options.tokenizer != "bpe" and options.vocabulary != config.Data().vocabulary:
+        raise ValueError(
+            f"data.vocabulary {options.vocabulary} is learned by data.tokenizer=bpe "
+            f"only, got data.tokenizer {options.tokenizer!r}"
+        )
 
 
 def stdlib() -> DatasetDict:

@@ -1,14 +1,17 @@
-"""Text to token ids and back: bytes, or characters of a known alphabet."""
+"""Text to token ids and back: bytes, characters of a known alphabet, or subwords."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-REPLACEMENT = "\ufffd"  # for ids outside the vocabulary
+from symjax.data import subwords
+from symjax.data.subwords import REPLACEMENT, SubwordTokenizer
+
 CHUNK = 1 << 22  # characters looked up at a time: about 80 MB
 
 
@@ -19,6 +22,7 @@ class ByteTokenizer:
     kind: ClassVar[str] = "byte"
     unit: ClassVar[str] = "byte"
     vocabulary: ClassVar[int] = 256
+    document_end: ClassVar[None] = None
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids uint8 [T].
@@ -47,6 +51,8 @@ class ByteTokenizer:
         """What `from_description` needs, as JSON."""
         return {"kind": self.kind}
 
+    identify = describe
+
 
 @dataclass(frozen=True)
 class CharTokenizer:
@@ -55,6 +61,7 @@ class CharTokenizer:
     alphabet: str
     kind: ClassVar[str] = "char"
     unit: ClassVar[str] = "character"
+    document_end: ClassVar[None] = None
 
     @property
     def vocabulary(self) -> int:
@@ -95,22 +102,37 @@ class CharTokenizer:
         """What `from_description` needs, as JSON."""
         return {"kind": self.kind, "alphabet": self.alphabet}
 
+    identify = describe
 
-Tokenizer = ByteTokenizer | CharTokenizer
+
+Tokenizer = ByteTokenizer | CharTokenizer | SubwordTokenizer
 
 
-def build(kind: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a corpus; the char alphabet is every character of its texts.
+def build(kind: str, texts: Iterable[str], *, vocabulary: int = 32000) -> Tokenizer:
+    """The tokenizer of a corpus: data.tokenizer as it is written.
 
+    The alphabet of char is every character of its texts; bpe learns from them.
+
+    Args:
+        kind: byte, char, bpe, or the path of a `tokenizer.json`.
+        vocabulary: of bpe.
     Raises:
-        ValueError: the kind is unknown.
+        ValueError: the kind is unknown, or the file is no tokenizer.
     """
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
         alphabet = set().union(*texts)
         return CharTokenizer("".join(sorted(alphabet)))
-    raise ValueError(f"data.tokenizer {kind!r} is unknown: choose from byte, char")
+    if kind == "bpe":
+        return subwords.train_bpe(texts, vocabulary)
+    path = Path(kind).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"data.tokenizer {kind!r} is unknown: choose from byte, char, bpe, or give "
+            "the path of a tokenizer.json"
+        )
+    return subwords.from_file(path)
 
 
 def from_description(description: dict[str, str]) -> Tokenizer:
@@ -119,6 +141,8 @@ def from_description(description: dict[str, str]) -> Tokenizer:
     Raises:
         ValueError: the kind is unknown.
     """
+    if description["kind"] == SubwordTokenizer.kind:
+        return SubwordTokenizer(description["definition"], description["end"])
     alphabet = [description["alphabet"]] if description["kind"] == "char" else []
     return build(description["kind"], alphabet)
 

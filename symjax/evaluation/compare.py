@@ -199,6 +199,7 @@ def compare(runs: dict[str, list[Evaluated]]) -> Result:
             "parameters": seeds[0].parameters,
             "held-out": statistics.mean(losses),
             "spread": statistics.stdev(losses) if len(seeds) > 1 else None,
+            **_bits(heldout),
             "train mode": statistics.mean(x["loss"] for x in train),
             "eval mode": statistics.mean(x["loss_eval_mode"] for x in train),
             "tokens/s": round(statistics.mean(run.speed for run in seeds)),
@@ -218,6 +219,12 @@ def compare(runs: dict[str, list[Evaluated]]) -> Result:
         tables.append(Table("lambda", columns, lambdas))
     figure = Lines("heldout", "step", "held-out loss, mean of the seeds", curves)
     return Result({}, [], tuple(tables), (figure,))
+
+
+def _bits(heldout: list[dict[str, Any]]) -> dict[str, float]:
+    """Of models that write text; the others have none."""
+    found = [x["bits_per_byte"] for x in heldout if "bits_per_byte" in x]
+    return {"bits/byte": statistics.mean(found)} if found else {}
 
 
 def _train(command: Command) -> None:

@@ -19,6 +19,7 @@ from symjax.evaluation.results import Options, Result, Table, progress
 from symjax.exchange.continued import continued
 from symjax.training.step import Means, means
 
+MODES = {"training": "loss", "evaluation": "loss_eval_mode"}  # of training text
 PROMPT = 16  # tokens of held-out text where no prompt is given
 
 
@@ -37,6 +38,7 @@ def loss(run: LoadedRun, options: Options) -> Result:
         if name in heldout:
             label = f"held-out {name.replace('_', ' ')}"
             lines.append(f"{label:<33}{heldout[name]:.4f}")
+    bits = heldout.get("ngrams_bits_per_byte", {})
     part = heldout["batches"] < heldout["all_batches"]
     if part:
         lines.append(
@@ -46,11 +48,14 @@ def loss(run: LoadedRun, options: Options) -> Result:
     for name, value in run.examples.references.items():
         beaten = ": beaten" if heldout["loss"] < value else ": not beaten"
         label = name if name == "chance" else f"{name} table"
-        lines.append(f"  {label:<31}{value:.4f} {unit}{'' if part else beaten}")
-    lines += [
-        f"training text, training mode     {train['loss']:.4f} {unit}",
-        f"training text, evaluation mode   {train['loss_eval_mode']:.4f} {unit}",
-    ]
+        both = f"{value:.4f} {unit}"
+        if name in bits:
+            both += f", {bits[name]:.4f} bits/byte"
+        lines.append(f"  {label:<31}{both}{'' if part else beaten}")
+    for mode, key in MODES.items():
+        if key in train:
+            label = f"training text, {mode} mode"
+            lines.append(f"{label:<33}{train[key]:.4f} {unit}")
     return Result(found, lines, (_table(heldout, train),))
 
 
@@ -59,10 +64,11 @@ def _table(heldout: dict[str, Any], train: dict[str, float]) -> Table:
     parts = ("loss", "perplexity", "bits_per_byte", "accuracy")
     known = [name for name in parts if name in heldout]
     rest = (None,) * (len(known) - 1)
-    rows = [
-        ("held-out", *(heldout[name] for name in known)),
-        ("training text, training mode", train["loss"], *rest),
-        ("training text, evaluation mode", train["loss_eval_mode"], *rest),
+    rows = [("held-out", *(heldout[name] for name in known))]
+    rows += [
+        (f"training text, {mode} mode", train[key], *rest)
+        for mode, key in MODES.items()
+        if key in train
     ]
     return Table("loss", ("of", *known), rows, printed=False)
 
@@ -91,11 +97,17 @@ def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
         "all_batches": total,
     }
     if examples.text is not None:
-        heldout["bits_per_byte"] = value / examples.text.bytes_per_token / math.log(2)
+        bits = examples.text.bits_per_byte
+        heldout["bits_per_byte"] = bits(value)
         heldout["ngrams"] = dict(examples.references)
+        heldout["ngrams_bits_per_byte"] = {
+            name: bits(x) for name, x in examples.references.items()
+        }
     else:
         heldout["references"] = dict(examples.references)
         heldout["accuracy"] = accuracy
+    if examples.text is not None and not len(examples.text.train):
+        return {"heldout": heldout, "train": {}}
     rows, key = functools.partial(_training, run, shape, count), jax.random.key(0)
     train = {
         "loss": over("training mode", rows(), key).loss,

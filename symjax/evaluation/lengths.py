@@ -80,14 +80,14 @@ def length(run: LoadedRun, options: Options) -> Result:
         tokens = factor * model.length
         places = by_place(run, changed, tokens, options.batches or BATCHES, factor)
         loss, accuracy = places.mean()
-        row = {"loss": loss, "accuracy": accuracy}
+        row = {"loss": loss, **_bits(run, loss), "accuracy": accuracy}
         if not model.classes:
             row["last"] = places.mean(tokens - model.length)[0]
         found.setdefault(str(tokens), {})[name] = row
         cells.append((tokens, name, *row.values()))
         curves[name] = curve(places)  # the longest stays
     last = () if model.classes else (f"loss of last {model.length}",)
-    columns = ("tokens", "log-n", "loss", "accuracy", *last)
+    columns = ("tokens", "log-n", "loss", *_bits(run, 0.0), "accuracy", *last)
     base = max(2, model.length)
     averaging = averages([x * base for x in FACTORS], base, options.seed)
     text += [
@@ -107,6 +107,14 @@ def length(run: LoadedRun, options: Options) -> Result:
         figures.append(Lines("length_by_place", "place", unit, curves, log_x=True))
     values = {"length": found, "averaging": averaging}
     return Result(values, text, tables, tuple(figures) if found else ())
+
+
+def _bits(run: LoadedRun, loss: float | None) -> dict[str, float | None]:
+    """A loss in nats a token as bits a byte of its text; {} where there is no text."""
+    if run.examples.text is None:
+        return {}
+    bits = run.examples.text.bits_per_byte
+    return {"bits_per_byte": None if loss is None else bits(loss)}
 
 
 def _factors(run: LoadedRun) -> tuple[list[int], list[str]]:
@@ -135,12 +143,13 @@ def position(run: LoadedRun, options: Options) -> Result:
     rows = []
     for start, stop in zip([0, *edges], [*edges, model.length], strict=True):
         if (loss := places.mean(start, stop)[0]) is not None:
-            rows.append({"from": int(start + 1), "to": int(stop), "loss": loss})
+            row = {"from": int(start + 1), "to": int(stop), "loss": loss}
+            rows.append(row | _bits(run, loss))
     curves = {"held-out loss": curve(places)}
     return Result(
         {"position": rows},
         [f"held-out loss by place in a window of {model.length}, in {unit}"],
-        (table("position", ("from", "to", "loss"), rows),),
+        (table("position", ("from", "to", "loss", *_bits(run, 0.0)), rows),),
         (Lines("position", "place", unit, curves, log_x=True),),
     )
 

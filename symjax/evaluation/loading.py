@@ -8,8 +8,10 @@ import jax
 from flax import nnx
 
 from symjax.config import Config, Mesh
+from symjax.data import tokens
 from symjax.data.examples import Examples, open_examples
 from symjax.data.folder import MANIFEST
+from symjax.data.given import given_examples
 from symjax.models.build import Model
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
@@ -49,13 +51,23 @@ class LoadedRun(NamedTuple):
         return sum(x.size for x in jax.tree.leaves(self.params))
 
 
-def load(workdir: Path, step: int | None = None, *, best: bool = False) -> LoadedRun:
+def load(
+    workdir: Path,
+    step: int | None = None,
+    *,
+    best: bool = False,
+    text: str | None = None,
+) -> LoadedRun:
     """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
 
-    Reads the workdir only, and writes nothing in it.
+    Reads the workdir only, and writes nothing in it. The checkpoint of a decoder has
+    its tokenizer, so that its folder `data` is needed for held-out text alone.
 
+    Args:
+        text: stands in place of the held-out text.
     Raises:
-        ValueError: there is no such run or checkpoint, or it is damaged.
+        ValueError: there is no such run or checkpoint, or it is damaged; a text for a
+            model that has not learned to continue one.
     """
     use_compile_cache()
     workdir = workdir.absolute()
@@ -64,17 +76,32 @@ def load(workdir: Path, step: int | None = None, *, best: bool = False) -> Loade
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options = saved_options(meta, workdir)
-        if not (workdir / "data" / MANIFEST).is_file():
-            raise ValueError(
-                f"{workdir / 'data'} has no {MANIFEST}: eval.py needs the text that "
-                "train.py put there"
-            )
-        examples = open_examples(options, workdir / "data")
-        check_data(meta, examples, workdir)
+        examples = _examples(options, workdir, meta, text)
         options = with_vocabulary(options, examples)
         program = compile_program(options, make_mesh(Mesh(data=1)))
         trees, meta = checkpoints.restore(_wanted(program), step, best=best)
     return LoadedRun(meta["step"], options, examples, program, workdir=workdir, **trees)
+
+
+def _examples(
+    options: Config, workdir: Path, meta: dict[str, Any], text: str | None
+) -> Examples:
+    """Those of the folder `data`, or a given text with the tokenizer of the run."""
+    folder, described = workdir / "data", meta.get("tokenizer")
+    if (folder / MANIFEST).is_file():
+        examples = open_examples(options, folder)
+        check_data(meta, examples, workdir)
+        if text is None:
+            return examples
+        if examples.text is None:
+            raise ValueError("--text is for decoders that have learned a text")
+        return given_examples(examples.text.tokenizer, text)
+    if not isinstance(described, dict):
+        raise ValueError(
+            f"{folder} has no {MANIFEST}: eval.py needs the text that train.py put "
+            "there"
+        )
+    return given_examples(tokens.from_description(described), text)
 
 
 def history(run: LoadedRun, warn: Callable[[str], None]) -> Iterator[LoadedRun]:

@@ -272,11 +272,17 @@ def evaluate(run: Run, state: State, constants: Any) -> float:
     examples, done = run.examples, int(state.step)
     loss, accuracy = heldout(run, state, constants, run.options.evaluate.batches)
     values, shown = {"heldout/loss": loss}, f"{loss:.4f} nats/{examples.unit}"
-    if examples.text is None:  # targets are answers
+    references, unit = examples.references, ""
+    if (text := examples.text) is None:  # targets are answers
         values["heldout/accuracy"] = accuracy
         shown += f", accuracy {accuracy:.4f},"
+    else:
+        values["heldout/bits_per_byte"] = bits = text.bits_per_byte(loss)
+        shown += f", {bits:.4f} bits/byte"
+        references = {n: text.bits_per_byte(x) for n, x in references.items()}
+        unit = "bits/byte: "
     run.metrics.write(done, values)
-    lines = ", ".join(f"{n} {v:.2f}" for n, v in examples.references.items())
+    lines = unit + ", ".join(f"{n} {x:.2f}" for n, x in references.items())
     total = examples.heldout_count(run.shape)
     count = min(run.options.evaluate.batches, total)
     run.progress.line(
@@ -284,7 +290,7 @@ def evaluate(run: Run, state: State, constants: Any) -> float:
     )
     if not math.isfinite(loss):
         raise stopped_at(run, done, f"held-out loss is {loss}")
-    if (text := examples.text) is not None:
+    if text is not None:
         weights = to_host((state.params, constants))
         shown = on_process_zero(lambda: sample(run, text, weights))
         run.progress.line(f"step {done}: sample {shown!r}")
@@ -326,4 +332,6 @@ def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) 
         "examples": described(run.examples, run.program.model),
         "heldout_loss": loss,
     }
+    if (text := run.examples.text) is not None:  # to write and judge without the data
+        meta["tokenizer"] = text.tokenizer.describe()
     run.checkpoints.save(done, {**trees, "constants": constants}, meta)

@@ -80,5 +80,7 @@ def test_decoding_takes_any_array():
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="'bpe' is unknown: choose from byte, char"):
-        tokens.build("bpe", [])
+    with pytest.raises(
+        ValueError, match="'word' is unknown: choose from byte, char, bpe"
+    ):
+        tokens.build("word", [])

@@ -1,0 +1,45 @@
+"""A text that is given by hand, judged with the tokenizer of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from symjax.data.batches import Examples, weighted_windows
+from symjax.data.corpus import Corpus
+from symjax.data.examples import text_examples
+from symjax.data.tokens import Tokenizer
+
+
+def given_examples(tokenizer: Tokenizer, text: str | None) -> Examples:
+    """A text as all that is held out; there is none to train on.
+
+    Args:
+        text: None: whatever asks for held-out text is refused.
+    Raises:
+        ValueError: the text has fewer than two tokens, or unknown characters.
+    """
+    ids, content = tokenizer.encode(text or ""), (text or "").encode()
+    if text is not None and len(ids) < 2:
+        raise ValueError(f"a text of {len(ids)} tokens has no next token to judge")
+    corpus = Corpus(
+        train=ids[:0],
+        heldout=ids,
+        tokenizer=tokenizer,
+        fingerprint={"source": "given", "sha256": hashlib.sha256(content).hexdigest()},
+        references={},
+        bytes_per_token=len(content) / max(1, len(ids)),
+    )
+    found = text_examples(corpus)
+
+    def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
+        return weighted_windows(numbers * length, ids, length)
+
+    def refuse(length: int) -> int:
+        raise ValueError("the run has no data folder: --text gives a text to judge")
+
+    if text is None:
+        return dataclasses.replace(found, heldout_rows=refuse)
+    return dataclasses.replace(found, heldout=heldout)

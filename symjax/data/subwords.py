@@ -1,0 +1,196 @@
+"""Subword tokenizers: any `tokenizer.json` of Hugging Face, and byte-level BPE.
+
+The package `tokenizers` does the work and is imported only here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+REPLACEMENT = "\ufffd"  # for ids outside the vocabulary
+END = "<|endoftext|>"  # of documents, in the vocabularies that are trained here
+ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
+PIECE = 1 << 20  # characters encoded at a time; the library keeps 100 bytes a token
+SAMPLE = 1 << 28  # characters that a vocabulary is learned from, at most
+
+
+@dataclass(frozen=True)
+class SubwordTokenizer:
+    """One token a piece of a word.
+
+    Text that spells a special token, such as "<|endoftext|>", is encoded as ordinary
+    text. No token is added before or after a text.
+
+    Attributes:
+        definition: the content of `tokenizer.json`.
+        end: the special token that ends a document; empty: there is none.
+    """
+
+    definition: str
+    end: str
+    kind: ClassVar[str] = "subword"
+    unit: ClassVar[str] = "token"
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        loaded = _tokenizers().Tokenizer.from_str(self.definition)
+        loaded.no_truncation()
+        loaded.no_padding()
+        loaded.encode_special_tokens = True
+        return loaded
+
+    @functools.cached_property
+    def vocabulary(self) -> int:
+        return max(self._library.get_vocab().values()) + 1
+
+    @functools.cached_property
+    def document_end(self) -> int | None:
+        """The id of `end`."""
+        return self._library.token_to_id(self.end) if self.end else None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids [T], of the smallest unsigned type that holds the vocabulary.
+
+        A text longer than `PIECE` characters is cut where white space follows a word,
+        which for byte-level BPE gives the tokens of the whole text.
+
+        Raises:
+            ValueError: the text holds half of a surrogate pair.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {text[error.start]!r} at position {error.start} is half of "
+                "a surrogate pair and has no UTF-8 bytes"
+            ) from None
+        dtype = np.min_scalar_type(self.vocabulary - 1)
+        encode = functools.partial(self._library.encode, add_special_tokens=False)
+        ids = [np.asarray(encode(piece).ids, dtype) for piece in pieces(text)]
+        return np.concatenate([np.empty(0, dtype), *ids])
+
+    def decode(self, ids: Any) -> str:
+        """The text of token ids [T], special tokens by their names; ids outside the
+        vocabulary become U+FFFD."""
+        ids = np.asarray(ids).reshape(-1).astype(np.int64)
+        unknown = np.flatnonzero((ids < 0) | (ids >= self.vocabulary))
+        decode = functools.partial(self._library.decode, skip_special_tokens=False)
+        known = np.split(ids, unknown)  # each part but the first begins with an unknown
+        parts = [known[0], *(part[1:] for part in known[1:])]
+        return REPLACEMENT.join(decode(part.tolist()) for part in parts)
+
+    def describe(self) -> dict[str, str]:
+        """What `from_description` needs, as JSON."""
+        return {"kind": self.kind, "definition": self.definition, "end": self.end}
+
+    def identify(self) -> dict[str, str]:
+        """As `describe`, with a hash in place of the definition."""
+        sha256 = hashlib.sha256(self.definition.encode()).hexdigest()
+        return {"kind": self.kind, "sha256": sha256}
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A long text in parts of about `PIECE` characters, which begin at white space."""
+    start = 0
+    while len(text) - start > PIECE:
+        found = re.compile(r"\S(?=\s)").search(text, start + PIECE)
+        if found is None:
+            break
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
+
+
+def from_file(path: Path) -> SubwordTokenizer:
+    """The tokenizer of a `tokenizer.json`, or of the folder that it is in.
+
+    The end of documents is `eos_token` of the `tokenizer_config.json` beside it, else
+    the first of `ENDS` that the vocabulary has.
+
+    Raises:
+        ValueError: the file cannot be read or is no tokenizer, or the package
+            `tokenizers` is not installed.
+    """
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        definition = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"data.tokenizer {str(path)!r} cannot be read: {error}"
+        ) from None
+    library = _tokenizers()
+    try:
+        known = library.Tokenizer.from_str(definition).get_vocab()
+    except Exception as error:  # the library has no other kind
+        raise ValueError(
+            f"data.tokenizer {str(path)!r} is no tokenizer.json of Hugging Face: "
+            f"{' '.join(str(error).split())}"
+        ) from None
+    if not known:
+        raise ValueError(f"data.tokenizer {str(path)!r} has an empty vocabulary")
+    ends = (_stated_end(path.with_name("tokenizer_config.json")), *ENDS)
+    return SubwordTokenizer(definition, next((x for x in ends if x in known), ""))
+
+
+def _stated_end(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else ""
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int) -> SubwordTokenizer:
+    """Byte-level BPE of at most `vocabulary` tokens, learned from texts.
+
+    Every text can be encoded: all 256 bytes are tokens. Words are split as in GPT-2.
+    The same texts give the same tokens. Bars on a terminal only.
+
+    Raises:
+        ValueError: the package `tokenizers` is not installed.
+    Source: Sennrich et al. 2016, arXiv:1508.07909; Radford et al. 2019.
+    """
+    library = _tokenizers()
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    some = (part for text in texts for part in pieces(text))
+    made.train_from_iterator(_first(some, SAMPLE), trainer)
+    return SubwordTokenizer(made.to_str(), END)
+
+
+def _first(texts: Iterable[str], count: int) -> Iterator[str]:
+    """Texts until they have so many characters."""
+    for text in texts:
+        yield text
+        count -= len(text)
+        if count <= 0:
+            return
+
+
+def _tokenizers() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ValueError(
+            "data.tokenizer: bpe and tokenizer.json need the package tokenizers: "
+            "pip install 'symjax[tokenizers]'"
+        ) from error
+    return tokenizers

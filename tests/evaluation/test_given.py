@@ -1,0 +1,82 @@
+"""A checkpoint writes and judges a given text without the data of its run."""
+
+import json
+import math
+import shutil
+
+import pytest
+from runs import TEXT, call, compile_cache, train, write_text
+
+KEYS = {"data__tokenizer": "bpe", "data__vocabulary": 300, "evaluate__batches": 99}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
+        place = tmp_path_factory.mktemp("given")
+        assert train(write_text(place), place / "run", **KEYS) == 0
+        yield place / "run"
+
+
+@pytest.fixture
+def moved(trained, tmp_path):
+    """A copy of the checkpoints alone."""
+    shutil.copytree(trained / "checkpoints", tmp_path / "run" / "checkpoints")
+    return tmp_path / "run"
+
+
+def judge(workdir, *more):
+    return call("eval", ["--workdir", str(workdir), *more])
+
+
+def test_both_units_are_logged(trained):
+    rows = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
+    *_, last = (row for row in rows if "heldout/loss" in row)
+    found = json.loads((trained / "data" / "corpus.json").read_text())
+    held = found["fingerprint"]["heldout"]
+    bytes_per_token = held["bytes"] / held["tokens"]
+    assert bytes_per_token > 2
+    wanted = last["heldout/loss"] / math.log(2) / bytes_per_token
+    assert last["heldout/bits_per_byte"] == pytest.approx(wanted)
+
+
+def test_a_sample_needs_no_data(moved, capsys):
+    words = ["--tasks", "sample,lambda", "--tokens", "5"]
+    assert judge(moved, "--prompt", "7 sheep", *words) == 0
+    assert "sample:\n7 sheep" in capsys.readouterr().out
+
+
+def test_the_held_out_text_given_by_hand_has_the_held_out_loss(
+    trained, moved, tmp_path, capsys
+):
+    text, found = tmp_path / "held.txt", {}
+    text.write_text(TEXT[len(TEXT) * 9 // 10 :])
+    for name, place, more in (
+        ("own", trained, []),
+        ("given", moved, ["--text", str(text)]),
+        ("beside", trained, ["--text", str(text)]),
+    ):
+        path = tmp_path / f"{name}.json"
+        words = ["--tasks", "loss,position", "--json", str(path), *more]
+        assert judge(place, *words) == 0
+        found[name] = json.loads(path.read_text())["heldout"]
+    # The own text ends with one token more, that of its end.
+    assert found["given"]["loss"] == pytest.approx(found["own"]["loss"], rel=1e-2)
+    assert found["given"] == found["beside"]
+    assert found["given"]["ngrams"] == {} and found["own"]["ngrams"]
+    assert "bits_per_byte" in capsys.readouterr().out
+
+
+def test_what_needs_the_data_says_so(moved, capsys):
+    assert judge(moved, "--tasks", "loss") == 2
+    said = capsys.readouterr().err
+    assert "--text gives a text to judge" in said and said.count("\n") == 1
+
+
+def test_a_text_that_cannot_be_judged_is_refused(moved, tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    for content, said in ((None, "cannot be read"), ("", "has no next token")):
+        if content is not None:
+            empty.write_text(content)
+        assert judge(moved, "--text", str(empty)) == 2
+        assert said in capsys.readouterr().err

@@ -231,7 +231,7 @@ class Data:
             *("mqar", "needle", "copy", "listops"),
         ),
     )
-    path: str = key("", "source=text: a file, a glob, or several joined by commas")
+    path: str = key("", "source=text: a file, a folder, a glob, or several")
     name: str = key(
         "", "source=hub: owner/name, or a local folder of parquet, json or text files"
     )
@@ -247,6 +247,12 @@ class Data:
     )
     vocabulary: int = key(
         32000, "tokenizer=bpe: tokens to learn, at most", least=257, most=2**20
+    )
+    documents: str = key(
+        "auto",
+        "of a decoder's text: joined, or separate (unseen by each other); auto: "
+        "separate if there are several",
+        ("auto", "separate", "joined"),
     )
     items: int = key(
         8, "of generated tasks: pairs of mqar, needles, symbols to copy", least=1

@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from symjax.data.corpus import Corpus, check_length
+from symjax.data.documents import Ends, separated
 from symjax.data.draws import mix
 from symjax.data.packed import Packed
 from symjax.data.tokens import Tokenizer
 
 Tokens = np.ndarray | Packed
 Shape = tuple[int, int]  # rows, tokens a row
-# (start, stop) → some rows of a batch, [stop − start, length] each: inputs and targets
-# int32 and, where rows are judged, weights float32
-Rows = Callable[[int, int], tuple[np.ndarray, ...]]
+# (start, stop) → some rows of a batch, [length] each: inputs (`Separate` or an array)
+# and targets int32 and, where rows are judged, weights float32
+Rows = Callable[[int, int], tuple[Any, ...]]
 
 ENDLESS = 32  # held-out batches of generated examples
 ROUNDS = 4  # a Feistel network of four rounds is a pseudo-random permutation
@@ -51,14 +52,15 @@ class Examples:
         tokenizer: of the text in the inputs; None where there is no text.
         text: what a decoder learns to continue; None where targets are answers (labels,
             masked tokens, answers of a task), whose accuracy is reported.
+        separate: inputs are `Separate`: documents of a row do not see each other.
         longest: tokens of the longest held-out row; None: any number.
         fixed_length: rows cannot be shortened: the length belongs to the task.
         labels: names of the classes.
         image: height, width and channels of the inputs; None of tokens.
     """
 
-    train: Callable[[np.ndarray, int, int], tuple[np.ndarray, ...]]
-    heldout: Callable[[np.ndarray, int], tuple[np.ndarray, ...]]
+    train: Callable[[np.ndarray, int, int], tuple[Any, ...]]
+    heldout: Callable[[np.ndarray, int], tuple[Any, ...]]
     heldout_rows: Callable[[int], int] | None = None
     check_length: Callable[[int], None]
     vocabulary: int
@@ -70,6 +72,7 @@ class Examples:
     files: tuple[Packed, ...] = ()
     tokenizer: Tokenizer | None = None
     text: Corpus | None = None
+    separate: bool = False
     longest: int | None = None
     fixed_length: bool = False
     labels: tuple[str, ...] = ()
@@ -91,7 +94,7 @@ class Examples:
         endless = self.heldout_rows is None
         chosen = [n if endless else n * total // count for n in range(count)]
 
-        def rows(index: int, start: int, stop: int) -> tuple[np.ndarray, ...]:
+        def rows(index: int, start: int, stop: int) -> tuple[Any, ...]:
             return self.heldout(_numbers(shape, index, start, stop), shape[1])
 
         return (functools.partial(rows, index) for index in chosen)
@@ -119,8 +122,13 @@ def _numbers(shape: Shape, index: int, start: int, stop: int) -> np.ndarray:
 
 
 def training_windows(
-    tokens: Tokens, numbers: np.ndarray, length: int, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
+    tokens: Tokens,
+    numbers: np.ndarray,
+    length: int,
+    seed: int,
+    *,
+    ends: Ends | None = None,
+) -> tuple[Any, np.ndarray]:
     """Inputs and targets of rows of a training text.
 
     The text is cut into windows of length + 1 tokens, each starting `length` after the
@@ -132,8 +140,10 @@ def training_windows(
 
     Args:
         numbers: int64 [B], from the first row of the first step.
+        ends: of the documents, where they are kept apart.
     Returns:
-        int32 [B, length]; targets are inputs one token later.
+        int32 [B, length]; targets are inputs one token later. With ends the inputs are
+        `Separate`, and the last token of a document has no target.
     Raises:
         ValueError: the text is shorter than one window.
     """
@@ -144,23 +154,33 @@ def training_windows(
     shifts = min(length, total - windows * length + 1)
     window, key = visited(windows, numbers, seed)
     shift = key % np.uint64(shifts)
-    return _cut((window * np.uint64(length) + shift).astype(np.int64), tokens, length)
+    starts = (window * np.uint64(length) + shift).astype(np.int64)
+    inputs, targets = _cut(starts, tokens, length)
+    if ends is None:
+        return inputs, targets
+    return separated(starts, inputs, targets, ends)
 
 
 def heldout_windows(
-    tokens: Tokens, numbers: np.ndarray, length: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens: Tokens, numbers: np.ndarray, length: int, *, ends: Ends | None = None
+) -> tuple[Any, np.ndarray, np.ndarray]:
     """Inputs, targets and weights of rows of a held-out text.
 
     Windows follow each other as in training, without shuffling or shift, so every token
     but the first is a target exactly once. Weights float32 are 0 where the text has
     ended: the end of the last window, and rows after it.
 
+    Args:
+        ends: as of `training_windows`; the first token of a document is no target.
     Raises:
         ValueError: the text is shorter than one window.
     """
     check_length(tokens, length, "held-out")
-    return weighted_windows(numbers * length, tokens, length)
+    inputs, targets, weights = weighted_windows(numbers * length, tokens, length)
+    if ends is None:
+        return inputs, targets, weights
+    rows, targets = separated(numbers * length, inputs, targets, ends)
+    return rows, targets, weights * (targets >= 0)
 
 
 def visited(count: int, rows: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:

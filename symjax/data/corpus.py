@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
 import platform
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ import numpy as np
 
 from symjax import config
 from symjax.data import ngrams, sources, tokens
+from symjax.data.documents import Ends
 from symjax.data.folder import SPLITS, TEXT_KEYS, open_folder
 from symjax.data.packed import Packed
 
 SEPARATOR = "\0"  # between two documents, where no token of its own ends them
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
     """Packed text.
 
@@ -35,6 +36,7 @@ class Corpus:
             per token.
         bytes_per_token: UTF-8 bytes a held-out token, for bits per byte. A token that
             ends a document has none.
+        ends: for each split, where its documents end; empty: they are joined.
     """
 
     train: Packed | np.ndarray
@@ -43,6 +45,7 @@ class Corpus:
     fingerprint: dict[str, Any]
     references: dict[str, float]
     bytes_per_token: float
+    ends: dict[str, Ends] = dataclasses.field(default_factory=dict)
 
     def bits_per_byte(self, nats: float) -> float:
         """Of a held-out loss in nats a token."""
@@ -66,8 +69,11 @@ def open_corpus(
     """The corpus of a folder, built from its source the first time: `open_folder`."""
     manifest, parts = open_folder(options, Path(directory), _pack, replace=replace)
     heldout = manifest["fingerprint"]["heldout"]
+    ends = {x: parts[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in parts}
     return Corpus(
-        **parts,
+        train=parts["train"],
+        heldout=parts["heldout"],
+        ends=ends,
         tokenizer=tokens.from_description(manifest["tokenizer"]),
         fingerprint=manifest["fingerprint"],
         references=manifest["ngrams"],
@@ -79,7 +85,8 @@ def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     documents, facts = sources.load(options)
     texts = {split: list(documents[split]["text"]) for split in SPLITS}
     tokenizer = _tokenizer(options, texts)
-    packed = {split: _encoded(tokenizer, texts[split]) for split in SPLITS}
+    encodings = {split: _encoded(tokenizer, texts[split]) for split in SPLITS}
+    packed = {split: ids for split, (ids, _) in encodings.items()}
     lines = ngrams.cross_entropies(
         packed["train"], packed["heldout"], tokenizer.vocabulary
     )
@@ -99,6 +106,9 @@ def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             "bytes": len(encoded[split]),
         }
     facts = {"tokenizer": tokenizer.describe(), "fingerprint": fingerprint}
+    several = any(len(documents) > 1 for documents in texts.values())
+    if options.documents == "separate" or (options.documents == "auto" and several):
+        packed |= {f"{split}_ends": ends for split, (_, ends) in encodings.items()}
     return packed, {**facts, "ngrams": lines}
 
 
@@ -111,16 +121,21 @@ def _tokenizer(options: config.Data, texts: dict[str, list[str]]) -> tokens.Toke
     return tokens.build(options.tokenizer, some, vocabulary=options.vocabulary)
 
 
-def _encoded(tokenizer: tokens.Tokenizer, documents: list[str]) -> np.ndarray:
-    """Documents that end with the token for it, or have a NUL between them."""
-    end = tokenizer.document_end
-    if end is None:
-        return tokenizer.encode(SEPARATOR.join(documents))
-    parts = []
-    for text in documents:
-        ids = tokenizer.encode(text)
-        parts += [ids, np.array([end], ids.dtype)]
-    return np.concatenate(parts)
+def _encoded(
+    tokenizer: tokens.Tokenizer, documents: list[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of documents, and where each ends.
+
+    A document ends with the token for it, or has a NUL between it and the next.
+    """
+    end, last, parts = tokenizer.document_end, len(documents) - 1, []
+    for number, text in enumerate(documents):
+        if end is not None:
+            ids = tokenizer.encode(text)
+            parts.append(np.append(ids, np.array(end, ids.dtype)))
+        else:
+            parts.append(tokenizer.encode(text + SEPARATOR * (number < last)))
+    return np.concatenate(parts), np.cumsum([len(part) for part in parts])
 
 
 def check_length(

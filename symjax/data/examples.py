@@ -54,8 +54,10 @@ def open_examples(
         found = open_labelled(options, directory, replace=replace)
         return labelled_examples(found, whole.model.length)
     if options.source not in generated.GENERATORS:
-        found = text_examples(open_corpus(options, directory, replace=replace))
-        return masked_examples(found) if encoder else found
+        corpus = open_corpus(options, directory, replace=replace)
+        if encoder:
+            return masked_examples(text_examples(dataclasses.replace(corpus, ends={})))
+        return text_examples(corpus)
     check_keys(options)
     generated.check(options, generated.GENERATORS[options.source].least(options))
     open_folder(options, Path(directory), lambda _: ({}, {}), replace=replace)
@@ -75,6 +77,10 @@ def _check_task(options: config.Data, model: config.Model) -> None:
         raise ValueError(
             f"model.classes {model.classes}: {source} has no labels; packages, digits, "
             "and hub with data.label have"
+        )
+    if options.documents == "separate" and not config.is_causal(model):
+        raise ValueError(
+            f"data.documents 'separate' is for decoders: model.kind is {model.kind!r}"
         )
     if options.source in generated.GENERATORS and not config.is_causal(model):
         raise ValueError(
@@ -96,10 +102,11 @@ def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
 
 def text_examples(corpus: Corpus) -> Examples:
     """Windows of a text, whose targets are the next tokens."""
-    last = len(corpus.heldout) - 1
+    last, ends = len(corpus.heldout) - 1, corpus.ends
+    arrays = corpus.train, corpus.heldout, *ends.values()
     return Examples(
-        train=partial(training_windows, corpus.train),
-        heldout=partial(heldout_windows, corpus.heldout),
+        train=partial(training_windows, corpus.train, ends=ends.get("train")),
+        heldout=partial(heldout_windows, corpus.heldout, ends=ends.get("heldout")),
         heldout_rows=lambda length: math.ceil(last / length),
         check_length=corpus.check_length,
         vocabulary=corpus.tokenizer.vocabulary,
@@ -108,9 +115,10 @@ def text_examples(corpus: Corpus) -> Examples:
         language=corpus.tokenizer.identify(),
         fingerprint=corpus.fingerprint,
         references=corpus.references,
-        files=tuple(x for x in (corpus.train, corpus.heldout) if isinstance(x, Packed)),
+        files=tuple(x for x in arrays if isinstance(x, Packed)),
         tokenizer=corpus.tokenizer,
         text=corpus,
+        separate=bool(ends),
         longest=last,
     )
 

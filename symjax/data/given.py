@@ -12,6 +12,11 @@ from symjax.data.corpus import Corpus
 from symjax.data.examples import text_examples
 from symjax.data.tokens import Tokenizer
 
+NO_DATA = (
+    "the folder data of the run has no corpus.json: --text gives a text to judge, "
+    "--prompt one to go on with"
+)
+
 
 def given_examples(tokenizer: Tokenizer, text: str | None) -> Examples:
     """A text as all that is held out; there is none to train on.
@@ -38,7 +43,7 @@ def given_examples(tokenizer: Tokenizer, text: str | None) -> Examples:
         return weighted_windows(numbers * length, ids, length)
 
     def refuse(length: int) -> int:
-        raise ValueError("the run has no data folder: --text gives a text to judge")
+        raise ValueError(NO_DATA)
 
     if text is None:
         return dataclasses.replace(found, heldout_rows=refuse)

@@ -22,6 +22,7 @@ import numpy as np
 
 from symjax import config
 from symjax.data import splits
+from symjax.data.formats import MixedFormats, check_one_format
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder, DatasetDict
@@ -109,6 +110,7 @@ def _read(
         stack.enter_context(_one_line(where))
         cache = None  # that of the machine
         if os.path.isdir(path):
+            check_one_format(path)
             cache = stack.enter_context(tempfile.TemporaryDirectory())
         else:
             _check_reachable(options.name)
@@ -248,7 +250,7 @@ def _one_line(where: str) -> Iterator[None]:
     """Raises: ValueError: whatever the libraries raise, in one line."""
     try:
         yield
-    except (_Refused, MemoryError):
+    except (_Refused, MixedFormats, MemoryError):
         raise
     except Exception as error:
         raise ValueError(f"{where} {_problem(error)}") from None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from symjax import config
 from symjax.data import hub, splits
+from symjax.data.formats import table_format
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 # The keys that each source reads. Labelled sources are in `classes`, tasks in
 # `generated`.
 TOKENS = ("tokenizer", "vocabulary")
+TEXT = (*TOKENS, "documents")
 KEYS = {
-    "stdlib": TOKENS,
-    "text": (*TOKENS, "path"),
-    "hub": (*TOKENS, "name", "subset", "column", "label"),
+    "stdlib": TEXT,
+    "text": (*TEXT, "path"),
+    "hub": (*TEXT, "name", "subset", "column", "label"),
     "packages": TOKENS,
     "digits": (),
     "mqar": ("items", "symbols"),
@@ -163,10 +165,11 @@ def text(path: str | Path) -> DatasetDict:
     file are on the same side. Empty files that match a glob are left out.
 
     Args:
-        path: a file, a glob (`**` descends), or several of both joined by commas.
+        path: a file, a folder (all files below it, but hidden ones), a glob (`**`
+            descends), or several of these joined by commas.
     Raises:
-        ValueError: nothing is found, a file is empty, is a directory, cannot be read or
-            is not UTF-8, or all files are copies of one.
+        ValueError: nothing is found, a file is empty, cannot be read or is not UTF-8, a
+            folder holds tables, or all files are copies of one.
     """
     found = _files(str(path))
     texts = {name: read(file, "data.path") for name, (file, _) in found.items()}
@@ -193,7 +196,9 @@ def _files(path: str) -> dict[str, tuple[Path, bool]]:
             )
         named = os.path.exists(piece) or not glob.has_magic(piece)
         found = [piece] if named else sorted(glob.glob(piece, recursive=True))
-        if named:
+        if os.path.isdir(piece):
+            named, found = False, _texts_below(piece)
+        elif named:
             _check_regular(piece)
         found = [name for name in found if os.path.isfile(name)]
         if not found:
@@ -206,14 +211,33 @@ def _files(path: str) -> dict[str, tuple[Path, bool]]:
     return files
 
 
+def _texts_below(folder: str) -> list[str]:
+    """All files of a folder, in order; hidden ones are left out.
+
+    Raises:
+        ValueError: one is no plain text by its name, so that the folder would not be
+            read whole.
+    """
+    found = [
+        os.path.join(place, name)
+        for place, folders, names in os.walk(folder)
+        if not folders.sort()
+        for name in sorted(names)
+        if not os.path.join(place, name).removeprefix(folder).count(f"{os.sep}.")
+    ]
+    for name in found:
+        if kind := table_format(name):
+            raise ValueError(
+                f"data.path {folder!r} has {name!r}, which is {kind} and no plain "
+                "text: data.source=hub with data.name reads it, or give a glob such as "
+                f"{os.path.join(folder, '*.txt')!r}"
+            )
+    return found
+
+
 def _check_regular(name: str) -> None:
     if not os.path.exists(name):
         raise ValueError(f"data.path {name!r} does not exist")
-    if os.path.isdir(name):
-        raise ValueError(
-            f"data.path {name!r} is a directory: give a file or a glob such as "
-            f"{os.path.join(name, '*.txt')!r}"
-        )
     if not os.path.isfile(name):
         raise ValueError(f"data.path {name!r} is not a regular file")
 

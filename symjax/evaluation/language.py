@@ -14,6 +14,7 @@ import numpy as np
 
 from symjax.data.batches import Rows, Shape
 from symjax.data.corpus import Corpus
+from symjax.data.given import NO_DATA
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Options, Result, Table, progress
 from symjax.exchange.continued import continued
@@ -144,8 +145,10 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
     ids = text.heldout[:PROMPT]
     if options.prompt is not None:
         ids = text.tokenizer.encode(options.prompt)
-        if not len(ids):
-            raise ValueError("--prompt is empty: give text to continue")
+    elif not len(ids):
+        raise ValueError(NO_DATA)
+    if not len(ids):
+        raise ValueError("--prompt is empty: give text to continue")
     (tokens,) = continued(
         run.decoder(),
         [ids],

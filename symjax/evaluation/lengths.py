@@ -31,7 +31,7 @@ from symjax.evaluation.results import (
     table,
 )
 from symjax.models.build import Model, build
-from symjax.training.loss import token_losses
+from symjax.training.loss import hidden_of, token_losses
 
 FACTORS = (1, 2, 4, 8)
 BATCHES = 4  # of held-out text at every length, unless --batches says otherwise
@@ -208,11 +208,11 @@ def by_place(
 def _scored(
     graph: nnx.GraphDef,
     weights: Any,
-    inputs: Int[Array, "B T"],
+    inputs: Any,
     targets: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     model = nnx.merge(graph, weights)
-    found = token_losses(model, model.hidden(inputs), targets)
+    found = token_losses(model, hidden_of(model, inputs), targets)
     return found.loss, found.right.astype(jnp.float32)
 
 

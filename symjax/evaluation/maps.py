@@ -3,6 +3,7 @@
 import numpy as np
 
 from symjax import config
+from symjax.data.documents import Separate
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Inputs, read
 from symjax.evaluation.results import Grid, Options, Result
@@ -54,7 +55,8 @@ def _sentence(run: LoadedRun, prompt: str | None) -> tuple[Inputs, list[str]]:
             raise ValueError("--prompt is empty: give text to look at")
     else:
         rows = next(run.examples.heldout_batches((1, model.length), 1))
-        ids = rows(0, 1)[0][0]
+        shown = rows(0, 1)[0]
+        ids = (shown.tokens if isinstance(shown, Separate) else shown)[0]
     if model.patch:
         rows, columns = (size // model.patch for size in model.image[:2])
         return ids, [f"{y},{x}" for y in range(rows) for x in range(columns)]

@@ -16,6 +16,7 @@ from symjax.models.encoder import Encoder
 
 WINDOWS = 4  # of held-out text that are read, unless --batches says fewer
 IMAGES = 32  # likewise; they have few tokens
+TRIED = 8  # windows for each that is read, where they should be of one document
 LONGEST = 512  # tokens of a window: a map has the square of them, in every head
 
 Row = tuple[Inputs, np.ndarray]  # inputs and targets
@@ -91,10 +92,23 @@ def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
     length = model.length if longest else LONGEST
     most = IMAGES if model.patch else WINDOWS
     count = min(options.batches or most, most)
+    if run.examples.separate:
+        return _of_one_document(run, length, count)
     chosen = [rows(0, 1) for rows in run.examples.heldout_batches((1, length), count)]
     if not model.classes and len(chosen) > 1:  # the last window may not be filled
         chosen = [rows for rows in chosen if _is_filled(*rows)]
     return [(inputs[0], targets[0]) for inputs, targets, _ in chosen]
+
+
+def _of_one_document(run: LoadedRun, length: int, count: int) -> list[Row]:
+    """Windows inside a document, the first of each stretch that has one; where there
+    are none, windows as they come."""
+    rows = run.examples.heldout_batches((1, length), TRIED * count)
+    drawn = [row(0, 1) for row in rows]
+    inside = [row for row in drawn if not row[0].segment_ids.any() and row[2].all()]
+    chosen = inside or drawn
+    step = -(-len(chosen) // count)
+    return [(inputs.tokens[0], targets[0]) for inputs, targets, _ in chosen[::step]]
 
 
 def _is_filled(inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> bool:

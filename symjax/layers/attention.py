@@ -13,6 +13,7 @@ from symjax.layers.convolution import Convolved, ShortConvolution
 from symjax.layers.mechanisms import part_of
 from symjax.layers.mixer import Mixer
 from symjax.layers.primitives import Linear, keep, norm, rotary
+from symjax.layers.segments import Segments, places, row_operands
 from symjax.layers.sharded import Operand
 from symjax.layers.validate import mechanism_options, sizes
 
@@ -138,17 +139,21 @@ class Attention(nnx.Module):
                 setattr(self, name, constant)
 
     def __call__(
-        self, x: Float[Array, "B T D"], padding_mask: Bool[Array, "B T"] | None = None
+        self,
+        x: Float[Array, "B T D"],
+        padding_mask: Bool[Array, "B T"] | None = None,
+        segments: Segments | None = None,
     ) -> Float[Array, "B T D"]:
         """Every token attends to itself and to those it may see.
 
         Args:
             padding_mask: True for tokens that exist; the others are seen by none.
                 None: all.
+            segments: the documents of a row, which do not see each other; None: the
+                row is one.
         """
-        operands = self.operands(x, jnp.arange(x.shape[1])[None])
-        if padding_mask is not None:
-            operands["mask"] = Operand(padding_mask[:, None, None], "B")
+        operands = self.operands(x, places(x, segments), segments=segments)
+        operands |= row_operands(padding_mask, segments)
         return self._output(x, self.mixer(operands), operands)
 
     def init_cache(self, batch: int, length: int) -> Any:
@@ -182,10 +187,14 @@ class Attention(nnx.Module):
         return self._output(x, mixed, operands), cache
 
     def operands(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "#B T"], *decoding
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "#B T"],
+        *decoding,
+        segments: Segments | None = None,
     ) -> dict[str, Operand]:
         """The operands of the mechanism, with their sharding."""
-        query, key, value = self.project(x, positions, *decoding)
+        query, key, value = self.project(x, positions, *decoding, segments=segments)
         operands = {
             "query": Operand(query, "BTN"),
             "key": Operand(key, "BSK"),
@@ -206,6 +215,8 @@ class Attention(nnx.Module):
         positions: Int[Array, "#B T"],
         inputs: dict[str, Array] | None = None,
         padding_mask: Bool[Array, "B T"] | None = None,
+        *,
+        segments: Segments | None = None,
     ) -> tuple[Array, Array, Array]:
         """Queries, keys and values of every (sub-)head, rotated; learned feature maps
         come after.
@@ -215,6 +226,7 @@ class Attention(nnx.Module):
                 None: none.
             padding_mask: True for tokens that exist, the others stand at the end; None:
                 all.
+            segments: convolutions do not reach from one into another.
         """
         inputs = {} if inputs is None else inputs
 
@@ -222,7 +234,8 @@ class Attention(nnx.Module):
             y = keep(getattr(self, kind)(x))
             if self.chosen.short_convolution:
                 convolve = getattr(self, f"{kind}_convolution")
-                y, inputs[kind] = convolve(y, inputs.get(kind), padding_mask)
+                before = inputs.get(kind)
+                y, inputs[kind] = convolve(y, before, padding_mask, segments=segments)
             return y.reshape(*y.shape[:2], y.shape[-1] // size, size)
 
         query = projected("query", self.mixer.sizes.head_size)

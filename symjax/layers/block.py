@@ -12,6 +12,7 @@ from symjax import config
 from symjax.attention.kernels import RESIDUALS
 from symjax.layers.attention import Attention
 from symjax.layers.primitives import KEPT, Linear, keep, norm
+from symjax.layers.segments import Segments
 
 # swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
@@ -87,6 +88,7 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         padding_mask: Bool[Array, "B T"] | None = None,
+        segments: Segments | None = None,
         *,
         dropout_key: Array | None = None,
         watch: Callable | None = None,
@@ -95,13 +97,14 @@ class Block(nnx.Module):
         Args:
             padding_mask: True for tokens that exist; the others are seen by none.
                 None: all.
+            segments: the documents of a row; None: it is one.
             dropout_key: None turns dropout off.
             watch: is told (the layer with the mechanism, what it is given, the padding
                 mask, the output of the block), to read what happens inside.
         """
         attention_key, feedforward_key = _two(dropout_key)
         normed = self.attention_norm(x)
-        x = self._add(x, self.attention(normed, padding_mask), attention_key)
+        x = self._add(x, self.attention(normed, padding_mask, segments), attention_key)
         y = self.feedforward(self.feedforward_norm(x))
         x = self._add(x, y, feedforward_key)
         if watch is not None:
@@ -149,10 +152,11 @@ def _two(key: Array | None) -> tuple[Array | None, Array | None]:
 
 
 def run_of(remat: str, watch: Callable | None = None) -> Callable[..., Array]:
-    """(block, x, padding_mask, dropout_key) → output, by the value of model.remat."""
+    """(block, x, padding_mask, segments, dropout_key) → output, by the value of
+    model.remat."""
 
-    def run(block: Any, x: Array, padding_mask: Any, dropout_key: Any) -> Array:
-        return block(x, padding_mask, dropout_key=dropout_key, watch=watch)
+    def run(block: Any, x: Array, mask: Any, segments: Any, key: Any) -> Array:
+        return block(x, mask, segments, dropout_key=key, watch=watch)
 
     return run if watch is not None else rematerialised(run, remat)
 

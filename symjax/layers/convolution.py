@@ -8,6 +8,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from symjax.layers.segments import Segments
+
 RULES = (("attention/*_convolution/kernel", P(None, "tensor")),)
 
 
@@ -40,6 +42,8 @@ class ShortConvolution(nnx.Module):
         x: Float[Array, "B T C"],
         inputs: Float[Array, "B I C"] | None = None,
         padding_mask: Bool[Array, "B T"] | None = None,
+        *,
+        segments: Segments | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B I C"]]:
         """The output, and the inputs that the next tokens need.
 
@@ -47,13 +51,20 @@ class ShortConvolution(nnx.Module):
             inputs: those before x; None: none.
             padding_mask: True for tokens that exist, the others stand at the end; None:
                 all.
+            segments: what stands before the first token of one is zero; None: the row
+                is one.
         """
         kernel, time = self.kernel[...].astype(self.dtype), x.shape[1]
         before = self.init_cache(x.shape[0]) if inputs is None else inputs
         every = jnp.concatenate([before.astype(x.dtype), x], axis=1)
-        mixed = sum(
-            row * every[:, i : i + time] for i, row in enumerate(kernel[:, None, None])
-        )
+
+        def seen(tap: int) -> Float[Array, "B T C"]:
+            inputs, back = every[:, tap : tap + time], len(kernel) - 1 - tap
+            if segments is None:
+                return inputs
+            return jnp.where((segments.positions >= back)[..., None], inputs, 0)
+
+        mixed = sum(row * seen(i) for i, row in enumerate(kernel[:, None, None]))
         if padding_mask is None:
             last = every[:, time:]
         else:

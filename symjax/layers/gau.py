@@ -13,6 +13,7 @@ from symjax import attention, config
 from symjax.layers.mixer import Mixer
 from symjax.layers.parts import Sizes
 from symjax.layers.primitives import Linear, keep, norm, rotary
+from symjax.layers.segments import Segments, places, row_operands
 from symjax.layers.sharded import Operand
 from symjax.layers.validate import mechanism_options
 
@@ -94,15 +95,15 @@ class GatedBlock(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         padding_mask: Bool[Array, "B T"] | None = None,
+        segments: Segments | None = None,
         *,
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
         """As `Block`."""
         y = self.norm(x)
-        operands = self.operands(y, jnp.arange(x.shape[1])[None])
-        if padding_mask is not None:
-            operands["mask"] = Operand(padding_mask[:, None, None], "B")
+        operands = self.operands(y, places(x, segments))
+        operands |= row_operands(padding_mask, segments)
         mixed = self._output(y, self.mixer(operands))
         deterministic = dropout_key is None
         hidden = x + self.dropout(mixed, deterministic=deterministic, rngs=dropout_key)

@@ -13,6 +13,7 @@ from symjax import config
 from symjax.attention import MECHANISMS
 from symjax.layers.block import Block, run_of
 from symjax.layers.primitives import Linear
+from symjax.layers.segments import Segments
 
 ENOUGH = 0.99  # the accumulated probability at which a token halts
 RULES = (
@@ -107,6 +108,7 @@ class UniversalBlock(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         padding_mask: Bool[Array, "B T"] | None = None,
+        segments: Segments | None = None,
         *,
         dropout_key: Array | None = None,
         watch: Callable | None = None,
@@ -118,7 +120,7 @@ class UniversalBlock(nnx.Module):
         change, so that `jax.jit` may close over it.
         """
         output, ponder = self.pondered(
-            x, padding_mask, dropout_key=dropout_key, watch=watch
+            x, padding_mask, segments, dropout_key=dropout_key, watch=watch
         )
         if dropout_key is not None:
             self.ponder = nnx.Intermediate(ponder)
@@ -128,6 +130,7 @@ class UniversalBlock(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         padding_mask: Bool[Array, "B T"] | None = None,
+        segments: Segments | None = None,
         *,
         dropout_key: Array | None = None,
         watch: Callable | None = None,
@@ -138,7 +141,7 @@ class UniversalBlock(nnx.Module):
             keys = jax.random.split(dropout_key, self.depth)
         run = run_of(self.remat, watch)
         return self._steps(
-            x, lambda step, x: run(self.block, x, padding_mask, keys[step])
+            x, lambda step, x: run(self.block, x, padding_mask, segments, keys[step])
         )
 
     @property

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from symjax import config
+from symjax.layers.segments import Segments, segments_of
 from symjax.models import transformer
 
 
@@ -47,16 +48,22 @@ class Decoder(nnx.Module):
         *,
         dropout_key: Array | None = None,
         watch: Callable | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T vocabulary"]:
         """Logits of the next token at every place, in float32.
 
         Args:
             dropout_key: a random key turns dropout on; None is evaluation.
             watch: is told what every layer does, as in `symjax.layers.Block`.
+            segment_ids: tokens see only their own run of equal ids, in which positions
+                start anew: a row gives what its documents would give alone. (The groups
+                of flash stay those of the row.)
         Raises:
             ValueError: more tokens than learned positions.
         """
-        x = self.hidden(tokens, dropout_key=dropout_key, watch=watch)
+        x = self.hidden(
+            tokens, dropout_key=dropout_key, watch=watch, segment_ids=segment_ids
+        )
         return transformer.logits(self, x)
 
     def hidden(
@@ -65,10 +72,12 @@ class Decoder(nnx.Module):
         *,
         dropout_key: Array | None = None,
         watch: Callable | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """What the output layer is given; arguments and errors as of a call."""
-        x = self._embed(tokens, jnp.zeros(1, jnp.int32))
-        x = transformer.run_blocks(self, x, dropout_key, watch=watch)
+        segments = None if segment_ids is None else segments_of(segment_ids)
+        x = self._embed(tokens, jnp.zeros(1, jnp.int32), segments=segments)
+        x = transformer.run_blocks(self, x, dropout_key, watch=watch, segments=segments)
         return self.final_norm(x)
 
     def calibrate(self, tokens: Int[Array, "B T"]) -> None:
@@ -116,8 +125,12 @@ class Decoder(nnx.Module):
         return transformer.logits(self, self.final_norm(x)), Cache(read, layers)
 
     def _embed(
-        self, tokens: Array, read: Array, padding_mask: Array | None = None
+        self,
+        tokens: Array,
+        read: Array,
+        padding_mask: Array | None = None,
+        segments: Segments | None = None,
     ) -> Array:
         """Args: read: how many tokens came before, of each example or of all."""
         x = transformer.look_up(self, tokens)
-        return transformer.placed(self, x, read, padding_mask)
+        return transformer.placed(self, x, read, padding_mask, segments)

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from symjax.layers.block import rematerialised
+from symjax.layers.segments import Segments
 
 Values = dict[str, Array]  # path of the attribute inside the block → its value
 
@@ -19,6 +20,7 @@ def run_scanned(
     x: Float[Array, "B T D"],
     keys: Sequence[Array | None],
     padding_mask: Bool[Array, "B T"] | None = None,
+    segments: Segments | None = None,
     *,
     period: int,
     remat: str,
@@ -33,6 +35,7 @@ def run_scanned(
     Args:
         keys: of dropout, one a block.
         padding_mask: True for tokens that exist; None: all.
+        segments: the documents of a row; None: it is one.
         period: blocks that are unrolled inside the loop; the same place of another
             period has the same modules.
         remat: of every block, see `symjax.layers.block`.
@@ -53,7 +56,7 @@ def run_scanned(
         for block, key in zip(blocks, keys, strict=True)
     ]
     stacked = [_stack(inputs[place::period]) for place in range(period)]
-    return _scan(tuple(graphs[:period]), remat, x, padding_mask, stacked)
+    return _scan(tuple(graphs[:period]), remat, x, padding_mask, segments, stacked)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -62,6 +65,7 @@ def _scan(
     remat: str,
     x: Array,
     padding_mask: Array | None,
+    segments: Segments | None,
     stacked: list[Any],
 ) -> Array:
     """A function of its own, so that a call outside `jax.jit` is compiled once."""
@@ -70,7 +74,7 @@ def _scan(
         weights, values, key = inputs
         block = nnx.merge(graph, weights)
         give(block, values)
-        return block(x, padding_mask, dropout_key=key)
+        return block(x, padding_mask, segments, dropout_key=key)
 
     def step(x: Array, inputs: list[Any]) -> tuple[Array, None]:
         for graph, own in zip(graphs, inputs, strict=True):

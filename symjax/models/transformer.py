@@ -13,6 +13,7 @@ from symjax.layers.block import Block, run_of
 from symjax.layers.gau import GatedBlock
 from symjax.layers.mixer import check_room
 from symjax.layers.primitives import Linear, norm
+from symjax.layers.segments import Segments
 from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock
 from symjax.models.scanned import run_scanned
@@ -100,17 +101,21 @@ def placed(
     x: Float[Array, "B T D"],
     read: Int[Array, "#B"],
     padding_mask: Bool[Array, "B T"] | None = None,
+    segments: Segments | None = None,
 ) -> Float[Array, "B T D"]:
     """Tokens with their positions by model.positions, laid out over the mesh.
 
     Args:
         read: how many tokens came before, of each example or of all.
         padding_mask: True for tokens that exist; None: all.
+        segments: the documents of a row, in which positions start anew.
     Raises:
         ValueError: more tokens than learned positions.
     """
     count = x.shape[1]
     positions = read[:, None] + jnp.arange(count)[None]
+    if segments is not None:
+        positions = segments.positions
     if model.learned_positions:
         named = f"model.length {model.length} learned positions"
         check_room(model.length, named, read, count, padding_mask)
@@ -130,6 +135,7 @@ def run_blocks(
     dropout_key: Array | None,
     padding_mask: Bool[Array, "B T"] | None = None,
     watch: Callable | None = None,
+    segments: Segments | None = None,
 ) -> Float[Array, "B T D"]:
     """`x` through the blocks of a model, in the way it has chosen.
 
@@ -137,6 +143,7 @@ def run_blocks(
         model: has blocks, dropout, period, remat and dtype.
         dropout_key: None turns dropout off.
         padding_mask: True for tokens that exist; None: all.
+        segments: the documents of a row; None: it is one.
         watch: as in `Block`; then one block runs after another, and keeps everything.
     """
     keys = [None] * len(model.blocks)
@@ -149,13 +156,14 @@ def run_blocks(
             x,
             keys,
             padding_mask,
+            segments,
             period=model.period,
             remat=model.remat,
             dtype=model.dtype,
         )
     run = run_of(model.remat, watch)
     for block, key in zip(model.blocks, keys, strict=True):
-        x = run(block, x, padding_mask, key)
+        x = run(block, x, padding_mask, segments, key)
     return x
 
 

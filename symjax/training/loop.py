@@ -120,7 +120,9 @@ def open_run(
         )
     interrupts.check()
     fitted = all_succeed(lambda: preflight.with_vocabulary(options, examples))
-    program = all_succeed(lambda: compile_program(fitted, mesh))
+    program = all_succeed(
+        lambda: compile_program(fitted, mesh, separate=examples.separate)
+    )
     keep, best = options.checkpoint.keep, options.checkpoint.best
     checkpoints = all_succeed(lambda: Checkpoints(folder, keep, best=best))
     stack.enter_context(checkpoints)

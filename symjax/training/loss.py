@@ -12,12 +12,21 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.data.documents import Separate
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer
 from symjax.models.build import Model
 
 LARGEST = 2**25  # logits at once: 128 MiB in float32
 SCOPE = "token_losses"  # of operations, as compiled programs name them
+
+
+def hidden_of(model: Any, inputs: Any, dropout_key: Array | None = None) -> Array:
+    """Hidden states [B T D] of inputs: tokens, images, or tokens with documents."""
+    if not isinstance(inputs, Separate):
+        return model.hidden(inputs, dropout_key=dropout_key)
+    tokens, segment_ids = inputs
+    return model.hidden(tokens, dropout_key=dropout_key, segment_ids=segment_ids)
 
 
 class Losses(NamedTuple):

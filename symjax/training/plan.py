@@ -48,7 +48,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
         corpus = open_examples(options, Path(folder))
         corpus.check_length(options.model.length)
         options = with_vocabulary(options, corpus)
-    program = compile_program(options, mesh)
+    program = compile_program(options, mesh, separate=corpus.separate)
     shape = (options.batch_size, options.model.length)
     step = compiled_step(program, shape, refuse=not (simulated or machine))
     weights = program.state.params

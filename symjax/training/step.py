@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from symjax import config
+from symjax.data.documents import Separate
 from symjax.layers import Constant
 from symjax.models.build import Model, build
 from symjax.training import sharding
-from symjax.training.loss import token_losses
+from symjax.training.loss import hidden_of, token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
 
 
@@ -48,15 +49,18 @@ class Program(NamedTuple):
     train: Callable
     calibrate: Callable
     evaluate: Callable
+    separate: bool = False  # inputs say which document each token is of
 
     def lower(self, shape: tuple[int, int]) -> jax.stages.Lowered:
         """The training step for batches of `shape`, from abstract arrays alone."""
         inputs, targets = batch_like(self.model, shape)
+        if self.separate:
+            inputs = Separate(inputs, inputs)
         key = jax.eval_shape(lambda: jax.random.key(0))
         with jax.set_mesh(self.mesh):
             return self.train.lower(self.state, self.constants, inputs, targets, key)
 
-    def place(self, shape: tuple[int, int], rows: Callable) -> list[Array]:
+    def place(self, shape: tuple[int, int], rows: Callable) -> list[Any]:
         """The arrays of a batch over the mesh; rows(start, stop) gives a part of them.
 
         Args:
@@ -65,17 +69,28 @@ class Program(NamedTuple):
         found = functools.cache(lambda start, stop: tuple(rows(start, stop)))
         inputs, targets = batch_like(self.model, shape)
 
-        def array(number: int, whole: tuple[int, ...]) -> Array:
+        def array(chosen: Callable, whole: tuple[int, ...]) -> Array:
             def piece(index: Any) -> np.ndarray:
                 start, stop, _ = index[0].indices(shape[0])
-                return found(start, stop)[number][(slice(None), *index[1:])]
+                return chosen(found(start, stop))[(slice(None), *index[1:])]
 
             layout = NamedSharding(self.mesh, _axes(whole, shape))
             return jax.make_array_from_callback(whole, layout, piece)
 
-        first = array(0, inputs.shape)
-        count = len(found(*_a_part(first)))
-        return [first, *(array(i, targets.shape) for i in range(1, count))]
+        some = found(*self._a_part(shape))
+        if isinstance(some[0], Separate):
+            parts = (lambda x: x[0].tokens), (lambda x: x[0].segment_ids)
+            first: Any = Separate(*(array(part, shape) for part in parts))
+        else:
+            first = array(lambda x: x[0], inputs.shape)
+        rest = (array(lambda x, i=i: x[i], targets.shape) for i in range(1, len(some)))
+        return [first, *rest]
+
+    def _a_part(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """The rows (start, stop) of some device of this process."""
+        layout = NamedSharding(self.mesh, sharding.ROWS)
+        index: Any = next(iter(layout.addressable_devices_indices_map(shape).values()))
+        return index[0].indices(shape[0])[:2]
 
 
 class Steps(NamedTuple):
@@ -93,7 +108,7 @@ class Steps(NamedTuple):
     def loss(self, params, constants, inputs, targets, key) -> tuple[Array, Array]:
         """What is minimised, and the part of it that is reported."""
         model = nnx.merge(self.graph, params, constants)
-        hidden = model.hidden(inputs, dropout_key=key)
+        hidden = hidden_of(model, inputs, key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
         costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
         asked = jnp.maximum((targets >= 0).sum(), 1)
@@ -123,20 +138,24 @@ class Steps(NamedTuple):
 
     def calibrate(self, params, constants, inputs) -> dict:
         model = nnx.merge(self.graph, params, constants)
-        model.calibrate(inputs)
+        model.calibrate(inputs.tokens if isinstance(inputs, Separate) else inputs)
         return parts(model)[1]
 
     def evaluate(self, params, constants, inputs, targets, weights, key):
         model = nnx.merge(self.graph, params, constants)
-        hidden = model.hidden(inputs, dropout_key=key)
+        hidden = hidden_of(model, inputs, key)
         found = token_losses(model, hidden, targets)
         right = weights * found.right
         return (weights * found.loss).sum(), weights.sum(), right.sum()
 
 
-def compile_program(options: config.Config, mesh: Mesh) -> Program:
+def compile_program(
+    options: config.Config, mesh: Mesh, *, separate: bool = False
+) -> Program:
     """The steps of a configuration over a mesh; nothing is compiled before its use.
 
+    Args:
+        separate: inputs are `Separate`, as those of `Examples` with documents apart.
     Raises:
         ValueError: sizes that exclude each other or do not divide over the mesh.
     """
@@ -177,6 +196,7 @@ def compile_program(options: config.Config, mesh: Mesh) -> Program:
             steps.evaluate,
             in_shardings=(weights, fixed, inputs, targets, targets, None),
         ),
+        separate=separate,
     )
 
 
@@ -240,12 +260,6 @@ def _axes(whole: tuple[int, ...], shape: tuple[int, int]) -> P:
     return sharding.BATCH if whole == shape else sharding.ROWS
 
 
-def _a_part(x: Array) -> tuple[int, int]:
-    """The rows (start, stop) of some device of this process."""
-    index: Any = x.addressable_shards[0].index
-    return index[0].indices(x.shape[0])[:2]
-
-
 def parts(model: Model) -> tuple[dict, dict]:
     """(weights, constants) of a model as nested dicts."""
     return (
@@ -260,7 +274,7 @@ def _accumulated(value_and_grad: Callable, count: int) -> Callable:
         return value_and_grad
 
     def accumulate(params, constants, inputs, targets, key):
-        def split(x: Array) -> Array:  # every device keeps a part of each micro-batch
+        def cut(x: Array) -> Array:  # every device keeps a part of each micro-batch
             return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
 
         def add(total, part):
@@ -270,7 +284,7 @@ def _accumulated(value_and_grad: Callable, count: int) -> Callable:
             return jax.tree.map(jnp.add, total, found), None
 
         zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()),) * 2, params))
-        parts = (jnp.arange(count), split(inputs), split(targets))
+        parts = (jnp.arange(count), *jax.tree.map(cut, (inputs, targets)))
         total, _ = jax.lax.scan(add, zero, parts)
         return jax.tree.map(lambda x: x / count, total)
 

@@ -32,7 +32,7 @@ def batch(step, tokens=TEXT, start=0, stop=None, *, length, batch_size, seed):
 
 def examples(tokens, heldout=TEXT):
     """Examples of these texts, of which the rows alone are asked."""
-    packed = SimpleNamespace(train=tokens, heldout=heldout)
+    packed = SimpleNamespace(train=tokens, heldout=heldout, ends={})
     packed.check_length, packed.fingerprint, packed.references = None, {}, {}
     packed.tokenizer = ByteTokenizer()
     return text_examples(packed)

@@ -101,6 +101,15 @@ def test_text_files_are_whole_rows(tmp_path):
     assert sorted(got["train"] + got["heldout"]) == sorted(texts)
 
 
+def test_a_folder_of_several_formats_is_refused_by_name(parquet):
+    (parquet / "more.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    with pytest.raises(ValueError, match=r"several formats \(1 json, 3 parquet\), of"):
+        hub.load(wanted(parquet))
+    (parquet / "more.jsonl").rename(parquet / "metadata.jsonl")
+    (parquet / ".hidden.csv").write_text("text\n")
+    assert documents(hub.load(wanted(parquet))[0])["train"] == rows("train", 9)
+
+
 def test_rows_without_text_are_left_out(tmp_path):
     content = {"text": ["one two three", None, "", "four five six"]}
     datasets.Dataset.from_dict(content).to_parquet(tmp_path / "train.parquet")

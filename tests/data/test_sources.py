@@ -127,7 +127,7 @@ def test_refusals_name_the_thing(tmp_path, monkeypatch):
     assert "'no*.x' matches no file" in refused(f"{full},no*.x")
     assert f"{str(empty)!r} is an empty file" in refused(empty)
     assert "matches only empty files" in refused(tmp_path / "e*")
-    assert "is a directory: give a file or a glob" in refused(tmp_path)
+    assert "is not UTF-8" in refused(tmp_path)  # of a folder all is read
     assert "empty entry: give a file, a glob" in refused("")
     assert "empty entry" in refused(f"{full},,")
     message = refused(binary)
@@ -153,3 +153,21 @@ def test_a_python_without_sources_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match="no Python source files in .*: set data.sour"):
         sources.stdlib()
+
+
+def test_a_folder_is_read_whole_or_refused(many, tmp_path):
+    by_glob = documents(sources.text(f"{many}/**/*.txt"))
+    assert documents(sources.text(many)) == by_glob
+    (many / ".hidden").mkdir()
+    (many / ".hidden" / "a.txt").write_bytes(b"\xff")
+    (many / ".also").write_bytes(b"\xff")
+    assert documents(sources.text(many)) == by_glob
+    for name, kind in (("a.jsonl", "json"), ("b.parquet", "parquet"), ("c.gz", "comp")):
+        (many / name).write_text("{}")
+        with pytest.raises(ValueError, match=f"has '.*{name}', which is {kind}"):
+            sources.text(many)
+        (many / name).unlink()
+    empty = tmp_path / "nothing"
+    empty.mkdir()
+    with pytest.raises(ValueError, match="matches no file"):
+        sources.text(empty)

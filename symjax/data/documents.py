@@ -1,0 +1,52 @@
+"""Where documents end in a packed text, and rows that keep them apart."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from symjax.data.generated import NOTHING
+from symjax.data.packed import Packed
+
+Ends = np.ndarray | Packed  # sorted, one past the last token of each document
+
+
+class Separate(NamedTuple):
+    """Inputs of rows with several documents.
+
+    Attributes:
+        tokens: int32 [B, T].
+        segment_ids: int32 [B, T], from 0 in every row; tokens of one id are of one
+            document.
+    """
+
+    tokens: Any
+    segment_ids: Any
+
+
+def separated(
+    starts: np.ndarray, inputs: np.ndarray, targets: np.ndarray, ends: Ends
+) -> tuple[Separate, np.ndarray]:
+    """Rows [B, T] that begin at `starts` [B] of a text, with their documents apart.
+
+    The last token of a document has no target: what comes next is another document.
+    Time O(log documents + T) a row.
+    """
+    length = inputs.shape[1]
+    numbers = np.stack([_numbers(ends, start, length + 1) for start in starts.tolist()])
+    targets = np.where(numbers[:, 1:] == numbers[:, :-1], targets, NOTHING)
+    return Separate(inputs, numbers[:, :-1]), targets
+
+
+def _numbers(ends: Ends, start: int, count: int) -> np.ndarray:
+    """The documents of `count` tokens from `start` on, numbered from 0."""
+
+    def end(index: int) -> int:
+        return int(ends[index : index + 1][0])
+
+    first = bisect.bisect_right(range(len(ends)), start, key=end)
+    near = ends[first : first + count]
+    places = start + np.arange(count)
+    return np.searchsorted(near, places, side="right").astype(np.int32)

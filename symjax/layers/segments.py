@@ -1,0 +1,44 @@
+"""Documents packed into one row: which tokens belong together, and their places."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.layers.sharded import Operand
+
+
+class Segments(NamedTuple):
+    """
+    Attributes:
+        ids: a run of equal ids is a document; its tokens see no other.
+        positions: of each token in its run, from 0.
+    """
+
+    ids: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+
+
+def segments_of(ids: Int[Array, "B T"]) -> Segments:
+    places = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+    before = jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
+    starts = jax.lax.cummax(jnp.where(ids != before, places, 0), axis=1)
+    return Segments(ids, places - starts)
+
+
+def places(x: Float[Array, "B T D"], segments: Segments | None) -> Int[Array, "#B T"]:
+    """The position of every token: in its row, or in its document."""
+    return jnp.arange(x.shape[1])[None] if segments is None else segments.positions
+
+
+def row_operands(
+    padding_mask: Bool[Array, "B T"] | None, segments: Segments | None
+) -> dict[str, Operand]:
+    """What a mechanism is told of who sees whom in a row."""
+    found = {}
+    if padding_mask is not None:
+        found["mask"] = Operand(padding_mask[:, None, None], "B")
+    if segments is not None:
+        found["segment_ids"] = Operand(segments.ids, "BT")
+    return found

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Corpus:
     fingerprint: dict[str, Any]
     references: dict[str, float]
     bytes_per_token: float
-    ends: dict[str, Ends] = dataclasses.field(default_factory=dict)
+    ends: Mapping[str, Ends] = dataclasses.field(default_factory=dict)
 
     def bits_per_byte(self, nats: float) -> float:
         """Of a held-out loss in nats a token."""

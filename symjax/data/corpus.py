@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import hashlib
 import itertools
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from symjax import config
 from symjax.data import ngrams, sources, tokens
 from symjax.data.documents import Ends
 from symjax.data.folder import SPLITS, TEXT_KEYS, open_folder
 from symjax.data.packed import Packed
+from symjax.data.progress import bar
+from symjax.data.subwords import pieces
+from symjax.data.texts import Document, Texts
+from symjax.data.writer import Writer
 
 SEPARATOR = "\0"  # between two documents, where no token of its own ends them
 
@@ -81,61 +87,95 @@ def open_corpus(
     )
 
 
-def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    documents, facts = sources.load(options)
-    texts = {split: list(documents[split]["text"]) for split in SPLITS}
+class _Packed(NamedTuple):
+    """What packing a split has counted."""
+
+    documents: int
+    tokens: int
+    bytes: int
+
+
+def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
+    """Write the tokens of both splits, in memory that does not grow with them."""
+    texts, facts = sources.load(options)
     tokenizer = _tokenizer(options, texts)
-    encodings = {split: _encoded(tokenizer, texts[split]) for split in SPLITS}
-    packed = {split: ids for split, (ids, _) in encodings.items()}
+    several = any(texts.count(split) > 1 for split in SPLITS)
+    apart = options.documents == "separate" or (options.documents == "auto" and several)
+    content = hashlib.sha256()
+    with bar(texts.characters, "packing") as shown:
+        counts = {
+            split: _write(texts.read(split), tokenizer, folder, split, content, shown)
+            for split in SPLITS
+        }
+    if not apart:
+        for split in SPLITS:
+            Path(folder, f"{split}_ends.npy").unlink()
+    packed = {x: np.load(folder / f"{x}.npy", mmap_mode="r") for x in SPLITS}
     lines = ngrams.cross_entropies(
         packed["train"], packed["heldout"], tokenizer.vocabulary
     )
-    between = "" if tokenizer.document_end is not None else SEPARATOR
-    encoded = {split: between.join(texts[split]).encode() for split in SPLITS}
     fingerprint: dict[str, Any] = {
         "source": options.source,
         **facts,
-        "sha256": hashlib.sha256(b"".join(encoded.values())).hexdigest(),
+        "sha256": content.hexdigest(),
         "python": platform.python_version(),
         "datasets": version("datasets"),
     }
-    for split in SPLITS:
-        fingerprint[split] = {
-            "documents": len(documents[split]),
-            "tokens": len(packed[split]),
-            "bytes": len(encoded[split]),
-        }
-    facts = {"tokenizer": tokenizer.describe(), "fingerprint": fingerprint}
-    several = any(len(documents) > 1 for documents in texts.values())
-    if options.documents == "separate" or (options.documents == "auto" and several):
-        packed |= {f"{split}_ends": ends for split, (_, ends) in encodings.items()}
-    return packed, {**facts, "ngrams": lines}
+    fingerprint |= {split: counts[split]._asdict() for split in SPLITS}
+    described = {"tokenizer": tokenizer.describe(), "fingerprint": fingerprint}
+    return {**described, "ngrams": lines}
 
 
-def _tokenizer(options: config.Data, texts: dict[str, list[str]]) -> tokens.Tokenizer:
-    """An alphabet is that of both splits, with the separator; BPE learns from one."""
-    some: Iterable[str] = texts["train"]
-    if options.tokenizer == "char":
-        several = any(len(documents) > 1 for documents in texts.values())
-        some = itertools.chain(*texts.values(), SEPARATOR if several else "")
-    return tokens.build(options.tokenizer, some, vocabulary=options.vocabulary)
-
-
-def _encoded(
-    tokenizer: tokens.Tokenizer, documents: list[str]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of documents, and where each ends.
+def _write(
+    documents: Iterator[Document],
+    tokenizer: tokens.Tokenizer,
+    folder: Path,
+    split: str,
+    content: Any,
+    shown: tqdm,
+) -> _Packed:
+    """Append documents to the file of a split, and where each ends to another.
 
     A document ends with the token for it, or has a NUL between it and the next.
+
+    Args:
+        content: a hash of all text, NULs included.
+        shown: a bar of characters.
     """
-    end, last, parts = tokenizer.document_end, len(documents) - 1, []
-    for number, text in enumerate(documents):
-        if end is not None:
-            ids = tokenizer.encode(text)
-            parts.append(np.append(ids, np.array(end, ids.dtype)))
-        else:
-            parts.append(tokenizer.encode(text + SEPARATOR * (number < last)))
-    return np.concatenate(parts), np.cumsum([len(part) for part in parts])
+    dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
+    written = Writer(folder / f"{split}.npy", dtype)
+    ends, size = array.array("q"), 0
+
+    def put(piece: str) -> None:
+        nonlocal size
+        encoded = piece.encode()
+        content.update(encoded)
+        size += len(encoded)
+        written.append(tokenizer.encode(piece))
+        shown.update(len(piece))
+
+    for document in documents:
+        if ends and tokenizer.document_end is None:
+            put(SEPARATOR)
+            ends[-1] = written.length
+        for piece in tokenizer.pieces(document):
+            put(piece)
+        if tokenizer.document_end is not None:
+            written.append(np.array([tokenizer.document_end], dtype))
+        ends.append(written.length)
+    written.close()
+    np.save(folder / f"{split}_ends.npy", np.frombuffer(ends, np.int64))
+    return _Packed(len(ends), written.length, size)
+
+
+def _tokenizer(options: config.Data, texts: Texts) -> tokens.Tokenizer:
+    """An alphabet is that of both splits, with the separator; BPE learns from one."""
+    some = itertools.chain.from_iterable(map(pieces, texts.read("train")))
+    if options.tokenizer == "char":
+        several = any(texts.count(split) > 1 for split in SPLITS)
+        heldout = itertools.chain.from_iterable(texts.read("heldout"))
+        some = itertools.chain(some, heldout, SEPARATOR if several else "")
+    return tokens.build(options.tokenizer, some, vocabulary=options.vocabulary)
 
 
 def check_length(

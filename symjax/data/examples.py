@@ -60,7 +60,7 @@ def open_examples(
         return text_examples(corpus)
     check_keys(options)
     generated.check(options, generated.GENERATORS[options.source].least(options))
-    open_folder(options, Path(directory), lambda _: ({}, {}), replace=replace)
+    open_folder(options, Path(directory), lambda *_: {}, replace=replace)
     return generated_examples(options)
 
 

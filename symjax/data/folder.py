@@ -7,16 +7,17 @@ source are still there, `source_change` says whether they are what was packed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from symjax import config
 from symjax.data import sources
@@ -28,8 +29,8 @@ MANIFEST = "corpus.json"
 STALE = 3600.0  # age in seconds from which an unfinished build counts as abandoned
 TEXT_KEYS = {"text": "data.path", "hub": "data.name"}  # what a user changes
 
-# options → arrays [T] by name, and what else the manifest says
-Pack = Callable[[config.Data], tuple[dict[str, np.ndarray], dict[str, Any]]]
+# Writes .npy files into a folder, and returns what else the manifest says.
+Pack = Callable[[config.Data, Path], dict[str, Any]]
 
 
 def open_folder(
@@ -74,23 +75,34 @@ def _build(options: config.Data, directory: Path, pack: Pack) -> None:
     """Pack into temporary files, which are moved in, the manifest last."""
     files = sources.files(options)
     stamp = _stamp(files)
-    arrays, facts = pack(options)
-    # Of files that changed meanwhile it is unknown which content was read.
-    sha256 = _content(files) if _stamp(files) == stamp else ""
+    fresh = [x for x in (directory, *directory.parents) if not x.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     _sweep(directory)
-    with replaced(directory, *(f"{name}.npy" for name in arrays), MANIFEST) as folder:
+    try:
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=directory) as place:
+            facts = pack(options, Path(place))
+            # Of files that changed meanwhile it is unknown which content was read.
+            sha256 = _content(files) if _stamp(files) == stamp else ""
+            origin = {"stamp": stamp, "sha256": sha256}
+            _move_in(directory, Path(place), {**facts, "origin": origin}, options)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for folder in fresh:
+                folder.rmdir()
+        raise
+
+
+def _move_in(
+    directory: Path, packed: Path, facts: dict[str, Any], options: config.Data
+) -> None:
+    names = sorted(path.name for path in packed.iterdir())
+    with replaced(directory, *names, MANIFEST) as folder:
         written = {}
-        for name, array in arrays.items():
-            path = folder / f"{name}.npy"
-            np.save(path, array)
-            written[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-        manifest = {
-            "options": dataclasses.asdict(options),
-            **facts,
-            "origin": {"stamp": stamp, "sha256": sha256},
-            "files": written,
-        }
+        for name in names:
+            path = folder / name
+            os.rename(packed / name, path)
+            written[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        manifest = {"options": dataclasses.asdict(options), **facts, "files": written}
         Path(folder, MANIFEST).write_text(sealed(manifest))
 
 

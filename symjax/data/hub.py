@@ -12,8 +12,10 @@ import importlib.util
 import itertools
 import logging
 import os
+import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -23,12 +25,14 @@ import numpy as np
 from symjax import config
 from symjax.data import splits
 from symjax.data.formats import MixedFormats, check_one_format
+from symjax.data.texts import Document, Texts
 
 if TYPE_CHECKING:
-    from datasets import DatasetBuilder, DatasetDict
+    from datasets import DatasetBuilder
 
 SILENCE = 10.0  # seconds
 HELDOUT = ("validation", "test")  # the first of them that there is
+ROWS = 256  # read at a time
 FOLDER = "a local folder of parquet, json or text files"
 
 Labelled = tuple[list[Any], list[int]]  # contents and the numbers of their labels
@@ -38,26 +42,34 @@ class _Refused(ValueError):
     """Raised here, and told apart from the ValueErrors of the libraries."""
 
 
-def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
+def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
     """The texts of one column, and what identifies them.
 
     The data set's own validation split is held out, else its test split, else rows by
     the sha256 of their text. Other splits than train are not used, unless there is only
     one. Rows without text are left out. A text file is one row; its line ends become
-    newlines. Memory O(text).
+    newlines.
 
     Returns:
-        splits "train" and "heldout", in memory; and name, subset, column, revision (of
+        the rows, which stay on disk; and name, subset, column, revision (of
         a folder: a hash of its files' names, sizes and times) and splits read.
     Raises:
         ValueError: the hub is silent, or there is no such data set, subset, column or
             text in it; the message names what there is.
     """
-    found, facts, where = _read(options, lambda rows: _texts(rows, options.column))
-    train, *heldout = found.values()
-    if heldout:
-        return splits.dataset(train=train, heldout=heldout[0]), facts
-    return splits.by_content(train, where, "rows"), facts
+    found, facts, where, kept = _read(
+        options, lambda rows: _Texts(rows, options.column)
+    )
+
+    def documents(_: DatasetBuilder = kept) -> Iterator[Document]:
+        return ((text,) for texts in found.values() for text in texts)
+
+    if len(found) == 1:
+        scanned = [splits.scan(document) for document in documents()]
+        return splits.by_content(documents, scanned, where, "rows"), facts
+    sizes = [np.array([len(text) for text in texts]) for texts in found.values()]
+    held = np.repeat([False, True], [len(own) for own in sizes])
+    return Texts(documents, held, int(sum(own.sum() for own in sizes))), facts
 
 
 def load_labelled(
@@ -76,7 +88,7 @@ def load_labelled(
             does not have, images of several sizes, or no Pillow for images.
     """
     columns = options.column, options.label
-    found, facts, where = _read(options, lambda rows: _labelled(rows, *columns))
+    found, facts, where, _ = _read(options, lambda rows: _labelled(rows, *columns))
     (*_, names), *_ = found.values()
     for split, (_, labels, _) in found.items():
         if unknown := sorted(set(labels) - set(names)):
@@ -100,21 +112,26 @@ def load_labelled(
 
 def _read(
     options: config.Data, read: Callable[[Any], Any]
-) -> tuple[dict[str, Any], dict[str, Any], str]:
+) -> tuple[dict[str, Any], dict[str, Any], str, DatasetBuilder]:
     """read(rows) of the training split and of the held-out one, if there is one, by
-    name; what identifies them; and what to call them in messages."""
+    name; what identifies them; what to call them in messages; and what keeps the rows
+    of a folder on disk, as long as it lives."""
     _check_name(options.name)
     path, where = os.path.expanduser(options.name), f"data.name {options.name!r}"
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
         stack.enter_context(_quiet())
         stack.enter_context(_one_line(where))
         cache = None  # that of the machine
         if os.path.isdir(path):
             check_one_format(path)
-            cache = stack.enter_context(tempfile.TemporaryDirectory())
+            cache = tempfile.mkdtemp()
+            failed.callback(shutil.rmtree, cache, ignore_errors=True)
         else:
             _check_reachable(options.name)
         builder = _builder(path, options.subset, cache)
+        failed.pop_all()
+        if cache is not None:
+            weakref.finalize(builder, shutil.rmtree, cache, ignore_errors=True)
         builder.download_and_prepare()
         train, heldout = _choose(list(builder.info.splits or ()), where)
         found = {}
@@ -129,7 +146,7 @@ def _read(
             "revision": builder.hash,
             "splits": list(found),
         }
-    return found, facts, where
+    return found, facts, where, builder
 
 
 def _check_name(name: str) -> None:
@@ -191,12 +208,21 @@ def _choose(names: list[str], where: str) -> tuple[str, str]:
     return "train", next((name for name in HELDOUT if name in names), "")
 
 
-def _texts(rows: Any, column: str) -> list[str]:
-    """The column of a `Dataset`, without rows that have no text."""
-    kind = _kind(rows, "column", column)
-    if not _is_text(kind):
-        raise _Refused(f"data.column {column!r} holds no text, but {kind}")
-    return [text for text in rows[column] if text]
+class _Texts:
+    """The column of a `Dataset` on disk, without rows that have no text."""
+
+    def __init__(self, rows: Any, column: str):
+        kind = _kind(rows, "column", column)
+        if not _is_text(kind):
+            raise _Refused(f"data.column {column!r} holds no text, but {kind}")
+        self._rows, self._column = rows.select_columns(column), column
+
+    def __iter__(self) -> Iterator[str]:
+        for batch in self._rows.iter(ROWS):
+            yield from filter(None, batch[self._column])
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
 
 
 def _labelled(rows: Any, column: str, label: str) -> tuple[Any, ...]:

@@ -141,7 +141,7 @@ def open_labelled(
     return Labelled(*open_folder(options, Path(directory), _pack, replace=replace))
 
 
-def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
     found = classes.load(options)
     image = found.contents[0].shape if found.white else None
     texts = () if image else found.contents
@@ -166,7 +166,9 @@ def _pack(options: config.Data) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         "python": platform.python_version(),
         **counts,
     }
-    return arrays, {
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    return {
         "tokenizer": tokenizer.describe(),
         "fingerprint": fingerprint,
         "labels": found.names,

@@ -1,8 +1,7 @@
-"""Where text comes from: one function a source, each returning a `DatasetDict`.
+"""Where text comes from: one function a source, each returning `Texts`.
 
-Every source has the splits "train" and "heldout", one row a document, column "text".
-Files are read exactly: no newline is translated, nothing is stripped. Data sets stay in
-memory; only `hub` downloads, into the Hugging Face cache.
+Every source has the splits "train" and "heldout". Files are read exactly: no newline is
+translated, nothing is stripped. Only `hub` downloads, into the Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -10,15 +9,17 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from symjax import config
 from symjax.data import hub, splits
 from symjax.data.formats import table_format
-
-if TYPE_CHECKING:
-    from datasets import DatasetDict
+from symjax.data.progress import bar
+from symjax.data.texts import Document, Texts, read_pieces
 
 # The keys that each source reads. Labelled sources are in `classes`, tasks in
 # `generated`.
@@ -45,7 +46,7 @@ EXCLUDED = frozenset(
 PACKAGES, LEAST_FILES = 8, 5  # how many are labels; with this many files or more
 
 
-def load(options: config.Data) -> tuple[DatasetDict, dict[str, Any]]:
+def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
     """The documents of a source, and plain values that identify them beside their text.
 
     Raises:
@@ -100,7 +101,7 @@ def check_keys(options: config.Data) -> None:
         )
 
 
-def stdlib() -> DatasetDict:
+def stdlib() -> Texts:
     """The source of this machine's Python standard library, without its tests.
 
     About 390 files and 7.8 MB on Python 3.11 and 3.12; the bytes differ between
@@ -111,8 +112,27 @@ def stdlib() -> DatasetDict:
         ValueError: this Python has no source files, or one cannot be read.
     """
     paths = _library()
-    texts = [read(path, "data.source=stdlib") for path in paths.values()]
-    return splits.by_key(texts, keys=[splits.sha256(name) for name in paths])
+    documents, scanned = _scanned(list(paths.values()), "data.source=stdlib")
+    keys = [splits.number(splits.sha256(name)) for name in paths]
+    sizes = np.array([characters for _, characters in scanned])
+    held = splits.held_out(np.array(keys, np.uint64), sizes)
+    return Texts(documents, held, int(sizes.sum()))
+
+
+def _scanned(
+    paths: list[Path], key: str
+) -> tuple[Callable[[], Iterator[Document]], list[tuple[int, int]]]:
+    """What reads files, and the hash and the characters of each, by reading all."""
+
+    def documents() -> Iterator[Document]:
+        return (read_pieces(path, key) for path in paths)
+
+    scanned = []
+    with bar(sum(path.stat().st_size for path in paths), "reading") as shown:
+        for path, document in zip(paths, documents(), strict=True):
+            scanned.append(splits.scan(document))
+            shown.update(path.stat().st_size)
+    return documents, scanned
 
 
 def packages() -> dict[str, dict[str, Path]]:
@@ -157,7 +177,7 @@ def _library() -> dict[str, Path]:
     return dict(sorted(paths.items()))
 
 
-def text(path: str | Path) -> DatasetDict:
+def text(path: str | Path) -> Texts:
     """Local UTF-8 files, exactly as they are.
 
     A single file holds out its last tenth, cut between two characters. Of several
@@ -172,14 +192,14 @@ def text(path: str | Path) -> DatasetDict:
             folder holds tables, or all files are copies of one.
     """
     found = _files(str(path))
-    texts = {name: read(file, "data.path") for name, (file, _) in found.items()}
-    for name, (_, named) in found.items():
-        if named and not texts[name]:
+    for name, (file, named) in found.items():
+        if named and not file.stat().st_size:
             raise ValueError(f"data.path {name!r} is an empty file")
-    kept = [content for content in texts.values() if content]
+    kept = [file for file, _ in found.values() if file.stat().st_size]
     if not kept:
         raise ValueError(f"data.path {str(path)!r} matches only empty files")
-    return splits.by_content(kept, f"data.path {str(path)!r}", "files")
+    where = f"data.path {str(path)!r}"
+    return splits.by_content(*_scanned(kept, "data.path"), where, "files")
 
 
 def _files(path: str) -> dict[str, tuple[Path, bool]]:
@@ -244,14 +264,4 @@ def _check_regular(name: str) -> None:
 
 def read(path: Path, key: str) -> str:
     """Raises: ValueError: the file cannot be read, or is not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{key}: {str(path)!r} is not UTF-8 (byte 0x{error.object[error.start]:02x}"
-            f" at offset {error.start}): convert it first"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"{key}: {str(path)!r} cannot be read ({error.strerror})"
-        ) from None
+    return "".join(read_pieces(path, key))

@@ -3,73 +3,78 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from datasets import DatasetDict
+from symjax.data.texts import Document, Texts
 
 HELD_SHARE = 1 / 20  # of the documents; 3.5 % of the bytes of Python 3.11
 LABELLED_SHARE = 1 / 5  # of the examples of every label
 LARGEST_SHARE = 1 / 4  # the hash of a few documents may hold out more
 
 
-def dataset(**splits: list[str]) -> DatasetDict:
-    """Splits of texts as a data set in memory, one row a document, column "text"."""
-    import datasets  # six times numpy's import: only where a corpus is built
+def held_out(keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Which documents are held out by their keys; both splits are non-empty.
 
-    features = datasets.Features({"text": datasets.Value("large_string")})
-    return datasets.DatasetDict(
-        {
-            split: datasets.Dataset.from_dict({"text": texts}, features=features)
-            for split, texts in splits.items()
-        }
-    )
+    Where the hash holds out nothing, or more than a quarter of the text (which happens
+    with few documents), those whose share is closest to a tenth are held out. Documents
+    with one key are copies, and on one side.
+
+    Args:
+        keys: uint64 [D], the first 64 bits of a hash.
+        sizes: [D], characters.
+    Returns:
+        bool [D].
+    """
+    unique, copy = np.unique(keys, return_inverse=True)
+    own = np.bincount(copy, weights=sizes)
+    held = (unique >> np.uint64(32)) < HELD_SHARE * 2**32
+    if not 0 < own[held].sum() <= own.sum() * LARGEST_SHARE:
+        held = np.arange(len(own)) == np.argmin(np.abs(own - own.sum() / 10))
+    return held[copy]
 
 
-def by_content(texts: list[str], where: str, unit: str) -> DatasetDict:
+def number(sha256: str) -> int:
+    """The first 64 bits of a hash, as `held_out` takes them."""
+    return int(sha256[:16], 16)
+
+
+def by_content(
+    documents: Callable[[], Iterator[Document]],
+    scanned: list[tuple[int, int]],
+    where: str,
+    unit: str,
+) -> Texts:
     """Documents held out by the sha256 of their content, so copies are on one side.
 
     A single document holds out its last tenth, cut between two characters.
 
     Args:
+        scanned: of each document the number of its hash, and its characters.
         where, unit: what the texts are, for messages: "data.path 'a'", "files".
     Raises:
         ValueError: all texts are copies of one.
     """
-    if len(texts) == 1:
-        [content] = texts
-        cut = len(content) * 9 // 10
-        return dataset(train=[content[:cut]], heldout=[content[cut:]])
-    keys = [sha256(content) for content in texts]
-    if len(set(keys)) == 1:
+    keys, sizes = np.array(scanned, np.uint64).reshape(-1, 2).T
+    total = int(sizes.sum())
+    if len(keys) == 1:
+        return Texts(documents, np.zeros(1, bool), total, cut=total * 9 // 10)
+    if len(np.unique(keys)) == 1:
         raise ValueError(
-            f"{where}: its {len(texts)} {unit} are copies of one, so none can be held "
+            f"{where}: its {len(keys)} {unit} are copies of one, so none can be held "
             "out: name one of them"
         )
-    return by_key(texts, keys)
+    return Texts(documents, held_out(keys, sizes), total)
 
 
-def by_key(texts: list[str], keys: list[str]) -> DatasetDict:
-    """Whole documents held out by the hash that is their key; both splits non-empty.
-
-    Where the hash holds out nothing, or more than a quarter of the text (which happens
-    with few documents), those whose share is closest to a tenth are held out.
-    """
-    sizes = dict.fromkeys(sorted(keys), 0)
-    for key, content in zip(keys, texts, strict=True):
-        sizes[key] += len(content)
-    total = sum(sizes.values())
-    held = {key for key in sizes if int(key[:8], 16) < HELD_SHARE * 2**32}
-    if not 0 < sum(sizes[key] for key in held) <= total * LARGEST_SHARE:
-        held = {min(sizes, key=lambda key: abs(sizes[key] - total / 10))}
-    documents = list(zip(keys, texts, strict=True))
-    return dataset(
-        train=[content for key, content in documents if key not in held],
-        heldout=[content for key, content in documents if key in held],
-    )
+def scan(document: Document) -> tuple[int, int]:
+    """The number of the hash of a document's content, and its characters."""
+    content, characters = hashlib.sha256(), 0
+    for piece in document:
+        content.update(piece.encode("utf-8", "surrogateescape"))
+        characters += len(piece)
+    return number(content.hexdigest()), characters
 
 
 def stratified(keys: Iterable[str], labels: list[int]) -> list[bool]:

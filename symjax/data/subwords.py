@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -76,7 +75,7 @@ class SubwordTokenizer:
             ) from None
         dtype = np.min_scalar_type(self.vocabulary - 1)
         encode = functools.partial(self._library.encode, add_special_tokens=False)
-        ids = [np.asarray(encode(piece).ids, dtype) for piece in pieces(text)]
+        ids = [np.asarray(encode(piece).ids, dtype) for piece in pieces([text])]
         return np.concatenate([np.empty(0, dtype), *ids])
 
     def decode(self, ids: Any) -> str:
@@ -89,6 +88,11 @@ class SubwordTokenizer:
         parts = [known[0], *(part[1:] for part in known[1:])]
         return REPLACEMENT.join(decode(part.tolist()) for part in parts)
 
+    @staticmethod
+    def pieces(document: Iterable[str]) -> Iterator[str]:
+        """A document cut where no token is, as far as `encode` does."""
+        return pieces(document)
+
     def describe(self) -> dict[str, str]:
         """What `from_description` needs, as JSON."""
         return {"kind": self.kind, "definition": self.definition, "end": self.end}
@@ -99,16 +103,25 @@ class SubwordTokenizer:
         return {"kind": self.kind, "sha256": sha256}
 
 
-def pieces(text: str) -> Iterator[str]:
-    """A long text in parts of about `PIECE` characters, which begin at white space."""
-    start = 0
-    while len(text) - start > PIECE:
-        found = re.compile(r"\S(?=\s)").search(text, start + PIECE)
-        if found is None:
-            break
-        yield text[start : found.end()]
-        start = found.end()
-    yield text[start:]
+def pieces(parts: Iterable[str]) -> Iterator[str]:
+    """A text in pieces of about `PIECE` characters, which begin at white space."""
+    rest = ""
+    for part in parts:
+        for start in range(0, len(part), PIECE):
+            rest += part[start : start + PIECE]
+            if len(rest) >= PIECE and (cut := _last_word_end(rest)):
+                yield rest[:cut]
+                rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def _last_word_end(text: str) -> int:
+    """Where white space follows the last time; 0: nowhere."""
+    for place in range(len(text) - 1, 0, -1):
+        if text[place] in " \n" and not text[place - 1].isspace():
+            return place
+    return 0
 
 
 def from_file(path: Path) -> SubwordTokenizer:
@@ -171,8 +184,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> SubwordTokenizer:
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    some = (part for text in texts for part in pieces(text))
-    made.train_from_iterator(_first(some, SAMPLE), trainer)
+    made.train_from_iterator(_first(texts, SAMPLE), trainer)
     return SubwordTokenizer(made.to_str(), END)
 
 

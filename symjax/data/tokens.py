@@ -52,6 +52,7 @@ class ByteTokenizer:
         return {"kind": self.kind}
 
     identify = describe
+    pieces = staticmethod(iter)
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class CharTokenizer:
         return {"kind": self.kind, "alphabet": self.alphabet}
 
     identify = describe
+    pieces = staticmethod(iter)
 
 
 Tokenizer = ByteTokenizer | CharTokenizer | SubwordTokenizer

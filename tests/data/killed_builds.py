@@ -20,12 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from symjax import config, files  # noqa: E402
 from symjax.data import corpus, folder, sources  # noqa: E402
+from symjax.data.writer import Writer  # noqa: E402
 
 TRACED = {
     inspect.unwrap(function).__code__
     for function in (
-        *(corpus._pack, folder._build, files.replaced),
-        *(np.save, np.lib.format.write_array, Path.write_text),
+        *(corpus._pack, corpus._write, folder._build, folder._move_in),
+        *(files.replaced, Writer.close, np.save, Path.write_text),
     )
 }
 

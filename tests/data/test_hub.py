@@ -33,8 +33,9 @@ def wanted(folder, **keys):
     return config.Data(source="hub", name=str(folder), **keys)
 
 
-def documents(loaded):
-    return {split: list(loaded[split]["text"]) for split in loaded}
+def documents(texts):
+    splits = ("train", "heldout")
+    return {split: ["".join(x) for x in texts.read(split)] for split in splits}
 
 
 def rows(name: str, count: int) -> list[str]:

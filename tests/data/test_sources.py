@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from symjax import config
@@ -21,8 +22,9 @@ def many(tmp_path):
     return tmp_path
 
 
-def documents(dataset):
-    return {split: list(dataset[split]["text"]) for split in dataset}
+def documents(texts):
+    splits = ("train", "heldout")
+    return {split: ["".join(x) for x in texts.read(split)] for split in splits}
 
 
 def test_a_single_file_is_exact_and_holds_out_its_last_tenth(tmp_path):
@@ -66,12 +68,12 @@ def test_a_few_files_leave_no_split_empty(tmp_path, count):
 
 
 def test_bad_luck_of_the_hash_does_not_hold_out_most_of_the_text():
-    keys = ["00000000", "00000001", "f0000000"]  # the first two are held out by hash
-    got = documents(splits.by_key(["a" * 80, "b" * 80, "c" * 10], keys))
-    assert got == {"train": ["a" * 80, "b" * 80], "heldout": ["c" * 10]}
-    keys = ["00000000", "00000001", "00000002"]  # all of them
-    got = documents(splits.by_key(["a" * 80, "b" * 9, "c" * 30], keys))
-    assert got == {"train": ["a" * 80, "c" * 30], "heldout": ["b" * 9]}
+    keys = np.array([0, 1 << 32, 15 << 60], np.uint64)  # two are held out by hash
+    found = splits.held_out(keys, np.array([80, 80, 10]))
+    assert found.tolist() == [False, False, True]
+    keys = np.array([0, 1 << 32, 2 << 32], np.uint64)  # all of them
+    found = splits.held_out(keys, np.array([80, 9, 30]))
+    assert found.tolist() == [False, True, False]
 
 
 def test_copies_of_a_file_are_on_one_side(tmp_path):
@@ -135,10 +137,10 @@ def test_refusals_name_the_thing(tmp_path, monkeypatch):
     (tmp_path / "copy").write_text("text")
     assert "copies of one" in refused(f"{full},{tmp_path / 'copy'}")
 
-    def forbidden(path):
+    def forbidden(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    monkeypatch.setattr(Path, "open", forbidden)
     assert f"{str(full)!r} cannot be read (Permission denied)" in refused(full)
 
 

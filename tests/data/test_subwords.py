@@ -69,7 +69,7 @@ def test_long_texts_are_cut_where_no_token_is(bpe, monkeypatch):
     whole = bpe.encode(TEXT * 5)
     for size in (1, 7, 30):
         monkeypatch.setattr(subwords, "PIECE", size)
-        assert len(list(subwords.pieces(TEXT * 5))) > 3
+        assert len(list(subwords.pieces([TEXT * 5]))) > 3
         np.testing.assert_array_equal(bpe.encode(TEXT * 5), whole)
 
 

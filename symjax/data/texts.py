@@ -1,0 +1,91 @@
+"""The documents of a source, read piece by piece and as often as they are needed.
+
+What is kept in memory is a piece of text, and 17 bytes a document.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+BLOCK = 1 << 20  # bytes read at a time
+
+Document = Iterable[str]  # the pieces of its text, in order
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """
+    Attributes:
+        documents: reads them again, in order.
+        held: bool, of each document whether it is held out.
+        characters: of all documents.
+        cut: of a single document that is trained on as far as this character, and held
+            out from there on; None: documents are on one side.
+    """
+
+    documents: Callable[[], Iterator[Document]]
+    held: np.ndarray
+    characters: int
+    cut: int | None = None
+
+    def count(self, split: str) -> int:
+        """How many documents a split has."""
+        if self.cut is not None:
+            return 1
+        return int((self.held == (split == "heldout")).sum())
+
+    def read(self, split: str) -> Iterator[Document]:
+        """The documents of "train" or "heldout"."""
+        if self.cut is not None:
+            [document] = self.documents()
+            yield _part(document, self.cut, before=split == "train")
+            return
+        for document, held in zip(self.documents(), self.held, strict=True):
+            if held == (split == "heldout"):
+                yield document
+
+
+def _part(document: Document, cut: int, *, before: bool) -> Iterator[str]:
+    place = 0
+    for piece in document:
+        left = max(0, cut - place)
+        if part := piece[:left] if before else piece[left:]:
+            yield part
+        place += len(piece)
+        if before and place >= cut:
+            return
+
+
+def read_pieces(path: Path, key: str) -> Iterator[str]:
+    """The text of a UTF-8 file.
+
+    Args:
+        key: what names the file, for messages.
+    Raises:
+        ValueError: the file cannot be read, or is not UTF-8.
+    """
+    decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
+    try:
+        with path.open("rb") as file:
+            while True:
+                block = file.read(BLOCK)
+                begun = before - len(decoder.getstate()[0])
+                if text := decoder.decode(block, final=not block):
+                    yield text
+                if not block:
+                    return
+                before += len(block)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{key}: {str(path)!r} is not UTF-8 (byte 0x{error.object[error.start]:02x}"
+            f" at offset {begun + error.start}): convert it first"
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"{key}: {str(path)!r} cannot be read ({error.strerror})"
+        ) from None

@@ -2,6 +2,7 @@
 
 import sys
 
+from symjax.data.folder import MANIFEST, verify
 from symjax.training import commandline, launch, processes
 from symjax.training.exit_codes import run_and_exit
 from symjax.training.loop import run
@@ -18,6 +19,8 @@ def main(words: list[str]) -> None:
     elif command.dry_run:
         print(describe(command.config, command.target))
     else:
+        if command.verify and (command.workdir / "data" / MANIFEST).exists():
+            processes.all_succeed(lambda: verify(command.workdir / "data"))
         run(command.config, command.workdir)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from symjax import config
 from symjax.data import sources
-from symjax.data.packed import REMEDY, Packed
+from symjax.data.packed import LARGE, REMEDY, Packed, sample_of
 from symjax.files import UNFINISHED, replaced
 
 SPLITS = ("train", "heldout")
@@ -58,6 +58,16 @@ def open_folder(
             raise
     _build(options, directory, pack)
     return _read(options, directory)
+
+
+def verify(directory: Path) -> None:
+    """Compare every byte of a folder's files with what was written.
+
+    Raises:
+        ValueError: a file is damaged, or the manifest.
+    """
+    for name, facts in read_manifest(directory).get("files", {}).items():
+        Packed(directory / name, **facts).verify()
 
 
 def _read(
@@ -102,6 +112,9 @@ def _move_in(
             path = folder / name
             os.rename(packed / name, path)
             written[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+            if written[name]["size"] >= LARGE:
+                with path.open("rb") as file:
+                    written[name]["sample"] = sample_of(file, written[name]["size"])
         manifest = {"options": dataclasses.asdict(options), **facts, "files": written}
         Path(folder, MANIFEST).write_text(sealed(manifest))
 

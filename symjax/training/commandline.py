@@ -23,6 +23,7 @@ python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
   --config.KEY=VALUE       change one key, for instance --config.model.depth=6
   --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset);
                            the same command run again resumes it
+  --verify                 first compare all of the run's data with its hashes
   --dry_run                print the model, its cost and its memory; train nothing
   --target MACHINE         of a dry run: compile for v5e-N, v5p-N, v6e-N (TPUs) or
                            h200-N with the machine's own compiler; none is needed here
@@ -42,7 +43,7 @@ input, 1 a loss that is not finite or a machine that failed, 130 and 143 interru
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 FLAGS = (
     "--config, --config.KEY, --workdir, --dry_run, --target, --coordinator, "
-    "--processes, --process, --wait, --heartbeat, --help"
+    "--processes, --process, --wait, --heartbeat, --verify, --help"
 )
 
 
@@ -52,6 +53,7 @@ class Command(NamedTuple):
     dry_run: bool
     help: bool
     target: str | None = None
+    verify: bool = False
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,7 +85,8 @@ def parse(words: list[str]) -> Command:
     if known.target is not None and not known.dry_run:
         raise ValueError(f"--target {known.target!r} is of --dry_run: give both")
     options = validation.from_dict(tree)
-    return Command(options, workdir, known.dry_run, known.help, known.target)
+    flags = known.dry_run, known.help, known.target, known.verify
+    return Command(options, workdir, *flags)
 
 
 def place(words: list[str]) -> launch.Launch | None:
@@ -160,6 +163,7 @@ def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--wait", default=str(launch.WAIT))
     parser.add_argument("--heartbeat", default=str(launch.HEARTBEAT))
     parser.add_argument("--dry_run", action="store_true")
+    parser.add_argument("--verify", action="store_true")
     parser.add_argument("--help", "-h", action="store_true")
     return parser.parse_known_args(words)
 

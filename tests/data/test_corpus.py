@@ -171,6 +171,18 @@ def test_a_damaged_file_is_named(options, directory, name, damage, message):
         corpus.open_corpus(options, directory)
 
 
+def test_all_of_a_folder_is_compared_if_it_is_asked_for(
+    options, directory, monkeypatch
+):
+    monkeypatch.setattr(folder, "LARGE", 1)
+    corpus.open_corpus(options, directory)
+    assert "sample" in folder.read_manifest(directory)["files"]["train.npy"]
+    folder.verify(directory)
+    damage_flip(directory / "heldout.npy")
+    with pytest.raises(ValueError, match="heldout.npy' is damaged"):
+        folder.verify(directory)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"options": {}}', "\xff"])
 def test_a_damaged_manifest_is_named(options, directory, content):
     corpus.open_corpus(options, directory)

@@ -1,12 +1,14 @@
 """Token ids in a file that is deleted, cut, changed or lost while it is read."""
 
 import hashlib
+import io
 import os
 
 import numpy as np
 import pytest
 
 from symjax.data import batches
+from symjax.data import packed as module
 from symjax.data.packed import Packed
 
 TOKENS = np.arange(1009, dtype=np.uint16)
@@ -95,3 +97,23 @@ def test_a_dropped_corpus_closes_its_file(path, packed):
     del held
     with pytest.raises(OSError):
         os.fstat(descriptor)
+
+
+def test_of_a_large_file_a_sample_is_compared(path, monkeypatch):
+    monkeypatch.setattr(module, "LARGE", 1000)
+    monkeypatch.setattr(module, "BLOCK", 2)
+    content = bytearray(path.read_bytes())
+    size = len(content)
+    facts = {"size": size, "sha256": hashlib.sha256(content).hexdigest()}
+    facts["sample"] = module.sample_of(io.BytesIO(content), size)
+    Packed(path, **facts).verify()
+    for place, sampled in ((0, True), (size - 1, True), (350, False)):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        said = "a sample of it has changed" if sampled else "its sha256 has changed"
+        with pytest.raises(ValueError, match=said):
+            Packed(path, **facts).verify()
+    assert Packed(path, **facts)  # what is not in the sample is not seen
+    with pytest.raises(ValueError, match="its sha256 has changed"):
+        Packed(path, **{**facts, "sample": ""})

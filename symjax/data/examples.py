@@ -112,7 +112,7 @@ def text_examples(corpus: Corpus) -> Examples:
         vocabulary=corpus.tokenizer.vocabulary,
         unit=corpus.tokenizer.unit,
         size=f"{len(corpus.train):,} training tokens",
-        language=corpus.tokenizer.identify(),
+        language=corpus.tokenizer.describe(),
         fingerprint=corpus.fingerprint,
         references=corpus.references,
         files=tuple(x for x in arrays if isinstance(x, Packed)),

@@ -122,7 +122,7 @@ def labelled_examples(found: Labelled, length: int) -> Examples:
         size=f"{len(found.parts['train_ends']):,} training {kind} of {count} labels",
         language={"image": list(found.image)}
         if found.image
-        else {**found.tokenizer.identify(), "mask": words},
+        else {**found.tokenizer.describe(), "mask": words},
         fingerprint=found.fingerprint,
         references={"frequency": _frequency(**labels, count=count)},
         files=tuple(found.parts[split] for split in SPLITS),

@@ -37,6 +37,8 @@ KEYS = {
     "listops": (),
 }
 
+TEXT_SOURCES = tuple(name for name, keys in KEYS.items() if "documents" in keys)
+
 # Tests, generated tables, and what a distribution may leave out.
 EXCLUDED = frozenset(
     "site-packages dist-packages test tests idle_test __pycache__ idlelib lib2to3 "

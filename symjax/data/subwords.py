@@ -6,7 +6,6 @@ The package `tokenizers` does the work and is imported only here.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -96,11 +95,6 @@ class SubwordTokenizer:
     def describe(self) -> dict[str, str]:
         """What `from_description` needs, as JSON."""
         return {"kind": self.kind, "definition": self.definition, "end": self.end}
-
-    def identify(self) -> dict[str, str]:
-        """As `describe`, with a hash in place of the definition."""
-        sha256 = hashlib.sha256(self.definition.encode()).hexdigest()
-        return {"kind": self.kind, "sha256": sha256}
 
 
 def pieces(parts: Iterable[str]) -> Iterator[str]:

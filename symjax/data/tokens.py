@@ -51,7 +51,6 @@ class ByteTokenizer:
         """What `from_description` needs, as JSON."""
         return {"kind": self.kind}
 
-    identify = describe
     pieces = staticmethod(iter)
 
 
@@ -103,7 +102,6 @@ class CharTokenizer:
         """What `from_description` needs, as JSON."""
         return {"kind": self.kind, "alphabet": self.alphabet}
 
-    identify = describe
     pieces = staticmethod(iter)
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from symjax.config import Config, Mesh
-from symjax.data import tokens
-from symjax.data.examples import Examples, open_examples
+from symjax.config import Config, Mesh, is_causal
+from symjax.data.examples import Examples, open_examples, tokenizer_of
 from symjax.data.folder import MANIFEST
 from symjax.data.given import given_examples
+from symjax.data.sources import TEXT_SOURCES
 from symjax.models.build import Model
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
@@ -87,7 +87,7 @@ def _examples(
     options: Config, workdir: Path, meta: dict[str, Any], text: str | None
 ) -> Examples:
     """Those of the folder `data`, or a given text with the tokenizer of the run."""
-    folder, described = workdir / "data", meta.get("tokenizer")
+    folder, described = workdir / "data", meta.get("examples")
     if (folder / MANIFEST).is_file():
         examples = open_examples(options, folder)
         check_data(meta, examples, workdir)
@@ -96,12 +96,14 @@ def _examples(
         if examples.text is None:
             raise ValueError("--text is for decoders that have learned a text")
         return given_examples(examples.text.tokenizer, text)
-    if not isinstance(described, dict):
+    learned = is_causal(options.model) and options.data.source in TEXT_SOURCES
+    tokenizer = tokenizer_of(described["language"]) if described and learned else None
+    if tokenizer is None:
         raise ValueError(
             f"{folder} has no {MANIFEST}: eval.py needs the text that train.py put "
             "there"
         )
-    return given_examples(tokens.from_description(described), text)
+    return given_examples(tokenizer, text)
 
 
 def history(run: LoadedRun, warn: Callable[[str], None]) -> Iterator[LoadedRun]:

@@ -334,6 +334,4 @@ def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) 
         "examples": described(run.examples, run.program.model),
         "heldout_loss": loss,
     }
-    if (text := run.examples.text) is not None:  # to write and judge without the data
-        meta["tokenizer"] = text.tokenizer.describe()
     run.checkpoints.save(done, {**trees, "constants": constants}, meta)

@@ -185,9 +185,10 @@ def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
             return dataclasses.replace(options, model=model)
     needed, given = corpus.vocabulary, options.model.vocabulary
     if given and given < needed:
+        shown = {n: x for n, x in corpus.language.items() if n != "definition"}
         raise ValueError(
             f"model.vocabulary {given} is smaller than the {needed} tokens of data: "
-            f"{corpus.language}"
+            f"{shown}"
         )
     model = dataclasses.replace(options.model, vocabulary=given or needed)
     return dataclasses.replace(options, model=model)

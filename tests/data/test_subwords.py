@@ -48,7 +48,6 @@ def test_the_same_text_gives_the_same_tokens_and_json_keeps_them(bpe):
     assert again == bpe
     described = json.loads(json.dumps(bpe.describe()))
     assert tokens.from_description(described) == bpe
-    assert len(json.dumps(bpe.identify())) < 200
 
 
 def test_text_that_spells_a_special_token_is_text(bpe):

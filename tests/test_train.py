@@ -38,7 +38,7 @@ REFUSED = [
     ({"data.path": "short.txt"}, "tokens"),
     ({"data.path": "binary.txt"}, "not UTF-8"),
     ({"data.path": "*.wibble"}, "matches no file"),
-    ({"data.path": "."}, "is a directory"),
+    ({"data.path": "."}, "is not UTF-8"),
     ({"data.path": ""}, "data.path"),
     ({"data.source": "stdlib"}, "data.path"),
     ({"model.length": 2000000}, "model.length + 1 = 2000001 are needed"),

@@ -240,20 +240,18 @@ def _texts_below(folder: str) -> list[str]:
         ValueError: one is no plain text by its name, so that the folder would not be
             read whole.
     """
-    found = [
-        os.path.join(place, name)
-        for place, folders, names in os.walk(folder)
-        if not folders.sort()
-        for name in sorted(names)
-        if not os.path.join(place, name).removeprefix(folder).count(f"{os.sep}.")
-    ]
-    for name in found:
-        if kind := table_format(name):
-            raise ValueError(
-                f"data.path {folder!r} has {name!r}, which is {kind} and no plain "
-                "text: data.source=hub with data.name reads it, or give a glob such as "
-                f"{os.path.join(folder, '*.txt')!r}"
-            )
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            path = os.path.join(place, name)
+            if kind := table_format(path):
+                raise ValueError(
+                    f"data.path {folder!r} has {path!r}, which is {kind} and no plain "
+                    "text: data.source=hub with data.name reads it, or give a glob "
+                    f"such as {os.path.join(folder, '*.txt')!r}"
+                )
+            found.append(path)
     return found
 
 

@@ -1,0 +1,127 @@
+"""Tasks of EleutherAI's harness on a model of ours.
+
+python -m symjax.evaluation.harness --workdir runs/gpt --tasks lambada_openai,piqa
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from symjax.evaluation import report
+from symjax.evaluation.results import Result
+from symjax.exchange import Loaded, load, load_pretrained
+from symjax.models.folders import is_folder
+from symjax.training.commandline import Parser
+from symjax.training.exit_codes import run_and_exit
+from symjax.training.preflight import use_compile_cache
+
+NOTE = "Tasks of the harness load their data from the hub, those of --include as said."
+
+
+def main(words: list[str]) -> None:
+    chosen = parse(words)
+    check_installed()
+    if chosen.json is not None:
+        report.check_file(chosen.json, "--json")
+    use_compile_cache()
+    if is_folder(chosen.workdir):
+        model = load_pretrained(chosen.workdir)
+    else:
+        model = load(chosen.workdir, chosen.step, best=chosen.best)
+    found = evaluate(model, chosen)
+    from lm_eval.utils import make_table
+
+    print(make_table(found))
+    if chosen.json is not None:
+        about = {"step": model.step}
+        results = {"harness": Result({"harness": found["results"]}, [])}
+        text = report.to_json(about, results)
+        report.write(text.encode(), chosen.json, "--json")
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Raises: ValueError: a word is unknown or a value out of its range; one line."""
+    parser = Parser(
+        prog="python -m symjax.evaluation.harness", description=__doc__, epilog=NOTE
+    )
+    add = parser.add_argument
+    add(
+        "--workdir",
+        type=Path,
+        required=True,
+        help="a run, or a folder of save_pretrained",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="a checkpoint; the newest by default")
+    which.add_argument("--best", action="store_true", help="that of the least loss")
+    add("--tasks", required=True, help="names joined by commas")
+    add("--include", type=Path, help="a folder of tasks of your own (YAML)")
+    add("--limit", type=int, help="examples of a task; all by default")
+    add("--shots", type=int, help="examples before each; as the task says by default")
+    add("--json", type=Path, help="also write the numbers to this file")
+    chosen = parser.parse_args(words)
+    chosen.names = [x for x in map(str.strip, chosen.tasks.split(",")) if x]
+    if not chosen.names:
+        raise ValueError(f"--tasks {chosen.tasks!r} names none")
+    if chosen.limit is not None and chosen.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {chosen.limit}")
+    if chosen.include is not None and not chosen.include.is_dir():
+        raise ValueError(f"--include {chosen.include} is no folder")
+    return chosen
+
+
+def check_installed() -> None:
+    """Raises: ValueError: lm_eval is not installed."""
+    try:
+        importlib.import_module("lm_eval")
+    except ImportError as error:
+        raise ValueError(
+            "the harness needs lm_eval: pip install 'symjax[harness]'"
+        ) from error
+
+
+def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
+    """What lm_eval measures, as it returns it.
+
+    Raises:
+        ValueError: a task is unknown, or the model is one that writes no text.
+    """
+    from lm_eval.evaluator import simple_evaluate
+
+    from symjax.evaluation.harness_model import HarnessModel
+
+    found = simple_evaluate(
+        HarnessModel(model),
+        tasks=chosen.names,
+        num_fewshot=chosen.shots,
+        limit=chosen.limit,
+        task_manager=_tasks(chosen.names, chosen.include),
+        log_samples=False,
+        torch_random_seed=None,  # pyright: ignore[reportArgumentType]
+    )
+    return dict(found or {})
+
+
+def _tasks(names: list[str], include: Path | None) -> Any:
+    """The tasks of a folder; those of the harness too where others are asked for.
+
+    Raises:
+        ValueError: one is unknown.
+    """
+    from lm_eval.tasks import TaskManager
+
+    for defaults in (False, True):
+        if include is None and not defaults:
+            continue
+        where = None if include is None else str(include)
+        manager = TaskManager(include_path=where, include_defaults=defaults)
+        unknown = [x for x in names if x not in manager.all_tasks]
+        if not unknown:
+            return manager
+    raise ValueError(f"--tasks {unknown[0]!r} is unknown to lm_eval and --include")
+
+
+if __name__ == "__main__":
+    run_and_exit(lambda: main(sys.argv[1:]))

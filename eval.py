@@ -41,6 +41,9 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="of those that are kept, the checkpoint of the least held-out loss; "
         "checkpoint.best=true keeps that of the whole run",
     )
+    add(
+        "--ema", action="store_true", help="the mean of weights that optimizer.ema kept"
+    )
     add("--tasks", default=tasks.USUAL, help="names, or all (%(default)s)")
     add("--list", action="store_true", help="the tasks and what they measure")
     add("--json", type=Path, help="also write the numbers to this file")
@@ -77,7 +80,8 @@ def evaluate(chosen: argparse.Namespace) -> None:
     text = None if chosen.text is None else read(chosen.text, "--text")
     if chosen.verify:
         verify(chosen.workdir / "data")
-    run = load(chosen.workdir, chosen.step, best=chosen.best, text=text)
+    which = {"best": chosen.best, "ema": chosen.ema}
+    run = load(chosen.workdir, chosen.step, **which, text=text)
     options = Options(*(getattr(chosen, name) for name in Options._fields))
     results, brief = {}, False
     for name in chosen.names:
@@ -85,9 +89,9 @@ def evaluate(chosen: argparse.Namespace) -> None:
         text, before = report.to_text(results[name]), brief
         brief = "\n" not in text  # tasks that do not apply: no empty lines between them
         print(text if brief and before else f"\n{text}", flush=True)
-    if chosen.json is not None:
-        text = report.to_json(tasks.about(run), results)
-        report.write(text.encode(), chosen.json, "--json")
+        if chosen.json is not None:  # after each task, so that nothing measured is lost
+            text = report.to_json(tasks.about(run), results)
+            report.write(text.encode(), chosen.json, "--json")
     if chosen.out is not None:
         report.write_folder(results, chosen.out)
     if chosen.report is not None:

@@ -321,6 +321,12 @@ class Optimizer:
     z_loss: float = key(
         0.0, "weight of the mean of (log Σ exp(logit))² in what is minimised", least=0
     )
+    ema: float = key(
+        0.0,
+        "also keep a mean of the weights, of which each step leaves this share: "
+        "eval.py --ema; 0: none",
+        least=0,
+    )
     accumulate: int = key(1, "micro-batches a step; must divide batch_size", least=1)
 
 

@@ -7,10 +7,14 @@ import re
 import shutil
 import sys
 
+import jax
+import numpy as np
 import pytest
 from runs import TEXT, call, compile_cache, train, write_text
 
 from symjax import files
+from symjax.evaluation import tasks
+from symjax.evaluation.loading import load
 from symjax.evaluation.report import to_json
 from symjax.evaluation.results import Result
 from symjax.evaluation.tasks import TASKS, named
@@ -277,3 +281,39 @@ def test_help_names_every_option(capsys):
     said = capsys.readouterr().out
     for option in ("workdir", "step", "json", "batches", "prompt", "tokens", "seed"):
         assert f"--{option}" in said
+
+
+def test_what_was_measured_is_written_if_a_later_task_is_interrupted(
+    original, tmp_path, monkeypatch, capsys
+):
+    path, measure = tmp_path / "found.json", tasks.measure
+
+    def interrupted(name, *more):
+        if name == "noise":
+            raise KeyboardInterrupt
+        return measure(name, *more)
+
+    monkeypatch.setattr(tasks, "measure", interrupted)
+    assert judge(original, "--tasks", "lambda,noise", "--json", str(path)) != 0
+    assert json.loads(path.read_text()).keys() >= {"step", "lambda"}
+    capsys.readouterr()
+
+
+def test_the_mean_of_the_weights_is_judged_where_a_run_kept_it(
+    original, tmp_path, capsys
+):
+    text = write_text(tmp_path)
+    keys = {"steps": 1, "optimizer__ema": 0.25, "optimizer__warmup": 0}
+    assert train(text, tmp_path / "run", **keys) == 0
+    run, mean = (load(tmp_path / "run", ema=ema) for ema in (False, True))
+    first, _ = run.program.initial(run.config.seed)
+    moved = 0.0
+    for one, start, end in zip(
+        *map(jax.tree.leaves, (mean.params, first.params, run.params)), strict=True
+    ):
+        np.testing.assert_allclose(one, 0.25 * start + 0.75 * end, atol=1e-7)
+        moved = max(moved, abs(np.asarray(end - start)).max())
+    assert moved > 1e-6
+    assert judge(tmp_path / "run", "--tasks", "lambda", "--ema") == 0
+    assert judge(original, "--tasks", "lambda", "--ema") == 2
+    assert "it was trained with optimizer.ema 0" in capsys.readouterr().err

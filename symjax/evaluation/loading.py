@@ -15,6 +15,7 @@ from symjax.data.sources import TEXT_SOURCES
 from symjax.models.build import Model
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.optimizer import average_of
 from symjax.training.preflight import (
     check_data,
     saved_options,
@@ -35,6 +36,7 @@ class LoadedRun(NamedTuple):
     params: dict[str, Any]
     constants: dict[str, Any]
     workdir: Path
+    ema: bool = False  # whether the weights are the mean that optimizer.ema keeps
 
     def model(self) -> Model:
         return nnx.merge(self.program.graph, self.params, self.constants)
@@ -56,6 +58,7 @@ def load(
     step: int | None = None,
     *,
     best: bool = False,
+    ema: bool = False,
     text: str | None = None,
 ) -> LoadedRun:
     """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
@@ -64,10 +67,12 @@ def load(
     its tokenizer, so that its folder `data` is needed for held-out text alone.
 
     Args:
+        ema: take the mean of the weights that the run kept by optimizer.ema.
         text: stands in place of the held-out text.
     Raises:
-        ValueError: there is no such run or checkpoint, or it is damaged; a text for a
-            model that has not learned to continue one.
+        ValueError: there is no such run or checkpoint, it is damaged, or it has no
+            mean of the weights; a text for a model that has not learned to continue
+            one.
     """
     use_compile_cache()
     workdir = workdir.absolute()
@@ -76,11 +81,18 @@ def load(
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options = saved_options(meta, workdir)
+        if ema and not options.optimizer.ema:
+            raise ValueError(
+                f"--ema: {workdir} has no mean of its weights: it was trained with "
+                "optimizer.ema 0"
+            )
         examples = _examples(options, workdir, meta, text)
         options = with_vocabulary(options, examples)
         program = compile_program(options, make_mesh(Mesh(data=1)))
-        trees, meta = checkpoints.restore(_wanted(program), step, best=best)
-    return LoadedRun(meta["step"], options, examples, program, workdir=workdir, **trees)
+        trees, meta = _restored(checkpoints, program, ema, step, best=best)
+    return LoadedRun(
+        meta["step"], options, examples, program, workdir=workdir, ema=ema, **trees
+    )
 
 
 def _examples(
@@ -115,12 +127,27 @@ def history(run: LoadedRun, warn: Callable[[str], None]) -> Iterator[LoadedRun]:
     with Checkpoints(run.workdir / "checkpoints") as checkpoints:
         for step in checkpoints.steps():
             try:
-                trees, _ = checkpoints.restore(_wanted(run.program), step)
+                trees, _ = _restored(checkpoints, run.program, run.ema, step)
             except ValueError as error:
                 warn(str(error))
             else:
                 yield run._replace(step=step, **trees)
 
 
-def _wanted(program: Program) -> dict[str, Any]:
-    return {"params": program.state.params, "constants": program.constants}
+def _restored(
+    checkpoints: Checkpoints,
+    program: Program,
+    ema: bool,
+    step: int | None,
+    *,
+    best: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(params and constants, meta); the mean of the weights is with the optimizer."""
+    weights = "optimizer" if ema else "params"
+    wanted = {
+        weights: getattr(program.state, weights),
+        "constants": program.constants,
+    }
+    trees, meta = checkpoints.restore(wanted, step, best=best)
+    params = average_of(trees["optimizer"]) if ema else trees["params"]
+    return {"params": params, "constants": trees["constants"]}, meta

@@ -112,5 +112,6 @@ def measure(name: str, run: LoadedRun, options: Options) -> Result:
 
 
 def about(run: LoadedRun) -> dict[str, Any]:
-    """The checkpoint that is evaluated."""
-    return {"step": run.step, "parameters": run.parameters()}
+    """The checkpoint that is evaluated, and whether by the mean of its weights."""
+    found = {"step": run.step, "parameters": run.parameters()}
+    return found | ({"ema": True} if run.ema else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -29,7 +30,7 @@ def optimizer(
     first of `betas` as its momentum. `muon` moves the kernels of blocks by their
     momentum made orthogonal, in steps of AdamW's size, so that rate and decay are those
     of AdamW, which moves all other weights. Moments have the paths and shapes of the
-    weights.
+    weights, and so has their mean over time if `ema` asks for one.
 
     Args:
         steps: of the run, where `decay_steps` is 0.
@@ -42,6 +43,8 @@ def optimizer(
     validation.check(options, "optimizer.")
     if not options.eps > 0:
         raise ValueError(f"optimizer.eps {options.eps} must be positive")
+    if options.ema >= 1:
+        raise ValueError(f"optimizer.ema {options.ema} must be below 1")
     first, second = options.betas
     if not (0 <= first < 1 and 0 <= second < 1):
         raise ValueError(f"optimizer.betas {options.betas} must be in [0, 1)")
@@ -60,6 +63,7 @@ def optimizer(
             muon = optax.contrib.muon(
                 rate, weight_decay=options.weight_decay, consistent_rms=ADAMW_RMS
             )
+            both: dict[Hashable, optax.GradientTransformation]
             both = {"muon": muon, "adamw": adamw}
             chain.append(optax.partition(both, _muon_or_adamw(params_abstract)))
         case "lion":
@@ -68,6 +72,8 @@ def optimizer(
             chain.append(optax.adam(rate, first, second, options.eps))
         case "sgd":
             chain.append(optax.sgd(rate, momentum=first or None))
+    if options.ema:
+        chain.append(averaged(options.ema))
     return guarded(optax.chain(*chain), options.spike)
 
 
@@ -197,6 +203,36 @@ def guarded(
         )
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+
+
+class Averaged(NamedTuple):
+    """The state of `averaged`."""
+
+    average: Any
+
+
+def averaged(decay: float) -> optax.GradientTransformation:
+    """Changes no update, and keeps an exponential moving average of the weights.
+
+    Averages a_t = decay · a_{t−1} + (1 − decay) · w_t start from the first weights.
+    Source: Polyak & Juditsky 1992; exponential, for instance in arXiv:2006.11239.
+    """
+
+    def init(params: Any) -> Averaged:
+        return Averaged(params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Averaged]:
+        weights = optax.apply_updates(params, updates)
+        average = optax.incremental_update(weights, state.average, 1 - decay)
+        return updates, Averaged(average)
+
+    return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
+
+
+def average_of(state: Any) -> Any:
+    """The averaged weights in the state of an optimizer with `ema`."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Averaged))
+    return next(x.average for x in leaves if isinstance(x, Averaged))
 
 
 def decays(params: Any) -> Any:

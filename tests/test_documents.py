@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
+from runs import train, write_text
 
 import eval as evaluate
 from symjax import validation
@@ -47,15 +48,19 @@ def test_the_notebook_runs_and_shows_what_it_says():
     assert names["difference"] < 1e-5
 
 
-def test_the_snippet_of_the_readme_runs():
+def test_the_snippets_of_the_readme_run(tmp_path, monkeypatch):
+    """That of functions as it stands, that of a loaded run beside a small run."""
     snippets = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
     )
-    assert snippets
+    assert len(snippets) == 2
+    monkeypatch.chdir(tmp_path)
+    assert train(write_text(tmp_path), tmp_path / "runs" / "diff_sym-tiny") == 0
+    names: dict = {}
     for snippet in snippets:
-        names: dict = {}
         exec(snippet, names)
-        assert names["out"].shape == (1, 4096, 8, 64)
+    assert names["out"].shape == (1, 4096, 8, 64)
+    assert names["model"].loss("def main(): pass").bits_per_byte > 0
 
 
 def test_the_mechanism_of_the_page_is_one(monkeypatch):

@@ -79,6 +79,7 @@ def run_of(model, made, *rows):
             heldout_batches=heldout_batches,
             unit="label",
             tokenizer=None,
+            separate=False,
             fixed_length=model.patch > 0,
         ),
         config=config.Config(model=model, batch_size=1),

@@ -145,8 +145,8 @@ def watched(name, cut):
         return cut(starts, tokens, length)
     return noted
 
-batches._cut, batches._weighted = (
-    watched("cut", batches._cut), watched("weighted", batches._weighted)
+batches._cut, batches.weighted_windows = (
+    watched("cut", batches._cut), watched("weighted", batches.weighted_windows)
 )
 loop.report = reported
 from symjax.training.exit_codes import run_and_exit

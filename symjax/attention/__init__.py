@@ -25,7 +25,6 @@ from symjax.attention.differential import (
     differential_v2,
     lambda_initial,
 )
-from symjax.attention.features import hedgehog, t2r
 from symjax.attention.flash import (
     flash,
     flash_causal,
@@ -33,6 +32,7 @@ from symjax.attention.flash import (
     flash_step,
 )
 from symjax.attention.gau import gau
+from symjax.attention.learned_features import hedgehog, t2r
 from symjax.attention.linear import (
     linear,
     linear_causal,

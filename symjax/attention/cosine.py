@@ -14,9 +14,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import attend_causal, attend_step
-from symjax.attention.features import UNIT
-from symjax.attention.normalised import LinearState, Normalised, attend
+from symjax.attention.bidirectional import attend
+from symjax.attention.causal import attend_causal, attend_step
+from symjax.attention.linear_state import LinearState
+from symjax.attention.normalised import Normalised
+from symjax.attention.plain_features import UNIT
 
 RECURRENCE = Normalised(UNIT)
 

@@ -18,15 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import (
-    Chunk,
-    attend_causal,
-    attend_step,
-    einsum,
-    sum_dtype,
-)
+from symjax.attention.causal import attend_causal, attend_step
+from symjax.attention.chunks import Chunk, einsum, operand_dtype, sum_dtype
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own, until_end
 from symjax.attention.positions import alibi_slopes
+from symjax.attention.recurrence import Recurrence
 
 
 class DecayState(NamedTuple):
@@ -39,7 +35,7 @@ class DecayState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decayed:
+class Decayed(Recurrence):
     """The recurrence. The log-decay is what all tokens share, or an operand of each."""
 
     def may_stand_side_by_side(self, state: DecayState, chunk: Chunk) -> bool:
@@ -51,10 +47,11 @@ class Decayed:
     def advance(
         self, parameters: Array | None, state: DecayState, chunk: Chunk
     ) -> tuple[DecayState, Float[Array, "B K G T V"]]:
-        query, key, value = (x.astype(state.sums.dtype) for x in chunk[:3])
+        dtype = operand_dtype(*chunk[:3])
+        query, key, value = (x.astype(dtype) for x in chunk[:3])
         since, until, through, scores = faded(parameters, query, key, chunk)
         rows = einsum("bkgts,bksv->bkgtv", scores, value)
-        asking = query * jnp.exp(since)[:, :, None]
+        asking = (query * jnp.exp(since)[:, :, None]).astype(dtype)
         rows = rows + einsum("bkgth,bkhv->bkgtv", asking, state.sums)
         new = einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
         return DecayState(state.sums * jnp.exp(through)[..., None] + new), rows
@@ -62,8 +59,8 @@ class Decayed:
     def stretch(
         self, parameters: Array | None, chunk: Chunk
     ) -> tuple[DecayState, Float[Array, "B K F"]]:
-        dtype = sum_dtype(*chunk[:3])
-        until, through = until_end(parameters, chunk, dtype)
+        dtype = operand_dtype(*chunk[:3])
+        until, through = until_end(parameters, chunk, sum_dtype(*chunk[:3]))
         key, value = chunk.key.astype(dtype), chunk.value.astype(dtype)
         sums = einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
         return DecayState(sums), through

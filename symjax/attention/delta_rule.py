@@ -19,15 +19,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import (
-    Chunk,
-    attend_causal,
-    attend_step,
-    einsum,
-    sum_dtype,
-)
+from symjax.attention.causal import attend_causal, attend_step
+from symjax.attention.chunks import Chunk, einsum, sum_dtype
 from symjax.attention.decayed_linear import checked_log_decay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
+from symjax.attention.recurrence import Recurrence
 from symjax.attention.triangular import solve_unit_lower
 
 
@@ -38,7 +34,7 @@ class DeltaState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeltaRule:
+class DeltaRule(Recurrence):
     """The recurrence; an operand of each token is β [B K T], and the log-decay if they
     do not share it.
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from symjax.attention.chunks import TILE, Chunk, einsum
+from symjax.attention.chunks import TILE, Chunk, einsum, sum_dtype
 
 SMALL_TILE = 16  # tokens whose pairs take an exponential for each channel
 
@@ -80,11 +80,12 @@ def faded(
 
     Args:
         shared: the log-decay of every token; None: an operand of the chunk.
-        query, key: in the dtype of the sums.
+        query, key: in the dtype of operands of products.
     """
+    dtype = sum_dtype(key)
     if shared is not None:
-        return _shared(shared.astype(key.dtype), query, key, chunk)
-    log_decay = log_decays(chunk).astype(key.dtype)
+        return _shared(shared.astype(dtype), query, key, chunk)
+    log_decay = log_decays(chunk).astype(dtype)
     form = _by_head if log_decay.shape[-1] == 1 else _by_channel
     since, until, scores = form(query, key, log_decay)
     return Faded(since, until, since[:, :, -1], scores)
@@ -117,7 +118,7 @@ def _shared(
     weights = jnp.where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
     scores = einsum("bkgth,bksh->bkgts", query, key) * weights[None, :, None]
     since = _times(shared[:, None], time + 1)[None]
-    return Faded(since, *until_end(shared, chunk, key.dtype), scores)
+    return Faded(since, *until_end(shared, chunk, shared.dtype), scores)
 
 
 def _by_head(query: Array, key: Array, log_decay: Array) -> tuple[Array, Array, Array]:
@@ -139,7 +140,8 @@ def _by_channel(
     query: Array, key: Array, log_decay: Array
 ) -> tuple[Array, Array, Array]:
     """Σ_h q_th k_sh exp(g_{s+1,h} + … + g_th), each half of the decay with its own."""
-    length = key.shape[2]
+    length, dtype = key.shape[2], log_decay.dtype
+    query, key = query.astype(dtype), key.astype(dtype)
     query, key, padded = map(_to_power_of_two, (query, key, log_decay))
 
     def across(since: Array, until: Array) -> Array:

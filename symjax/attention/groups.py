@@ -21,13 +21,13 @@ from symjax.attention.chunks import (
     layout,
     scan,
     starts,
-    state_before,
     sum_dtype,
     through_segments,
 )
 from symjax.attention.gau import SquaredReLU
 from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.scores import ScoreMechanism
+from symjax.attention.time_axis import state_before
 
 
 class FlashState(NamedTuple):

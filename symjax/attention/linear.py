@@ -18,11 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention import features as maps
+from symjax.attention import plain_features
+from symjax.attention.bidirectional import attend
+from symjax.attention.causal import attend_causal, attend_step
 from symjax.attention.checks import check_mask
-from symjax.attention.chunks import attend_causal, attend_step
+from symjax.attention.features import named
+from symjax.attention.linear_state import LinearState
 from symjax.attention.masks import only_seen, visible_keys
-from symjax.attention.normalised import LinearState, Normalised, attend
+from symjax.attention.normalised import Normalised
 
 FeatureFunction = Callable[[Array], Array]
 
@@ -161,8 +164,8 @@ def linear_state(
 def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:
     """A function is applied by the caller to whole arrays; the engine sees the rest."""
     if callable(features):
-        return Normalised(maps.IDENTITY)
-    return Normalised(maps.named(who, maps.PLAIN, features))
+        return Normalised(plain_features.IDENTITY)
+    return Normalised(named(who, plain_features.PLAIN, features))
 
 
 def _mapped(

@@ -22,351 +22,203 @@ and nothing depends on the future. The maxima cancel in the ratio, and are const
 the gradient.
 
 Features that change sign lose digits where their products cancel. Weights of pairs in a
-chunk are therefore computed without features where these are polynomials or cosines.
-A state holds features in float32: what it adds to a row is off by about ε|φ(q)|Σ|φ(k)|,
-with ε = 2⁻²³, in numerator and denominator alike. `_centred` bounds what that does.
+chunk are therefore computed without features where these are polynomials or cosines,
+and products with a state that holds such features are exact: what it adds to a row is
+off by about ε|φ(q)|Σ|φ(k)|, with ε = 2⁻²³, in numerator and denominator alike;
+`quotients.py` bounds what that does. With bfloat16 inputs the operands of all other
+products are rounded to bfloat16, by numerator and denominator alike.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
-from symjax.attention.checks import check
 from symjax.attention.chunks import (
     Chunk,
-    Tokens,
     einsum,
-    heads_last,
-    layout,
+    operand_dtype,
     scan,
-    starts,
     sum_dtype,
     through_segments,
 )
 from symjax.attention.features import Features, LogFeatures
-from symjax.attention.meshes import on_any_mesh, vary_alike
-from symjax.attention.rescue import exact_weights, finite, largest_exponent
+from symjax.attention.linear_state import (
+    LinearState,
+    highest_exponent,
+    key_weights,
+    merge,
+    rescale,
+    update,
+)
+from symjax.attention.meshes import vary_alike
+from symjax.attention.quotients import Rows, Weights, divide, row_weights, rows_of
+from symjax.attention.recurrence import Recurrence
+from symjax.attention.rescue import exact_weights, if_any
 
 # Below this a chunk that refers to its highest exponent has lost its early rows.
 _LOST = 1e-20
 
 
-class LinearState(NamedTuple):
-    """What linear attention keeps of the keys it has seen, in float32 at least.
-
-    sums = Σ φ(k) vᵀ and total = Σ φ(k), both times exp(−running_max) when the features
-    have an exponent: its maximum so far, over all features where they share it.
-    """
-
-    sums: Float[Array, "B K M V"]
-    total: Float[Array, "B K M"]
-    running_max: Float[Array, "B K M"] | Float[Array, "B K 1"] | None = None
-
-
-class Rows(NamedTuple):
-    """Rows of output before the division; all but the shift are times exp(−shift)."""
-
-    numerator: Float[Array, "B K G T V"]
-    denominator: Float[Array, "B K G T"]
-    size: Float[Array, "B K G T"]  # of the denominator's terms, before signs cancel
-    shift: Float[Array, "B K G T"]
-
-
 @dataclass(frozen=True)
-class Normalised:
-    """The recurrence, given by its features."""
+class Normalised(Recurrence):
+    """The recurrence, given by its features. Its rows may be left undivided."""
 
     features: Features
+    divided: bool = True
 
     def may_stand_side_by_side(self, state: LinearState, chunk: Chunk) -> bool:
-        return state.running_max is None  # nothing is rescued
+        return state.running_max is None  # features of the exponential are many
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
         batch, heads, size, value_size = sizes
         dtype = jnp.promote_types(dtype, jnp.float32)
-        like = jax.ShapeDtypeStruct((batch, heads, size), dtype)
-
-        def features(x: Array) -> tuple[LogFeatures, Array]:
-            key = self.features.key(x, parameters)
-            return key, key.weights()
-
-        key, total = jax.eval_shape(features, like)
+        count, exponents = self.features.sizes(size, parameters)
         highest = None
-        if key.exponent is not None:
-            highest = jnp.full(key.exponent.shape, -jnp.inf, dtype)
-        sums = jnp.zeros((*total.shape, value_size), dtype)
-        return LinearState(sums, jnp.zeros(total.shape, dtype), highest)
+        if exponents:
+            highest = jnp.full((batch, heads, exponents), -jnp.inf, dtype)
+        sums = jnp.zeros((batch, heads, count, value_size), dtype)
+        return LinearState(sums, jnp.zeros((batch, heads, count), dtype), highest)
 
     def advance(
-        self, parameters: Any, state: LinearState, chunk: Chunk, divided: bool = True
-    ) -> tuple[LinearState, Any]:
-        """All factors of a row refer to the highest exponent in its chunk.
+        self,
+        parameters: Any,
+        state: LinearState,
+        chunk: Chunk,
+        exactly: bool = False,
+    ) -> tuple[LinearState, tuple[Any, Bool[Array, "B K G T"] | None]]:
+        """Rows, and which of them are lost.
 
-        It may lie in the row's future. It cancels, but a later key that is far larger
-        pushes earlier ones out of range: their rows are computed once more, exactly.
+        All factors of a row refer to the highest exponent in its chunk, which may lie
+        in the row's future. It cancels, but a later key that is far larger pushes
+        earlier ones out of range: their rows are lost.
+
+        Args:
+            exactly: each row refers to its own highest exponent, and none is lost.
         """
-        query, key, value, divisor = self._features(parameters, chunk)
-        nothing = self._empty_for(parameters, chunk)
+        query, key, value, divisor = self.operands(parameters, chunk)
+        nothing = self.empty_for(parameters, chunk)
         before, carried, reaches, joins = through_segments(chunk, state, nothing)
-        pairs, signed = _past_pairs(chunk), query.amplitude is not None
-        highest = _highest(before, key)
-        row, shift = _row_weights(query, highest)
-        scores = self._scores(chunk, row, _key_weights(key, highest), divisor)
-        scores = scores * pairs[:, None, None].astype(scores.dtype)
+        pairs = _past_pairs(chunk)
+        if exactly:
+            given = before.running_max, query, key, pairs, reaches
+            weights, read = exact_weights(*given), before
+        else:
+            highest = highest_exponent(before, key)
+            weights = self.weights(chunk, query, key, highest, divisor, pairs)
+            read = rescale(before, highest)
         if reaches is not None:
-            row = jnp.where(reaches[:, None, None, :, None], row, 0)
-        given = rescale(before, highest), row, shift, signed, scores, value
-        rows = _rows(*given, self._leading(chunk))
-        if before.running_max is not None and value.shape[2] > 1:
+            row = jnp.where(reaches[:, None, None, :, None], weights.row, 0)
+            weights = weights._replace(row=row)
+        signed = self.features.signed
+        rows = rows_of(read, weights, value, signed, self.leading(chunk))
+        lost = None
+        if before.running_max is not None and value.shape[2] > 1 and not exactly:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             lost = _lost(rows, sees, reaches, before.running_max)
-            given = before.running_max, query, key, chunk.segment
-            exact = partial(exact_weights, *given)
-            rows = _rescue(rows, lost, exact, before, value, signed)
         if joins is not None:
             key = key.where(joins[:, None])
-        return update(carried, key, value), divide(rows) if divided else rows
+        if self.leading(chunk):
+            value = value.astype(state.sums.dtype)
+        after = update(carried, key, value)
+        if self.divided:
+            return after, (divide(rows).astype(chunk.value.dtype), lost)
+        return after, (rows, lost)
+
+    def finish(
+        self,
+        parameters: Any,
+        state: LinearState,
+        chunk: Chunk,
+        rows: tuple,
+        chunk_size: int,
+    ) -> Any:
+        """The rows, those that are lost replaced by exact ones, if there are any.
+
+        Row by row, so that no example depends on what another one needed.
+        """
+        rows, lost = rows
+        if lost is None:
+            return rows
+
+        def exact(fixed: tuple, arrays: tuple) -> Any:
+            parameters, state, *tokens = arrays
+            advance = partial(self.advance, parameters, exactly=True)
+            return scan(advance, state, Chunk(*tokens, *fixed), chunk_size)[1][0]
+
+        def replaced(one: Array, two: Array) -> Array:
+            where = lost.reshape(lost.shape + (1,) * (one.ndim - lost.ndim))
+            return jnp.where(where, two, one)
+
+        fixed, arrays = chunk[4:], (parameters, state, *chunk[:4])
+        given = lost.any(), fixed, arrays, jax.tree.map(jnp.zeros_like, rows)
+        return jax.tree.map(replaced, rows, if_any(exact, *vary_alike(given)))
 
     def stretch(self, parameters: Any, chunk: Chunk) -> tuple[LinearState, None]:
-        _, key, value, _ = self._features(parameters, chunk)
-        return update(self._empty_for(parameters, chunk), key, value), None
+        _, key, value, _ = self.operands(parameters, chunk)
+        if self.leading(chunk):
+            value = value.astype(sum_dtype(*chunk[:3]))
+        return update(self.empty_for(parameters, chunk), key, value), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
         return merge(one[0], two[0]), None
 
-    def whole(self, parameters: Any, chunk: Chunk) -> Float[Array, "B K G T V"]:
-        """Rows that see all visible keys of their segment."""
-        state = self._empty_for(parameters, chunk)
-        if chunk.segment is not None:
-            state, chunk = vary_alike((state, chunk))
-            advance = partial(self.advance, parameters, divided=False)
-            return divide(_both_sides(advance, state, chunk))
-        query, key, value, divisor = self._features(parameters, chunk)
-        length, size, features = *value.shape[2:], state.total.shape[-1]
-        if length * (features + size) > features * size:
-            if self.features.around is not None:
-                return divide(self._read_around(self.features.around, chunk, value))
-            state = update(state, key, value)
-            return divide(query_state(state, query, self._leading(chunk)))
-        # Few keys: their pairs cost less than sums, and no digit where signs cancel.
-        highest, signed = _highest(state, key), query.amplitude is not None
-        row, shift = _row_weights(query, highest)
-        scores = self._scores(chunk, row, _key_weights(key, highest), divisor)
-        state = rescale(state, highest)
-        return divide(_rows(state, row, shift, signed, scores, value))
-
-    def _read_around(self, around: Callable, chunk: Chunk, value: Array) -> Rows:
-        """Rows that see all keys by features that are made for these keys.
-
-        They are zero where keys weigh less than the rounding error of 1 in the mean.
-        """
-        arrays = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
-        query, key = around(*arrays)
-        weights = key.where(chunk.visible[:, None]).weights()
-        sums = einsum("bksm,bksv->bkmv", weights, value)
-        state = LinearState(sums, weights.sum(axis=-2))
-        rows = query_state(state, query, self._leading(chunk))
-        least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
-        some = jax.lax.stop_gradient(rows.denominator) > least
-        return rows._replace(denominator=jnp.where(some, rows.denominator, 0))
-
-    def _leading(self, chunk: Chunk) -> int:
+    def leading(self, chunk: Chunk) -> int:
         leading = self.features.leading
         return 0 if leading is None else leading(chunk.key.shape[-1])
 
-    def _empty_for(self, parameters: Any, chunk: Chunk) -> LinearState:
+    def empty_for(self, parameters: Any, chunk: Chunk) -> LinearState:
         batch, heads, _, size = chunk.key.shape
         sizes = batch, heads, size, chunk.value.shape[-1]
         dtype = sum_dtype(chunk.query, chunk.key, chunk.value)
         return self.empty(parameters, sizes, dtype)
 
-    def _features(
+    def operands(
         self, parameters: Any, chunk: Chunk
     ) -> tuple[LogFeatures, LogFeatures, Array, Array | None]:
-        """φ of queries and of keys, 0 for hidden ones; values; the queries' divisor.
+        """φ of queries and of keys, 0 for hidden ones; values, in the dtype of operands
+        of products; the queries' divisor.
 
         The largest amplitude of a query cancels in the ratio, so it is made 1: products
         of amplitudes would leave the range of float32 long before the amplitudes do.
         """
-        dtype = sum_dtype(chunk.query, chunk.key, chunk.value)
-        query = self.features.query(chunk.query.astype(dtype), parameters)
+        given = chunk.query, chunk.key, chunk.value
+        dtype = operand_dtype(*given)
+        query, key, value = (x.astype(dtype) for x in given)
+        asking = self.features.query(query, parameters)
         divisor = None
-        if query.amplitude is not None:
-            divisor = jnp.abs(query.amplitude).max(axis=-1, keepdims=True)
+        if asking.amplitude is not None:
+            divisor = jnp.abs(asking.amplitude).max(axis=-1, keepdims=True)
             divisor = jax.lax.stop_gradient(jnp.where(divisor > 0, divisor, 1))
-            query = query._replace(amplitude=query.amplitude / divisor)
-        key = self.features.key(chunk.key.astype(dtype), parameters)
-        key = key.where(chunk.visible[:, None])
-        return query, key, chunk.value.astype(dtype), divisor
+            asking = asking._replace(amplitude=asking.amplitude / divisor)
+        key = self.features.key(key, parameters).where(chunk.visible[:, None])
+        return asking, key, value, divisor
 
-    def _scores(
-        self, chunk: Chunk, row: Array, weights: Array, divisor: Array | None
-    ) -> Float[Array, "B K G T S"]:
-        """The weights of all pairs, 0 for hidden keys."""
+    def weights(
+        self,
+        chunk: Chunk,
+        query: LogFeatures,
+        key: LogFeatures,
+        highest: Array | None,
+        divisor: Array | None,
+        pairs: Bool[Array, "#B T S"] | None = None,
+    ) -> Weights:
+        """Those of all pairs relative to the highest exponent, 0 for hidden keys."""
+        weights = row_weights(query, highest)
         if self.features.pairs is None or divisor is None:
-            return einsum("bkgtm,bksm->bkgts", row, weights)
-        query, key = (x.astype(row.dtype) for x in (chunk.query, chunk.key))
-        scores = self.features.pairs(query, key, divisor)
-        return scores * chunk.visible[:, None, None, None].astype(scores.dtype)
-
-
-def _highest(state: LinearState, key: LogFeatures) -> Array | None:
-    """The running maximum after these keys: [B K M], or [B K 1] where it is shared."""
-    if state.running_max is None:
-        return None
-    highest = key.exponent.max(axis=-2, initial=-jnp.inf)
-    return jax.lax.stop_gradient(jnp.maximum(state.running_max, highest))
-
-
-def _row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
-    """Feature weights of at most 1, and the logarithm that was divided out of a row."""
-    if highest is None:
-        weights = query.weights()
-        return weights, jnp.zeros_like(weights[..., 0])
-    query = query.raised(highest[:, :, None, None])
-    shift = finite(largest_exponent(query))
-    return query.raised(-shift).weights(), shift[..., 0]
-
-
-def _key_weights(key: LogFeatures, highest: Array | None) -> Array:
-    if highest is None:
-        return key.weights()
-    return key.raised(-finite(highest)[:, :, None]).weights()
-
-
-def rescale(state: LinearState, highest: Array | None) -> LinearState:
-    """The same state relative to a higher maximum."""
-    if highest is None or state.running_max is None:
-        return state
-    decay = jnp.exp(state.running_max - finite(highest))
-    return LinearState(state.sums * decay[..., None], state.total * decay, highest)
-
-
-def update(state: LinearState, key: LogFeatures, value: Array) -> LinearState:
-    """The state after all these keys."""
-    highest = _highest(state, key)
-    weights = _key_weights(key, highest)
-    state = rescale(state, highest)
-    sums = state.sums + einsum("bksm,bksv->bkmv", weights, value)
-    return LinearState(sums, state.total + weights.sum(axis=-2), highest)
-
-
-def merge(one: LinearState, two: LinearState) -> LinearState:
-    """The state that has seen the keys of both, which must be different keys.
-
-    (c, S, z) of both, c = max: S₁ exp(c₁ − c) + S₂ exp(c₂ − c), and so z. Associative
-    and commutative; an empty state changes nothing.
-    """
-    highest = None
-    if one.running_max is not None and two.running_max is not None:
-        highest = jnp.maximum(one.running_max, two.running_max)
-    one, two = rescale(one, highest), rescale(two, highest)
-    return LinearState(one.sums + two.sums, one.total + two.total, highest)
-
-
-def query_state(state: LinearState, query: LogFeatures, leading: int = 0) -> Rows:
-    """Rows that see the state and nothing else."""
-    row, shift = _row_weights(query, state.running_max)
-    return _rows(state, row, shift, query.amplitude is not None, leading=leading)
-
-
-def _rows(
-    state: LinearState,
-    row: Float[Array, "B K G T M"],
-    shift: Float[Array, "B K G T"],
-    signed: bool,
-    scores: Float[Array, "B K G T S"] | None = None,
-    value: Float[Array, "B K S V"] | None = None,
-    leading: int = 0,
-) -> Rows:
-    """Rows of feature weights that see the state and, beside it, keys by their scores.
-
-    Args:
-        signed: terms may cancel, so that the size of a denominator is another sum.
-        leading: no weight is negative, nor are so many of a key's first features.
-    """
-    denominator = einsum("bkgtm,bkm->bkgt", row, state.total)
-    size = denominator
-    if signed:
-        size = einsum("bkgtm,bkm->bkgt", jnp.abs(row), jnp.abs(state.total))
-    if leading:
-        numerator, denominator = _centred(state, row, denominator, size, leading)
-        size = denominator
-    else:
-        numerator = einsum("bkgtm,bkmv->bkgtv", row, state.sums)
-    if scores is not None:
-        numerator = numerator + einsum("bkgts,bksv->bkgtv", scores, value)
-        denominator = denominator + scores.sum(axis=-1)
-        size = size + jnp.abs(scores).sum(axis=-1) if signed else denominator
-    return Rows(numerator, denominator, size, shift)
-
-
-def _centred(
-    state: LinearState,
-    row: Float[Array, "B K G T M"],
-    denominator: Float[Array, "B K G T"],
-    size: Float[Array, "B K G T"],
-    leading: int,
-) -> tuple[Float[Array, "B K G T V"], Float[Array, "B K G T"]]:
-    """Numerator and denominator whose ratio is bounded where features cancel.
-
-    row·sums = row·(sums − total meanᵀ) + denominator · mean. Both sides of the division
-    then share the rounding of the denominator, and what does not cancel is the spread
-    of the values around their mean, in which a key weighs the sum of its leading
-    features. A difference below the rounding of the sums is 0: the ratio of one key, or
-    of keys of one value, is this value. A denominator below its own rounding is lifted
-    to that, and the ratio is the mean.
-    """
-    weight = state.total[..., :leading].sum(axis=-1)
-    mean = state.sums[..., :leading, :].sum(axis=-2)
-    mean = mean / jnp.where(weight > 0, weight, 1)[..., None]
-    constant = jax.lax.stop_gradient(mean)
-    means = state.total[..., None] * constant[:, :, None]
-    rest = state.sums - means
-    noise = 8 * jnp.finfo(rest.dtype).eps * jnp.abs(means)
-    rest = rest - jax.lax.stop_gradient(jnp.where(jnp.abs(rest) <= noise, rest, 0))
-    least = jnp.finfo(size.dtype).eps * jax.lax.stop_gradient(size)
-    lifted = denominator < least
-    denominator = jnp.where(lifted, least, denominator)
-    numerator = einsum("bkgtm,bkmv->bkgtv", row, rest)
-    numerator = numerator + denominator[..., None] * constant[:, :, None, None]
-    means = least[..., None] * mean[:, :, None, None]
-    return jnp.where(lifted[..., None], means, numerator), denominator
-
-
-def divide(rows: Rows) -> Float[Array, "B K G T V"]:
-    """numerator / denominator, and zeros where that is nothing but rounding.
-
-    Both are first divided by the constant denominator: the gradient of a plain quotient
-    holds its square, which overflows where it does not.
-    """
-    tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
-    constant, size = jax.lax.stop_gradient((rows.denominator, rows.size))
-    some = jnp.abs(constant) > tolerance * size
-    scale = jnp.where(some, 1 / jnp.where(some, constant, 1), 0)
-    ones = jnp.where(some, rows.denominator * scale, 1)
-    return rows.numerator * scale[..., None] / ones[..., None]
-
-
-def _merge_rows(one: Rows, two: Rows) -> Rows:
-    """Rows that see the keys of both, which must be different keys.
-
-    A side without keys has shift −∞: that of the other may be far below 0.
-    """
-    shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (one, two)]
-    shift = finite(jnp.maximum(*shifts))
-    a, b = (jnp.exp(own - shift) for own in shifts)
-    return Rows(
-        one.numerator * a[..., None] + two.numerator * b[..., None],
-        one.denominator * a + two.denominator * b,
-        one.size * a + two.size * b,
-        shift,
-    )
+            dtype = operand_dtype(chunk.query, chunk.key, chunk.value)
+            columns = key_weights(key, highest).astype(dtype)
+            scores = einsum("bkgtm,bksm->bkgts", weights.row.astype(dtype), columns)
+        else:
+            given = [x.astype(divisor.dtype) for x in (chunk.query, chunk.key)]
+            scores = self.features.pairs(given[0], given[1], divisor)
+            scores = scores * chunk.visible[:, None, None, None].astype(scores.dtype)
+        if pairs is not None:
+            scores = scores * pairs[:, None, None].astype(scores.dtype)
+        return weights._replace(scores=scores)
 
 
 def _past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
@@ -387,72 +239,3 @@ def _lost(
         remembers = remembers & reaches[:, None]
     some = (sees[:, None] | remembers)[:, :, None]
     return some & (jax.lax.stop_gradient(rows.size) < _LOST)
-
-
-def _rescue(
-    rows: Rows,
-    lost: Bool[Array, "B K G T"],
-    weights: Callable[[], tuple[Array, Array, Array]],
-    state: LinearState,
-    value: Array,
-    signed: bool,
-) -> Rows:
-    """The lost rows replaced by exact ones, if there are any.
-
-    Row by row, so that no example depends on what another one needed.
-    """
-
-    def exactly(rows: Rows) -> Rows:
-        row, shift, scores = weights()
-        exact = _rows(state, row, shift, signed, scores, value)
-        numerator = jnp.where(lost[..., None], exact.numerator, rows.numerator)
-        others = zip(exact[1:], rows[1:], strict=True)
-        return Rows(numerator, *(jnp.where(lost, x, y) for x, y in others))
-
-    return jax.lax.cond(lost.any(), jax.checkpoint(exactly), lambda rows: rows, rows)
-
-
-def _both_sides(advance: Any, state: LinearState, chunk: Chunk) -> Rows:
-    """Rows that see all of their segment: the past with itself, and the future without.
-
-    Seen backwards, the future without itself is a past whose keys come a token late.
-    """
-    segment = jnp.flip(jnp.asarray(chunk.segment), 1)
-    late = jnp.roll(segment, 1, axis=1) == segment
-    late = late & (jnp.arange(segment.shape[1]) > 0)[None]
-    backwards = chunk._replace(
-        query=jnp.flip(chunk.query, 3),
-        key=jnp.roll(jnp.flip(chunk.key, 2), 1, axis=2),
-        value=jnp.roll(jnp.flip(chunk.value, 2), 1, axis=2),
-        visible=jnp.roll(jnp.flip(chunk.visible, 1), 1, axis=1) & late,
-        segment=segment,
-        starts_segment=starts(segment),
-    )
-    _, past = scan(advance, state, chunk, 64)
-    _, future = scan(advance, state, backwards, 64)
-    return _merge_rows(past, jax.tree.map(lambda x: jnp.flip(x, 3), future))
-
-
-def attend(
-    who: str,
-    recurrence: Normalised,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    mask: Array | None,
-    segment_ids: Array | None,
-    *,
-    parameters: Any = None,
-) -> Float[Array, "B T N V"]:
-    """Every query sees every visible key of its segment."""
-    check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
-    tokens = Tokens(query, key, value, (), mask, segment_ids)
-    return _attend(recurrence, tokens, parameters)[0]
-
-
-@on_any_mesh(1)
-def _attend(
-    recurrence: Normalised, tokens: Tokens, parameters: Any
-) -> tuple[Float[Array, "B T N V"], tuple]:
-    rows = recurrence.whole(parameters, layout(tokens))
-    return heads_last(rows, tokens.value.dtype), ()

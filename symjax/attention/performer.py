@@ -25,9 +25,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import attend_causal, attend_step
-from symjax.attention.features import RANDOM, RandomFeatures, named
-from symjax.attention.normalised import LinearState, Normalised, attend
+from symjax.attention.bidirectional import attend
+from symjax.attention.causal import attend_causal, attend_step
+from symjax.attention.features import named
+from symjax.attention.linear_state import LinearState
+from symjax.attention.normalised import Normalised
 from symjax.attention.projections import (
     KINDS,
     Statistics,
@@ -35,6 +37,7 @@ from symjax.attention.projections import (
     default_projection,
     unit_statistics,
 )
+from symjax.attention.random_features import RANDOM, RandomFeatures
 
 
 def performer(

@@ -247,14 +247,18 @@ def the_rest_of_the_batch_changes_nothing(mechanism):
 
 
 def bfloat16_is_as_good_as_its_rounding(mechanism):
-    """Sums are float32, so the error is that of rounding the output: 2⁻⁸."""
+    """Operands of products follow the inputs: together they add no more to the error
+    than the rounding of the inputs and of the result."""
     rounded = [x.astype(jnp.bfloat16) for x in inputs()]
     for form in mechanism.both:
         output = run(form, *rounded)
         assert output.dtype == jnp.bfloat16
-        wanted = run(form, *_single(rounded))
-        error = np.abs(output.astype(np.float32) - wanted)
-        assert (error <= 2**-8 * np.abs(wanted) + 1e-6).all()
+        exact, wanted = run(form, *_single(inputs())), run(form, *_single(rounded))
+        result = wanted.astype(jnp.bfloat16)
+        error, of_inputs, of_result = (
+            np.linalg.norm(np.float64(x) - wanted) for x in (output, exact, result)
+        )
+        assert error <= of_inputs + of_result
     now = [x[:, :1] for x in rounded]
     state = mechanism.state(B, K, H, V, dtype=jnp.bfloat16)
     output, state = mechanism.step(state, *now)

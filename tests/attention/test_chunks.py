@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 
-from symjax.attention.chunks import Tokens, layout, one_by_one, side_by_side
+from symjax.attention.causal import one_by_one
+from symjax.attention.chunks import Tokens, einsum, layout
 from symjax.attention.cosine import RECURRENCE, cosine_causal
 from symjax.attention.decayed_linear import Decayed, decay_causal
 from symjax.attention.delta_rule import DeltaRule
-from symjax.attention.features import PLAIN
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer import performer_causal
+from symjax.attention.plain_features import PLAIN
+from symjax.attention.side_by_side import side_by_side
 
 LOGITS = np.random.default_rng(3).normal(size=(B, T, K, H))
 BETA = 2 / (1 + np.exp(-LOGITS[..., 0]))
@@ -80,3 +82,13 @@ def test_accelerators_take_chunks_of_their_tiles(form):
     }
     pairs = {platform: "128x128x" in text for platform, text in texts.items()}
     assert pairs == {"cpu": False, "tpu": True, "cuda": True}
+
+
+def test_products_are_as_exact_as_the_least_exact_operand():
+    """1 + 2⁻¹⁰ is 1 in bfloat16; sums of 300 ones stop at 256 in it."""
+    more = jnp.full((1, 300), 1 + 2**-10, jnp.float32)
+    exact = einsum("ij,kj->ik", more, more)
+    rounded = einsum("ij,kj->ik", more, more.astype(jnp.bfloat16))
+    assert exact.dtype == rounded.dtype == jnp.float32
+    np.testing.assert_allclose(exact, 300 * (1 + 2**-10) ** 2, 1e-6)
+    np.testing.assert_array_equal(rounded, 300)

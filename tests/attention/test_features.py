@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax.attention.features import PLAIN, RANDOM, UNIT, hedgehog, named, t2r
+from symjax.attention.features import named
+from symjax.attention.learned_features import hedgehog, t2r
+from symjax.attention.plain_features import PLAIN, UNIT
 from symjax.attention.projections import default_projection, orthogonal_projection
+from symjax.attention.random_features import RANDOM, RandomFeatures
 
 
 @pytest.mark.parametrize(("features", "norms"), [(3, "chi"), (21, "constant")])
@@ -126,3 +129,15 @@ def test_learned_features_equal_their_definition():
         hedgehog(arrays[0], np.zeros((4, 3, 7)))
     with pytest.raises(ValueError, match=r"t2r.*\(4, 5, 7\).*\(7,\)"):
         t2r(*arrays[:2], np.zeros(7))
+
+
+def test_exponents_of_bfloat16_inputs_are_as_exact_as_float32():
+    """At |w·x'| = 100 rows rounded to bfloat16 would be off by 0.1 of an exponent."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(8 * rng.normal(size=(5, 64)), jnp.bfloat16)
+    rows = np.float32(rng.normal(size=(3, 64)))
+    random = RandomFeatures(jnp.asarray(rows), jnp.asarray(0.125))
+    wanted = np.asarray(x, np.float64) @ rows.astype(np.float64).T * 0.125**0.5
+    exponent = jax.jit(RANDOM["positive"].query)(x, random).exponent
+    assert exponent.dtype == jnp.float32
+    np.testing.assert_allclose(exponent, wanted, 0, 1e-6 * np.abs(wanted).max())

@@ -10,8 +10,7 @@ import oracles
 import pytest
 from laws import close, inputs, run, same
 
-from symjax.attention.features import RANDOM, RandomFeatures
-from symjax.attention.normalised import query_state, update
+from symjax.attention.linear_state import update
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -23,6 +22,8 @@ from symjax.attention.projections import (
     favor_statistics,
     orthogonal_projection,
 )
+from symjax.attention.quotients import row_weights, rows_of
+from symjax.attention.random_features import RANDOM, RandomFeatures
 
 FORMS = performer, performer_causal, performer_step, performer_state
 ROWS = np.asarray(orthogonal_projection(jax.random.key(7), 11, laws.H))
@@ -229,7 +230,8 @@ def test_the_denominator_is_at_least_one(scale):
     def bottom(state, query, key, value):
         state = update(state, maps.key(key, random), value)
         query = maps.query(query[:, :, None], random)
-        return query_state(state, query).denominator, state
+        weights = row_weights(query, state.running_max)
+        return rows_of(state, weights, value, False).denominator, state
 
     for t in range(9):
         now = (x[:, t : t + 1].swapaxes(1, 2) for x in arrays)

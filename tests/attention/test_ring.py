@@ -13,7 +13,7 @@ from laws import close
 from symjax import attention
 from symjax.attention import rows
 from symjax.attention.decayed_linear import Decayed, DecayState
-from symjax.attention.normalised import LinearState, merge
+from symjax.attention.linear_state import LinearState, merge
 from symjax.attention.shards import state_before
 
 B, T, N, K, H, V, M = 2, 24, 4, 2, 3, 5, 6

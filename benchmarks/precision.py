@@ -9,7 +9,8 @@ inputs     float64 with inputs rounded to bfloat16, against inputs that are not:
            the rounding of the inputs alone causes, whatever comes after
 result     float64 with the result rounded to bfloat16, the least of any choice
 float32    products of float32 (inputs rounded, as in all that follow)
-shipped    bfloat16 inputs: products of bfloat16 summed in float32, but exponents exact
+shipped    bfloat16 inputs as they are taken: where products are of bfloat16 operands
+           they are summed in float32, and exponents are exact
 exponents  the same with the rows of the projection rounded to bfloat16 too: an error in
            an exponent is a factor in the feature
 

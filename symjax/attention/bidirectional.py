@@ -69,7 +69,7 @@ def _whole(
     if length * (count + size) > count * size:
         if features.around is not None:
             return divide(_read_around(features.around, chunk, leading))
-        state = update(state, key, value.astype(state.sums.dtype) if leading else value)
+        state = update(state, key, value)
         weights = row_weights(query, state.running_max)
         return divide(rows_of(state, weights, value, signed, leading))
     # Few keys: their pairs cost less than sums, and no digit where signs cancel.

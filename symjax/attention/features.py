@@ -49,6 +49,8 @@ class Features(NamedTuple):
         sizes: (H, parameters) → the numbers of features and of exponents; of these all
             features may share 1, or have none.
         signed: an amplitude may be negative.
+        rounded: in products they are bfloat16 where the inputs are: that adds less
+            error than the rounding of the inputs.
         pairs: (query, key, divisor) → φ(q)·φ(k) / divisor of all pairs, where a sum
             over features that change sign would lose digits.
         leading: H → how many of the first features are never negative, where no pair
@@ -61,6 +63,7 @@ class Features(NamedTuple):
     key: Callable[[Array, Any], LogFeatures]
     sizes: Callable[[int, Any], tuple[int, int]]
     signed: bool = False
+    rounded: bool = False
     pairs: Callable[[Array, Array, Array], Array] | None = None
     leading: Callable[[int], int] | None = None
     around: Callable[[Array, Array], tuple[LogFeatures, LogFeatures]] | None = None

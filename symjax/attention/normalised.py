@@ -22,11 +22,12 @@ and nothing depends on the future. The maxima cancel in the ratio, and are const
 the gradient.
 
 Features that change sign lose digits where their products cancel. Weights of pairs in a
-chunk are therefore computed without features where these are polynomials or cosines,
-and products with a state that holds such features are exact: what it adds to a row is
-off by about ε|φ(q)|Σ|φ(k)|, with ε = 2⁻²³, in numerator and denominator alike;
-`quotients.py` bounds what that does. With bfloat16 inputs the operands of all other
-products are rounded to bfloat16, by numerator and denominator alike.
+chunk are therefore computed without features where these are polynomials or cosines.
+A state holds features in float32: what it adds to a row is off by about ε|φ(q)|Σ|φ(k)|,
+with ε = 2⁻²³, in numerator and denominator alike; `quotients.py` bounds what that does.
+
+With bfloat16 inputs the features of the Performer are rounded to bfloat16 in products,
+by numerator and denominator alike; `benchmarks/precision.py` has what that costs.
 """
 
 from dataclasses import dataclass
@@ -121,8 +122,6 @@ class Normalised(Recurrence):
             lost = _lost(rows, sees, reaches, before.running_max)
         if joins is not None:
             key = key.where(joins[:, None])
-        if self.leading(chunk):
-            value = value.astype(state.sums.dtype)
         after = update(carried, key, value)
         if self.divided:
             return after, (divide(rows).astype(chunk.value.dtype), lost)
@@ -159,8 +158,6 @@ class Normalised(Recurrence):
 
     def stretch(self, parameters: Any, chunk: Chunk) -> tuple[LinearState, None]:
         _, key, value, _ = self.operands(parameters, chunk)
-        if self.leading(chunk):
-            value = value.astype(sum_dtype(*chunk[:3]))
         return update(self.empty_for(parameters, chunk), key, value), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
@@ -169,6 +166,11 @@ class Normalised(Recurrence):
     def leading(self, chunk: Chunk) -> int:
         leading = self.features.leading
         return 0 if leading is None else leading(chunk.key.shape[-1])
+
+    def operand_dtype(self, chunk: Chunk) -> Any:
+        """That of operands of products."""
+        rounded = operand_dtype if self.features.rounded else sum_dtype
+        return rounded(chunk.query, chunk.key, chunk.value)
 
     def empty_for(self, parameters: Any, chunk: Chunk) -> LinearState:
         batch, heads, _, size = chunk.key.shape
@@ -186,7 +188,7 @@ class Normalised(Recurrence):
         of amplitudes would leave the range of float32 long before the amplitudes do.
         """
         given = chunk.query, chunk.key, chunk.value
-        dtype = operand_dtype(*given)
+        dtype = self.operand_dtype(chunk)
         query, key, value = (x.astype(dtype) for x in given)
         asking = self.features.query(query, parameters)
         divisor = None
@@ -209,7 +211,7 @@ class Normalised(Recurrence):
         """Those of all pairs relative to the highest exponent, 0 for hidden keys."""
         weights = row_weights(query, highest)
         if self.features.pairs is None or divisor is None:
-            dtype = operand_dtype(chunk.query, chunk.key, chunk.value)
+            dtype = self.operand_dtype(chunk)
             columns = key_weights(key, highest).astype(dtype)
             scores = einsum("bkgtm,bksm->bkgts", weights.row.astype(dtype), columns)
         else:

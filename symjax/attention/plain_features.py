@@ -26,7 +26,7 @@ def _plain(
     def sizes(size: int, parameters: None) -> tuple[int, int]:
         return count(size), 0
 
-    return Features(both, both, sizes, signed, pairs, leading, around)
+    return Features(both, both, sizes, signed, False, pairs, leading, around)
 
 
 def _length(x: Array) -> Array:

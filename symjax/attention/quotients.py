@@ -61,7 +61,7 @@ def rows_of(
     Args:
         signed: terms may cancel, so that the size of a denominator is another sum.
         leading: not 0: no weight is negative, nor are so many of a key's first
-            features. Products with the state are then exact.
+            features.
     """
     row, shift, scores = weights
     if leading:

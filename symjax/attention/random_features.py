@@ -75,7 +75,7 @@ def _with_norm(
         square = jnp.sum(x * x, axis=-1, keepdims=True)
         return features.raised(0.5 * sign * random.scale.astype(x.dtype) * square)
 
-    return Features(query, key, sizes, signed=sign > 0)
+    return Features(query, key, sizes, signed=sign > 0, rounded=sign < 0)
 
 
 def _one(size: int, random: RandomFeatures) -> tuple[int, int]:

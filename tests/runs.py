@@ -10,6 +10,9 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from symjax import validation
+from symjax.config import Config
+from symjax.training.commandline import load
 from symjax.training.exit_codes import run_and_exit
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +81,14 @@ def words(text: Path, workdir: Path | None = None, *more: str, **changes) -> lis
     given = [f"--config.{name}={value}" for name, value in keys.items()]
     place = [] if workdir is None else ["--workdir", str(workdir)]
     return ["--config", f"{ROOT}/configs/diff_sym.py:tiny", *given, *place, *more]
+
+
+def preset(name: str, size: str, model=None, attention=None, **changes) -> Config:
+    """A configuration of configs/ for bytes, with some keys changed."""
+    tree = load(ROOT / "configs" / f"{name}.py", size).to_dict() | changes
+    tree["model"] |= {"vocabulary": 256} | (model or {})
+    tree["model"]["attention"] |= attention or {}
+    return validation.from_dict(tree)
 
 
 def call(name: str, arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ from symjax.data.corpus import SEPARATOR
 from symjax.exchange import Loaded
 from symjax.exchange.continued import continued, ended
 from symjax.exchange.scores import scores
-from symjax.models.decoder import Decoder
+from symjax.models.build import decoder_of
 
 TOKENS = 256  # of an answer, where a task does not say
 
@@ -31,11 +31,9 @@ class HarnessModel(TemplateLM):
 
     def __init__(self, loaded: Loaded):
         super().__init__()
-        if not isinstance(loaded.model, Decoder):
-            raise ValueError("the model is an encoder: it predicts no next token")
+        self.loaded, self.decoder = loaded, decoder_of(loaded.model)
         if loaded.tokenizer is None:
             raise ValueError("the model has no tokenizer: the harness gives it texts")
-        self.loaded, self.decoder = loaded, loaded.model
         self.text = loaded.tokenizer
         self.first_token = self._first_token()
 

@@ -12,7 +12,7 @@ from symjax.data.examples import Examples, open_examples, tokenizer_of
 from symjax.data.folder import MANIFEST
 from symjax.data.given import given_examples
 from symjax.data.sources import TEXT_SOURCES
-from symjax.models.build import Model
+from symjax.models.build import Model, decoder_of
 from symjax.models.decoder import Decoder
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.optimizer import average_of
@@ -43,10 +43,7 @@ class LoadedRun(NamedTuple):
 
     def decoder(self) -> Decoder:
         """Raises: ValueError: the model is an encoder."""
-        model = self.model()
-        if not isinstance(model, Decoder):
-            raise ValueError("the model is an encoder: it predicts no next token")
-        return model
+        return decoder_of(self.model())
 
     def parameters(self) -> int:
         """How many there are."""

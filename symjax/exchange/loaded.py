@@ -20,8 +20,7 @@ from symjax.data.examples import tokenizer_of
 from symjax.data.tokens import Tokenizer
 from symjax.exchange.continued import continued, ended
 from symjax.exchange.scores import scores
-from symjax.models.build import Model, build
-from symjax.models.decoder import Decoder
+from symjax.models.build import Model, build, decoder_of
 from symjax.training.saved import read_run
 
 
@@ -97,7 +96,7 @@ class Loaded:
                 one that fills the learned positions.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        tokenizer, model = self._known_tokenizer(), self._decoder()
+        tokenizer, model = self._known_tokenizer(), decoder_of(self.model)
         ids = [tokenizer.encode(text) for text in prompts]
         rows = continued(
             model,
@@ -139,7 +138,7 @@ class Loaded:
         Raises:
             ValueError: the model is an encoder.
         """
-        model, length = self._decoder(), self.config.model.length
+        model, length = decoder_of(self.model), self.config.model.length
         ids = np.asarray(self.encode(tokens) if isinstance(tokens, str) else tokens)
         starts = range(0, len(ids) - 1, length)
         found = scores(model, [ids[start : start + length + 1] for start in starts])
@@ -165,11 +164,6 @@ class Loaded:
             source = self.config.data.source
             raise ValueError(f"a model of data.source={source} has no tokenizer")
         return self.tokenizer
-
-    def _decoder(self) -> Decoder:
-        if not isinstance(self.model, Decoder):
-            raise ValueError("the model is an encoder: it predicts no next token")
-        return self.model
 
 
 def load(workdir: str | Path, step: int | None = None, *, best: bool = False) -> Loaded:

@@ -11,10 +11,10 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, TEXT
+from runs import TEXT, preset
 
-from symjax import config, validation
-from symjax.training import commandline, sharding
+from symjax import config
+from symjax.training import sharding
 from symjax.training.step import compile_program
 
 STEPS = 20
@@ -26,11 +26,11 @@ def losses(name, dtype, implementation, *, moved=0.0, seed=0):
     Args:
         moved: each weight first grows by up to this share of itself, drawn by the seed.
     """
-    tree = commandline.load(ROOT / "configs" / f"{name}.py", "tiny").to_dict()
-    tree["model"] |= {"vocabulary": 256, "dtype": dtype}
-    tree["model"]["attention"]["implementation"] = implementation
-    tree["batch_size"] = 4
-    options = validation.from_dict(tree)
+    chosen = {
+        "model": {"dtype": dtype},
+        "attention": {"implementation": implementation},
+    }
+    options = preset(name, "tiny", **chosen, batch_size=4)
     options = dataclasses.replace(options, mesh=config.Mesh(data=1))
     program = compile_program(options, sharding.make_mesh(options.mesh))
     shape = options.batch_size, options.model.length

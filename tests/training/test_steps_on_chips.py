@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from runs import ROOT
+from runs import preset
 
-from symjax import config, validation
-from symjax.training import commandline, sharding, targets
+from symjax import config
+from symjax.training import sharding, targets
 from symjax.training.cycles import estimate
 from symjax.training.step import compile_program
 
@@ -15,21 +15,19 @@ LINEAR = ("performer", "gla", "delta")
 KERNELS = ("attention_forward", "attention_row_sums", "attention_backward")
 
 
-def compiled(name, preset, machine):
+def compiled(name, size, machine):
     """The options, and the step over all chips of a machine, weights split."""
-    tree = commandline.load(ROOT / "configs" / f"{name}.py", preset).to_dict()
-    options = validation.from_dict(tree)
-    model = dataclasses.replace(options.model, vocabulary=256)
     mesh = config.Mesh(data=1, fsdp=len(machine.devices))
-    options = dataclasses.replace(options, model=model, mesh=mesh)
+    options = dataclasses.replace(preset(name, size), mesh=mesh)
+    shape = options.batch_size, options.model.length
     program = compile_program(options, sharding.make_mesh(mesh, machine.devices))
-    return options, program.lower((options.batch_size, model.length)).compile()
+    return options, program.lower(shape).compile()
 
 
-def check(name, preset, target):
+def check(name, size, target):
     """It fits, and runs each kernel of attention once a layer, or none of them."""
     machine = targets.find(target)
-    options, step = compiled(name, preset, machine)
+    options, step = compiled(name, size, machine)
     memory = step.memory_analysis()
     needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert needed < machine.chip.memory

@@ -20,6 +20,7 @@ END = "<|endoftext|>"  # of documents, in the vocabularies that are trained here
 ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
 PIECE = 1 << 20  # characters encoded at a time; the library keeps 100 bytes a token
 SAMPLE = 1 << 28  # characters that a vocabulary is learned from, at most
+FILE, ABOUT = "tokenizer.json", "tokenizer_config.json"  # as Hugging Face names them
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,20 @@ class SubwordTokenizer:
         """What `from_description` needs, as JSON."""
         return {"kind": self.kind, "definition": self.definition, "end": self.end}
 
+    def files(self, length: int) -> dict[str, str]:
+        """The files that `from_file` and AutoTokenizer of transformers read, by name.
+
+        Args:
+            length: the tokens that the model beside them was trained to see.
+        """
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": length,
+            "clean_up_tokenization_spaces": False,
+            **({"eos_token": self.end} if self.end else {}),
+        }
+        return {FILE: self.definition, ABOUT: json.dumps(about, indent=1) + "\n"}
+
 
 def pieces(parts: Iterable[str]) -> Iterator[str]:
     """A text in pieces of about `PIECE` characters, which begin at white space."""
@@ -128,7 +143,7 @@ def from_file(path: Path) -> SubwordTokenizer:
         ValueError: the file cannot be read or is no tokenizer, or the package
             `tokenizers` is not installed.
     """
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = path / FILE if path.is_dir() else path
     try:
         definition = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -145,7 +160,7 @@ def from_file(path: Path) -> SubwordTokenizer:
         ) from None
     if not known:
         raise ValueError(f"data.tokenizer {str(path)!r} has an empty vocabulary")
-    ends = (_stated_end(path.with_name("tokenizer_config.json")), *ENDS)
+    ends = (_stated_end(path.with_name(ABOUT)), *ENDS)
     return SubwordTokenizer(definition, next((x for x in ends if x in known), ""))
 
 

@@ -9,7 +9,9 @@ from flax import nnx
 
 from symjax import validation
 from symjax.config import Config
+from symjax.data import subwords
 from symjax.data.examples import tokenizer_of
+from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.card import read_results, to_card
 from symjax.exchange.loaded import Loaded, loaded_model
 from symjax.files import check_writable, replaced
@@ -35,6 +37,9 @@ def save_pretrained(
     format: str = "auto",
 ) -> str:
     """Write a model as a folder: weights, configuration, tokenizer and a model card.
+
+    A tokenizer of subwords is written as tokenizer.json, which AutoTokenizer of
+    transformers reads; bytes and characters are in symjax.json alone.
 
     A softmax decoder of the right shape becomes a Llama, with learned positions a
     GPT-2, a differential one (V1) a DiffLlama: transformers computes the same logits.
@@ -66,11 +71,14 @@ def save_pretrained(
         "labels": list(loaded.labels),
     }
     texts = {OWN: _json(about), CARD: to_card(loaded, kind, reason, numbers)}
+    if isinstance(tokenizer := loaded.tokenizer, SubwordTokenizer):
+        texts |= tokenizer.files(loaded.config.model.length)
+        settings |= {"eos_token_id": tokenizer.document_end} if settings else {}
     if settings:
         texts[SETTINGS] = _json(settings)
     check_writable(folder, f"weights in {folder}")
-    if not settings:
-        (folder / SETTINGS).unlink(missing_ok=True)
+    for stale in {SETTINGS, subwords.FILE, subwords.ABOUT} - texts.keys():
+        (folder / stale).unlink(missing_ok=True)
     with replaced(folder, TENSORS, *texts) as unfinished:
         write_tensors(unfinished / TENSORS, tensors)
         for name, text in texts.items():
@@ -81,12 +89,13 @@ def save_pretrained(
 def load_pretrained(folder: str | Path) -> Loaded:
     """The model of a folder of `save_pretrained`, ours or that of transformers.
 
-    Of Llama, DiffLlama and GPT-2 folders that transformers wrote there is no
-    tokenizer: `logits` and `losses` take token ids.
+    The tokenizer of a Llama, DiffLlama or GPT-2 that transformers wrote is the
+    tokenizer.json beside it; without one, `logits` and `losses` take token ids.
 
     Raises:
-        ValueError: a file is missing or damaged, or the model is one that the decoder
-            does not compute, naming the setting.
+        ValueError: a file is missing or damaged, the tokenizer has more tokens than the
+            model, or the model is one that the decoder does not compute, naming the
+            setting.
     """
     folder = Path(folder)
     found = read_folder(folder)
@@ -95,7 +104,7 @@ def load_pretrained(folder: str | Path) -> Loaded:
         options = options_of(folder, about)
     options = dataclasses.replace(options, model=found.options)
     model = loaded_model(options, found.params, found.constants)
-    language = about.get("language", {})
+    language = about.get("language") or _language(folder, options.model.vocabulary)
     return Loaded(
         model,
         tokenizer_of(language),
@@ -104,6 +113,19 @@ def load_pretrained(folder: str | Path) -> Loaded:
         tuple(about.get("labels", ())),
         language,
     )
+
+
+def _language(folder: Path, vocabulary: int) -> dict[str, str]:
+    """What a tokenizer.json says of the tokens of a model; nothing where none is."""
+    if not (folder / subwords.FILE).is_file():
+        return {}
+    tokenizer = subwords.from_file(folder)
+    if tokenizer.vocabulary > vocabulary:
+        raise ValueError(
+            f"{folder / subwords.FILE} has {tokenizer.vocabulary} tokens, the model "
+            f"beside it {vocabulary}"
+        )
+    return tokenizer.describe()
 
 
 def _contents(loaded: Loaded, format: str) -> tuple[dict, dict, str]:

@@ -2,12 +2,14 @@
 
 import argparse
 import ast
+import contextlib
 import difflib
 import importlib.util
 import inspect
 import os
+import sys
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -114,6 +116,9 @@ def default() -> ConfigDict:
 def load(path: Path, preset: str = "") -> ConfigDict:
     """What `get_config(preset)` of a Python file returns.
 
+    Its `from configs import base` finds the nearest folder configs/ above the file,
+    wherever the program was started.
+
     Raises:
         ValueError: the file cannot be read or run, has no get_config, takes no such
             preset, or sets a key that does not exist.
@@ -125,12 +130,13 @@ def load(path: Path, preset: str = "") -> ConfigDict:
         raise ValueError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        if not hasattr(module, "get_config"):
-            raise ValueError("it has no function get_config")
-        if preset and not inspect.signature(module.get_config).parameters:
-            raise ValueError(f"it has no presets, got {preset!r}")
-        found = module.get_config(preset) if preset else module.get_config()
+        with _importable(path):
+            spec.loader.exec_module(module)
+            if not hasattr(module, "get_config"):
+                raise ValueError("it has no function get_config")
+            if preset and not inspect.signature(module.get_config).parameters:
+                raise ValueError(f"it has no presets, got {preset!r}")
+            found = module.get_config(preset) if preset else module.get_config()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -138,6 +144,18 @@ def load(path: Path, preset: str = "") -> ConfigDict:
     if not isinstance(found, ConfigDict):
         raise ValueError(f"get_config of {path} must return the ConfigDict of base.py")
     return found
+
+
+@contextlib.contextmanager
+def _importable(path: Path) -> Iterator[None]:
+    """The project of a configuration file is on Python's path inside the block."""
+    roots = [str(x) for x in path.resolve().parents if (x / "configs").is_dir()][:1]
+    sys.path[:0] = roots
+    try:
+        yield
+    finally:
+        for root in roots:
+            sys.path.remove(root)
 
 
 def help_text(options: config.Config) -> str:

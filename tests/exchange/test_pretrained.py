@@ -13,6 +13,7 @@ from flax import nnx
 
 import symjax
 from symjax import config
+from symjax.data import subwords
 from symjax.data.tokens import ByteTokenizer
 from symjax.exchange import Loaded
 from symjax.models import build, convert
@@ -176,6 +177,18 @@ def test_the_card_shows_the_numbers_of_the_evaluation(tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="format 'onnx' is unknown: choose from auto"):
         symjax.save_pretrained(loaded, tmp_path / "new", format="onnx")
+
+
+def test_the_tokenizer_of_a_folder_has_the_tokens_of_its_model(tmp_path):
+    loaded = random_model(LLAMA)  # of 29 tokens, and bytes
+    tokenizer = subwords.train_bpe(["a sheep met a fox"], 260)
+    stated = dataclasses.replace(loaded, tokenizer=tokenizer, language={})
+    symjax.save_pretrained(stated, tmp_path)
+    with pytest.raises(ValueError, match="tokenizer.json has 260 tokens, the .* 29"):
+        symjax.load_pretrained(tmp_path)
+    symjax.save_pretrained(loaded, tmp_path)
+    assert not list(tmp_path.glob("tokenizer*"))
+    assert symjax.load_pretrained(tmp_path).tokenizer == ByteTokenizer()
 
 
 def test_gpt2_as_it_was_stored_in_2019_is_read(tmp_path):

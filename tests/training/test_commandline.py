@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sys
 
 import pytest
 from runs import ROOT, words
@@ -141,6 +142,23 @@ def test_a_broken_configuration_file_is_named(content, said, tmp_path):
     with pytest.raises(ValueError) as error:
         parse(["--config", str(path)])
     assert said in str(error.value)
+
+
+def test_a_configuration_finds_its_base_from_any_directory(tmp_path, monkeypatch):
+    """That of its own project: the nearest folder configs/ above it."""
+    mine = tmp_path / "project" / "configs" / "mine.py"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("from configs import ground\nget_config = ground.get_config\n")
+    ground = "from symjax.training.commandline import default as get_config\n"
+    (mine.parent / "ground.py").write_text(ground)
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [x for x in sys.path if x not in ("", str(ROOT))]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    for name in [x for x in sys.modules if x.split(".")[0] == "configs"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert parse(["--config", CONFIG]).config.model.width == 128
+    assert parse(["--config", "project/configs/mine.py"]).config.model.width == 256
+    assert sys.path == elsewhere
 
 
 def test_presets_of_a_file_without_presets_are_refused(tmp_path):

@@ -3,16 +3,26 @@
 3l, 6l, 8l   the models of the Shakespeare study: width 256, 8 heads, length 300,
              3, 6 or 8 layers, learned positions, LayerNorm, ReLU
 tiny         width 128, 2 layers, 4 heads, length 128, RoPE: minutes on two cores
-1b, 7b       about 1e9 and 7e9 parameters: heads of 128, RMSNorm, SwiGLU, RoPE,
-             bfloat16, blocks as one loop; for many accelerators (docs/scaling.md)
+125m, 350m,  about as many parameters with a vocabulary of 50,304: heads of 128,
+1b, 7b       RMSNorm, SwiGLU, RoPE, bfloat16, blocks as one loop; for accelerators
+             (docs/scaling.md). --config.model.vocabulary=0 is the tokenizer's own
 """
 
 from ml_collections import ConfigDict
 
 from symjax.training.commandline import default
 
-SIZES = ("3l", "6l", "8l", "tiny", "1b", "7b")
-LARGE = ("1b", "7b")
+# Width, depth, hidden features of the feed-forward, tokens of a row, rows of a batch,
+# steps (about 20 tokens a parameter; of 7b 60), peak learning rate.
+LARGE = {
+    "125m": (768, 12, 2048, 2048, 256, 5_000, 6e-4),
+    "350m": (1024, 24, 2816, 2048, 256, 14_000, 4e-4),
+    "1b": (2048, 20, 5632, 2048, 512, 20_000, 3e-4),
+    "7b": (4096, 32, 11_008, 4096, 1024, 100_000, 3e-4),
+}
+SIZES = ("3l", "6l", "8l", "tiny", *LARGE)
+HEAD = 128  # features of a head of a large model: the width of a TPU's matrix unit
+VOCABULARY = 50_304  # the 50,257 tokens of GPT-2, to a multiple of 128
 
 
 def get_config(size: str = "3l") -> ConfigDict:
@@ -26,7 +36,18 @@ def get_config(size: str = "3l") -> ConfigDict:
         config.update(batch_size=8, steps=3000)
         config.optimizer.learning_rate = 4e-3
     elif size in LARGE:
+        width, depth, hidden, length, rows, steps, rate = LARGE[size]
+        config.update(batch_size=rows, steps=steps)
+        config.optimizer.learning_rate = rate
         config.model.update(
+            vocabulary=VOCABULARY,
+            width=width,
+            depth=depth,
+            heads=width // HEAD,
+            feedforward=hidden,
+            length=length,
+            # Two tables would be a third of the weights of a small model.
+            tie_embeddings=size in ("125m", "350m"),
             positions="rope",
             norm="rmsnorm",
             activation="swiglu",
@@ -35,15 +56,6 @@ def get_config(size: str = "3l") -> ConfigDict:
             remat="full",
             scan_layers=True,
         )
-        # Tokens of a batch grow with the model: one million, and four.
-        if size == "1b":
-            config.model.update(width=2048, depth=20, heads=16, length=2048)
-            config.model.feedforward = 5632
-            config.update(batch_size=512, steps=20_000)
-        else:
-            config.model.update(width=4096, depth=32, heads=32, length=4096)
-            config.model.feedforward = 11_008
-            config.update(batch_size=1024, steps=100_000)
     else:
         raise ValueError(f"preset {size!r} is unknown: choose from {', '.join(SIZES)}")
     return config

@@ -16,6 +16,7 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.update(kind="encoder", classes=10, patch=2, length=16)
     # Positions of the usual size, 0.02, drown in the patches: 94 % instead of 99.
     config.model.update(positions="learned", dropout=0.1, embedding_scale=0.5)
+    config.model.update(vocabulary=0, tie_embeddings=False)
     config.data.source = "digits"
     config.optimizer.learning_rate = 2e-3
     if size == "tiny":

@@ -25,7 +25,7 @@ from configs import base
 def get_config(size: str = "tiny") -> ConfigDict:
     name = size.removeprefix("masked").removeprefix("-") or "tiny"
     config = base.get_config(name)
-    config.model.kind = "encoder"
+    config.model.update(kind="encoder", vocabulary=0, tie_embeddings=False)
     if not size.startswith("masked"):
         config.model.classes = 8
         config.data.source = "packages"

@@ -17,7 +17,7 @@ from configs import base
 def get_config(size: str = "tiny") -> ConfigDict:
     config = base.get_config(size)
     config.data.source = "listops"
-    config.model.embedding_scale = 1.0
+    config.model.update(embedding_scale=1.0, vocabulary=0)
     config.optimizer.learning_rate = 2e-3
     if size == "tiny":
         config.model.update(width=64, heads=4, length=32)

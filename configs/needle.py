@@ -20,7 +20,7 @@ from configs import base
 def get_config(size: str = "tiny") -> ConfigDict:
     config = base.get_config(size)
     config.data.update(source="needle", items=6, asked=6, symbols=32)
-    config.model.embedding_scale = 1.0
+    config.model.update(embedding_scale=1.0, vocabulary=0)
     config.optimizer.learning_rate = 1e-3
     if size == "tiny":
         config.model.update(width=64, heads=2, length=48)

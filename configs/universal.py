@@ -15,6 +15,13 @@ from ml_collections import ConfigDict
 
 from configs import base
 
+LARGE = {  # width, and hidden features of the feed-forward
+    "125m": (1536, 8192),
+    "350m": (3072, 16_384),
+    "1b": (6144, 28_672),
+    "7b": (16_384, 98_304),
+}
+
 
 def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
@@ -22,7 +29,13 @@ def get_config(size: str = "3l") -> ConfigDict:
     if size == "tiny":
         config.model.depth = 4
     elif size in base.LARGE:  # one block of that size, and few steps
-        width, hidden = (8192, 28_672) if size == "1b" else (20_480, 81_920)
-        config.model.update(width=width, feedforward=hidden, heads=width // 128)
-        config.model.update(depth=8, scan_layers=False)
+        width, hidden = LARGE[size]
+        config.model.update(
+            width=width,
+            feedforward=hidden,
+            heads=width // base.HEAD,
+            tie_embeddings=True,
+            depth=8,
+            scan_layers=False,
+        )
     return config

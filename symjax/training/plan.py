@@ -54,6 +54,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
     weights = program.state.params
     parameters = sum(weight.size for weight in jax.tree.leaves(weights))
     tokens = options.batch_size * options.model.length
+    whole = options.steps * tokens
     flops = tokens * cost.train_flops(options.model, parameters)
     lines = [
         *_table(weights),
@@ -61,6 +62,8 @@ def describe(options: config.Config, target: str | None = None) -> str:
         f"parameters          {parameters:,}",
         f"examples            {corpus.size}",
         f"tokens a step       {tokens:,}",
+        f"tokens of the run   {whole:,} in {options.steps:,} steps, "
+        f"{whole / parameters:.3g} a parameter",
         f"FLOPs a step        {flops:.3g} (multiply-adds as two, by formula)",
         f"mesh                {dict(mesh.shape)}"
         + (" of simulated CPU devices" if simulated else "")
@@ -70,7 +73,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
     if machine is None:
         lines += _prospect(options, program, step, flops)
     else:
-        lines += _estimate(machine, program, step, flops)
+        lines += _estimate(machine, program, step, flops, options.steps)
     return "\n".join(lines)
 
 
@@ -120,7 +123,16 @@ def _prospect(
     if options.model.remat == "full":  # one more forward pass, a third of the rest
         flops *= 4 / 3
     rows: list[tuple[str, ...]] = [
-        ("if on", "memory", "fits", "compute", "memory traffic", "network", "step")
+        (
+            "if on",
+            "memory",
+            "fits",
+            "compute",
+            "memory traffic",
+            "network",
+            "step",
+            "run",
+        )
     ]
     for chip in CHIPS:
         parts = seconds(
@@ -138,6 +150,7 @@ def _prospect(
                 "yes" if needed <= chip.memory else "no",
                 *(f"{part:.3g} s" for part in parts),
                 f"{max(parts):.3g} to {sum(parts):.3g} s",
+                _hours(options.steps, max(parts), sum(parts)),
             )
         )
     return [
@@ -150,7 +163,11 @@ def _prospect(
 
 
 def _estimate(
-    machine: targets.Target, program: Program, step: jax.stages.Compiled, flops: float
+    machine: targets.Target,
+    program: Program,
+    step: jax.stages.Compiled,
+    flops: float,
+    steps: int,
 ) -> list[str]:
     """What the machine's own compiler plans: whether it fits, what is sent, cycles."""
     chip, devices, memory = machine.chip, program.mesh.size, step.memory_analysis()
@@ -183,6 +200,9 @@ def _estimate(
         f"{least / max(low, 1):.1%} by the low one",
         f"collectives         {sending:.3g} s at the full speed of the links, not in "
         "the sum: they may overlap with it",
+        "the run             "
+        + _hours(steps, max(low / clock, sending), total / clock + sending)
+        + f" for {steps:,} steps: the low sum, to the sum and the collectives",
         "The cycles are the compiler's estimate: close for products, too high where "
         "memory is the limit. Low: what is no product moves its bytes at full speed.",
         *_listed("kernels, by the FLOPs that they declare, at peak", cycles.kernels),
@@ -193,6 +213,11 @@ def _estimate(
 def _listed(what: str, found: Counter) -> list[str]:
     runs = ", ".join(f"{name} {count:,}" for name, count in found.items())
     return [f"{what}: {runs}"] if found else []
+
+
+def _hours(steps: int, least: float, most: float) -> str:
+    """Of a run, from the seconds of its steps."""
+    return f"{steps * least / 3600:.3g} to {steps * most / 3600:.3g} h"
 
 
 def _cycles(count: float, clock: float) -> tuple[str, str]:

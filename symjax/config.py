@@ -127,11 +127,11 @@ class Attention:
     )
     implementation: str = key(
         "auto",
-        "how score mechanisms run. auto: softmax on a TPU by the fused kernel where it "
-        "serves, all else by blocks of rows. Or forced: rows, the whole map, the fused "
-        "kernel, or softmax over mesh.sequence by a ring, in which keys travel and are "
-        "not gathered",
-        ("auto", "rows", "whole", "fused", "ring"),
+        "how score mechanisms run. auto: softmax by the fused kernel on a TPU and by "
+        "cuDNN on an NVIDIA GPU where these serve, all else by blocks of rows. Or "
+        "forced: rows, the whole map, fused, cudnn, or softmax over mesh.sequence by a "
+        "ring, in which keys travel and are not gathered",
+        ("auto", "rows", "whole", "fused", "cudnn", "ring"),
     )
 
 

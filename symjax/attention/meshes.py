@@ -31,7 +31,9 @@ def rows_as_queries(tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def on_any_mesh(
-    static: int, rows_spec: Callable[[Any], tuple[Any, Any, Any]] = rows_as_queries
+    static: int,
+    rows_spec: Callable[[Any], tuple[Any, Any, Any]] = rows_as_queries,
+    inline: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Compiles a function (…, tokens, *more) → (rows [B T N V], a state [B …]).
 
@@ -42,10 +44,13 @@ def on_any_mesh(
     Under mesh axes of type Explicit every operation would have to say how its result
     is sharded; in here XLA chooses, as it does for Auto axes. The rows come out sharded
     as `rows_spec` says of their first axes and as value is, the state by example.
+
+    inline: no call of its own inside another program. XLA (jaxlib 0.11) crashes on a
+    call in a `jax.shard_map` whose gradient holds cuDNN's attention.
     """
 
     def decorate(function: Callable) -> Callable:
-        @partial(jax.jit, static_argnums=tuple(range(static)))
+        @partial(jax.jit, static_argnums=tuple(range(static)), inline=inline)
         @wraps(function)
         def compiled(*arguments: Any) -> Any:
             tokens, *more = vary_alike(arguments[static:])

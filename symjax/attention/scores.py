@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from einops import repeat
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention import rows
+from symjax.attention import engines, rows
 from symjax.attention.checks import check_scores, checked_window
-from symjax.attention.fused import fused_or
 from symjax.attention.masks import Visibility, only_seen
 from symjax.attention.ring import attend_ring
 from symjax.attention.rows import Operands, RowWeights, Rule, attend_rows
@@ -33,8 +32,9 @@ class ScoreMechanism:
         weights: (scores [B N t s], visible [#B #N t s] or None) → weights, 0 where not
             visible; hashable, since programs are compiled for it.
         description: formula, cost and source, for `help`.
-        implementations: "rows" and "whole" serve any weights; "fused" and "ring" add
-            up weights of exp(score) over their sum, so only softmax names them.
+        implementations: "rows" and "whole" serve any weights; "fused", "cudnn" and
+            "ring" add up weights of exp(score) over their sum, so only softmax names
+            them.
     """
 
     name: str
@@ -91,10 +91,10 @@ class ScoreMechanism:
             lam: the weights of heads 2n and 2n + 1 become one, w[2n] − lam[n]·w[2n+1];
                 they share mask, bias and value: what `differential` runs.
             implementation: "rows", "whole" for one block of all rows, or for softmax
-                "fused", a kernel for TPU, and "ring": over an axis keys and values
-                travel and are not gathered, see `attend_ring`; without an axis as
-                "rows". None: "fused" on a TPU where it serves, see
-                `symjax.attention.fused`, else "rows".
+                "fused", a kernel for TPUs, "cudnn", one for NVIDIA GPUs, and "ring":
+                over an axis keys and values travel and are not gathered, see
+                `attend_ring`; without an axis as "rows". None: the machine's kernel
+                where it serves, see `symjax.attention.engines`, else "rows".
             axis_name: in a `jax.shard_map`, the mesh axis that time is split over:
                 query, key, value and segment_ids are a device's own stretch, mask and
                 bias are of its own rows and of all keys.
@@ -142,8 +142,10 @@ class ScoreMechanism:
         if ring is not None:
             return jnp.swapaxes(attend_ring(rule, operands, ring), 1, 2)
         engine = _engine(operands, axis_name)
-        if "fused" in self.implementations and implementation in (None, "fused"):
-            engine = fused_or(engine, rule, operands, forced=implementation == "fused")
+        if implementation in engines.KERNELS:
+            engine = engines.forced(implementation, rule, operands)
+        elif implementation is None:
+            engine = engines.best(self.implementations, engine, rule, operands)
         return jnp.swapaxes(engine(rule, operands)[0], 1, 2)
 
     def _check_implementation(self, implementation: str | None) -> None:

@@ -26,5 +26,5 @@ softmax = ScoreMechanism(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1.
     """,
-    implementations=("rows", "whole", "fused", "ring"),
+    implementations=("rows", "whole", "fused", "cudnn", "ring"),
 )

@@ -19,13 +19,17 @@ def compiled(name, size, machine):
     """The options, and the step over all chips of a machine, weights split."""
     mesh = config.Mesh(data=1, fsdp=len(machine.devices))
     options = dataclasses.replace(preset(name, size), mesh=mesh)
+    if machine.name.startswith("h200"):  # cuDNN has no products of float32
+        model = dataclasses.replace(options.model, dtype="bfloat16")
+        options = dataclasses.replace(options, model=model)
     shape = options.batch_size, options.model.length
     program = compile_program(options, sharding.make_mesh(mesh, machine.devices))
     return options, program.lower(shape).compile()
 
 
 def check(name, size, target):
-    """It fits, and runs each kernel of attention once a layer, or none of them."""
+    """It fits, and runs each kernel of attention once a layer, or none of them; on a
+    GPU cuDNN's."""
     machine = targets.find(target)
     options, step = compiled(name, size, machine)
     memory = step.memory_analysis()
@@ -36,6 +40,9 @@ def check(name, size, target):
         layers = options.model.depth * options.optimizer.accumulate
         assert found.kernels == ({x: layers for x in KERNELS} if name in PAIRS else {})
         assert not found.unknown["kernel"] and found.cycles["products with weights"]
+    else:
+        for kernel in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+            assert (f'"{kernel}"' in step.as_text()) == (name in PAIRS)
 
 
 def with_libtpu():

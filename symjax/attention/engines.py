@@ -1,0 +1,97 @@
+"""The engine that a call of softmax runs on: blocks of rows, or a kernel for a machine.
+
+`implementation=None` takes the kernel of a machine, "fused" on TPUs and "cudnn" on
+NVIDIA GPUs, if
+
+- such a device is in sight: one of the mesh, or the default backend without one;
+- there are at least 128 rows, and the kernel serves the arguments (its `refusal`);
+- the call is of one device alone: in a `jax.shard_map`, as layers under a mesh make it,
+  or where there is but one. XLA cannot split a kernel among devices.
+
+What runs is then decided where the program is lowered: the kernel for its machine, the
+engine of rows for any other.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float
+
+from symjax.attention import cudnn, fused
+from symjax.attention.meshes import on_any_mesh
+from symjax.attention.rows import Operands, Rule, rows_spec
+
+FEWEST_ROWS = 128  # of a block of a kernel
+
+Engine = Callable[[Rule, Operands], tuple[Array, None]]
+
+
+class Kernel(NamedTuple):
+    platform: str  # that programs are lowered for
+    backend: str  # as jax names devices that run it
+    attend: Engine
+    elsewhere: Engine  # where it is forced
+    refusal: Callable[[Rule, Operands], str | None]
+
+
+KERNELS = {
+    "fused": Kernel(
+        "tpu", "tpu", fused.attend_fused, fused.attend_interpreted, fused.refusal
+    ),
+    "cudnn": Kernel(
+        "cuda", "gpu", cudnn.attend_cudnn, cudnn.attend_cudnn, cudnn.refusal
+    ),
+}
+
+
+def forced(name: str, rule: Rule, operands: Operands) -> Engine:
+    """The kernel of this name.
+
+    Raises:
+        ValueError: it does not serve these operands, saying why.
+    """
+    kernel = KERNELS[name]
+    if reason := kernel.refusal(rule, operands):
+        raise ValueError(f"implementation {name!r} does not serve this call: {reason}")
+    return kernel.attend if _backend() == kernel.backend else kernel.elsewhere
+
+
+def best(
+    names: tuple[str, ...], engine: Engine, rule: Rule, operands: Operands
+) -> Engine:
+    """The engine of rows, or the choice between it and a kernel of these names."""
+    backend, few = _backend(), operands.query.shape[2] < FEWEST_ROWS
+    for name, kernel in KERNELS.items():
+        if name not in names or kernel.backend != backend:
+            continue
+        if not few and _on_one_device() and not kernel.refusal(rule, operands):
+            return partial(_by_platform, engine, kernel)
+    return engine
+
+
+@on_any_mesh(static=3, rows_spec=rows_spec, inline=True)
+def _by_platform(
+    engine: Engine, kernel: Kernel, rule: Rule, operands: Operands
+) -> tuple[Float[Array, "B N T V"], None]:
+    return jax.lax.platform_dependent(
+        **{kernel.platform: partial(kernel.attend, rule, operands)},
+        default=partial(engine, rule, operands),
+    )
+
+
+def _backend() -> str:
+    """That of the devices which the program at hand may be for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def _on_one_device() -> bool:
+    """Whether no axis of a mesh is left for XLA to split arrays over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    manual = jax.sharding.AxisType.Manual
+    return all(size == 1 or kind == manual for size, kind in axes)

@@ -77,13 +77,14 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     lines = []
     for name, _, _ in fields():
         if name.split(".")[0] in FIXED and name not in FREE:
-            one, other = _lookup(left, name), _lookup(right, name)
+            one, other = lookup(left, name), lookup(right, name)
             if one != other:
                 lines.append(f"{name}: {one!r} → {other!r}")
     return lines
 
 
-def _lookup(tree: dict[str, Any], name: str) -> Any:
+def lookup(tree: dict[str, Any], name: str) -> Any:
+    """The value at a dotted name."""
     value: Any = tree
     for part in name.split("."):
         value = value[part]

@@ -20,6 +20,7 @@ from symjax.training import launch
 
 USAGE = """\
 python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
+symjax-train, the same from any directory
 
   --config FILE[:preset]   the configuration; configs/base.py names the presets
   --config.KEY=VALUE       change one key, for instance --config.model.depth=6
@@ -35,7 +36,8 @@ python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
   --wait SECONDS           for all processes to come (300)
   --heartbeat SECONDS      of silence after which a process counts as dead, and jax
                            ends the others (20)
-  --help                   this text, with the values that --config gives
+  --help [GROUP]           this text, with the values that --config gives; or the
+                           keys of one group alone, for instance --help model
 
 A signal (Ctrl-C, SIGTERM) saves a checkpoint first, a second one ends at once; with
 several processes SIGTERM saves, and Ctrl-C ends at once. Exit code: 0 complete, 2 bad
@@ -53,7 +55,7 @@ class Command(NamedTuple):
     config: config.Config
     workdir: Path
     dry_run: bool
-    help: bool
+    help: str | None  # a group of keys, all of them if empty; None: not asked for
     target: str | None = None
     verify: bool = False
 
@@ -72,7 +74,7 @@ def parse(words: list[str]) -> Command:
         ValueError: an unknown key, value, file, preset or stray word; one line.
     """
     known, rest = _known(words)
-    if known.config is None and not known.help:
+    if known.config is None and known.help is None:
         raise ValueError(f"--config FILE is needed: {_files(Path('configs'))}")
     if known.workdir == "":
         raise ValueError("--workdir is empty: give a folder, or leave it out")
@@ -100,7 +102,7 @@ def place(words: list[str]) -> launch.Launch | None:
         ValueError: the flags or variables contradict each other.
     """
     known, _ = _known(words)
-    if known.help or known.dry_run:
+    if known.help is not None or known.dry_run:
         return None
     wait = launch.number("--wait", known.wait)
     heartbeat = launch.number("--heartbeat", known.heartbeat)
@@ -158,19 +160,31 @@ def _importable(path: Path) -> Iterator[None]:
             sys.path.remove(root)
 
 
-def help_text(options: config.Config) -> str:
-    """Usage, and every key with its type, value, meaning and choices."""
-    lines = [USAGE, "Keys (type, value unless changed): meaning\n"]
+def help_text(options: config.Config, group: str = "") -> str:
+    """Usage, and every key with its type, value, meaning and choices, by groups.
+
+    Args:
+        group: its keys alone, and those of the groups in it.
+    Raises:
+        ValueError: there is no such group.
+    """
+    groups: dict[str, list[str]] = {}
     tree = validation.to_dict(options)
     for name, kind, field in validation.fields():
-        value: Any = tree
-        for part in name.split("."):
-            value = value[part]
+        value = validation.lookup(tree, name)
+        lines = groups.setdefault(name.rpartition(".")[0], [])
         lines.append(f"  --config.{name} ({validation.shown(kind)}, {value!r})")
         lines.append(f"      {field.metadata['meaning']}")
         if choices := validation.choices(field):
             lines.append(f"      one of: {', '.join(choices)}")
-    return "\n".join(lines)
+    chosen = [x for x in groups if not group or f"{x}.".startswith(f"{group}.")]
+    if not chosen:
+        known = ", ".join(filter(None, groups))
+        raise ValueError(f"--help {group}: choose from {known}")
+    shown = ["\n".join([f"{x or 'the run'}:", *groups[x]]) for x in chosen]
+    if not group:
+        shown = [USAGE, "Keys (type, value unless changed): meaning", *shown]
+    return "\n\n".join(shown)
 
 
 def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -182,7 +196,7 @@ def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--heartbeat", default=str(launch.HEARTBEAT))
     parser.add_argument("--dry_run", action="store_true")
     parser.add_argument("--verify", action="store_true")
-    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--help", "-h", nargs="?", const="")
     return parser.parse_known_args(words)
 
 

@@ -1,9 +1,11 @@
 """What words after `python train.py` mean, and what is refused, in one line."""
 
 import errno
+import importlib
 import os
 import signal
 import sys
+import tomllib
 
 import pytest
 from runs import ROOT, words
@@ -181,9 +183,39 @@ def test_help_has_every_key_with_type_value_meaning_and_choices():
 def test_help_shows_the_values_of_the_configuration_it_is_given():
     command = parse(["--config", CONFIG, "--help", "--config.seed=7"])
     text = commandline.help_text(command.config)
-    assert command.help
+    assert command.help == ""
     assert "--config.model.width (int, 128)" in text
     assert "--config.seed (int, 7)" in text
+
+
+def test_help_of_a_group_has_its_keys_alone():
+    command = parse(["--config", CONFIG, "--help", "model"])
+    text = commandline.help_text(command.config, command.help)
+    shown = {x.split(" ")[0] for x in text.split("  --config.")[1:]}
+    assert shown == {x for x, _, _ in validation.fields() if x.startswith("model.")}
+    assert text.startswith("model:\n") and "\n\nmodel.attention:\n" in text
+    assert "--config.model.width (int, 128)" in text
+    with pytest.raises(ValueError, match="--help modl: choose from model, model.att"):
+        commandline.help_text(command.config, "modl")
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "said"),
+    [
+        ("symjax-train", ["--config", CONFIG, "--help", "log"], "log.every (int, 20)"),
+        ("symjax-eval", ["--list"], "loss "),
+    ],
+)
+def test_the_installed_commands_run_from_any_directory(
+    script, words, said, tmp_path, monkeypatch, capsys
+):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts[script].partition(":")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit) as end:
+        getattr(importlib.import_module(module), name)()
+    assert end.value.code == 0 and said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

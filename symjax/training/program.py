@@ -1,0 +1,30 @@
+"""The program that trains: train.py, and symjax-train from any directory."""
+
+import sys
+from typing import NoReturn
+
+from symjax.data.folder import MANIFEST, verify
+from symjax.training import commandline, launch, processes
+from symjax.training.exit_codes import run_and_exit
+from symjax.training.loop import run
+from symjax.training.plan import describe
+
+
+def command() -> NoReturn:
+    """What train.py and symjax-train do."""
+    run_and_exit(lambda: main(sys.argv[1:]))
+
+
+def main(words: list[str]) -> None:
+    place = commandline.place(words)
+    launch.join(place)
+    processes.all_succeed(lambda: launch.check_count(place))
+    command = processes.all_succeed(lambda: commandline.parse(words))
+    if command.help is not None:
+        print(commandline.help_text(command.config, command.help))
+    elif command.dry_run:
+        print(describe(command.config, command.target))
+    else:
+        if command.verify and (command.workdir / "data" / MANIFEST).exists():
+            processes.all_succeed(lambda: verify(command.workdir / "data"))
+        run(command.config, command.workdir)

@@ -68,19 +68,19 @@ def to_dict(options: Config) -> dict[str, Any]:
     return dataclasses.asdict(options)
 
 
-def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """`key: left → right` for each key in which two configurations must not differ.
+def differences(left: dict[str, Any], right: dict[str, Any]) -> dict[str, str]:
+    """Key → `key: left → right` for each in which two configurations must not differ.
 
     A key that one of them does not have yet counts as its default.
     """
     left, right = (to_dict(from_dict(tree)) for tree in (left, right))
-    lines = []
+    found = {}
     for name, _, _ in fields():
         if name.split(".")[0] in FIXED and name not in FREE:
             one, other = lookup(left, name), lookup(right, name)
             if one != other:
-                lines.append(f"{name}: {one!r} → {other!r}")
-    return lines
+                found[name] = f"{name}: {one!r} → {other!r}"
+    return found
 
 
 def lookup(tree: dict[str, Any], name: str) -> Any:

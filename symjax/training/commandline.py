@@ -26,6 +26,8 @@ symjax-train, the same from any directory
   --config.KEY=VALUE       change one key, for instance --config.model.depth=6
   --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset);
                            the same command run again resumes it
+  --allow KEY,KEY          keys in which a resumed run may differ from its checkpoint,
+                           for instance optimizer.learning_rate,batch_size
   --verify                 first compare all of the run's data with its hashes
   --dry_run                print the model, its cost and its memory; train nothing
   --target MACHINE         of a dry run: compile for v5e-N, v5p-N, v6e-N (TPUs) or
@@ -47,7 +49,7 @@ input, 1 a loss that is not finite or a machine that failed, 130 and 143 interru
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 FLAGS = (
     "--config, --config.KEY, --workdir, --dry_run, --target, --coordinator, "
-    "--processes, --process, --wait, --heartbeat, --verify, --help"
+    "--processes, --process, --wait, --heartbeat, --allow, --verify, --help"
 )
 
 
@@ -58,6 +60,7 @@ class Command(NamedTuple):
     help: str | None  # a group of keys, all of them if empty; None: not asked for
     target: str | None = None
     verify: bool = False
+    allow: tuple[str, ...] = ()  # keys that may differ from those of the checkpoint
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,7 +92,10 @@ def parse(words: list[str]) -> Command:
     if known.target is not None and not known.dry_run:
         raise ValueError(f"--target {known.target!r} is of --dry_run: give both")
     options = validation.from_dict(tree)
-    flags = known.dry_run, known.help, known.target, known.verify
+    allow = tuple(filter(None, known.allow.split(",")))
+    for key in allow:
+        _check_known(key)
+    flags = known.dry_run, known.help, known.target, known.verify, allow
     return Command(options, workdir, *flags)
 
 
@@ -192,6 +198,7 @@ def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("config", "workdir", "target", *launch.FLAGS):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--allow", default="")
     parser.add_argument("--wait", default=str(launch.WAIT))
     parser.add_argument("--heartbeat", default=str(launch.HEARTBEAT))
     parser.add_argument("--dry_run", action="store_true")
@@ -220,16 +227,26 @@ def _overrides(words: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 def _set(tree: dict[str, Any], key: str, text: str) -> None:
     """Put the value that `text` stands for at a dotted key."""
+    kind = _check_known(key)
+    *groups, name = key.split(".")
+    for group in groups:
+        tree = tree[group]
+    tree[name] = _value(key, text, kind)
+
+
+def _check_known(key: str) -> Any:
+    """The type of a key.
+
+    Raises:
+        ValueError: there is no such key; the message names near ones.
+    """
     kinds = {name: kind for name, kind, _ in validation.fields()}
     if key not in kinds:
         group = key.rpartition(".")[0]
         beside = [name for name in kinds if name.rpartition(".")[0] == group]
         near = difflib.get_close_matches(key, kinds, n=3) or beside or list(kinds)
         raise ValueError(f"config.{key} is unknown: choose from {', '.join(near)}")
-    *groups, name = key.split(".")
-    for group in groups:
-        tree = tree[group]
-    tree[name] = _value(key, text, kinds[key])
+    return kinds[key]
 
 
 def _value(key: str, text: str, kind: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class Run(NamedTuple):
     progress: Progress
     clock: Clock
     skips: Skips
+    changed: list[str]  # keys that a resumed run was allowed to change, and when
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -77,29 +78,34 @@ class Run(NamedTuple):
         return done == self.options.steps or (every > 0 and done % every == 0)
 
 
-def run(options: config.Config, workdir: Path) -> None:
+def run(options: config.Config, workdir: Path, allow: Sequence[str] = ()) -> None:
     """Train until `options.steps`, from the newest checkpoint of `workdir` if any.
 
+    Args:
+        allow: keys that may differ from those of the checkpoint. Rows are numbered by
+            step · batch_size, so another batch_size goes on elsewhere in the data.
     Raises:
         ValueError: bad input; the message is one line, and the workdir is as it was.
         FloatingPointError: the loss or its gradient is not finite, or a spike.
         Interrupted: a signal came; after a step, a checkpoint has been saved.
     """
     preflight.use_compile_cache()
-    check_same(workdir=str(workdir), **validation.to_dict(options))
+    same = {"workdir": str(workdir), "allow": list(allow)}
+    check_same(**same, **validation.to_dict(options))
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         lock = preflight.locked(workdir)
         # In this order: who makes the folder is who removes it, after the lock in it.
         process_zero_first(lambda: stack.enter_context(lock))
         with preflight.removed_on_failure(workdir):
-            opened, start = open_run(options, workdir, interrupts, stack)
+            opened, start = open_run(options, workdir, allow, interrupts, stack)
         train(opened, start, interrupts)
 
 
 def open_run(
     options: config.Config,
     workdir: Path,
+    allow: Sequence[str],
     interrupts: Interrupts,
     stack: contextlib.ExitStack,
 ) -> tuple[Run, Start]:
@@ -113,7 +119,7 @@ def open_run(
     mesh = all_succeed(lambda: make_mesh(options.mesh))
     folder = workdir / "checkpoints"
     check_same(checkpoints=Checkpoints(folder).steps())
-    meta = all_succeed(lambda: preflight.saved_meta(options, workdir))
+    meta = all_succeed(lambda: preflight.saved_meta(options, workdir, allow))
     with interrupts.at_once():
         examples = process_zero_first(
             lambda: preflight.open_data(options, workdir, meta)
@@ -146,6 +152,7 @@ def open_run(
         progress,
         Clock(shape[0] * shape[1]),
         Skips(int(start.state.optimizer.skipped)),
+        meta["changed"] if meta else [],
     )
     return opened, start
 
@@ -215,7 +222,10 @@ def introduce(run: Run, start: Start) -> None:
         f"{many}: {origin} in {run.workdir}"
     )
     taken = int(start.state.optimizer.taken)
-    if line := start.saved and schedule_change(start.saved, run.options, taken):
+    for line in run.changed:
+        run.progress.line(f"changed {line}")
+    same = start.saved and start.saved.optimizer == run.options.optimizer
+    if same and (line := schedule_change(start.saved, run.options, taken)):
         run.progress.line(line)
     if line := source_change(run.options.data, run.workdir / "data"):
         run.progress.line(line)
@@ -333,5 +343,6 @@ def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) 
         "data": run.examples.fingerprint,
         "examples": described(run.examples, run.program.model),
         "heldout_loss": loss,
+        "changed": run.changed,
     }
     run.checkpoints.save(done, {**trees, "constants": constants}, meta)

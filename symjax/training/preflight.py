@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,12 @@ def _lock(workdir: Path) -> Iterator[None]:
         lock.release()
 
 
-def saved_meta(options: config.Config, workdir: Path) -> dict[str, Any] | None:
+def saved_meta(
+    options: config.Config, workdir: Path, allow: Sequence[str] = ()
+) -> dict[str, Any] | None:
     """The meta of the newest checkpoint; None where there is none.
+
+    Its list `changed` ends with what differs in the keys that are allowed to.
 
     Raises:
         ValueError: it is damaged, or of a run whose configuration differs where it
@@ -100,12 +104,14 @@ def saved_meta(options: config.Config, workdir: Path) -> dict[str, Any] | None:
         return None
     meta = checkpoints.read_meta()
     saved = validation.to_dict(saved_options(meta, workdir))
-    if found := validation.differences(saved, validation.to_dict(options)):
+    found = validation.differences(saved, validation.to_dict(options))
+    if refused := [line for name, line in found.items() if name not in allow]:
         raise ValueError(
-            f"{workdir} holds a run of another configuration ({', '.join(found)}): "
-            "use its values, or another --workdir"
+            f"{workdir} holds a run of another configuration ({', '.join(refused)}): "
+            "use its values, or another --workdir, or --allow KEYS to change them"
         )
-    return meta
+    changed = [f"from step {meta['step']}: {line}" for line in found.values()]
+    return {**meta, "changed": [*meta.get("changed", []), *changed]}
 
 
 def open_data(

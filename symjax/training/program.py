@@ -27,4 +27,4 @@ def main(words: list[str]) -> None:
     else:
         if command.verify and (command.workdir / "data" / MANIFEST).exists():
             processes.all_succeed(lambda: verify(command.workdir / "data"))
-        run(command.config, command.workdir)
+        run(command.config, command.workdir, command.allow)

@@ -96,6 +96,7 @@ def test_the_workdir_is_named_after_the_configuration(name, tmp_path, monkeypatc
         (["--wibble"], "--wibble is unknown: choose from --config"),
         (["--workdir="], "--workdir is empty"),
         (["--workdir"], "--workdir"),
+        (["--allow", "batch_sizes"], "config.batch_sizes is unknown: choose from bat"),
         (["--dry_run=1"], "--dry_run"),
         (["--config", "configs/wibble.py"], "configs/diff_sym.py"),
         (["--config", "wibble"], "configs/diff_sym.py"),

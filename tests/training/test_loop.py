@@ -85,6 +85,36 @@ def test_a_resumed_run_refuses_other_keys_by_name(text, workdir, capsys):
     assert steps(workdir) == [3, 4]
 
 
+def test_allowed_keys_may_change_and_the_checkpoint_says_so(text, workdir, capsys):
+    assert train(text, workdir, steps=2) == 0
+    changes = {"steps": 4, "optimizer__learning_rate": 1e-4, "batch_size": 16}
+    allow = "--allow", "optimizer.learning_rate"
+    assert train(text, workdir, *allow, **changes) == 2
+    said = capsys.readouterr().err
+    assert "(batch_size: 8 → 16)" in said and "learning_rate" not in said
+    allow = "--allow", "optimizer.learning_rate,batch_size"
+    assert train(text, workdir, *allow, **changes) == 0
+    said = capsys.readouterr().err
+    wanted = [
+        "from step 2: batch_size: 8 → 16",
+        "from step 2: optimizer.learning_rate: 0.004 → 0.0001",
+    ]
+    assert all(f"changed {line}\n" in said for line in wanted)
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    assert checkpoints.read_meta(2)["changed"] == []
+    assert checkpoints.read_meta()["changed"] == wanted
+    assert train(text, workdir, **changes | {"steps": 6}) == 0  # now its own values
+    assert checkpoints.read_meta()["changed"] == wanted
+    assert train(text, workdir, *allow, model__width=64) == 2
+    capsys.readouterr()
+    assert (
+        train(text, workdir, "--allow", "model.width", **changes | {"model__width": 64})
+        == 2
+    )
+    said = capsys.readouterr().err
+    assert "does not fit" in said and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_same_command_goes_on(
     number, text, workdir, monkeypatch, capfd

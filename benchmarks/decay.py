@@ -1,20 +1,17 @@
 """Decay in chunks against a scan over tokens: time on this machine.
 
-    python benchmarks/decay.py [repeats]
+    python benchmarks/decay.py [rounds]
 
-Every size is timed in turn with its rivals, round after round, and the median of the
-ratios of one round is reported, since another process may slow any moment of it.
 Columns, for a decay a head and for one a channel: milliseconds in chunks of 64, and the
 scan's time over that of the chunks; forward, and with the backward pass.
 """
 
 import sys
-import time
 from functools import partial
-from statistics import median
 
 import jax
 import jax.numpy as jnp
+from turns import in_turn, milliseconds, ratio
 
 from symjax import attention
 
@@ -44,17 +41,9 @@ def by_token(query, key, value, log_decay):
     return jnp.moveaxis(jax.lax.scan(step, empty, times)[1], 0, 1)
 
 
-def timed(function, operands):
-    """A call that runs a compiled function and gives the seconds."""
-    compiled = jax.jit(function).lower(*operands).compile()
-
-    def once() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*operands))
-        return time.perf_counter() - start
-
-    once()
-    return once
+def compiled(function, operands):
+    program = jax.jit(function).lower(*operands).compile()
+    return lambda: jax.block_until_ready(program(*operands))
 
 
 def gradient(attend):
@@ -64,22 +53,18 @@ def gradient(attend):
     return jax.grad(loss, (0, 1, 2, 3))
 
 
-def main(repeats: int = 15) -> None:
+def main(rounds: int = 15) -> None:
     chunked = partial(attention.decay_causal, chunk_size=64)
     print("sizes B T N H      decay          ms  scan/chunks       ms  scan/chunks")
     for shape in SIZES:
         for kind, channels in (("head", ()), ("channel", shape[3:])):
-            operands = arrays(*shape, channels)
-            rivals = [timed(attend, operands) for attend in (chunked, by_token)]
-            rivals += [
-                timed(gradient(attend), operands) for attend in (chunked, by_token)
-            ]
-            rounds = [[rival() for rival in rivals] for _ in range(repeats)]
-            columns = ""
-            for chunks in (0, 2):
-                ms = 1000 * median(times[chunks] for times in rounds)
-                ratio = median(times[chunks + 1] / times[chunks] for times in rounds)
-                columns += f"{ms:>9.2f}{ratio:>13.2f}"
+            operands, columns = arrays(*shape, channels), ""
+            for form in (lambda attend: attend, gradient):
+                forms = {"chunks": form(chunked), "scan": form(by_token)}
+                rivals = {x: compiled(y, operands) for x, y in forms.items()}
+                times = in_turn(rivals, rounds)
+                columns += f"{milliseconds(times, 'chunks'):>9.2f}"
+                columns += f"{ratio(times, 'scan', 'chunks'):>13.2f}"
             print(f"{str(shape):18} {kind:8} {columns}", flush=True)
 
 

@@ -1,24 +1,21 @@
 """Row blocks against the whole map: time of forward and backward on this machine.
 
-    python benchmarks/rows.py [repeats]
+    python benchmarks/rows.py [rounds]
 
-Every size is timed in turn with its rivals, round after round, and the median of the
-ratios of one round is reported, since another process may slow any moment of it.
 Columns: whole/rows of softmax, whole/rows of differential attention, and differential
 over softmax at equal parameters (half the heads, values twice as wide), both by rows.
 """
 
 import sys
-import time
 from functools import partial
-from statistics import median
 
 import jax
 import jax.numpy as jnp
+from turns import in_turn, milliseconds, ratio
 
 from symjax import attention
 
-SIZES = ((32, 300, 8, 32), (16, 300, 16, 16), (1, 2048, 4, 64))  # B T N H of softmax
+SIZES = ((32, 300, 8, 32), (4, 1024, 8, 64), (1, 4096, 8, 64))  # B T N H of softmax
 
 
 def arrays(batch: int, length: int, heads: int, size: int, branches: int):
@@ -32,45 +29,38 @@ def arrays(batch: int, length: int, heads: int, size: int, branches: int):
     )
 
 
-def timed(attend, operands):
-    """A call that runs the gradient of the sum of squares and gives the seconds."""
+def gradient(attend, operands):
+    """A call that runs the gradient of the sum of squares."""
 
     def loss(*operands):
         return jnp.square(attend(*operands, is_causal=True)).sum()
 
-    gradient = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*operands).compile()
-
-    def once() -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(gradient(*operands))
-        return time.perf_counter() - start
-
-    once()
-    return once
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*operands).compile()
+    return lambda: jax.block_until_ready(compiled(*operands))
 
 
-def main(repeats: int = 15) -> None:
+def main(rounds: int = 15) -> None:
     print("sizes B T N H        ms   softmax  differential  differential/softmax")
     for shape in SIZES:
         one, two = arrays(*shape, branches=1), arrays(*shape, branches=2)
-        whole = {"implementation": "whole"}
         softmax = attention.softmax
         differential = partial(attention.differential, lam=0.5)
-        rivals = (
-            timed(softmax, one),
-            timed(partial(softmax, **whole), one),
-            timed(differential, two),
-            timed(partial(differential, **whole), two),
-        )
-        rounds = [[rival() for rival in rivals] for _ in range(repeats)]
+        rivals = {
+            "softmax": gradient(softmax, one),
+            "softmax, whole": gradient(partial(softmax, implementation="whole"), one),
+            "differential": gradient(differential, two),
+            "differential, whole": gradient(
+                partial(differential, implementation="whole"), two
+            ),
+        }
+        times = in_turn(rivals, rounds)
         columns = (
-            1000 * median(a for a, _, _, _ in rounds),
-            median(b / a for a, b, _, _ in rounds),
-            median(d / c for _, _, c, d in rounds),
-            median(c / a for a, _, c, _ in rounds),
+            ratio(times, "softmax, whole", "softmax"),
+            ratio(times, "differential, whole", "differential"),
+            ratio(times, "differential", "softmax"),
         )
-        ms, *ratios = (f"{column:.2f}" for column in columns)
-        print(f"{str(shape):18} {ms:>8}" + "".join(f"{x:>10}" for x in ratios))
+        print(f"{str(shape):18} {milliseconds(times, 'softmax'):>8.2f}", end="")
+        print("".join(f"{x:>10.2f}" for x in columns), flush=True)
 
 
 if __name__ == "__main__":

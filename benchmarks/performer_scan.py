@@ -1,0 +1,119 @@
+"""The causal Performer in chunks, beside a scan over single tokens, on this machine.
+
+    python benchmarks/performer_scan.py [rounds]
+
+The rival is the algorithm of google-research's fast_attention, written anew: prefix
+sums by a jitted scan over tokens, whose gradient is a second scan that takes the sums
+apart again; features are stabilised by their maximum over all of time, which lets the
+future leak (`performer_causal` does not). Four heads of 64, one row.
+Columns: milliseconds of `symjax.attention.performer_causal`, and the rival's time over
+that, forward and forward + backward.
+"""
+
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from turns import in_turn, milliseconds, ratio
+
+from symjax import attention
+
+HEADS, SIZE = 4, 64
+LENGTHS, FEATURES = (1024, 4096, 16384), (64, 256)
+
+
+@jax.custom_vjp
+def sums_of_the_past(query, key, value):
+    """Σ_{s≤t} (q_t·k_s) v_s of features [T N M] and values [T N V], token by token."""
+    return _forward(query, key, value)[0]
+
+
+def _forward(query, key, value):
+    def step(sums, now):
+        query, key, value = now
+        sums = sums + key[..., None] * value[..., None, :]
+        return sums, jnp.einsum("nm,nmv->nv", query, sums)
+
+    empty = jnp.zeros((*key.shape[1:], value.shape[-1]))
+    sums, output = jax.lax.scan(step, empty, (query, key, value))
+    return output, (query, key, value, sums)
+
+
+def _backward(residuals, change):
+    query, key, value, sums = residuals
+
+    def step(carry, now):
+        sums, sums_change = carry
+        query, key, value, change = now
+        query_change = jnp.einsum("nmv,nv->nm", sums, change)
+        sums_change = sums_change + query[..., None] * change[..., None, :]
+        key_change = jnp.einsum("nmv,nv->nm", sums_change, value)
+        value_change = jnp.einsum("nmv,nm->nv", sums_change, key)
+        sums = sums - key[..., None] * value[..., None, :]
+        return (sums, sums_change), (query_change, key_change, value_change)
+
+    start = sums, jnp.zeros_like(sums)
+    _, changes = jax.lax.scan(step, start, (query, key, value, change), reverse=True)
+    return changes
+
+
+sums_of_the_past.defvjp(_forward, _backward)
+
+
+def by_token(query, key, value, projection):
+    """[1 T N H]: numerator and denominator by two scans, as in the original."""
+
+    def features(x, axes):
+        x = x[0] * SIZE**-0.25
+        exponent = x @ projection.T
+        highest = jax.lax.stop_gradient(exponent.max(axis=axes, keepdims=True))
+        square = jnp.square(x).sum(axis=-1, keepdims=True) / 2
+        return jnp.exp(exponent - square - highest) + 1e-6
+
+    query, key = features(query, -1), features(key, (0, -1))
+    ones = jnp.ones((*key.shape[:2], 1))
+    output = sums_of_the_past(query, key, value[0])
+    return (output / sums_of_the_past(query, key, ones))[None]
+
+
+def main(rounds: int = 15) -> None:
+    print(f"jax {jax.__version__}, {HEADS} heads of {SIZE}, float32")
+    print(
+        f"{'features':9}{'T':>7}{'ms':>10}{'scan/ours':>11}{'ms':>10}{'scan/ours':>11}"
+    )
+    for count in FEATURES:
+        projection = attention.orthogonal_projection(jax.random.key(0), count, SIZE)
+        for length in LENGTHS:
+            draw = np.random.default_rng(0).normal(size=(3, 1, length, HEADS, SIZE))
+            given = [jnp.asarray(x, jnp.float32) / 2 for x in draw]
+            print(f"{count:<9}{length:>7}", end="")
+            for backward in (False, True):
+                rivals = {}
+                for name, attend in (
+                    ("ours", attention.performer_causal),
+                    ("scan", by_token),
+                ):
+                    call = partial(attend, projection=projection)
+                    rivals[name] = compiled(call, given, backward)
+                times = in_turn(rivals, rounds)
+                print(f"{milliseconds(times, 'ours'):10.1f}", end="")
+                print(f"{ratio(times, 'scan', 'ours'):11.2f}", end="", flush=True)
+            print()
+
+
+def compiled(attend, given, backward: bool):
+    function = attend
+    if backward:
+
+        def loss(*arrays):
+            return jnp.square(attend(*arrays)).sum()
+
+        function = jax.value_and_grad(loss, (0, 1, 2))
+    program = jax.jit(function).lower(*given).compile()
+    return lambda: jax.block_until_ready(program(*given))
+
+
+if __name__ == "__main__":
+    main(*(int(argument) for argument in sys.argv[1:]))

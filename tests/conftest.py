@@ -12,6 +12,7 @@ if quick := "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
+import cpu_times  # noqa: E402
 import jax  # noqa: E402  (it reads XLA_FLAGS once)
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -32,6 +33,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("steady")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    """Tests that tests/cpu_times.py found slow are marked so."""
+    slow = cpu_times.listed()
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker("slow")
 
 
 @pytest.fixture

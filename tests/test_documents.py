@@ -48,6 +48,7 @@ def test_the_notebook_runs_and_shows_what_it_says():
     assert names["difference"] < 1e-5
 
 
+@pytest.mark.always
 def test_the_snippets_of_the_readme_run(tmp_path, monkeypatch):
     """That of functions as it stands, that of a loaded run beside a small run."""
     snippets = re.findall(

@@ -115,6 +115,7 @@ def test_allowed_keys_may_change_and_the_checkpoint_says_so(text, workdir, capsy
     assert "does not fit" in said and said.count("\n") == 1
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_same_command_goes_on(
     number, text, workdir, monkeypatch, capfd

@@ -124,7 +124,7 @@ OTHERS = ["ring", "decay", "sparse", "flash", "universal"]
 
 @pytest.mark.parametrize(
     ("model", "shape"),
-    DEFAULT
+    [pytest.param(*DEFAULT[0], marks=pytest.mark.always), *DEFAULT[1:]]
     + slow("differential", "performer", "mixed", shapes=SHAPES)
     + slow(*OTHERS, shapes=["2x2x2x1", "1x2x1x4", "1x1x2x4"]),
 )

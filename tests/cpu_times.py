@@ -1,0 +1,66 @@
+"""Measures the tests, and writes down in tests/slow.txt which ones are slow.
+
+    PYTHONPATH=tests python -m pytest -p cpu_times -m "" -n auto --dist loadfile
+
+The tests of that file run by `pytest -m slow` only. These are the tests that take more
+than a second of processor time, setting up included, but for the cheapest case of each
+function where that takes less than four, and for those marked `always`. Tests that are
+marked `slow` in their file stay out of it. Tests that were not run keep their line.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parent / "slow.txt"
+LIMIT, CHEAPEST = 1.0, 4.0  # seconds
+KEY = "cpu seconds"
+MARKS = "slow", "always"
+
+
+def listed() -> set[str]:
+    return set(FILE.read_text(encoding="utf-8").splitlines())
+
+
+def slow(seconds: dict[str, float]) -> set[str]:
+    """Of tests by their seconds."""
+    cheapest: dict[str, str] = {}
+    for name in sorted(seconds, key=lambda x: seconds[x]):
+        cheapest.setdefault(name.partition("[")[0], name)
+    kept = {x for x in cheapest.values() if seconds[x] < CHEAPEST}
+    return {x for x, taken in seconds.items() if taken > LIMIT} - kept
+
+
+def _used() -> float:
+    """Seconds of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+_began: dict[str, float] = {}
+_seconds: dict[str, float] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    _began[item.nodeid] = _used()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    marks = [mark.name for mark in item.iter_markers() if mark.name in MARKS]
+    if call.when == "call" and len(marks) == (item.nodeid in listed()):
+        taken = _used() - _began[item.nodeid]
+        item.user_properties.append((KEY, taken))
+    return (yield)
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and report.passed and KEY in dict(report.user_properties):
+        _seconds[report.nodeid] = dict(report.user_properties)[KEY]
+
+
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):
+        names = (listed() - _seconds.keys()) | slow(_seconds)
+        FILE.write_text("".join(f"{x}\n" for x in sorted(names)), encoding="utf-8")

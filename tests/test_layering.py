@@ -106,3 +106,9 @@ def test_every_way_of_importing_is_seen(code, found):
 def test_attention_is_there_after_the_plain_import():
     code = "import symjax; assert callable(symjax.attention.softmax)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by it."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

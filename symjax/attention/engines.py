@@ -20,7 +20,7 @@ import jax
 from jaxtyping import Array, Float
 
 from symjax.attention import cudnn, fused
-from symjax.attention.meshes import on_any_mesh
+from symjax.attention.meshes import backend, on_any_mesh, on_one_device
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 FEWEST_ROWS = 128  # of a block of a kernel
@@ -55,18 +55,18 @@ def forced(name: str, rule: Rule, operands: Operands) -> Engine:
     kernel = KERNELS[name]
     if reason := kernel.refusal(rule, operands):
         raise ValueError(f"implementation {name!r} does not serve this call: {reason}")
-    return kernel.attend if _backend() == kernel.backend else kernel.elsewhere
+    return kernel.attend if backend() == kernel.backend else kernel.elsewhere
 
 
 def best(
     names: tuple[str, ...], engine: Engine, rule: Rule, operands: Operands
 ) -> Engine:
     """The engine of rows, or the choice between it and a kernel of these names."""
-    backend, few = _backend(), operands.query.shape[2] < FEWEST_ROWS
+    few = operands.query.shape[2] < FEWEST_ROWS
     for name, kernel in KERNELS.items():
-        if name not in names or kernel.backend != backend:
+        if name not in names or kernel.backend != backend():
             continue
-        if not few and _on_one_device() and not kernel.refusal(rule, operands):
+        if not few and on_one_device() and not kernel.refusal(rule, operands):
             return partial(_by_platform, engine, kernel)
     return engine
 
@@ -79,19 +79,3 @@ def _by_platform(
         **{kernel.platform: partial(kernel.attend, rule, operands)},
         default=partial(engine, rule, operands),
     )
-
-
-def _backend() -> str:
-    """That of the devices which the program at hand may be for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
-def _on_one_device() -> bool:
-    """Whether no axis of a mesh is left for XLA to split arrays over."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.device_count() == 1
-    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    manual = jax.sharding.AxisType.Manual
-    return all(size == 1 or kind == manual for size, kind in axes)

@@ -92,3 +92,19 @@ def _auto(function: Callable, specs: Any, arguments: Any) -> Callable:
         is_leaf=lambda x: isinstance(x, P),
     )
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)
+
+
+def backend() -> str:
+    """That of the devices which the program at hand may be for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def on_one_device() -> bool:
+    """Whether no axis of a mesh is left for XLA to split arrays over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    manual = jax.sharding.AxisType.Manual
+    return all(size == 1 or kind == manual for size, kind in axes)

@@ -25,7 +25,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import attend_causal, attend_step
+from symjax.attention import performer_fused
+from symjax.attention.checks import check
+from symjax.attention.chunks import Tokens, attend_causal, attend_step
 from symjax.attention.features import RANDOM, RandomFeatures, named
 from symjax.attention.normalised import LinearState, Normalised, attend
 from symjax.attention.projections import (
@@ -111,7 +113,8 @@ def performer_causal(
 
     Time O(T M (H + V + chunk_size)); the backward pass keeps one state a chunk. A
     change of the future leaves the rows of earlier chunks as they are, bit for bit,
-    and moves earlier rows of its own chunk by rounding alone.
+    and moves earlier rows of its own chunk by rounding alone. On one TPU kernels take
+    the place of the scan for features that are powers of e (`performer_fused`).
 
     Args:
         chunk_size: tokens handled together; accelerators take multiples of 128.
@@ -131,6 +134,12 @@ def performer_causal(
     who = "performer_causal"
     given = features, query, key, projection, scale, statistics
     recurrence, random = _recurrence(who, *given)
+    if state is None and not return_state and axis_name is None:
+        check(who, query, key, value, mask, segment_ids, causal=True)
+        tokens = Tokens(query, key, value, (), mask, segment_ids)
+        if performer_fused.served(features, tokens, random):
+            choice = performer_fused.Choice(features, recurrence, chunk_size)
+            return performer_fused.by_platform(choice, tokens, random)[0]
     return attend_causal(
         who,
         recurrence,

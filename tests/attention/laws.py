@@ -261,6 +261,23 @@ def bfloat16_is_as_good_as_its_rounding(mechanism):
     assert output.dtype == jnp.bfloat16 and state.sums.dtype == jnp.float32
 
 
+def bfloat16_products_cost_what_rounded_inputs_do(graded, form, exact):
+    """For what multiplies bfloat16 operands: errors against float64 of inputs that are
+    not rounded, at most 1.5 times those of float64 with rounded inputs and result.
+
+    Args:
+        graded: (form, given inputs' dtype) → the output and its gradients.
+    """
+    wanted = graded(exact, dtype=np.float64)
+    rounded = [x.astype(jnp.bfloat16) for x in graded.keywords["given"]]
+    least = graded(exact, given=rounded, dtype=np.float64)
+    found = graded(form, dtype=jnp.bfloat16)
+    for one, other, whole in zip(found, least, wanted, strict=True):
+        assert one.dtype == jnp.bfloat16
+        limit = np.linalg.norm(other.astype(jnp.bfloat16).astype(np.float64) - whole)
+        assert np.linalg.norm(one.astype(np.float64) - whole) <= 1.5 * limit
+
+
 def grouped_heads_share_their_key_head(mechanism):
     query, key, value = _single(inputs())
     repeated = key.repeat(N // K, axis=2), value.repeat(N // K, axis=2)

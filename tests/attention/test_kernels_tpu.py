@@ -1,4 +1,4 @@
-"""The fused kernel compiles for TPUs by libtpu, which needs no TPU for that."""
+"""The kernels compile for TPUs by libtpu, which needs no TPU for that."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from symjax.training.step import compile_program
 pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
 
 ONCE = {"attention_forward": 1, "attention_row_sums": 1, "attention_backward": 1}
+PERFORMER_ONCE = {"performer_forward": 1, "performer_backward": 1}
 
 
 class Case(NamedTuple):
@@ -45,6 +46,10 @@ QUICK = {
     "v1_64": Case("v1", 4096, 64, 128),
     "v1_128": Case("v1", 4096, 128, 256),
     "v2_128": Case("v2", 4096, 128, 128),
+    "performer_64": Case("performer", 4096, 64, 64),
+    "performer_odd_with_all": Case(
+        "performer", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
+    ),
     "v1_with_all": Case("v1", 1000, 64, 128, kv_heads=1, options=WITH_ALL),
 }
 SLOW = {
@@ -56,6 +61,10 @@ SLOW = {
     "v1_32k": Case("v1", 32768, 128, 256),
     "v1_float32": Case("v1", 2048, 64, 128, dtype=jnp.float32),
     "v2_16k": Case("v2", 16384, 128, 128, kv_heads=1),
+    "performer_32k": Case("performer", 32768, 128, 128),
+    "performer_float32": Case("performer", 4096, 64, 64, dtype=jnp.float32),
+    "performer_on_v5p": Case("performer", 4096, 128, 128, chip="v5p-4"),
+    "performer_on_v6e": Case("performer", 4096, 64, 64, chip="v6e-4"),
     "softmax_on_v5p": Case("softmax", 4096, 128, 128, chip="v5p-4"),
     "softmax_on_v6e": Case("softmax", 4096, 128, 128, chip="v6e-4"),
     "v1_on_v5p": Case("v1", 4096, 128, 256, chip="v5p-4"),
@@ -66,7 +75,7 @@ SLOW = {
 def form(case):
     """The mechanism, and the shapes of its arrays for four devices."""
     length, keys, batch = case.length, case.keys or case.length, 4
-    maps, key_maps = 2 - (case.kind == "softmax"), 1 + (case.kind == "v1")
+    maps, key_maps = 1 + (case.kind in ("v1", "v2")), 1 + (case.kind == "v1")
     shapes = [
         (batch, length, case.heads * maps, case.head_size),
         (batch, keys, case.kv_heads * key_maps, case.head_size),
@@ -78,6 +87,9 @@ def form(case):
     if case.kind == "v2":
         attend = attention.differential_v2
         shapes.append((batch, length, case.heads))
+    if case.kind == "performer":
+        rows = np.ones((256, case.head_size), np.float32)
+        return partial(attention.performer_causal, projection=rows), shapes
     values = {"is_causal": True, "mask_self": True, "length_base": 512.0}
     options = {name: values[name] for name in case.options if name in values}
     return partial(attend, **options), shapes
@@ -115,9 +127,9 @@ def compiled(case, policy=None):
 
 
 def check(case):
-    """Three kernels of known cost; memory is that of some more such arrays."""
+    """Kernels of known cost; memory is that of some more such arrays."""
     program, found, size = compiled(case)
-    assert found.kernels == ONCE
+    assert found.kernels == (PERFORMER_ONCE if case.kind == "performer" else ONCE)
     assert not found.unknown["kernel"]
     assert program.memory_analysis().temp_size_in_bytes < 6 * size + 2**21
 

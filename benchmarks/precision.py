@@ -1,0 +1,117 @@
+"""What products of bfloat16 operands cost causal attention of linear time: errors.
+
+    python benchmarks/precision.py [--only performer] [--length 256]
+
+On the CPU, kernels interpreted, with normal inputs of head size 64. All errors are
+‖found − wanted‖ / ‖wanted‖ against float64 of inputs that are not rounded; of the
+output, and the largest of the gradients of a random sum of it:
+
+least    float64 of inputs rounded to bfloat16, its result rounded too: what no choice
+         of the products can better
+float32  products of float32 operands, of the rounded inputs
+kernel   the TPU kernel: products of bfloat16 operands, summed in float32; the
+         projection counts by two bfloat16 parts
+rows     the same kernel with a projection that is rounded to bfloat16, by itself
+
+and the ratio of each to the least.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from symjax import attention
+from symjax.attention import performer_fused
+from symjax.attention.chunks import Tokens
+from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.normalised import Normalised
+
+HEADS, SIZE, FEATURES = 2, 64, 256
+SCALES = 0.5, 1, 2, 4, 8
+Arrays = list[np.ndarray]
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--length", type=int, default=256)
+    length = parser.parse_args(words).length
+    rows = attention.orthogonal_projection(jax.random.key(0), FEATURES, SIZE)
+    rows = np.asarray(rows, np.float64)
+    names = "least", "float32", "kernel", "rows"
+    print(f"{'output, gradients':<18}" + "".join(f"{x:>36}" for x in names))
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(1, length, HEADS, SIZE)) for _ in range(4)]
+    for scale in SCALES:
+        scaled = [scale * arrays[0], scale * arrays[1], arrays[2]]
+        found = errors(rows, scaled, arrays[3])
+        cells = [cell(x, found["least"]) for x in found.values()]
+        print(f"inputs × {scale:<9g}" + "".join(f"{x:>36}" for x in cells), flush=True)
+    return 0
+
+
+def cell(error: list[float], least: list[float]) -> str:
+    """Errors of the output and of the gradient that is farthest from the least."""
+    ratios = [a / b for a, b in zip(error, least, strict=True)]
+    worst = max(range(1, 4), key=lambda i: ratios[i])
+    parts = [f"{error[i]:.1e} ({ratios[i]:.2f})" for i in (0, worst)]
+    return ", ".join(parts)
+
+
+def errors(rows: np.ndarray, arrays: Arrays, weigh: np.ndarray) -> dict:
+    half = [np.asarray(x, jnp.bfloat16) for x in (*arrays, weigh)]
+    wide, single = ([x.astype(kind) for x in half] for kind in ("f8", "f4"))
+    wanted = graded(scan, rows, arrays, weigh)
+    coarse = rows.astype(jnp.bfloat16)
+    found = {
+        "least": graded(scan, rows, wide[:3], wide[3]),
+        "float32": graded(scan, rows.astype("f4"), single[:3], single[3]),
+        "kernel": graded(kernel, rows.astype("f4"), half[:3], half[3]),
+        "rows": graded(kernel, coarse.astype("f4"), half[:3], half[3]),
+    }
+    return {
+        name: [
+            distance(a.astype(jnp.bfloat16), b) for a, b in zip(x, wanted, strict=True)
+        ]
+        for name, x in found.items()
+    }
+
+
+def scan(rows: Any, *arrays: Any) -> Any:
+    query, key, value = arrays
+    return attention.performer_causal(query, key, value, rows, chunk_size=128)
+
+
+def kernel(rows: Any, *arrays: Any) -> Any:
+    recurrence = Normalised(RANDOM["positive"])
+    choice = performer_fused.Choice("positive", recurrence, 128, interpret=True)
+    random = RandomFeatures(rows, jnp.float32(SIZE**-0.5))
+    return performer_fused.attend(choice, Tokens(*arrays), random)
+
+
+def graded(attend: Callable, rows: Any, arrays: Arrays, weigh: np.ndarray) -> Arrays:
+    """The output, and the gradients of its product with `weigh`."""
+
+    @jax.jit
+    def both(rows, weigh, *arrays):
+        output, pull = jax.vjp(partial(attend, rows), *arrays)
+        return output, *pull(weigh)
+
+    with jax.enable_x64(arrays[0].dtype == np.float64):
+        return [np.asarray(x) for x in both(rows, weigh, *arrays)]
+
+
+def distance(found: np.ndarray, wanted: np.ndarray) -> float:
+    difference = np.linalg.norm(found.astype(np.float64) - wanted)
+    return float(difference / np.linalg.norm(wanted))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

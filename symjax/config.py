@@ -235,6 +235,11 @@ class Data:
     name: str = key(
         "", "source=hub: owner/name, or a local folder of parquet, json or text files"
     )
+    mixture: str = key(
+        "",
+        "source=text or hub: several, with their shares of the training rows: "
+        "PATH:0.7,PATH:0.3 or NAME:0.7,NAME:0.3",
+    )
     subset: str = key("", "source=hub: which part, where a data set has several")
     column: str = key("text", "source=hub: the column that holds the text, or images")
     label: str = key(

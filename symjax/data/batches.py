@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from symjax.data.corpus import Corpus, check_length
 from symjax.data.documents import Ends, separated
-from symjax.data.draws import mix
+from symjax.data.mixture import Part, assigned
+from symjax.data.order import visited
 from symjax.data.packed import Packed
 from symjax.data.tokens import Tokenizer
 
@@ -27,7 +28,6 @@ Shape = tuple[int, int]  # rows, tokens a row
 Rows = Callable[[int, int], tuple[Any, ...]]
 
 ENDLESS = 32  # held-out batches of generated examples
-ROUNDS = 4  # a Feistel network of four rounds is a pseudo-random permutation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,6 +128,7 @@ def training_windows(
     seed: int,
     *,
     ends: Ends | None = None,
+    parts: Sequence[Part] = (),
 ) -> tuple[Any, np.ndarray]:
     """Inputs and targets of rows of a training text.
 
@@ -141,6 +142,8 @@ def training_windows(
     Args:
         numbers: int64 [B], from the first row of the first step.
         ends: of the documents, where they are kept apart.
+        parts: of the text, each with windows, epochs and a share of the rows of its
+            own.
     Returns:
         int32 [B, length]; targets are inputs one token later. With ends the inputs are
         `Separate`, and the last token of a document has no target.
@@ -148,17 +151,31 @@ def training_windows(
         ValueError: the text is shorter than one window.
     """
     check_length(tokens, length, "training")
-    total = len(tokens) - 1
+    if not parts:
+        starts = _starts(len(tokens), numbers, length, seed)
+    else:
+        starts = np.empty(len(numbers), np.int64)
+        shares = [part.share for part in parts]
+        source, own = assigned(shares, numbers, seed)
+        for index, (_, start, stop) in enumerate(parts):
+            mine = source == index
+            found = _starts(stop - start, own[mine], length, seed + index)
+            starts[mine] = start + found
+    inputs, targets = _cut(starts, tokens, length)
+    if ends is None:
+        return inputs, targets
+    return separated(starts, inputs, targets, ends)
+
+
+def _starts(size: int, numbers: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Where the windows of rows begin in a text of `size` tokens, int64 [B]."""
+    total = size - 1
     # One window fewer than would fit, so that there is room for any shift below length.
     windows = max(1, total // length - 1)
     shifts = min(length, total - windows * length + 1)
     window, key = visited(windows, numbers, seed)
     shift = key % np.uint64(shifts)
-    starts = (window * np.uint64(length) + shift).astype(np.int64)
-    inputs, targets = _cut(starts, tokens, length)
-    if ends is None:
-        return inputs, targets
-    return separated(starts, inputs, targets, ends)
+    return (window * np.uint64(length) + shift).astype(np.int64)
 
 
 def heldout_windows(
@@ -183,21 +200,6 @@ def heldout_windows(
     return rows, targets, weights * (targets >= 0)
 
 
-def visited(count: int, rows: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which of `count` things each row shows, and a random number of its epoch.
-
-    An epoch shows every thing once, in a pseudo-random order of its own.
-
-    Args:
-        rows: int64 [B], numbered from the first row of the first epoch.
-    Returns:
-        both uint64 [B].
-    """
-    keys = _keys(seed, rows // count)
-    place = (rows % count).astype(np.uint64)
-    return _permute(place, count, keys[:ROUNDS]), keys[ROUNDS]
-
-
 def _cut(
     starts: np.ndarray, tokens: Tokens, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -219,34 +221,3 @@ def weighted_windows(
     inputs, targets = _cut(starts, tokens, length)
     target = starts[:, None] + np.arange(1, length + 1)
     return inputs, targets, (target < len(tokens)).astype(np.float32)
-
-
-def _permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Where a pseudo-random permutation of [0, size) sends each index.
-
-    A Feistel network on pairs (left, right) of a rectangle that barely holds `size`
-    cells; a result outside is permuted again until it is inside (cycle walking), which
-    keeps the map one-to-one.
-
-    Args:
-        index: uint64 [B], below size.
-        keys: uint64 [ROUNDS, B], the permutation each index is under.
-    """
-    height = np.uint64(math.isqrt(size - 1) + 1)
-    width = np.uint64(-(-size // int(height)))
-    walking = np.ones(len(index), bool)
-    while walking.any():
-        left, right = np.divmod(index, width)
-        for pair in range(0, len(keys), 2):
-            left = (left + mix(keys[pair] ^ right) % height) % height
-            right = (right + mix(keys[pair + 1] ^ left) % width) % width
-        index = np.where(walking, left * width + right, index)
-        walking = index >= size
-    return index
-
-
-def _keys(seed: int, epoch: np.ndarray) -> np.ndarray:
-    """Independent uint64 keys [ROUNDS + 1, B] of (seed, epoch), the last for shifts."""
-    base = mix(np.full(1, int(seed) % 2**64, np.uint64))
-    base = mix(base ^ epoch.astype(np.uint64))
-    return mix(base + np.arange(1, ROUNDS + 2, dtype=np.uint64)[:, None])

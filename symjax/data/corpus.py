@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from symjax import config
 from symjax.data import ngrams, sources, tokens
 from symjax.data.documents import Ends
 from symjax.data.folder import SPLITS, TEXT_KEYS, open_folder
+from symjax.data.mixture import NAMES, Part, entries
 from symjax.data.packed import Packed
 from symjax.data.progress import bar
 from symjax.data.subwords import pieces
@@ -43,6 +44,7 @@ class Corpus:
         bytes_per_token: UTF-8 bytes a held-out token, for bits per byte. A token that
             ends a document has none.
         ends: for each split, where its documents end; empty: they are joined.
+        parts: of the training text, where it is a mixture of sources.
     """
 
     train: Packed | np.ndarray
@@ -52,6 +54,7 @@ class Corpus:
     references: dict[str, float]
     bytes_per_token: float
     ends: Mapping[str, Ends] = dataclasses.field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
 
     def bits_per_byte(self, nats: float) -> float:
         """Of a held-out loss in nats a token."""
@@ -65,6 +68,10 @@ class Corpus:
         """
         source = self.fingerprint["source"]
         key = TEXT_KEYS.get(source, f"data.source={source}")
+        mixed = self.fingerprint.get("mixture", [])
+        for part, facts in zip(self.parts, mixed, strict=True):
+            where = f"data.mixture: {facts['entry']}"
+            check_length(range(part.start, part.stop), length, "training", where)
         check_length(self.train, length, "training", key)
         check_length(self.heldout, length, "held-out", key)
 
@@ -84,6 +91,10 @@ def open_corpus(
         fingerprint=manifest["fingerprint"],
         references=manifest["ngrams"],
         bytes_per_token=heldout["bytes"] / heldout["tokens"],
+        parts=tuple(
+            Part(x["share"], *x["tokens"])
+            for x in manifest["fingerprint"].get("mixture", [])
+        ),
     )
 
 
@@ -93,18 +104,21 @@ class _Packed(NamedTuple):
     documents: int
     tokens: int
     bytes: int
+    parts: list[int]  # tokens after each source
 
 
 def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
     """Write the tokens of both splits, in memory that does not grow with them."""
-    texts, facts = sources.load(options)
+    parts = entries(options)
+    loaded = [sources.load(part) for _, part in parts]
+    texts = [its for its, _ in loaded]
     tokenizer = _tokenizer(options, texts)
-    several = any(texts.count(split) > 1 for split in SPLITS)
+    several = any(sum(x.count(split) for x in texts) > 1 for split in SPLITS)
     apart = options.documents == "separate" or (options.documents == "auto" and several)
     content = hashlib.sha256()
-    with bar(texts.characters, "packing") as shown:
+    with bar(sum(x.characters for x in texts), "packing") as shown:
         counts = {
-            split: _write(texts.read(split), tokenizer, folder, split, content, shown)
+            split: _write(texts, tokenizer, folder, split, content, shown)
             for split in SPLITS
         }
     if not apart:
@@ -114,6 +128,22 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
     lines = ngrams.cross_entropies(
         packed["train"], packed["heldout"], tokenizer.vocabulary
     )
+    facts = loaded[0][1]
+    if options.mixture:
+        edges = [0, *counts["train"].parts]
+        facts = {
+            "mixture": [
+                {
+                    "entry": getattr(part, NAMES[part.source]),
+                    "share": share,
+                    "tokens": [start, stop],
+                    **own,
+                }
+                for (share, part), (_, own), start, stop in zip(
+                    parts, loaded, edges[:-1], edges[1:], strict=True
+                )
+            ]
+        }
     fingerprint: dict[str, Any] = {
         "source": options.source,
         **facts,
@@ -121,20 +151,22 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "datasets": version("datasets"),
     }
-    fingerprint |= {split: counts[split]._asdict() for split in SPLITS}
+    for split in SPLITS:
+        fingerprint[split] = counts[split]._asdict()
+        del fingerprint[split]["parts"]
     described = {"tokenizer": tokenizer.describe(), "fingerprint": fingerprint}
     return {**described, "ngrams": lines}
 
 
 def _write(
-    documents: Iterator[Document],
+    texts: list[Texts],
     tokenizer: tokens.Tokenizer,
     folder: Path,
     split: str,
     content: Any,
     shown: tqdm,
 ) -> _Packed:
-    """Append documents to the file of a split, and where each ends to another.
+    """The documents of a split in one file, and where each ends in another.
 
     A document ends with the token for it, or has a NUL between it and the next.
 
@@ -144,7 +176,7 @@ def _write(
     """
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
     written = Writer(folder / f"{split}.npy", dtype)
-    ends, size = array.array("q"), 0
+    ends, size, parts = array.array("q"), 0, []
 
     def put(piece: str) -> None:
         nonlocal size
@@ -154,32 +186,38 @@ def _write(
         written.append(tokenizer.encode(piece))
         shown.update(len(piece))
 
-    for document in documents:
-        if ends and tokenizer.document_end is None:
-            put(SEPARATOR)
-            ends[-1] = written.length
-        for piece in tokenizer.pieces(document):
-            put(piece)
-        if tokenizer.document_end is not None:
-            written.append(np.array([tokenizer.document_end], dtype))
-        ends.append(written.length)
+    for its in texts:
+        for document in its.read(split):
+            if ends and tokenizer.document_end is None:
+                put(SEPARATOR)
+                ends[-1] = written.length
+            for piece in tokenizer.pieces(document):
+                put(piece)
+            if tokenizer.document_end is not None:
+                written.append(np.array([tokenizer.document_end], dtype))
+            ends.append(written.length)
+        parts.append(written.length)
     written.close()
     np.save(folder / f"{split}_ends.npy", np.frombuffer(ends, np.int64))
-    return _Packed(len(ends), written.length, size)
+    return _Packed(len(ends), written.length, size, parts)
 
 
-def _tokenizer(options: config.Data, texts: Texts) -> tokens.Tokenizer:
+def _tokenizer(options: config.Data, texts: list[Texts]) -> tokens.Tokenizer:
     """An alphabet is that of both splits, with the separator; BPE learns from one."""
-    some = itertools.chain.from_iterable(map(pieces, texts.read("train")))
+
+    def documents(split: str) -> Iterator[Document]:
+        return itertools.chain.from_iterable(x.read(split) for x in texts)
+
+    some = itertools.chain.from_iterable(map(pieces, documents("train")))
     if options.tokenizer == "char":
-        several = any(texts.count(split) > 1 for split in SPLITS)
-        heldout = itertools.chain.from_iterable(texts.read("heldout"))
+        several = any(sum(x.count(split) for x in texts) > 1 for split in SPLITS)
+        heldout = itertools.chain.from_iterable(documents("heldout"))
         some = itertools.chain(some, heldout, SEPARATOR if several else "")
     return tokens.build(options.tokenizer, some, vocabulary=options.vocabulary)
 
 
 def check_length(
-    tokens: np.ndarray | Packed, length: int, split: str, key: str = "data.path"
+    tokens: Sized, length: int, split: str, key: str = "data.path"
 ) -> None:
     """Refuse a text shorter than one window.
 

@@ -105,7 +105,9 @@ def text_examples(corpus: Corpus) -> Examples:
     last, ends = len(corpus.heldout) - 1, corpus.ends
     arrays = corpus.train, corpus.heldout, *ends.values()
     return Examples(
-        train=partial(training_windows, corpus.train, ends=ends.get("train")),
+        train=partial(
+            training_windows, corpus.train, ends=ends.get("train"), parts=corpus.parts
+        ),
         heldout=partial(heldout_windows, corpus.heldout, ends=ends.get("heldout")),
         heldout_rows=lambda length: math.ceil(last / length),
         check_length=corpus.check_length,

@@ -186,6 +186,7 @@ def source_change(options: config.Data, directory: Path) -> str:
     what = f"data.source={options.source}"
     if options.source in TEXT_KEYS:
         key = TEXT_KEYS[options.source].removeprefix("data.")
+        key = "mixture" if options.mixture else key
         what = f"data.{key} {getattr(options, key)!r}"
     return (
         f"{what} has changed since it was packed: the run goes on with its copy in "

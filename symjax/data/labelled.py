@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from symjax import config
-from symjax.data import batches, classes, tokens
+from symjax.data import classes, tokens
 from symjax.data.batches import Examples
 from symjax.data.folder import SPLITS, open_folder
 from symjax.data.generated import NOTHING
+from symjax.data.order import visited
 from symjax.data.packed import Packed
 
 
@@ -96,7 +97,7 @@ def labelled_examples(found: Labelled, length: int) -> Examples:
         numbers: np.ndarray, length: int, seed: int
     ) -> tuple[np.ndarray, np.ndarray]:
         count = len(found.pieces("train", length).labels)
-        chosen, _ = batches.visited(count, numbers, seed)
+        chosen, _ = visited(count, numbers, seed)
         return found.rows("train", chosen.astype(np.int64), length)
 
     def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:

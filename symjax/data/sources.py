@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from symjax import config
-from symjax.data import hub, splits
+from symjax.data import hub, mixture, splits
 from symjax.data.formats import table_format
 from symjax.data.progress import bar
 from symjax.data.texts import Document, Texts, read_pieces
@@ -27,8 +27,8 @@ TOKENS = ("tokenizer", "vocabulary")
 TEXT = (*TOKENS, "documents")
 KEYS = {
     "stdlib": TEXT,
-    "text": (*TEXT, "path"),
-    "hub": (*TEXT, "name", "subset", "column", "label"),
+    "text": (*TEXT, "path", "mixture"),
+    "hub": (*TEXT, "name", "mixture", "subset", "column", "label"),
     "packages": TOKENS,
     "digits": (),
     "mqar": ("items", "symbols"),
@@ -67,6 +67,9 @@ def files(options: config.Data) -> dict[str, Path]:
         ValueError: as `load`, where files are missing.
     """
     check_keys(options)
+    if options.mixture:
+        parts = [files(part) for _, part in mixture.entries(options)]
+        return {f"{n} {x}": y for n, part in enumerate(parts) for x, y in part.items()}
     if options.source == "stdlib":
         return _library()
     if options.source == "packages":
@@ -96,6 +99,11 @@ def check_keys(options: config.Data) -> None:
                 f"data.{key} {value!r} is read by data.source={readers} only: set "
                 f"data.source={readers}, or leave data.{key} {unset or 'empty'}"
             )
+    if options.mixture and options.label:
+        raise ValueError(
+            f"data.mixture {options.mixture!r} is of text: leave data.label "
+            f"{options.label!r} empty"
+        )
     if options.tokenizer != "bpe" and options.vocabulary != config.Data().vocabulary:
         raise ValueError(
             f"data.vocabulary {options.vocabulary} is learned by data.tokenizer=bpe "

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symjax.data import batches
+from symjax.data import order
 from symjax.data.examples import text_examples
 from symjax.data.tokens import ByteTokenizer
 
@@ -32,7 +32,7 @@ def batch(step, tokens=TEXT, start=0, stop=None, *, length, batch_size, seed):
 
 def examples(tokens, heldout=TEXT):
     """Examples of these texts, of which the rows alone are asked."""
-    packed = SimpleNamespace(train=tokens, heldout=heldout, ends={})
+    packed = SimpleNamespace(train=tokens, heldout=heldout, ends={}, parts=())
     packed.check_length, packed.fingerprint, packed.references = None, {}, {}
     packed.tokenizer = ByteTokenizer()
     return text_examples(packed)
@@ -45,8 +45,8 @@ def heldout(tokens, length, batch_size, count=None):
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
 @settings(max_examples=60)
 def test_the_permutation_is_one_to_one(size, seed, epoch):
-    keys = batches._keys(seed, np.full(size, epoch))[: batches.ROUNDS]
-    image = batches._permute(np.arange(size, dtype=np.uint64), size, keys)
+    keys = order._keys(seed, np.full(size, epoch))[: order.ROUNDS]
+    image = order._permute(np.arange(size, dtype=np.uint64), size, keys)
     assert np.array_equal(np.sort(image), np.arange(size))
 
 
@@ -54,7 +54,7 @@ def test_the_permutation_looks_random():
     size = 10007
     index = np.arange(size, dtype=np.uint64)
     images = [
-        batches._permute(index, size, batches._keys(seed, np.zeros(size, int))[:4])
+        order._permute(index, size, order._keys(seed, np.zeros(size, int))[:4])
         for seed in range(3)
     ]
     for image in images:

@@ -5,7 +5,7 @@
 tiny         width 128, 2 layers, 4 heads, length 128, RoPE: minutes on two cores
 125m, 350m,  about as many parameters with a vocabulary of 50,304: heads of 128,
 1b, 7b       RMSNorm, SwiGLU, RoPE, bfloat16, blocks as one loop; for accelerators
-             (docs/scaling.md). --config.model.vocabulary=0 is the tokenizer's own
+             (docs/pretraining.md). --config.model.vocabulary=0 is the tokenizer's own
 """
 
 from ml_collections import ConfigDict

@@ -29,6 +29,8 @@ symjax-train, the same from any directory
   --allow KEY,KEY          keys in which a resumed run may differ from its checkpoint,
                            for instance optimizer.learning_rate,batch_size
   --verify                 first compare all of the run's data with its hashes
+  --pack                   pack the run's data into the workdir, where training finds
+                           them, and end; needs no accelerator
   --dry_run                print the model, its cost and its memory; train nothing
   --target MACHINE         of a dry run: compile for v5e-N, v5p-N, v6e-N (TPUs) or
                            h200-N with the machine's own compiler; none is needed here
@@ -49,7 +51,8 @@ input, 1 a loss that is not finite or a machine that failed, 130 and 143 interru
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 FLAGS = (
     "--config, --config.KEY, --workdir, --dry_run, --target, --coordinator, "
-    "--processes, --process, --wait, --heartbeat, --allow, --verify, --help"
+    "--processes, --process, --wait, --heartbeat, --allow, --pack, --verify, "
+    "--help"
 )
 
 
@@ -61,6 +64,7 @@ class Command(NamedTuple):
     target: str | None = None
     verify: bool = False
     allow: tuple[str, ...] = ()  # keys that may differ from those of the checkpoint
+    pack: bool = False
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,20 +99,20 @@ def parse(words: list[str]) -> Command:
     allow = tuple(filter(None, known.allow.split(",")))
     for key in allow:
         _check_known(key)
-    flags = known.dry_run, known.help, known.target, known.verify, allow
-    return Command(options, workdir, *flags)
+    flags = known.dry_run, known.help, known.target, known.verify
+    return Command(options, workdir, *flags, allow, known.pack)
 
 
 def place(words: list[str]) -> launch.Launch | None:
     """Which of several processes the words and the environment make this one.
 
-    A dry run and the help are each for itself.
+    A dry run, packing and the help are each for itself.
 
     Raises:
         ValueError: the flags or variables contradict each other.
     """
     known, _ = _known(words)
-    if known.help is not None or known.dry_run:
+    if known.help is not None or known.dry_run or known.pack:
         return None
     wait = launch.number("--wait", known.wait)
     heartbeat = launch.number("--heartbeat", known.heartbeat)
@@ -202,6 +206,7 @@ def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--wait", default=str(launch.WAIT))
     parser.add_argument("--heartbeat", default=str(launch.HEARTBEAT))
     parser.add_argument("--dry_run", action="store_true")
+    parser.add_argument("--pack", action="store_true")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--help", "-h", nargs="?", const="")
     return parser.parse_known_args(words)

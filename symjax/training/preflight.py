@@ -23,7 +23,7 @@ from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
 
 # What a run makes inside its workdir, and while it lives the lock.
-PARTS = ("checkpoints", "data", "tensorboard", "metrics.jsonl")
+PARTS = ("checkpoints", "data", "tensorboard", "wandb", "profile", "metrics.jsonl")
 LOCK = "lock"
 GIB = 2**30
 
@@ -147,6 +147,17 @@ def open_data(
         check_data(meta, examples, workdir)
     examples.check_length(options.model.length)
     return examples
+
+
+def pack(options: config.Config, workdir: Path) -> str:
+    """Do what a run does before its first step to the data, and say where they are.
+
+    Raises:
+        ValueError: as `locked`, `saved_meta` and `open_data`.
+    """
+    with locked(workdir), removed_on_failure(workdir):
+        examples = open_data(options, workdir, saved_meta(options, workdir))
+    return f"{examples.size} in {workdir / 'data'}, {examples.vocabulary:,} token types"
 
 
 def saved_options(meta: dict[str, Any], workdir: Path) -> config.Config:

@@ -8,6 +8,7 @@ from symjax.training import commandline, launch, processes
 from symjax.training.exit_codes import run_and_exit
 from symjax.training.loop import run
 from symjax.training.plan import describe
+from symjax.training.preflight import pack
 
 
 def command() -> NoReturn:
@@ -24,6 +25,8 @@ def main(words: list[str]) -> None:
         print(commandline.help_text(command.config, command.help))
     elif command.dry_run:
         print(describe(command.config, command.target))
+    elif command.pack:
+        print(pack(command.config, command.workdir))
     else:
         if command.verify and (command.workdir / "data" / MANIFEST).exists():
             processes.all_succeed(lambda: verify(command.workdir / "data"))

@@ -368,6 +368,13 @@ class Checkpoint:
 class Log:
     every: int = key(20, "steps between lines of metrics.jsonl", least=1)
     tensorboard: bool = key(False, "also write TensorBoard event files")
+    wandb: str = key("", "also log to this project of Weights & Biases; empty: do not")
+    name: str = key("", "of the run in log.wandb; empty: that of its workdir")
+    profile: str = key(
+        "",
+        "the first and the last step of a trace for XProf or TensorBoard, which is "
+        "written to profile/ of the workdir: 10:15",
+    )
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,16 @@ CHIPS = (
 )
 
 
+# How jax names the kinds of devices of CHIPS that it does not call as we do.
+KINDS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
+
+
+def known(kind: str) -> Chip | None:
+    """The chip that a jax device says it is (`device.device_kind`), if it is here."""
+    kind = KINDS.get(kind, kind)
+    return next((x for x in CHIPS if x.name in kind.removeprefix("NVIDIA ")), None)
+
+
 class Seconds(NamedTuple):
     """Of one step, each part alone. They overlap: the step takes between the longest
     and their sum, if every part ran at its maker's figure."""

@@ -15,9 +15,11 @@ from symjax import config, validation
 from symjax.data.corpus import Corpus
 from symjax.data.examples import Examples
 from symjax.data.folder import source_change
+from symjax.models import cost
 from symjax.models.generate import generate
-from symjax.training import preflight
+from symjax.training import chips, preflight
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.closing import closing
 from symjax.training.exit_codes import Interrupted
 from symjax.training.initial import Start, initial_state
 from symjax.training.interrupt import Interrupts
@@ -30,6 +32,7 @@ from symjax.training.processes import (
     process_zero_first,
     to_host,
 )
+from symjax.training.profile import Profile, steps_of
 from symjax.training.progress import Clock, Progress
 from symjax.training.saved import described
 from symjax.training.sharding import make_mesh
@@ -67,6 +70,8 @@ class Run(NamedTuple):
     clock: Clock
     skips: Skips
     changed: list[str]  # keys that a resumed run was allowed to change, and when
+    profile: Profile
+    peak: float  # tokens a second that the devices' peak would give; 0: unknown
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,6 +121,8 @@ def open_run(
     Raises:
         ValueError, Interrupted: as `run` says; in every process.
     """
+    clock = Clock(options.batch_size * options.model.length)
+    all_succeed(lambda: steps_of(options.log.profile))
     mesh = all_succeed(lambda: make_mesh(options.mesh))
     folder = workdir / "checkpoints"
     check_same(checkpoints=Checkpoints(folder).steps())
@@ -135,10 +142,12 @@ def open_run(
     shape = options.batch_size, options.model.length
     step = all_succeed(lambda: preflight.compiled_step(program, shape))
     start = all_succeed(lambda: initial_state(options, program, examples, checkpoints))
-    first, board = int(start.state.step), options.log.tensorboard
-    metrics = all_succeed(lambda: Metrics(workdir, first, board))
+    first = int(start.state.step)
+    metrics = all_succeed(lambda: Metrics(workdir, first, options))
     stack.enter_context(contextlib.closing(metrics))
     interrupts.check()
+    profile = Profile(options.log.profile, workdir)
+    stack.enter_context(contextlib.closing(profile))
     progress = Progress(options.steps, first)
     stack.enter_context(contextlib.closing(progress))
     opened = Run(
@@ -150,9 +159,11 @@ def open_run(
         checkpoints,
         metrics,
         progress,
-        Clock(shape[0] * shape[1]),
+        clock,
         Skips(int(start.state.optimizer.skipped)),
         meta["changed"] if meta else [],
+        profile,
+        peak_speed(program),
     )
     return opened, start
 
@@ -173,13 +184,15 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
     key = jax.random.key(options.seed)
     pending = None
     interrupts.begin_steps()
-    run.clock.restart()
+    run.clock.begin()
     for done in range(first + 1, options.steps + 1):
+        run.profile.before(done)
         rows = run.examples.batch(run.shape, seed=options.seed, step=done - 1)
         rows = run.program.place(run.shape, rows)
         with jax.set_mesh(run.program.mesh):
             state, metrics = run.step(state, constants, *rows, key)
         run.clock.step()
+        run.profile.after(done, metrics)
         # The metrics of a step are read while the next one runs.
         if pending is not None:
             report(run, done - 1, pending)
@@ -204,6 +217,9 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
     run.progress.line(
         f"complete at step {done}: python eval.py --workdir {run.workdir}"
     )
+    steps, unit = run.checkpoints.steps(), run.examples.unit
+    for line in closing(run.workdir, steps, unit, run.clock.goodput()):
+        run.progress.line(line)
 
 
 def introduce(run: Run, start: Start) -> None:
@@ -224,9 +240,9 @@ def introduce(run: Run, start: Start) -> None:
     taken = int(start.state.optimizer.taken)
     for line in run.changed:
         run.progress.line(f"changed {line}")
-    same = start.saved and start.saved.optimizer == run.options.optimizer
-    if same and (line := schedule_change(start.saved, run.options, taken)):
-        run.progress.line(line)
+    if (saved := start.saved) and saved.optimizer == run.options.optimizer:
+        if line := schedule_change(saved, run.options, taken):
+            run.progress.line(line)
     if line := source_change(run.options.data, run.workdir / "data"):
         run.progress.line(line)
 
@@ -246,8 +262,16 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
     speed = run.clock.speed()
     if logged := run.due(run.options.log.every, done):
         run.clock.restart()
+    utilisation, more = {}, ""
+    if run.peak:
+        devices = run.program.mesh.size
+        utilisation = {
+            "mfu": speed / run.peak,
+            "tokens_per_second_per_device": speed / devices,
+        }
+        more = f" ({speed / devices:,.0f} a device, MFU {speed / run.peak:.1%})"
     if logged or wrong:
-        run.metrics.write(done, {**values, "tokens_per_second": speed})
+        run.metrics.write(done, {**values, "tokens_per_second": speed, **utilisation})
     left = (run.options.steps - done) * run.clock.tokens / speed
     if wrong:
         what = f"{wrong[0]} is {values[wrong[0]]:.6g}"
@@ -258,7 +282,16 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
                 run, done, f"{MOST_SKIPPED} steps in a row skipped: {what}"
             )
         run.progress.line(f"step {done} skipped: {what}")
-    run.progress.update(done, values["train/loss"], speed, left)
+    run.progress.update(done, values["train/loss"], speed, left, more)
+
+
+def peak_speed(program: Program) -> float:
+    """Tokens a second at the peak of all devices; 0 if their kind is not known."""
+    devices = program.mesh.devices
+    if (chip := chips.known(devices.flat[0].device_kind)) is None:
+        return 0.0
+    parameters = sum(x.size for x in jax.tree.leaves(program.state.params))
+    return chip.flops * devices.size / cost.train_flops(program.model, parameters)
 
 
 def stopped_at(run: Run, done: int, what: str) -> FloatingPointError:

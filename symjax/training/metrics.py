@@ -4,8 +4,6 @@ One object a line, with `step` and named floats; a resumed run reads it, and pan
 
     frame = pandas.read_json("metrics.jsonl", lines=True)
     frame.groupby("step").first()  # lines of training and of evaluation side by side
-
-TensorBoard's files, if asked for, are in `tensorboard/`, ten seconds late.
 """
 
 from __future__ import annotations
@@ -17,7 +15,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from symjax import validation
+from symjax.config import Config
 from symjax.files import check_writable, replaced
+from symjax.training.boards import boards
 from symjax.training.launch import is_process_zero
 from symjax.training.progress import print_warning
 
@@ -30,22 +31,23 @@ class Metrics:
     Args:
         step: the one the run starts or goes on from. What a killed run wrote after it
             goes, so that no step is there twice; so does a line it did not finish.
-        tensorboard: also write TensorBoard's event files.
+        options: whose `log` names the boards that take the numbers, too.
     Raises:
-        ValueError: the files cannot be written, or tensorboardX is not installed.
+        ValueError: the files cannot be written, or as `boards`.
     """
 
-    def __init__(self, workdir: Path, step: int = 0, tensorboard: bool = False):
+    def __init__(self, workdir: Path, step: int = 0, options: Config | None = None):
         self._file: FileIO | None = None
         self._late = b""
-        self._tensorboard = None
+        self._boards = []
         if not is_process_zero():
             return
-        if tensorboard:
-            self._tensorboard = _event_files(workdir / "tensorboard", step)
+        if options is not None:
+            whole = validation.to_dict(options)
+            self._boards = boards(options.log, workdir, step, whole)
         path = workdir / NAME
         check_writable(workdir, f"metrics in {workdir}")
-        kept = [_json(row) for row in _rows(path) if row["step"] <= step]
+        kept = [_json(row) for row in rows_of(workdir) if row["step"] <= step]
         with replaced(workdir, NAME) as folder:
             Path(folder, NAME).write_text("".join(kept), encoding="utf-8")
         # Unbuffered: what a full disk did not take is known, and written later.
@@ -68,8 +70,8 @@ class Metrics:
         for name, value in values.items():
             number = float(value)
             row[name] = number if math.isfinite(number) else None
-            if self._tensorboard is not None:
-                self._tensorboard.add_scalar(name, number, step)
+            for board in self._boards:
+                board.add_scalar(name, number, step)
         self._append(_json(row).encode())
 
     def _append(self, text: bytes) -> None:
@@ -95,12 +97,13 @@ class Metrics:
                     f"{self._file.name} misses its last {len(self._late)} bytes"
                 )
             self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for board in self._boards:
+            board.close()
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def rows_of(workdir: Path) -> list[dict[str, Any]]:
     """The lines that are whole."""
+    path = workdir / NAME
     if not path.exists():
         return []
     rows = []
@@ -120,14 +123,3 @@ def _refuse(constant: str) -> None:
 
 def _json(row: dict[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _event_files(directory: Path, step: int) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "log.tensorboard needs tensorboardX: pip install tensorboardX"
-        ) from error
-    # TensorBoard then hides what earlier files say about later steps.
-    return SummaryWriter(str(directory), purge_step=step + 1, flush_secs=10)

@@ -27,19 +27,27 @@ class Progress:
         self.began = time.monotonic()
         self.next = self.began
 
-    def update(self, step: int, loss: float, tokens_per_second: float, left: float):
-        """Called after every step; `left` is in seconds."""
+    def update(
+        self,
+        step: int,
+        loss: float,
+        tokens_per_second: float,
+        left: float,
+        more: str = "",
+    ):
+        """Called after every step; `left` is in seconds, `more` is shown as it is."""
         now = time.monotonic()
         if self.bar is not None:
             self.bar.set_postfix_str(
-                f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False
+                f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s{more}",
+                refresh=False,
             )
             self.bar.update(step - self.bar.n)
         elif step == self.total or now >= self.next:
             self.next = now + max(SECONDS, SHARE * (now - self.began))
             self.line(
                 f"step {step}/{self.total}  loss {loss:.3f}  "
-                f"{tokens_per_second:,.0f} tokens/s  {duration(left)} left"
+                f"{tokens_per_second:,.0f} tokens/s{more}  {duration(left)} left"
             )
 
     def line(self, text: str) -> None:
@@ -76,6 +84,12 @@ class Clock:
     def __init__(self, tokens: int):
         self.tokens = tokens
         self.last = float(tokens)
+        self.made = time.monotonic()
+        self.begin()
+
+    def begin(self) -> None:
+        """Here the first step begins."""
+        self.first, self.paused = time.monotonic(), 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -92,8 +106,17 @@ class Clock:
             self.last = self.steps * self.tokens / passed
         return self.last
 
+    def goodput(self) -> tuple[float, float]:
+        """The share of the time since this clock was made that steps have taken, and
+        that time in seconds."""
+        now = time.monotonic()
+        whole = max(now - self.made, 1e-9)
+        return (now - self.first - self.paused) / whole, whole
+
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         began = time.monotonic()
         yield
-        self.since += time.monotonic() - began
+        passed = time.monotonic() - began
+        self.since += passed
+        self.paused += passed

@@ -1,6 +1,7 @@
 """A run: what it logs, saves, resumes from, and how it stops."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import runs
 from runs import ROOT, SECONDS, compile_cache, train, write_text
 
-from symjax.training import interrupt, loop, preflight, progress
+from symjax.training import chips, interrupt, loop, preflight, progress
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.progress import Clock
 
@@ -365,6 +366,36 @@ def test_what_a_run_shows_is_readable_in_a_file(text, workdir, capsys, monkeypat
     assert all(name in lines[7] for name in ("unigram", "bigram", "trigram"))
     assert lines[8].startswith("step 6: sample '")
     assert "python eval.py --workdir" in lines[9]
+    names = "best held-out loss", "goodput", "checkpoints", "metrics"
+    for name, line in zip(names, lines[10:], strict=True):
+        assert line.startswith(name)
+    best = min(x["heldout/loss"] for x in rows(workdir) if "heldout/loss" in x)
+    assert f"  {best:.4f} nats/byte at step 6" in lines[10]
+    assert re.search(r"  \d+% of \d+:\d\d were steps$", lines[11])
+
+
+def test_utilisation_is_shown_where_the_chip_is_known(
+    text, workdir, capsys, monkeypatch
+):
+    chip = chips.known("NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(chips, "known", lambda kind: chip if kind == "cpu" else None)
+    assert train(text, workdir, steps=2, log__every=1, mesh__data=2) == 0
+    assert re.search(
+        r"tokens/s \([\d,]+ a device, MFU \d+\.\d%\)", capsys.readouterr().err
+    )
+    for row in (x for x in rows(workdir) if "train/loss" in x):
+        assert row["tokens_per_second_per_device"] == row["tokens_per_second"] / 2
+        flops = row["tokens_per_second"] * 6 * 28_376  # and attention's
+        assert 0.5 < row["mfu"] * 2 * chip.flops / flops < 1.5
+
+
+def test_a_trace_of_the_steps_that_were_asked_for(text, workdir, capsys):
+    assert train(text, workdir, steps=3, log__profile="2:3") == 0
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
+    assert f"trace               {workdir}/profile\n" in capsys.readouterr().err
+    for given, said in (("2", "FIRST:LAST, got '2'"), ("3:2", "count from 1, and in")):
+        assert train(text, workdir / "other", log__profile=given) == 2
+        assert said in capsys.readouterr().err and not (workdir / "other").exists()
 
 
 def test_the_sample_begins_with_the_heldout_text(text, workdir, capsys):
@@ -390,6 +421,36 @@ def test_a_line_in_a_file_comes_less_often_the_longer_a_run_lasts(monkeypatch, c
 )
 def test_time_left_is_hours_minutes_and_seconds(seconds, said):
     assert progress.duration(seconds) == said
+
+
+def test_goodput_is_the_share_of_steps(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock = Clock(100)
+    now[0] = 2.0  # data, compiling
+    clock.begin()
+    now[0] = 5.0
+    with clock.stopped():
+        now[0] = 9.0
+    now[0] = 10.0
+    assert clock.goodput() == (0.4, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU v6 lite", "TPU v6e"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("cpu", None),
+    ],
+)
+def test_chips_are_known_by_what_jax_calls_them(kind, name):
+    found = chips.known(kind)
+    assert (found and found.name) == name
 
 
 def test_the_clock_leaves_pauses_out(monkeypatch):

@@ -2,12 +2,16 @@
 
 import json
 import math
+import os
 import resource
+import subprocess
 import sys
 
 import jax.numpy as jnp
 import pytest
+from runs import ROOT
 
+from symjax import config
 from symjax.training.metrics import Metrics
 
 
@@ -118,11 +122,15 @@ def test_a_kill_during_the_rewriting_leaves_the_old_lines(tmp_path, monkeypatch)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
+def logged(**keys):
+    return config.Config(log=config.Log(**keys))
+
+
 def test_tensorboard_files_are_written_only_if_asked_for(tmp_path):
     pytest.importorskip("tensorboardX")
     run(tmp_path, 1, 2).close()
     assert not (tmp_path / "tensorboard").exists()
-    metrics = Metrics(tmp_path, 2, tensorboard=True)
+    metrics = Metrics(tmp_path, 2, logged(tensorboard=True))
     metrics.write(3, {"train/loss": 0.5})
     metrics.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
@@ -132,8 +140,84 @@ def test_tensorboard_files_are_written_only_if_asked_for(tmp_path):
 def test_a_missing_tensorboardx_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ValueError, match="pip install tensorboardX"):
-        Metrics(tmp_path, tensorboard=True)
+        Metrics(tmp_path, 0, logged(tensorboard=True))
     Metrics(tmp_path).close()
+
+
+OFFLINE = """
+import sys
+from pathlib import Path
+from symjax.config import Config, Log
+from symjax.training.metrics import Metrics
+step = int(sys.argv[2])
+options = Config(log=Log(wandb="sheep", name="fox"))
+metrics = Metrics(Path(sys.argv[1]), step - 1, options)
+metrics.write(step, {"train/loss": 0.5})
+metrics.close()
+"""
+
+
+def test_wandb_keeps_one_run_of_a_workdir_offline(tmp_path):
+    """In processes of their own: the package writes its last bytes at their end."""
+    pytest.importorskip("wandb", reason="wandb is in no extra of the tests")
+    place = {**os.environ, "WANDB_MODE": "offline", "JAX_PLATFORMS": "cpu"}
+    place["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    for step in "12":
+        words = [sys.executable, "-c", OFFLINE, str(tmp_path), step]
+        subprocess.run(words, env=place, check=True)
+    identity = (tmp_path / "wandb" / "id").read_text()
+    written = [*(tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb")]
+    assert len(written) == 2
+    for path in written:
+        content = path.read_bytes()
+        assert all(x in content for x in (b"sheep", b"fox", b"train/loss", b"width"))
+
+
+def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"pip install 'symjax\[wandb\]'"):
+        Metrics(tmp_path, 0, logged(wandb="sheep"))
+    assert not list(tmp_path.iterdir())
+
+
+class Board:
+    """What a project of Weights & Biases would hold, without the package."""
+
+    class Error(Exception):
+        pass
+
+    Settings = dict
+
+    def __init__(self):
+        self.started, self.rows, self.ended = [], [], 0
+
+    def init(self, **given):
+        if given["project"] == "refused":
+            raise self.Error("No API key configured")
+        self.started.append(given)
+        return self
+
+    def log(self, row, step):
+        self.rows.append((step, row))
+
+    def finish(self):
+        self.ended += 1
+
+
+def test_what_wandb_is_given(tmp_path, monkeypatch):
+    board = Board()
+    monkeypatch.setitem(sys.modules, "wandb", board)
+    for step in (1, 2):
+        metrics = Metrics(tmp_path, step - 1, logged(wandb="sheep"))
+        metrics.write(step, {"train/loss": 0.5 * step})
+        metrics.close()
+    one, two = board.started
+    assert one["id"] == two["id"] and one["config"]["model"]["width"] == 256
+    assert (one["project"], one["name"]) == ("sheep", tmp_path.name)
+    assert board.rows == [(1, {"train/loss": 0.5}), (2, {"train/loss": 1.0})]
+    assert board.ended == 2
+    with pytest.raises(ValueError, match="log.wandb 'refused': No API key"):
+        Metrics(tmp_path, 0, logged(wandb="refused"))
 
 
 def test_lines_wait_for_room_on_a_full_disk(tmp_path, capsys):

@@ -1,0 +1,74 @@
+"""Where the numbers of a run are shown beside metrics.jsonl, if asked for.
+
+Each takes one number at a time: `add_scalar(name, number, step)`, and `close()`.
+"""
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+from symjax.config import Log
+
+
+def boards(log: Log, workdir: Path, step: int, config: dict[str, Any]) -> list[Any]:
+    """Those of the configuration, for a run that goes on after `step`.
+
+    Raises:
+        ValueError: a package is not installed, or Weights & Biases cannot be reached.
+    """
+    found = []
+    if log.tensorboard:
+        found.append(event_files(workdir / "tensorboard", step))
+    if log.wandb:
+        found.append(WeightsAndBiases(log, workdir, config))
+    return found
+
+
+def event_files(directory: Path, step: int) -> Any:
+    """A writer of TensorBoard's files, which are ten seconds late."""
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ValueError(
+            "log.tensorboard needs tensorboardX: pip install tensorboardX"
+        ) from error
+    # TensorBoard then hides what earlier files say about later steps.
+    return SummaryWriter(str(directory), purge_step=step + 1, flush_secs=10)
+
+
+class WeightsAndBiases:
+    """A run of the project log.wandb, the same one when the workdir resumes.
+
+    What a killed run has logged after its last checkpoint stays there: steps are not
+    taken back. WANDB_MODE=offline writes to wandb/ of the workdir alone.
+    """
+
+    def __init__(self, log: Log, workdir: Path, config: dict[str, Any]):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ValueError(
+                "log.wandb needs wandb: pip install 'symjax[wandb]'"
+            ) from error
+        path = workdir / "wandb" / "id"
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists():
+            path.write_text(secrets.token_hex(8))
+        try:
+            self._run = wandb.init(
+                project=log.wandb,
+                name=log.name or workdir.name,
+                id=path.read_text(),
+                resume="allow",
+                dir=workdir,
+                config=config,
+                settings=wandb.Settings(silent=True),
+            )
+        except wandb.Error as error:
+            raise ValueError(f"log.wandb {log.wandb!r}: {error}") from error
+
+    def add_scalar(self, name: str, number: float, step: int) -> None:
+        self._run.log({name: number}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

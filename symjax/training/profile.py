@@ -1,0 +1,53 @@
+"""A trace of a few steps, which XProf and TensorBoard open: log.profile=10:15."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FOLDER = "profile"  # in the workdir
+
+
+def steps_of(text: str) -> tuple[int, int]:
+    """The first and the last step of `10:15`; (0, 0), which is no step, of nothing.
+
+    Raises:
+        ValueError: the text is no such pair.
+    """
+    first, colon, last = text.partition(":")
+    if not text:
+        return 0, 0
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise ValueError(f"log.profile must be FIRST:LAST, got {text!r}")
+    if not 1 <= int(first) <= int(last):
+        raise ValueError(f"log.profile {text!r}: the steps count from 1, and in order")
+    return int(first), int(last)
+
+
+class Profile:
+    """Starts and ends the trace of a run, in every process.
+
+    Raises: ValueError: as `steps_of`.
+    """
+
+    def __init__(self, text: str, workdir: Path):
+        self.first, self.last = steps_of(text)
+        self.folder = workdir / FOLDER
+        self.running = False
+
+    def before(self, step: int) -> None:
+        """Also a run that resumes inside of these steps traces what is left."""
+        if not self.running and self.first <= step <= self.last:
+            jax.profiler.start_trace(self.folder)
+            self.running = True
+
+    def after(self, step: int, result: Any) -> None:
+        """Waits for the result of the last traced step."""
+        if self.running and step >= self.last:
+            jax.block_until_ready(result)
+            self.close()
+
+    def close(self) -> None:
+        if self.running:
+            jax.profiler.stop_trace()
+            self.running = False

@@ -91,7 +91,7 @@ def scan(rows: Any, *arrays: Any) -> Any:
 
 def kernel(rows: Any, *arrays: Any) -> Any:
     recurrence = Normalised(RANDOM["positive"])
-    choice = performer_fused.Choice("positive", recurrence, 128, interpret=True)
+    choice = performer_fused.Choice("", "positive", recurrence, 128, interpret=True)
     random = RandomFeatures(rows, jnp.float32(SIZE**-0.5))
     return performer_fused.attend(choice, Tokens(*arrays), random)
 

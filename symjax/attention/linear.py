@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import features as maps
-from symjax.attention.checks import check_mask
-from symjax.attention.chunks import attend_causal, attend_step
+from symjax.attention import performer_fused
+from symjax.attention.checks import check, check_mask
+from symjax.attention.chunks import Tokens, attend_causal, attend_step
 from symjax.attention.masks import only_seen, visible_keys
 from symjax.attention.normalised import LinearState, Normalised, attend
 
@@ -90,7 +91,8 @@ def linear_causal(
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk.
+    Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk. On
+    one TPU kernels serve elu, relu and relu2 (`performer_fused`).
 
     Args:
         chunk_size: tokens handled together; accelerators take multiples of 128.
@@ -106,10 +108,17 @@ def linear_causal(
             state given or wanted with an axis_name.
     Source: Katharopoulos et al. 2020, arXiv:2006.16236, equations 8 to 12.
     """
-    recurrence = _recurrence("linear_causal", features)
-    query, key = _mapped("linear_causal", features, query, key, mask)
+    who = "linear_causal"
+    recurrence = _recurrence(who, features)
+    query, key = _mapped(who, features, query, key, mask)
+    if state is None and not return_state and axis_name is None:
+        check(who, query, key, value, mask, segment_ids, causal=True)
+        tokens = Tokens(query, key, value, (), mask, segment_ids)
+        if performer_fused.served(features, tokens, None):
+            choice = performer_fused.Choice(who, features, recurrence, chunk_size)
+            return performer_fused.by_platform(choice, tokens, None)[0]
     return attend_causal(
-        "linear_causal",
+        who,
         recurrence,
         query,
         key,

@@ -138,7 +138,7 @@ def performer_causal(
         check(who, query, key, value, mask, segment_ids, causal=True)
         tokens = Tokens(query, key, value, (), mask, segment_ids)
         if performer_fused.served(features, tokens, random):
-            choice = performer_fused.Choice(features, recurrence, chunk_size)
+            choice = performer_fused.Choice(who, features, recurrence, chunk_size)
             return performer_fused.by_platform(choice, tokens, random)[0]
     return attend_causal(
         who,

@@ -1,8 +1,9 @@
-"""Causal Performer attention on its TPU kernels: what they serve, and when.
+"""Causal Performer and linear attention on TPU kernels: what they serve, and when.
 
-They serve `performer_causal` with features that are powers of e, without a state given
-or wanted, for 128 tokens or more on one TPU. What runs is decided where the program is
-lowered: the kernels for a TPU, a scan over chunks for any other machine.
+They serve `performer_causal` with features that are powers of e, and `linear_causal`
+with features that are never negative, a few by name, without a state given or wanted,
+for 128 tokens or more on one TPU. What runs is decided where the program is lowered:
+the kernels for a TPU, a scan over chunks for any other machine.
 """
 
 from functools import partial
@@ -21,7 +22,8 @@ from symjax.attention.masks import only_seen, segment_runs, visible_keys
 from symjax.attention.meshes import backend, on_any_mesh, on_one_device
 from symjax.attention.normalised import Normalised
 
-FEATURES = "favor#", "favor++", "hyperbolic", "positive"
+RANDOM = "favor#", "favor++", "hyperbolic", "positive"
+PLAIN = "elu", "relu", "relu2"
 LARGEST_HEAD = 256
 MOST_FEATURES = 1024
 
@@ -29,16 +31,19 @@ MOST_FEATURES = 1024
 class Choice(NamedTuple):
     """The static half of a call."""
 
-    features: str
+    who: str
+    features: Any  # by name
     recurrence: Normalised
     chunk_size: int
     block: int = LANES
     interpret: Any = False
 
-    def scan(self, tokens: Tokens, random: RandomFeatures) -> Float[Array, "B T N V"]:
+    def scan(
+        self, tokens: Tokens, random: RandomFeatures | None
+    ) -> Float[Array, "B T N V"]:
         """Without kernels: for other machines, and for gradients of projections."""
         return attend_causal(
-            "performer_causal",
+            self.who,
             self.recurrence,
             *tokens[:3],
             tokens.mask,
@@ -48,14 +53,14 @@ class Choice(NamedTuple):
         )
 
 
-def served(features: str, tokens: Tokens, random: RandomFeatures) -> bool:
+def served(features: Any, tokens: Tokens, random: RandomFeatures | None) -> bool:
     """Whether the kernels may run, on a TPU."""
     return (
-        features in FEATURES
+        features in (PLAIN if random is None else RANDOM)
         and _dtype(tokens) in (jnp.bfloat16, jnp.float32)
         and tokens.query.shape[1] >= LANES
         and max(tokens.key.shape[3], tokens.value.shape[3]) <= LARGEST_HEAD
-        and _count(features, random) <= MOST_FEATURES
+        and (random is None or _count(features, random) <= MOST_FEATURES)
         and backend() == "tpu"
         and on_one_device()
     )
@@ -63,7 +68,7 @@ def served(features: str, tokens: Tokens, random: RandomFeatures) -> bool:
 
 @on_any_mesh(1)
 def by_platform(
-    choice: Choice, tokens: Tokens, random: RandomFeatures
+    choice: Choice, tokens: Tokens, random: RandomFeatures | None
 ) -> tuple[Float[Array, "B T N V"], tuple]:
     output = jax.lax.platform_dependent(
         tokens, random, tpu=partial(attend, choice), default=choice.scan
@@ -72,20 +77,25 @@ def by_platform(
 
 
 def attend(
-    choice: Choice, tokens: Tokens, random: RandomFeatures
+    choice: Choice, tokens: Tokens, random: RandomFeatures | None
 ) -> Float[Array, "B T N V"]:
-    """`performer_causal` by the kernels."""
+    """`performer_causal` or `linear_causal` by the kernels."""
     query, key, value, _, mask, segment_ids = tokens
+    query, key, value = (x.astype(_dtype(tokens)) for x in (query, key, value))
     visible = segment = None
     if mask is not None:
         visible = visible_keys(mask, *key.shape[:2])
         key, value = only_seen(visible, key, value)
+    if random is None:
+        maps = choice.recurrence.features
+        query = maps.query(query.astype(jnp.float32), None).amplitude
+        key = maps.key(key.astype(jnp.float32), None).amplitude
+        if visible is not None:
+            (key,) = only_seen(visible, key)
     if segment_ids is not None:
         segment = segment_runs(segment_ids)
-    dtype = _dtype(tokens)
-    arrays = [x.astype(dtype) for x in (query, key, value)]
-    output: Array = _attend(choice, *arrays, random, visible, segment)
-    return output.astype(value.dtype)
+    output: Array = _attend(choice, query, key, value, random, visible, segment)
+    return output.astype(tokens.value.dtype)
 
 
 def _count(features: str, random: RandomFeatures) -> int:
@@ -103,13 +113,13 @@ def _attend(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
-    random: RandomFeatures,
+    random: RandomFeatures | None,
     visible: Bool[Array, "B T"] | None,
     segment: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T N V"]:
     plan, operands = _operands(choice, query, key, value, random, visible, segment)
     output, *_ = kernels.forward(plan, operands, keep=False)
-    return _output(plan, output, value)
+    return _output(plan, output, value).astype(value.dtype)
 
 
 def _forward(choice: Choice, *given: Any) -> tuple[Array, tuple]:
@@ -118,7 +128,7 @@ def _forward(choice: Choice, *given: Any) -> tuple[Array, tuple]:
     plan, operands = _operands(choice, *values)
     output, *kept = kernels.forward(plan, operands, keep=True)
     saved = values, operands, output, kept, () if any(learned) else None
-    return _output(plan, output, values[2]), saved
+    return _output(plan, output, values[2]).astype(values[2].dtype), saved
 
 
 def _is_primal(x: Any) -> bool:
@@ -139,29 +149,35 @@ def _backward(choice: Choice, saved: tuple, change: Array) -> tuple:
     of_random = jax.tree.map(jnp.zeros_like, random)
     if learned is not None:
         mask = None if visible is None else visible[:, None, None]
-        tokens = Tokens(query, key, value, (), mask, segment)
-        of_random = jax.vjp(partial(choice.scan, tokens), random)[1](change)[0]
+        again = Tokens(query, key, value, (), mask, segment)
+        of_random = jax.vjp(partial(choice.scan, again), random)[1](change)[0]
     return *gradients, of_random, None, None
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _plan(choice: Choice, query: Array, value: Array, random: RandomFeatures) -> Plan:
+def _plan(
+    choice: Choice, query: Array, value: Array, random: RandomFeatures | None
+) -> Plan:
     batch, length, heads, size = query.shape
-    count = _count(choice.features, random)
     packed = LANES // size
     fits = size == value.shape[3] and packed * size == LANES and heads % packed == 0
     packed = packed if fits else 1
+    head_size = size if packed > 1 else _even(size, LANES)
+    features = LANES if packed > 1 else head_size
+    if random is not None:
+        features = _even(_count(choice.features, random), LANES)
     return Plan(
         batch,
         heads,
         heads // value.shape[2],
         packed,
         _even(length, choice.block),
-        size if packed > 1 else _even(size, LANES),
+        head_size,
         size if packed > 1 else _even(value.shape[3], LANES),
-        _even(count, LANES),
+        features,
+        random is None,
         choice.block,
         choice.interpret,
     )
@@ -176,13 +192,15 @@ def _operands(
     query: Array,
     key: Array,
     value: Array,
-    random: RandomFeatures,
+    random: RandomFeatures | None,
     visible: Array | None,
     segment: Array | None,
 ) -> tuple[Plan, Operands]:
     plan = _plan(choice, query, value, random)
-    rows, offset = _projection(choice, plan, random, query.dtype)
-    flags = None
+    rows = offset = norm = flags = None
+    if random is not None:
+        rows, offset = _projection(choice, plan, random, query.dtype)
+        norm = (0.5 * LOG2E * random.scale.astype(jnp.float32)).reshape(1)
     missing = plan.length - query.shape[1]
     if missing or visible is not None or segment is not None:
         visible = jnp.ones(query.shape[:2], bool) if visible is None else visible
@@ -191,14 +209,13 @@ def _operands(
             segment = jnp.pad(segment, ((0, 0), (0, missing)), mode="edge")
         flags = _flags(plan, visible, segment)[:, None]
         segment = None if segment is None else segment[:, None]
-    norm = 0.5 * LOG2E * random.scale.astype(jnp.float32)
     return plan, Operands(
         _side_by_side(plan, query, plan.head_size),
         _side_by_side(plan, key, plan.head_size),
         _side_by_side(plan, value, plan.value_size),
         rows,
         offset,
-        norm.reshape(1),
+        norm,
         flags,
         segment,
     )
@@ -234,7 +251,7 @@ def _side_by_side(plan: Plan, x: Float[Array, "B T N h"], size: int) -> Array:
 
 
 def _output(plan: Plan, x: Array, like: Array) -> Array:
-    """The inverse, of such a size."""
+    """The inverse, of such a size, in the dtype of the kernel's result."""
     x = x.reshape(*x.shape[:2], plan.heads, -1)
     return x[:, : like.shape[1], :, : like.shape[3]]
 

@@ -20,7 +20,8 @@ from symjax.training.step import compile_program
 pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
 
 ONCE = {"attention_forward": 1, "attention_row_sums": 1, "attention_backward": 1}
-PERFORMER_ONCE = {"performer_forward": 1, "performer_backward": 1}
+LINEAR = "performer", "linear"
+LINEAR_ONCE = {"performer_forward": 1, "performer_backward": 1}
 
 
 class Case(NamedTuple):
@@ -50,6 +51,7 @@ QUICK = {
     "performer_odd_with_all": Case(
         "performer", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
     ),
+    "linear_64": Case("linear", 4096, 64, 64),
     "v1_with_all": Case("v1", 1000, 64, 128, kv_heads=1, options=WITH_ALL),
 }
 SLOW = {
@@ -87,6 +89,8 @@ def form(case):
     if case.kind == "v2":
         attend = attention.differential_v2
         shapes.append((batch, length, case.heads))
+    if case.kind == "linear":
+        return attention.linear_causal, shapes
     if case.kind == "performer":
         rows = np.ones((256, case.head_size), np.float32)
         return partial(attention.performer_causal, projection=rows), shapes
@@ -129,9 +133,10 @@ def compiled(case, policy=None):
 def check(case):
     """Kernels of known cost; memory is that of some more such arrays."""
     program, found, size = compiled(case)
-    assert found.kernels == (PERFORMER_ONCE if case.kind == "performer" else ONCE)
+    assert found.kernels == (LINEAR_ONCE if case.kind in LINEAR else ONCE)
     assert not found.unknown["kernel"]
-    assert program.memory_analysis().temp_size_in_bytes < 6 * size + 2**21
+    more = 6 + 4 * (case.kind == "linear")  # whose features are float32
+    assert program.memory_analysis().temp_size_in_bytes < more * size + 2**21
 
 
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)

@@ -1,4 +1,4 @@
-"""The Performer's kernels equal its definition, interpreted on CPU."""
+"""The kernels of Performer and linear attention equal these, interpreted on CPU."""
 
 from functools import partial
 from typing import NamedTuple
@@ -11,9 +11,9 @@ import oracles
 import pytest
 from laws import close, same
 
-from symjax.attention import performer_causal, performer_fused
+from symjax.attention import linear_causal, performer_causal, performer_fused
 from symjax.attention.chunks import Tokens
-from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.features import PLAIN, RANDOM, RandomFeatures
 from symjax.attention.normalised import Normalised
 
 B, N, K = 2, 4, 2
@@ -31,6 +31,8 @@ TWO_IN_A_TILE = Sizes()
 FOUR_IN_A_TILE = Sizes(200, 32, 32, 40, "hyperbolic")
 ODD = Sizes(300, 16, 24, 11)
 WIDE = Sizes(256, 128, 128, 128)
+ELU = Sizes(200, 64, 64, 0, "elu")
+RELU2 = Sizes(300, 16, 24, 0, "relu2")
 
 
 def arrays(sizes, scale=1.0, seed=0):
@@ -66,16 +68,20 @@ def seen_by(sizes, *names):
 
 def kernel(sizes, query, key, value, rows=None, **seen):
     features = sizes.features
-    recurrence = Normalised(RANDOM[features])
-    choice = performer_fused.Choice(features, recurrence, 64, interpret=True)
+    recurrence = Normalised((RANDOM if sizes.rows else PLAIN)[features])
+    choice = performer_fused.Choice("", features, recurrence, 64, interpret=True)
     rows = jnp.asarray(projection(sizes), jnp.float32) if rows is None else rows
     random = RandomFeatures(rows, jnp.float32(sizes.head_size**-0.5))
+    random = random if sizes.rows else None
     mask, segment_ids = seen.get("mask"), seen.get("segment_ids")
     tokens = Tokens(query, key, value, (), mask, segment_ids)
     return performer_fused.attend(choice, tokens, random)
 
 
 def definition(sizes, query, key, value, **seen):
+    """By pairs; of linear attention the scan, which tests hold to that."""
+    if not sizes.rows:
+        return linear_causal(query, key, value, features=sizes.features, **seen)
     logarithms, signs = oracles.performer_products(
         query, key, projection(sizes), features=sizes.features, module=jnp
     )
@@ -99,17 +105,23 @@ def differentiated(form, given, dtype=np.float32):
         return [np.asarray(x) for x in found]
 
 
+LOST = "rows are lost, both"
 CASES = {
     "two heads in a tile": (TWO_IN_A_TILE, 1, (), 1e-5),
     "four heads in a tile, a mask": (FOUR_IN_A_TILE, 1, ("mask",), 1e-5),
     "odd sizes, segments": (ODD, 1, ("segment_ids",), 1e-5),
     "a head of a tile, both": (WIDE, 1, ("mask", "segment_ids"), 1e-5),
+    "linear": (ELU, 1, (), 1e-5),
+    "linear, odd sizes, both": (RELU2, 1, ("mask", "segment_ids"), 1e-5),
     "rows are lost": (TWO_IN_A_TILE, 8, (), 3e-5),
-    "rows are lost, both": (ODD, 8, ("mask", "segment_ids"), 3e-5),
+    LOST: (ODD, 8, ("mask", "segment_ids"), 3e-5),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.always] if x == LOST else []) for x in CASES],
+)
 def test_it_equals_the_definition(case):
     """At size 8 exponents reach hundreds, and rows leave float32."""
     sizes, scale, names, tolerance = CASES[case]
@@ -145,9 +157,10 @@ def test_hidden_keys_may_be_anything_and_rows_without_keys_are_zero():
     assert not one[2][hidden].any() and not one[3][hidden].any()
 
 
-@pytest.mark.parametrize("scale", [0.5, 2])
-def test_bfloat16_products_cost_what_rounded_inputs_do(scale):
-    sizes = Sizes(rows=128)
+@pytest.mark.parametrize(
+    "sizes, scale", [(Sizes(rows=128), 0.5), (Sizes(rows=128), 2), (ELU, 1)]
+)
+def test_bfloat16_products_cost_what_rounded_inputs_do(sizes, scale):
     form, exact = partial(kernel, sizes), partial(definition, sizes)
     graded = partial(differentiated, given=[x[:1] for x in arrays(sizes, scale)])
     laws.bfloat16_products_cost_what_rounded_inputs_do(graded, form, exact)
@@ -181,6 +194,9 @@ def test_other_machines_features_and_lengths_take_the_scan():
         patch.setattr(performer_fused, "backend", lambda: "tpu")
         patch.setattr(performer_fused, "on_one_device", lambda: True)
         assert served("positive", tokens, random)
+        assert served("elu", tokens, None)
         assert not served("trigonometric", tokens, random)
+        assert not served("taylor", tokens, None)
+        assert not served(jnp.abs, tokens, None)
         assert not served("positive", short, random)
         assert not served("positive", half, random)

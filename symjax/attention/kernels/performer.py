@@ -1,4 +1,6 @@
-"""Causal Performer attention as TPU kernels, which keep no features in memory.
+"""Causal Performer and linear attention as TPU kernels.
+
+Features of the Performer are made in here and never kept in memory; others are given.
 
 One pass over chunks of time, forward, and one back. The state, features × values of a
 head, stays in VMEM, transposed: what fades by feature then lies along lanes. Exponents
@@ -55,6 +57,7 @@ class Plan(NamedTuple):
     head_size: int
     value_size: int
     features: int
+    given: bool  # the features themselves, not what they are made of
     block: int
     interpret: Any
 
@@ -63,14 +66,14 @@ class Plan(NamedTuple):
         """Lanes of a head's values and the ones beside them."""
         return LANES if self.packed > 1 else self.value_size + LANES
 
-    @property
-    def ones(self) -> int:
-        return self.width - self.value_size
-
     def lane_of_ones(self, head: int) -> int:
         if self.packed == 1:
             return self.value_size
         return (head + 1) % self.packed * self.value_size
+
+    def dtype(self, value: Any) -> Any:
+        """That of operands of products: features that are given stay exact."""
+        return jnp.float32 if self.given else value.dtype
 
     def of_head(self, head: int) -> slice:
         return slice(head * self.features, (head + 1) * self.features)
@@ -79,10 +82,11 @@ class Plan(NamedTuple):
 class Operands(NamedTuple):
     """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
 
-    query: Any  # [B T N·H]
+    query: Any  # [B T N·H], or features that are given, in float32
     key: Any
     value: Any  # [B T N·V]
-    rows: Any  # of the projection, times √scale log₂ e: [parts M H] of packed heads
+    rows: Any  # of the projection, times √scale log₂ e: [parts M H] of packed heads; or
+    #   None where features are given, none negative, those of hidden keys 0
     offset: Any  # of all exponents, [1 M] of packed heads
     norm: Any  # [1]: what |k|² takes from a key's exponents
     flags: Any  # [B 1 T], or None where all tokens are visible and of one segment
@@ -123,8 +127,8 @@ def forward(plan: Plan, operands: Operands, keep: bool) -> list:
         (plan.batch, groups, count, plan.packed, plan.width, plan.features),
         (plan.batch, groups, count, plan.packed, plan.features),
     )
-    dtypes = jnp.float32, value.dtype, jnp.float32
-    results = [blocks.result(value, value.shape, value.dtype)]
+    dtypes = jnp.float32, plan.dtype(value), jnp.float32
+    results = [blocks.result(value, value.shape, plan.dtype(value))]
     scratch = [
         pltpu.VMEM((plan.packed, plan.width, plan.features), jnp.float32),
         pltpu.VMEM((plan.packed, plan.features), jnp.float32),
@@ -158,11 +162,9 @@ def backward(
     those of several heads will be summed."""
     groups, count = plan.heads // plan.packed, plan.length // plan.block
     specs, kept_specs = _specs(plan, operands, lambda i: count - 1 - i)
-    dtype = operands.value.dtype
-    dtypes = dtype, *[jnp.float32 if plan.groups > 1 else dtype] * 2
     results = [
-        blocks.result(x, x.shape, dtype)
-        for x, dtype in zip(operands[:3], dtypes, strict=True)
+        blocks.result(x, x.shape, jnp.float32 if i and plan.groups > 1 else x.dtype)
+        for i, x in enumerate(operands[:3])
     ]
     of_features = plan.packed, plan.block, plan.features
     products = _products(plan, operands, exponents=4, square=5, state=4)
@@ -216,9 +218,9 @@ def _specs(plan: Plan, operands: Operands, turn: Any) -> tuple[Operands, list]:
         of_tokens(plan.head_size),
         of_tokens(plan.head_size),
         of_tokens(plan.value_size),
-        whole(operands.rows),
-        whole(operands.offset),
-        pl.BlockSpec(memory_space=pltpu.SMEM),
+        None if operands.rows is None else whole(operands.rows),
+        None if operands.offset is None else whole(operands.offset),
+        None if operands.norm is None else pl.BlockSpec(memory_space=pltpu.SMEM),
         by_row(operands.flags),
         by_row(operands.segment),
     )
@@ -239,15 +241,16 @@ def _forward(
     lost = []
     for head in range(plan.packed):
         query, key = _of_head(plan, seen, exponents, head)
-        weights = _weights(seen, query, key, highest[head : head + 1, :])
-        values = _beside(plan, given.value[...], head, 1)
+        weights = _weights(plan, seen, query, key, highest[head : head + 1, :])
+        values = _values(plan, given, head)
         dtype = values.dtype
         row, past = weights.row.astype(dtype), _faded(before[head], weights.fade)
         scores = product(row, weights.key.astype(dtype), ACROSS)
         scores = jnp.where(seen.pairs, scores, 0).astype(dtype)
         earlier = _where(seen.reaches, product(row, past, ACROSS), 0)
         rows[head] = product(scores, values, PLAIN) + earlier
-        lost.append(jnp.where(_ones(plan, rows, head) < LOST, 1.0, 0.0))
+        least = 0.0 if plan.given else LOST
+        lost.append(jnp.where(_ones(plan, rows, head) < least, 1.0, 0.0))
         if seen.sees is not None:
             lost[head] *= seen.sees
         new = product(values, weights.joining.astype(dtype), TURNED)
@@ -256,7 +259,7 @@ def _forward(
 
     def rescue(head: int, seen: Seen, query: Array, key: Array, t) -> None:
         own, past = _exactly(t, seen, query, key, highest[head : head + 1, :])
-        values = _beside(plan, given.value[...], head, 1).astype(jnp.float32)
+        values = _values(plan, given, head).astype(jnp.float32)
         near = (own.sum(axis=-1, keepdims=True) * values).sum(axis=0, keepdims=True)
         past = jnp.broadcast_to(past, (8, plan.features))
         earlier = product(past, before[head].astype(jnp.float32), ACROSS)
@@ -269,7 +272,7 @@ def _forward(
         scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
         results.append(rows[head] * scale)
         blocks.write_row(inverse, head, jnp.where(lost[head] > 0, -scale, scale))
-    output[...] = _joined(plan, results).astype(output.dtype)
+    output[...] = _joined(plan, results, plan.value_size).astype(output.dtype)
 
 
 def _ones(plan: Plan, rows: Any, head: int) -> Float[Array, "c 1"]:
@@ -301,15 +304,17 @@ def _backward(
         grown[...] = jnp.zeros_like(grown)
 
     seen, exponents = _seen(given), _exponents(plan, given)
-    both = change[...].astype(jnp.float32) * output[...].astype(jnp.float32)
+    turned = change[...].astype(jnp.float32) * output[...].astype(jnp.float32)
     scales, changes = [], []
     for head in range(plan.packed):
         query, key = _of_head(plan, seen, exponents, head)
-        weights = _weights(seen, query, key, highest[head : head + 1, :])
-        values = _beside(plan, given.value[...], head, 1)
+        weights = _weights(plan, seen, query, key, highest[head : head + 1, :])
+        values = _values(plan, given, head)
         dtype, past = values.dtype, _faded(before[head], weights.fade)
-        along = _own(plan, both, head).sum(axis=-1, keepdims=True) / plan.ones
-        changes.append(_beside(plan, change[...].astype(jnp.float32), head, -along))
+        along = _own(plan, turned, head).sum(axis=-1, keepdims=True)
+        own = _beside(plan, change[...].astype(jnp.float32), head, 0)
+        lane = jax.lax.broadcasted_iota(jnp.int32, own.shape, 1)
+        changes.append(jnp.where(lane == plan.lane_of_ones(head), -along, own))
         read = _where(seen.reaches, changes[head], 0).astype(dtype)
         grow = changes[head].astype(dtype)
         scales.append(column(inverse[head : head + 1, :]))
@@ -319,11 +324,14 @@ def _backward(
         pairs = product(grow, values, ACROSS)
         pairs = jnp.where(seen.pairs, pairs, 0).astype(dtype)
         later = grown[head].astype(dtype)
-        query_change[head] = weighed * (
-            product(pairs, keys, PLAIN) + product(read, past, PLAIN)
-        )
+        both = product(pairs, keys, PLAIN) + product(read, past, PLAIN)
         near, far = product(pairs, row, TURNED), product(values, later, PLAIN)
-        key_change[head] = near * weights.key + far * weights.joining
+        if plan.given:
+            query_change[head] = both * scales[head]
+            key_change[head] = near + _where(seen.joins, far, 0)
+        else:
+            query_change[head] = both * weighed
+            key_change[head] = near * weights.key + far * weights.joining
         value_change[head] = product(scores, grow, TURNED) + product(
             weights.joining.astype(dtype), later, ACROSS
         )
@@ -333,7 +341,7 @@ def _backward(
     def rescue(head: int, seen: Seen, query: Array, key: Array, t) -> None:
         state = before[head].astype(jnp.float32)
         own, past = _exactly(t, seen, query, key, highest[head : head + 1, :])
-        values = _beside(plan, given.value[...], head, 1).astype(jnp.float32)
+        values = _values(plan, given, head).astype(jnp.float32)
         grow = _pick(changes[head], t) * -_pick(scales[head], t)
         pairs = own * (values * grow).sum(axis=-1, keepdims=True)
         first = jax.lax.broadcasted_iota(jnp.int32, (8, plan.width), 0) == 0
@@ -347,7 +355,12 @@ def _backward(
 
     _each_lost(plan, given, [jnp.where(x < 0, 1.0, 0.0) for x in scales], rescue)
     values = [value_change[head] for head in range(plan.packed)]
-    value_out[...] = _joined(plan, values).astype(value_out.dtype)
+    value_out[...] = _joined(plan, values, plan.value_size).astype(value_out.dtype)
+    if plan.given:
+        for out, found in ((query_out, query_change), (key_out, key_change)):
+            parts = [found[head] for head in range(plan.packed)]
+            out[...] = _joined(plan, parts, plan.features).astype(out.dtype)
+        return
     query_out[...] = _from_exponents(plan, given, query_change).astype(query_out.dtype)
     key_grown = _from_exponents(plan, given, key_change)
     for head in range(plan.packed):
@@ -358,7 +371,10 @@ def _backward(
 
 
 def _exponents(plan: Plan, given: Operands) -> list[Float[Array, "c P*M"]]:
-    """Of the features of queries and of keys, to base 2, packed heads side by side."""
+    """Of the features of queries and of keys, to base 2, packed heads side by side; or
+    the features that are given."""
+    if given.rows is None:
+        return [given.query[...], given.key[...]]
     query, key = (
         _sum(product(x[...], y, ACROSS) for y in _parts(given)) + given.offset[...]
         for x in (given.query, given.key)
@@ -376,6 +392,8 @@ def _of_head(
     plan: Plan, seen: Seen, exponents: list[Array], head: int
 ) -> list[Float[Array, "c M"]]:
     """Its exponents, those of hidden keys −∞."""
+    if plan.given:
+        return [_own(plan, x, head) for x in exponents]
     query, key = (x[:, plan.of_head(head)] for x in exponents)
     return [query, _where(seen.visible, key, -jnp.inf)]
 
@@ -397,8 +415,11 @@ def _sum(parts: Iterable[Array]) -> Array:
     return reduce(jnp.add, parts)
 
 
-def _weights(seen: Seen, query: Array, key: Array, old: Array) -> Weights:
+def _weights(plan: Plan, seen: Seen, query: Array, key: Array, old: Array) -> Weights:
     """All but those of `joining` refer to the highest exponent in the chunk."""
+    if plan.given:
+        same, joining = jnp.ones_like(old), _where(seen.joins, key, 0)
+        return Weights(query, key, same, joining, old, _where(seen.keeps, same, 0))
     highest = jnp.maximum(old, jnp.ceil(key.max(axis=0, keepdims=True)))
     raised = query + highest
     row = jnp.exp2(raised - raised.max(axis=-1, keepdims=True))
@@ -441,6 +462,9 @@ def _each_lost(
     plan: Plan, given: Operands, lost: list[Float[Array, "c 1"]], rescue: Any
 ) -> None:
     """rescue(head, seen, query, key, t) for each lost row t of each head."""
+
+    if plan.given:
+        return
 
     @pl.when(_sum(lost).max() > 0)
     def _():
@@ -492,6 +516,12 @@ def _own(plan: Plan, x: Array, head: int) -> Array:
     return x if plan.packed == 1 else jnp.where(_is_own(plan, x.shape, head), x, 0)
 
 
+def _values(plan: Plan, given: Operands, head: int) -> Float[Array, "c w"]:
+    """With ones beside them, in the dtype of the operands of products."""
+    value = given.value[...]
+    return _beside(plan, value.astype(plan.dtype(value)), head, 1)
+
+
 def _beside(plan: Plan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
     """The values of a head, and `other` in the lanes beside them."""
     if plan.packed > 1:
@@ -500,20 +530,22 @@ def _beside(plan: Plan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
     return jnp.concatenate([x, tile], axis=1)
 
 
-def _joined(plan: Plan, heads: list[Array]) -> Array:
+def _joined(plan: Plan, heads: list[Array], size: int) -> Array:
     """The values of packed heads, each from its own lanes."""
     if plan.packed == 1:
-        return heads[0][:, : plan.value_size]
+        return heads[0][:, :size]
     return _sum(_own(plan, x, i) for i, x in enumerate(heads))
 
 
 def _products(
     plan: Plan, operands: Operands, *, exponents: int, square: int, state: int
 ) -> int:
-    """Multiply-adds of a token and head, in whole tiles."""
+    """Multiply-adds of a token and head, in whole tiles; float32 ones count as six."""
     lanes = LANES if plan.packed > 1 else plan.head_size
-    features = exponents * operands.rows.shape[0] * lanes + square * plan.block
-    return plan.features * (features + state * plan.width)
+    parts = 0 if operands.rows is None else operands.rows.shape[0]
+    features = exponents * parts * lanes + square * plan.block
+    passes = 6 if plan.dtype(operands.value) == jnp.float32 else 1
+    return passes * plan.features * (features + state * plan.width)
 
 
 def _cost(plan: Plan, products: int, arrays: list) -> pl.CostEstimate:

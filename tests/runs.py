@@ -56,7 +56,7 @@ def environment() -> dict[str, str]:
 
 
 def reserve_port() -> int:
-    """A port that the kernel gives to nobody else, and that its number opens.
+    """The number of a port that the kernel gives to no other process.
 
     A socket that is bound and does not listen keeps it, until this process ends.
     Addresses that may be reused, as a server's, do not stand in each other's way.

@@ -152,7 +152,10 @@ def checked_window(who: str, window: Any) -> tuple[int | None, int | None]:
     pair = window if isinstance(window, tuple) else (window, window)
     least = 0 if isinstance(window, tuple) else 1
     numbers = [x for x in pair if x is not None]
-    known = all(isinstance(x, int | np.integer) and x >= least for x in numbers)
+    known = all(
+        isinstance(x, int | np.integer) and not isinstance(x, bool) and x >= least
+        for x in numbers
+    )
     if len(pair) != 2 or not known:
         raise ValueError(
             f"{who}: window must be (left, right), numbers of keys or None, or one "

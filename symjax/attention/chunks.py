@@ -20,7 +20,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import check, check_axis, shown_state
-from symjax.attention.masks import visible_keys
+from symjax.attention.masks import starts, visible_keys
 from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.shards import choose, segment_runs_over, segment_state_before
 
@@ -89,7 +89,7 @@ class Recurrence(Stretches, Protocol):
         ...
 
     def may_stand_side_by_side(self, state: Any, chunk: Chunk) -> bool:
-        """Whether chunks may be one product: none takes a way of its own by its data
+        """Whether chunks may be one product: none branches by its data
         (`jax.lax.cond`), and memory holds what all of them need at once."""
         ...
 
@@ -238,11 +238,6 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:
         segment,
         None if segment is None else starts(segment),
     )
-
-
-def starts(segment: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """The first tokens of segments; that of all time goes on from the state."""
-    return segment != jnp.concatenate([segment[:, :1], segment[:, :-1]], axis=1)
 
 
 def heads_last(rows: Float[Array, "B K G T V"], dtype: Any) -> Float[Array, "B T N V"]:

@@ -80,7 +80,7 @@ def cosine_causal(
             goes on with the first run of `segment_ids`.
         segment_ids: the sums start anew wherever the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch. Devices tell each other their states.
+            array is a device's own stretch. Devices exchange their states.
     Returns:
         The output, and the state after the last token if `return_state`.
     Raises:

@@ -131,7 +131,7 @@ def delta_causal(
             goes on with the first run of `segment_ids`.
         segment_ids: the state starts anew wherever the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch. Devices tell each other their states and
+            array is a device's own stretch. Devices exchange their states and
             what their tokens do to a state, [H H] a head.
     Returns:
         The output, and the state after the last token if `return_state`.

@@ -1,4 +1,12 @@
-"""Differential attention: one map minus λ times another, over any mechanism."""
+"""Differential attention: one map minus λ times another, over any mechanism.
+
+    def differential(q, k, v, lam):          # one head: q, k [2 T H], v [T V]; causal
+        weights = np.tril(np.exp(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])))
+        one, two = weights / weights.sum(axis=-1, keepdims=True)
+        return (one - lam * two) @ v
+
+Mechanisms that form no maps have their two outputs subtracted instead.
+"""
 
 import math
 from collections.abc import Callable

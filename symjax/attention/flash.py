@@ -98,8 +98,8 @@ def flash_causal(
         state: from `flash_state`, `flash_step` or an earlier call, of the same group
             size. Its last segment goes on with the first run of `segment_ids`.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch, of whole groups. Devices tell each other
-            their sums.
+            array is a device's own stretch, of whole groups. Devices exchange their
+            sums.
     Returns:
         The output, and the state after the last visible token if `return_state`.
     Raises:

@@ -1,5 +1,9 @@
 """The attention of gated attention units: squared ReLU, not normalised.
 
+    def gau(q, k, v, divisor):               # one head: q, k [T H], v [T V]
+        scores = q @ k.T / np.sqrt(q.shape[-1])
+        return np.maximum(scores, 0) ** 2 / divisor @ v
+
 The weight of a pair is relu²(score) over a divisor. Published codes differ in that
 divisor by factors of n, so it is always given. It stands outside the square, where a
 divisor n makes the sum over n keys a mean; inside it would be the root, as

@@ -20,12 +20,12 @@ from symjax.attention.chunks import (
     heads_last,
     layout,
     scan,
-    starts,
     state_before,
     sum_dtype,
     through_segments,
 )
 from symjax.attention.gau import SquaredReLU
+from symjax.attention.masks import starts
 from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.scores import ScoreMechanism
 

@@ -44,11 +44,11 @@ from symjax.attention.chunks import (
     heads_last,
     layout,
     scan,
-    starts,
     sum_dtype,
     through_segments,
 )
 from symjax.attention.features import Features, LogFeatures
+from symjax.attention.masks import starts
 from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.rescue import exact_weights, finite, largest_exponent
 

@@ -123,7 +123,7 @@ def performer_causal(
             on with the first run of `segment_ids`.
         segment_ids: the sums start anew wherever the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch. Devices tell each other their states.
+            array is a device's own stretch. Devices exchange their states.
     Returns:
         The output, and the state after the last token if `return_state`.
     Raises:
@@ -219,8 +219,8 @@ def _recurrence(
             f"key {key.shape}, got {projection.shape}"
         )
     scale = 1 / math.sqrt(size) if scale is None else scale
-    if not isinstance(scale, Tracer) and not scale > 0:
-        raise ValueError(f"{who}: scale must be positive, got {scale}")
+    if not isinstance(scale, Tracer) and not 0 < scale < math.inf:
+        raise ValueError(f"{who}: scale must be positive and finite, got {scale}")
     random = RandomFeatures(projection, jnp.asarray(scale))
     if features in KINDS:
         return recurrence, _adapted(who, random, size, statistics)

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import Tokens, attend_causal, starts
+from symjax.attention.chunks import Tokens, attend_causal
 from symjax.attention.features import RandomFeatures
 from symjax.attention.kernels import performer as kernels
 from symjax.attention.kernels.blocks import LANES, LOG2E
 from symjax.attention.kernels.performer import EMPTY, Operands, Plan
-from symjax.attention.masks import only_seen, segment_runs, visible_keys
+from symjax.attention.masks import only_seen, segment_runs, starts, visible_keys
 from symjax.attention.meshes import backend, on_any_mesh, on_one_device
 from symjax.attention.normalised import Normalised
 

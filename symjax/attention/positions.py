@@ -1,6 +1,7 @@
 """Positions: rotary, sinusoidal, and linear biases (ALiBi)."""
 
 import math
+import operator
 from functools import partial
 
 import jax
@@ -161,7 +162,7 @@ def alibi_bias(
     """
     slopes = jnp.asarray(heads)
     if slopes.ndim == 0:
-        slopes = alibi_slopes(int(heads))
+        slopes = alibi_slopes(operator.index(heads))
     own = keys[-1:] if rows is None else rows
     for name, array in (("slopes", slopes), ("keys", keys), ("rows", own)):
         if array.ndim != 1:

@@ -5,7 +5,7 @@ rows where a later key is e⁴⁶ times larger than all that they see. Here each
 to its own running maximum. Pairs are split as in a merge sort: at each level the second
 half of a block looks at the first half, through the running maximum at the boundary.
 Keys of the first half lie below it, and it lies below the maxima of the second half:
-all factors are at most 1. log₂ T levels, each as dear as the chunk itself.
+all factors are at most 1. log₂ T levels, each at the cost of the chunk itself.
 
 Only features with exponents come here, and only if a row was lost.
 """

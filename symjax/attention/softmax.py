@@ -1,4 +1,12 @@
-"""Softmax attention, the measure of all the others."""
+"""Softmax attention, the measure of all the others.
+
+    def softmax(q, k, v):                    # one head: q, k [T H], v [T V]; causal
+        scores = q @ k.T / np.sqrt(q.shape[-1])
+        weights = np.tril(np.exp(scores))
+        return weights @ v / weights.sum(axis=-1, keepdims=True)
+
+Without causality there is no `np.tril`.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,11 @@
 """Sparse attention: sparsemax and entmax-1.5, whose weights are often exactly zero.
 
+    def sparsemax(q, k, v):                  # one head: q, k [T H], v [T V]
+        scores = q @ k.T / np.sqrt(q.shape[-1])
+        ordered = np.sort(scores)[:, ::-1]                 # the n largest weigh, for
+        τ = (np.cumsum(ordered, axis=-1) - 1) / np.arange(1, len(k) + 1)
+        return np.maximum(scores - τ.max(axis=-1, keepdims=True), 0) @ v
+
 Both are powers of what a score has above its row's threshold τ, with τ such that the
 weights sum to one: [z − τ]₊ is sparsemax, [z/2 − τ]₊² is entmax-1.5, and softmax is
 the limit of the family. So both share one function of the power, 1 or 2.

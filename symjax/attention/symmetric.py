@@ -1,4 +1,11 @@
-"""Symmetric attention: keys made from the queries."""
+"""Symmetric attention: keys made from the queries.
+
+    def symmetric(q, v, U):                  # one head: q [T H], v [T V], U [H H]
+        weights = np.exp(q @ (q @ U.T).T / np.sqrt(q.shape[-1]))
+        return weights @ v / weights.sum(axis=-1, keepdims=True)
+
+U is the identity where keys are the queries themselves.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's harness on a model of ours.
+"""Tasks of EleutherAI's harness on a symjax model.
 
 python -m symjax.evaluation.harness --workdir runs/gpt --tasks lambada_openai,piqa
 """

@@ -1,4 +1,4 @@
-"""A model of ours as EleutherAI's harness (lm_eval) asks for one."""
+"""A symjax model as EleutherAI's harness (lm_eval) asks for one."""
 
 import math
 from typing import Any

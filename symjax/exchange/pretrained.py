@@ -87,7 +87,7 @@ def save_pretrained(
 
 
 def load_pretrained(folder: str | Path) -> Loaded:
-    """The model of a folder of `save_pretrained`, ours or that of transformers.
+    """The model of a folder of `save_pretrained`, symjax's or that of transformers.
 
     The tokenizer of a Llama, DiffLlama or GPT-2 that transformers wrote is the
     tokenizer.json beside it; without one, `logits` and `losses` take token ids.

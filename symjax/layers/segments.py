@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.masks import starts
 from symjax.layers.sharded import Operand
 
 
@@ -22,9 +23,8 @@ class Segments(NamedTuple):
 
 def segments_of(ids: Int[Array, "B T"]) -> Segments:
     places = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
-    before = jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
-    starts = jax.lax.cummax(jnp.where(ids != before, places, 0), axis=1)
-    return Segments(ids, places - starts)
+    first = jax.lax.cummax(jnp.where(starts(ids), places, 0), axis=1)
+    return Segments(ids, places - first)
 
 
 def places(x: Float[Array, "B T D"], segments: Segments | None) -> Int[Array, "#B T"]:

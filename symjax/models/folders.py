@@ -26,7 +26,7 @@ from symjax.models.hf_weights import flat, nested
 
 FAMILIES = {family.model_type: family for family in (LLAMA, DIFFLLAMA, GPT2)}
 SETTINGS, OWN = "config.json", "symjax.json"
-# Keys of ours that change no function of a trained model.
+# Configuration keys that change no function of a trained model.
 FREE = ("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length")
 FREE_OF_ATTENTION = ("implementation", "chunk_size")
 
@@ -51,7 +51,7 @@ def is_folder(directory: Path) -> bool:
 
 
 def read_folder(directory: str | Path) -> Folder:
-    """A folder that `save_pretrained` wrote, ours or that of transformers.
+    """A folder that `save_pretrained` wrote, symjax's or that of transformers.
 
     Raises:
         ValueError: a file is missing or damaged, a setting is one that the decoder does

@@ -67,8 +67,8 @@ def generate(
         raise ValueError(f"temperature must be 0 or above, got {temperature}")
     if not isinstance(top_p, Tracer) and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be 0 or above, got {top_k}")
+    if top_k < 0 or top_k != int(top_k):
+        raise ValueError(f"top_k must be a whole number, 0 or above, got {top_k}")
     graph, weights = nnx.split(model)
     chosen = jnp.float32(temperature), jnp.float32(top_p)
     fixed = graph, count, int(top_k), tuple(map(int, stop))

@@ -104,9 +104,7 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
             f"they are extended: optimizer.schedule=wsd needs a number of steps, "
             f"for instance {math.ceil(warmup * length)}"
         )
-    warmup, cooldown = (
-        round(x * length if x < 1 else x) for x in (warmup, options.cooldown)
-    )
+    warmup, cooldown = (_steps(x, length) for x in (warmup, options.cooldown))
     match options.schedule:
         case "cosine_decay_schedule":
             return optax.cosine_decay_schedule(peak, length, alpha=options.final)
@@ -146,19 +144,36 @@ def _warmup_stable_decay(
 def schedule_change(
     saved: config.Config, options: config.Config, taken: int
 ) -> str | None:
-    """One line where other `steps` change the learning rate of the next step.
+    """One line where other `steps` change the learning rate of a step to come.
+
+    It names the step that both have and where the rates differ most. That wsd decays
+    later with more steps is no change.
 
     Args:
         taken: the steps that the schedule has made.
     """
-    rates = [schedule(each.optimizer, each.steps)(taken) for each in (saved, options)]
-    old, new = map(float, np.asarray(rates))
-    if math.isclose(old, new, rel_tol=1e-5, abs_tol=1e-30):
+    last = min(saved.steps, options.steps)
+    if options.optimizer.schedule == "wsd" and options.steps > saved.steps:
+        last -= _steps(options.optimizer.cooldown, last)
+    ahead = np.unique(np.linspace(taken, max(taken, last - 1), 1000).astype(int))
+    old, new = (
+        np.broadcast_to(schedule(each.optimizer, each.steps)(ahead), ahead.shape)
+        for each in (saved, options)
+    )
+    change = np.abs(new - old) / np.maximum(np.maximum(old, new), 1e-30)
+    most = int(change.argmax())
+    if change[most] < 1e-5:
         return None
     return (
-        f"learning rate of the next step: {new:.3g} with steps {options.steps}, was "
-        f"{old:.3g} with steps {saved.steps} (optimizer.schedule=wsd can be extended)"
+        f"learning rate of step {ahead[most] + 1}: {new[most]:.3g} with steps "
+        f"{options.steps}, was {old[most]:.3g} with steps {saved.steps} "
+        "(optimizer.schedule=wsd can be extended)"
     )
+
+
+def _steps(given: float, length: int) -> int:
+    """A number of steps, or below 1 a share of all."""
+    return round(given * length if given < 1 else given)
 
 
 class Guarded(NamedTuple):

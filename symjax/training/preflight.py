@@ -274,7 +274,7 @@ def use_compile_cache() -> None:
 
 
 def _memory_of_a_device() -> float:
-    """Bytes; infinite where nobody knows."""
+    """Bytes; infinite where the platform does not tell."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit:

@@ -22,9 +22,29 @@ def draw(*shape, seed):
 Q, K, VALUE = draw(T, H, seed=0), draw(T, H, seed=1), draw(T, V, seed=2)
 LQ, LK, W = draw(T, H, seed=3), draw(T, H, seed=4), draw(M, H, seed=5)
 G, BETA = -np.abs(draw(T, seed=6)), np.random.default_rng(7).uniform(0, 2, T)
+METRIC = draw(H, H, seed=8)
 UNIT = K / np.linalg.norm(K, axis=-1, keepdims=True)
 # File → the arguments of its code, and the public function with its own.
 CASES = {
+    "softmax": (
+        (Q, K, VALUE),
+        lambda heads: A.softmax(*heads(Q, K, VALUE), is_causal=True),
+    ),
+    "differential": (
+        (np.stack([Q, LQ]), np.stack([K, LK]), VALUE, 0.4),
+        lambda heads: A.differential(
+            *(np.concatenate(heads(*x), axis=2) for x in ((Q, LQ), (K, LK))),
+            *heads(VALUE),
+            0.4,
+            is_causal=True,
+        ),
+    ),
+    "symmetric": (
+        (Q, VALUE, METRIC),
+        lambda heads: A.symmetric(*heads(Q, VALUE), metric=METRIC[None]),
+    ),
+    "gau": ((Q, K, VALUE, 5.0), lambda heads: A.gau(*heads(Q, K, VALUE), divisor=5.0)),
+    "sparse": ((Q, K, VALUE), lambda heads: A.sparsemax(*heads(Q, K, VALUE))),
     "linear": (
         (Q, K, VALUE, lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))),
         lambda heads: A.linear_causal(*heads(Q, K, VALUE)),
@@ -60,7 +80,7 @@ CASES = {
 
 
 def code_of(file):
-    """The function in the docstring of a file of the ground, compiled."""
+    """The function in the docstring of a file of symjax.attention, compiled."""
     module = import_module(f"symjax.attention.{file}")
     block = re.search(r"\n\n((?:    .*\n)+)", module.__doc__)
     names = {"np": np}

@@ -308,9 +308,7 @@ def test_other_steps_that_change_the_learning_rate_are_said(text, workdir, capsy
     for more, said in ((4, 0), (8, 1)):
         assert train(text, workdir, steps=more, **fixed) == 0
         lines = capsys.readouterr().err.splitlines()
-        assert sum(line.startswith("learning rate of the next") for line in lines) == (
-            said
-        )
+        assert sum(line.startswith("learning rate of step") for line in lines) == said
     assert any("0.004 with steps 8, was 0.0004 with steps 4" in line for line in lines)
 
 

@@ -207,16 +207,22 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
 
     linear = {"schedule": "linear_schedule", "final": 0.1}
     assert line(60, 300, 60, **linear) == (
-        "learning rate of the next step: 0.082 with steps 300, was 0.01 with steps 60 "
+        "learning rate of step 61: 0.082 with steps 300, was 0.01 with steps 60 "
         "(optimizer.schedule=wsd can be extended)"
     )
-    assert "0.055 with steps 100, was 0.0775 with steps 200" in line(
-        200, 100, 50, **linear
+    assert line(200, 100, 50, **linear).startswith(
+        "learning rate of step 100: 0.0109 with steps 100, was 0.0554 with steps 200"
     )
+    warmed = {"schedule": "warmup_cosine_decay_schedule", "warmup": 20}
+    for taken in (1, 10, 20):  # in the warm-up of both the rates are alike
+        assert "step 60: " in line(60, 300, taken, **warmed)
     assert line(60, 300, 30, **linear, decay_steps=60) is None
     assert line(60, 300, 30, schedule="constant_schedule") is None
     assert line(60, 300, 48, schedule="wsd") is None
     assert "0.1 with steps 300" in line(60, 300, 49, schedule="wsd")
+    assert "step 100: 0.0145 with steps 100, was 0.1" in line(
+        300, 100, 50, schedule="wsd"
+    )
 
 
 def test_decay_steps_take_the_place_of_the_steps_of_the_run():

@@ -3,24 +3,26 @@
     PYTHONPATH=tests python -m pytest -p cpu_times -m "" -n auto --dist loadfile
 
 The tests of that file run by `pytest -m slow` only. These are the tests that take more
-than a second of processor time, setting up included, but for the cheapest case of each
-function where that takes less than four, and for those marked `always`. Tests that are
-marked `slow` in their file stay out of it. Tests that were not run keep their line.
+than 0.6 seconds of processor time, setting up included, but for the cheapest case of
+each function where that takes less than 2.5, and for those marked `always`. Tests that
+are marked `slow` in their file stay out of it. Tests that were not run keep their line.
 """
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parent / "slow.txt"
-LIMIT, CHEAPEST = 1.0, 4.0  # seconds
+FILE = Path(__file__).resolve().parent / "slow.txt"
+LIMIT, CHEAPEST = 0.6, 2.5  # seconds
 KEY = "cpu seconds"
 MARKS = "slow", "always"
 
 
-def listed() -> set[str]:
-    return set(FILE.read_text(encoding="utf-8").splitlines())
+@cache
+def listed() -> frozenset[str]:
+    return frozenset(FILE.read_text(encoding="utf-8").splitlines())
 
 
 def slow(seconds: dict[str, float]) -> set[str]:

@@ -1,6 +1,6 @@
 """What products of bfloat16 operands cost causal attention of linear time: errors.
 
-    python benchmarks/precision.py [--only performer] [--length 256]
+    python benchmarks/precision.py [--length 256]
 
 On the CPU, kernels interpreted, with normal inputs of head size 64. All errors are
 ‖found − wanted‖ / ‖wanted‖ against float64 of inputs that are not rounded; of the

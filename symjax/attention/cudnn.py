@@ -56,7 +56,7 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     try:  # as in training, where it serves less
         attend = partial(_attend, rule, known)
         jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[0], *operands[:3])
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except (NotImplementedError, RuntimeError) as error:  # jax.nn on what cuDNN lacks
         return str(error).splitlines()[0]
     return None
 

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import features as maps
-from symjax.attention import performer_fused
-from symjax.attention.checks import check, check_mask
-from symjax.attention.chunks import Tokens, attend_causal, attend_step
+from symjax.attention.checks import check_mask
+from symjax.attention.chunks import Tokens, attend_step
 from symjax.attention.masks import only_seen, visible_keys
 from symjax.attention.normalised import LinearState, Normalised, attend
+from symjax.attention.performer_fused import Choice, attend_causal_or_fused
 
 FeatureFunction = Callable[[Array], Array]
 
@@ -111,23 +111,11 @@ def linear_causal(
     who = "linear_causal"
     recurrence = _recurrence(who, features)
     query, key = _mapped(who, features, query, key, mask)
-    if state is None and not return_state and axis_name is None:
-        check(who, query, key, value, mask, segment_ids, causal=True)
-        tokens = Tokens(query, key, value, (), mask, segment_ids)
-        if performer_fused.served(features, tokens, None):
-            choice = performer_fused.Choice(who, features, recurrence, chunk_size)
-            return performer_fused.by_platform(choice, tokens, None)[0]
-    return attend_causal(
-        who,
-        recurrence,
-        query,
-        key,
-        value,
-        mask,
-        chunk_size=chunk_size,
+    return attend_causal_or_fused(
+        Choice(who, features, recurrence, chunk_size),
+        Tokens(query, key, value, (), mask, segment_ids),
         state=state,
         return_state=return_state,
-        segment_ids=segment_ids,
         axis_name=axis_name,
     )
 

@@ -25,11 +25,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention import performer_fused
-from symjax.attention.checks import check
-from symjax.attention.chunks import Tokens, attend_causal, attend_step
+from symjax.attention.chunks import Tokens, attend_step
 from symjax.attention.features import RANDOM, RandomFeatures, named
 from symjax.attention.normalised import LinearState, Normalised, attend
+from symjax.attention.performer_fused import Choice, attend_causal_or_fused
 from symjax.attention.projections import (
     KINDS,
     Statistics,
@@ -134,24 +133,12 @@ def performer_causal(
     who = "performer_causal"
     given = features, query, key, projection, scale, statistics
     recurrence, random = _recurrence(who, *given)
-    if state is None and not return_state and axis_name is None:
-        check(who, query, key, value, mask, segment_ids, causal=True)
-        tokens = Tokens(query, key, value, (), mask, segment_ids)
-        if performer_fused.served(features, tokens, random):
-            choice = performer_fused.Choice(who, features, recurrence, chunk_size)
-            return performer_fused.by_platform(choice, tokens, random)[0]
-    return attend_causal(
-        who,
-        recurrence,
-        query,
-        key,
-        value,
-        mask,
-        parameters=random,
-        chunk_size=chunk_size,
+    return attend_causal_or_fused(
+        Choice(who, features, recurrence, chunk_size),
+        Tokens(query, key, value, (), mask, segment_ids),
+        random,
         state=state,
         return_state=return_state,
-        segment_ids=segment_ids,
         axis_name=axis_name,
     )
 

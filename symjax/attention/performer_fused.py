@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.checks import check
 from symjax.attention.chunks import Tokens, attend_causal
 from symjax.attention.features import RandomFeatures
 from symjax.attention.kernels import performer as kernels
@@ -53,6 +54,42 @@ class Choice(NamedTuple):
         )
 
 
+def attend_causal_or_fused(
+    choice: Choice,
+    tokens: Tokens,
+    random: RandomFeatures | None = None,
+    *,
+    state: Any = None,
+    return_state: bool = False,
+    axis_name: str | None = None,
+) -> Any:
+    """`attend_causal` of these tokens, by the kernels where they serve.
+
+    Raises:
+        ValueError: as `attend_causal`.
+    """
+    query, key, value, _, mask, segment_ids = tokens
+    whole = state is None and not return_state and axis_name is None
+    if whole and backend() == "tpu":
+        check(choice.who, query, key, value, mask, segment_ids, causal=True)
+        if served(choice.features, tokens, random):
+            return _by_platform(choice, tokens, random)[0]
+    return attend_causal(
+        choice.who,
+        choice.recurrence,
+        query,
+        key,
+        value,
+        mask,
+        parameters=random,
+        chunk_size=choice.chunk_size,
+        state=state,
+        return_state=return_state,
+        segment_ids=segment_ids,
+        axis_name=axis_name,
+    )
+
+
 def served(features: Any, tokens: Tokens, random: RandomFeatures | None) -> bool:
     """Whether the kernels may run, on a TPU."""
     return (
@@ -67,7 +104,7 @@ def served(features: Any, tokens: Tokens, random: RandomFeatures | None) -> bool
 
 
 @on_any_mesh(1)
-def by_platform(
+def _by_platform(
     choice: Choice, tokens: Tokens, random: RandomFeatures | None
 ) -> tuple[Float[Array, "B T N V"], tuple]:
     output = jax.lax.platform_dependent(

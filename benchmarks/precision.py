@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax import attention
-from symjax.attention import performer_fused
 from symjax.attention.chunks import Tokens
 from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.normalised import Normalised
+from symjax.attention.performer_fused import FusedFeatures
 
 HEADS, SIZE, FEATURES = 2, 64, 256
 SCALES = 0.5, 1, 2, 4, 8
@@ -91,9 +91,9 @@ def scan(rows: Any, *arrays: Any) -> Any:
 
 def kernel(rows: Any, *arrays: Any) -> Any:
     recurrence = Normalised(RANDOM["positive"])
-    choice = performer_fused.Choice("", "positive", recurrence, 128, interpret=True)
+    fused = FusedFeatures("positive", recurrence, 128, interpret=True)
     random = RandomFeatures(rows, jnp.float32(SIZE**-0.5))
-    return performer_fused.attend(choice, Tokens(*arrays), random)
+    return fused.attend(Tokens(*arrays), random)
 
 
 def graded(attend: Callable, rows: Any, arrays: Arrays, weigh: np.ndarray) -> Arrays:

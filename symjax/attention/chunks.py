@@ -8,7 +8,16 @@ On accelerators the chunks of 4096 tokens stand side by side where they can, and
 multiple of 128 tokens long.
 
 A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
-taken and given, masks, segments, and time that is split over a mesh axis.
+taken and given, masks, segments, and time that is split over a mesh axis. It may bring
+a kernel for TPUs, which takes the place of the chunks where
+
+- no state is given or wanted, and time is not split over devices;
+- there are at least 128 tokens of bfloat16 or float32, in heads of at most 256;
+- a TPU is in sight, and the call is of one device alone: in a `jax.shard_map`, as
+  layers under a mesh make it, or where there is but one. XLA cannot split a kernel;
+- the kernel serves the arguments.
+
+What runs is then decided where the program is lowered.
 """
 
 from functools import partial
@@ -21,13 +30,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.masks import starts, visible_keys
-from symjax.attention.meshes import on_any_mesh, vary_alike
+from symjax.attention.meshes import (
+    backend,
+    on_any_mesh,
+    on_one_device,
+    vary_alike,
+)
 from symjax.attention.shards import choose, segment_runs_over, segment_state_before
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 TILE = 128  # accelerators multiply by tiles of so many rows
 STRETCH = 4096  # tokens whose chunks are handled side by side: this bounds the memory
+LARGEST_HEAD = 256  # that kernels serve
 
 
 class Tokens(NamedTuple):
@@ -94,6 +109,18 @@ class Recurrence(Stretches, Protocol):
         ...
 
 
+class Kernel(Protocol):
+    """A mechanism on TPUs, without chunks. Hashable."""
+
+    def serves(self, tokens: Tokens, parameters: Any) -> bool:
+        """Whether it may run; the engine has looked at devices and sizes."""
+        ...
+
+    def attend(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
+        """The output of `attend_causal`."""
+        ...
+
+
 def attend_causal(
     who: str,
     recurrence: Recurrence,
@@ -109,21 +136,59 @@ def attend_causal(
     return_state: bool = False,
     segment_ids: Array | None = None,
     axis_name: str | None = None,
+    kernel: Kernel | None = None,
 ) -> Any:
     """Every query sees the visible tokens of its segment up to its own.
 
     Args:
         operands: more arrays [#B #T K …] that the recurrence takes of each token.
+        kernel: what may take the place of the recurrence.
     """
     check(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
     if chunk_size < 1:
         raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
-    state = _start(who, recurrence, parameters, state, query, key, value)
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
+    alone = state is None and not return_state and axis_name is None
+    state = _start(who, recurrence, parameters, state, query, key, value)
+    if kernel is not None and alone and served(kernel, tokens, parameters):
+        by_chunks = recurrence, chunk_size
+        return _on_kernel(kernel, *by_chunks, tokens, parameters, state)[0]
     static = recurrence, chunk_size, axis_name
     output, state = _causal(*static, tokens, parameters, state)
     return (output, state) if return_state else output
+
+
+def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
+    """Whether a call of these tokens is for the kernel, on a TPU."""
+    query, key, value = tokens[:3]
+    return (
+        backend() == "tpu"
+        and on_one_device()
+        and query.shape[1] >= TILE
+        and max(key.shape[3], value.shape[3]) <= LARGEST_HEAD
+        and jnp.result_type(query, key, value) in (jnp.bfloat16, jnp.float32)
+        and kernel.serves(tokens, parameters)
+    )
+
+
+@on_any_mesh(3)
+def _on_kernel(
+    kernel: Kernel,
+    recurrence: Recurrence,
+    chunk_size: int,
+    tokens: Tokens,
+    parameters: Any,
+    state: Any,
+) -> tuple[Float[Array, "B T N V"], tuple]:
+    def by_chunks() -> Array:
+        static = recurrence, chunk_size, None
+        return _causal(*static, tokens, parameters, state)[0]
+
+    output = jax.lax.platform_dependent(
+        tpu=lambda: kernel.attend(tokens, parameters), default=by_chunks
+    )
+    return output, ()
 
 
 def attend_step(

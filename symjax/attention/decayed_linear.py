@@ -25,6 +25,7 @@ from symjax.attention.chunks import (
     einsum,
     sum_dtype,
 )
+from symjax.attention.decayed_fused import FusedDecay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own, until_end
 from symjax.attention.positions import alibi_slopes
 
@@ -95,7 +96,8 @@ def decay_causal(
     Query head n uses key head n // (N/K), whose decay it shares. Sums run in float32
     at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
     O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, or
-    on accelerators one every 4096 tokens.
+    on accelerators one every 4096 tokens. On one TPU a kernel serves decays that
+    differ by token (`decayed_fused`).
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or
@@ -135,6 +137,7 @@ def decay_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
+        kernel=FusedDecay(),
     )
 
 

@@ -20,10 +20,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import features as maps
 from symjax.attention.checks import check_mask
-from symjax.attention.chunks import Tokens, attend_step
+from symjax.attention.chunks import attend_causal, attend_step
 from symjax.attention.masks import only_seen, visible_keys
 from symjax.attention.normalised import LinearState, Normalised, attend
-from symjax.attention.performer_fused import Choice, attend_causal_or_fused
+from symjax.attention.performer_fused import FusedFeatures
 
 FeatureFunction = Callable[[Array], Array]
 
@@ -111,12 +111,19 @@ def linear_causal(
     who = "linear_causal"
     recurrence = _recurrence(who, features)
     query, key = _mapped(who, features, query, key, mask)
-    return attend_causal_or_fused(
-        Choice(who, features, recurrence, chunk_size),
-        Tokens(query, key, value, (), mask, segment_ids),
+    return attend_causal(
+        who,
+        recurrence,
+        query,
+        key,
+        value,
+        mask,
+        chunk_size=chunk_size,
         state=state,
         return_state=return_state,
+        segment_ids=segment_ids,
         axis_name=axis_name,
+        kernel=FusedFeatures(features, recurrence, chunk_size),
     )
 
 

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import Tokens, attend_step
+from symjax.attention.chunks import attend_causal, attend_step
 from symjax.attention.features import RANDOM, RandomFeatures, named
 from symjax.attention.normalised import LinearState, Normalised, attend
-from symjax.attention.performer_fused import Choice, attend_causal_or_fused
+from symjax.attention.performer_fused import FusedFeatures
 from symjax.attention.projections import (
     KINDS,
     Statistics,
@@ -133,13 +133,20 @@ def performer_causal(
     who = "performer_causal"
     given = features, query, key, projection, scale, statistics
     recurrence, random = _recurrence(who, *given)
-    return attend_causal_or_fused(
-        Choice(who, features, recurrence, chunk_size),
-        Tokens(query, key, value, (), mask, segment_ids),
-        random,
+    return attend_causal(
+        who,
+        recurrence,
+        query,
+        key,
+        value,
+        mask,
+        parameters=random,
+        chunk_size=chunk_size,
         state=state,
         return_state=return_state,
+        segment_ids=segment_ids,
         axis_name=axis_name,
+        kernel=FusedFeatures(features, recurrence, chunk_size),
     )
 
 

@@ -1,9 +1,7 @@
-"""Causal Performer and linear attention on TPU kernels: what they serve, and when.
+"""Causal Performer and linear attention on TPU kernels.
 
 They serve `performer_causal` with features that are powers of e, and `linear_causal`
-with features that are never negative, a few by name, without a state given or wanted,
-for 128 tokens or more on one TPU. What runs is decided where the program is lowered:
-the kernels for a TPU, a scan over chunks for any other machine.
+with features that are never negative, a few by name.
 """
 
 from functools import partial
@@ -13,38 +11,50 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check
 from symjax.attention.chunks import Tokens, attend_causal
 from symjax.attention.features import RandomFeatures
 from symjax.attention.kernels import performer as kernels
 from symjax.attention.kernels.blocks import LANES, LOG2E
+from symjax.attention.kernels.lanes import (
+    apart,
+    even,
+    heads_in_a_tile,
+    side_by_side,
+    summed_apart,
+)
 from symjax.attention.kernels.performer import EMPTY, Operands, Plan
 from symjax.attention.masks import only_seen, segment_runs, starts, visible_keys
-from symjax.attention.meshes import backend, on_any_mesh, on_one_device
 from symjax.attention.normalised import Normalised
 
 RANDOM = "favor#", "favor++", "hyperbolic", "positive"
 PLAIN = "elu", "relu", "relu2"
-LARGEST_HEAD = 256
 MOST_FEATURES = 1024
 
 
-class Choice(NamedTuple):
-    """The static half of a call."""
+class FusedFeatures(NamedTuple):
+    """The kernels, as a `Kernel` of the engine. `features` by name, or a function."""
 
-    who: str
-    features: Any  # by name
+    features: Any
     recurrence: Normalised
     chunk_size: int
     block: int = LANES
     interpret: Any = False
 
+    def serves(self, tokens: Tokens, parameters: RandomFeatures | None) -> bool:
+        if parameters is None:
+            return self.features in PLAIN
+        return self.features in RANDOM and self.count(parameters) <= MOST_FEATURES
+
+    def count(self, random: RandomFeatures) -> int:
+        """Hyperbolic features come with both signs."""
+        return random.rows.shape[0] * (1 + (self.features == "hyperbolic"))
+
     def scan(
         self, tokens: Tokens, random: RandomFeatures | None
     ) -> Float[Array, "B T N V"]:
-        """Without kernels: for other machines, and for gradients of projections."""
+        """Without kernels, for gradients of projections."""
         return attend_causal(
-            self.who,
+            "",
             self.recurrence,
             *tokens[:3],
             tokens.mask,
@@ -53,100 +63,31 @@ class Choice(NamedTuple):
             segment_ids=tokens.segment_ids,
         )
 
-
-def attend_causal_or_fused(
-    choice: Choice,
-    tokens: Tokens,
-    random: RandomFeatures | None = None,
-    *,
-    state: Any = None,
-    return_state: bool = False,
-    axis_name: str | None = None,
-) -> Any:
-    """`attend_causal` of these tokens, by the kernels where they serve.
-
-    Raises:
-        ValueError: as `attend_causal`.
-    """
-    query, key, value, _, mask, segment_ids = tokens
-    whole = state is None and not return_state and axis_name is None
-    if whole and backend() == "tpu":
-        check(choice.who, query, key, value, mask, segment_ids, causal=True)
-        if served(choice.features, tokens, random):
-            return _by_platform(choice, tokens, random)[0]
-    return attend_causal(
-        choice.who,
-        choice.recurrence,
-        query,
-        key,
-        value,
-        mask,
-        parameters=random,
-        chunk_size=choice.chunk_size,
-        state=state,
-        return_state=return_state,
-        segment_ids=segment_ids,
-        axis_name=axis_name,
-    )
-
-
-def served(features: Any, tokens: Tokens, random: RandomFeatures | None) -> bool:
-    """Whether the kernels may run, on a TPU."""
-    return (
-        features in (PLAIN if random is None else RANDOM)
-        and _dtype(tokens) in (jnp.bfloat16, jnp.float32)
-        and tokens.query.shape[1] >= LANES
-        and max(tokens.key.shape[3], tokens.value.shape[3]) <= LARGEST_HEAD
-        and (random is None or _count(features, random) <= MOST_FEATURES)
-        and backend() == "tpu"
-        and on_one_device()
-    )
-
-
-@on_any_mesh(1)
-def _by_platform(
-    choice: Choice, tokens: Tokens, random: RandomFeatures | None
-) -> tuple[Float[Array, "B T N V"], tuple]:
-    output = jax.lax.platform_dependent(
-        tokens, random, tpu=partial(attend, choice), default=choice.scan
-    )
-    return output, ()
-
-
-def attend(
-    choice: Choice, tokens: Tokens, random: RandomFeatures | None
-) -> Float[Array, "B T N V"]:
-    """`performer_causal` or `linear_causal` by the kernels."""
-    query, key, value, _, mask, segment_ids = tokens
-    query, key, value = (x.astype(_dtype(tokens)) for x in (query, key, value))
-    visible = segment = None
-    if mask is not None:
-        visible = visible_keys(mask, *key.shape[:2])
-        key, value = only_seen(visible, key, value)
-    if random is None:
-        maps = choice.recurrence.features
-        query = maps.query(query.astype(jnp.float32), None).amplitude
-        key = maps.key(key.astype(jnp.float32), None).amplitude
-        if visible is not None:
-            (key,) = only_seen(visible, key)
-    if segment_ids is not None:
-        segment = segment_runs(segment_ids)
-    output: Array = _attend(choice, query, key, value, random, visible, segment)
-    return output.astype(tokens.value.dtype)
-
-
-def _count(features: str, random: RandomFeatures) -> int:
-    """Hyperbolic features come with both signs."""
-    return random.rows.shape[0] * (1 + (features == "hyperbolic"))
-
-
-def _dtype(tokens: Tokens) -> Any:
-    return jnp.result_type(tokens.query, tokens.key, tokens.value)
+    def attend(
+        self, tokens: Tokens, parameters: RandomFeatures | None
+    ) -> Float[Array, "B T N V"]:
+        query, key, value, _, mask, segment_ids = tokens
+        dtype = jnp.result_type(query, key, value)
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        visible = segment = None
+        if mask is not None:
+            visible = visible_keys(mask, *key.shape[:2])
+            key, value = only_seen(visible, key, value)
+        if parameters is None:
+            maps = self.recurrence.features
+            query = maps.query(query.astype(jnp.float32), None).amplitude
+            key = maps.key(key.astype(jnp.float32), None).amplitude
+            if visible is not None:
+                (key,) = only_seen(visible, key)
+        if segment_ids is not None:
+            segment = segment_runs(segment_ids)
+        output: Array = _attend(self, query, key, value, parameters, visible, segment)
+        return output.astype(tokens.value.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    choice: Choice,
+    choice: FusedFeatures,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
@@ -156,33 +97,31 @@ def _attend(
 ) -> Float[Array, "B T N V"]:
     plan, operands = _operands(choice, query, key, value, random, visible, segment)
     output, *_ = kernels.forward(plan, operands, keep=False)
-    return _output(plan, output, value).astype(value.dtype)
+    return apart(output, plan.heads, value).astype(value.dtype)
 
 
-def _forward(choice: Choice, *given: Any) -> tuple[Array, tuple]:
+def _forward(choice: FusedFeatures, *given: Any) -> tuple[Array, tuple]:
     values = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
     learned = [x.perturbed for x in jax.tree.leaves(given[3], is_leaf=_is_primal)]
     plan, operands = _operands(choice, *values)
     output, *kept = kernels.forward(plan, operands, keep=True)
     saved = values, operands, output, kept, () if any(learned) else None
-    return _output(plan, output, values[2]).astype(values[2].dtype), saved
+    return apart(output, plan.heads, values[2]).astype(values[2].dtype), saved
 
 
 def _is_primal(x: Any) -> bool:
     return hasattr(x, "perturbed")
 
 
-def _backward(choice: Choice, saved: tuple, change: Array) -> tuple:
+def _backward(choice: FusedFeatures, saved: tuple, change: Array) -> tuple:
     given, operands, output, kept, learned = saved
     query, key, value, random, visible, segment = given
     plan = _plan(choice, query, value, random)
-    wide = _side_by_side(plan, change, plan.value_size)
+    wide = side_by_side(change, plan.heads, plan.length, plan.value_size)
     found = kernels.backward(plan, operands, wide, output, kept)
-    gradients = []
-    for x, like in zip(found, (query, key, value), strict=True):
-        x = _output(plan, x, like)  # key heads are summed over their query heads
-        x = x.reshape(*like.shape[:3], -1, like.shape[3]).sum(axis=3)
-        gradients.append(x.astype(like.dtype))
+    given = query, key, value
+    pairs = zip(found, given, strict=True)
+    gradients = [summed_apart(x, plan.heads, like) for x, like in pairs]
     of_random = jax.tree.map(jnp.zeros_like, random)
     if learned is not None:
         mask = None if visible is None else visible[:, None, None]
@@ -195,24 +134,22 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _plan(
-    choice: Choice, query: Array, value: Array, random: RandomFeatures | None
+    choice: FusedFeatures, query: Array, value: Array, random: RandomFeatures | None
 ) -> Plan:
     batch, length, heads, size = query.shape
-    packed = LANES // size
-    fits = size == value.shape[3] and packed * size == LANES and heads % packed == 0
-    packed = packed if fits else 1
-    head_size = size if packed > 1 else _even(size, LANES)
+    packed = heads_in_a_tile(heads, size, value.shape[3])
+    head_size = size if packed > 1 else even(size)
     features = LANES if packed > 1 else head_size
     if random is not None:
-        features = _even(_count(choice.features, random), LANES)
+        features = even(choice.count(random))
     return Plan(
         batch,
         heads,
         heads // value.shape[2],
         packed,
-        _even(length, choice.block),
+        even(length, choice.block),
         head_size,
-        size if packed > 1 else _even(value.shape[3], LANES),
+        size if packed > 1 else even(value.shape[3]),
         features,
         random is None,
         choice.block,
@@ -220,12 +157,8 @@ def _plan(
     )
 
 
-def _even(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
 def _operands(
-    choice: Choice,
+    choice: FusedFeatures,
     query: Array,
     key: Array,
     value: Array,
@@ -247,9 +180,9 @@ def _operands(
         flags = _flags(plan, visible, segment)[:, None]
         segment = None if segment is None else segment[:, None]
     return plan, Operands(
-        _side_by_side(plan, query, plan.head_size),
-        _side_by_side(plan, key, plan.head_size),
-        _side_by_side(plan, value, plan.value_size),
+        side_by_side(query, plan.heads, plan.length, plan.head_size),
+        side_by_side(key, plan.heads, plan.length, plan.head_size),
+        side_by_side(value, plan.heads, plan.length, plan.value_size),
         rows,
         offset,
         norm,
@@ -259,7 +192,7 @@ def _operands(
 
 
 def _projection(
-    choice: Choice, plan: Plan, random: RandomFeatures, dtype: Any
+    choice: FusedFeatures, plan: Plan, random: RandomFeatures, dtype: Any
 ) -> tuple[Float[Array, "parts M H"], Float[Array, "1 M"]]:
     """Rows and offsets of packed heads; bfloat16 rows in two parts."""
     rows = random.rows.astype(jnp.float32)
@@ -277,20 +210,6 @@ def _projection(
         high = jax.lax.reduce_precision(rows, 8, 7)
         parts = [high, rows - high]
     return jnp.stack(parts).astype(dtype), jnp.tile(offset, plan.packed)[None]
-
-
-def _side_by_side(plan: Plan, x: Float[Array, "B T N h"], size: int) -> Array:
-    """Heads in lanes, one for each query head, and time filled up."""
-    x = jnp.repeat(x, plan.heads // x.shape[2], axis=2)
-    missing = plan.length - x.shape[1], size - x.shape[3]
-    x = jnp.pad(x, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1])))
-    return x.reshape(*x.shape[:2], -1)
-
-
-def _output(plan: Plan, x: Array, like: Array) -> Array:
-    """The inverse, of such a size, in the dtype of the kernel's result."""
-    x = x.reshape(*x.shape[:2], plan.heads, -1)
-    return x[:, : like.shape[1], :, : like.shape[3]]
 
 
 def _flags(

@@ -20,8 +20,11 @@ from symjax.training.step import compile_program
 pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
 
 ONCE = {"attention_forward": 1, "attention_row_sums": 1, "attention_backward": 1}
-LINEAR = "performer", "linear"
-LINEAR_ONCE = {"performer_forward": 1, "performer_backward": 1}
+OF_PERFORMER = {"performer_forward": 1, "performer_backward": 1}
+OF_DECAY = {"decay_forward": 1, "decay_backward": 1}
+KERNELS = {"performer": OF_PERFORMER, "linear": OF_PERFORMER, "decay": OF_DECAY}
+# The features of linear attention are float32, and so are log-decays.
+MORE = {"linear": 10, "decay": 10}
 
 
 class Case(NamedTuple):
@@ -52,6 +55,10 @@ QUICK = {
         "performer", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
     ),
     "linear_64": Case("linear", 4096, 64, 64),
+    "decay_64": Case("decay", 4096, 64, 64),
+    "decay_odd_with_all": Case(
+        "decay", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
+    ),
     "v1_with_all": Case("v1", 1000, 64, 128, kv_heads=1, options=WITH_ALL),
 }
 SLOW = {
@@ -67,6 +74,10 @@ SLOW = {
     "performer_float32": Case("performer", 4096, 64, 64, dtype=jnp.float32),
     "performer_on_v5p": Case("performer", 4096, 128, 128, chip="v5p-4"),
     "performer_on_v6e": Case("performer", 4096, 64, 64, chip="v6e-4"),
+    "decay_32k": Case("decay", 32768, 128, 256),
+    "decay_float32": Case("decay", 4096, 64, 64, dtype=jnp.float32),
+    "decay_on_v5p": Case("decay", 4096, 128, 128, chip="v5p-4"),
+    "decay_on_v6e": Case("decay", 4096, 64, 64, chip="v6e-4"),
     "softmax_on_v5p": Case("softmax", 4096, 128, 128, chip="v5p-4"),
     "softmax_on_v6e": Case("softmax", 4096, 128, 128, chip="v6e-4"),
     "v1_on_v5p": Case("v1", 4096, 128, 256, chip="v5p-4"),
@@ -89,6 +100,8 @@ def form(case):
     if case.kind == "v2":
         attend = attention.differential_v2
         shapes.append((batch, length, case.heads))
+    if case.kind == "decay":
+        return attention.decay_causal, [*shapes, shapes[1]]
     if case.kind == "linear":
         return attention.linear_causal, shapes
     if case.kind == "performer":
@@ -133,10 +146,10 @@ def compiled(case, policy=None):
 def check(case):
     """Kernels of known cost; memory is that of some more such arrays."""
     program, found, size = compiled(case)
-    assert found.kernels == (LINEAR_ONCE if case.kind in LINEAR else ONCE)
+    assert found.kernels == KERNELS.get(case.kind, ONCE)
     assert not found.unknown["kernel"]
-    more = 6 + 4 * (case.kind == "linear")  # whose features are float32
-    assert program.memory_analysis().temp_size_in_bytes < more * size + 2**21
+    most = MORE.get(case.kind, 6) * size + 2**21
+    assert program.memory_analysis().temp_size_in_bytes < most
 
 
 @pytest.mark.parametrize("case", QUICK.values(), ids=QUICK)

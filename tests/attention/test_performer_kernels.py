@@ -9,14 +9,14 @@ import laws
 import numpy as np
 import oracles
 import pytest
+from interpreted import B, K, N, differentiated, seen_by
 from laws import close, same
 
-from symjax.attention import linear_causal, performer_causal, performer_fused
+from symjax.attention import chunks, linear_causal, performer_causal
 from symjax.attention.chunks import Tokens
-from symjax.attention.features import PLAIN, RANDOM, RandomFeatures
+from symjax.attention.features import IDENTITY, PLAIN, RANDOM, RandomFeatures
 from symjax.attention.normalised import Normalised
-
-B, N, K = 2, 4, 2
+from symjax.attention.performer_fused import FusedFeatures
 
 
 class Sizes(NamedTuple):
@@ -47,35 +47,16 @@ def projection(sizes):
     return np.random.default_rng(4).normal(size=(sizes.rows, sizes.head_size))
 
 
-def padding(length):
-    """Keys hidden here and there, and all of the first chunk of one example."""
-    mask = np.random.default_rng(5).random((B, 1, 1, length)) < 0.7
-    mask[0, ..., :140] = False
-    return mask
-
-
-def segments(length):
-    """Runs of different lengths, one of a single token among them."""
-    change = np.random.default_rng(6).random((B, length)) < 0.02
-    change[:, 40:42] = True
-    return np.cumsum(change, axis=1)
-
-
-def seen_by(sizes, *names):
-    seen = {"mask": padding(sizes.length), "segment_ids": segments(sizes.length)}
-    return {name: seen[name] for name in names}
-
-
 def kernel(sizes, query, key, value, rows=None, **seen):
     features = sizes.features
     recurrence = Normalised((RANDOM if sizes.rows else PLAIN)[features])
-    choice = performer_fused.Choice("", features, recurrence, 64, interpret=True)
+    fused = FusedFeatures(features, recurrence, 64, interpret=True)
     rows = jnp.asarray(projection(sizes), jnp.float32) if rows is None else rows
     random = RandomFeatures(rows, jnp.float32(sizes.head_size**-0.5))
     random = random if sizes.rows else None
     mask, segment_ids = seen.get("mask"), seen.get("segment_ids")
     tokens = Tokens(query, key, value, (), mask, segment_ids)
-    return performer_fused.attend(choice, tokens, random)
+    return fused.attend(tokens, random)
 
 
 def definition(sizes, query, key, value, **seen):
@@ -87,22 +68,6 @@ def definition(sizes, query, key, value, **seen):
     )
     pairs = oracles.seen(len(query), sizes.length, sizes.length, causal=True, **seen)
     return oracles.weighted_mean(logarithms, signs, value, pairs, jnp)
-
-
-def differentiated(form, given, dtype=np.float32):
-    """The output, and the gradients of a random sum of it."""
-    weigh = np.random.default_rng(1).normal(
-        size=(*given[0].shape[:3], given[2].shape[3])
-    )
-    weigh = weigh.astype(jnp.bfloat16).astype(dtype)
-
-    def both(weigh, *arrays):
-        output, back = jax.vjp(form, *arrays)
-        return output, *back(weigh)
-
-    with jax.enable_x64(dtype == np.float64):
-        found = jax.jit(both)(weigh, *(x.astype(dtype) for x in given))
-        return [np.asarray(x) for x in found]
 
 
 LOST = "rows are lost, both"
@@ -125,7 +90,7 @@ CASES = {
 def test_it_equals_the_definition(case):
     """At size 8 exponents reach hundreds, and rows leave float32."""
     sizes, scale, names, tolerance = CASES[case]
-    seen, given = seen_by(sizes, *names), arrays(sizes, scale)
+    seen, given = seen_by(sizes.length, *names), arrays(sizes, scale)
     wanted = differentiated(partial(definition, sizes, **seen), given, np.float64)
     found = differentiated(partial(kernel, sizes, **seen), given)
     for one, exact in zip(found, wanted, strict=True):
@@ -145,7 +110,7 @@ def test_a_key_that_dwarfs_the_past_leaves_it_alone():
 
 
 def test_hidden_keys_may_be_anything_and_rows_without_keys_are_zero():
-    seen, given = seen_by(ODD, "mask"), arrays(ODD)
+    seen, given = seen_by(ODD.length, "mask"), arrays(ODD)
     hidden = ~seen["mask"][:, 0, 0]
     bad = [x.copy() for x in given]
     bad[1][hidden], bad[2][hidden] = np.nan, np.inf
@@ -188,11 +153,17 @@ def test_other_machines_features_and_lengths_take_the_scan():
     tokens = Tokens(*(jnp.zeros((1, 128, 2, 16), jnp.bfloat16) for _ in range(3)))
     short = Tokens(*(x[:, :100] for x in tokens[:3]))
     half = jax.tree.map(lambda x: x.astype(jnp.float16), tokens)
-    served = performer_fused.served
+
+    def served(features, tokens, random):
+        table = PLAIN if random is None else RANDOM
+        recurrence = Normalised(table.get(features, IDENTITY))
+        fused = FusedFeatures(features, recurrence, 64)
+        return chunks.served(fused, tokens, random)
+
     assert not served("positive", tokens, random)  # on a CPU
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(performer_fused, "backend", lambda: "tpu")
-        patch.setattr(performer_fused, "on_one_device", lambda: True)
+        patch.setattr(chunks, "backend", lambda: "tpu")
+        patch.setattr(chunks, "on_one_device", lambda: True)
         assert served("positive", tokens, random)
         assert served("elu", tokens, None)
         assert not served("trigonometric", tokens, random)

@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from symjax.attention.kernels import blocks
+from symjax.attention.kernels import blocks, lanes
 from symjax.attention.kernels.blocks import (
     ACROSS,
     LANES,
@@ -505,15 +505,9 @@ def _where(keep: Any, x: Array, other: Any) -> Array:
     return jnp.where(jnp.broadcast_to(keep, x.shape) > 0, x, other)
 
 
-def _is_own(plan: Plan, shape: tuple, head: int) -> Bool[Array, "..."]:
-    lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    first = head * plan.value_size
-    return (lane >= first) & (lane < first + plan.value_size)
-
-
 def _own(plan: Plan, x: Array, head: int) -> Array:
     """Packed heads with 0 for all but one."""
-    return x if plan.packed == 1 else jnp.where(_is_own(plan, x.shape, head), x, 0)
+    return x if plan.packed == 1 else lanes.own(x, plan.value_size, head)
 
 
 def _values(plan: Plan, given: Operands, head: int) -> Float[Array, "c w"]:
@@ -525,7 +519,9 @@ def _values(plan: Plan, given: Operands, head: int) -> Float[Array, "c w"]:
 def _beside(plan: Plan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
     """The values of a head, and `other` in the lanes beside them."""
     if plan.packed > 1:
-        return jnp.where(_is_own(plan, x.shape, head), x, jnp.asarray(other, x.dtype))
+        return jnp.where(
+            lanes.is_own(x.shape, plan.value_size, head), x, jnp.asarray(other, x.dtype)
+        )
     tile = jnp.broadcast_to(jnp.asarray(other, x.dtype), (x.shape[0], LANES))
     return jnp.concatenate([x, tile], axis=1)
 

@@ -1,0 +1,319 @@
+"""Linear attention whose state decays by channel, as TPU kernels.
+
+One pass over chunks of 128 tokens, forward, and one back. The state of a head stays in
+VMEM, values × features, so that what fades by channel lies along lanes; the state
+before each chunk is kept for the way back, in the dtype of the products.
+
+Pairs of a chunk are those of `faded.py`: the later half of each block of 2, 4, … 128
+tokens looks at the earlier half, and both fade towards the boundary between them, so
+that no factor is above 1 and nothing is divided. The exponents of a level are sums of
+log-decays, which is a product with a matrix of 0 and 1; log-decays come in bfloat16
+parts, two where the operands are bfloat16 and three for float32, and lose nothing.
+Each level is one product of all 128 rows and keys, from which its pairs are taken.
+
+Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diagonal
+matrix.
+"""
+
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from symjax.attention.kernels import blocks
+from symjax.attention.kernels.blocks import ACROSS, LANES, PLAIN, TURNED, product
+from symjax.attention.kernels.lanes import own
+
+BLOCK = LANES  # tokens of a chunk
+LEVELS = BLOCK.bit_length() - 1
+DIAGONAL, LATER = -1, LEVELS  # levels of a token with itself, and with later ones
+PARTS = {"bfloat16": 2, "float32": 3}  # of log-decays
+SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its end
+
+
+class Plan(NamedTuple):
+    """The static half of a call."""
+
+    batch: int
+    heads: int
+    groups: int  # heads that share keys, values and decays
+    packed: int  # heads in one tile of lanes
+    length: int
+    head_size: int
+    value_size: int
+    interpret: Any
+
+    @property
+    def key_width(self) -> int:
+        return self.packed * self.head_size
+
+    @property
+    def value_width(self) -> int:
+        return self.packed * self.value_size
+
+    @property
+    def state(self) -> tuple[int, int]:
+        return self.value_width, self.key_width
+
+
+class Operands(NamedTuple):
+    """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
+
+    query: Any  # [B T N·H]
+    key: Any
+    value: Any  # [B T N·V]
+    decay: Any  # logarithms, their bfloat16 parts: [parts B T N·H]
+    sums: Any  # [2 LEVELS+2 c c] of 0 and 1, and each matrix transposed
+    levels: Any  # [2 c c] of rows and keys, and of keys and rows
+
+
+def constants() -> tuple[Array, Array]:
+    """`sums` and `levels` of the operands."""
+    row, other = np.arange(BLOCK)[:, None], np.arange(BLOCK)
+    sums = []
+    for level in range(LEVELS):
+        same = row >> level == other >> level
+        later = (row >> level) % 2 == 1
+        sums.append(same & np.where(later, other <= row, other > row))
+    sums += [other <= row, other > row]
+    levels = np.frexp(row ^ other)[1] - 1  # the highest bit that differs; -1: none
+    levels = np.where(other <= row, levels, LATER).astype(np.int32)
+    both = np.stack(sums), np.stack([x.T for x in sums])
+    return jnp.asarray(np.stack(both), jnp.bfloat16), jnp.asarray(
+        np.stack([levels, levels.T])
+    )
+
+
+def forward(plan: Plan, operands: Operands, keep: bool) -> list[Array]:
+    """The output [B T N·V], and if `keep` the states before chunks."""
+    value = operands.value
+    specs, states = _specs(plan, operands, lambda i: i)
+    results = [blocks.result(value, value.shape, value.dtype)]
+    scratch = [pltpu.VMEM(plan.state, jnp.float32)]
+    if keep:
+        whole = *_grid(plan), *plan.state
+        results.append(blocks.result(value, whole, value.dtype))
+    else:
+        scratch.insert(0, pltpu.VMEM(plan.state, value.dtype))
+    return pl.pallas_call(
+        partial(_forward, plan),
+        out_shape=results,
+        grid=_grid(plan),
+        in_specs=[specs],
+        out_specs=[specs.value, *([states] if keep else ())],
+        scratch_shapes=scratch,
+        compiler_params=blocks.compiler(2, 1),
+        cost_estimate=_cost(plan, operands, 2, 3, [operands, results]),
+        interpret=plan.interpret,
+        name="decay_forward",
+    )(operands)
+
+
+def backward(
+    plan: Plan, operands: Operands, change: Array, before: Array
+) -> list[Array]:
+    """Gradients of query, key, value and log-decay, as they are in `operands`."""
+    count = _grid(plan)[2]
+    specs, states = _specs(plan, operands, lambda i: count - 1 - i)
+    query, key, value = operands[:3]
+    own = jnp.float32 if plan.groups > 1 else key.dtype  # those of groups are summed
+    dtypes = query.dtype, own, own, jnp.float32
+    results = [
+        blocks.result(x, x.shape, dtype)
+        for x, dtype in zip((query, key, value, key), dtypes, strict=True)
+    ]
+    return pl.pallas_call(
+        partial(_backward, plan),
+        out_shape=results,
+        grid=_grid(plan),
+        in_specs=[specs, specs.value, states],
+        out_specs=[specs.query, specs.key, specs.value, specs.key],
+        scratch_shapes=[pltpu.VMEM(plan.state, jnp.float32)],
+        compiler_params=blocks.compiler(2, 1),
+        cost_estimate=_cost(plan, operands, 5, 8, [operands, before, results]),
+        interpret=plan.interpret,
+        name="decay_backward",
+    )(operands, change, before)
+
+
+def _grid(plan: Plan) -> tuple[int, int, int]:
+    return plan.batch, plan.heads // plan.packed, plan.length // BLOCK
+
+
+def _specs(plan: Plan, operands: Operands, turn: Any) -> tuple[Operands, pl.BlockSpec]:
+    """The blocks of operands, and of kept states, for chunk `turn(i)` in turn i."""
+
+    def of_tokens(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, BLOCK, width), lambda b, n, i: (b, turn(i), n))
+
+    def whole(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda b, n, i: (0,) * x.ndim)
+
+    parts = operands.decay.shape[0]
+    specs = Operands(
+        of_tokens(plan.key_width),
+        of_tokens(plan.key_width),
+        of_tokens(plan.value_width),
+        pl.BlockSpec(
+            (parts, None, BLOCK, plan.key_width), lambda b, n, i: (0, b, turn(i), n)
+        ),
+        whole(operands.sums),
+        whole(operands.levels),
+    )
+    state = None, None, None, *plan.state
+    return specs, pl.BlockSpec(state, lambda b, n, i: (b, n, turn(i), 0, 0))
+
+
+def _forward(plan: Plan, given: Operands, output, before, state) -> None:
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        state[...] = jnp.zeros_like(state)
+
+    before[...] = state[...].astype(before.dtype)
+    query, key, value = (x[...] for x in given[:3])
+    dtype, wide = value.dtype, jnp.float32
+    wide_query, wide_key = query.astype(wide), key.astype(wide)
+    heads = range(plan.packed)
+    queries = [own(wide_query, plan.head_size, i) for i in heads]
+    scores = [_of_level(given, DIAGONAL, x.astype(dtype), key, 0) for x in queries]
+    for level in range(LEVELS):
+        fade = _fade(given, level)
+        faded = (wide_key * fade).astype(dtype)
+        for i in heads:
+            asking = (queries[i] * fade).astype(dtype)
+            scores[i] = _of_level(given, level, asking, faded, scores[i])
+    since, until = _fade(given, SINCE), _fade(given, UNTIL)
+    rows = product((wide_query * since).astype(dtype), before[...], ACROSS)
+    for i in heads:
+        own_value = own(value, plan.value_size, i)
+        rows += product(scores[i].astype(dtype), own_value, PLAIN)
+    output[...] = rows.astype(output.dtype)
+    new = product(value, (wide_key * until).astype(dtype), TURNED)
+    state[...] = state[...] * since[BLOCK - 1 :] + _of_heads(plan, new)
+
+
+def _backward(
+    plan: Plan,
+    given: Operands,
+    change,
+    before,
+    query_out,
+    key_out,
+    value_out,
+    decay_out,
+    grown,
+) -> None:
+    """`grown` is the gradient of the state after the chunk, then of the one before."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        grown[...] = jnp.zeros_like(grown)
+
+    query, key, value, change = (x[...] for x in (*given[:3], change))
+    dtype, wide = value.dtype, jnp.float32
+    change = change.astype(dtype)
+    wide_query, wide_key = query.astype(wide), key.astype(wide)
+    heads = range(plan.packed)
+    changes = [own(change, plan.value_size, i) for i in heads]
+    pairs = [(product(x, value, ACROSS), product(value, x, ACROSS)) for x in changes]
+
+    def of_pairs(level: int, asking: Array, faded: Array, scores: list) -> tuple:
+        """The gradients of these, of the pairs of a level; `scores` gets them."""
+        of_query = of_key = jnp.zeros_like(asking)
+        for i in heads:
+            row, past = (
+                own(x, plan.head_size, i).astype(dtype) for x in (asking, faded)
+            )
+            scores[i] = _of_level(given, level, row, past, scores[i])
+            by_row, by_key = (
+                jnp.where(given.levels[j] == level, x, 0).astype(dtype)
+                for j, x in enumerate(pairs[i])
+            )
+            of_query += product(by_row, past, PLAIN)
+            of_key += product(by_key, row, PLAIN)
+        return of_query, of_key
+
+    scores: list = [0] * plan.packed
+    query_change, key_change = of_pairs(DIAGONAL, wide_query, wide_key, scores)
+    decay_change = jnp.zeros_like(query_change)
+    for level in range(LEVELS):
+        fade = _fade(given, level)
+        asking, faded = wide_query * fade, wide_key * fade
+        of_query, of_key = of_pairs(level, asking, faded, scores)
+        query_change += of_query * fade
+        key_change += of_key * fade
+        decay_change += _grown(given, level, of_query * asking + of_key * faded)
+
+    since, until = _fade(given, SINCE), _fade(given, UNTIL)
+    through = since[BLOCK - 1 :]
+    asking, joining = wide_query * since, wide_key * until
+    later = grown[...].astype(dtype)
+    of_query = product(change, before[...], PLAIN)
+    of_key = product(value, later, PLAIN)
+    query_change += of_query * since
+    key_change += of_key * until
+    query_out[...] = query_change.astype(query_out.dtype)
+    key_out[...] = key_change.astype(key_out.dtype)
+    decay_change += _grown(given, SINCE, of_query * asking)
+    decay_change += _grown(given, UNTIL, of_key * joining)
+    of_state = grown[...] * before[...].astype(wide) * through
+    decay_out[...] = decay_change + of_state.sum(axis=0, keepdims=True)
+    value_change = product(joining.astype(dtype), later, ACROSS)
+    for i in heads:
+        value_change += product(scores[i].astype(dtype), changes[i], TURNED)
+    value_out[...] = value_change.astype(value_out.dtype)
+    here = product(change, asking.astype(dtype), TURNED)
+    grown[...] = grown[...] * through + _of_heads(plan, here)
+
+
+def _fade(given: Operands, level: int) -> Float[Array, "c P*H"]:
+    """exp of the sums of log-decays that a level's matrix takes."""
+    parts = [given.decay[i] for i in range(given.decay.shape[0])]
+    return jnp.exp(_summed(given.sums[0, level], parts))
+
+
+def _grown(given: Operands, level: int, change: Array) -> Float[Array, "c P*H"]:
+    """The gradient of log-decays by that of a level's sums."""
+    parts = []
+    for _ in range(given.decay.shape[0]):
+        parts.append(change.astype(jnp.bfloat16))
+        change -= parts[-1].astype(change.dtype)
+    return _summed(given.sums[1, level], parts)
+
+
+def _summed(matrix: Array, parts: list[Array]) -> Float[Array, "c P*H"]:
+    return reduce(jnp.add, [product(matrix, x, PLAIN) for x in parts])
+
+
+def _of_level(given: Operands, level: int, query: Array, key: Array, other: Any):
+    """The products of the pairs of a level; elsewhere `other`."""
+    found = product(query, key, ACROSS)
+    return jnp.where(given.levels[0] == level, found, other)
+
+
+def _of_heads(plan: Plan, state: Float[Array, "P*V P*H"]) -> Float[Array, "P*V P*H"]:
+    """Values and features of the same head; 0 for others."""
+    if plan.packed == 1:
+        return state
+    value, key = (jax.lax.broadcasted_iota(jnp.int32, state.shape, x) for x in (0, 1))
+    return jnp.where(value // plan.value_size == key // plan.head_size, state, 0)
+
+
+def _cost(
+    plan: Plan, operands: Operands, of_level: int, more: int, arrays: list
+) -> pl.CostEstimate:
+    """Products of a level and head, those beside, and those of exponents."""
+    tokens = plan.batch * (plan.heads // plan.packed) * plan.length
+    passes = 6 if operands.value.dtype == jnp.float32 else 1
+    parts = operands.decay.shape[0] * (LEVELS + 2)
+    products = passes * ((LEVELS + 1) * of_level * plan.packed + more) + parts
+    return pl.CostEstimate(
+        flops=2 * tokens * products * BLOCK * plan.key_width,
+        transcendentals=tokens * (LEVELS + 2) * plan.key_width,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
+    )

@@ -1,0 +1,42 @@
+"""What tests of kernels, interpreted on CPU, are given and compare."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+B, N, K = 2, 4, 2
+
+
+def padding(length):
+    """Keys hidden here and there, and all of the first chunk of one example."""
+    mask = np.random.default_rng(5).random((B, 1, 1, length)) < 0.7
+    mask[0, ..., :140] = False
+    return mask
+
+
+def segments(length):
+    """Runs of different lengths, one of a single token among them."""
+    change = np.random.default_rng(6).random((B, length)) < 0.02
+    change[:, 40:42] = True
+    return np.cumsum(change, axis=1)
+
+
+def seen_by(length, *names):
+    seen = {"mask": padding(length), "segment_ids": segments(length)}
+    return {name: seen[name] for name in names}
+
+
+def differentiated(form, given, dtype=np.float32):
+    """The output, and the gradients of a random sum of it."""
+    weigh = np.random.default_rng(1).normal(
+        size=(*given[0].shape[:3], given[2].shape[3])
+    )
+    weigh = weigh.astype(jnp.bfloat16).astype(dtype)
+
+    def both(weigh, *arrays):
+        output, back = jax.vjp(form, *arrays)
+        return output, *back(weigh)
+
+    with jax.enable_x64(dtype == np.float64):
+        found = jax.jit(both)(weigh, *(x.astype(dtype) for x in given))
+        return [np.asarray(x) for x in found]

@@ -1,0 +1,115 @@
+"""The kernels of a decay of each token's own equal the scan, interpreted on CPU.
+
+Other tests hold the scan to the definition.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import laws
+import numpy as np
+import pytest
+from interpreted import B, K, N, differentiated, seen_by
+from laws import close, same
+
+from symjax.attention import chunks, decay_causal
+from symjax.attention.chunks import Tokens
+from symjax.attention.decayed_fused import FusedDecay
+
+
+class Sizes(NamedTuple):
+    length: int = 256
+    head_size: int = 64
+    value_size: int = 64
+    channels: bool = True
+
+
+TWO_IN_A_TILE = Sizes()
+FOUR_IN_A_TILE = Sizes(200, 32, 32)
+ODD = Sizes(300, 16, 24)
+WIDE = Sizes(256, 128, 256)
+BY_HEAD = Sizes(channels=False)
+
+
+def arrays(sizes, spread=1.0, seed=0):
+    """Log-decays from about −spread² to −1/spread² beside each other."""
+    rng = np.random.default_rng(seed)
+    length, size, value_size, channels = sizes
+    shapes = (B, length, N, size), (B, length, K, size), (B, length, K, value_size)
+    query, key, value = (rng.normal(size=shape) for shape in shapes)
+    shape = B, length, K, size if channels else 1
+    return query, key, value, -np.exp(spread * rng.normal(size=shape)) / 10
+
+
+def kernel(query, key, value, log_decay, mask=None, segment_ids=None):
+    tokens = Tokens(query, key, value, (log_decay,), mask, segment_ids)
+    return FusedDecay(interpret=True).attend(tokens)
+
+
+def scan(query, key, value, log_decay, **seen):
+    if log_decay.shape[-1] == 1:
+        log_decay = log_decay[..., 0]
+    return decay_causal(query, key, value, log_decay, **seen)
+
+
+CASES = {
+    "two heads in a tile": (TWO_IN_A_TILE, 1, ()),
+    "four heads in a tile, a mask": (FOUR_IN_A_TILE, 1, ("mask",)),
+    "odd sizes, segments": (ODD, 1, ("segment_ids",)),
+    "a head of a tile, both": (WIDE, 1, ("mask", "segment_ids")),
+    "from nothing to all": (ODD, 3, ("mask",)),
+    "a decay a head": (BY_HEAD, 1, ("segment_ids",)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_the_scan(case):
+    sizes, spread, names = CASES[case]
+    seen, given = seen_by(sizes.length, *names), arrays(sizes, spread)
+    wanted = differentiated(partial(scan, **seen), given, np.float64)
+    found = differentiated(partial(kernel, **seen), given)
+    for one, exact in zip(found, wanted, strict=True):
+        close(one, exact, 2e-6)
+
+
+def test_a_decay_of_minus_infinity_forgets_all():
+    query, key, value, log_decay = arrays(ODD)
+    log_decay[:, [3, 70, 131]] = -np.inf
+    given = query, key, value, log_decay
+    for one, exact in zip(
+        differentiated(kernel, given),
+        differentiated(scan, given, np.float64),
+        strict=True,
+    ):
+        close(one, exact, 2e-6)
+
+
+def test_hidden_tokens_may_be_anything():
+    seen, given = seen_by(ODD.length, "mask"), arrays(ODD)
+    hidden = ~seen["mask"][:, 0, 0]
+    bad = [x.copy() for x in given]
+    bad[1][hidden], bad[2][hidden], bad[3][hidden] = np.nan, np.inf, np.nan
+    form = partial(kernel, **seen)
+    one, two = differentiated(form, given), differentiated(form, bad)
+    for clean, found in zip(one, two, strict=True):
+        same(found, clean)
+    assert not any(x[hidden].any() for x in one[2:])
+
+
+@pytest.mark.parametrize("spread", [1, 3])
+def test_bfloat16_products_cost_what_rounded_inputs_do(spread):
+    graded = partial(
+        differentiated, given=[x[:1] for x in arrays(TWO_IN_A_TILE, spread)]
+    )
+    laws.bfloat16_products_cost_what_rounded_inputs_do(graded, kernel, scan)
+
+
+def test_a_decay_that_all_tokens_share_takes_the_scan():
+    tokens = Tokens(*(jnp.zeros((1, 128, 2, 16)) for _ in range(3)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "backend", lambda: "tpu")
+        patch.setattr(chunks, "on_one_device", lambda: True)
+        assert not chunks.served(FusedDecay(), tokens, jnp.zeros((2, 1)))
+        own = tokens._replace(operands=(jnp.zeros((1, 128, 2, 16)),))
+        assert chunks.served(FusedDecay(), own, None)

@@ -259,6 +259,11 @@ class Data:
         "separate if there are several",
         ("auto", "separate", "joined"),
     )
+    cache: str = key(
+        "",
+        "the folder of packed corpora, which runs share; empty: symjax/data of the "
+        "user's cache",
+    )
     items: int = key(
         8, "of generated tasks: pairs of mqar, needles, symbols to copy", least=1
     )

@@ -9,6 +9,12 @@ from pathlib import Path
 UNFINISHED = ".unfinished-"
 
 
+def user_cache(name: str) -> Path:
+    """A folder of symjax in the user's cache: $XDG_CACHE_HOME, or ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home, "symjax", name)
+
+
 def check_writable(folder: Path, what: str) -> None:
     """Make a folder, and a file in it that is gone again.
 

@@ -13,6 +13,7 @@ from symjax.config import Config
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "seed", "batch_size")
 FREE = (  # they change no function
+    "data.cache",
     "model.remat",
     "model.scan_layers",
     "model.attention.implementation",

@@ -1,6 +1,7 @@
 """Every test runs on eight fake CPU devices, with strict shapes and exact products."""
 
 import os
+import tempfile
 from importlib import metadata
 
 # Compiling is nearly all of the suite's time, and takes half as long without XLA's
@@ -11,6 +12,11 @@ if quick := "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     if metadata.version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+
+# Packed texts and compiled programs of the tests are not those of the user.
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have that of their parent
+    user_cache = tempfile.TemporaryDirectory(prefix="symjax-tests-")
+    os.environ["XDG_CACHE_HOME"] = user_cache.name
 
 import cpu_times  # noqa: E402
 import jax  # noqa: E402  (it reads XLA_FLAGS once)

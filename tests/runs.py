@@ -11,7 +11,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from symjax import validation
-from symjax.config import Config
+from symjax.config import Config, Data
+from symjax.data.folder import arrays_in
 from symjax.training.commandline import load
 from symjax.training.exit_codes import run_and_exit
 
@@ -72,6 +73,11 @@ def write_text(folder: Path) -> Path:
     path = folder / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
     return path
+
+
+def packed(workdir: Path, cache: Path | str = "") -> Path:
+    """The folder of the packed text of a run."""
+    return arrays_in(Data(cache=str(cache)), workdir / "data")
 
 
 def words(text: Path, workdir: Path | None = None, *more: str, **changes) -> list[str]:

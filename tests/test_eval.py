@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from runs import TEXT, call, compile_cache, train, write_text
+from runs import TEXT, call, compile_cache, packed, train, write_text
 
 from symjax import files
 from symjax.evaluation import tasks
@@ -37,8 +37,12 @@ def original(tmp_path_factory, cache):
 
 
 @pytest.fixture
-def workdir(original, tmp_path):
+def workdir(original, tmp_path, monkeypatch):
+    """A copy of the run, with a packed text of its own."""
     shutil.copytree(original, tmp_path / "run")
+    place = packed(original)
+    shutil.copytree(place, tmp_path / "symjax" / "data" / place.name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "run"
 
 
@@ -233,8 +237,12 @@ def remove_data(workdir):
 
 
 def spoil_data(workdir):
-    path = workdir / "data" / "heldout.npy"
+    path = packed(workdir) / "heldout.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+
+def clear_cache(workdir):
+    shutil.rmtree(packed(workdir))
 
 
 def spoil_manifest(workdir):
@@ -256,6 +264,7 @@ def remove_checkpoints(workdir):
         (shutil.rmtree, "no workdir"),
         (remove_checkpoints, "no checkpoint in"),
         (remove_data, "has no corpus.json"),
+        (clear_cache, "and cannot be packed again: data.path"),
         (spoil_data, "is damaged (its sha256 has changed)"),
         (spoil_manifest, "is damaged (not the JSON of a corpus)"),
         (spoil_checkpoints, "no checkpoint is whole"),

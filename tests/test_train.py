@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, SECONDS, call, compile_cache, train, words, write_text
+from runs import ROOT, SECONDS, call, compile_cache, packed, train, words, write_text
 
 from symjax import config, validation
 from symjax.data.corpus import open_corpus
@@ -151,11 +151,12 @@ def test_a_run_may_go_on_as_a_loop_and_back(text, tmp_path):
 
 
 def test_a_damaged_corpus_is_named(text, tmp_path, capsys):
-    assert train(text, tmp_path, steps=1) == 0
-    path = tmp_path / "data" / "train.npy"
+    keys = {"data__cache": tmp_path / "cache"}
+    assert train(text, tmp_path, steps=1, **keys) == 0
+    path = packed(tmp_path, tmp_path / "cache") / "train.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     capsys.readouterr()
-    assert train(text, tmp_path, steps=2) == 2
+    assert train(text, tmp_path, steps=2, **keys) == 2
     said = capsys.readouterr().err
     assert str(path) in said and said.count("\n") == 1
     assert Checkpoints(tmp_path / "checkpoints").steps() == [1]

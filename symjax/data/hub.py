@@ -72,6 +72,12 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
     return Texts(documents, held, int(sum(own.sum() for own in sizes))), facts
 
 
+def revision(options: config.Data) -> str:
+    """What a data set is at: its commit on the hub."""
+    with _found(options) as (builder, _):
+        return builder.hash or ""
+
+
 def load_labelled(
     options: config.Data,
 ) -> tuple[Labelled, Labelled | None, list[str], dict[str, Any]]:
@@ -116,22 +122,7 @@ def _read(
     """read(rows) of the training split and of the held-out one, if there is one, by
     name; what identifies them; what to call them in messages; and what keeps the rows
     of a folder on disk, as long as it lives."""
-    _check_name(options.name)
-    path, where = os.path.expanduser(options.name), f"data.name {options.name!r}"
-    with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
-        stack.enter_context(_quiet())
-        stack.enter_context(_one_line(where))
-        cache = None  # that of the machine
-        if os.path.isdir(path):
-            check_one_format(path)
-            cache = tempfile.mkdtemp()
-            failed.callback(shutil.rmtree, cache, ignore_errors=True)
-        else:
-            _check_reachable(options.name)
-        builder = _builder(path, options.subset, cache)
-        failed.pop_all()
-        if cache is not None:
-            weakref.finalize(builder, shutil.rmtree, cache, ignore_errors=True)
+    with _found(options) as (builder, where):
         builder.download_and_prepare()
         train, heldout = _choose(list(builder.info.splits or ()), where)
         found = {}
@@ -147,6 +138,30 @@ def _read(
             "splits": list(found),
         }
     return found, facts, where, builder
+
+
+@contextlib.contextmanager
+def _found(options: config.Data) -> Iterator[tuple[DatasetBuilder, str]]:
+    """What reads a data set, and what to call it in messages.
+
+    Raises:
+        ValueError: there is none, or inside something about it fails.
+    """
+    _check_name(options.name)
+    path, where = os.path.expanduser(options.name), f"data.name {options.name!r}"
+    with _quiet(), _one_line(where), contextlib.ExitStack() as failed:
+        cache = None  # that of the machine
+        if os.path.isdir(path):
+            check_one_format(path)
+            cache = tempfile.mkdtemp()
+            failed.callback(shutil.rmtree, cache, ignore_errors=True)
+        else:
+            _check_reachable(options.name)
+        builder = _builder(path, options.subset, cache)
+        failed.pop_all()
+        if cache is not None:
+            weakref.finalize(builder, shutil.rmtree, cache, ignore_errors=True)
+        yield builder, where
 
 
 def _check_name(name: str) -> None:

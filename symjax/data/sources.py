@@ -81,6 +81,16 @@ def files(options: config.Data) -> dict[str, Path]:
     return {str(path.relative_to(folder)): path for path in found if path.is_file()}
 
 
+def revisions(options: config.Data) -> list[str]:
+    """What the data sets that are read from the hub are at, one each; else none.
+
+    Raises:
+        ValueError: the hub does not answer, or has no such data set.
+    """
+    parts = [part for _, part in mixture.entries(options)]
+    return [hub.revision(x) for x in parts if x.source == "hub" and not files(x)]
+
+
 def check_keys(options: config.Data) -> None:
     """Refuse a source that is unknown, and keys that it would not look at.
 

@@ -6,6 +6,7 @@ The package `tokenizers` does the work and is imported only here.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -131,6 +132,13 @@ def _last_word_end(text: str) -> int:
         if text[place] in " \n" and not text[place - 1].isspace():
             return place
     return 0
+
+
+def state(path: Path) -> str:
+    """A hash of the files that `from_file` reads."""
+    path = path / FILE if path.is_dir() else path
+    files = [x for x in (path, path.with_name(ABOUT)) if x.is_file()]
+    return hashlib.sha256(b"\0".join(x.read_bytes() for x in files)).hexdigest()
 
 
 def from_file(path: Path) -> SubwordTokenizer:

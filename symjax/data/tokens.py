@@ -12,6 +12,7 @@ import numpy as np
 from symjax.data import subwords
 from symjax.data.subwords import REPLACEMENT, SubwordTokenizer
 
+KINDS = ("byte", "char", "bpe")  # all others are paths of files
 CHUNK = 1 << 22  # characters looked up at a time: about 80 MB
 
 
@@ -133,6 +134,12 @@ def build(kind: str, texts: Iterable[str], *, vocabulary: int = 32000) -> Tokeni
             "the path of a tokenizer.json"
         )
     return subwords.from_file(path)
+
+
+def state(kind: str) -> str:
+    """A hash of the file that `build` would read for a kind; "" where it reads none."""
+    path = Path(kind).expanduser()
+    return subwords.state(path) if kind not in KINDS and path.exists() else ""
 
 
 def from_description(description: dict[str, str]) -> Tokenizer:

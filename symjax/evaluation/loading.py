@@ -9,8 +9,8 @@ from flax import nnx
 
 from symjax.config import Config, Mesh, is_causal
 from symjax.data.examples import Examples, open_examples, tokenizer_of
-from symjax.data.folder import MANIFEST
 from symjax.data.given import given_examples
+from symjax.data.manifest import MANIFEST
 from symjax.data.sources import TEXT_SOURCES
 from symjax.models.build import Model, decoder_of
 from symjax.models.decoder import Decoder

@@ -58,7 +58,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--report", type=Path, help="also write one HTML page with all of it")
     add("--batches", type=int, help="held-out batches to measure; all by default")
     add("--text", type=Path, help="judge this file in place of the held-out text")
-    add("--verify", action="store_true", help="first compare all of data/ with hashes")
+    add("--verify", action="store_true", help="first compare all data with its hashes")
     add("--prompt", help="text to continue; held-out text by default")
     add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
@@ -85,10 +85,10 @@ def evaluate(chosen: argparse.Namespace) -> None:
     if chosen.out is not None:
         check_writable(chosen.out, f"--out {chosen.out}")
     text = None if chosen.text is None else read(chosen.text, "--text")
-    if chosen.verify:
-        verify(chosen.workdir / "data")
     which = {"best": chosen.best, "ema": chosen.ema}
     run = load(chosen.workdir, chosen.step, **which, text=text)
+    if chosen.verify:
+        verify(run.config.data, chosen.workdir / "data")
     options = Options(*(getattr(chosen, name) for name in Options._fields))
     results, brief = {}, False
     for name in chosen.names:

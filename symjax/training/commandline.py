@@ -29,7 +29,7 @@ symjax-train, the same from any directory
   --allow KEY,KEY          keys in which a resumed run may differ from its checkpoint,
                            for instance optimizer.learning_rate,batch_size
   --verify                 first compare all of the run's data with its hashes
-  --pack                   pack the run's data into the workdir, where training finds
+  --pack                   pack the run's data into data.cache, where training finds
                            them, and end; needs no accelerator
   --dry_run                print the model, its cost and its memory; train nothing
   --target MACHINE         of a dry run: compile for v5e-N, v5p-N, v6e-N (TPUs) or

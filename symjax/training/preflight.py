@@ -14,8 +14,9 @@ import jax
 
 from symjax import config, validation
 from symjax.data.examples import Examples, open_examples
-from symjax.data.folder import MANIFEST
-from symjax.files import check_writable
+from symjax.data.folder import arrays_in
+from symjax.data.manifest import MANIFEST
+from symjax.files import check_writable, user_cache
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
 from symjax.training.progress import print_warning
@@ -157,7 +158,8 @@ def pack(options: config.Config, workdir: Path) -> str:
     """
     with locked(workdir), removed_on_failure(workdir):
         examples = open_data(options, workdir, saved_meta(options, workdir))
-    return f"{examples.size} in {workdir / 'data'}, {examples.vocabulary:,} token types"
+        place = arrays_in(options.data, workdir / "data")
+    return f"{examples.size} in {place}, {examples.vocabulary:,} token types"
 
 
 def saved_options(meta: dict[str, Any], workdir: Path) -> config.Config:
@@ -269,8 +271,7 @@ def check_memory(needed: int, what: str) -> None:
 def use_compile_cache() -> None:
     """Keep compiled programs in the user's cache folder, unless jax has one set."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        jax.config.update("jax_compilation_cache_dir", f"{home}/symjax/jax")
+        jax.config.update("jax_compilation_cache_dir", str(user_cache("jax")))
 
 
 def _memory_of_a_device() -> float:

@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-from symjax.data.folder import MANIFEST, verify
+from symjax.data.folder import verify
 from symjax.training import commandline, launch, processes
 from symjax.training.exit_codes import run_and_exit
 from symjax.training.loop import run
@@ -28,6 +28,7 @@ def main(words: list[str]) -> None:
     elif command.pack:
         print(pack(command.config, command.workdir))
     else:
-        if command.verify and (command.workdir / "data" / MANIFEST).exists():
-            processes.all_succeed(lambda: verify(command.workdir / "data"))
+        if command.verify:
+            data = command.config.data, command.workdir / "data"
+            processes.all_succeed(lambda: verify(*data))
         run(command.config, command.workdir, command.allow)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from symjax import config, validation
 from symjax.data.examples import Examples, open_examples, tokenizer_of
-from symjax.data.folder import MANIFEST
+from symjax.data.manifest import MANIFEST
 from symjax.models.build import build
 from symjax.training import processes
 from symjax.training.checkpoint import Checkpoints

@@ -3,7 +3,7 @@
     python tests/data/killed_builds.py FOLDER
 
 Prints how many builds were killed. Each is a fork that kills itself before the n-th
-line of `_build`, or of what it calls to write a file.
+line of `open_folder`, or of what it calls to write a file.
 """
 
 import inspect
@@ -19,13 +19,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from symjax import config, files  # noqa: E402
-from symjax.data import corpus, folder, sources  # noqa: E402
+from symjax.data import cache, corpus, folder, manifest, sources  # noqa: E402
 from symjax.data.writer import Writer  # noqa: E402
 
 TRACED = {
     inspect.unwrap(function).__code__
     for function in (
-        *(corpus._pack, corpus._write, folder._build, folder._move_in),
+        *(corpus._pack, corpus._write, folder.open_folder, cache._build),
         *(files.replaced, Writer.close, np.save, Path.write_text),
     )
 }
@@ -65,18 +65,23 @@ def check(options: config.Data, directory: Path, place: int) -> bool:
     texts = [f"{name} {place}, ".encode() * 40 for name in ("old", "new")]
     source.write_bytes(texts[0])
     died = killed(options, directory, place)
-    whole = (directory / folder.MANIFEST).exists()
+    whole = (directory / manifest.MANIFEST).exists()
     source.write_bytes(texts[1])
     opened = corpus.open_corpus(options, directory)
     found = bytes(opened.train[:]) + bytes(opened.heldout[:])
     if found != texts[not whole]:
         raise RuntimeError(f"killed at line {place}, a corpus of {found!r} was trusted")
-    shutil.rmtree(directory)
+    kept = [path for path in Path(options.cache).iterdir() if path.suffix != ".lock"]
+    if any(path.name.startswith(files.UNFINISHED) for path in kept):
+        raise RuntimeError(f"killed at line {place}, {kept} was left")
+    for path in (directory, *kept):
+        shutil.rmtree(path)
     return died
 
 
 def main(folder: Path) -> None:
-    options = config.Data("text", str(folder / "source.txt"))
+    cached = str(folder / "cache")
+    options = config.Data("text", str(folder / "source.txt"), cache=cached)
     (folder / "source.txt").write_text("a text to read")
     sources.load(options)  # imports what is slow once, and not in every child
     died = (check(options, folder / "data", place) for place in itertools.count())

@@ -1,4 +1,4 @@
-"""A corpus is whole or absent, exact, and lives without its source."""
+"""A corpus is exact, and what is damaged is named; for the cache see test_cache.py."""
 
 import json
 import os
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import corpus, folder, sources
+from symjax.data import cache, corpus, folder, packed, sources
+from symjax.data.manifest import read_manifest, sealed
 from symjax.data.packed import Packed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -22,7 +23,8 @@ TEXT = "To be, or not to be:\r\nthat is the question. é\u2028\n" * 20
 def options(tmp_path):
     path = tmp_path / "source.txt"
     path.write_bytes(TEXT.encode())
-    return config.Data(source="text", path=str(path), tokenizer="byte")
+    cache = str(tmp_path / "cache")
+    return config.Data(source="text", path=str(path), tokenizer="byte", cache=cache)
 
 
 @pytest.fixture
@@ -31,12 +33,22 @@ def directory(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def stdlib(tmp_path_factory):
-    return corpus.open_corpus(config.Data(), tmp_path_factory.mktemp("stdlib"))
+def stdlib_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("stdlib")
+
+
+@pytest.fixture(scope="module")
+def stdlib(stdlib_folder):
+    return corpus.open_corpus(config.Data(), stdlib_folder)
 
 
 def replaced(options, **changes):
     return config.Data(**(vars(options) | changes))
+
+
+def arrays(options, directory):
+    """Where the arrays of a corpus are."""
+    return corpus.open_corpus(options, directory).train.path.parent
 
 
 def everything(opened):
@@ -80,9 +92,10 @@ def test_an_existing_corpus_needs_no_source(options, directory):
 
 
 def test_the_same_text_packs_to_the_same_files(options, tmp_path):
-    folders = [tmp_path / name for name in "ab"]
-    for place in folders:
-        corpus.open_corpus(options, place)
+    folders = []
+    for name in "ab":
+        chosen = replaced(options, cache=str(tmp_path / name))
+        folders.append(arrays(chosen, tmp_path / name / "run"))
     for name in ("train.npy", "heldout.npy", "corpus.json"):
         assert len({(place / name).read_bytes() for place in folders}) == 1
         assert len(list(folders[0].iterdir())) == 3
@@ -95,54 +108,6 @@ def test_other_options_are_refused_by_name(options, directory):
     assert "data.path" not in str(got.value)
     with pytest.raises(ValueError, match="data.source: 'text' → 'stdlib', data.path: "):
         corpus.open_corpus(config.Data(), directory)
-
-
-@pytest.mark.parametrize("moves", [0, 1, 2])
-def test_an_interrupted_build_leaves_nothing_and_is_repeated(
-    options, directory, monkeypatch, moves
-):
-    real, made = os.replace, []
-
-    def replace(*paths):
-        if len(made) == moves:
-            raise KeyboardInterrupt
-        made.append(paths)
-        real(*paths)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", replace)
-        corpus.open_corpus(options, directory)
-    assert not (directory / "corpus.json").exists()
-    assert not list(directory.glob(".unfinished*"))
-    Path(options.path).write_text("another text " * 30)
-    opened = corpus.open_corpus(options, directory)
-    assert everything(opened) == "another text " * 30
-
-
-def test_the_rest_of_a_killed_build_is_removed(options, directory):
-    rest = directory / ".unfinished-x"
-    rest.mkdir(parents=True)
-    (rest / "train.npy").write_bytes(b"half")
-    os.utime(rest, (1, 1))
-    corpus.open_corpus(options, directory)
-    assert len(list(directory.iterdir())) == 3
-
-
-@pytest.mark.slow
-def test_a_build_killed_at_any_line_is_repeated(tmp_path):
-    program = Path(__file__).with_name("killed_builds.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(tmp_path)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 60
-
-
-def test_a_build_leaves_the_files_of_another_that_is_running(options, directory):
-    running = directory / ".unfinished-x"
-    running.mkdir(parents=True)
-    corpus.open_corpus(options, directory)
-    assert running.exists()
 
 
 def damage_cut(path):
@@ -165,8 +130,7 @@ def damage_flip(path):
     ],
 )
 def test_a_damaged_file_is_named(options, directory, name, damage, message):
-    corpus.open_corpus(options, directory)
-    damage(directory / name)
+    damage(arrays(options, directory) / name)
     with pytest.raises(ValueError, match=rf"{name}' is damaged \(.*({message})"):
         corpus.open_corpus(options, directory)
 
@@ -174,13 +138,18 @@ def test_a_damaged_file_is_named(options, directory, name, damage, message):
 def test_all_of_a_folder_is_compared_if_it_is_asked_for(
     options, directory, monkeypatch
 ):
-    monkeypatch.setattr(folder, "LARGE", 1)
-    corpus.open_corpus(options, directory)
-    assert "sample" in folder.read_manifest(directory)["files"]["train.npy"]
-    folder.verify(directory)
-    damage_flip(directory / "heldout.npy")
+    for module in (cache, packed):
+        monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(packed, "BLOCK", 1)
+    place = arrays(options, directory)
+    assert "sample" in read_manifest(directory)["files"]["train.npy"]
+    folder.verify(options, directory)
+    content = bytearray((place / "heldout.npy").read_bytes())
+    content[-2] ^= 1
+    (place / "heldout.npy").write_bytes(content)
+    corpus.open_corpus(options, directory)  # the sample does not have that byte
     with pytest.raises(ValueError, match="heldout.npy' is damaged"):
-        folder.verify(directory)
+        folder.verify(options, directory)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"options": {}}', "\xff"])
@@ -195,13 +164,13 @@ def test_any_flipped_bit_of_the_manifest_is_noticed(options, directory):
     """What it says of tokenizer, references and bytes is as much data as the tokens."""
     corpus.open_corpus(options, directory)
     path = directory / "corpus.json"
-    content, whole = path.read_bytes(), folder.read_manifest(directory)
+    content, whole = path.read_bytes(), read_manifest(directory)
     for place in range(0, 8 * len(content), 37):
         changed = bytearray(content)
         changed[place // 8] ^= 1 << place % 8
         path.write_bytes(changed)
         try:
-            found = folder.read_manifest(directory)
+            found = read_manifest(directory)
         except ValueError as error:
             assert "corpus.json' is damaged" in str(error)
         else:  # white space
@@ -214,7 +183,7 @@ def test_an_option_the_manifest_does_not_know_has_its_default(options, directory
     manifest = json.loads(path.read_text())
     del manifest["options"]["tokenizer"]  # as if it had been added since
     del manifest["seal"]
-    path.write_text(folder.sealed(manifest))
+    path.write_text(sealed(manifest))
     corpus.open_corpus(options, directory)
     with pytest.raises(ValueError, match="data.tokenizer: 'byte' → 'char'"):
         corpus.open_corpus(replaced(options, tokenizer="char"), directory)
@@ -254,8 +223,8 @@ def test_the_standard_library_has_the_lines_of_python(stdlib):
     stdlib.check_length(1024)
 
 
-def test_opening_imports_neither_jax_nor_datasets(stdlib):
-    directory = str(stdlib.train.path.parent)
+def test_opening_imports_neither_jax_nor_datasets(stdlib, stdlib_folder):
+    directory = str(stdlib_folder)
     program = f"""
 import sys
 from pathlib import Path
@@ -312,8 +281,8 @@ def test_a_source_that_changes_while_it_is_read_is_a_change(
     assert "has changed" in folder.source_change(options, directory)
 
 
-def test_the_standard_library_has_not_changed(stdlib):
-    assert folder.source_change(config.Data(), stdlib.train.path.parent) == ""
+def test_the_standard_library_has_not_changed(stdlib, stdlib_folder):
+    assert folder.source_change(config.Data(), stdlib_folder) == ""
 
 
 @pytest.mark.skipif(not SHAKESPEARE.exists(), reason="tiny Shakespeare is not here")

@@ -203,7 +203,7 @@ def test_the_folder_is_enough_and_a_damaged_one_is_refused(tmp_path):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="data.column: 'text' → 'x'"):
         open_labelled(replace(options, column="x"), data)
-    path = data / "train_labels.npy"
+    path = before.parts["train_labels"].path
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(ValueError, match="train_labels.npy' is damaged"):
         open_labelled(options, data)
@@ -226,7 +226,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch):
         open_labelled(hub(pictures, column="img"), tmp_path / "a")
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'symjax\[digits\]'"):
-        open_labelled(config.Data(source="digits"), tmp_path / "a")
+        open_labelled(config.Data("digits", cache=str(tmp_path)), tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 

@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from runs import compile_cache, train, write_text
+from runs import compile_cache, packed, train, write_text
 
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
@@ -36,7 +36,7 @@ def after_first_save(monkeypatch, accident):
     def saved(run, state, *rest):
         save(run, state, *rest)
         if int(state.step) == 2:
-            accident(run.workdir / "data")
+            accident(packed(run.workdir))
 
     monkeypatch.setattr(loop, "save_checkpoint", saved)
 
@@ -45,16 +45,16 @@ def test_a_run_whose_tokens_are_cut_stops_with_its_checkpoint(
     tmp_path, monkeypatch, capsys, finished
 ):
     text, workdir = write_text(tmp_path), tmp_path / "run"
-    tokens = workdir / "data" / "train.npy"
     with monkeypatch.context() as patch:
         after_first_save(patch, lambda data: os.truncate(data / "train.npy", 200))
         assert train(text, workdir, **OPTIONS) == 2
+    tokens = packed(workdir) / "train.npy"
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"error: corpus file {str(tokens)!r} is damaged (cut short")
     assert Checkpoints(workdir / "checkpoints").steps() == [2]
     assert train(text, workdir, **OPTIONS) == 2
     assert "delete the folder to build it again" in capsys.readouterr().err
-    shutil.rmtree(workdir / "data")
+    shutil.rmtree(tokens.parent)
     assert train(text, workdir, **OPTIONS) == 0
     assert "resumed at step 2" in capsys.readouterr().err
     assert last_loss(workdir) == finished
@@ -79,6 +79,10 @@ def test_an_edited_source_is_named_and_not_read(tmp_path, capsys):
     assert train(text, workdir, **OPTIONS) == 0
     said = capsys.readouterr().err
     assert f"data.path {str(text)!r} has changed since it was packed" in said
+    shutil.rmtree(packed(workdir))
+    assert train(text, workdir, **OPTIONS) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"is gone, and data.path {str(text)!r} has changed since: use" in line
     shutil.rmtree(workdir / "data")
     assert train(text, workdir, **OPTIONS) == 2
     [line] = capsys.readouterr().err.splitlines()

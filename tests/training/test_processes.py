@@ -265,10 +265,12 @@ def test_four_processes_save_what_one_and_two_go_on_with(
 @pytest.mark.parametrize("broken", ["corpus", "checkpoint", "path", "key", "other run"])
 def test_a_refused_start_ends_both_and_leaves_what_was(broken, text, cache, tmp_path):
     workdir = tmp_path / "run"
-    assert runs.train(text, workdir, steps=1) == 0
-    arguments, said = words(text, workdir, steps=2, mesh__data=2), "error: "
+    assert runs.train(text, workdir, steps=1, data__cache=tmp_path / "cache") == 0
+    place = {"data__cache": tmp_path / "cache"}
+    arguments = words(text, workdir, steps=2, mesh__data=2, **place)
+    said = "error: "
     if broken == "corpus":
-        path = workdir / "data" / "train.npy"
+        path = runs.packed(workdir, tmp_path / "cache") / "train.npy"
         path.write_bytes(path.read_bytes()[:-1] + b"!")
         said += f"corpus file {str(path)!r} is damaged"
     elif broken == "checkpoint":

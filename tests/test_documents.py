@@ -127,6 +127,6 @@ def test_every_documented_command_line_parses(
         if "--list" not in words:
             assert evaluate.parse(words).names
     else:
-        monkeypatch.setattr(compare.report, "check_figures", stop)
+        monkeypatch.setattr(compare.figures, "check_figures", stop)
         with pytest.raises(Parsed):
             compare.main([*words, "--out", str(tmp_path)])

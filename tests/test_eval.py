@@ -94,6 +94,14 @@ def test_tables_figures_and_a_page_are_written(original, tmp_path, capsys):
     rows = (out / "lambda.csv").read_text().splitlines()
     assert rows[0] == "layer,λ₁,λ₂,λ_init,λ" and len(rows) == 2
     text = page.read_text()
+    assert text.index("<h2>configuration") < text.index("<h2>data") < 5000
+    for cells in (
+        ("model.attention.differential", "v1", "none"),
+        ("model.width", "32", "256"),
+        ("source", "text"),
+        ("vocabulary", "256"),
+    ):
+        assert "".join(f"<td>{x}</td>" for x in cells) in text
     value = f"{float(rows[1].split(',')[4]):.4f}"
     assert f"<td>{value}</td>" in text and value in capsys.readouterr().out
     assert not re.search(r"(src|href)=.?http", text)

@@ -14,6 +14,7 @@ MODELS = {"attention", "config", "layers", "models", "validation"}
 # What each room may import from symjax, itself included.
 MAY = {
     "__init__": set(),
+    "figures": set(),
     "tables": set(),
     "attention": {"attention", "tables"},
     "config": {"attention"},
@@ -22,10 +23,10 @@ MAY = {
     "layers": {"attention", "config", "layers"},
     "models": MODELS,
     "data": {"config", "data", "files"},
-    "training": MODELS | {"data", "files", "tables", "training"},
+    "training": MODELS | {"data", "figures", "files", "tables", "training"},
     "exchange": MODELS | {"data", "exchange", "files", "training"},
     "evaluation": MODELS
-    | {"data", "exchange", "files", "tables", "training", "evaluation"},
+    | {"data", "exchange", "figures", "files", "tables", "training", "evaluation"},
 }
 FILES = sorted(SYMJAX.rglob("*.py"))
 

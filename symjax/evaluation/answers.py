@@ -12,7 +12,8 @@ from symjax.data import generated
 from symjax.data.draws import Draws
 from symjax.data.generated import Rows
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.results import Grid, Lines, Options, Result, Table, progress
+from symjax.evaluation.results import Options, Result, Table, progress
+from symjax.figures import Grid, Lines
 
 ROWS = 200  # of a point of a curve
 SAMPLES = 50  # of a cell of the grid
@@ -72,7 +73,15 @@ def _by(name: str, label: str, rows: list[tuple[int, float]], chance: float) -> 
         {name: [dict(zip(columns, row, strict=True)) for row in cells]},
         [],
         (Table(name, columns, cells),),
-        (Lines(f"{name}_accuracy", label, "accuracy", curves),),
+        (
+            Lines(
+                f"{name}_accuracy",
+                label,
+                "accuracy",
+                curves,
+                title=f"Accuracy by {label}, beside chance",
+            ),
+        ),
     )
 
 
@@ -117,7 +126,10 @@ def needle(run: LoadedRun, options: Options) -> Result:
         Table("needle_counts", ("needles, asked", "accuracy"), list(several.items())),
     )
     labels = list(map(str, lengths))
-    figure = Grid("needle_grid", "length", "depth", labels, depths, values)
+    title = "Needles found, by the depth of the needle and tokens of the row"
+    figure = Grid(
+        "needle_grid", "length", "depth", labels, depths, values, title, limit=1.0
+    )
     text = [f"needles: chance {chance:.4f}"]
     return Result({"needle": found}, text, tables, (figure,))
 

@@ -18,16 +18,9 @@ from symjax import attention, config
 from symjax.evaluation.attended import uniform
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, attentions, read
-from symjax.evaluation.results import (
-    Lines,
-    Options,
-    Result,
-    Table,
-    progress,
-    series,
-    table,
-)
+from symjax.evaluation.results import Options, Result, Table, progress, series, table
 from symjax.evaluation.windows import all_pairs, by_layer, heldout_rows
+from symjax.figures import Lines
 from symjax.layers.mechanisms import part_of
 
 FEATURES = (16, 64, 256, 1024)
@@ -99,7 +92,8 @@ def approximation(run: LoadedRun, options: Options) -> Result:
     points = [(f"{x['features']}, {x['rows']}", x["count"], x["output"]) for x in found]
     points += [("uniform average", n, even[1]) for n in (FEATURES[0], FEATURES[-1])]
     label, curves = "error of the output", series(points)
-    figure = Lines("approximation", "features", label, curves, log_x=True)
+    title = "Random features against exact softmax, the model's own queries and keys"
+    figure = Lines("approximation", "features", label, curves, log_x=True, title=title)
     values = {"own": own, "random": found, "uniform": even}
     return Result({"approximation": values}, text, tuple(tables), (figure,))
 

@@ -4,6 +4,7 @@ A share is |a| of a pair over the sum of |a| of its row; differential maps have 
 weights.
 """
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,13 @@ from symjax.data import generated
 from symjax.evaluation.answers import DEPTHS, planted
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, read
-from symjax.evaluation.results import (
-    Lines,
-    Options,
-    Result,
-    Table,
-    none,
-    progress,
-    table,
-)
-from symjax.evaluation.windows import Window, mean_by_layer
+from symjax.evaluation.results import Options, Result, Table, none, progress, table
+from symjax.evaluation.windows import Window, by_layer, known_mean, mean_by_layer
+from symjax.figures import Lines, smoothed
 
 NEAR = 16  # tokens before a row that count as its context
 ROWS = 8  # read at every depth of a needle
+OCTAVES = 0.5  # of keys that rows see: the width within which a curve is smoothed
 WITHIN = (1, 4, 16, 64)
 MAPS = ("A", "A₁", "A₂")  # of a head, and of the branches of a differential one
 PLACES = ("answer", "context", "elsewhere")
@@ -65,10 +60,11 @@ def noise(run: LoadedRun, options: Options) -> Result:
     def measure(window: Window, layer: Layer) -> np.ndarray:
         answer = answers(window)
         near = context(answer, window.visible)
-        return of_maps(layer, answer, near, window.visible)
+        return rows_of_maps(layer, answer, near, window.visible)
 
-    found = enumerate(mean_by_layer(run, options, measure))
-    rows = [row for layer, shares in found for row in _by_map(layer, shares)]
+    layers = list(by_layer(run, options, measure).values())  # [windows, M T 3] of each
+    means = [known_mean([known_mean(x, axis=-2) for x in found]) for found in layers]
+    rows = [row for layer, found in enumerate(means) for row in _by_map(layer, found)]
     text = [
         "share of |A| on places that hold the next token (answer), on the last "
         f"{NEAR} others (context),",
@@ -80,7 +76,35 @@ def noise(run: LoadedRun, options: Options) -> Result:
             "(answer),",
             f"on those less than {NEAR // 2} places away (context), and elsewhere",
         ]
-    return Result({"noise": rows}, text, (_table(rows),))
+        return Result({"noise": rows}, text, (_table(rows),))
+    return Result({"noise": rows}, text, (_table(rows),), (_by_place(layers),))
+
+
+def _by_place(layers: list[list[Float[np.ndarray, "M T 3"]]]) -> Lines:
+    """The share on the answer by the number of keys that a row sees, of all layers."""
+    found: dict[str, list[np.ndarray]] = {}
+    for shares in itertools.chain(*layers):
+        for name, rows in zip(
+            (*MAPS[: len(shares) - 1], "uniform"), shares, strict=True
+        ):
+            found.setdefault(name, []).append(rows[:, 0])
+    points, lines = {}, {}
+    for name, rows in found.items():
+        weights = (~np.isnan(rows)).sum(axis=0)
+        keys = np.flatnonzero(weights) + 1
+        y = known_mean(rows)[keys - 1].tolist()
+        points[name] = keys.tolist(), y
+        x = np.log2(keys)
+        lines[name] = keys.tolist(), smoothed(x, y, OCTAVES, weights[keys - 1])
+    return Lines(
+        "noise_by_place",
+        "keys a row sees",
+        "share of |A| on the answer",
+        lines,
+        log_x=True,
+        title="Attention on places that hold the next token, the mean of all layers",
+        points=points,
+    )
 
 
 def noise_of_needles(run: LoadedRun, options: Options) -> Result:
@@ -100,7 +124,8 @@ def noise_of_needles(run: LoadedRun, options: Options) -> Result:
         found.append([])
         for row in zip(*(x[:count] for x in drawn), strict=True):
             places = *needle_places(data, *row), visible
-            found[-1].append([of_maps(x, *places) for x in read(model, row[0])])
+            layers = [rows_of_maps(x, *places) for x in read(model, row[0])]
+            found[-1].append([known_mean(x, axis=-2) for x in layers])
     layers = [np.array(x).mean(axis=0) for x in zip(*sum(found, []), strict=True)]
     by_layer = [row for i, x in enumerate(layers) for row in _by_map(i, x)]
     by_depth = []
@@ -117,7 +142,10 @@ def noise_of_needles(run: LoadedRun, options: Options) -> Result:
     tables = _table(by_layer), table("noise_by_depth", columns, shown)
     names = ("answer", "context", "uniform")
     curves = {x: (list(DEPTHS), [row[x] for row in by_depth]) for x in names}
-    figure = Lines("noise_by_depth", "depth of the needle", "share of |A|", curves)
+    title = "Attention on the needle and on the context, by the depth of the needle"
+    figure = Lines(
+        "noise_by_depth", "depth of the needle", "share of |A|", curves, title=title
+    )
     values = {"noise": by_layer, "noise_by_depth": by_depth}
     return Result(values, text, tables, (figure,))
 
@@ -136,11 +164,11 @@ def needle_places(
     return answer, around & ~answer
 
 
-def of_maps(
+def rows_of_maps(
     layer: Layer, answer: Places, context: Places, visible: Places
-) -> Float[np.ndarray, "M 3"]:
+) -> Float[np.ndarray, "M T 3"]:
     """Means over heads of the map, of branches where there are two, and last of a
-    uniform map: shares on answer, context and elsewhere."""
+    uniform map: shares of every row on answer, context and elsewhere."""
     maps = [layer.map[:, None]]
     if layer.lam is not None:
         maps.append(layer.branches)
@@ -192,17 +220,15 @@ def distances(visible: Places) -> Float[np.ndarray, "T T"]:
 
 def on_places(
     shares: Shares, answer: Places, context: Places
-) -> Float[np.ndarray, "*N 3"]:
-    """Mean shares on the answer, on the context, and elsewhere.
+) -> Float[np.ndarray, "*N T 3"]:
+    """Shares of every row on the answer, on the context, and elsewhere.
 
-    Over the rows that have an answer; NaN if none has.
+    NaN in rows that have no answer.
     """
-    rows = answer.any(axis=1)
-    if not rows.any():
-        return np.full((*shares.shape[:-2], 3), np.nan)
-    places = np.stack([answer, context, ~(answer | context)])[:, rows]
-    weights = places.astype(np.float64)
-    return np.einsum("...ts,pts->...tp", shares[..., rows, :], weights).mean(axis=-2)
+    places = np.stack([answer, context, ~(answer | context)]).astype(np.float64)
+    found = np.einsum("...ts,pts->...tp", shares, places)
+    found[..., ~answer.any(axis=1), :] = np.nan
+    return found
 
 
 def self_share(run: LoadedRun, options: Options) -> Result:

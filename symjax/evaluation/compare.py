@@ -5,33 +5,39 @@ python -m symjax.evaluation.compare --configs configs/gpt.py:tiny,configs/sym.py
 python -m symjax.evaluation.compare --configs configs/digits.py \\
     --vary model.attention.mechanism=softmax,linear,matrix_function
 
+python -m symjax.evaluation.compare --workdirs runs/gpt,runs/diff_sym
+
 --vary makes a configuration of each value, and of each pair where it is given twice.
 Every run is a workdir of train.py below --out, and is trained only as far as it is not
 yet: the same command goes on after an interruption. Then every run is evaluated, and
-compare.md, compare.csv, lambda.csv and PNG curves are written. Exit codes are those of
-train.py.
+compare.md, compare.csv, lambda.csv and PNG curves are written. --workdirs compares runs
+that exist, and trains nothing; those that differ in their seed alone are one row. Exit
+codes are those of train.py.
 """
 
 import argparse
 import itertools
-import json
+import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from symjax import config
+from symjax import config, figures
+from symjax.data.sources import TEXT_SOURCES
 from symjax.evaluation import report
 from symjax.evaluation.language import losses
 from symjax.evaluation.loading import load
-from symjax.evaluation.results import Lines, Result, Table, table
+from symjax.evaluation.results import Result, Table, table
 from symjax.evaluation.weights import lambda_table
+from symjax.figures import Lines
 from symjax.files import check_writable
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, parse
 from symjax.training.exit_codes import run_and_exit
+from symjax.training.metrics import rows_of
 from symjax.training.preflight import saved_meta, saved_options
 
 
@@ -41,8 +47,10 @@ class Evaluated(NamedTuple):
     parameters: int
     losses: dict[str, Any]
     lambdas: list[dict[str, float]]
-    speed: float  # tokens a second, the median of the lines of metrics.jsonl
+    # tokens a second, the median of the lines of metrics.jsonl; None: it is not there
+    speed: float | None
     curve: list[tuple[int, float]]  # step, held-out loss
+    tokens: int = 0  # that it was trained on
 
 
 def main(words: list[str]) -> None:
@@ -50,31 +58,26 @@ def main(words: list[str]) -> None:
         prog="python -m symjax.evaluation.compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--configs", required=True, help="files with presets, between commas")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--configs", help="files with presets, between commas")
+    which.add_argument("--workdirs", help="runs that exist, between commas")
     add("--vary", action="append", default=[], help="KEY=VALUE,VALUE of a config")
-    add("--seeds", default="0", help="whole numbers, between commas (%(default)s)")
+    add("--seeds", help="whole numbers, between commas (0)")
     add("--out", type=Path, default=Path("runs/compare"), help="folder (%(default)s)")
     add("--batches", type=int, help="held-out batches to evaluate; all by default")
     chosen, rest = parser.parse_known_args(words)
     if chosen.batches is not None and chosen.batches < 1:
         raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
-    varied = [_values(text) for text in chosen.vary]
-    check_words(rest, [values[0].partition("=")[0] for values in varied])
-    files = _items("--configs", chosen.configs, str)
-    seeds = _items("--seeds", chosen.seeds, int)
-    runs = commands(files, varied, seeds, rest, chosen.out)
-    check_equal({name: some[0].config for name, some in runs.items()})
-    report.check_figures()
-    for command in itertools.chain(*runs.values()):
-        check_run(command)
-    check_writable(chosen.out, f"--out {chosen.out}")
-    # Seed by seed, so that all configurations meet the same conditions.
-    for command in itertools.chain(*zip(*runs.values(), strict=True)):
-        _train(command)
+    if chosen.workdirs is not None:
+        check_alone(chosen, rest)
+        runs = existing(_items("--workdirs", chosen.workdirs, Path))
+    else:
+        runs = trained(chosen, rest)
     evaluated = {
-        name: [evaluate(command.workdir, chosen.batches) for command in some]
+        name: [evaluate(workdir, chosen.batches) for workdir in some]
         for name, some in runs.items()
     }
     found = compare(evaluated)
@@ -82,6 +85,98 @@ def main(words: list[str]) -> None:
     text = "\n\n".join(map(report.to_markdown, found.tables))
     report.write(f"{text}\n".encode(), chosen.out / "compare.md", "--out")
     report.write_folder({"compare": found}, chosen.out)
+
+
+def trained(chosen: argparse.Namespace, rest: list[str]) -> dict[str, list[Path]]:
+    """The workdirs of configurations, a seed each, trained as far as they are not yet.
+
+    Args:
+        rest: words of a configuration.
+    Raises:
+        ValueError: something is refused, before anything is trained.
+    """
+    varied = [_values(text) for text in chosen.vary]
+    check_words(rest, [values[0].partition("=")[0] for values in varied])
+    files = _items("--configs", chosen.configs, str)
+    seeds = _items("--seeds", chosen.seeds or "0", int)
+    runs = commands(files, varied, seeds, rest, chosen.out)
+    check_equal({name: some[0].config for name, some in runs.items()})
+    figures.check_figures()
+    for command in itertools.chain(*runs.values()):
+        check_run(command)
+    check_writable(chosen.out, f"--out {chosen.out}")
+    # Seed by seed, so that all configurations meet the same conditions.
+    for command in itertools.chain(*zip(*runs.values(), strict=True)):
+        _train(command)
+    return {name: [x.workdir for x in some] for name, some in runs.items()}
+
+
+def check_alone(chosen: argparse.Namespace, rest: list[str]) -> None:
+    """Raises: ValueError: a flag says what to train, beside --workdirs."""
+    flags = {"--vary": chosen.vary, "--seeds": chosen.seeds}
+    given = [name for name, value in flags.items() if value]
+    if given or rest:
+        raise ValueError(
+            f"{(given + rest)[0]} is for runs to train: --workdirs compares those that "
+            "exist"
+        )
+
+
+def existing(workdirs: list[Path]) -> dict[str, list[Path]]:
+    """Runs by name; those that differ in their seed alone are one.
+
+    Raises:
+        ValueError: there is no run; runs have other examples or tokens, so that their
+            losses cannot be compared.
+    """
+    metas = {workdir: _meta(workdir) for workdir in workdirs}
+    (first, one), *others = metas.items()
+    for workdir, other in others:
+        if _judged(other) != _judged(one):
+            raise ValueError(
+                f"{first} and {workdir} are judged by different targets "
+                f"({_source(one)} and {_source(other)}): their losses cannot be "
+                "compared"
+            )
+    found: dict[str, list[Path]] = {}
+    seen: list[tuple[dict[str, Any], str]] = []  # a configuration without seed, a name
+    for workdir, meta in metas.items():
+        options = {name: x for name, x in meta["config"].items() if name != "seed"}
+        name = next((name for same, name in seen if same == options), None)
+        if name is None:
+            name = _name(workdir, found)
+            seen.append((options, name))
+        found.setdefault(name, []).append(workdir)
+    figures.check_figures()
+    return found
+
+
+def _meta(workdir: Path) -> dict[str, Any]:
+    """Raises: ValueError: there is no checkpoint."""
+    if not workdir.is_dir():
+        raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        return checkpoints.read_meta()
+
+
+def _name(workdir: Path, taken: Collection[str]) -> str:
+    """That of the folder, without its seed; the path where another has this name."""
+    name = re.sub(r"-seed\d+$", "", workdir.absolute().name)
+    return name if name not in taken else str(workdir)
+
+
+def _judged(meta: dict[str, Any]) -> tuple[Any, ...]:
+    """What a loss is a mean over: examples, their tokens, and what is asked of them."""
+    language = (meta.get("examples") or {}).get("language")
+    model = meta["config"]["model"]
+    return meta["data"]["sha256"], language, model["kind"] == "encoder"
+
+
+def _source(meta: dict[str, Any]) -> str:
+    """In a few words."""
+    data, kind = meta["config"]["data"], meta["config"]["model"]["kind"]
+    tokens = data["tokenizer"] if data["source"] in TEXT_SOURCES else "no tokenizer"
+    return f"{data['source']} {meta['data']['sha256'][:8]}, {tokens}, {kind}"
 
 
 def check_words(rest: list[str], varied: list[str]) -> None:
@@ -174,15 +269,19 @@ def check_run(command: Command) -> None:
 
 def evaluate(workdir: Path, batches: int | None = None) -> Evaluated:
     run = load(workdir)
-    lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = rows_of(workdir)
     speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
     return Evaluated(
         run.parameters(),
         losses(run, batches),
         lambda_table(run.model()),
-        statistics.median(speeds),
-        [(row["step"], row["heldout/loss"]) for row in rows if "heldout/loss" in row],
+        statistics.median(speeds) if speeds else None,
+        [
+            (row["step"], row["heldout/loss"])
+            for row in rows
+            if row.get("heldout/loss") is not None
+        ],
+        run.step * run.config.batch_size * run.config.model.length,
     )
 
 
@@ -193,6 +292,7 @@ def compare(runs: dict[str, list[Evaluated]]) -> Result:
         heldout = [run.losses["heldout"] for run in seeds]
         train = [run.losses["train"] for run in seeds]
         losses = [x["loss"] for x in heldout]
+        speed = _mean(run.speed for run in seeds)
         row = {
             "configuration": name,
             "seeds": len(seeds),
@@ -200,25 +300,35 @@ def compare(runs: dict[str, list[Evaluated]]) -> Result:
             "held-out": statistics.mean(losses),
             "spread": statistics.stdev(losses) if len(seeds) > 1 else None,
             **_bits(heldout),
-            "train mode": statistics.mean(x["loss"] for x in train),
-            "eval mode": statistics.mean(x["loss_eval_mode"] for x in train),
-            "tokens/s": round(statistics.mean(run.speed for run in seeds)),
+            "train mode": _mean(x.get("loss") for x in train),
+            "eval mode": _mean(x.get("loss_eval_mode") for x in train),
+            "tokens/s": None if speed is None else round(speed),
         }
+        if len({run.tokens for run in itertools.chain(*runs.values())}) > 1:
+            row["tokens"] = seeds[0].tokens
         if all("accuracy" in x for x in heldout):
             row["accuracy"] = statistics.mean(x["accuracy"] for x in heldout)
         rows.append(row)
         for layer in zip(*(run.lambdas for run in seeds), strict=True):
             means = [statistics.mean(x[key] for x in layer) for key in layer[0]]
             lambdas.append((name, *means))
-        steps = [float(step) for step, _ in seeds[0].curve]
-        values = zip(*([y for _, y in run.curve] for run in seeds), strict=False)
-        curves[name] = (steps, [statistics.mean(y) for y in values])
+        found = [dict(run.curve) for run in seeds]
+        steps = [step for step in found[0] if all(step in curve for curve in found)]
+        means = [statistics.mean(curve[step] for curve in found) for step in steps]
+        curves[name] = list(map(float, steps)), means
     tables = [table("compare", list(rows[0]), rows)]
     if lambdas:
         columns = ("configuration", "layer", "λ₁", "λ₂", "λ_init", "λ")
         tables.append(Table("lambda", columns, lambdas))
-    figure = Lines("heldout", "step", "held-out loss, mean of the seeds", curves)
+    title = "Held-out loss by step, the mean of the seeds"
+    figure = Lines("heldout", "step", "held-out loss", curves, title=title)
     return Result({}, [], tuple(tables), (figure,))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """None if one of them is not known."""
+    known = list(values)
+    return None if None in known else statistics.mean(known)  # pyright: ignore
 
 
 def _bits(heldout: list[dict[str, Any]]) -> dict[str, float]:

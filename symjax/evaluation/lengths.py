@@ -9,6 +9,7 @@ average of n values of variance 1 is off by √((exp(c²σ²) − 1)/n).
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from jaxtyping import Array, Float, Int
 from symjax import attention, config
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import (
-    Lines,
     Options,
     Result,
     Table,
@@ -30,12 +30,14 @@ from symjax.evaluation.results import (
     series,
     table,
 )
+from symjax.figures import Curve, Lines, smoothed
 from symjax.models.build import Model, build
 from symjax.training.loss import hidden_of, token_losses
 
 FACTORS = (1, 2, 4, 8)
 BATCHES = 4  # of held-out text at every length, unless --batches says otherwise
 POINTS = 64  # of a curve over places
+OCTAVES = 0.25  # of places: the width within which a curve is smoothed
 EXAMPLES = 256  # averages of n values
 SPREAD = 0.5  # σ of their scores, which should all be equal
 
@@ -102,9 +104,12 @@ def length(run: LoadedRun, options: Options) -> Result:
         table("averaging", ("n", *states), averaging),
     )
     points = series((name, tokens, loss) for tokens, name, loss, *_ in cells)
-    figures = [Lines("length", "tokens in the window", unit, points, log_x=True)]
+    title = "Held-out loss by the tokens of the window"
+    figures = [
+        Lines("length", "tokens in the window", unit, points, log_x=True, title=title)
+    ]
     if not model.classes:
-        figures.append(Lines("length_by_place", "place", unit, curves, log_x=True))
+        figures.append(_by_place_figure("length_by_place", unit, curves))
     values = {"length": found, "averaging": averaging}
     return Result(values, text, tables, tuple(figures) if found else ())
 
@@ -150,7 +155,7 @@ def position(run: LoadedRun, options: Options) -> Result:
         {"position": rows},
         [f"held-out loss by place in a window of {model.length}, in {unit}"],
         (table("position", ("from", "to", "loss", *_bits(run, 0.0)), rows),),
-        (Lines("position", "place", unit, curves, log_x=True),),
+        (_by_place_figure("position", unit, curves),),
     )
 
 
@@ -214,6 +219,15 @@ def _scored(
     model = nnx.merge(graph, weights)
     found = token_losses(model, hidden_of(model, inputs), targets)
     return found.loss, found.right.astype(jnp.float32)
+
+
+def _by_place_figure(name: str, unit: str, curves: Mapping[str, Curve]) -> Lines:
+    """Curves over places, smoothed in the logarithm of the place."""
+    lines = {
+        label: (x, smoothed(np.log2(x), y, OCTAVES)) for label, (x, y) in curves.items()
+    }
+    title = "Held-out loss by the place in the window"
+    return Lines(name, "place", unit, lines, log_x=True, title=title, points=curves)
 
 
 def curve(places: ByPlace) -> tuple[list[float], list[float]]:

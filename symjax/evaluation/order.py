@@ -6,7 +6,8 @@ from symjax.data import generated
 from symjax.data.draws import Draws
 from symjax.evaluation.answers import heldout, predictor
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.results import Lines, Options, Result, Table, none, progress
+from symjax.evaluation.results import Options, Result, Table, none, progress
+from symjax.figures import Lines
 
 PROMPTS = 100
 ORDERS = 10  # at most, of the examples of every prompt
@@ -66,7 +67,10 @@ def order(run: LoadedRun, options: Options) -> Result:
     )
     x = [float(place) for place, _ in numbered]
     curves = {"accuracy": (x, by_place), "chance": (x, [chance] * len(x))}
-    figure = Lines("order_by_place", "place of the example", "accuracy", curves)
+    title = "Accuracy by the place of the example that is asked for"
+    figure = Lines(
+        "order_by_place", "place of the example", "accuracy", curves, title=title
+    )
     return Result({"order": found}, text, tables, (figure,))
 
 

@@ -5,10 +5,12 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from symjax import figures
 from symjax.data.folder import verify
 from symjax.data.sources import read
 from symjax.evaluation import report, tasks
 from symjax.evaluation.loading import load
+from symjax.evaluation.overview import overview
 from symjax.evaluation.results import Options
 from symjax.files import check_writable
 from symjax.training.commandline import Parser
@@ -81,7 +83,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
         if (path := getattr(chosen, flag)) is not None:
             report.check_file(path, f"--{flag}")
     if chosen.out is not None or chosen.report is not None:
-        report.check_figures()
+        figures.check_figures()
     if chosen.out is not None:
         check_writable(chosen.out, f"--out {chosen.out}")
     text = None if chosen.text is None else read(chosen.text, "--text")
@@ -103,5 +105,5 @@ def evaluate(chosen: argparse.Namespace) -> None:
         report.write_folder(results, chosen.out)
     if chosen.report is not None:
         title = f"{chosen.workdir.name}, step {run.step}"
-        page = report.to_html(title, results)
+        page = report.to_html(title, overview(run) | results)
         report.write(page.encode(), chosen.report, "--report")

@@ -11,8 +11,9 @@ from jaxtyping import Float
 
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, attentions
-from symjax.evaluation.results import Lines, Options, Result, series, table
+from symjax.evaluation.results import Options, Result, series, table
 from symjax.evaluation.windows import Window, by_layer
+from symjax.figures import Lines
 
 PRODUCTS = {"none": "QKᵀ", "plain": "QQᵀ", "pairwise": "QUQᵀ"}
 
@@ -60,7 +61,8 @@ def rank(run: LoadedRun, options: Options) -> Result:
     ]
     columns = ("layer", "matrix", "effective", "stable", "numerical", "90 %", "99 %")
     points = [(row["matrix"], row["layer"], row["effective"]) for row in rows]
-    lines = Lines("rank", "layer", "effective rank", series(points))
+    title = "Effective rank, the mean over heads and windows"
+    lines = Lines("rank", "layer", "effective rank", series(points), title=title)
     sizes = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
     text = [f"ranks of matrices of {sizes} tokens, the mean over heads and windows"]
     return Result({"rank": rows}, text, (table("rank", columns, rows),), (lines,))

@@ -3,7 +3,6 @@
 import base64
 import csv
 import html
-import importlib
 import io
 import json
 import math
@@ -11,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from symjax.evaluation.results import Cell, Grid, Lines, Result, Table
+from symjax.evaluation.results import Cell, Result, Table
+from symjax.figures import png
 from symjax.files import check_writable, replaced
 from symjax.tables import aligned
-
-MANY = 24  # rows of a grid, with which it is drawn large and its labels small
 
 
 def to_json(about: dict[str, Any], results: Mapping[str, Result]) -> str:
@@ -62,7 +60,8 @@ def to_html(title: str, results: Mapping[str, Result]) -> str:
         for figure in result.figures:
             image = base64.b64encode(png(figure)).decode()
             source = f"data:image/png;base64,{image}"
-            parts.append(f'<img alt="{html.escape(figure.name)}" src="{source}">')
+            words = html.escape(figure.title or figure.name)
+            parts.append(f'<img alt="{words}" src="{source}">')
     if brief:
         parts.append(f"<pre>{html.escape(chr(10).join(brief))}</pre>")
     body = "\n".join(parts)
@@ -151,53 +150,3 @@ def _html_table(table: Table) -> str:
     columns, *rows = _cells(table)
     body = "\n".join(row(cells, "td") for cells in rows)
     return f"<table>\n{row(columns, 'th')}\n{body}\n</table>"
-
-
-def check_figures() -> None:
-    """Raises: ValueError: matplotlib is not installed; called before the long work."""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise ValueError(
-            "figures need matplotlib: pip install 'symjax[plots]'"
-        ) from error
-
-
-def png(figure: Lines | Grid) -> bytes:
-    """The same bytes for the same figure.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    check_figures()
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    large = isinstance(figure, Grid) and len(figure.rows) > MANY
-    drawing = Figure(figsize=(8.0, 7.0) if large else (6.4, 4.2), layout="constrained")
-    axes = drawing.subplots()
-    axes.set(title=figure.name, xlabel=figure.x_label, ylabel=figure.y_label)
-    if isinstance(figure, Lines):
-        for label, (x, y) in figure.series.items():
-            y = [float("nan") if value is None else value for value in y]
-            axes.plot(x, y, marker="." if len(x) < 40 else "", label=label)
-        if figure.log_x:
-            axes.set_xscale("log", base=2)
-        elif all(float(n).is_integer() for x, _ in figure.series.values() for n in x):
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend()
-        axes.grid(alpha=0.3)
-    else:
-        values = [
-            [float("nan") if x is None else x for x in row] for row in figure.values
-        ]
-        shown = axes.imshow(values, aspect="auto", cmap="viridis")
-        size = 7 if large else 10
-        turned = 90 if max(map(len, figure.columns)) > (1 if large else 3) else 0
-        places = range(len(figure.columns)), range(len(figure.rows))
-        axes.set_xticks(places[0], figure.columns, rotation=turned, fontsize=size)
-        axes.set_yticks(places[1], figure.rows, fontsize=size)
-        drawing.colorbar(shown)
-    file = io.BytesIO()
-    drawing.savefig(file, format="png", dpi=120, metadata={"Software": None})
-    return file.getvalue()

@@ -1,10 +1,12 @@
 """What every task takes and gives: options, and values, lines, tables and figures."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
+
+from symjax.figures import Figure
 
 Cell = str | int | float | None
 Series = dict[str, tuple[list[float], list[float]]]
@@ -44,32 +46,6 @@ class Table(NamedTuple):
     printed: bool = True
 
 
-class Lines(NamedTuple):
-    """Curves over one axis.
-
-    Attributes:
-        series: label → (x, y).
-        log_x: the axis is logarithmic.
-    """
-
-    name: str
-    x_label: str
-    y_label: str
-    series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]]
-    log_x: bool = False
-
-
-class Grid(NamedTuple):
-    """A matrix of numbers [rows, columns] as colours; None is not drawn."""
-
-    name: str
-    x_label: str
-    y_label: str
-    columns: list[str]
-    rows: list[str]
-    values: list[list[float | None]]
-
-
 class Result(NamedTuple):
     """What one task measured on one checkpoint.
 
@@ -81,7 +57,7 @@ class Result(NamedTuple):
     values: dict[str, Any]
     text: list[str]
     tables: tuple[Table, ...] = ()
-    figures: tuple[Lines | Grid, ...] = ()
+    figures: tuple[Figure, ...] = ()
 
 
 def none(task: str, reason: str) -> Result:

@@ -18,14 +18,8 @@ from flax import nnx
 
 from symjax import config
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.results import (
-    Lines,
-    Options,
-    Result,
-    Table,
-    progress,
-    series,
-)
+from symjax.evaluation.results import Options, Result, Table, progress, series
+from symjax.figures import Lines
 from symjax.models.build import build
 from symjax.training.preflight import compiled_step
 from symjax.training.sharding import make_mesh
@@ -77,8 +71,9 @@ def speed(run: LoadedRun, options: Options) -> Result:
     tables = (Table("speed", ("work", "tokens", *measured), cells),)
     points = series((work, length, ratio) for work, length, _, ratio, *_ in cells)
     label = "tokens/s ÷ those of softmax"
-    figures = (Lines("speed", "tokens", label, points, log_x=True),) if cells else ()
-    return Result({}, text, tables, figures)
+    title = "Speed relative to softmax, by the tokens of a row"
+    lines = Lines("speed", "tokens", label, points, log_x=True, title=title)
+    return Result({}, text, tables, (lines,) if cells else ())
 
 
 def mechanisms(model: config.Model) -> list[str]:

@@ -8,8 +8,9 @@ from symjax.attention import MECHANISMS
 from symjax.evaluation.attended import Shares, shares
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, attentions
-from symjax.evaluation.results import Lines, Options, Result, Table, table
+from symjax.evaluation.results import Options, Result, Table, table
 from symjax.evaluation.windows import Window, by_keys, mean_by_layer
+from symjax.figures import Lines
 
 
 def entropy(run: LoadedRun, options: Options) -> Result:
@@ -43,7 +44,14 @@ def entropy(run: LoadedRun, options: Options) -> Result:
     cells.append(("ln n", *(float(np.log(n)) for n in shown), 1.0))
     series = {f"layer {i}": (counts.tolist(), x.tolist()) for i, x in enumerate(found)}
     series["uniform: ln n"] = (counts.tolist(), np.log(counts).tolist())
-    lines = Lines("entropy", "keys a row sees", "nats", series, log_x=True)
+    lines = Lines(
+        "entropy",
+        "keys a row sees",
+        "nats",
+        series,
+        log_x=True,
+        title="Entropy of a row of attention, by the keys it sees",
+    )
     figures = (lines,) if len(counts) > 1 else ()
     tables = (Table("entropy", columns, cells),)
     return Result({"entropy": rows}, text, tables, figures)
@@ -91,7 +99,10 @@ def support(run: LoadedRun, options: Options) -> Result:
         rows.append(row | {"keys": keys, "share": share})
         series[f"layer {index}"] = counts.tolist(), found[index].tolist()
     columns = ("layer", "mechanism", "keys with a weight", "share of those seen")
-    lines = Lines("support", "keys a row sees", "keys with a weight", series)
+    title = "Keys with a weight, by the keys that a row sees"
+    lines = Lines(
+        "support", "keys a row sees", "keys with a weight", series, title=title
+    )
     text = ["keys whose weight is not zero, the mean over rows and heads"]
     figures = (lines,) if len(counts) > 1 else ()
     tables = (table("support", columns, rows),)

@@ -6,8 +6,9 @@ import numpy as np
 
 from symjax.evaluation.loading import LoadedRun, history
 from symjax.evaluation.reading import Layer, attentions
-from symjax.evaluation.results import Lines, Options, Result, Table, table
+from symjax.evaluation.results import Options, Result, Table, table
 from symjax.evaluation.windows import mean_by_layer
+from symjax.figures import Lines
 from symjax.models.build import Model
 
 
@@ -35,7 +36,7 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
     tables.append(Table("lambda_by_step", ("step", *names), by_step))
     x = list(map(float, steps))
     curves = {n: (x, list(y)) for n, *y in zip(names, *steps.values(), strict=True)}
-    lines = Lines("lambda_by_step", "step", "λ", curves)
+    lines = Lines("lambda_by_step", "step", "λ", curves, title="λ of every layer")
     return Result({"lambda": rows}, text, tuple(tables), (lines,))
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from numpy.typing import ArrayLike
 
 from symjax import config
 from symjax.data.generated import NOTHING
@@ -63,15 +64,17 @@ def mean_by_layer(
 ) -> list[Float[np.ndarray, "..."]]:
     """The mean of a measure over windows, for every layer; NaN is left out."""
     return [
-        _mean(np.stack(found).astype(np.float64))
+        known_mean(np.stack(found).astype(np.float64))
         for found in by_layer(run, options, measure).values()
     ]
 
 
-def _mean(x: np.ndarray) -> np.ndarray:
+def known_mean(x: ArrayLike, axis: int = 0) -> np.ndarray:
+    """The mean of what is not NaN; NaN where nothing else is."""
+    x = np.asarray(x)
     known = ~np.isnan(x)
-    total = np.where(known, x, 0).sum(axis=0)
-    return np.where(known.any(axis=0), total / np.maximum(known.sum(axis=0), 1), np.nan)
+    total, count = np.where(known, x, 0).sum(axis), known.sum(axis)
+    return np.where(count, total / np.maximum(count, 1), np.nan)
 
 
 def windows(run: LoadedRun, options: Options) -> Iterator[Window]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from symjax.tables import aligned
+from symjax.training import curve
 from symjax.training.metrics import rows_of
 from symjax.training.profile import FOLDER
 from symjax.training.progress import duration
@@ -29,6 +30,8 @@ def closing(
     shown = ", ".join(map(str, steps))
     rows.append(("checkpoints", f"{workdir / 'checkpoints'}: {shown}"))
     rows.append(("metrics", str(workdir / "metrics.jsonl")))
+    if (workdir / curve.NAME).exists():
+        rows.append(("loss curve", str(workdir / curve.NAME)))
     if (workdir / FOLDER).exists():
         rows.append(("trace", str(workdir / FOLDER)))
     return aligned(rows)

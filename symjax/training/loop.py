@@ -20,6 +20,7 @@ from symjax.models.generate import generate
 from symjax.training import chips, preflight
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.closing import closing
+from symjax.training.curve import draw
 from symjax.training.exit_codes import Interrupted
 from symjax.training.initial import Start, initial_state
 from symjax.training.interrupt import Interrupts
@@ -218,6 +219,7 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
         f"complete at step {done}: python eval.py --workdir {run.workdir}"
     )
     steps, unit = run.checkpoints.steps(), run.examples.unit
+    on_process_zero(lambda: draw(run.workdir, unit))
     for line in closing(run.workdir, steps, unit, run.clock.goodput()):
         run.progress.line(line)
 

@@ -3,11 +3,12 @@
 import statistics
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from runs import ROOT, SMALL, compile_cache, write_text
 
-from symjax import config
+from symjax import config, validation
 from symjax.evaluation import compare
 from symjax.evaluation.compare import Evaluated
 from symjax.training.exit_codes import run_and_exit
@@ -57,9 +58,78 @@ def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
     assert any(line.startswith("| gpt-tiny | 2 |") for line in lines)
     assert any(line.startswith("| diff-tiny | 0 | ") for line in lines)
     assert (out / "heldout.png").read_bytes().startswith(b"\x89PNG")
+    check_runs_that_exist(out, rows)
     before = {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")}
     assert call(*given, "--seeds", "0,1", "--batches", "1") == 0
     assert {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")} == before
+
+
+def check_runs_that_exist(out, rows):
+    """The same table from workdirs, those of two seeds as one row."""
+    runs = [out / f"{name}-tiny-seed{n}" for name in ("gpt", "diff") for n in (0, 1)]
+    given = ["--workdirs", ",".join(map(str, runs)), "--out", out / "again"]
+    assert call(*given, "--batches", "1") == 0
+    table = (out / "again" / "compare.csv").read_text().splitlines()
+    assert [line.split(",") for line in table[1:]] == rows
+    (runs[3] / "metrics.jsonl").rename(out / "lines")  # a checkpoint without its lines
+    given = ["--workdirs", f"{runs[0]},{runs[3]}", "--out", out / "again"]
+    assert call(*given, "--batches", "1") == 0
+    table = (out / "again" / "compare.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in table[1:]] == [
+        ["gpt-tiny", "1"],
+        ["diff-tiny", "1"],
+    ]
+    (out / "lines").rename(runs[3] / "metrics.jsonl")
+
+
+def meta(sha="a" * 64, kind="decoder", seed=0, **language):
+    options = config.Config(steps=1, seed=seed, model=config.Model(kind=kind))
+    return {
+        "config": validation.to_dict(options),
+        "data": {"sha256": sha},
+        "examples": {"language": language},
+    }
+
+
+@pytest.mark.parametrize(
+    "other", [meta("b" * 64), meta(kind="encoder"), meta(kind="decoder", merges=3)]
+)
+def test_runs_with_other_targets_are_not_compared(other, monkeypatch):
+    metas = {Path("a"): meta(), Path("b"): other}
+    monkeypatch.setattr(compare, "_meta", metas.__getitem__)
+    with pytest.raises(ValueError, match=r"a and b are judged by different targets \("):
+        compare.existing(list(metas))
+
+
+def test_runs_of_one_name_are_told_apart(monkeypatch):
+    metas = {
+        Path("x/gpt-seed0"): meta(),
+        Path("x/gpt-seed1"): meta(seed=1),
+        Path("y/gpt-seed0"): meta(kind="universal"),
+    }
+    monkeypatch.setattr(compare, "_meta", metas.__getitem__)
+    assert compare.existing(list(metas)) == {
+        "gpt": [Path("x/gpt-seed0"), Path("x/gpt-seed1")],
+        "y/gpt-seed0": [Path("y/gpt-seed0")],
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "no workdir 'none': train.py makes one"),
+        (["--seeds", "0"], "--seeds is for runs to train: --workdirs compares those"),
+        (["--vary", "steps=1"], "--vary is for runs to train"),
+        (["--config.steps=1"], "--config.steps=1 is for runs to train"),
+        (["--configs", "a"], "not allowed with argument"),
+    ],
+)
+def test_bad_words_beside_workdirs_are_one_line(more, said, tmp_path, capsys):
+    given = ["--workdirs", "none", "--out", tmp_path / "out"]
+    assert call(*given, *more) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_varied_keys_make_a_configuration_of_each_pair_of_values(tmp_path):

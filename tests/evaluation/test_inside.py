@@ -13,7 +13,7 @@ from symjax import config
 from symjax.evaluation import attended, magnitudes, ranks, spread
 from symjax.evaluation.reading import Layer, attentions, read
 from symjax.evaluation.results import Options
-from symjax.evaluation.windows import Window
+from symjax.evaluation.windows import Window, known_mean
 from symjax.models import Decoder
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])
@@ -130,6 +130,10 @@ def test_what_is_read_does_not_change_the_model():
         np.testing.assert_array_equal(one, two)
 
 
+def mean_over_rows(shares, answer, near):
+    return known_mean(attended.on_places(shares, answer, near), axis=-2)
+
+
 def test_mass_on_the_answer_the_context_and_elsewhere_by_hand():
     """Tokens a b a c, next b a c a: rows 1 and 3 have answers, at 0 and at 0, 2."""
     tokens, targets = np.array([0, 1, 0, 2]), np.array([1, 0, 2, 0])
@@ -141,14 +145,14 @@ def test_mass_on_the_answer_the_context_and_elsewhere_by_hand():
         [[1, 0, 0, 0], [0.75, -0.25, 0, 0], [0, 0, 1, 0], [0.1, 0.2, 0.3, 0.4]]
     )
     near = attended.context(answer, CAUSAL[:4, :4], near=2)
-    found = attended.on_places(attended.shares(weights), answer, near)
+    found = mean_over_rows(attended.shares(weights), answer, near)
     np.testing.assert_allclose(found, [(0.75 + 0.4) / 2, (0.25 + 0.4) / 2, 0.1])
     near = attended.context(answer, CAUSAL[:4, :4], near=1)
-    even = attended.on_places(attended.uniform(CAUSAL[:4, :4]), answer, near)
+    even = mean_over_rows(attended.uniform(CAUSAL[:4, :4]), answer, near)
     np.testing.assert_allclose(even, [0.5, (0.5 + 0.25) / 2, 0.125])
     nothing = answer & False
     even = attended.uniform(CAUSAL[:4, :4])
-    assert np.isnan(attended.on_places(even, nothing, near)).all()
+    assert np.isnan(mean_over_rows(even, nothing, near)).all()
 
 
 def test_mass_within_the_last_tokens_by_hand():
@@ -215,7 +219,7 @@ def test_the_needle_of_the_first_question_is_the_answer_by_hand():
     np.testing.assert_array_equal(np.argwhere(answer), [[9, 5], [9, 6], [9, 7]])
     wanted = [[9, place] for place in (0, 1, 2, 3, 4)]
     np.testing.assert_array_equal(np.argwhere(around), wanted)
-    even = attended.on_places(attended.uniform(CAUSAL[:13, :13]), answer, around)
+    even = mean_over_rows(attended.uniform(CAUSAL[:13, :13]), answer, around)
     np.testing.assert_allclose(even, [0.3, 0.5, 0.2])
 
 

@@ -38,6 +38,10 @@ def trained(folder):
     return load(folder)
 
 
+def test_a_complete_run_has_a_picture_of_its_loss(folder):
+    assert (folder / "metrics.png").read_bytes().startswith(b"\x89PNG")
+
+
 def mean_loss(model, tokens, starts, length):
     """In nats a token, window by window, in float64."""
     model, losses = jax.jit(model), []

@@ -14,6 +14,7 @@ from symjax.evaluation import approximation, lengths, magnitudes, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.reading import Layer
 from symjax.evaluation.results import Options
+from symjax.evaluation.weights import lambda_table
 
 KEYS = {
     "model__depth": 2,
@@ -84,17 +85,30 @@ def test_ranks_stay_below_the_size_of_heads(trained):
         assert 1 <= row["effective"] <= limit and row["energy_90"] <= row["energy_99"]
 
 
-def test_a_map_is_drawn_of_every_branch_and_is_causal(trained):
+def test_branches_and_their_difference_are_drawn_side_by_side(trained):
     figures = measure(trained, "maps").figures
-    assert [figure.name for figure in figures] == [
-        f"map_{layer}{name}"
-        for layer in (0, 1)
-        for name in ("", "_branch_1", "_branch_2")
-    ]
-    for figure in figures:
-        for place, row in enumerate(figure.values):
+    assert [figure.name for figure in figures] == ["map_0", "map_1"]
+    table = {row["layer"]: row["lambda"] for row in lambda_table(trained.model())}
+    for layer, figure in enumerate(figures):
+        assert figure.title.startswith(f"Layer {layer}: differential softmax attention")
+        first, second, difference = (grid.numbers() for grid in figure.grids)
+        np.testing.assert_allclose(difference, first - table[layer] * second, atol=1e-5)
+        np.testing.assert_allclose(np.nansum(first, axis=1), 1, atol=1e-5)
+        for place, row in enumerate(figure.grids[2].values):
             known = [x is not None for x in row]
             assert sum(known) == place + 1 and all(known[: place + 1])
+
+
+def test_curves_over_places_are_drawn_smooth_through_what_was_measured(trained):
+    (position,) = measure(trained, "position").figures
+    (noise,) = measure(trained, "noise").figures
+    assert list(noise.series) == ["A", "A₁", "A₂", "uniform"]
+    for figure in (position, noise):
+        for label, (x, y) in figure.series.items():
+            places, measured = figure.points[label]
+            assert places == x
+            assert np.abs(np.diff(y)).sum() < np.abs(np.diff(measured)).sum()
+            assert min(measured) <= min(y) and max(y) <= max(measured)
 
 
 def test_places_of_the_window_are_those_of_the_loss(trained):

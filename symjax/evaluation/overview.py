@@ -1,0 +1,51 @@
+"""What stands at the top of a report: configuration, data and the loss curve."""
+
+from typing import Any
+
+from symjax import validation
+from symjax.config import Config
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.results import Result, Table
+from symjax.training.curve import loss_curve
+from symjax.training.metrics import rows_of
+
+
+def overview(run: LoadedRun) -> dict[str, Result]:
+    """By heading; the loss curve only where its numbers are still in the workdir."""
+    found = {"configuration": _configuration(run.config), "data": _data(run)}
+    if (figure := loss_curve(rows_of(run.workdir), run.examples.unit)) is not None:
+        found["loss curve"] = Result({}, [], (), (figure,))
+    return found
+
+
+def _configuration(chosen: Config) -> Result:
+    own, defaults = map(validation.to_dict, (chosen, Config(steps=chosen.steps)))
+    rows = [("steps", _word(chosen.steps), "")]
+    for name, _, _ in validation.fields():
+        value, default = (validation.lookup(tree, name) for tree in (own, defaults))
+        if value != default:
+            rows.append((name, _word(value), _word(default)))
+    columns = ("key", "value", "default")
+    text = ["keys that differ from their defaults"]
+    return Result({}, text, (Table("configuration", columns, rows),))
+
+
+def _data(run: LoadedRun) -> Result:
+    examples, length = run.examples, run.config.model.length
+    rows = [
+        ("source", run.config.data.source),
+        ("training", examples.size),
+        ("token", examples.unit),
+        ("vocabulary", str(run.config.model.vocabulary)),
+        ("sha256", str(examples.fingerprint.get("sha256", "-"))[:16]),
+    ]
+    if examples.heldout_rows is not None:
+        count = examples.heldout_rows(length)
+        rows.insert(2, ("held out", f"{count:,} rows of {length:,} tokens"))
+    return Result({}, [], (Table("data", ("data", ""), rows),))
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value in ("", None) else str(value)

@@ -1,0 +1,176 @@
+"""Figures as PNG: curves, and matrices of numbers as colours."""
+
+import importlib
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+MANY = 24  # rows of a grid, with which it is drawn large and its labels small
+FEW = 40  # points of a curve, each of which is marked
+DPI = 120
+HIDDEN = "#e4e4e4"  # where a grid has no number
+
+Curve = tuple[Sequence[float], Sequence[float | None]]
+
+
+class Lines(NamedTuple):
+    """Curves over one axis.
+
+    Attributes:
+        series: label → (x, y).
+        log_x: the axis is logarithmic.
+        title: in words; the name if empty.
+        points: of series that are smoothed, what was measured, by the same labels.
+    """
+
+    name: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Curve]
+    log_x: bool = False
+    title: str = ""
+    points: Mapping[str, Curve] = {}
+
+
+class Grid(NamedTuple):
+    """A matrix of numbers [rows, columns] as colours; None is grey.
+
+    Attributes:
+        title: in words; the name if empty.
+        limit: the number of the last colour; None: the largest.
+    """
+
+    name: str
+    x_label: str
+    y_label: str
+    columns: list[str]
+    rows: list[str]
+    values: list[list[float | None]]
+    title: str = ""
+    limit: float | None = None
+
+    def numbers(self) -> np.ndarray:
+        """The values, NaN for None."""
+        return np.array(self.values, float)
+
+
+class Panels(NamedTuple):
+    """Grids of the same rows side by side, in the colours of one scale around 0."""
+
+    name: str
+    title: str
+    grids: tuple[Grid, ...]
+
+
+Figure = Lines | Grid | Panels
+
+
+def check_figures() -> None:
+    """Raises: ValueError: matplotlib is not installed; called before the long work."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ValueError(
+            "figures need matplotlib: pip install 'symjax[plots]'"
+        ) from error
+
+
+def png(figure: Figure) -> bytes:
+    """The same bytes for the same figure.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    check_figures()
+    from matplotlib.figure import Figure as Drawing
+
+    drawing = Drawing(figsize=_size(figure), layout="constrained")
+    if isinstance(figure, Lines):
+        _draw_lines(drawing.subplots(), figure)
+    else:
+        grids = figure.grids if isinstance(figure, Panels) else (figure,)
+        _draw_grids(drawing, grids)
+        if isinstance(figure, Panels):
+            drawing.suptitle(figure.title)
+    file = io.BytesIO()
+    drawing.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    return file.getvalue()
+
+
+def smoothed(
+    x: ArrayLike,
+    y: Sequence[float | None],
+    width: float,
+    weights: ArrayLike | None = None,
+) -> list[float]:
+    """Means of y by a Gaussian of x, where y is known. Time O(n²).
+
+    Args:
+        width: the standard deviation of the Gaussian, in units of x.
+        weights: of the points; all the same by default.
+    """
+    places, values = np.asarray(x, float), np.array(y, float)
+    own = np.ones(len(places)) if weights is None else np.asarray(weights, float)
+    own = np.where(np.isnan(values), 0, own)
+    near = np.exp(-(((places[:, None] - places) / width) ** 2) / 2) * own
+    return ((near @ np.nan_to_num(values)) / near.sum(axis=1)).tolist()
+
+
+def _size(figure: Figure) -> tuple[float, float]:
+    """In inches."""
+    if isinstance(figure, Lines):
+        return 6.4, 4.2
+    grids = figure.grids if isinstance(figure, Panels) else (figure,)
+    large = len(grids[0].rows) > MANY
+    wide, high = (8.0, 7.0) if large else (6.4, 4.2)
+    return wide * (1 + 0.6 * (len(grids) - 1)), high
+
+
+def _draw_lines(axes: Any, figure: Lines) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(title=figure.title or figure.name)
+    axes.set(xlabel=figure.x_label, ylabel=figure.y_label)
+    for label, (x, y) in figure.series.items():
+        marker = "." if len(x) < FEW and label not in figure.points else ""
+        (line,) = axes.plot(x, np.array(y, float), marker=marker, label=label)
+        if label in figure.points:
+            x, y = figure.points[label]
+            colour = line.get_color()
+            axes.plot(x, np.array(y, float), ".", color=colour, alpha=0.25, zorder=1)
+    if figure.log_x:
+        axes.set_xscale("log", base=2)
+    elif all(float(n).is_integer() for x, _ in figure.series.values() for n in x):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _draw_grids(drawing: Any, grids: tuple[Grid, ...]) -> None:
+    """From 0 on in blue; several, or where a number is negative, red above 0 and blue
+    below."""
+    numbers = [grid.numbers() for grid in grids]
+    sizes = np.concatenate([np.abs(x[~np.isnan(x)]) for x in numbers])
+    largest = sizes.max(initial=0.0)
+    limit = max(grid.limit or largest for grid in grids) or 1.0
+    signed = len(numbers) > 1 or any((x < -1e-6 * limit).any() for x in numbers)
+    colours = {"cmap": "RdBu_r" if signed else "Blues"}
+    colours |= {"vmin": -limit if signed else 0, "vmax": limit}
+    places = drawing.subplots(1, len(grids), sharey=True, squeeze=False)[0]
+    for axes, grid, values in zip(places, grids, numbers, strict=True):
+        axes.set(title=grid.title or grid.name, xlabel=grid.x_label)
+        axes.set_facecolor(HIDDEN)
+        shown = axes.imshow(values, aspect="auto", interpolation="nearest", **colours)
+        large = len(grid.rows) > MANY
+        size = 7 if large else 10
+        turned = 90 if max(map(len, grid.columns)) > (1 if large else 3) else 0
+        axes.set_xticks(
+            range(len(grid.columns)), grid.columns, rotation=turned, fontsize=size
+        )
+        axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=size)
+    places[0].set_ylabel(grids[0].y_label)
+    beyond = ("both" if signed else "max") if largest > limit else "neither"
+    drawing.colorbar(shown, ax=places, extend=beyond)

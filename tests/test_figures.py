@@ -1,0 +1,57 @@
+"""Figures: the colours of numbers, and curves through points."""
+
+import io
+
+import numpy as np
+import pytest
+from matplotlib import colormaps
+from PIL import Image
+
+from symjax.figures import Grid, Lines, Panels, png, smoothed
+
+
+def shows(figure, name, *shares):
+    """Whether areas of the image have these colours of a scale, but for rounding."""
+    image = Image.open(io.BytesIO(png(figure))).convert("RGB")
+    areas = [colour for count, colour in image.getcolors(1 << 20) if count > 900]
+    wanted = 255 * colormaps[name](np.array(shares))[:, None, :3]
+    return (np.abs(wanted - areas).max(axis=-1) < 2).any(axis=1).tolist()
+
+
+def grid(*values, **more):
+    labels = [str(i) for i in range(len(values))]
+    return Grid("grid", "key", "query", labels, ["0"], [list(values)], **more)
+
+
+def test_signed_numbers_have_colours_on_both_sides_of_zero():
+    figure = grid(-1.0, 0.0, 4.0, None)
+    assert all(shows(figure, "RdBu_r", 3 / 8, 0.5, 1.0))
+    assert shows(figure, "RdBu_r", 1 / 8) == [False]
+
+
+def test_positive_numbers_begin_at_zero_also_where_none_is_there():
+    assert all(shows(grid(2.0, 4.0), "Blues", 0.5, 1.0))
+
+
+def test_grids_side_by_side_have_one_scale_around_zero():
+    figure = Panels("both", "in words", (grid(1.0, 2.0), grid(0.5, 0.25)))
+    assert all(shows(figure, "RdBu_r", 0.75, 1.0, 0.625, 0.5625))
+
+
+def test_beyond_the_limit_is_the_last_colour():
+    assert all(shows(grid(1.0, 9.0, limit=2.0), "Blues", 0.5, 1.0))
+
+
+def test_the_same_figure_is_the_same_bytes_and_a_title_changes_them():
+    lines = Lines("lines", "x", "y", {"a": ([1, 2, 3], [1.0, None, 2.0])})
+    assert png(lines) == png(lines) != png(lines._replace(title="in words"))
+
+
+def test_smoothing_is_a_mean_by_a_gaussian_without_what_is_unknown():
+    x, y, weights = [0.0, 1.0, 3.0, 4.0], [1.0, None, 5.0, -2.0], [1, 2, 3, 1]
+    for place, found in zip(x, smoothed(x, y, 1.5, weights), strict=True):
+        near = np.exp(-(((place - np.array(x)) / 1.5) ** 2) / 2) * weights
+        known = [(n, v) for n, v in zip(near, y, strict=True) if v is not None]
+        wanted = sum(n * v for n, v in known) / sum(n for n, _ in known)
+        assert found == pytest.approx(wanted)
+    assert smoothed(x, [2.0] * 4, 0.1) == pytest.approx([2.0] * 4)

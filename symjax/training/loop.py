@@ -18,6 +18,7 @@ from symjax.data.folder import source_change
 from symjax.models import cost
 from symjax.models.generate import generate
 from symjax.training import chips, preflight
+from symjax.training.ahead import Ahead
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.closing import closing
 from symjax.training.curve import draw
@@ -72,6 +73,7 @@ class Run(NamedTuple):
     skips: Skips
     changed: list[str]  # keys that a resumed run was allowed to change, and when
     profile: Profile
+    batches: Ahead  # of every step that is left, on the devices
     peak: float  # tokens a second that the devices' peak would give; 0: unknown
 
     @property
@@ -149,6 +151,13 @@ def open_run(
     interrupts.check()
     profile = Profile(options.log.profile, workdir)
     stack.enter_context(contextlib.closing(profile))
+
+    def batch(step: int) -> list[Any]:
+        rows = examples.batch(shape, seed=options.seed, step=step - 1)
+        return program.place(shape, rows)
+
+    batches = Ahead(batch, options.steps)
+    stack.enter_context(contextlib.closing(batches))
     progress = Progress(options.steps, first)
     stack.enter_context(contextlib.closing(progress))
     opened = Run(
@@ -164,6 +173,7 @@ def open_run(
         Skips(int(start.state.optimizer.skipped)),
         meta["changed"] if meta else [],
         profile,
+        batches,
         peak_speed(program),
     )
     return opened, start
@@ -188,8 +198,8 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
     run.clock.begin()
     for done in range(first + 1, options.steps + 1):
         run.profile.before(done)
-        rows = run.examples.batch(run.shape, seed=options.seed, step=done - 1)
-        rows = run.program.place(run.shape, rows)
+        with run.clock.waiting():
+            rows = run.batches.take(done)
         with jax.set_mesh(run.program.mesh):
             state, metrics = run.step(state, constants, *rows, key)
         run.clock.step()
@@ -261,7 +271,7 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
     wrong = [x for x in ("train/loss", "gradient_norm") if not math.isfinite(values[x])]
     if skipped:
         wrong.append("gradient_norm")
-    speed = run.clock.speed()
+    speed, waited = run.clock.speed(), run.clock.data_seconds()
     if logged := run.due(run.options.log.every, done):
         run.clock.restart()
     utilisation, more = {}, ""
@@ -273,7 +283,8 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
         }
         more = f" ({speed / devices:,.0f} a device, MFU {speed / run.peak:.1%})"
     if logged or wrong:
-        run.metrics.write(done, {**values, "tokens_per_second": speed, **utilisation})
+        speeds = {"tokens_per_second": speed, "data_seconds": waited}
+        run.metrics.write(done, {**values, **speeds, **utilisation})
     left = (run.options.steps - done) * run.clock.tokens / speed
     if wrong:
         what = f"{wrong[0]} is {values[wrong[0]]:.6g}"

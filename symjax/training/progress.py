@@ -93,11 +93,22 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        self.steps, self.since = 0, time.monotonic()
+        self.steps, self.since, self.waited = 0, time.monotonic(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, a step waits for its batch."""
+        began = time.monotonic()
+        yield
+        self.waited += time.monotonic() - began
 
     def step(self) -> None:
         """One turn of the loop more."""
         self.steps += 1
+
+    def data_seconds(self) -> float:
+        """What a step has waited for its batch since the start, on average."""
+        return self.waited / max(1, self.steps)
 
     def speed(self) -> float:
         """Since the start; as before where no turn has passed, only two reports."""

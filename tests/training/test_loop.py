@@ -1,10 +1,12 @@
 """A run: what it logs, saves, resumes from, and how it stops."""
 
+import contextlib
 import json
 import re
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import runs
 from runs import ROOT, SECONDS, compile_cache, train, write_text
 
 from symjax.training import chips, interrupt, loop, preflight, progress
+from symjax.training.ahead import Ahead
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.progress import Clock
 
@@ -64,6 +67,7 @@ def test_a_run_that_goes_on_has_each_step_once(text, workdir, capsys):
     found = rows(workdir)
     assert [r["step"] for r in found if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
     assert [r["step"] for r in found if "heldout/loss" in r] == [2, 4, 6]
+    assert min(r["data_seconds"] for r in found if "train/loss" in r) >= 0
     assert steps(workdir) == [4, 6]
     assert train(text, workdir, steps=6, **changed) == 0
     assert "complete at step 6" in capsys.readouterr().err
@@ -469,3 +473,38 @@ def test_the_clock_leaves_pauses_out(monkeypatch):
     now[0] = 63.0
     clock.step()
     assert clock.speed() == 100
+
+
+def test_a_step_waits_for_its_batch_on_average_this_long(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock = Clock(100)
+    for seconds in (3.0, 1.0):
+        with clock.waiting():
+            now[0] += seconds
+        clock.step()
+    assert clock.data_seconds() == 2
+    clock.restart()
+    assert clock.data_seconds() == 0
+
+
+def test_batches_are_made_one_ahead_and_each_once():
+    begun, going = [], threading.Event()
+
+    def make(step):
+        begun.append(step)
+        if step == 4:
+            raise ValueError("damaged")
+        if step == 3:
+            assert going.wait(60)
+        return -step
+
+    with contextlib.closing(Ahead(make, 5)) as batches:
+        assert batches.take(2) == -2
+        going.set()  # the third is made while the second is in use
+        assert batches.take(3) == -3
+        with pytest.raises(ValueError, match="damaged"):
+            batches.take(4)
+    assert begun == [2, 3, 4]
+    with contextlib.closing(Ahead(lambda step: step, 5)) as batches:
+        assert [batches.take(step) for step in (4, 5)] == [4, 5]

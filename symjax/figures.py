@@ -58,11 +58,16 @@ class Grid(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """Grids of the same rows side by side, in the colours of one scale around 0."""
+    """Grids of the same rows side by side, in the colours of one scale.
+
+    Attributes:
+        signed: the scale has 0 in its middle even where no number is negative.
+    """
 
     name: str
     title: str
     grids: tuple[Grid, ...]
+    signed: bool = False
 
 
 Figure = Lines | Grid | Panels
@@ -91,10 +96,10 @@ def png(figure: Figure) -> bytes:
     if isinstance(figure, Lines):
         _draw_lines(drawing.subplots(), figure)
     else:
-        grids = figure.grids if isinstance(figure, Panels) else (figure,)
-        _draw_grids(drawing, grids)
-        if isinstance(figure, Panels):
-            drawing.suptitle(figure.title)
+        if isinstance(figure, Grid):
+            figure = Panels(figure.name, "", (figure,))
+        _draw_grids(drawing, figure.grids, signed=figure.signed)
+        drawing.suptitle(figure.title)
     file = io.BytesIO()
     drawing.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()
@@ -149,14 +154,13 @@ def _draw_lines(axes: Any, figure: Lines) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_grids(drawing: Any, grids: tuple[Grid, ...]) -> None:
-    """From 0 on in blue; several, or where a number is negative, red above 0 and blue
-    below."""
+def _draw_grids(drawing: Any, grids: tuple[Grid, ...], *, signed: bool) -> None:
+    """From 0 on in blue; signed, red above 0 and blue below."""
     numbers = [grid.numbers() for grid in grids]
     sizes = np.concatenate([np.abs(x[~np.isnan(x)]) for x in numbers])
     largest = sizes.max(initial=0.0)
     limit = max(grid.limit or largest for grid in grids) or 1.0
-    signed = len(numbers) > 1 or any((x < -1e-6 * limit).any() for x in numbers)
+    signed = signed or any((x < -1e-6 * limit).any() for x in numbers)
     colours = {"cmap": "RdBu_r" if signed else "Blues"}
     colours |= {"vmin": -limit if signed else 0, "vmax": limit}
     places = drawing.subplots(1, len(grids), sharey=True, squeeze=False)[0]

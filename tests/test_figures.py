@@ -33,8 +33,10 @@ def test_positive_numbers_begin_at_zero_also_where_none_is_there():
     assert all(shows(grid(2.0, 4.0), "Blues", 0.5, 1.0))
 
 
-def test_grids_side_by_side_have_one_scale_around_zero():
+def test_grids_side_by_side_have_one_scale():
     figure = Panels("both", "in words", (grid(1.0, 2.0), grid(0.5, 0.25)))
+    assert all(shows(figure, "Blues", 0.5, 1.0, 0.25, 0.125))
+    figure = figure._replace(signed=True)
     assert all(shows(figure, "RdBu_r", 0.75, 1.0, 0.625, 0.5625))
 
 

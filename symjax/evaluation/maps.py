@@ -69,7 +69,7 @@ def layer_map(
     known = [grid._replace(limit=limit) for grid in known]
     if len(known) == 1:
         return known[0]._replace(title=title)
-    return Panels("map", title, tuple(known))
+    return Panels("map", title, tuple(known), signed=True)
 
 
 def _grid(title: str, picture: np.ndarray, labels: list[str], causal: bool) -> Grid:

@@ -13,7 +13,7 @@ from symjax.training.progress import print_warning
 
 NAME = "metrics.png"
 POINTS = 400  # of the training loss that are drawn, each a mean of as many lines
-WIDTH = 0.01  # of the steps: that of the mean through them
+WIDTH = 0.02  # of the steps: that of the mean through them
 
 
 def loss_curve(rows: Iterable[dict[str, Any]], unit: str) -> Lines | None:

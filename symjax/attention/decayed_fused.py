@@ -1,4 +1,4 @@
-"""Causal linear attention with a decay of each token's own on TPU kernels."""
+"""Causal linear attention with decays, and the delta rule, on TPU kernels."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Tokens
-from symjax.attention.kernels import decay as kernels
+from symjax.attention.kernels import decay, delta
 from symjax.attention.kernels.decay import BLOCK, Operands, Plan
 from symjax.attention.kernels.lanes import (
     apart,
@@ -34,75 +34,145 @@ class FusedDecay(NamedTuple):
     def attend(
         self, tokens: Tokens, parameters: Array | None = None
     ) -> Float[Array, "B T N V"]:
-        query, key, value, (decay,), mask, segment_ids = tokens
-        dtype = jnp.result_type(query, key, value)
-        query, key, value = (x.astype(dtype) for x in (query, key, value))
-        decay = jnp.broadcast_to(decay, key.shape).astype(jnp.float32)
-        if mask is not None:
-            visible = visible_keys(mask, *key.shape[:2])
-            key, value, decay = only_seen(visible, key, value, decay)
+        (log_decay,) = tokens.operands
+        given = _seen(tokens, log_decay, None)
+        output: Array = _attend((decay, self.interpret), *given)
+        return output.astype(tokens.value.dtype)
+
+
+class FusedDelta(NamedTuple):
+    """The kernels of the delta rule. fades: a log-decay was given."""
+
+    fades: bool
+    interpret: Any = False
+
+    def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
+        return True
+
+    def attend(
+        self, tokens: Tokens, parameters: Array | None = None
+    ) -> Float[Array, "B T N V"]:
+        beta, *own = tokens.operands
+        if parameters is not None:
+            own = [parameters[None, None]]
+        log_decay = own[0] if self.fades or tokens.segment_ids is not None else None
+        given = _seen(tokens, log_decay, beta.astype(jnp.float32))
+        output: Array = _attend((delta, self.interpret), *given)
+        return output.astype(tokens.value.dtype)
+
+
+def _seen(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
+    """Query, key, value, log-decays of each channel and β, 0 for hidden tokens; the
+    first token of a segment forgets all."""
+    query, key, value, _, mask, segment_ids = tokens
+    dtype = jnp.result_type(query, key, value)
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    if log_decay is not None:
+        log_decay = jnp.broadcast_to(log_decay, key.shape).astype(jnp.float32)
+    if mask is not None:
+        visible = visible_keys(mask, *key.shape[:2])
+        key, value = only_seen(visible, key, value)
+        if log_decay is not None:
+            (log_decay,) = only_seen(visible, log_decay)
+        if beta is not None:
+            beta = jnp.where(visible[..., None], beta, 0)
+    if log_decay is not None:
         if segment_ids is not None:
             first = starts(segment_runs(segment_ids))[:, :, None, None]
-            decay = jnp.where(first, NEVER, decay)
-        decay = jnp.maximum(decay, NEVER)
-        output: Array = _attend(self.interpret, query, key, value, decay)
-        return output.astype(tokens.value.dtype)
+            log_decay = jnp.where(first, NEVER, log_decay)
+        log_decay = jnp.maximum(log_decay, NEVER)
+    return [query, key, value, log_decay, beta]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    interpret: Any,
+    static: tuple[Any, Any],
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
-    decay: Float[Array, "B T K H"],
+    log_decay: Float[Array, "B T K H"] | None,
+    beta: Float[Array, "B T K"] | None,
 ) -> Float[Array, "B T N V"]:
-    plan, operands = _operands(interpret, query, key, value, decay)
-    (output,) = kernels.forward(plan, operands, keep=False)
+    kernels, interpret = static
+    plan, operands = _operands(interpret, query, key, value, log_decay, beta)
+    output, *_ = kernels.forward(plan, operands, keep=False)
     return apart(output, plan.heads, value)
 
 
-def _forward(interpret: Any, *given: Array) -> tuple[Array, tuple]:
+def _forward(static: tuple[Any, Any], *given: Any) -> tuple[Array, tuple]:
+    kernels, interpret = static
     plan, operands = _operands(interpret, *given)
-    output, before = kernels.forward(plan, operands, keep=True)
-    return apart(output, plan.heads, given[2]), (given, operands, before)
+    output, *kept = kernels.forward(plan, operands, keep=True)
+    return apart(output, plan.heads, given[2]), (given, operands, kept)
 
 
-def _backward(interpret: Any, saved: tuple, change: Array) -> tuple[Array, ...]:
-    given, operands, before = saved
-    plan = _plan(interpret, *given[:3])
+def _backward(static: tuple[Any, Any], saved: tuple, change: Array) -> tuple:
+    kernels, interpret = static
+    given, operands, kept = saved
+    query, key, value, log_decay, beta = given
+    plan = _plan(interpret, query, key, value, log_decay)
     change = side_by_side(change, plan.heads, plan.length, plan.value_size)
-    found = kernels.backward(plan, operands, change, before)
-    pairs = zip(found, given, strict=True)
-    return tuple(summed_apart(x, plan.heads, like) for x, like in pairs)
+    found = kernels.backward(plan, operands, change, kept)
+    pairs = zip(found, given[:4], strict=False)
+    of_tokens = [
+        None if like is None else summed_apart(x, plan.heads, like) for x, like in pairs
+    ]
+    if beta is None:
+        return *of_tokens, None
+    rows = found[-1].reshape(plan.batch, plan.heads, plan.length)
+    rows = jnp.swapaxes(rows, 1, 2)[:, : beta.shape[1]]
+    of_beta = rows.reshape(*beta.shape, plan.groups).sum(axis=3)
+    return *of_tokens, of_beta
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _plan(interpret: Any, query: Array, key: Array, value: Array) -> Plan:
+def _plan(
+    interpret: Any, query: Array, key: Array, value: Array, log_decay: Array | None
+) -> Plan:
     batch, length, heads, size = query.shape
     packed = heads_in_a_tile(heads, size, value.shape[3])
     sizes = size, value.shape[3]
     if packed == 1:
         sizes = even(size), even(value.shape[3])
-    groups = heads // key.shape[2]
-    return Plan(batch, heads, groups, packed, even(length, BLOCK), *sizes, interpret)
+    groups, fades = heads // key.shape[2], log_decay is not None
+    length = even(length, BLOCK)
+    return Plan(batch, heads, groups, packed, length, *sizes, interpret, fades)
 
 
 def _operands(
-    interpret: Any, query: Array, key: Array, value: Array, decay: Array
+    interpret: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None,
+    beta: Array | None,
 ) -> tuple[Plan, Operands]:
-    plan = _plan(interpret, query, key, value)
+    plan = _plan(interpret, query, key, value, log_decay)
     wide = partial(side_by_side, heads=plan.heads, length=plan.length)
-    parts, rest = [], wide(decay, size=plan.head_size)
-    for _ in range(kernels.PARTS[value.dtype.name]):
-        parts.append(jax.lax.reduce_precision(rest, 8, 7))
-        rest -= parts[-1]
+    if log_decay is not None:
+        rest = wide(log_decay, size=plan.head_size)
+        log_decay = _in_parts(rest, decay.PARTS[value.dtype.name])
+    if beta is not None:
+        beta = jnp.repeat(beta, plan.groups, axis=2)
+        beta = jnp.pad(beta, ((0, 0), (0, plan.length - beta.shape[1]), (0, 0)))
+        beta = jnp.swapaxes(beta, 1, 2)
+        beta = beta.reshape(plan.batch, -1, plan.packed, plan.length)
     return plan, Operands(
         wide(query, size=plan.head_size),
         wide(key, size=plan.head_size),
         wide(value, size=plan.value_size),
-        jnp.stack(parts).astype(jnp.bfloat16),
-        *kernels.constants(),
+        log_decay,
+        *decay.constants(plan.fades),
+        beta,
     )
+
+
+def _in_parts(x: Float[Array, "*shape"], count: int) -> Array:
+    """bfloat16 numbers [count …] that add up to these."""
+    parts = []
+    for _ in range(count):
+        parts.append(jax.lax.reduce_precision(x, 8, 7))
+        x -= parts[-1]
+    return jnp.stack(parts).astype(jnp.bfloat16)

@@ -26,6 +26,7 @@ from symjax.attention.chunks import (
     einsum,
     sum_dtype,
 )
+from symjax.attention.decayed_fused import FusedDelta
 from symjax.attention.decayed_linear import checked_log_decay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
 from symjax.attention.triangular import solve_unit_lower
@@ -116,7 +117,9 @@ def delta_causal(
     β in [0, 2]; β = 1 replaces what a key holds, β > 1 reflects it. Query head n uses
     key head n // (N/K), whose β and decay it shares. Sums run in float32 at least.
     Time O(T (H V + chunk_size (H + V))) and a triangular solve a chunk; the backward
-    pass keeps one state a chunk, or on accelerators one every 4096 tokens.
+    pass keeps one state a chunk, or on accelerators one every 4096 tokens. On one TPU
+    a kernel serves, whose backward pass keeps 128 more numbers a token and head
+    (`decayed_fused`).
 
     Args:
         beta: how much of what a key holds is replaced.
@@ -141,7 +144,7 @@ def delta_causal(
     Source: Yang et al. 2024, arXiv:2406.06484 (the chunk form) and arXiv:2412.06464
         (a decay a head); Kimi Team 2025, arXiv:2510.26692 (a decay a channel).
     """
-    who = "delta_causal"
+    who, fades = "delta_causal", log_decay is not None
     beta, log_decay = _checked(who, key, beta, log_decay)
     shared, operands = shared_or_own(log_decay, mask, segment_ids)
     return attend_causal(
@@ -158,6 +161,7 @@ def delta_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
+        kernel=FusedDelta(fades),
     )
 
 

@@ -22,9 +22,12 @@ pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
 ONCE = {"attention_forward": 1, "attention_row_sums": 1, "attention_backward": 1}
 OF_PERFORMER = {"performer_forward": 1, "performer_backward": 1}
 OF_DECAY = {"decay_forward": 1, "decay_backward": 1}
+OF_DELTA = {"delta_forward": 1, "delta_backward": 1}
 KERNELS = {"performer": OF_PERFORMER, "linear": OF_PERFORMER, "decay": OF_DECAY}
-# The features of linear attention are float32, and so are log-decays.
-MORE = {"linear": 10, "decay": 10}
+KERNELS |= {"delta": OF_DELTA, "kda": OF_DELTA}
+# Features of linear attention, log-decays, and the inverses of the delta rule, 128
+# numbers of a token, are float32.
+MORE = {"linear": 10, "decay": 10, "delta": 12, "kda": 14}
 
 
 class Case(NamedTuple):
@@ -56,6 +59,10 @@ QUICK = {
     ),
     "linear_64": Case("linear", 4096, 64, 64),
     "decay_64": Case("decay", 4096, 64, 64),
+    "delta_64": Case("delta", 4096, 64, 64),
+    "kda_odd_with_all": Case(
+        "kda", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
+    ),
     "decay_odd_with_all": Case(
         "decay", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
     ),
@@ -76,6 +83,10 @@ SLOW = {
     "performer_on_v6e": Case("performer", 4096, 64, 64, chip="v6e-4"),
     "decay_32k": Case("decay", 32768, 128, 256),
     "decay_float32": Case("decay", 4096, 64, 64, dtype=jnp.float32),
+    "kda_16k": Case("kda", 16384, 128, 256),
+    "kda_float32": Case("kda", 4096, 64, 64, dtype=jnp.float32),
+    "kda_on_v5p": Case("kda", 4096, 128, 128, chip="v5p-4"),
+    "delta_on_v6e": Case("delta", 4096, 64, 64, chip="v6e-4"),
     "decay_on_v5p": Case("decay", 4096, 128, 128, chip="v5p-4"),
     "decay_on_v6e": Case("decay", 4096, 64, 64, chip="v6e-4"),
     "softmax_on_v5p": Case("softmax", 4096, 128, 128, chip="v5p-4"),
@@ -102,6 +113,9 @@ def form(case):
         shapes.append((batch, length, case.heads))
     if case.kind == "decay":
         return attention.decay_causal, [*shapes, shapes[1]]
+    if case.kind in ("delta", "kda"):
+        decays = [shapes[1]] if case.kind == "kda" else []
+        return attention.delta_causal, [*shapes, shapes[1][:3], *decays]
     if case.kind == "linear":
         return attention.linear_causal, shapes
     if case.kind == "performer":

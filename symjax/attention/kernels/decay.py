@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from symjax.attention.kernels import blocks
 from symjax.attention.kernels.blocks import ACROSS, LANES, PLAIN, TURNED, product
@@ -32,6 +32,7 @@ from symjax.attention.kernels.lanes import own
 BLOCK = LANES  # tokens of a chunk
 LEVELS = BLOCK.bit_length() - 1
 DIAGONAL, LATER = -1, LEVELS  # levels of a token with itself, and with later ones
+ALL = -2  # levels but these
 PARTS = {"bfloat16": 2, "float32": 3}  # of log-decays
 SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its end
 
@@ -47,6 +48,12 @@ class Plan(NamedTuple):
     head_size: int
     value_size: int
     interpret: Any
+    fades: bool = True
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Of pairs; without decays all that are not of a token with itself are one."""
+        return tuple(range(LEVELS)) if self.fades else (ALL,)
 
     @property
     def key_width(self) -> int:
@@ -67,12 +74,13 @@ class Operands(NamedTuple):
     query: Any  # [B T N·H]
     key: Any
     value: Any  # [B T N·V]
-    decay: Any  # logarithms, their bfloat16 parts: [parts B T N·H]
-    sums: Any  # [2 LEVELS+2 c c] of 0 and 1, and each matrix transposed
+    decay: Any  # logarithms, their bfloat16 parts: [parts B T N·H], or None
+    sums: Any  # [2 LEVELS+2 c c] of 0 and 1, and each matrix transposed, or None
     levels: Any  # [2 c c] of rows and keys, and of keys and rows
+    beta: Any = None  # of the delta rule, [B N/P P T]
 
 
-def constants() -> tuple[Array, Array]:
+def constants(fades: bool) -> tuple[Array | None, Array]:
     """`sums` and `levels` of the operands."""
     row, other = np.arange(BLOCK)[:, None], np.arange(BLOCK)
     sums = []
@@ -83,43 +91,43 @@ def constants() -> tuple[Array, Array]:
     sums += [other <= row, other > row]
     levels = np.frexp(row ^ other)[1] - 1  # the highest bit that differs; -1: none
     levels = np.where(other <= row, levels, LATER).astype(np.int32)
-    both = np.stack(sums), np.stack([x.T for x in sums])
-    return jnp.asarray(np.stack(both), jnp.bfloat16), jnp.asarray(
-        np.stack([levels, levels.T])
-    )
+    both = np.stack([levels, levels.T])
+    sums = np.stack([np.stack(sums), np.stack([x.T for x in sums])])
+    return jnp.asarray(sums, jnp.bfloat16) if fades else None, jnp.asarray(both)
 
 
 def forward(plan: Plan, operands: Operands, keep: bool) -> list[Array]:
     """The output [B T N·V], and if `keep` the states before chunks."""
     value = operands.value
-    specs, states = _specs(plan, operands, lambda i: i)
+    specs, states = operand_specs(plan, operands, lambda i: i)
     results = [blocks.result(value, value.shape, value.dtype)]
     scratch = [pltpu.VMEM(plan.state, jnp.float32)]
     if keep:
-        whole = *_grid(plan), *plan.state
+        whole = *grid(plan), *plan.state
         results.append(blocks.result(value, whole, value.dtype))
     else:
         scratch.insert(0, pltpu.VMEM(plan.state, value.dtype))
+    products = passes(operands) * (plan.packed * (LEVELS + 2) + 2)
     return pl.pallas_call(
         partial(_forward, plan),
         out_shape=results,
-        grid=_grid(plan),
+        grid=grid(plan),
         in_specs=[specs],
         out_specs=[specs.value, *([states] if keep else ())],
         scratch_shapes=scratch,
         compiler_params=blocks.compiler(2, 1),
-        cost_estimate=_cost(plan, operands, 2, 3, [operands, results]),
+        cost_estimate=cost(plan, operands, products, 1, [operands, results]),
         interpret=plan.interpret,
         name="decay_forward",
     )(operands)
 
 
 def backward(
-    plan: Plan, operands: Operands, change: Array, before: Array
+    plan: Plan, operands: Operands, change: Array, kept: list[Array]
 ) -> list[Array]:
     """Gradients of query, key, value and log-decay, as they are in `operands`."""
-    count = _grid(plan)[2]
-    specs, states = _specs(plan, operands, lambda i: count - 1 - i)
+    count = grid(plan)[2]
+    specs, states = operand_specs(plan, operands, lambda i: count - 1 - i)
     query, key, value = operands[:3]
     own = jnp.float32 if plan.groups > 1 else key.dtype  # those of groups are summed
     dtypes = query.dtype, own, own, jnp.float32
@@ -127,25 +135,28 @@ def backward(
         blocks.result(x, x.shape, dtype)
         for x, dtype in zip((query, key, value, key), dtypes, strict=True)
     ]
+    products = passes(operands) * (plan.packed * (3 * LEVELS + 6) + 4)
     return pl.pallas_call(
         partial(_backward, plan),
         out_shape=results,
-        grid=_grid(plan),
+        grid=grid(plan),
         in_specs=[specs, specs.value, states],
         out_specs=[specs.query, specs.key, specs.value, specs.key],
         scratch_shapes=[pltpu.VMEM(plan.state, jnp.float32)],
         compiler_params=blocks.compiler(2, 1),
-        cost_estimate=_cost(plan, operands, 5, 8, [operands, before, results]),
+        cost_estimate=cost(plan, operands, products, 2, [operands, kept, results]),
         interpret=plan.interpret,
         name="decay_backward",
-    )(operands, change, before)
+    )(operands, change, *kept)
 
 
-def _grid(plan: Plan) -> tuple[int, int, int]:
+def grid(plan: Plan) -> tuple[int, int, int]:
     return plan.batch, plan.heads // plan.packed, plan.length // BLOCK
 
 
-def _specs(plan: Plan, operands: Operands, turn: Any) -> tuple[Operands, pl.BlockSpec]:
+def operand_specs(
+    plan: Plan, operands: Operands, turn: Any
+) -> tuple[Operands, pl.BlockSpec]:
     """The blocks of operands, and of kept states, for chunk `turn(i)` in turn i."""
 
     def of_tokens(width: int) -> pl.BlockSpec:
@@ -154,16 +165,25 @@ def _specs(plan: Plan, operands: Operands, turn: Any) -> tuple[Operands, pl.Bloc
     def whole(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda b, n, i: (0,) * x.ndim)
 
-    parts = operands.decay.shape[0]
+    def in_parts(x: Array) -> pl.BlockSpec:
+        shape = x.shape[0], None, BLOCK, plan.key_width
+        return pl.BlockSpec(shape, lambda b, n, i: (0, b, turn(i), n))
+
+    def by_row(x: Array) -> pl.BlockSpec:
+        shape = None, None, plan.packed, BLOCK
+        return pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, turn(i)))
+
+    def given(spec: Any, x: Any) -> pl.BlockSpec | None:
+        return None if x is None else spec(x)
+
     specs = Operands(
         of_tokens(plan.key_width),
         of_tokens(plan.key_width),
         of_tokens(plan.value_width),
-        pl.BlockSpec(
-            (parts, None, BLOCK, plan.key_width), lambda b, n, i: (0, b, turn(i), n)
-        ),
-        whole(operands.sums),
+        given(in_parts, operands.decay),
+        given(whole, operands.sums),
         whole(operands.levels),
+        given(by_row, operands.beta),
     )
     state = None, None, None, *plan.state
     return specs, pl.BlockSpec(state, lambda b, n, i: (b, n, turn(i), 0, 0))
@@ -182,19 +202,19 @@ def _forward(plan: Plan, given: Operands, output, before, state) -> None:
     queries = [own(wide_query, plan.head_size, i) for i in heads]
     scores = [_of_level(given, DIAGONAL, x.astype(dtype), key, 0) for x in queries]
     for level in range(LEVELS):
-        fade = _fade(given, level)
-        faded = (wide_key * fade).astype(dtype)
+        fading = fade(given, level)
+        faded = (wide_key * fading).astype(dtype)
         for i in heads:
-            asking = (queries[i] * fade).astype(dtype)
+            asking = (queries[i] * fading).astype(dtype)
             scores[i] = _of_level(given, level, asking, faded, scores[i])
-    since, until = _fade(given, SINCE), _fade(given, UNTIL)
+    since, until = fade(given, SINCE), fade(given, UNTIL)
     rows = product((wide_query * since).astype(dtype), before[...], ACROSS)
     for i in heads:
         own_value = own(value, plan.value_size, i)
         rows += product(scores[i].astype(dtype), own_value, PLAIN)
     output[...] = rows.astype(output.dtype)
     new = product(value, (wide_key * until).astype(dtype), TURNED)
-    state[...] = state[...] * since[BLOCK - 1 :] + _of_heads(plan, new)
+    state[...] = state[...] * through(plan, since) + of_heads(plan, new)
 
 
 def _backward(
@@ -231,7 +251,7 @@ def _backward(
             )
             scores[i] = _of_level(given, level, row, past, scores[i])
             by_row, by_key = (
-                jnp.where(given.levels[j] == level, x, 0).astype(dtype)
+                jnp.where(pairs_of(given, level, j), x, 0).astype(dtype)
                 for j, x in enumerate(pairs[i])
             )
             of_query += product(by_row, past, PLAIN)
@@ -242,15 +262,15 @@ def _backward(
     query_change, key_change = of_pairs(DIAGONAL, wide_query, wide_key, scores)
     decay_change = jnp.zeros_like(query_change)
     for level in range(LEVELS):
-        fade = _fade(given, level)
-        asking, faded = wide_query * fade, wide_key * fade
+        fading = fade(given, level)
+        asking, faded = wide_query * fading, wide_key * fading
         of_query, of_key = of_pairs(level, asking, faded, scores)
-        query_change += of_query * fade
-        key_change += of_key * fade
-        decay_change += _grown(given, level, of_query * asking + of_key * faded)
+        query_change += of_query * fading
+        key_change += of_key * fading
+        decay_change += grown_by(given, level, of_query * asking + of_key * faded)
 
-    since, until = _fade(given, SINCE), _fade(given, UNTIL)
-    through = since[BLOCK - 1 :]
+    since, until = fade(given, SINCE), fade(given, UNTIL)
+    left = through(plan, since)
     asking, joining = wide_query * since, wide_key * until
     later = grown[...].astype(dtype)
     of_query = product(change, before[...], PLAIN)
@@ -259,26 +279,32 @@ def _backward(
     key_change += of_key * until
     query_out[...] = query_change.astype(query_out.dtype)
     key_out[...] = key_change.astype(key_out.dtype)
-    decay_change += _grown(given, SINCE, of_query * asking)
-    decay_change += _grown(given, UNTIL, of_key * joining)
-    of_state = grown[...] * before[...].astype(wide) * through
+    decay_change += grown_by(given, SINCE, of_query * asking)
+    decay_change += grown_by(given, UNTIL, of_key * joining)
+    of_state = grown[...] * before[...].astype(wide) * left
     decay_out[...] = decay_change + of_state.sum(axis=0, keepdims=True)
     value_change = product(joining.astype(dtype), later, ACROSS)
     for i in heads:
         value_change += product(scores[i].astype(dtype), changes[i], TURNED)
     value_out[...] = value_change.astype(value_out.dtype)
     here = product(change, asking.astype(dtype), TURNED)
-    grown[...] = grown[...] * through + _of_heads(plan, here)
+    grown[...] = grown[...] * left + of_heads(plan, here)
 
 
-def _fade(given: Operands, level: int) -> Float[Array, "c P*H"]:
+def fade(given: Operands, level: int) -> Float[Array, "c P*H"] | float:
     """exp of the sums of log-decays that a level's matrix takes."""
+    if given.decay is None:
+        return 1.0
     parts = [given.decay[i] for i in range(given.decay.shape[0])]
     return jnp.exp(_summed(given.sums[0, level], parts))
 
 
-def _grown(given: Operands, level: int, change: Array) -> Float[Array, "c P*H"]:
+def grown_by(
+    given: Operands, level: int, change: Array
+) -> Float[Array, "c P*H"] | float:
     """The gradient of log-decays by that of a level's sums."""
+    if given.decay is None:
+        return 0.0
     parts = []
     for _ in range(given.decay.shape[0]):
         parts.append(change.astype(jnp.bfloat16))
@@ -290,13 +316,25 @@ def _summed(matrix: Array, parts: list[Array]) -> Float[Array, "c P*H"]:
     return reduce(jnp.add, [product(matrix, x, PLAIN) for x in parts])
 
 
+def pairs_of(given: Operands, level: int, turned: int = 0) -> Bool[Array, "c c"]:
+    """The pairs of a level: of rows and keys, or `turned`, of keys and rows."""
+    levels = given.levels[turned]
+    if level == ALL:
+        return (levels != DIAGONAL) & (levels != LATER)
+    return levels == level
+
+
 def _of_level(given: Operands, level: int, query: Array, key: Array, other: Any):
     """The products of the pairs of a level; elsewhere `other`."""
-    found = product(query, key, ACROSS)
-    return jnp.where(given.levels[0] == level, found, other)
+    return jnp.where(pairs_of(given, level), product(query, key, ACROSS), other)
 
 
-def _of_heads(plan: Plan, state: Float[Array, "P*V P*H"]) -> Float[Array, "P*V P*H"]:
+def through(plan: Plan, since: Any) -> Any:
+    """The decay of all of a chunk."""
+    return since[BLOCK - 1 :] if plan.fades else since
+
+
+def of_heads(plan: Plan, state: Float[Array, "P*V P*H"]) -> Float[Array, "P*V P*H"]:
     """Values and features of the same head; 0 for others."""
     if plan.packed == 1:
         return state
@@ -304,16 +342,20 @@ def _of_heads(plan: Plan, state: Float[Array, "P*V P*H"]) -> Float[Array, "P*V P
     return jnp.where(value // plan.value_size == key // plan.head_size, state, 0)
 
 
-def _cost(
-    plan: Plan, operands: Operands, of_level: int, more: int, arrays: list
+def passes(operands: Operands) -> int:
+    """Of the MXU for a product of the operands."""
+    return 6 if operands.value.dtype == jnp.float32 else 1
+
+
+def cost(
+    plan: Plan, operands: Operands, products: int, sums: int, arrays: list
 ) -> pl.CostEstimate:
-    """Products of a level and head, those beside, and those of exponents."""
+    """Of passes of a chunk's rows over a tile of 128 columns; and how many times the
+    sums of log-decays are taken or given back."""
     tokens = plan.batch * (plan.heads // plan.packed) * plan.length
-    passes = 6 if operands.value.dtype == jnp.float32 else 1
-    parts = operands.decay.shape[0] * (LEVELS + 2)
-    products = passes * ((LEVELS + 1) * of_level * plan.packed + more) + parts
+    taken = 0 if operands.decay is None else operands.decay.shape[0] * (LEVELS + 2)
     return pl.CostEstimate(
-        flops=2 * tokens * products * BLOCK * plan.key_width,
-        transcendentals=tokens * (LEVELS + 2) * plan.key_width,
+        flops=2 * tokens * (products + sums * taken) * BLOCK * plan.key_width,
+        transcendentals=tokens * plan.key_width * (LEVELS + 2) * plan.fades,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
     )

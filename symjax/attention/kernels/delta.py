@@ -1,0 +1,302 @@
+"""The delta rule as TPU kernels: one pass over chunks of 128 tokens, and one back.
+
+Chunks, pairs, decays, heads in tiles and states are those of `decay.py`. What the
+tokens of a chunk write, u of (I + A) u = β (v − k S), takes the inverse of a
+unit-triangular matrix, whose blocks of 2, 4, … 128 rows come from two of half the size
+as in `triangular.py`: each level is X − X A X, with of A only the pairs of the level.
+Inverses and the states before chunks are kept for the way back.
+"""
+
+from functools import partial, reduce
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from symjax.attention.kernels import blocks
+from symjax.attention.kernels.blocks import ACROSS, PLAIN, TURNED, column, product
+from symjax.attention.kernels.decay import (
+    BLOCK,
+    DIAGONAL,
+    LEVELS,
+    SINCE,
+    UNTIL,
+    Operands,
+    Plan,
+    cost,
+    fade,
+    grid,
+    grown_by,
+    of_heads,
+    operand_specs,
+    pairs_of,
+    passes,
+    through,
+)
+from symjax.attention.kernels.lanes import is_own, own
+
+
+def forward(plan: Plan, operands: Operands, keep: bool) -> list[Array]:
+    """The output [B T N·V], and if `keep` the states before chunks and the inverses."""
+    value = operands.value
+    specs, kept = _specs(plan, operands, lambda i: i)
+    results = [blocks.result(value, value.shape, value.dtype)]
+    scratch = [pltpu.VMEM(plan.state, jnp.float32)]
+    inverses = (plan.packed, BLOCK, BLOCK), jnp.float32
+    for shape, dtype in (inverses, (plan.state, value.dtype)):
+        if keep:
+            whole = *grid(plan), *shape
+            results.insert(1, blocks.result(value, whole, dtype))
+        else:
+            scratch.insert(0, pltpu.VMEM(shape, dtype))
+    products = passes(operands) * (plan.packed * (2 * len(plan.levels) + 2) + 3)
+    products += _close_passes(operands) * plan.packed * (2 * LEVELS - 1)
+    return pl.pallas_call(
+        partial(_forward, plan),
+        out_shape=results,
+        grid=grid(plan),
+        in_specs=[specs],
+        out_specs=[specs.value, *(kept if keep else ())],
+        scratch_shapes=scratch,
+        compiler_params=blocks.compiler(2, 1),
+        cost_estimate=cost(plan, operands, products, 1, [operands, results]),
+        interpret=plan.interpret,
+        name="delta_forward",
+    )(operands)
+
+
+def backward(
+    plan: Plan, operands: Operands, change: Array, kept: list[Array]
+) -> list[Array]:
+    """Gradients of query, key, value, log-decay (if there is one) and β, as they are in
+    `operands`."""
+    count = grid(plan)[2]
+    specs, of_kept = _specs(plan, operands, lambda i: count - 1 - i)
+    query, key, value, beta = *operands[:3], operands.beta
+    shared = jnp.float32 if plan.groups > 1 else key.dtype  # those of groups are summed
+    dtypes = query.dtype, shared, shared, jnp.float32
+    results = [
+        blocks.result(x, x.shape, dtype)
+        for x, dtype in zip((query, key, value, beta), dtypes, strict=True)
+    ]
+    places = [*specs[:3], specs.beta]
+    if operands.decay is not None:
+        results.insert(3, blocks.result(key, key.shape, jnp.float32))
+        places.insert(3, specs.key)
+    products = passes(operands) * (plan.packed * (6 * len(plan.levels) + 9) + 7)
+    products += _close_passes(operands) * plan.packed * 2
+    return pl.pallas_call(
+        partial(_backward, plan),
+        out_shape=results,
+        grid=grid(plan),
+        in_specs=[specs, specs.value, *of_kept],
+        out_specs=places,
+        scratch_shapes=[pltpu.VMEM(plan.state, jnp.float32)],
+        compiler_params=blocks.compiler(2, 1),
+        cost_estimate=cost(plan, operands, products, 2, [operands, kept, results]),
+        interpret=plan.interpret,
+        name="delta_backward",
+    )(operands, change, *kept)
+
+
+def _specs(
+    plan: Plan, operands: Operands, turn: Any
+) -> tuple[Operands, list[pl.BlockSpec]]:
+    """The blocks of operands, and of states and inverses, for chunk `turn(i)`."""
+    specs, states = operand_specs(plan, operands, turn)
+    inverse = None, None, None, plan.packed, BLOCK, BLOCK
+    return specs, [
+        states,
+        pl.BlockSpec(inverse, lambda b, n, i: (b, n, turn(i), 0, 0, 0)),
+    ]
+
+
+def _forward(
+    plan: Plan, given: Operands, output: Any, before: Any, inverse: Any, state: Any
+) -> None:
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        state[...] = jnp.zeros_like(state)
+
+    before[...] = state[...].astype(before.dtype)
+    query, key, value = (x[...].astype(jnp.float32) for x in given[:3])
+    dtype = given.value.dtype
+    pairs = _pairs(plan, given, query, key)
+    for i, pair in enumerate(pairs):
+        matrix = column(given.beta[i : i + 1, :]) * pair[1]
+        inverse[i] = _inverse(given, matrix)
+    since, until = fade(given, SINCE), fade(given, UNTIL)
+    rows, held = (
+        product((x * since).astype(dtype), before[...], ACROSS) for x in (query, key)
+    )
+    change = _change(plan, given, inverse, value - held)
+    for i, pair in enumerate(pairs):
+        mine = own(change, plan.value_size, i).astype(dtype)
+        rows += product(pair[0].astype(dtype), mine, PLAIN)
+    output[...] = rows.astype(output.dtype)
+    new = product(change.astype(dtype), (key * until).astype(dtype), TURNED)
+    state[...] = state[...] * through(plan, since) + of_heads(plan, new)
+
+
+def _backward(
+    plan: Plan, given: Operands, change: Any, before: Any, inverse: Any, *results: Any
+) -> None:
+    """The last of the results is the gradient of the state after the chunk, then of the
+    one before."""
+    query_out, key_out, value_out, *decay_out, beta_out, grown = results
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        grown[...] = jnp.zeros_like(grown)
+
+    query, key, value, change = (
+        x[...].astype(jnp.float32) for x in (*given[:3], change)
+    )
+    dtype = given.value.dtype
+    heads = range(plan.packed)
+    since, until = fade(given, SINCE), fade(given, UNTIL)
+    pairs = _pairs(plan, given, query, key)
+    wanted = value - product((key * since).astype(dtype), before[...], ACROSS)
+    written = _change(plan, given, inverse, wanted)
+    later = grown[...].astype(dtype)
+    joining = key * until
+    of_written = product(joining.astype(dtype), later, ACROSS)
+    for i, (of_query, of_key) in enumerate(pairs):
+        mine = own(change, plan.value_size, i).astype(dtype)
+        of_written += product(of_query.astype(dtype), mine, TURNED)
+        mine = own(written, plan.value_size, i).astype(dtype)
+        wanted -= product(of_key.astype(dtype), mine, PLAIN)
+    right = jnp.zeros_like(of_written)
+    for i in heads:
+        mine = own(of_written, plan.value_size, i)
+        right += _closely(given, inverse[i], mine, TURNED)
+    for i in heads:
+        of_beta = own(right * wanted, plan.value_size, i)
+        blocks.write_row(beta_out, i, of_beta.sum(axis=1, keepdims=True))
+    of_value = right * _by_head(plan, given, right.shape)
+    value_out[...] = of_value.astype(value_out.dtype)
+
+    rows = change.astype(dtype), (-of_value).astype(dtype)  # of queries, and of keys
+    u = written.astype(dtype)
+    gradients = []
+    for i in heads:
+        own_rows = [own(x, plan.value_size, i) for x in rows]
+        gradients.append(
+            [(product(x, u, ACROSS), product(u, x, ACROSS)) for x in own_rows]
+        )
+
+    def of_pairs(level: int, faded: Array, *asking: Array) -> tuple[Array, list]:
+        """Gradients of keys, and of the queries and keys that ask, by a level."""
+        of_faded, of_asking = jnp.zeros_like(faded), [jnp.zeros_like(faded)] * 2
+        for i in heads:
+            past = own(faded, plan.head_size, i).astype(dtype)
+            for j, x in enumerate(asking):
+                row = own(x, plan.head_size, i).astype(dtype)
+                by_row, by_key = (
+                    jnp.where(pairs_of(given, level, turned), x, 0).astype(dtype)
+                    for turned, x in enumerate(gradients[i][j])
+                )
+                of_asking[j] += product(by_row, past, PLAIN)
+                of_faded += product(by_key, row, PLAIN)
+        return of_faded, of_asking
+
+    key_change, (query_change, _) = of_pairs(DIAGONAL, key, query)
+    decay_change = jnp.zeros_like(query_change)
+    for level in plan.levels:
+        fading = fade(given, level)
+        asking, faded = query * fading, key * fading
+        of_faded, (of_query, of_key) = of_pairs(level, faded, asking, faded)
+        of_faded += of_key
+        query_change += of_query * fading
+        key_change += of_faded * fading
+        decay_change += grown_by(given, level, of_query * asking + of_faded * faded)
+
+    asking = query * since, key * since
+    of_query, of_key = (product(x, before[...], PLAIN) for x in rows)
+    of_joining = product(u, later, PLAIN)
+    query_change += of_query * since
+    key_change += of_key * since + of_joining * until
+    query_out[...] = query_change.astype(query_out.dtype)
+    key_out[...] = key_change.astype(key_out.dtype)
+    left = through(plan, since)
+    for out in decay_out:
+        of_since = of_query * asking[0] + of_key * asking[1]
+        decay_change += grown_by(given, SINCE, of_since)
+        decay_change += grown_by(given, UNTIL, of_joining * joining)
+        of_state = grown[...] * before[...].astype(jnp.float32) * left
+        out[...] = decay_change + of_state.sum(axis=0, keepdims=True)
+    both = zip(rows, asking, strict=True)
+    here = [product(x, y.astype(dtype), TURNED) for x, y in both]
+    grown[...] = grown[...] * left + of_heads(plan, here[0] + here[1])
+
+
+def _pairs(
+    plan: Plan, given: Operands, query: Array, key: Array
+) -> list[list[Float[Array, "c c"]]]:
+    """Of each head q_t·k_s with s ≤ t, and k_t·k_s with s < t, faded."""
+    dtype, heads = given.value.dtype, range(plan.packed)
+    found = []
+    for i in heads:
+        row = own(query, plan.head_size, i).astype(dtype)
+        whole = product(row, key.astype(dtype), ACROSS)
+        own_pairs = jnp.where(pairs_of(given, DIAGONAL), whole, 0)
+        found.append([own_pairs, jnp.zeros_like(own_pairs)])
+    for level in plan.levels:
+        fading, keep = fade(given, level), pairs_of(given, level)
+        faded = key * fading
+        for j, asking in enumerate((query * fading, faded)):
+            for i in heads:
+                row = own(asking, plan.head_size, i).astype(dtype)
+                new = product(row, faded.astype(dtype), ACROSS)
+                found[i][j] = jnp.where(keep, new, found[i][j])
+    return found
+
+
+def _close_passes(operands: Operands) -> int:
+    return 3 if operands.value.dtype == jnp.bfloat16 else 6
+
+
+def _closely(given: Operands, a: Array, b: Array, dimensions: tuple) -> Array:
+    """The product of float32 arrays, with 16 of their 24 bits where the operands of
+    the kernel have 8: in three passes, not six."""
+    if given.value.dtype != jnp.bfloat16:
+        return product(a, b, dimensions)
+    high = [x.astype(jnp.bfloat16) for x in (a, b)]
+    low = [
+        (x - y.astype(x.dtype)).astype(jnp.bfloat16)
+        for x, y in zip((a, b), high, strict=True)
+    ]
+    pairs = (high[0], low[1]), (low[0], high[1]), (high[0], high[1])
+    return reduce(jnp.add, [product(x, y, dimensions) for x, y in pairs])
+
+
+def _inverse(given: Operands, matrix: Float[Array, "c c"]) -> Float[Array, "c c"]:
+    """(I + A)⁻¹, of A what `matrix` has below its diagonal."""
+    first = jnp.where(pairs_of(given, 0), -matrix, 0)
+    found = jnp.where(pairs_of(given, DIAGONAL), 1.0, first)
+    for level in range(1, LEVELS):
+        corner = jnp.where(pairs_of(given, level), matrix, 0)
+        right = _closely(given, corner, found, PLAIN)
+        found -= _closely(given, found, right, PLAIN)
+    return found
+
+
+def _change(plan: Plan, given: Operands, inverse: Any, wanted: Array) -> Array:
+    """u: what each token adds to the state at its key."""
+    right = wanted * _by_head(plan, given, wanted.shape)
+    total = jnp.zeros_like(right)
+    for i in range(plan.packed):
+        mine = own(right, plan.value_size, i)
+        total += _closely(given, inverse[i], mine, PLAIN)
+    return total
+
+
+def _by_head(plan: Plan, given: Operands, shape: tuple) -> Float[Array, "c P*V"]:
+    """β of each token, in the lanes of its head."""
+    wide = jnp.broadcast_to(column(given.beta[0:1, :]), shape)
+    for i in range(1, plan.packed):
+        mine = is_own(shape, plan.value_size, i)
+        wide = jnp.where(mine, column(given.beta[i : i + 1, :]), wide)
+    return wide

@@ -11,9 +11,8 @@ from symjax.training.cycles import estimate
 from symjax.training.step import compile_program
 
 PAIRS = ("gpt", "diff_sym", "diff_v2")  # on the fused kernel
-LINEAR = ("performer", "gla", "delta")
+LINEAR = {"performer": "performer", "gla": "decay", "delta": "delta"}  # on its kernels
 KERNELS = ("attention_forward", "attention_row_sums", "attention_backward")
-PERFORMER = ("performer_forward", "performer_backward")
 
 
 def compiled(name, size, machine):
@@ -38,10 +37,11 @@ def check(name, size, target):
     if machine.chip.per_cycle:
         found = estimate(step.as_text(), machine.chip)
         layers = options.model.depth * options.optimizer.accumulate
-        kernels = KERNELS if name in PAIRS else PERFORMER if name == "performer" else ()
-        wanted = {x: layers for x in kernels}
-        if name == "performer" and options.model.remat != "none":
-            wanted["performer_forward"] *= 2  # its states are not kept
+        wanted = {x: layers for x in KERNELS}
+        if kernel := LINEAR.get(name):
+            again = options.model.remat != "none"  # states are not kept
+            wanted = {f"{kernel}_forward": layers * (1 + again)}
+            wanted[f"{kernel}_backward"] = layers
         assert found.kernels == wanted
         assert not found.unknown["kernel"] and found.cycles["products with weights"]
     else:
@@ -53,7 +53,7 @@ def with_libtpu():
     pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
 
 
-@pytest.mark.parametrize("name", PAIRS + LINEAR)
+@pytest.mark.parametrize("name", (*PAIRS, *LINEAR))
 def test_the_smallest_preset_compiles(name):
     with_libtpu()
     check(name, "tiny", "v5e-4")
@@ -61,21 +61,21 @@ def test_the_smallest_preset_compiles(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5p-4", "v6e-4"])
-@pytest.mark.parametrize("name", PAIRS + LINEAR)
+@pytest.mark.parametrize("name", (*PAIRS, *LINEAR))
 def test_the_smallest_preset_compiles_for_other_tpus(name, target):
     with_libtpu()
     check(name, "tiny", target)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAIRS + LINEAR)
+@pytest.mark.parametrize("name", (*PAIRS, *LINEAR))
 def test_the_smallest_preset_compiles_for_gpus(name):
     pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
     check(name, "tiny", "h200-4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAIRS + LINEAR)
+@pytest.mark.parametrize("name", (*PAIRS, *LINEAR))
 def test_a_billion_parameters_fit_64_chips(name):
     with_libtpu()
     check(name, "1b", "v5e-64")

@@ -83,8 +83,8 @@ def check_figures() -> None:
         ) from error
 
 
-def png(figure: Figure) -> bytes:
-    """The same bytes for the same figure.
+def png(figure: Figure, *, dpi: int = DPI) -> bytes:
+    """The same bytes for the same figure, with so many dots an inch.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -101,7 +101,7 @@ def png(figure: Figure) -> bytes:
         _draw_grids(drawing, figure.grids, signed=figure.signed)
         drawing.suptitle(figure.title)
     file = io.BytesIO()
-    drawing.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+    drawing.savefig(file, format="png", dpi=dpi, metadata={"Software": None})
     return file.getvalue()
 
 

@@ -19,7 +19,8 @@ from symjax.training.commandline import load, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 MECHANISM = ROOT / "docs/mechanism.md"  # its commands are of files that a reader adds
-DOCUMENTS = [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - {MECHANISM})]
+PAGES = {*(ROOT / "docs").rglob("*.md")}
+DOCUMENTS = [ROOT / "README.md", *sorted(PAGES - {MECHANISM})]
 COMMAND = r"python (train\.py|eval\.py|-m symjax\.evaluation\.compare) ([^`#&;\n]*)"
 STANDS_FOR = {"M": "softmax", "$i": "0", "$I": "0"}
 

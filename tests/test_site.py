@@ -1,0 +1,101 @@
+"""The pages name every mechanism, their true costs, and error lines of the code."""
+
+import ast
+import importlib.util
+import inspect
+import re
+
+import pytest
+from PIL import Image
+from runs import ROOT
+
+from symjax import attention
+
+PAGES = ROOT / "docs" / "mechanisms"
+TEXTS = {path.stem: path.read_text() for path in sorted(PAGES.glob("*.md"))}
+TYPES = {"Mechanism", "ScoreMechanism", "Statistics", "MECHANISMS", "BIDIRECTIONAL"}
+OWN = {"sparsemax": "sparse", "entmax15": "sparse", "flash": "gau"}
+OWN |= {"matrix_function": "spectral"}
+
+
+def drawn():
+    spec = importlib.util.spec_from_file_location("draw", PAGES / "draw.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", sorted({*attention.__all__} - TYPES))
+def test_every_public_function_is_named_on_a_page(name):
+    assert any(re.search(rf"\b{name}\b", text) for text in TEXTS.values())
+
+
+@pytest.mark.parametrize("name", attention.MECHANISMS)
+def test_a_page_has_the_cost_the_key_and_the_source_of_its_mechanism(name):
+    page, mechanism = TEXTS[OWN.get(name, name)], attention.MECHANISMS[name]
+    assert f"`{name}`" in page or f"mechanism={name}`" in page
+    assert f"mechanism={name}" in page or f"or `{name}`" in page
+    assert mechanism.time in page
+    assert mechanism.memory == "-" or mechanism.memory in page
+    assert f"`{name}`" in TEXTS["index"] and "**Source.**" in page
+
+
+def calls():
+    """(function, keywords, number of arguments) of the code on the pages."""
+    for text in TEXTS.values():
+        for code in re.findall(r"```python\n(.*?)```", text, re.S):
+            for node in ast.walk(ast.parse(code)):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).startswith(
+                    "attention."
+                ):
+                    name = ast.unparse(node.func).removeprefix("attention.")
+                    yield name, [x.arg for x in node.keywords], len(node.args)
+
+
+@pytest.mark.parametrize(("name", "keywords", "count"), list(calls()))
+def test_the_code_of_the_pages_calls_functions_as_they_are(name, keywords, count):
+    given = dict.fromkeys(keywords)
+    inspect.signature(getattr(attention, name)).bind(*[None] * count, **given)
+
+
+def test_pages_and_pictures_belong_together():
+    pictures = {path.stem for path in PAGES.glob("*.png")}
+    assert pictures == TEXTS.keys() - {"index"} == drawn().PICTURES.keys()
+    for name in pictures:
+        path = PAGES / f"{name}.png"
+        assert f"]({path.name})" in TEXTS[name] and path.stat().st_size < 30_000
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "sparse" else pytest.mark.slow)
+        for name in sorted(TEXTS.keys() - {"index"})
+    ],
+)
+def test_a_picture_is_what_the_code_draws(name, tmp_path):
+    """The same but for fonts and rounding."""
+    (tmp_path / "new.png").write_bytes(drawn().picture(name))
+    images = [Image.open(x) for x in (tmp_path / "new.png", PAGES / f"{name}.png")]
+    one, two = (image.convert("L").resize((80, 30)) for image in images)
+    pairs = zip(one.tobytes(), two.tobytes(), strict=True)
+    assert max(abs(a - b) for a, b in pairs) < 24
+
+
+def messages():
+    """Every string of the code, … for what is put into it."""
+    for path in (ROOT / "symjax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                known = (getattr(x, "value", None) for x in node.values)
+                yield "".join(x if isinstance(x, str) else "…" for x in known)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_quoted_error_lines_are_those_of_the_code():
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^`(.+)`\n\n:  ", text, re.M)
+    assert len(quoted) > 20
+    assert not set(quoted) - set(messages())

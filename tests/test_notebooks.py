@@ -38,7 +38,11 @@ def outputs(notebook, varies=()):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(p, id=p.stem, marks=[] if p.stem == QUICK else pytest.mark.slow)
+        pytest.param(
+            p,
+            id=p.stem,
+            marks=getattr(pytest.mark, "always" if p.stem == QUICK else "slow"),
+        )
         for p in NOTEBOOKS
     ],
 )

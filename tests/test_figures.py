@@ -12,8 +12,8 @@ from symjax.figures import Grid, Lines, Panels, png, smoothed
 
 def shows(figure, name, *shares):
     """Whether areas of the image have these colours of a scale, but for rounding."""
-    image = Image.open(io.BytesIO(png(figure))).convert("RGB")
-    areas = [colour for count, colour in image.getcolors(1 << 20) if count > 900]
+    image = Image.open(io.BytesIO(png(figure, dpi=40))).convert("RGB")
+    areas = [colour for count, colour in image.getcolors(1 << 20) if count > 100]
     wanted = 255 * colormaps[name](np.array(shares))[:, None, :3]
     return (np.abs(wanted - areas).max(axis=-1) < 2).any(axis=1).tolist()
 

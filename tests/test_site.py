@@ -67,13 +67,8 @@ def test_pages_and_pictures_belong_together():
         assert f"]({path.name})" in TEXTS[name] and path.stat().st_size < 30_000
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "sparse" else pytest.mark.slow)
-        for name in sorted(TEXTS.keys() - {"index"})
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"index"}))
 def test_a_picture_is_what_the_code_draws(name, tmp_path):
     """The same but for fonts and rounding."""
     (tmp_path / "new.png").write_bytes(drawn().picture(name))

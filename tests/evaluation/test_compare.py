@@ -71,15 +71,6 @@ def check_runs_that_exist(out, rows):
     assert call(*given, "--batches", "1") == 0
     table = (out / "again" / "compare.csv").read_text().splitlines()
     assert [line.split(",") for line in table[1:]] == rows
-    (runs[3] / "metrics.jsonl").rename(out / "lines")  # a checkpoint without its lines
-    given = ["--workdirs", f"{runs[0]},{runs[3]}", "--out", out / "again"]
-    assert call(*given, "--batches", "1") == 0
-    table = (out / "again" / "compare.csv").read_text().splitlines()
-    assert [line.split(",")[:2] for line in table[1:]] == [
-        ["gpt-tiny", "1"],
-        ["diff-tiny", "1"],
-    ]
-    (out / "lines").rename(runs[3] / "metrics.jsonl")
 
 
 def meta(sha="a" * 64, kind="decoder", seed=0, **language):
@@ -200,6 +191,16 @@ def test_means_and_spread_are_those_of_the_seeds():
     assert table.rows[1] == ("b", 1, 7, 2.0, None, 1.0, 0.5, 100)
     assert lambdas.rows == [("b", 0, 1.5, 1.0, 0.2, pytest.approx(0.7))]
     assert found.figures[0].series["a"] == ([5.0, 9.0], [3.0, 2.0])
+
+
+def test_runs_of_other_lengths_without_their_lines_are_compared():
+    short = run(1.0, 2.0, 0)._replace(speed=None, curve=[], tokens=10)
+    long = run(3.0, 4.0, 0)._replace(tokens=20)
+    found = compare.compare({"a": [short], "b": [long]})
+    table, *_ = found.tables
+    assert table.columns[-2:] == ["tokens/s", "tokens"]
+    assert [row[-2:] for row in table.rows] == [(None, 10), (100, 20)]
+    assert found.figures[0].series["a"] == ([], [])
 
 
 def test_the_accuracy_of_what_is_asked_is_a_column_of_its_own():

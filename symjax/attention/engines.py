@@ -20,10 +20,9 @@ import jax
 from jaxtyping import Array, Float
 
 from symjax.attention import cudnn, fused
+from symjax.attention.fused import FEWEST_ROWS
 from symjax.attention.meshes import backend, on_any_mesh, on_one_device
 from symjax.attention.rows import Operands, Rule, rows_spec
-
-FEWEST_ROWS = 128  # of a block of a kernel
 
 Engine = Callable[[Rule, Operands], tuple[Array, None]]
 

@@ -15,6 +15,7 @@ from symjax.attention.meshes import on_any_mesh
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 LARGEST_HEAD = 512
+FEWEST_ROWS = 128  # that a kernel is worth
 
 
 def refusal(rule: Rule, operands: Operands) -> str | None:

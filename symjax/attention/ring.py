@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from symjax.attention import fused, ring_fused
+from symjax.attention.fused import FEWEST_ROWS
 from symjax.attention.masks import Visibility, part
-from symjax.attention.meshes import vary_alike
+from symjax.attention.meshes import backend, vary_alike
 from symjax.attention.rows import Operands, Rule, scored, weighed
-from symjax.attention.shards import pass_on
+from symjax.attention.shards import around, if_seen, pass_on
 
 
 class Given(NamedTuple):
@@ -71,7 +73,9 @@ def attend_ring(
     n − 1 times again, and n times their gradients, in float32 at least. Memory is
     linear in T, not in S = n T. Causal rows skip later blocks, but the last device
     processes all n, so that the ring takes the time of n blocks; a window skips blocks
-    on both sides. There is no forward-mode derivative (`jax.jvp`).
+    on both sides. On TPUs the fused kernel meets the keys of each device, where it
+    serves the operands and T is 128 or more. There is no forward-mode derivative
+    (`jax.jvp`).
 
     Args:
         operands: query, key and value are a device's own; the bias and the visibility
@@ -81,6 +85,17 @@ def attend_ring(
             a mask or segments, since no device sees all keys of a row at once.
     """
     _check(rule, operands)
+    by_rows = partial(_attend_by_rows, rule, operands, axis_name)
+    few = operands.query.shape[2] < FEWEST_ROWS
+    if few or backend() != "tpu" or fused.refusal(rule, operands):
+        return by_rows()
+    by_kernel = partial(ring_fused.attend, rule, operands, axis_name)
+    return jax.lax.platform_dependent(tpu=by_kernel, default=by_rows)
+
+
+def _attend_by_rows(
+    rule: Rule, operands: Operands, axis_name: str
+) -> Float[Array, "B N T V"]:
     query, key, value, bias, slopes, lam, scale, known = operands
     length = query.shape[2]
     mask = part(known.mask, 3, start=known.rows[0, 0], size=length)
@@ -127,8 +142,8 @@ def _forward(
     turn: Turn, given: Given, rows: Rows, known: Visibility
 ) -> tuple[Array, tuple]:
     """The rows, and what the backward pass needs: the logarithm of their sums."""
-    count, index, wide = *_place(turn), given.scale.dtype
-    shape = given.query.shape[:-1]
+    index, wide = jax.lax.axis_index(turn.axis_name), given.scale.dtype
+    shape, length = given.query.shape[:-1], given.key.shape[2]
     empty = Sums(
         jnp.full(shape, -jnp.inf, wide),
         jnp.zeros(shape, wide),
@@ -136,7 +151,7 @@ def _forward(
     )
     empty, _ = vary_alike((empty, given.key))
 
-    def meet(sums: Sums, keys: tuple, source: Array) -> Sums:
+    def meet(sums: Sums, keys: tuple, source: Array) -> tuple[Sums, tuple]:
         def visit(sums: Sums) -> Sums:
             def block(part: tuple) -> Sums:
                 query, rows, sums = part
@@ -145,16 +160,9 @@ def _forward(
 
             return jax.lax.map(block, (given.query, rows, sums))
 
-        return _if_seen(known, given, source - index, visit, sums)
+        return if_seen(known.window, length, source - index, visit, sums), keys
 
-    def step(carry: tuple, distance: Array) -> tuple[tuple, None]:
-        sums, keys = carry
-        coming = pass_on(keys, turn.axis_name)
-        return (meet(sums, keys, (index - distance) % count), coming), None
-
-    keys = (given.key, given.value)
-    (sums, keys), _ = jax.lax.scan(step, (empty, keys), jnp.arange(count - 1))
-    sums = meet(sums, keys, (index + 1) % count)
+    sums, _ = around(turn.axis_name, meet, empty, (given.key, given.value))
     total = jnp.where(sums.total == 0, 1, sums.total)
     output = sums.values / total[..., None]
     logarithm = _finite(sums.running_max) + jnp.log(total)
@@ -168,7 +176,8 @@ def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None,
     gradient passes through both sums, the logarithm is a constant.
     """
     given, rows, known, output, logarithm = residuals
-    count, index, wide = *_place(turn), given.scale.dtype
+    index, wide = jax.lax.axis_index(turn.axis_name), given.scale.dtype
+    length = given.key.shape[2]
     against = -(change * output).sum(axis=-1)  # the gradient of Σ w
 
     def zeros(tree):
@@ -198,21 +207,16 @@ def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None,
             return (query + new, *shared)
 
         everything = (own[0], *gradient, *own[1:])
-        query, key, value, *rest = _if_seen(
-            known, given, source - index, visit, everything
+        distance = source - index
+        query, key, value, *rest = if_seen(
+            known.window, length, distance, visit, everything
         )
         return (query, *rest), (keys, (key, value))
-
-    def step(carry: tuple, distance: Array) -> tuple[tuple, None]:
-        own, moving = carry
-        own, moving = meet(own, moving, (index - distance) % count)
-        return (own, pass_on(moving, turn.axis_name)), None
 
     keys = (given.key, given.value)
     rest = zeros((given.query, given.scale, given.bias, given.slopes))
     start = vary_alike((rest, (keys, zeros(keys))))
-    (own, moving), _ = jax.lax.scan(step, start, jnp.arange(count - 1))
-    own, (_, gradient) = meet(own, moving, (index + 1) % count)
+    own, (_, gradient) = around(turn.axis_name, meet, *start)
     key, value = pass_on(gradient, turn.axis_name)  # back on their own device
     found = Given(own[0], key, value, *own[1:])
     found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, given)
@@ -220,25 +224,6 @@ def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None,
 
 
 _ring.defvjp(_forward, _backward)
-
-
-def _place(turn: Turn) -> tuple[int, Array]:
-    """How many devices there are, and which one this is."""
-    name = turn.axis_name
-    return jax.lax.axis_size(name), jax.lax.axis_index(name)
-
-
-def _if_seen(known: Visibility, given: Given, distance: Array, visit, start):
-    """visit(start), or `start` where no row sees a device `distance` later."""
-    (left, right), length = known.window, given.key.shape[2]
-    seen = jnp.asarray(True)
-    if left is not None:  # its last key is near enough to the first row
-        seen &= (distance + 1) * length - 1 >= -left
-    if right is not None:  # its first key is near enough to the last row
-        seen &= (distance - 1) * length + 1 <= right
-    if left is None and right is None:
-        return visit(start)
-    return jax.lax.cond(seen, visit, lambda start: start, start)
 
 
 def _seen(known: Visibility, rows: Rows, given: Given, source: Array) -> tuple:

@@ -58,6 +58,45 @@ def segment_runs_over(
     return jax.lax.dynamic_slice_in_dim(runs, first, length, axis=1), runs
 
 
+def around(
+    axis_name: str,
+    meet: Callable[[Any, Any, Array], tuple[Any, Any]],
+    own: Any,
+    moving: Any,
+) -> tuple[Any, Any]:
+    """(own, moving) ← meet(own, moving, source) on every device, once for each device
+    `source` whose things are moving; last they are on the device before their own."""
+    count, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+
+    def step(carry: tuple, distance: Array) -> tuple[tuple, None]:
+        own, moving = meet(carry[0], carry[1], (index - distance) % count)
+        return (own, pass_on(moving, axis_name)), None
+
+    turns = jnp.arange(count - 1)
+    (own, moving), _ = jax.lax.scan(step, (own, moving), turns)
+    return meet(own, moving, (index + 1) % count)
+
+
+def if_seen(
+    window: tuple[int | None, int | None],
+    length: int,
+    distance: Array,
+    visit: Callable[[Any], Any],
+    start: Any,
+) -> Any:
+    """visit(start), or `start` where no row sees a device `distance` later; each has
+    `length` tokens."""
+    left, right = window
+    seen = jnp.asarray(True)
+    if left is not None:  # its last key is near enough to the first row
+        seen &= (distance + 1) * length - 1 >= -left
+    if right is not None:  # its first key is near enough to the last row
+        seen &= (distance - 1) * length + 1 <= right
+    if left is None and right is None:
+        return visit(start)
+    return jax.lax.cond(seen, visit, lambda start: start, start)
+
+
 def pass_on(tree: Any, axis_name: str) -> Any:
     """The arrays of the device before, of the last one for the first."""
     count = jax.lax.axis_size(axis_name)

@@ -204,3 +204,35 @@ def test_a_training_step_runs_each_kernel_once_a_layer():
     step = compile_program(options, mesh).lower((4, 256)).compile()
     found = estimate(step.as_text(), machine.chip)
     assert found.kernels == {name: 3 for name in ONCE}
+
+
+@pytest.mark.parametrize("maps", [1, 2])
+def test_the_ring_compiles_with_the_kernel(maps):
+    """Time over four chips; what goes around are keys, values and their gradients."""
+    machine = targets.find("v5e-4")
+    mesh = Mesh(np.array(machine.devices), ("time",))
+    shape, places = (1, 4 * 1024, 2 * maps, 128), NamedSharding(mesh, P(None, "time"))
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=places)] * 2
+    given.append(
+        jax.ShapeDtypeStruct((*shape[:2], 2, 128), jnp.bfloat16, sharding=places)
+    )
+    attend = partial(attention.softmax, is_causal=True, implementation="ring")
+    if maps == 2:
+        attend = partial(
+            attention.differential, lam=0.3, is_causal=True, implementation="ring"
+        )
+
+    def loss(arrays):
+        def on_device(arrays):
+            return attend(*arrays, axis_name="time")
+
+        split = jax.shard_map(
+            on_device, in_specs=P(None, "time"), out_specs=P(None, "time")
+        )
+        return jnp.square(split(arrays).astype(jnp.float32)).sum()
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss)).lower(given).compile().as_text()
+    calls = [line for line in program.splitlines() if "tpu_custom_call" in line]
+    assert all(any(f"%{name}" in line for line in calls) for name in ONCE)
+    assert "collective-permute" in program and "all-gather" not in program

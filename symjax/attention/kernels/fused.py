@@ -84,22 +84,46 @@ def fused(
             to 95 % of a step.
         interpret: run on any machine, slowly: True, or pltpu.InterpretParams.
     """
+    length, keys = query.shape[1], key.shape[1]
+    seen, count = seen_by_rows(
+        length,
+        keys,
+        keys - length if first is None else first,
+        left=window[0],
+        right=window[1],
+        mask_self=mask_self,
+        exists=mask,
+        runs=runs,
+    )
+    sizes = block, resident, gradients
+    plan, operands = prepared(query, key, value, lam, scale, window, sizes, interpret)
+    operands = operands._replace(
+        factor=length_scale(count, length_base)[:, None] if length_base else None,
+        rows=seen.rows if mask_self or runs is not None else None,
+        exists=None if mask is None else mask[:, None].astype(jnp.int32),
+    )
+    output: Array = _attend(plan, *vary_alike((operands, seen)))
+    return apart(plan, output, value)
+
+
+def prepared(
+    query: Float[Array, "B T Nq H"],
+    key: Float[Array, "B S Nk H"],
+    value: Float[Array, "B S K V"],
+    lam: Float[Array, "#B #T N"] | None,
+    scale: float | None,
+    window: tuple[int | None, int | None],
+    sizes: tuple[int, int, int] = (512, 8192, 2**25),
+    interpret: Any = False,
+) -> tuple[Plan, Operands]:
+    """For rows that see all keys in the window. sizes: block, resident, gradients."""
     (batch, length, queries, size), (keys, kv_heads, value_size) = (
         query.shape,
         value.shape[1:],
     )
     heads, key_maps = queries // (1 if lam is None else 2), key.shape[2] // kv_heads
+    block, resident, gradients = sizes
     left, right = window
-    seen, count = seen_by_rows(
-        length,
-        keys,
-        keys - length if first is None else first,
-        left=left,
-        right=right,
-        mask_self=mask_self,
-        exists=mask,
-        runs=runs,
-    )
     plan = Plan(
         batch=batch,
         kv_heads=kv_heads,
@@ -120,17 +144,22 @@ def fused(
         interpret=interpret,
     )
     common = jnp.promote_types(query.dtype, key.dtype)
-    operands = Operands(
+    return plan, Operands(
         _in_lanes(query.astype(common), plan.head_size),
         _in_lanes(key.astype(common), plan.head_size),
         _in_lanes(value, plan.value_size),
         None if lam is None else _by_row(lam, (batch, length, heads)),
-        length_scale(count, length_base)[:, None] if length_base else None,
-        seen.rows if mask_self or runs is not None else None,
-        None if mask is None else mask[:, None].astype(jnp.int32),
+        None,
+        None,
+        None,
     )
-    output: Array = _attend(plan, *vary_alike((operands, seen)))
-    return output.reshape(batch, length, heads, -1)[..., :value_size]
+
+
+def apart(
+    plan: Plan, output: Float[Array, "B T N*V"], value: Float[Array, "B S K V"]
+) -> Float[Array, "B T N V"]:
+    output = output.reshape(plan.batch, plan.length, plan.heads, -1)
+    return output[..., : value.shape[-1]]
 
 
 def _in_lanes(x: Float[Array, "B T n h"], size: int) -> Float[Array, "B T n*size"]:
@@ -158,7 +187,8 @@ def _forward(plan: Plan, operands: Operands, seen: Seen) -> tuple[Array, tuple]:
 def _backward(plan: Plan, residuals: tuple, change: Array) -> tuple[Operands, None]:
     operands, seen, output, second, normaliser = residuals
     sums = row_sums(plan, change, output, second, operands.lam)
-    query, key, value = _by_bands(plan, operands, seen, change, normaliser, sums)
+    dtypes = [x.dtype for x in operands[:3]]
+    query, key, value = by_bands(plan, operands, seen, change, normaliser, sums, dtypes)
     lam = None if second is None else -sums[:, :, 1:]
     return Operands(query, key, value, lam, None, None, None), None
 
@@ -166,19 +196,20 @@ def _backward(plan: Plan, residuals: tuple, change: Array) -> tuple[Operands, No
 _attend.defvjp(_forward, _backward)
 
 
-def _by_bands(
+def by_bands(
     plan: Plan,
     operands: Operands,
     seen: Seen,
     change: Array,
     normaliser: Array,
     sums: Array,
+    dtypes: list[Any],
 ) -> list[Array]:
-    """Gradients of query, key and value. The backward kernel keeps those of queries in
-    VMEM; where they do not fit it takes a band of rows at a time."""
+    """Gradients of query, key and value, in these dtypes. The backward kernel keeps
+    those of queries in VMEM; where they do not fit it takes a band of rows at a time.
+    """
     limit = plan.gradients // (4 * plan.query_width * plan.groups)
     limit = max(limit // plan.block, 1) * plan.block
-    dtypes = [x.dtype for x in operands[:3]]
     if plan.length <= limit:
         return backward(plan, operands, seen, change, normaliser, sums, dtypes)
     queries, keys, values = [], 0, 0

@@ -259,6 +259,12 @@ class Data:
         "separate if there are several",
         ("auto", "separate", "joined"),
     )
+    streaming: bool = key(
+        False, "source=hub: train while the data set is being read and packed"
+    )
+    tokens: int = key(
+        0, "of data.streaming: training tokens to pack, at most", least=0, most=2**50
+    )
     cache: str = key(
         "",
         "the folder of packed corpora, which runs share; empty: symjax/data of the "

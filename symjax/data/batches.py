@@ -17,11 +17,12 @@ import numpy as np
 from symjax.data.corpus import Corpus, check_length
 from symjax.data.documents import Ends, separated
 from symjax.data.mixture import Part, assigned
-from symjax.data.order import visited
 from symjax.data.packed import Packed
+from symjax.data.shards import shard_starts, window_starts
+from symjax.data.stream import Growing, Stream
 from symjax.data.tokens import Tokenizer
 
-Tokens = np.ndarray | Packed
+Tokens = np.ndarray | Packed | Growing
 Shape = tuple[int, int]  # rows, tokens a row
 # (start, stop) → some rows of a batch, [length] each: inputs (`Separate` or an array)
 # and targets int32 and, where rows are judged, weights float32
@@ -49,6 +50,7 @@ class Examples:
         fingerprint: plain values that identify the examples, "sha256" among them.
         references: losses that need no model, by name.
         files: those that are being read.
+        stream: what packs them, while it does.
         tokenizer: of the text in the inputs; None where there is no text.
         text: what a decoder learns to continue; None where targets are answers (labels,
             masked tokens, answers of a task), whose accuracy is reported.
@@ -70,6 +72,7 @@ class Examples:
     fingerprint: dict[str, Any]
     references: dict[str, float]
     files: tuple[Packed, ...] = ()
+    stream: Stream | None = None
     tokenizer: Tokenizer | None = None
     text: Corpus | None = None
     separate: bool = False
@@ -129,6 +132,7 @@ def training_windows(
     *,
     ends: Ends | None = None,
     parts: Sequence[Part] = (),
+    shard: int = 0,
 ) -> tuple[Any, np.ndarray]:
     """Inputs and targets of rows of a training text.
 
@@ -144,6 +148,7 @@ def training_windows(
         ends: of the documents, where they are kept apart.
         parts: of the text, each with windows, epochs and a share of the rows of its
             own.
+        shard: of a stream, its tokens: see `shard_starts`.
     Returns:
         int32 [B, length]; targets are inputs one token later. With ends the inputs are
         `Separate`, and the last token of a document has no target.
@@ -151,31 +156,22 @@ def training_windows(
         ValueError: the text is shorter than one window.
     """
     check_length(tokens, length, "training")
-    if not parts:
-        starts = _starts(len(tokens), numbers, length, seed)
+    if shard:
+        starts = shard_starts(tokens, numbers, length, seed, shard)
+    elif not parts:
+        starts = window_starts(len(tokens), numbers, length, seed)
     else:
         starts = np.empty(len(numbers), np.int64)
         shares = [part.share for part in parts]
         source, own = assigned(shares, numbers, seed)
         for index, (_, start, stop) in enumerate(parts):
             mine = source == index
-            found = _starts(stop - start, own[mine], length, seed + index)
+            found = window_starts(stop - start, own[mine], length, seed + index)
             starts[mine] = start + found
     inputs, targets = _cut(starts, tokens, length)
     if ends is None:
         return inputs, targets
     return separated(starts, inputs, targets, ends)
-
-
-def _starts(size: int, numbers: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Where the windows of rows begin in a text of `size` tokens, int64 [B]."""
-    total = size - 1
-    # One window fewer than would fit, so that there is room for any shift below length.
-    windows = max(1, total // length - 1)
-    shifts = min(length, total - windows * length + 1)
-    window, key = visited(windows, numbers, seed)
-    shift = key % np.uint64(shifts)
-    return (window * np.uint64(length) + shift).astype(np.int64)
 
 
 def heldout_windows(

@@ -54,15 +54,18 @@ def root(options: config.Data) -> Path:
     return Path(options.cache).expanduser() if options.cache else user_cache("data")
 
 
-def name_of(options: config.Data) -> str:
+def name_of(options: config.Data, revisions: list[str] | None = None) -> str:
     """The name of a corpus. Reads no text.
 
+    Args:
+        revisions: of data sets of the hub, where they are not to be asked for.
     Raises:
         ValueError: the source is not there, or the hub does not answer.
     """
     files = sources.files(options)
     places = [str(path.resolve()) for path in files.values()]
-    revisions = sources.revisions(options)
+    if revisions is None:
+        revisions = sources.revisions(options)
     tokenizer = tokens.state(options.tokenizer)
     parts = [FORMAT, stored(options), places, stamp_of(files), revisions, tokenizer]
     return f"{options.source}-{json_sha256(parts)[:20]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import dataclasses
 import hashlib
 import itertools
@@ -11,10 +10,9 @@ import platform
 from collections.abc import Iterator, Mapping, Sized
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from symjax import config
 from symjax.data import ngrams, sources, tokens
@@ -23,11 +21,10 @@ from symjax.data.folder import SPLITS, TEXT_KEYS, open_folder
 from symjax.data.mixture import NAMES, Part, entries
 from symjax.data.packed import Packed
 from symjax.data.progress import bar
+from symjax.data.stream import Growing, Stream, open_stream
 from symjax.data.subwords import pieces
 from symjax.data.texts import Document, Texts
-from symjax.data.writer import Writer
-
-SEPARATOR = "\0"  # between two documents, where no token of its own ends them
+from symjax.data.writer import SEPARATOR, Counts, SplitWriter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,16 +42,29 @@ class Corpus:
             ends a document has none.
         ends: for each split, where its documents end; empty: they are joined.
         parts: of the training text, where it is a mixture of sources.
+        shard: tokens of a shard, where the training text is a stream; else 0.
     """
 
-    train: Packed | np.ndarray
-    heldout: Packed | np.ndarray
+    train: Packed | Growing | np.ndarray
+    heldout: Packed | Growing | np.ndarray
     tokenizer: tokens.Tokenizer
     fingerprint: dict[str, Any]
     references: dict[str, float]
     bytes_per_token: float
     ends: Mapping[str, Ends] = dataclasses.field(default_factory=dict)
     parts: tuple[Part, ...] = ()
+    shard: int = 0
+
+    @property
+    def stream(self) -> Stream | None:
+        """What packs the training text, while it does."""
+        return self.train.stream if isinstance(self.train, Growing) else None
+
+    @property
+    def size(self) -> str:
+        """How much training text there is, or will be."""
+        tokens = self.stream.wanted if self.stream else len(self.train)
+        return f"{tokens:,} training tokens{' of a stream' if self.shard else ''}"
 
     def bits_per_byte(self, nats: float) -> float:
         """Of a held-out loss in nats a token."""
@@ -72,17 +82,27 @@ class Corpus:
         for part, facts in zip(self.parts, mixed, strict=True):
             where = f"data.mixture: {facts['entry']}"
             check_length(range(part.start, part.stop), length, "training", where)
-        check_length(self.train, length, "training", key)
+        tokens = min(len(self.train), self.shard or len(self.train))
+        check_length(range(tokens), length, "training", key)
         check_length(self.heldout, length, "held-out", key)
 
 
 def open_corpus(
     options: config.Data, directory: Path, *, replace: bool = False
 ) -> Corpus:
-    """The corpus of a folder, built from its source the first time: `open_folder`."""
-    manifest, parts = open_folder(options, Path(directory), _pack, replace=replace)
+    """The corpus of a run, packed from its source the first time: `open_folder`,
+    `open_stream`."""
+    directory, parts = Path(directory), {}
+    if options.streaming:
+        sources.check_keys(options)
+        manifest, parts = open_stream(options, directory, replace=replace)
+    else:
+        manifest, parts = open_folder(options, directory, _pack, replace=replace)
     heldout = manifest["fingerprint"]["heldout"]
-    ends = {x: parts[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in parts}
+    apart = [x for x in SPLITS if f"{x}_ends" in parts]
+    if options.documents == "joined":
+        apart = []
+    ends = {x: parts[f"{x}_ends"] for x in apart}
     return Corpus(
         train=parts["train"],
         heldout=parts["heldout"],
@@ -95,16 +115,8 @@ def open_corpus(
             Part(x["share"], *x["tokens"])
             for x in manifest["fingerprint"].get("mixture", [])
         ),
+        shard=manifest.get("shard", 0),
     )
-
-
-class _Packed(NamedTuple):
-    """What packing a split has counted."""
-
-    documents: int
-    tokens: int
-    bytes: int
-    parts: list[int]  # tokens after each source
 
 
 def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
@@ -117,10 +129,10 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
     apart = options.documents == "separate" or (options.documents == "auto" and several)
     content = hashlib.sha256()
     with bar(sum(x.characters for x in texts), "packing") as shown:
-        counts = {
-            split: _write(texts, tokenizer, folder, split, content, shown)
-            for split in SPLITS
-        }
+        counts = {}
+        for split in SPLITS:
+            written = SplitWriter(folder, split, tokenizer, content, shown.update)
+            counts[split] = _write(texts, split, written)
     if not apart:
         for split in SPLITS:
             Path(folder, f"{split}_ends.npy").unlink()
@@ -130,7 +142,7 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
     )
     facts = loaded[0][1]
     if options.mixture:
-        edges = [0, *counts["train"].parts]
+        edges = [0, *counts["train"][1]]
         facts = {
             "mixture": [
                 {
@@ -152,54 +164,21 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
         "datasets": version("datasets"),
     }
     for split in SPLITS:
-        fingerprint[split] = counts[split]._asdict()
-        del fingerprint[split]["parts"]
+        fingerprint[split] = counts[split][0]._asdict()
     described = {"tokenizer": tokenizer.describe(), "fingerprint": fingerprint}
     return {**described, "ngrams": lines}
 
 
 def _write(
-    texts: list[Texts],
-    tokenizer: tokens.Tokenizer,
-    folder: Path,
-    split: str,
-    content: Any,
-    shown: tqdm,
-) -> _Packed:
-    """The documents of a split in one file, and where each ends in another.
-
-    A document ends with the token for it, or has a NUL between it and the next.
-
-    Args:
-        content: a hash of all text, NULs included.
-        shown: a bar of characters.
-    """
-    dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
-    written = Writer(folder / f"{split}.npy", dtype)
-    ends, size, parts = array.array("q"), 0, []
-
-    def put(piece: str) -> None:
-        nonlocal size
-        encoded = piece.encode()
-        content.update(encoded)
-        size += len(encoded)
-        written.append(tokenizer.encode(piece))
-        shown.update(len(piece))
-
+    texts: list[Texts], split: str, written: SplitWriter
+) -> tuple[Counts, list[int]]:
+    """The documents of a split; and the tokens after each source."""
+    parts = []
     for its in texts:
         for document in its.read(split):
-            if ends and tokenizer.document_end is None:
-                put(SEPARATOR)
-                ends[-1] = written.length
-            for piece in tokenizer.pieces(document):
-                put(piece)
-            if tokenizer.document_end is not None:
-                written.append(np.array([tokenizer.document_end], dtype))
-            ends.append(written.length)
-        parts.append(written.length)
-    written.close()
-    np.save(folder / f"{split}_ends.npy", np.frombuffer(ends, np.int64))
-    return _Packed(len(ends), written.length, size, parts)
+            written.add(document)
+        parts.append(written.counts.tokens)
+    return written.close(), parts
 
 
 def _tokenizer(options: config.Data, texts: list[Texts]) -> tokens.Tokenizer:

@@ -9,8 +9,9 @@ import numpy as np
 
 from symjax.data.generated import NOTHING
 from symjax.data.packed import Packed
+from symjax.data.stream import Growing
 
-Ends = np.ndarray | Packed  # sorted, one past the last token of each document
+Ends = np.ndarray | Packed | Growing  # sorted, one past the last token of each document
 
 
 class Separate(NamedTuple):

@@ -106,18 +106,23 @@ def text_examples(corpus: Corpus) -> Examples:
     arrays = corpus.train, corpus.heldout, *ends.values()
     return Examples(
         train=partial(
-            training_windows, corpus.train, ends=ends.get("train"), parts=corpus.parts
+            training_windows,
+            corpus.train,
+            ends=ends.get("train"),
+            parts=corpus.parts,
+            shard=corpus.shard,
         ),
         heldout=partial(heldout_windows, corpus.heldout, ends=ends.get("heldout")),
         heldout_rows=lambda length: math.ceil(last / length),
         check_length=corpus.check_length,
         vocabulary=corpus.tokenizer.vocabulary,
         unit=corpus.tokenizer.unit,
-        size=f"{len(corpus.train):,} training tokens",
+        size=corpus.size,
         language=corpus.tokenizer.describe(),
         fingerprint=corpus.fingerprint,
         references=corpus.references,
         files=tuple(x for x in arrays if isinstance(x, Packed)),
+        stream=corpus.stream,
         tokenizer=corpus.tokenizer,
         text=corpus,
         separate=bool(ends),

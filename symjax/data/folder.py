@@ -78,7 +78,7 @@ def source_change(options: config.Data, directory: Path) -> str:
     if not _changed(options, read_manifest(directory)):
         return ""
     return (
-        f"{_source(options)} has changed since it was packed: the run goes on with "
+        f"{source_of(options)} has changed since it was packed: the run goes on with "
         f"what it has of it in {arrays_in(options, directory)}, a new --workdir takes "
         "the new text"
     )
@@ -93,7 +93,9 @@ def _read(
     if (place / MANIFEST).exists():
         return manifest, opened(place, manifest)
     gone = f"{place}, which this run has been packed into, is gone"
-    changed = f"{gone}, and {_source(options)} has changed since: use another --workdir"
+    changed = (
+        f"{gone}, and {source_of(options)} has changed since: use another --workdir"
+    )
     if _changed(options, manifest):
         raise ValueError(changed)
     try:
@@ -120,7 +122,7 @@ def _changed(options: config.Data, manifest: dict[str, Any]) -> bool:
         return False
 
 
-def _source(options: config.Data) -> str:
+def source_of(options: config.Data) -> str:
     """What a user would call it: data.path 'book.txt'."""
     if options.source not in TEXT_KEYS:
         return f"data.source={options.source}"

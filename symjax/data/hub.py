@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 SILENCE = 10.0  # seconds
 HELDOUT = ("validation", "test")  # the first of them that there is
 ROWS = 256  # read at a time
+PAUSES = (1, 2, 4, 8, 16)  # seconds before each attempt at a stream that breaks
 FOLDER = "a local folder of parquet, json or text files"
 
 Labelled = tuple[list[Any], list[int]]  # contents and the numbers of their labels
@@ -76,6 +78,64 @@ def revision(options: config.Data) -> str:
     """What a data set is at: its commit on the hub."""
     with _found(options) as (builder, _):
         return builder.hash or ""
+
+
+def streams(
+    options: config.Data, revision: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of the training split and of the held-out one, if there is one, by name,
+    not read yet; and what identifies them.
+
+    Args:
+        revision: of `revision`; the rows are those, wherever the data set is at since.
+    """
+    with _found(options, revision) as (builder, where):
+        found = builder.as_streaming_dataset()
+        names = [name for name in _choose(list(map(str, found)), where) if name]
+        facts = _facts(options, builder, names)
+        return {name: found[name] for name in names}, facts
+
+
+def stream(
+    options: config.Data, rows: Any, state: dict[str, Any] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The texts of a split of `streams`, each with the state that is to be given to go
+    on after it. Where the connection breaks it is taken up again.
+
+    Raises:
+        ValueError: the data set has no such column, or cannot be read.
+    """
+    failed = 0
+    with _quiet(), _one_line(f"data.name {options.name!r}"):
+        while True:
+            rows.load_state_dict(state)
+            try:
+                for row in rows:
+                    state, failed = rows.state_dict(), 0
+                    if text := _text(row, options.column):
+                        yield text, rows.state_dict()
+                return
+            except Exception as error:
+                if failed == len(PAUSES) or not _is_silence(error):
+                    raise
+                print(
+                    f"data.name {options.name!r} broke off ({type(error).__name__}): "
+                    f"going on after it in {PAUSES[failed]} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(PAUSES[failed])
+            failed += 1
+
+
+def _text(row: dict[str, Any], column: str) -> str | None:
+    if column not in row:
+        known = ", ".join(row)
+        raise _Refused(f"data.column {column!r} is unknown: choose from {known}")
+    if not isinstance(row[column], str | None):
+        kind = type(row[column]).__name__
+        raise _Refused(f"data.column {column!r} holds no text, but {kind}")
+    return row[column]
 
 
 def load_labelled(
@@ -130,18 +190,27 @@ def _read(
             found[split] = read(builder.as_dataset(split=split))
             if not found[split]:
                 raise _Refused(f"{where} has no text in split {split!r}")
-        facts = {
-            "name": options.name,
-            "subset": builder.config.name.removesuffix("-sample_by=document"),
-            "column": options.column,
-            "revision": builder.hash,
-            "splits": list(found),
-        }
+        facts = _facts(options, builder, list(found))
     return found, facts, where, builder
 
 
+def _facts(
+    options: config.Data, builder: DatasetBuilder, read: list[str]
+) -> dict[str, Any]:
+    """What identifies a data set of which some splits are read."""
+    return {
+        "name": options.name,
+        "subset": builder.config.name.removesuffix("-sample_by=document"),
+        "column": options.column,
+        "revision": builder.hash,
+        "splits": read,
+    }
+
+
 @contextlib.contextmanager
-def _found(options: config.Data) -> Iterator[tuple[DatasetBuilder, str]]:
+def _found(
+    options: config.Data, revision: str = ""
+) -> Iterator[tuple[DatasetBuilder, str]]:
     """What reads a data set, and what to call it in messages.
 
     Raises:
@@ -157,7 +226,7 @@ def _found(options: config.Data) -> Iterator[tuple[DatasetBuilder, str]]:
             failed.callback(shutil.rmtree, cache, ignore_errors=True)
         else:
             _check_reachable(options.name)
-        builder = _builder(path, options.subset, cache)
+        builder = _builder(path, options.subset, cache, revision or None)
         failed.pop_all()
         if cache is not None:
             weakref.finalize(builder, shutil.rmtree, cache, ignore_errors=True)
@@ -189,11 +258,17 @@ def _check_reachable(name: str) -> None:
         huggingface_hub.HfApi().dataset_info(name, timeout=SILENCE)
 
 
-def _builder(path: str, subset: str, cache: str | None) -> DatasetBuilder:
+def _builder(
+    path: str, subset: str, cache: str | None, revision: str | None
+) -> DatasetBuilder:
     """Raises: ValueError: an unknown subset, or none where there are several."""
     import datasets
 
-    options: dict[str, Any] = {"name": subset or None, "cache_dir": cache}
+    options: dict[str, Any] = {
+        "name": subset or None,
+        "cache_dir": cache,
+        "revision": revision,
+    }
     with contextlib.suppress(ValueError, TypeError):  # formats other than text files
         return datasets.load_dataset_builder(path, **options, sample_by="document")
     try:
@@ -330,7 +405,7 @@ def _is_silence(error: BaseException) -> bool:
         return response.status_code == 429 or response.status_code >= 500
     library = type(error).__module__.partition(".")[0]
     return isinstance(error, ConnectionError | TimeoutError) or library.startswith(
-        "http"
+        ("http", "aiohttp")
     )
 
 

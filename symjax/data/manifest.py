@@ -26,9 +26,9 @@ def sealed(manifest: dict[str, Any]) -> str:
     return json.dumps({**manifest, "seal": json_sha256(manifest)}, indent=1) + "\n"
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
+def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any]:
     """Raises: ValueError: the file is not what `sealed` made."""
-    path = directory / MANIFEST
+    path = directory / name
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

@@ -9,14 +9,14 @@ from tqdm import tqdm
 LARGE = 1 << 26  # bytes or characters, from which a line says what is done
 
 
-def bar(total: int, what: str) -> tqdm:
+def bar(total: int, what: str, unit: str = "B") -> tqdm:
     """A bar on stderr that leaves nothing behind.
 
     Args:
-        total: bytes or characters.
+        total: in units; bytes or characters unless said.
     """
     if total >= LARGE and not sys.stderr.isatty():
-        print(f"{what}: {total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+        print(f"{what}: {total / 1e6:,.0f} M{unit}", file=sys.stderr, flush=True)
     return tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=None
+        total=total, desc=what, unit=unit, unit_scale=True, leave=False, disable=None
     )

@@ -25,10 +25,11 @@ from symjax.data.texts import Document, Texts, read_pieces
 # `generated`.
 TOKENS = ("tokenizer", "vocabulary")
 TEXT = (*TOKENS, "documents")
+STREAM = ("streaming", "tokens")
 KEYS = {
     "stdlib": TEXT,
     "text": (*TEXT, "path", "mixture"),
-    "hub": (*TEXT, "name", "mixture", "subset", "column", "label"),
+    "hub": (*TEXT, "name", "mixture", "subset", "column", "label", *STREAM),
     "packages": TOKENS,
     "digits": (),
     "mqar": ("items", "symbols"),
@@ -113,6 +114,18 @@ def check_keys(options: config.Data) -> None:
         raise ValueError(
             f"data.mixture {options.mixture!r} is of text: leave data.label "
             f"{options.label!r} empty"
+        )
+    if options.streaming != bool(options.tokens):
+        raise ValueError(
+            f"data.streaming {options.streaming} and data.tokens {options.tokens}: "
+            "a stream needs both, or leave both away"
+        )
+    if options.streaming and (options.mixture or options.label):
+        raise ValueError("data.streaming is of one text: no data.mixture or data.label")
+    if options.streaming and options.tokenizer == "char":
+        raise ValueError(
+            "data.tokenizer char needs all characters before the first: data.streaming "
+            "has byte, bpe or a tokenizer.json"
         )
     if options.tokenizer != "bpe" and options.vocabulary != config.Data().vocabulary:
         raise ValueError(

@@ -1,25 +1,36 @@
-"""Arrays written to .npy files piece by piece."""
+"""Arrays written to .npy files piece by piece, and documents as two of them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from symjax.data.texts import Document
+from symjax.data.tokens import Tokenizer
+
+SEPARATOR = "\0"  # between two documents, where no token of its own ends them
 
 
 class Writer:
     """A .npy file of one axis, to which arrays are appended.
 
     The header has room for any length: it is written again when the file is closed.
+
+    Args:
+        length: how much of a file that is there is kept; 0: a new one.
     """
 
-    def __init__(self, path: Path, dtype: Any):
-        self.path, self.dtype, self.length = path, np.dtype(dtype), 0
-        self._file = path.open("wb")
+    def __init__(self, path: Path, dtype: Any, length: int = 0):
+        self.path, self.dtype, self.length = path, np.dtype(dtype), length
+        self._file = path.open("r+b" if length else "wb")
         self._header()
         self._begin = self._file.tell()
+        self._file.truncate(self._begin + length * self.dtype.itemsize)
+        self._file.seek(0, os.SEEK_END)
 
     def append(self, array: np.ndarray) -> None:
         """Raises: ValueError: the type is not the file's."""
@@ -28,15 +39,93 @@ class Writer:
         self._file.write(array.tobytes())
         self.length += len(array)
 
+    def sync(self) -> None:
+        """What has been appended is on the disk then."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.seek(0)
         self._header()
         if self._file.tell() != self._begin:
             raise RuntimeError(f"the header of {self.path} has changed its size")
         self._file.close()
-        os.utime(self.path.parent)  # a folder in use is not taken for an abandoned one
 
     def _header(self) -> None:
         described = np.lib.format.dtype_to_descr(self.dtype)
         facts = {"descr": described, "fortran_order": False, "shape": (self.length,)}
         np.lib.format.write_array_header_1_0(self._file, facts)
+
+
+class Counts(NamedTuple):
+    """How much of a split has been written."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+class SplitWriter:
+    """The documents of a split: tokens in one file, where each ends in another.
+
+    A document ends with the token for it, or has a NUL between it and the next.
+
+    Args:
+        content: a hash of all text, NULs included.
+        shown: called with the characters of each piece that is written.
+        counts: of what is kept of files that are there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        tokenizer: Tokenizer,
+        content: Any,
+        shown: Callable[[int], Any],
+        counts: Counts | None = None,
+    ):
+        self._tokenizer, self._content, self._shown = tokenizer, content, shown
+        self.documents, tokens, self.bytes = counts or Counts()
+        dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
+        self._tokens = Writer(folder / f"{split}.npy", dtype, tokens)
+        before = max(0, self.documents - 1)  # the last end may still move
+        self._ends = Writer(folder / f"{split}_ends.npy", np.int64, before)
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.documents, self._tokens.length, self.bytes)
+
+    def add(self, document: Document) -> None:
+        if self.documents and self._tokenizer.document_end is None:
+            self._put(SEPARATOR)
+        self._end_last()
+        for piece in self._tokenizer.pieces(document):
+            self._put(piece)
+        if self._tokenizer.document_end is not None:
+            end = np.array([self._tokenizer.document_end], self._tokens.dtype)
+            self._tokens.append(end)
+        self.documents += 1
+
+    def sync(self) -> Counts:
+        """What has been added is on the disk then."""
+        for written in (self._tokens, self._ends):
+            written.sync()
+        return self.counts
+
+    def close(self) -> Counts:
+        self._end_last()
+        for written in (self._tokens, self._ends):
+            written.close()
+        return self.counts
+
+    def _end_last(self) -> None:
+        if self.documents:
+            self._ends.append(np.array([self._tokens.length], np.int64))
+
+    def _put(self, piece: str) -> None:
+        encoded = piece.encode()
+        self._content.update(encoded)
+        self.bytes += len(encoded)
+        self._tokens.append(self._tokenizer.encode(piece))
+        self._shown(len(piece))

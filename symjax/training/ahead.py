@@ -1,8 +1,10 @@
 """Batches that are made one step ahead, in a thread."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+
+ASK = 0.2  # seconds
 
 
 class Ahead:
@@ -20,9 +22,20 @@ class Ahead:
         self._pool = ThreadPoolExecutor(1, "batches")
         self._next: Future | None = None
 
-    def take(self, step: int) -> Any:
-        """The batch of a step; that of the next one is begun."""
-        batch = self._make(step) if self._next is None else self._next.result()
+    def take(self, step: int, stop: Callable[[], bool] = lambda: False) -> Any:
+        """The batch of a step; that of the next one is begun.
+
+        Args:
+            stop: asked while the batch is not there, as one of a stream may not be.
+        Returns:
+            None if `stop` said so.
+        """
+        if self._next is None:
+            self._next = self._pool.submit(self._make, step)
+        while not wait([self._next], ASK).done:
+            if stop():
+                return None
+        batch = self._next.result()
         more = step < self._last
         self._next = self._pool.submit(self._make, step + 1) if more else None
         return batch

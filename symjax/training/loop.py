@@ -2,10 +2,11 @@
 
 import contextlib
 import math
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,8 @@ def open_run(
 
     batches = Ahead(batch, options.steps)
     stack.enter_context(contextlib.closing(batches))
+    if examples.stream:
+        stack.enter_context(contextlib.closing(examples.stream))
     progress = Progress(options.steps, first)
     stack.enter_context(contextlib.closing(progress))
     opened = Run(
@@ -199,7 +202,9 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
     for done in range(first + 1, options.steps + 1):
         run.profile.before(done)
         with run.clock.waiting():
-            rows = run.batches.take(done)
+            rows = run.batches.take(done, lambda: interrupts.received is not None)
+        if rows is None:
+            stop_waiting(run, state, constants, pending, interrupts)
         with jax.set_mesh(run.program.mesh):
             state, metrics = run.step(state, constants, *rows, key)
         run.clock.step()
@@ -221,9 +226,7 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
                 if save:
                     save_checkpoint(run, state, constants, loss)
         if stop is not None and done < options.steps:
-            run.checkpoints.wait()
-            saved = f"saved checkpoint {done} in {run.workdir}"
-            raise Interrupted(stop, f"{saved}; the same command goes on")
+            raise interrupted(run, done, stop)
     run.checkpoints.wait()  # a signal does not end the last save
     run.progress.line(
         f"complete at step {done}: python eval.py --workdir {run.workdir}"
@@ -232,6 +235,31 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
     on_process_zero(lambda: draw(run.workdir, unit))
     for line in closing(run.workdir, steps, unit, run.clock.goodput()):
         run.progress.line(line)
+
+
+def stop_waiting(
+    run: Run, state: State, constants: Any, pending: Any, interrupts: Interrupts
+) -> NoReturn:
+    """End at a signal that came while a step waited for its batch.
+
+    Raises:
+        Interrupted: the step before has been saved, if there was one.
+    """
+    done = int(state.step)
+    if not done:
+        interrupts.check()
+    if pending is not None:
+        report(run, done, pending)
+    if done not in run.checkpoints.steps():
+        save_checkpoint(run, state, constants, None)
+    raise interrupted(run, done, interrupts.received or signal.SIGTERM)
+
+
+def interrupted(run: Run, done: int, stop: signal.Signals) -> Interrupted:
+    """What to end with, once the checkpoint of a step is on the disk."""
+    run.checkpoints.wait()
+    saved = f"saved checkpoint {done} in {run.workdir}"
+    return Interrupted(stop, f"{saved}; the same command goes on")
 
 
 def introduce(run: Run, start: Start) -> None:

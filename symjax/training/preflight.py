@@ -158,6 +158,8 @@ def pack(options: config.Config, workdir: Path) -> str:
     """
     with locked(workdir), removed_on_failure(workdir):
         examples = open_data(options, workdir, saved_meta(options, workdir))
+        if examples.stream:
+            examples.stream.finish()
         place = arrays_in(options.data, workdir / "data")
     return f"{examples.size} in {place}, {examples.vocabulary:,} token types"
 

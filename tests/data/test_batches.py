@@ -1,13 +1,12 @@
 """Batches are a function of (seed, step) that visits every window once an epoch."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symjax.data import order
+from symjax.data.corpus import Corpus
 from symjax.data.examples import text_examples
 from symjax.data.tokens import ByteTokenizer
 
@@ -32,10 +31,7 @@ def batch(step, tokens=TEXT, start=0, stop=None, *, length, batch_size, seed):
 
 def examples(tokens, heldout=TEXT):
     """Examples of these texts, of which the rows alone are asked."""
-    packed = SimpleNamespace(train=tokens, heldout=heldout, ends={}, parts=())
-    packed.check_length, packed.fingerprint, packed.references = None, {}, {}
-    packed.tokenizer = ByteTokenizer()
-    return text_examples(packed)
+    return text_examples(Corpus(tokens, heldout, ByteTokenizer(), {}, {}, 1.0))
 
 
 def heldout(tokens, length, batch_size, count=None):

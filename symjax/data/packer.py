@@ -1,0 +1,266 @@
+"""A program that packs a stream, beside the runs that train on what it has packed.
+
+    python -m symjax.data.packer   with an `Order` as JSON in the first line of stdin
+
+It is a process of its own, since tokenizing and decoding in a thread would hold the
+interpreter's lock for as long as a step takes. It ends with the one that started it,
+whose end of its stdin closes. Killed at any moment, the next one goes on after the
+last document that the file of its progress knows.
+
+In the folder of the corpus, until `corpus.json` says that it is whole:
+
+    train.npy, train_ends.npy   growing; heldout.npy and its ends are whole
+    head.json       what is known when the first shard stands: tokenizer, fingerprint
+    progress.json   what is safely on the disk, and the state of the stream after it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import platform
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from symjax import config
+from symjax.data import hub, ngrams, sources, splits, tokens
+from symjax.data.cache import facts_of, locked
+from symjax.data.manifest import MANIFEST, read_manifest, sealed, stamp_of, stored
+from symjax.data.progress import bar
+from symjax.data.subwords import pieces
+from symjax.data.writer import Counts, SplitWriter
+from symjax.files import replaced
+
+HEAD, PROGRESS, KEYS = "head.json", "progress.json", "heldout_keys.npy"
+HELD_FILES = "heldout.npy", "heldout_ends.npy"
+HELD_SHARE, HELD = 1 / 20, 1 << 24  # characters held out, of data.tokens and at most
+
+
+class Order(NamedTuple):
+    """What is to be packed, and where.
+
+    Attributes:
+        place: the folder of the corpus in the cache.
+        revisions: of the data set; none of a local folder.
+        shard: tokens after which what has been packed may be read.
+    """
+
+    options: config.Data
+    place: Path
+    revisions: list[str]
+    shard: int
+
+    def as_json(self) -> str:
+        options, place, *rest = self
+        return json.dumps([dataclasses.asdict(options), str(place), *rest])
+
+
+def from_json(text: str) -> Order:
+    options, place, *rest = json.loads(text)
+    return Order(config.Data(**options), Path(place), *rest)
+
+
+def pack(order: Order) -> None:
+    """Pack a stream as far as it is not yet.
+
+    Raises:
+        ValueError: the data set cannot be read.
+    """
+    with locked(order.place):
+        if (order.place / MANIFEST).exists():
+            return
+        if not (order.place / PROGRESS).exists():
+            shutil.rmtree(order.place, ignore_errors=True)
+            order.place.mkdir()
+        _Packing(order).run()
+
+
+class _Packing:
+    """The rest of a stream, from its beginning or from where a packer stopped.
+
+    Attributes:
+        keys: hashes of the held-out documents.
+        state: of the training split after the last document that counts.
+        counts: what is kept of the training files.
+        head: the manifest as far as the first shard decides it; None before that.
+    """
+
+    def __init__(self, order: Order):
+        self.order, self.options, self.place = order, order.options, order.place
+        revision = next(iter(order.revisions), "")
+        self.rows, self.facts = hub.streams(self.options, revision)
+        self.content = hashlib.sha256()  # of what is held out and the first shard
+        self.state: dict[str, Any] | None = None
+        self.counts, self.head = Counts(), None
+        if (self.place / PROGRESS).exists():
+            self._resume()
+        else:
+            self.tokenizer = self._tokenizer()
+            self.keys, self.held = self._hold_out()
+
+    def _resume(self) -> None:
+        self.head = read_manifest(self.place, HEAD)
+        self.tokenizer = tokens.from_description(self.head["tokenizer"])
+        progress = json.loads((self.place / PROGRESS).read_text())
+        self.state = progress["state"]
+        self.counts = Counts(*(progress[name] for name in Counts._fields))
+        self.keys = set(np.load(self.place / KEYS).tolist())
+
+    def _documents(self, split: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        rows = list(self.rows.values())[split]
+        return hub.stream(self.options, rows, self.state)
+
+    def _held_out(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Documents of the held-out split, or else the first ones of training."""
+        left = min(HELD, self.options.tokens * HELD_SHARE)
+        for text, state in self._documents(-1):
+            yield text, state
+            left -= len(text)
+            if left <= 0:
+                return
+
+    def _tokenizer(self) -> tokens.Tokenizer:
+        """BPE learns from the training text, as far as it is needed."""
+        first = 0 if len(self.rows) > 1 else sum(1 for _ in self._held_out())
+        texts = (text for text, _ in itertools.islice(self._documents(0), first, None))
+        options = self.options
+        cut = pieces(texts)
+        return tokens.build(options.tokenizer, cut, vocabulary=options.vocabulary)
+
+    def _hold_out(self) -> tuple[set[int], Counts]:
+        """Write what is held out: the hashes of its documents, and how much it is."""
+        writer = self._writer("heldout")
+        keys, after = [], None
+        for text, state in self._held_out():
+            writer.add([text])
+            keys.append(splits.scan([text])[0])
+            after = state
+        np.save(self.place / KEYS, np.array(keys, np.uint64))
+        if len(self.rows) == 1:
+            self.state = after
+        return set(keys), writer.close()
+
+    def _writer(self, split: str, counts: Counts | None = None) -> SplitWriter:
+        made = self.place, split, self.tokenizer, self.content, lambda _: None
+        return SplitWriter(*made, counts)
+
+    def run(self) -> None:
+        """Write training documents, but copies of what is held out, and say after each
+        shard what stands."""
+        shard, wanted = self.order.shard, self.options.tokens
+        writer = self._writer("train", self.counts)
+        with bar(min(shard, wanted), "packing the first tokens", " tokens") as shown:
+            for text, state in self._documents(0):
+                if writer.counts.tokens >= wanted:
+                    break
+                self.state = state
+                if splits.scan([text])[0] in self.keys:
+                    continue
+                before = writer.counts.tokens // shard
+                writer.add([text])
+                size = writer.counts.tokens
+                if self.head is None:
+                    shown.update(size - shown.n)
+                if size // shard > before:
+                    self._advance(writer)
+                    shown.close()
+        if self.head is None:
+            self._advance(writer)
+        self._finish(writer.close())
+
+    def _advance(self, writer: SplitWriter) -> None:
+        """Say what stands; the first time also what it is."""
+        counts = writer.sync()
+        if self.head is None:
+            self.head = self._head(counts)
+            _write(self.place, HEAD, sealed(self.head))
+        said = {**counts._asdict(), "state": self.state}
+        _write(self.place, PROGRESS, json.dumps(said))
+
+    def _finish(self, whole: Counts) -> None:
+        names = sorted(path.name for path in self.place.glob("*.npy"))
+        manifest = {**(self.head or {})}
+        manifest["files"] = {name: facts_of(self.place / name) for name in names}
+        manifest["fingerprint"]["train"] = whole._asdict()
+        _write(self.place, MANIFEST, sealed(manifest))
+
+    def _head(self, counts: Counts) -> dict[str, Any]:
+        """The manifest, as far as the first shard decides it."""
+        if not counts.tokens:
+            raise ValueError(
+                f"data.name {self.options.name!r} has no text beside what is held out"
+            )
+        files, vocabulary = sources.files(self.options), self.tokenizer.vocabulary
+        text = np.memmap(
+            self.place / "train.npy",
+            np.min_scalar_type(vocabulary - 1),
+            offset=begin_of(self.place / "train.npy"),
+            shape=(min(counts.tokens, self.order.shard),),
+            mode="r",
+        )
+        held = np.load(self.place / "heldout.npy", mmap_mode="r")
+        fingerprint = {
+            "source": self.options.source,
+            **self.facts,
+            "sha256": self.content.hexdigest(),
+            "python": platform.python_version(),
+            "datasets": version("datasets"),
+            "heldout": self.held._asdict(),
+        }
+        return {
+            "name": self.place.name,
+            "options": stored(self.options),
+            "revisions": self.order.revisions,
+            "shard": self.order.shard,
+            "tokenizer": self.tokenizer.describe(),
+            "fingerprint": fingerprint,
+            "ngrams": ngrams.cross_entropies(text, held, vocabulary),
+            "origin": {"stamp": stamp_of(files), "sha256": ""},
+            "files": {name: facts_of(self.place / name) for name in HELD_FILES},
+        }
+
+
+def begin_of(path: Path) -> int:
+    """Where the content of a .npy file begins."""
+    with path.open("rb") as file:
+        np.lib.format.read_magic(file)
+        np.lib.format.read_array_header_1_0(file)
+        return file.tell()
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    with replaced(folder, name) as unfinished:
+        Path(unfinished, name).write_text(text)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()  # comes back when the other end is closed
+    os._exit(1)
+
+
+def main() -> None:
+    """Exit code 0: all is packed; 1: it cannot be, for the reason on stdout."""
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no reason
+    order = from_json(sys.stdin.buffer.readline().decode())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        pack(order)
+    except (ValueError, OSError) as error:
+        print(error, file=said, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

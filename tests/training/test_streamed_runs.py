@@ -1,0 +1,83 @@
+"""Runs on a stream: the same batches however it is packed, and an end while waiting."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from runs import TEXT, compile_cache, train
+
+from symjax.data import stream
+from symjax.training import loop
+from symjax.training.checkpoint import Checkpoints
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with compile_cache(tmp_path_factory.mktemp("jax")):
+        yield
+
+
+@pytest.fixture
+def keys(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "SHARD", 2500)  # 8 rows of 32 tokens, 9 steps
+    lines = [json.dumps({"text": line}) for line in TEXT.splitlines()]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
+    return {
+        "data__source": "hub",
+        "data__name": tmp_path / "rows",
+        "data__streaming": True,
+        "data__tokens": 9000,
+        "data__cache": tmp_path / "cache",
+        "model__width": 16,
+        "batch_size": 8,
+        "log__every": 1,
+        "evaluate__every": 0,
+        "optimizer__decay_steps": 40,
+    }
+
+
+def losses(workdir):
+    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+@pytest.mark.always
+def test_a_resumed_run_reads_the_same_batches_bitwise(keys, tmp_path, capsys):
+    """Of three shards, also where the cache was cleared."""
+    assert train("", tmp_path / "whole", steps=22, **keys) == 0
+    assert "9,000 training tokens of a stream" in capsys.readouterr().err
+    for steps in (9, 22):
+        assert train("", tmp_path / "parts", steps=steps, **keys) == 0
+        shutil.rmtree(keys["data__cache"])
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 22
+
+
+def test_a_signal_ends_a_run_that_waits_for_its_stream(
+    keys, tmp_path, monkeypatch, capsys
+):
+    def take(self, step, stop):
+        if step < 3:
+            return real(self, step, stop)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop()
+
+    with monkeypatch.context() as patch:
+        real = loop.Ahead.take
+        patch.setattr(loop.Ahead, "take", take)
+        assert train("", tmp_path / "run", steps=5, **keys) == 143
+    assert "saved checkpoint 2 in" in capsys.readouterr().err
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]
+    assert train("", tmp_path / "run", steps=5, **keys) == 0
+    assert [*losses(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_packing_alone_packs_all(keys, tmp_path, capsys):
+    assert train("", tmp_path / "run", "--pack", **keys) == 0
+    said = capsys.readouterr().out
+    assert "9,000 training tokens of a stream in" in said
+    [place] = (x for x in keys["data__cache"].iterdir() if x.name[0] != ".")
+    assert str(place) in said and (place / "corpus.json").exists()

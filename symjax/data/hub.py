@@ -26,6 +26,7 @@ import numpy as np
 from symjax import config
 from symjax.data import splits
 from symjax.data.formats import MixedFormats, check_one_format
+from symjax.data.progress import bar
 from symjax.data.texts import Document, Texts
 
 if TYPE_CHECKING:
@@ -67,7 +68,12 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
         return ((text,) for texts in found.values() for text in texts)
 
     if len(found) == 1:
-        scanned = [splits.scan(document) for document in documents()]
+        [rows] = found.values()
+        scanned = []
+        with bar(len(rows), "reading", " rows") as shown:
+            for text in rows:
+                scanned.append(splits.scan([text]))
+                shown.update()
         return splits.by_content(documents, scanned, where, "rows"), facts
     sizes = [np.array([len(text) for text in texts]) for texts in found.values()]
     held = np.repeat([False, True], [len(own) for own in sizes])
@@ -310,6 +316,10 @@ class _Texts:
     def __iter__(self) -> Iterator[str]:
         for batch in self._rows.iter(ROWS):
             yield from filter(None, batch[self._column])
+
+    def __len__(self) -> int:
+        """Of all rows, also those without text."""
+        return len(self._rows)
 
     def __bool__(self) -> bool:
         return next(iter(self), None) is not None

@@ -2,9 +2,13 @@
 
 import importlib.util
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from runs import ROOT
 
 from symjax import attention
 
@@ -101,3 +105,18 @@ def test_a_machine_without_estimates_is_refused(compiled, target, capsys):
         compiled.main(["steps", "--target", target])
     error = capsys.readouterr().err
     assert "--target" in error and "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_packing_by_symjax_and_by_hand_gives_as_many_tokens(tmp_path):
+    words = ["--megabytes", "1", "--processes", "2", "--folder", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.packing", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = re.findall(r"^(symjax|by hand) .* s, ([0-9,]+) tokens$", done.stdout, re.M)
+    assert [name for name, _ in found] == ["symjax", "by hand"]
+    assert found[0][1] == found[1][1] and not list(tmp_path.iterdir())

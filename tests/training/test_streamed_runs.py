@@ -44,7 +44,6 @@ def losses(workdir):
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
-@pytest.mark.always
 def test_a_resumed_run_reads_the_same_batches_bitwise(keys, tmp_path, capsys):
     """Of three shards, also where the cache was cleared."""
     assert train("", tmp_path / "whole", steps=22, **keys) == 0

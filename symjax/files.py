@@ -5,27 +5,34 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
+
+from etils import epath
+
+from symjax.places import in_bucket, reaching
 
 UNFINISHED = ".unfinished-"
 
 
-def user_cache(name: str) -> Path:
-    """A folder of symjax in the user's cache: $XDG_CACHE_HOME, or ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home, "symjax", name)
-
-
-def check_writable(folder: Path, what: str) -> None:
-    """Make a folder, and a file in it that is gone again.
+def check_writable(folder: Path | epath.Path, what: str) -> None:
+    """Make a folder, and a file in it that is gone again; in a bucket only the file.
 
     Raises:
         ValueError: `what`, which belongs there, cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        if in_bucket(folder):  # to make a folder would make a bucket that is missing
+            with reaching(folder):
+                probe = epath.Path(folder, f"{UNFINISHED}{token_hex(8)}")
+                probe.write_bytes(b"")
+                probe.unlink()
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"{what} cannot be written: {error.strerror}") from None
+        raise ValueError(
+            f"{what} cannot be written: {error.strerror or error}"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -32,7 +32,8 @@ from symjax.data.manifest import (
     stored,
 )
 from symjax.data.packed import LARGE, Packed, sample_of
-from symjax.files import UNFINISHED, check_writable, user_cache
+from symjax.files import UNFINISHED, check_writable
+from symjax.places import user_cache
 
 FORMAT = 1  # a packed corpus of another number is not found
 

@@ -24,6 +24,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from etils import epath
+
 from symjax import config, figures
 from symjax.data.sources import TEXT_SOURCES
 from symjax.evaluation import report
@@ -33,12 +35,15 @@ from symjax.evaluation.results import Result, Table, table
 from symjax.evaluation.weights import lambda_table
 from symjax.figures import Lines
 from symjax.files import check_writable
+from symjax.places import anywhere, on_disk
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, parse
 from symjax.training.exit_codes import run_and_exit
 from symjax.training.metrics import rows_of
 from symjax.training.preflight import saved_meta, saved_options
+
+Workdir = Path | epath.Path
 
 
 class Evaluated(NamedTuple):
@@ -66,14 +71,15 @@ def main(words: list[str]) -> None:
     which.add_argument("--workdirs", help="runs that exist, between commas")
     add("--vary", action="append", default=[], help="KEY=VALUE,VALUE of a config")
     add("--seeds", help="whole numbers, between commas (0)")
-    add("--out", type=Path, default=Path("runs/compare"), help="folder (%(default)s)")
+    add("--out", default="runs/compare", help="folder (%(default)s)")
     add("--batches", type=int, help="held-out batches to evaluate; all by default")
     chosen, rest = parser.parse_known_args(words)
     if chosen.batches is not None and chosen.batches < 1:
         raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
+    chosen.out = on_disk(chosen.out)
     if chosen.workdirs is not None:
         check_alone(chosen, rest)
-        runs = existing(_items("--workdirs", chosen.workdirs, Path))
+        runs = existing([*map(anywhere, _items("--workdirs", chosen.workdirs, str))])
     else:
         runs = trained(chosen, rest)
     evaluated = {
@@ -87,7 +93,7 @@ def main(words: list[str]) -> None:
     report.write_folder({"compare": found}, chosen.out)
 
 
-def trained(chosen: argparse.Namespace, rest: list[str]) -> dict[str, list[Path]]:
+def trained(chosen: argparse.Namespace, rest: list[str]) -> dict[str, list[Workdir]]:
     """The workdirs of configurations, a seed each, trained as far as they are not yet.
 
     Args:
@@ -122,7 +128,7 @@ def check_alone(chosen: argparse.Namespace, rest: list[str]) -> None:
         )
 
 
-def existing(workdirs: list[Path]) -> dict[str, list[Path]]:
+def existing(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
     """Runs by name; those that differ in their seed alone are one.
 
     Raises:
@@ -138,7 +144,7 @@ def existing(workdirs: list[Path]) -> dict[str, list[Path]]:
                 f"({_source(one)} and {_source(other)}): their losses cannot be "
                 "compared"
             )
-    found: dict[str, list[Path]] = {}
+    found: dict[str, list[Workdir]] = {}
     seen: list[tuple[dict[str, Any], str]] = []  # a configuration without seed, a name
     for workdir, meta in metas.items():
         options = {name: x for name, x in meta["config"].items() if name != "seed"}
@@ -151,7 +157,7 @@ def existing(workdirs: list[Path]) -> dict[str, list[Path]]:
     return found
 
 
-def _meta(workdir: Path) -> dict[str, Any]:
+def _meta(workdir: Workdir) -> dict[str, Any]:
     """Raises: ValueError: there is no checkpoint."""
     if not workdir.is_dir():
         raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
@@ -159,7 +165,7 @@ def _meta(workdir: Path) -> dict[str, Any]:
         return checkpoints.read_meta()
 
 
-def _name(workdir: Path, taken: Collection[str]) -> str:
+def _name(workdir: Workdir, taken: Collection[str]) -> str:
     """That of the folder, without its seed; the path where another has this name."""
     name = re.sub(r"-seed\d+$", "", workdir.absolute().name)
     return name if name not in taken else str(workdir)
@@ -267,9 +273,9 @@ def check_run(command: Command) -> None:
         )
 
 
-def evaluate(workdir: Path, batches: int | None = None) -> Evaluated:
+def evaluate(workdir: Workdir, batches: int | None = None) -> Evaluated:
     run = load(workdir)
-    rows = rows_of(workdir)
+    rows = rows_of(epath.Path(workdir))
     speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
     return Evaluated(
         run.parameters(),

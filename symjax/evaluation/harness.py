@@ -13,6 +13,7 @@ from symjax.evaluation import report
 from symjax.evaluation.results import Result
 from symjax.exchange import Loaded, load, load_pretrained
 from symjax.models.folders import is_folder
+from symjax.places import anywhere, place
 from symjax.training.commandline import Parser
 from symjax.training.exit_codes import run_and_exit
 from symjax.training.preflight import use_compile_cache
@@ -49,7 +50,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--workdir",
-        type=Path,
         required=True,
         help="a run, or a folder of save_pretrained",
     )
@@ -60,8 +60,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--include", type=Path, help="a folder of tasks of your own (YAML)")
     add("--limit", type=int, help="examples of a task; all by default")
     add("--shots", type=int, help="examples before each; as the task says by default")
-    add("--json", type=Path, help="also write the numbers to this file")
+    add("--json", help="also write the numbers to this file")
     chosen = parser.parse_args(words)
+    chosen.workdir = place(chosen.workdir)
+    if chosen.json is not None:
+        chosen.json = anywhere(chosen.json)
     chosen.names = [x for x in map(str.strip, chosen.tasks.split(",")) if x]
     if not chosen.names:
         raise ValueError(f"--tasks {chosen.tasks!r} names none")

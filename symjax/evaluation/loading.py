@@ -1,10 +1,11 @@
 """A run as its workdir holds it: a checkpoint, its configuration and its examples."""
 
+import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from etils import epath
 from flax import nnx
 
 from symjax.config import Config, Mesh, is_causal
@@ -14,10 +15,12 @@ from symjax.data.manifest import MANIFEST
 from symjax.data.sources import TEXT_SOURCES
 from symjax.models.build import Model, decoder_of
 from symjax.models.decoder import Decoder
+from symjax.places import place, reaching
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.optimizer import average_of
 from symjax.training.preflight import (
     check_data,
+    data_folder,
     saved_options,
     use_compile_cache,
     with_vocabulary,
@@ -35,7 +38,7 @@ class LoadedRun(NamedTuple):
     program: Program
     params: dict[str, Any]
     constants: dict[str, Any]
-    workdir: Path
+    workdir: epath.Path
     ema: bool = False  # whether the weights are the mean that optimizer.ema keeps
 
     def model(self) -> Model:
@@ -51,7 +54,7 @@ class LoadedRun(NamedTuple):
 
 
 def load(
-    workdir: Path,
+    workdir: str | os.PathLike[str],
     step: int | None = None,
     *,
     best: bool = False,
@@ -72,8 +75,10 @@ def load(
             one.
     """
     use_compile_cache()
-    workdir = workdir.absolute()
-    if not workdir.is_dir():
+    workdir = place(workdir)
+    with reaching(workdir):
+        found = workdir.is_dir()
+    if not found:
         raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
@@ -93,10 +98,10 @@ def load(
 
 
 def _examples(
-    options: Config, workdir: Path, meta: dict[str, Any], text: str | None
+    options: Config, workdir: epath.Path, meta: dict[str, Any], text: str | None
 ) -> Examples:
     """Those of the folder `data`, or a given text with the tokenizer of the run."""
-    folder, described = workdir / "data", meta.get("examples")
+    folder, described = data_folder(workdir), meta.get("examples")
     if (folder / MANIFEST).is_file():
         examples = open_examples(options, folder)
         check_data(meta, examples, workdir)

@@ -13,6 +13,7 @@ from symjax.evaluation.loading import load
 from symjax.evaluation.overview import overview
 from symjax.evaluation.results import Options
 from symjax.files import check_writable
+from symjax.places import anywhere, home, place
 from symjax.training.commandline import Parser
 from symjax.training.exit_codes import run_and_exit
 
@@ -39,7 +40,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Raises: ValueError: a word is unknown or a value out of its range; one line."""
     parser = Parser(prog="eval.py", description=ABOUT, epilog=NOTE)
     add = parser.add_argument
-    add("--workdir", type=Path, required=True, help="the run to evaluate")
+    add("--workdir", required=True, help="the run to evaluate")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--step", type=int, help="a checkpoint; the newest whole one by default"
@@ -55,9 +56,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     add("--tasks", default=tasks.USUAL, help="names, or all (%(default)s)")
     add("--list", action="store_true", help="the tasks and what they measure")
-    add("--json", type=Path, help="also write the numbers to this file")
-    add("--out", type=Path, help="also write tables (CSV) and figures (PNG) there")
-    add("--report", type=Path, help="also write one HTML page with all of it")
+    add("--json", help="also write the numbers to this file")
+    add("--out", help="also write tables (CSV) and figures (PNG) there")
+    add("--report", help="also write one HTML page with all of it")
     add("--batches", type=int, help="held-out batches to measure; all by default")
     add("--text", type=Path, help="judge this file in place of the held-out text")
     add("--verify", action="store_true", help="first compare all data with its hashes")
@@ -73,6 +74,10 @@ def parse(words: list[str]) -> argparse.Namespace:
         raise ValueError(f"--temperature must be 0 or more, got {chosen.temperature}")
     if not 0 <= chosen.seed < 2**31:
         raise ValueError(f"--seed must be in [0, 2147483648), got {chosen.seed}")
+    chosen.workdir = place(chosen.workdir)
+    for name in ("json", "out", "report"):
+        if (value := getattr(chosen, name)) is not None:
+            setattr(chosen, name, anywhere(value))
     chosen.names = tasks.named(chosen.tasks)
     return chosen
 
@@ -90,7 +95,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
     which = {"best": chosen.best, "ema": chosen.ema}
     run = load(chosen.workdir, chosen.step, **which, text=text)
     if chosen.verify:
-        verify(run.config.data, chosen.workdir / "data")
+        verify(run.config.data, home(chosen.workdir) / "data")
     options = Options(*(getattr(chosen, name) for name in Options._fields))
     results, brief = {}, False
     for name in chosen.names:

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from symjax.evaluation.results import Cell, Result, Table
 from symjax.figures import png
 from symjax.files import check_writable, replaced
+from symjax.places import in_bucket, reaching
 from symjax.tables import aligned
 
 
@@ -79,7 +82,7 @@ STYLE = (
 )
 
 
-def write_folder(results: Mapping[str, Result], folder: Path) -> None:
+def write_folder(results: Mapping[str, Result], folder: Path | epath.Path) -> None:
     """Every table as CSV and every figure as PNG.
 
     Raises:
@@ -92,24 +95,28 @@ def write_folder(results: Mapping[str, Result], folder: Path) -> None:
             write(png(figure), folder / f"{figure.name}.png", "--out")
 
 
-def check_file(path: Path, flag: str) -> None:
+def check_file(path: Path | epath.Path, flag: str) -> None:
     """Raises: ValueError: the file cannot be written; called before the long work."""
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file")
-    folder = path.absolute().parent
-    if not folder.is_dir():
+    folder = path.parent if in_bucket(path) else path.absolute().parent
+    if not in_bucket(path) and not folder.is_dir():
         raise ValueError(f"{flag} {path} cannot be written: no folder {path.parent}")
     check_writable(folder, f"{flag} {path}")
 
 
-def write(content: bytes, path: Path, flag: str) -> None:
+def write(content: bytes, path: Path | epath.Path, flag: str) -> None:
     """A whole file or none.
 
     Raises:
         ValueError: the file cannot be written.
     """
     try:
-        with replaced(path.absolute().parent, path.name) as folder:
+        if in_bucket(path):  # where an object is whole or not there
+            with reaching(path):
+                path.write_bytes(content)
+            return
+        with replaced(Path(path).absolute().parent, path.name) as folder:
             Path(folder, path.name).write_bytes(content)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -166,20 +166,22 @@ class Loaded:
         return self.tokenizer
 
 
-def load(workdir: str | Path, step: int | None = None, *, best: bool = False) -> Loaded:
+def load(
+    workdir: str | os.PathLike[str], step: int | None = None, *, best: bool = False
+) -> Loaded:
     """The model of a run, from its checkpoints alone: `data` is not needed.
 
         model = symjax.load("runs/diff_sym-tiny")
         print(model.generate("def main(", temperature=0.7, top_p=0.9))
 
     Args:
-        workdir: of train.py.
+        workdir: of train.py; also gs://BUCKET/FOLDER.
         step: of a checkpoint; None: the newest whole one.
         best: the one of the least held-out loss among those that are kept.
     Raises:
         ValueError: there is no such run or checkpoint, or it is damaged.
     """
-    found = read_run(Path(workdir), step, best=best)
+    found = read_run(workdir, step, best=best)
     model = loaded_model(found.config, found.params, found.constants)
     tokenizer, about = tokenizer_of(found.language), (found.labels, found.language)
     return Loaded(model, tokenizer, found.config, found.step, *about)

@@ -24,6 +24,7 @@ from symjax.models.folders import (
     read_folder,
 )
 from symjax.models.hf_files import TENSORS, write_tensors
+from symjax.places import on_disk
 
 CARD = "README.md"
 FORMATS = ("auto", "transformers", "symjax")
@@ -60,7 +61,7 @@ def save_pretrained(
         raise ValueError(
             f"format {format!r} is unknown: choose from {', '.join(FORMATS)}"
         )
-    folder, numbers = Path(folder), read_results(results)
+    folder, numbers = on_disk(folder), read_results(results)
     settings, tensors, reason = _contents(loaded, format)
     kind = settings.get("model_type", "symjax")
     about = {
@@ -97,7 +98,7 @@ def load_pretrained(folder: str | Path) -> Loaded:
             model, or the model is one that the decoder does not compute, naming the
             setting.
     """
-    folder = Path(folder)
+    folder = on_disk(folder)
     found = read_folder(folder)
     options, about = Config(), found.about
     if about:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from flax import nnx
 
 from symjax import config, validation
@@ -45,7 +46,7 @@ class Folder(NamedTuple):
     about: dict[str, Any]
 
 
-def is_folder(directory: Path) -> bool:
+def is_folder(directory: Path | epath.Path) -> bool:
     """Whether it is a folder of weights, and no workdir."""
     return any((directory / name).is_file() for name in (SETTINGS, OWN))
 

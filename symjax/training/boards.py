@@ -7,10 +7,15 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from symjax.config import Log
+from symjax.places import home
 
 
-def boards(log: Log, workdir: Path, step: int, config: dict[str, Any]) -> list[Any]:
+def boards(
+    log: Log, workdir: epath.Path, step: int, config: dict[str, Any]
+) -> list[Any]:
     """Those of the configuration, for a run that goes on after `step`.
 
     Raises:
@@ -18,7 +23,7 @@ def boards(log: Log, workdir: Path, step: int, config: dict[str, Any]) -> list[A
     """
     found = []
     if log.tensorboard:
-        found.append(event_files(workdir / "tensorboard", step))
+        found.append(event_files(home(workdir) / "tensorboard", step))
     if log.wandb:
         found.append(WeightsAndBiases(log, workdir, config))
     return found
@@ -40,10 +45,10 @@ class WeightsAndBiases:
     """A run of the project log.wandb, the same one when the workdir resumes.
 
     What a killed run has logged after its last checkpoint stays there: steps are not
-    taken back. WANDB_MODE=offline writes to wandb/ of the workdir alone.
+    taken back. WANDB_MODE=offline writes to wandb/ of the run's `home` alone.
     """
 
-    def __init__(self, log: Log, workdir: Path, config: dict[str, Any]):
+    def __init__(self, log: Log, workdir: epath.Path, config: dict[str, Any]):
         try:
             import wandb  # pyright: ignore[reportMissingImports]
         except ImportError as error:
@@ -51,8 +56,8 @@ class WeightsAndBiases:
                 "log.wandb needs wandb: pip install 'symjax[wandb]'"
             ) from error
         path = workdir / "wandb" / "id"
-        path.parent.mkdir(exist_ok=True)
         if not path.exists():
+            path.parent.mkdir(exist_ok=True)
             path.write_text(secrets.token_hex(8))
         try:
             self._run = wandb.init(
@@ -60,7 +65,7 @@ class WeightsAndBiases:
                 name=log.name or workdir.name,
                 id=path.read_text(),
                 resume="allow",
-                dir=workdir,
+                dir=home(workdir),
                 config=config,
                 settings=wandb.Settings(silent=True),
             )

@@ -1,8 +1,9 @@
 """The checkpoints of a run: saved in the background, checked when they are read.
 
-Orbax commits a step by a rename, so a killed save leaves nothing that looks like a
-step. What it does not notice is a flipped bit, or a directory that lost its files and
-still counts as the latest step. `record` finds both; here the step before is taken.
+Orbax commits a step by a rename, in a bucket by a last object, so a killed save leaves
+nothing that counts as a step. What it does not notice is a flipped bit, or a directory
+that lost its files and still counts as the latest step. `record` finds both; here the
+step before is taken.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import absl.logging
 import orbax.checkpoint as ocp
+from etils import epath
 
 from symjax.files import check_writable
+from symjax.places import reaching
 from symjax.training import record
 from symjax.training.exit_codes import exit_at_once, exit_of, lost_connection
 from symjax.training.launch import is_distributed
@@ -48,9 +50,15 @@ class Checkpoints:
         ValueError: the directory is not absolute or cannot be written, or keep < 1.
     """
 
-    def __init__(self, directory: Path, keep: int | None = None, *, best: bool = False):
+    def __init__(
+        self,
+        directory: os.PathLike[str],
+        keep: int | None = None,
+        *,
+        best: bool = False,
+    ):
         _quiet_orbax()
-        self.directory = Path(directory)
+        self.directory = epath.Path(directory)
         if not self.directory.is_absolute():
             raise ValueError(f"checkpoints need an absolute directory, got {directory}")
         if keep is not None and keep < 1:
@@ -59,7 +67,8 @@ class Checkpoints:
         self._manager = None
         if keep:
             check_writable(self.directory, f"checkpoints in {self.directory}")
-            self._manager = _manager(self.directory, self._kept)
+            with reaching(self.directory):
+                self._manager = _manager(self.directory, self._kept)
         self._saving: int | None = None
         self._failed: BaseException | None = None
 
@@ -68,10 +77,15 @@ class Checkpoints:
 
         Only `restore` reads the arrays, and so only it can tell the two apart.
         """
-        if not self.directory.is_dir():
-            return []
-        names = [path.name for path in self.directory.iterdir() if path.is_dir()]
-        return sorted(int(n) for n in names if n.isdecimal() and n == str(int(n)))
+        with reaching(self.directory):
+            if not self.directory.is_dir():
+                return []
+            found = {path.name: path for path in self.directory.iterdir()}
+            return sorted(
+                int(name)
+                for name, path in found.items()
+                if name.isdecimal() and name == str(int(name)) and _committed(path)
+            )
 
     def improves(self, loss: float) -> bool:
         """Whether a checkpoint of this held-out loss would be kept as the best."""
@@ -253,7 +267,7 @@ class Checkpoints:
             self._kept.passed.discard(step)
 
     def _first_whole(
-        self, steps: list[int], read: Callable[[Path], Any]
+        self, steps: list[int], read: Callable[[epath.Path], Any]
     ) -> tuple[Any, int, dict[int, str]]:
         """What `read` makes of the first undamaged step, that step, and what was wrong
         with those before it."""
@@ -275,8 +289,10 @@ class Checkpoints:
         self._saving = None
         self._failed = _failure(error, f"checkpoint {step}", self.directory)
         self._kept.forget(step)
-        for unfinished in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError), reaching(self.directory):
+            for path in self.directory.iterdir():
+                if path.name.split(".")[0] == str(step) and not _committed(path):
+                    path.rmtree(missing_ok=True)
         # The old one would raise the same error at every save that follows; with
         # several processes none follows, and closing it would wait for the others.
         self._manager = (
@@ -353,12 +369,17 @@ def _quiet_orbax() -> None:
     sys.unraisablehook = report_others
 
 
+def _committed(step: epath.Path) -> bool:
+    """Whether a save has made the directory of this step, to its end."""
+    return ocp.utils.is_checkpoint_finalized(step)
+
+
 def _heldout_loss(meta: dict[str, Any]) -> float | None:
     loss = meta.get("heldout_loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
-def _failure(error: Exception, what: str, directory: Path) -> BaseException:
+def _failure(error: Exception, what: str, directory: os.PathLike[str]) -> BaseException:
     """What a save failed of: the connection to another process, or NotSaved."""
     cause = error.__cause__ or error
     if lost_connection(cause):
@@ -378,13 +399,13 @@ class _Manager(ocp.CheckpointManager):
             super()._wait_for_checkpointers()
         except Exception as error:
             if is_distributed():
-                found = exit_of(_failure(error, "a checkpoint", Path(self.directory)))
+                found = exit_of(_failure(error, "a checkpoint", self.directory))
                 if found is not None:
                     exit_at_once(found.exit_code, str(found))
             raise
 
 
-def _manager(directory: Path, kept: _Kept) -> ocp.CheckpointManager:
+def _manager(directory: epath.Path, kept: _Kept) -> ocp.CheckpointManager:
     return _Manager(
         directory,
         options=ocp.CheckpointManagerOptions(

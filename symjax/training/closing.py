@@ -1,7 +1,8 @@
 """What a complete run says of itself: its best loss, its goodput, where things are."""
 
-from pathlib import Path
+from etils import epath
 
+from symjax.places import home
 from symjax.tables import aligned
 from symjax.training import curve
 from symjax.training.metrics import rows_of
@@ -10,7 +11,7 @@ from symjax.training.progress import duration
 
 
 def closing(
-    workdir: Path, steps: list[int], unit: str, goodput: tuple[float, float]
+    workdir: epath.Path, steps: list[int], unit: str, goodput: tuple[float, float]
 ) -> list[str]:
     """A table, one line an entry.
 
@@ -30,8 +31,8 @@ def closing(
     shown = ", ".join(map(str, steps))
     rows.append(("checkpoints", f"{workdir / 'checkpoints'}: {shown}"))
     rows.append(("metrics", str(workdir / "metrics.jsonl")))
-    if (workdir / curve.NAME).exists():
+    if (home(workdir) / curve.NAME).exists():
         rows.append(("loss curve", str(workdir / curve.NAME)))
-    if (workdir / FOLDER).exists():
+    if (home(workdir) / FOLDER).exists():
         rows.append(("trace", str(workdir / FOLDER)))
     return aligned(rows)

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from etils import epath
 from ml_collections import ConfigDict
 
-from symjax import config, validation
+from symjax import config, places, validation
 from symjax.training import launch
 
 USAGE = """\
@@ -24,7 +25,8 @@ symjax-train, the same from any directory
 
   --config FILE[:preset]   the configuration; configs/base.py names the presets
   --config.KEY=VALUE       change one key, for instance --config.model.depth=6
-  --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset);
+  --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset),
+                           also in a bucket: gs://BUCKET/FOLDER;
                            the same command run again resumes it
   --allow KEY,KEY          keys in which a resumed run may differ from its checkpoint,
                            for instance optimizer.learning_rate,batch_size
@@ -58,7 +60,7 @@ FLAGS = (
 
 class Command(NamedTuple):
     config: config.Config
-    workdir: Path
+    workdir: epath.Path
     dry_run: bool
     help: str | None  # a group of keys, all of them if empty; None: not asked for
     target: str | None = None
@@ -92,10 +94,12 @@ def parse(words: list[str]) -> Command:
     ).to_dict()
     for key, text in _overrides(rest):
         _set(tree, key, text)
-    workdir = Path(known.workdir or Path("runs", name)).absolute()
+    workdir = places.place(known.workdir or Path("runs", name))
     if known.target is not None and not known.dry_run:
         raise ValueError(f"--target {known.target!r} is of --dry_run: give both")
     options = validation.from_dict(tree)
+    if options.init_from:
+        _check_place("init_from", options.init_from)
     allow = tuple(filter(None, known.allow.split(",")))
     for key in allow:
         _check_known(key)
@@ -252,6 +256,14 @@ def _check_known(key: str) -> Any:
         near = difflib.get_close_matches(key, kinds, n=3) or beside or list(kinds)
         raise ValueError(f"config.{key} is unknown: choose from {', '.join(near)}")
     return kinds[key]
+
+
+def _check_place(key: str, path: str) -> None:
+    """Raises: ValueError: no run can be there."""
+    try:
+        places.place(path)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def _value(key: str, text: str, kind: Any) -> Any:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from symjax.figures import Lines, png, smoothed
 from symjax.files import replaced
+from symjax.places import home
 from symjax.training.metrics import rows_of
 from symjax.training.progress import print_warning
 
@@ -41,7 +43,7 @@ def loss_curve(rows: Iterable[dict[str, Any]], unit: str) -> Lines | None:
     return Lines("loss", "step", label, lines, title="Loss by step", points=points)
 
 
-def draw(workdir: Path, unit: str) -> None:
+def draw(workdir: epath.Path, unit: str) -> None:
     """Write `metrics.png`, where matplotlib is installed and there is a curve.
 
     What goes wrong is one line: the run is complete without its picture.
@@ -56,7 +58,7 @@ def draw(workdir: Path, unit: str) -> None:
         print_warning(f"{NAME} is not drawn ({type(error).__name__}: {error})")
         return
     try:
-        with replaced(workdir, NAME) as folder:
+        with replaced(home(workdir), NAME) as folder:
             Path(folder, NAME).write_bytes(image)
     except OSError as error:
         print_warning(f"{workdir / NAME} cannot be written ({error.strerror})")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
 from symjax import config
 from symjax.attention.projections import KINDS
@@ -14,6 +15,7 @@ from symjax.layers.validate import sizes
 from symjax.models import convert
 from symjax.models.convert import FREE, carried
 from symjax.models.folders import is_folder, read_folder
+from symjax.places import on_disk, place, reaching
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
 from symjax.training.preflight import saved_options
@@ -57,7 +59,7 @@ def _new(options: config.Config, program: Program, examples: Examples) -> Start:
         state, constants = program.initial(options.seed)
     model, unfitted = program.model, options.model.attention.features in KINDS
     if options.init_from:
-        origin = weights_of(Path(options.init_from), model, examples)
+        origin = weights_of(options.init_from, model, examples)
         state = state._replace(params=_placed(origin.params, state.params))
         found, unfitted = carried(constants, origin.constants, origin.source, model)
         constants = _placed(found, constants)
@@ -78,7 +80,7 @@ class Origin(NamedTuple):
     source: config.Model
 
 
-def weights_of(origin: Path, target: config.Model, corpus: Examples) -> Origin:
+def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Origin:
     """The weights of a workdir or of a folder, as those of a `target` model for
     `corpus`.
 
@@ -87,19 +89,24 @@ def weights_of(origin: Path, target: config.Model, corpus: Examples) -> Origin:
             its weights do not fit the model; the message names `init_from`.
     """
     try:
-        if is_folder(origin):
-            found = _of_folder(origin, target, corpus)
+        where = place(origin)
+        with reaching(where):
+            folder, run = is_folder(where), (where / "checkpoints").is_dir()
+        if not folder and not run:
+            raise ValueError(
+                f"{origin} is no workdir of train.py and no model's folder"
+            )
+        if folder:
+            found = _of_folder(on_disk(where), target, corpus)
         else:
-            found = _of_run(origin, corpus)
+            found = _of_run(where, corpus)
         return found._replace(params=convert(found.params, found.source, target))
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None
 
 
-def _of_run(workdir: Path, corpus: Examples) -> Origin:
+def _of_run(workdir: epath.Path, corpus: Examples) -> Origin:
     """The newest weights of a workdir."""
-    if not (workdir / "checkpoints").is_dir():
-        raise ValueError(f"{workdir} is no workdir of train.py and no model's folder")
     found = read_run(workdir)
     data, kind = found.config.data, found.config.model.kind
     if found.language != corpus.language:

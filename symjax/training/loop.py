@@ -5,11 +5,11 @@ import math
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from flax import nnx
 
 from symjax import config, validation
@@ -18,6 +18,7 @@ from symjax.data.examples import Examples
 from symjax.data.folder import source_change
 from symjax.models import cost
 from symjax.models.generate import generate
+from symjax.places import home, in_bucket
 from symjax.training import chips, preflight
 from symjax.training.ahead import Ahead
 from symjax.training.checkpoint import Checkpoints
@@ -27,6 +28,7 @@ from symjax.training.exit_codes import Interrupted
 from symjax.training.initial import Start, initial_state
 from symjax.training.interrupt import Interrupts
 from symjax.training.metrics import Metrics
+from symjax.training.mirror import Mirror
 from symjax.training.optimizer import schedule_change
 from symjax.training.processes import (
     all_succeed,
@@ -63,12 +65,13 @@ class Run(NamedTuple):
     """What every step of a run uses, beside the weights that it changes."""
 
     options: config.Config
-    workdir: Path
+    workdir: epath.Path
     examples: Examples
     program: Program
     step: Callable  # the compiled training step
     checkpoints: Checkpoints
     metrics: Metrics
+    mirror: Mirror
     progress: Progress
     clock: Clock
     skips: Skips
@@ -87,7 +90,7 @@ class Run(NamedTuple):
         return done == self.options.steps or (every > 0 and done % every == 0)
 
 
-def run(options: config.Config, workdir: Path, allow: Sequence[str] = ()) -> None:
+def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) -> None:
     """Train until `options.steps`, from the newest checkpoint of `workdir` if any.
 
     Args:
@@ -113,7 +116,7 @@ def run(options: config.Config, workdir: Path, allow: Sequence[str] = ()) -> Non
 
 def open_run(
     options: config.Config,
-    workdir: Path,
+    workdir: epath.Path,
     allow: Sequence[str],
     interrupts: Interrupts,
     stack: contextlib.ExitStack,
@@ -147,10 +150,13 @@ def open_run(
     step = all_succeed(lambda: preflight.compiled_step(program, shape))
     start = all_succeed(lambda: initial_state(options, program, examples, checkpoints))
     first = int(start.state.step)
+    mirror = Mirror(workdir)
+    stack.callback(mirror.copy)  # once the files are closed
     metrics = all_succeed(lambda: Metrics(workdir, first, options))
     stack.enter_context(contextlib.closing(metrics))
+    mirror.copy()
     interrupts.check()
-    profile = Profile(options.log.profile, workdir)
+    profile = Profile(options.log.profile, home(workdir))
     stack.enter_context(contextlib.closing(profile))
 
     def batch(step: int) -> list[Any]:
@@ -171,6 +177,7 @@ def open_run(
         step,
         checkpoints,
         metrics,
+        mirror,
         progress,
         clock,
         Skips(int(start.state.optimizer.skipped)),
@@ -277,13 +284,18 @@ def introduce(run: Run, start: Start) -> None:
         f"{run.program.mesh.size} {jax.devices()[0].platform} device(s)"
         f"{many}: {origin} in {run.workdir}"
     )
+    if in_bucket(run.workdir):
+        run.progress.line(
+            f"a bucket has no locks: start no second run in {run.workdir}; metrics are "
+            f"copied there at each save from {home(run.workdir)}"
+        )
     taken = int(start.state.optimizer.taken)
     for line in run.changed:
         run.progress.line(f"changed {line}")
     if (saved := start.saved) and saved.optimizer == run.options.optimizer:
         if line := schedule_change(saved, run.options, taken):
             run.progress.line(line)
-    if line := source_change(run.options.data, run.workdir / "data"):
+    if line := source_change(run.options.data, home(run.workdir) / "data"):
         run.progress.line(line)
 
 
@@ -419,4 +431,5 @@ def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) 
         "heldout_loss": loss,
         "changed": run.changed,
     }
+    run.mirror.copy()  # first: a checkpoint has the metrics up to its step
     run.checkpoints.save(done, {**trees, "constants": constants}, meta)

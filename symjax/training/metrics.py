@@ -1,5 +1,7 @@
 """The numbers of a run, in `metrics.jsonl` of its workdir, as it goes.
 
+Of a workdir in a bucket: in the run's `home`, from where `Mirror` copies them.
+
 One object a line, with `step` and named floats; a resumed run reads it, and pandas:
 
     frame = pandas.read_json("metrics.jsonl", lines=True)
@@ -15,9 +17,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from symjax import validation
 from symjax.config import Config
 from symjax.files import check_writable, replaced
+from symjax.places import home, reaching
 from symjax.training.boards import boards
 from symjax.training.launch import is_process_zero
 from symjax.training.progress import print_warning
@@ -29,6 +34,7 @@ class Metrics:
     """Writes the numbers of a run; of several processes only the first.
 
     Args:
+        workdir: whose earlier lines are kept, also on another machine.
         step: the one the run starts or goes on from. What a killed run wrote after it
             goes, so that no step is there twice; so does a line it did not finish.
         options: whose `log` names the boards that take the numbers, too.
@@ -36,7 +42,9 @@ class Metrics:
         ValueError: the files cannot be written, or as `boards`.
     """
 
-    def __init__(self, workdir: Path, step: int = 0, options: Config | None = None):
+    def __init__(
+        self, workdir: epath.Path, step: int = 0, options: Config | None = None
+    ):
         self._file: FileIO | None = None
         self._late = b""
         self._boards = []
@@ -45,13 +53,13 @@ class Metrics:
         if options is not None:
             whole = validation.to_dict(options)
             self._boards = boards(options.log, workdir, step, whole)
-        path = workdir / NAME
-        check_writable(workdir, f"metrics in {workdir}")
+        here = home(workdir)
+        check_writable(here, f"metrics in {here}")
         kept = [_json(row) for row in rows_of(workdir) if row["step"] <= step]
-        with replaced(workdir, NAME) as folder:
+        with replaced(here, NAME) as folder:
             Path(folder, NAME).write_text("".join(kept), encoding="utf-8")
         # Unbuffered: what a full disk did not take is known, and written later.
-        self._file = open(path, "ab", buffering=0)
+        self._file = open(here / NAME, "ab", buffering=0)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append what was measured at a step, at once.
@@ -101,13 +109,13 @@ class Metrics:
             board.close()
 
 
-def rows_of(workdir: Path) -> list[dict[str, Any]]:
+def rows_of(workdir: epath.Path) -> list[dict[str, Any]]:
     """The lines that are whole."""
     path = workdir / NAME
-    if not path.exists():
-        return []
+    with reaching(workdir):
+        content = path.read_bytes() if path.exists() else b""
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in content.decode(errors="replace").splitlines():
         try:
             row = json.loads(line, parse_constant=_refuse)
             row["step"] = int(row["step"])

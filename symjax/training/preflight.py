@@ -4,19 +4,20 @@ import contextlib
 import dataclasses
 import math
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import filelock
 import jax
+from etils import epath
 
 from symjax import config, validation
 from symjax.data.examples import Examples, open_examples
 from symjax.data.folder import arrays_in
 from symjax.data.manifest import MANIFEST
-from symjax.files import check_writable, user_cache
+from symjax.files import check_writable
+from symjax.places import brought, home, reaching, sent, user_cache
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
 from symjax.training.progress import print_warning
@@ -30,17 +31,21 @@ GIB = 2**30
 
 
 @contextlib.contextmanager
-def locked(workdir: Path) -> Iterator[None]:
+def locked(workdir: epath.Path) -> Iterator[None]:
     """Make the workdir, and keep other runs out of it until the block ends.
 
     The lock is the kernel's, so a process that is killed leaves none. Folders that the
-    block has not filled are removed again. Reading needs no lock.
+    block has not filled are removed again. Reading needs no lock. A bucket has none:
+    there, only other runs of this machine are kept out.
 
     Raises:
         ValueError: the workdir cannot be made or written, or another process has it.
     """
-    folders = [x for x in (workdir, *workdir.parents) if not x.exists()]
-    check_writable(workdir, f"--workdir {str(workdir)!r}")
+    here = home(workdir)
+    folders = [x for x in (here, *here.parents) if not x.exists()]
+    what = f"--workdir {str(workdir)!r}"
+    check_writable(workdir, what)
+    check_writable(here, f"{here}, which {what} needs,")
     try:
         with _lock(workdir) if is_process_zero() else contextlib.nullcontext():
             yield
@@ -51,24 +56,24 @@ def locked(workdir: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def removed_on_failure(workdir: Path) -> Iterator[None]:
+def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
     """Whatever ends the block early, the parts of a run that it made are removed."""
-    parts = [workdir / name for name in PARTS if not (workdir / name).exists()]
+    folders = {epath.Path(home(workdir)), epath.Path(workdir)}
+    parts = [folder / name for folder in folders for name in PARTS]
+    with reaching(workdir):
+        parts = [part for part in parts if not part.exists()]
     try:
         yield
     except BaseException:
         for part in parts:
-            if part.is_dir():
-                shutil.rmtree(part, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError), reaching(workdir):
+                part.rmtree(missing_ok=True)
         raise
 
 
 @contextlib.contextmanager
-def _lock(workdir: Path) -> Iterator[None]:
-    path = workdir / LOCK
+def _lock(workdir: epath.Path) -> Iterator[None]:
+    path = home(workdir) / LOCK
     lock = filelock.FileLock(path, blocking=False)
     try:
         lock.acquire()
@@ -90,7 +95,7 @@ def _lock(workdir: Path) -> Iterator[None]:
 
 
 def saved_meta(
-    options: config.Config, workdir: Path, allow: Sequence[str] = ()
+    options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()
 ) -> dict[str, Any] | None:
     """The meta of the newest checkpoint; None where there is none.
 
@@ -115,8 +120,13 @@ def saved_meta(
     return {**meta, "changed": [*meta.get("changed", []), *changed]}
 
 
+def data_folder(workdir: epath.Path) -> Path:
+    """Where the manifest of a run's data is, or a copy of the one in a bucket."""
+    return brought(workdir, f"data/{MANIFEST}").parent
+
+
 def open_data(
-    options: config.Config, workdir: Path, meta: dict[str, Any] | None
+    options: config.Config, workdir: epath.Path, meta: dict[str, Any] | None
 ) -> Examples:
     """What a run learns: the first process packs it, the others find it there.
 
@@ -128,14 +138,15 @@ def open_data(
             run's metrics. A run without a checkpoint is known by its data, which it
             finishes first.
     """
-    folder = workdir / "data"
+    folder = data_folder(workdir)
     there = (folder / MANIFEST).exists()
     if not is_process_zero() and not there:
         raise ValueError(
             f"{folder} has no {MANIFEST}, though process 0 has written it: --workdir "
             "must be a folder that all processes share"
         )
-    found = [x for x in ("tensorboard", "metrics.jsonl") if (workdir / x).exists()]
+    with reaching(workdir):
+        found = [x for x in ("tensorboard", "metrics.jsonl") if (workdir / x).exists()]
     if found and not there and meta is None:
         raise ValueError(
             f"{workdir} has {', '.join(found)}, but no run: it would be overwritten; "
@@ -144,13 +155,15 @@ def open_data(
     examples = open_examples(
         options, folder, replace=meta is None and is_process_zero()
     )
+    if is_process_zero():
+        sent(workdir, f"data/{MANIFEST}")
     if meta is not None:
         check_data(meta, examples, workdir)
     examples.check_length(options.model.length)
     return examples
 
 
-def pack(options: config.Config, workdir: Path) -> str:
+def pack(options: config.Config, workdir: epath.Path) -> str:
     """Do what a run does before its first step to the data, and say where they are.
 
     Raises:
@@ -160,11 +173,11 @@ def pack(options: config.Config, workdir: Path) -> str:
         examples = open_data(options, workdir, saved_meta(options, workdir))
         if examples.stream:
             examples.stream.finish()
-        place = arrays_in(options.data, workdir / "data")
+        place = arrays_in(options.data, home(workdir) / "data")
     return f"{examples.size} in {place}, {examples.vocabulary:,} token types"
 
 
-def saved_options(meta: dict[str, Any], workdir: Path) -> config.Config:
+def saved_options(meta: dict[str, Any], workdir: epath.Path) -> config.Config:
     """The configuration in a checkpoint, which is data and so may hold anything.
 
     Raises:
@@ -180,14 +193,14 @@ def saved_options(meta: dict[str, Any], workdir: Path) -> config.Config:
         raise ValueError(f"the configuration in {where}: {error}") from None
 
 
-def check_data(meta: dict[str, Any], corpus: Examples, workdir: Path) -> None:
+def check_data(meta: dict[str, Any], corpus: Examples, workdir: epath.Path) -> None:
     """Raises: ValueError: the corpus is not the one that the checkpoint has seen."""
     saved = meta.get("data")
     then = str(saved.get("sha256")) if isinstance(saved, dict) else "unknown"
     now = corpus.fingerprint["sha256"]
     if then != now:
         raise ValueError(
-            f"the text of {workdir / 'data'} is not the one of its checkpoints "
+            f"the text of {home(workdir) / 'data'} is not the one of its checkpoints "
             f"(sha256 {now[:12]}, then {then[:12]})"
         )
 

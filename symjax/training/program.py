@@ -8,7 +8,7 @@ from symjax.training import commandline, launch, processes
 from symjax.training.exit_codes import run_and_exit
 from symjax.training.loop import run
 from symjax.training.plan import describe
-from symjax.training.preflight import pack
+from symjax.training.preflight import data_folder, pack
 
 
 def command() -> NoReturn:
@@ -29,6 +29,6 @@ def main(words: list[str]) -> None:
         print(pack(command.config, command.workdir))
     else:
         if command.verify:
-            data = command.config.data, command.workdir / "data"
-            processes.all_succeed(lambda: verify(*data))
+            data, workdir = command.config.data, command.workdir
+            processes.all_succeed(lambda: verify(data, data_folder(workdir)))
         run(command.config, command.workdir, command.allow)

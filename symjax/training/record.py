@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from etils import epath
 from jax.errors import JaxRuntimeError
 from jax.sharding import SingleDeviceSharding
 
+from symjax.places import no_answer
 from symjax.training import processes
 from symjax.training.checksum import checksums
 
@@ -55,7 +55,7 @@ def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str,
 
 
 def read(
-    directory: Path, abstract_trees: dict[str, Any]
+    directory: epath.Path, abstract_trees: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Trees and meta, compared with their checksums. In every process at once.
 
@@ -79,7 +79,7 @@ def read(
     return trees, _meta(document)
 
 
-def read_meta(directory: Path) -> dict[str, Any]:
+def read_meta(directory: epath.Path) -> dict[str, Any]:
     """What `to_save` was given as meta, and the step.
 
     Raises:
@@ -95,7 +95,7 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {line if len(line) < 80 else '…' + line[-80:]}"
 
 
-def _read_document(directory: Path) -> dict[str, Any]:
+def _read_document(directory: epath.Path) -> dict[str, Any]:
     document = _attempt(META, functools.partial(_read_json, directory / META))
     if str(document["step"]) != directory.name:
         raise Damaged(f"{META} is that of step {document['step']}")
@@ -177,7 +177,8 @@ def _must_fit(
 def _attempt(what: str, read: Callable[[], Any]) -> Any:
     """What `read` returns; Damaged in every process if it fails in one of them.
 
-    A lack of memory, of permission or of a working device is no damage, and ends all.
+    A lack of memory, of permission, of a working device or of an answer of the store
+    is no damage, and ends all.
     """
 
     def attempt() -> tuple[Any, str]:
@@ -189,6 +190,8 @@ def _attempt(what: str, read: Callable[[], Any]) -> Any:
             cause = error.__cause__ or error
             if isinstance(cause, MemoryError | PermissionError | JaxRuntimeError):
                 raise cause from None
+            if no_answer(error):
+                raise OSError(0, f"{what} cannot be read: {short(error)}") from error
             return None, f"{what} cannot be read: {short(error)}"
 
     value, reason = processes.all_succeed(attempt)
@@ -197,8 +200,8 @@ def _attempt(what: str, read: Callable[[], Any]) -> Any:
     return value
 
 
-def _read_json(directory: Path) -> dict[str, Any]:
-    document = dict(ocp.JsonCheckpointHandler().restore(epath.Path(directory)))
+def _read_json(directory: epath.Path) -> dict[str, Any]:
+    document = dict(ocp.JsonCheckpointHandler().restore(directory))
     if document.pop("checksum") != _seal(document):
         raise Damaged("meta does not match its checksum")
     if not _is_document(document):
@@ -215,7 +218,7 @@ def _is_document(found: dict[str, Any]) -> bool:
     )
 
 
-def _read_item(directory: Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
+def _read_item(directory: epath.Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
     placed = {
         name: jax.ShapeDtypeStruct(
             leaf.shape,
@@ -228,7 +231,7 @@ def _read_item(directory: Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
     if tree:
         arguments = ocp.args.StandardRestore(tree)
         handler = ocp.StandardCheckpointHandler()
-        tree = handler.restore(epath.Path(directory), args=arguments)
+        tree = handler.restore(directory, args=arguments)
     restored = _named(directory.name, tree)
     for name, leaf in placed.items():
         if not leaf.size:

@@ -1,19 +1,21 @@
 """A model as a run saved it: weights, configuration and tokens, without its data."""
 
 import dataclasses
-from pathlib import Path
+import os
 from typing import Any, NamedTuple
 
 import jax
+from etils import epath
 from flax import nnx
 
 from symjax import config, validation
 from symjax.data.examples import Examples, open_examples, tokenizer_of
 from symjax.data.manifest import MANIFEST
 from symjax.models.build import build
+from symjax.places import place
 from symjax.training import processes
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.preflight import saved_options, with_vocabulary
+from symjax.training.preflight import data_folder, saved_options, with_vocabulary
 from symjax.training.step import parts
 
 
@@ -44,7 +46,9 @@ def described(examples: Examples, model: config.Model) -> dict[str, Any]:
     }
 
 
-def read_run(workdir: Path, step: int | None = None, *, best: bool = False) -> Saved:
+def read_run(
+    workdir: str | os.PathLike[str], step: int | None = None, *, best: bool = False
+) -> Saved:
     """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
 
     Reads the folder `checkpoints` alone; `data` too where a checkpoint is older than
@@ -53,7 +57,8 @@ def read_run(workdir: Path, step: int | None = None, *, best: bool = False) -> S
     Raises:
         ValueError: there is no such checkpoint, or it is damaged.
     """
-    with Checkpoints(workdir.absolute() / "checkpoints") as checkpoints:
+    workdir = place(workdir)
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options, about = _options(meta, workdir)
         like = jax.tree.map(
@@ -69,17 +74,18 @@ def read_run(workdir: Path, step: int | None = None, *, best: bool = False) -> S
 
 
 def _options(
-    meta: dict[str, Any], workdir: Path
+    meta: dict[str, Any], workdir: epath.Path
 ) -> tuple[config.Config, dict[str, Any]]:
     """The configuration of the model as it was built, and what `described` said."""
     options, about = saved_options(meta, workdir), meta.get("examples")
     if about is None:
-        if not (workdir / "data" / MANIFEST).is_file():
+        folder = data_folder(workdir)
+        if not (folder / MANIFEST).is_file():
             raise ValueError(
                 f"checkpoint {meta['step']} of {workdir} does not say what its tokens "
-                f"are: {workdir / 'data'} is needed, and has no {MANIFEST}"
+                f"are: {folder} is needed, and has no {MANIFEST}"
             )
-        examples = open_examples(options, workdir / "data")
+        examples = open_examples(options, folder)
         options = with_vocabulary(options, examples)
         return options, described(examples, options.model)
     try:

@@ -1,0 +1,156 @@
+"""Where a run lives: a folder of this machine, or one in a bucket of Cloud Storage.
+
+Both are an `epath.Path`. Orbax and TensorStore write checkpoints to either; small
+objects of a bucket go through etils, whose client for gs:// is gcsfs. A bucket has no
+locks, and its objects cannot be appended to: for these, a run in one also has a folder
+on this machine, its `home`.
+"""
+
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from etils import epath
+
+SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]*)://")
+KINDS = "a folder of this machine, or gs://BUCKET/FOLDER"
+# Of the errors of TensorStore, those that say nothing of the objects themselves.
+NO_ANSWER = re.compile(
+    "(ABORTED|DEADLINE_EXCEEDED|INTERNAL|PERMISSION_DENIED|RESOURCE_EXHAUSTED|"
+    "UNAUTHENTICATED|UNKNOWN|UNAVAILABLE): "
+)
+CLIENTS = (
+    "aiohttp",
+    "gcsfs",
+    "google",
+    "requests",
+)  # packages with errors of their own
+NO_S3 = "Orbax, which writes the checkpoints, has no driver for it"
+
+
+def place(path: str | os.PathLike[str]) -> epath.Path:
+    """The absolute path of a folder, or the one in a bucket that gs:// names.
+
+    Raises:
+        ValueError: a scheme that is not known, no folder in the bucket, or gcsfs is not
+            installed.
+    """
+    text = os.fspath(path)
+    if (found := SCHEME.match(text)) is None:
+        return epath.Path(Path(text).absolute())
+    if found[1] != "gs":
+        why = f": {NO_S3}" if found[1] == "s3" else ""
+        raise ValueError(f"{found[0]} is not supported{why}: give {KINDS}")
+    where = epath.Path(text)
+    if len(where.parts) < 4:  # /, gs, the bucket
+        raise ValueError(f"{text!r} names no folder in a bucket: gs://BUCKET/FOLDER")
+    _prepare_client()
+    return where
+
+
+def anywhere(path: str | os.PathLike[str]) -> Path | epath.Path:
+    """A path as it is given, or the one in a bucket. Raises: ValueError: as `place`."""
+    return place(path) if SCHEME.match(os.fspath(path)) else Path(path)
+
+
+def on_disk(path: str | os.PathLike[str]) -> Path:
+    """The path of a file or folder that can only be on this machine.
+
+    Raises:
+        ValueError: it has a scheme.
+    """
+    if SCHEME.match(os.fspath(path)):
+        raise ValueError(f"{os.fspath(path)!r} must be on a disk of this machine")
+    return Path(path)
+
+
+def in_bucket(path: os.PathLike[str]) -> bool:
+    return os.fspath(path).startswith("gs://")
+
+
+def home(workdir: os.PathLike[str]) -> Path:
+    """The folder of this machine in which a run locks, appends and packs its data.
+
+    The workdir itself; of one in a bucket a folder of the user's cache.
+    """
+    if not in_bucket(workdir):
+        return Path(workdir)
+    return user_cache("runs").joinpath(*epath.Path(workdir).parts[1:])
+
+
+def user_cache(name: str) -> Path:
+    """A folder of symjax in the user's cache: $XDG_CACHE_HOME, or ~/.cache."""
+    found = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(found, "symjax", name)
+
+
+def brought(workdir: epath.Path, name: str) -> Path:
+    """A file of a workdir on this machine: itself, or in `home` a copy of the object.
+
+    Where the workdir has none, there is none.
+    """
+    here = home(workdir) / name
+    if in_bucket(workdir):
+        here.parent.mkdir(parents=True, exist_ok=True)
+        with reaching(workdir):
+            if not (workdir / name).exists():
+                here.unlink(missing_ok=True)
+            else:
+                copy = here.with_name(f"{here.name}.{os.getpid()}")
+                copy.write_bytes((workdir / name).read_bytes())
+                os.replace(copy, here)
+    return here
+
+
+def sent(workdir: epath.Path, name: str) -> None:
+    """Put a file of `home` into the workdir, where these are two."""
+    if in_bucket(workdir):
+        with reaching(workdir):
+            (workdir / name).write_bytes((home(workdir) / name).read_bytes())
+
+
+@contextlib.contextmanager
+def reaching(path: os.PathLike[str]) -> Iterator[None]:
+    """Inside, what the client of a store raises for want of it is an OSError.
+
+    Its own kinds of error are many, and depend on the packages that it is made of.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not in_bucket(path) or isinstance(
+            error, FileNotFoundError | PermissionError
+        ):
+            raise
+        line = (str(error).splitlines() or [""])[0]
+        raise OSError(0, f"{type(error).__name__}: {line}", os.fspath(path)) from error
+
+
+def no_answer(error: BaseException) -> bool:
+    """Whether a store was not reached, or told this user nothing, so that it is unknown
+    what it holds."""
+    if isinstance(error, FileNotFoundError):
+        return False
+    client = type(error).__module__.partition(".")[0] in CLIENTS
+    refused = isinstance(error, OSError) and str(error).startswith("Forbidden: ")
+    return client or refused or NO_ANSWER.match(str(error)) is not None
+
+
+def _prepare_client() -> None:
+    """Of small objects: gcsfs, also where TensorFlow is; without a cache of names,
+    since Orbax writes there too.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if importlib.util.find_spec("gcsfs") is None:
+        raise ValueError("gs:// needs gcsfs: pip install 'symjax[gcs]'")
+    import fsspec.config
+
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # of what it raises
+    os.environ.setdefault("EPATH_USE_TF", "false")
+    fsspec.config.conf.setdefault("gs", {}).setdefault("use_listings_cache", False)

@@ -74,10 +74,14 @@ class SubwordTokenizer:
                 f"character {text[error.start]!r} at position {error.start} is half of "
                 "a surrogate pair and has no UTF-8 bytes"
             ) from None
+        none = np.empty(0, np.min_scalar_type(self.vocabulary - 1))
+        return np.concatenate([none, *self.encode_all(list(pieces([text])))])
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids [T] of each of some pieces of text, on all cores."""
         dtype = np.min_scalar_type(self.vocabulary - 1)
-        encode = functools.partial(self._library.encode, add_special_tokens=False)
-        ids = [np.asarray(encode(piece).ids, dtype) for piece in pieces([text])]
-        return np.concatenate([np.empty(0, dtype), *ids])
+        found = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(x.ids, dtype) for x in found]
 
     def decode(self, ids: Any) -> str:
         """The text of token ids [T], special tokens by their names; ids outside the

@@ -42,6 +42,10 @@ class ByteTokenizer:
             ) from None
         return np.frombuffer(encoded, np.uint8)
 
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids [T] of each of some texts."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Any) -> str:
         """The text of token ids [T]; what is not UTF-8, or no byte, becomes U+FFFD."""
         ids = np.asarray(ids).reshape(-1)
@@ -90,6 +94,10 @@ class CharTokenizer:
                 )
             ids[start : start + CHUNK] = found
         return ids
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Token ids [T] of each of some texts."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
         """The text of token ids [T]; ids outside the alphabet become U+FFFD."""

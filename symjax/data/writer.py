@@ -13,6 +13,7 @@ from symjax.data.texts import Document
 from symjax.data.tokens import Tokenizer
 
 SEPARATOR = "\0"  # between two documents, where no token of its own ends them
+TOGETHER = 1 << 20  # characters that are encoded together, on all cores
 
 
 class Writer:
@@ -86,6 +87,8 @@ class SplitWriter:
         counts: Counts | None = None,
     ):
         self._tokenizer, self._content, self._shown = tokenizer, content, shown
+        self._waiting: list[str | int | None] = []
+        self._characters = 0
         self.documents, tokens, self.bytes = counts or Counts()
         dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
         self._tokens = Writer(folder / f"{split}.npy", dtype, tokens)
@@ -94,6 +97,7 @@ class SplitWriter:
 
     @property
     def counts(self) -> Counts:
+        self._encode()
         return Counts(self.documents, self._tokens.length, self.bytes)
 
     def add(self, document: Document) -> None:
@@ -103,29 +107,46 @@ class SplitWriter:
         for piece in self._tokenizer.pieces(document):
             self._put(piece)
         if self._tokenizer.document_end is not None:
-            end = np.array([self._tokenizer.document_end], self._tokens.dtype)
-            self._tokens.append(end)
+            self._waiting.append(self._tokenizer.document_end)
         self.documents += 1
 
     def sync(self) -> Counts:
         """What has been added is on the disk then."""
+        self._encode()
         for written in (self._tokens, self._ends):
             written.sync()
         return self.counts
 
     def close(self) -> Counts:
         self._end_last()
+        self._encode()
         for written in (self._tokens, self._ends):
             written.close()
         return self.counts
 
     def _end_last(self) -> None:
         if self.documents:
-            self._ends.append(np.array([self._tokens.length], np.int64))
+            self._waiting.append(None)
 
     def _put(self, piece: str) -> None:
         encoded = piece.encode()
         self._content.update(encoded)
         self.bytes += len(encoded)
-        self._tokens.append(self._tokenizer.encode(piece))
-        self._shown(len(piece))
+        self._waiting.append(piece)
+        self._characters += len(piece)
+        if self._characters >= TOGETHER:
+            self._encode()
+
+    def _encode(self) -> None:
+        """Writes what waits: pieces of text, tokens, and where documents end (None)."""
+        texts = [x for x in self._waiting if isinstance(x, str)]
+        encoded = iter(self._tokenizer.encode_all(texts))
+        for x in self._waiting:
+            if x is None:
+                self._ends.append(np.array([self._tokens.length], np.int64))
+            elif isinstance(x, str):
+                self._tokens.append(next(encoded))
+            else:
+                self._tokens.append(np.array([x], self._tokens.dtype))
+        self._shown(self._characters)
+        self._waiting, self._characters = [], 0

@@ -13,11 +13,13 @@ a kernel for TPUs, which takes the place of the chunks where
 
 - no state is given or wanted, and time is not split over devices;
 - there are at least 128 tokens of bfloat16 or float32, in heads of at most 256;
-- a TPU is in sight, and the call is of one device alone: in a `jax.shard_map`, as
-  layers under a mesh make it, or where there is but one. XLA cannot split a kernel;
+- a TPU is in sight, v4 or later and without jax's 64-bit types;
+- the call is of one device alone: in a `jax.shard_map`, as layers under a mesh make it,
+  or where there is but one. XLA cannot split a kernel;
 - the kernel serves the arguments.
 
-What runs is then decided where the program is lowered.
+What runs is then decided where the program is lowered. Kernels have no forward-mode
+derivative (`jax.jvp`), and no second one.
 """
 
 from functools import partial
@@ -31,9 +33,9 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.masks import starts, visible_keys
 from symjax.attention.meshes import (
-    backend,
     on_any_mesh,
     on_one_device,
+    on_tpu,
     vary_alike,
 )
 from symjax.attention.shards import choose, segment_runs_over, segment_state_before
@@ -163,7 +165,7 @@ def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
     """Whether a call of these tokens is for the kernel, on a TPU."""
     query, key, value = tokens[:3]
     return (
-        backend() == "tpu"
+        on_tpu()
         and on_one_device()
         and query.shape[1] >= TILE
         and max(key.shape[3], value.shape[3]) <= LARGEST_HEAD

@@ -97,7 +97,8 @@ def decay_causal(
     at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
     O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, or
     on accelerators one every 4096 tokens. On one TPU a kernel serves decays that
-    differ by token (`decayed_fused`).
+    differ by token (`decayed_fused`); it keeps a state a query head every 128 tokens
+    and has no forward-mode derivative.
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or

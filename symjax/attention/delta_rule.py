@@ -118,8 +118,8 @@ def delta_causal(
     key head n // (N/K), whose β and decay it shares. Sums run in float32 at least.
     Time O(T (H V + chunk_size (H + V))) and a triangular solve a chunk; the backward
     pass keeps one state a chunk, or on accelerators one every 4096 tokens. On one TPU
-    a kernel serves, whose backward pass keeps 128 more numbers a token and head
-    (`decayed_fused`).
+    a kernel serves (`decayed_fused`), whose backward pass keeps 128 numbers a token and
+    query head, and a state every 128 tokens; it has no forward-mode derivative.
 
     Args:
         beta: how much of what a key holds is replaced.

@@ -3,7 +3,8 @@
 `implementation=None` takes the kernel of a machine, "fused" on TPUs and "cudnn" on
 NVIDIA GPUs, if
 
-- such a device is in sight: one of the mesh, or the default backend without one;
+- such a device is in sight: one of the mesh, or the default backend without one; a
+  TPU of v4 or later, without jax's 64-bit types;
 - there are at least 128 rows, and the kernel serves the arguments (its `refusal`);
 - the call is of one device alone: in a `jax.shard_map`, as layers under a mesh make it,
   or where there is but one. XLA cannot split a kernel among devices.
@@ -21,7 +22,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention import cudnn, fused
 from symjax.attention.fused import FEWEST_ROWS
-from symjax.attention.meshes import backend, on_any_mesh, on_one_device
+from symjax.attention.meshes import backend, on_any_mesh, on_one_device, on_tpu
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 Engine = Callable[[Rule, Operands], tuple[Array, None]]
@@ -30,6 +31,7 @@ Engine = Callable[[Rule, Operands], tuple[Array, None]]
 class Kernel(NamedTuple):
     platform: str  # that programs are lowered for
     backend: str  # as jax names devices that run it
+    in_sight: Callable[[], bool]  # such a device, by what the program may be for
     attend: Engine
     elsewhere: Engine  # where it is forced
     refusal: Callable[[Rule, Operands], str | None]
@@ -37,10 +39,20 @@ class Kernel(NamedTuple):
 
 KERNELS = {
     "fused": Kernel(
-        "tpu", "tpu", fused.attend_fused, fused.attend_interpreted, fused.refusal
+        "tpu",
+        "tpu",
+        on_tpu,
+        fused.attend_fused,
+        fused.attend_interpreted,
+        fused.refusal,
     ),
     "cudnn": Kernel(
-        "cuda", "gpu", cudnn.attend_cudnn, cudnn.attend_cudnn, cudnn.refusal
+        "cuda",
+        "gpu",
+        lambda: backend() == "gpu",
+        cudnn.attend_cudnn,
+        cudnn.attend_cudnn,
+        cudnn.refusal,
     ),
 }
 
@@ -63,7 +75,7 @@ def best(
     """The engine of rows, or the choice between it and a kernel of these names."""
     few = operands.query.shape[2] < FEWEST_ROWS
     for name, kernel in KERNELS.items():
-        if name not in names or kernel.backend != backend():
+        if name not in names or not kernel.in_sight():
             continue
         if not few and on_one_device() and not kernel.refusal(rule, operands):
             return partial(_by_platform, engine, kernel)

@@ -92,7 +92,8 @@ def linear_causal(
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
     Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk. On
-    one TPU kernels serve elu, relu and relu2 (`performer_fused`).
+    one TPU kernels serve elu, relu and relu2 (`performer_fused`); they have no
+    forward-mode derivative.
 
     Args:
         chunk_size: tokens handled together; accelerators take multiples of 128.

@@ -100,6 +100,18 @@ def backend() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def on_tpu() -> bool:
+    """Whether the program at hand may be for a TPU that kernels compile for.
+
+    Their compiler has no types of 64 bits, and TPUs before v4 no products of bfloat16.
+    """
+    if backend() != "tpu" or jax.config.read("jax_enable_x64"):
+        return False
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return not kind.startswith(("TPU v2", "TPU v3"))
+
+
 def on_one_device() -> bool:
     """Whether no axis of a mesh is left for XLA to split arrays over."""
     mesh = jax.sharding.get_abstract_mesh()

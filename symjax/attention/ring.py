@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from symjax.attention import fused, ring_fused
 from symjax.attention.fused import FEWEST_ROWS
 from symjax.attention.masks import Visibility, part
-from symjax.attention.meshes import backend, vary_alike
+from symjax.attention.meshes import on_tpu, vary_alike
 from symjax.attention.rows import Operands, Rule, scored, weighed
 from symjax.attention.shards import around, if_seen, pass_on
 
@@ -85,12 +85,24 @@ def attend_ring(
             a mask or segments, since no device sees all keys of a row at once.
     """
     _check(rule, operands)
+    operands = _without_hidden(operands)
     by_rows = partial(_attend_by_rows, rule, operands, axis_name)
     few = operands.query.shape[2] < FEWEST_ROWS
-    if few or backend() != "tpu" or fused.refusal(rule, operands):
+    if few or not on_tpu() or fused.refusal(rule, operands):
         return by_rows()
     by_kernel = partial(ring_fused.attend, rule, operands, axis_name)
     return jax.lax.platform_dependent(tpu=by_kernel, default=by_rows)
+
+
+def _without_hidden(operands: Operands) -> Operands:
+    """0 for a device's own keys and values that the mask hides."""
+    known, (key, value) = operands.visibility, operands[1:3]
+    mask = part(known.mask, 3, start=known.rows[0, 0], size=key.shape[2])
+    if mask is None:
+        return operands
+    seen = mask.any(axis=(1, 2))[:, None, :, None]
+    key, value = (jnp.where(seen, x, 0) for x in (key, value))
+    return operands._replace(key=key, value=value)
 
 
 def _attend_by_rows(
@@ -98,12 +110,6 @@ def _attend_by_rows(
 ) -> Float[Array, "B N T V"]:
     query, key, value, bias, slopes, lam, scale, known = operands
     length = query.shape[2]
-    mask = part(known.mask, 3, start=known.rows[0, 0], size=length)
-    if mask is not None:
-        key, value = (
-            jnp.where(mask.any(axis=(1, 2))[:, None, :, None], x, 0)
-            for x in (key, value)
-        )
     size = -(-length // -(-length // rule.block_rows))
     given = Given(_cut(query, size, 2), key, value, scale, bias, slopes)
     segments = known.row_segments

@@ -4,8 +4,10 @@ Other tests hold the scan to the definition.
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import laws
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from interpreted import B, K, N, differentiated, seen_by
 from laws import close, same
 
-from symjax.attention import chunks, decay_causal
+from symjax.attention import chunks, decay_causal, meshes
 from symjax.attention.chunks import Tokens
 from symjax.attention.decayed_fused import FusedDecay
 
@@ -63,6 +65,13 @@ CASES = {
 }
 
 
+KINDS = [
+    ("TPU v5 lite", False, True),
+    ("TPU v5 lite", True, False),  # 64-bit types
+    ("TPU v3", False, False),
+]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_the_scan(case):
     sizes, spread, names = CASES[case]
@@ -108,8 +117,17 @@ def test_bfloat16_products_cost_what_rounded_inputs_do(spread):
 def test_a_decay_that_all_tokens_share_takes_the_scan():
     tokens = Tokens(*(jnp.zeros((1, 128, 2, 16)) for _ in range(3)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "backend", lambda: "tpu")
+        patch.setattr(chunks, "on_tpu", lambda: True)
         patch.setattr(chunks, "on_one_device", lambda: True)
         assert not chunks.served(FusedDecay(), tokens, jnp.zeros((2, 1)))
         own = tokens._replace(operands=(jnp.zeros((1, 128, 2, 16)),))
         assert chunks.served(FusedDecay(), own, None)
+
+
+@pytest.mark.parametrize("kind, wide, fits", KINDS)
+def test_kernels_are_for_tpus_that_they_compile_for(kind, wide, fits, monkeypatch):
+    device = SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(meshes, "backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    with jax.enable_x64(wide):
+        assert meshes.on_tpu() == fits

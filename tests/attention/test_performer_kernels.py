@@ -162,7 +162,7 @@ def test_other_machines_features_and_lengths_take_the_scan():
 
     assert not served("positive", tokens, random)  # on a CPU
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "backend", lambda: "tpu")
+        patch.setattr(chunks, "on_tpu", lambda: True)
         patch.setattr(chunks, "on_one_device", lambda: True)
         assert served("positive", tokens, random)
         assert served("elu", tokens, None)

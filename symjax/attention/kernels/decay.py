@@ -8,7 +8,7 @@ Pairs of a chunk are those of `faded.py`: the later half of each block of 2, 4, 
 tokens looks at the earlier half, and both fade towards the boundary between them, so
 that no factor is above 1 and nothing is divided. The exponents of a level are sums of
 log-decays, which is a product with a matrix of 0 and 1; log-decays come in bfloat16
-parts, two where the operands are bfloat16 and three for float32, and lose nothing.
+parts, three for float32, which lose nothing, and two where the operands are bfloat16.
 Each level is one product of all 128 rows and keys, from which its pairs are taken.
 
 Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diagonal

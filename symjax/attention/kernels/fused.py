@@ -75,7 +75,7 @@ def fused(
 
     Args:
         window: how many keys before and after its own position a row may see.
-        mask: the keys that exist; the others may be anything, NaN too.
+        mask: the keys that exist; the others are finite, as are their values.
         runs: the number of each key's segment, non-decreasing; rows have the runs of
             the keys at their positions.
         first: the position of row 0, S − T by default.

@@ -1,7 +1,8 @@
 """Heads side by side in tiles of 128 lanes, as projections leave them.
 
 Heads of 64 numbers lie two by two in a tile, of 32 four by four, and are not taken
-apart: what a product needs of one head is its tile with 0 for the others.
+apart: what a product needs of one head is its tile with 0 for the others. A NaN in one
+head therefore reaches the others of its tile.
 """
 
 import jax

@@ -275,7 +275,8 @@ def _value(key: str, text: str, kind: Any) -> Any:
             item = typing.get_args(kind)[0]
             if item is str:  # names, separated by commas
                 return tuple(filter(None, map(str.strip, text.split(","))))
-            return tuple(map(item, ast.literal_eval(text)))
+            numbers = ast.literal_eval(text)
+            return tuple(item(x) if type(x) is int else x for x in numbers)
         return plain(text)
     except (KeyError, TypeError, ValueError, SyntaxError):
         raise ValueError(

@@ -85,6 +85,7 @@ def test_the_workdir_is_named_after_the_configuration(name, tmp_path, monkeypatc
         (["--config.model.bias=maybe"], "config.model.bias must be bool, got 'maybe'"),
         (["--config.optimizer.betas=1"], "must be tuple[float, float], got '1'"),
         (["--config.optimizer.betas=(1,2,3)"], "optimizer.betas"),
+        (["--config.model.image=(0.9,1,3)"], "got (0.9, 1, 3)"),
         (["--config.optimizer.clip=nan"], "optimizer.clip"),
         (["--config.model.attention.mechanism=performr"], "performr"),
         (["--config.model.attention.mechanism=performr"], "cosine"),

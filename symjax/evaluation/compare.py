@@ -80,6 +80,7 @@ def main(words: list[str]) -> None:
     if chosen.workdirs is not None:
         check_alone(chosen, rest)
         runs = existing([*map(anywhere, _items("--workdirs", chosen.workdirs, str))])
+        check_writable(chosen.out, f"--out {chosen.out}")
     else:
         runs = trained(chosen, rest)
     evaluated = {

@@ -53,6 +53,7 @@ def scan(query, key, value, beta, log_decay=None, **seen):
     return delta_causal(query, key, value, beta, log_decay, **seen)
 
 
+ALWAYS = "a decay a channel, odd sizes, both"
 CASES = {
     "delta": (Sizes(), 2, 1, ()),
     "delta, a head of a tile, a mask": (Sizes(256, 128, 256), 1, 1, ("mask",)),
@@ -64,7 +65,7 @@ CASES = {
         ("mask", "segment_ids"),
     ),
     "a decay a channel": (Sizes(decays="a channel"), 2, 3, ()),
-    "a decay a channel, odd sizes, both": (
+    ALWAYS: (
         Sizes(300, 16, 24, "a channel"),
         1,
         1,
@@ -73,7 +74,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.always] if x == ALWAYS else []) for x in CASES],
+)
 def test_it_equals_the_scan(case):
     sizes, most, spread, names = CASES[case]
     seen, given = seen_by(sizes.length, *names), arrays(sizes, most, spread)

@@ -78,7 +78,10 @@ def it_is_what_it_is_alone(
         run = over(devices, function, tuple(arrays), split, check_vma)
         found = results(run, arrays)
         for name, exact in wanted.items():
-            close(found[name], exact, 1e-11)
+            if exact.any():
+                close(found[name], exact, 1e-11)
+            else:  # queries and keys of rows that see one key
+                assert np.abs(found[name]).max() < 1e-13
 
 
 SEGMENTED = {"segment_ids": SEGMENTS}
@@ -339,9 +342,10 @@ def test_a_ring_holds_less_than_what_would_be_gathered():
     assert long < 0.4 * memory({}, 4096)
 
 
+ALWAYS = "softmax in a window, mask and segments"
 ON_KERNEL = {
     "softmax": (4, {}, CAUSAL, None),
-    "softmax in a window, mask and segments": (
+    ALWAYS: (
         4,
         ("mask", "segment_ids"),
         CAUSAL | {"window": (200, 0)},
@@ -352,7 +356,13 @@ ON_KERNEL = {
 }
 
 
-@pytest.mark.parametrize("case", ON_KERNEL)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, marks=[pytest.mark.always] if x == ALWAYS else [])
+        for x in ON_KERNEL
+    ],
+)
 def test_the_ring_on_the_kernel_is_what_it_is_alone(case, monkeypatch):
     queries, names, options, keys = ON_KERNEL[case]
     length, rng = 4 * 150, np.random.default_rng(0)

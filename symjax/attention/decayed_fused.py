@@ -8,8 +8,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Tokens
-from symjax.attention.kernels import decay, delta
-from symjax.attention.kernels.decay import BLOCK, Operands, Plan
+from symjax.attention.kernels.decay import (
+    BLOCK,
+    DECAY,
+    PARTS,
+    Kernels,
+    Operands,
+    Plan,
+    backward,
+    constants,
+    forward,
+)
+from symjax.attention.kernels.delta import DELTA
 from symjax.attention.kernels.lanes import (
     apart,
     even,
@@ -36,7 +46,7 @@ class FusedDecay(NamedTuple):
     ) -> Float[Array, "B T N V"]:
         (log_decay,) = tokens.operands
         given = _seen(tokens, log_decay, None)
-        output: Array = _attend((decay, self.interpret), *given)
+        output: Array = _attend((DECAY, self.interpret), *given)
         return output.astype(tokens.value.dtype)
 
 
@@ -57,7 +67,7 @@ class FusedDelta(NamedTuple):
             own = [parameters[None, None]]
         log_decay = own[0] if self.fades or tokens.segment_ids is not None else None
         given = _seen(tokens, log_decay, beta.astype(jnp.float32))
-        output: Array = _attend((delta, self.interpret), *given)
+        output: Array = _attend((DELTA, self.interpret), *given)
         return output.astype(tokens.value.dtype)
 
 
@@ -86,7 +96,7 @@ def _seen(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    static: tuple[Any, Any],
+    static: tuple[Kernels, Any],
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
@@ -95,24 +105,24 @@ def _attend(
 ) -> Float[Array, "B T N V"]:
     kernels, interpret = static
     plan, operands = _operands(interpret, query, key, value, log_decay, beta)
-    output, *_ = kernels.forward(plan, operands, keep=False)
+    output, *_ = forward(kernels, plan, operands, keep=False)
     return apart(output, plan.heads, value)
 
 
-def _forward(static: tuple[Any, Any], *given: Any) -> tuple[Array, tuple]:
+def _forward(static: tuple[Kernels, Any], *given: Any) -> tuple[Array, tuple]:
     kernels, interpret = static
     plan, operands = _operands(interpret, *given)
-    output, *kept = kernels.forward(plan, operands, keep=True)
+    output, *kept = forward(kernels, plan, operands, keep=True)
     return apart(output, plan.heads, given[2]), (given, operands, kept)
 
 
-def _backward(static: tuple[Any, Any], saved: tuple, change: Array) -> tuple:
+def _backward(static: tuple[Kernels, Any], saved: tuple, change: Array) -> tuple:
     kernels, interpret = static
     given, operands, kept = saved
     query, key, value, log_decay, beta = given
     plan = _plan(interpret, query, key, value, log_decay)
     change = side_by_side(change, plan.heads, plan.length, plan.value_size)
-    found = kernels.backward(plan, operands, change, kept)
+    found = backward(kernels, plan, operands, change, kept)
     pairs = zip(found, given[:4], strict=False)
     of_tokens = [
         None if like is None else summed_apart(x, plan.heads, like) for x, like in pairs
@@ -153,7 +163,7 @@ def _operands(
     wide = partial(side_by_side, heads=plan.heads, length=plan.length)
     if log_decay is not None:
         rest = wide(log_decay, size=plan.head_size)
-        log_decay = _in_parts(rest, decay.PARTS[value.dtype.name])
+        log_decay = _in_parts(rest, PARTS[value.dtype.name])
     if beta is not None:
         beta = jnp.repeat(beta, plan.groups, axis=2)
         beta = jnp.pad(beta, ((0, 0), (0, plan.length - beta.shape[1]), (0, 0)))
@@ -164,7 +174,7 @@ def _operands(
         wide(key, size=plan.head_size),
         wide(value, size=plan.value_size),
         log_decay,
-        *decay.constants(plan.fades),
+        *constants(plan.fades),
         beta,
     )
 

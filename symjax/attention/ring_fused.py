@@ -18,12 +18,12 @@ from jaxtyping import Array, Float
 from symjax.attention.kernels.backward import row_sums
 from symjax.attention.kernels.blocks import Operands, Plan
 from symjax.attention.kernels.forward import EMPTY, forward
-from symjax.attention.kernels.fused import apart, by_bands, prepared
+from symjax.attention.kernels.fused import apart, by_bands, prepared, restricted
 from symjax.attention.kernels.intervals import Seen, seen_by_rows
 from symjax.attention.masks import part
 from symjax.attention.meshes import vary_alike
 from symjax.attention.rows import Operands as RowOperands
-from symjax.attention.rows import Rule, length_scale
+from symjax.attention.rows import Rule
 from symjax.attention.shards import around, if_seen, pass_on
 
 
@@ -74,12 +74,8 @@ def attend(
     plan, given = prepared(
         query, key, value, None, rule.scale, known.window, interpret=interpret
     )
-    base = rule.length_base
-    given = given._replace(
-        factor=length_scale(count, base)[:, None] if base else None,
-        rows=seen.rows if known.mask_self or known.key_segments is not None else None,
-        exists=None if mask is None else mask[:, None].astype(jnp.int32),
-    )
+    by_row = known.mask_self or known.key_segments is not None
+    given = restricted(given, seen, count, rule.length_base, by_row)
     output: Array = _ring(Turn(plan, axis_name), *vary_alike((given, seen)))
     output = apart(plan, output, value)
     if lam is not None:

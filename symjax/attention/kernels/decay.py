@@ -15,6 +15,7 @@ Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diag
 matrix.
 """
 
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -96,57 +97,71 @@ def constants(fades: bool) -> tuple[Array | None, Array]:
     return jnp.asarray(sums, jnp.bfloat16) if fades else None, jnp.asarray(both)
 
 
-def forward(plan: Plan, operands: Operands, keep: bool) -> list[Array]:
-    """The output [B T N·V], and if `keep` the states before chunks."""
+class Kernels(NamedTuple):
+    """Two passes over chunks, of this recurrence or of the delta rule. Hashable."""
+
+    name: str
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    kept: Callable[[Plan, Any], list]  # shapes and dtypes of what a chunk keeps
+    products: Callable[[Plan, Operands], tuple[int, int]]  # passes of each
+
+
+def forward(
+    kernels: Kernels, plan: Plan, operands: Operands, keep: bool
+) -> list[Array]:
+    """The output [B T N·V], and if `keep` what `backward` needs of each chunk."""
     value = operands.value
-    specs, states = operand_specs(plan, operands, lambda i: i)
+    specs, kept_specs = operand_specs(kernels, plan, operands, lambda i: i)
     results = [blocks.result(value, value.shape, value.dtype)]
-    scratch = [pltpu.VMEM(plan.state, jnp.float32)]
+    kept = kernels.kept(plan, value.dtype)
     if keep:
-        whole = *grid(plan), *plan.state
-        results.append(blocks.result(value, whole, value.dtype))
-    else:
-        scratch.insert(0, pltpu.VMEM(plan.state, value.dtype))
-    products = passes(operands) * (plan.packed * (LEVELS + 2) + 2)
+        whole = [((*grid(plan), *shape), dtype) for shape, dtype in kept]
+        results += [blocks.result(value, *x) for x in whole]
+    scratch = [] if keep else [pltpu.VMEM(*x) for x in kept]
+    products, _ = kernels.products(plan, operands)
     return pl.pallas_call(
-        partial(_forward, plan),
+        partial(kernels.forward, plan),
         out_shape=results,
         grid=grid(plan),
         in_specs=[specs],
-        out_specs=[specs.value, *([states] if keep else ())],
-        scratch_shapes=scratch,
+        out_specs=[specs.value, *(kept_specs if keep else ())],
+        scratch_shapes=[*scratch, pltpu.VMEM(plan.state, jnp.float32)],
         compiler_params=blocks.compiler(2, 1),
         cost_estimate=cost(plan, operands, products, 1, [operands, results]),
         interpret=plan.interpret,
-        name="decay_forward",
+        name=f"{kernels.name}_forward",
     )(operands)
 
 
 def backward(
-    plan: Plan, operands: Operands, change: Array, kept: list[Array]
+    kernels: Kernels, plan: Plan, operands: Operands, change: Array, kept: list[Array]
 ) -> list[Array]:
-    """Gradients of query, key, value and log-decay, as they are in `operands`."""
+    """Gradients of query, key, value, and of log-decay and β where there are any, as
+    they are in `operands`."""
     count = grid(plan)[2]
-    specs, states = operand_specs(plan, operands, lambda i: count - 1 - i)
-    query, key, value = operands[:3]
+    specs, kept_specs = operand_specs(kernels, plan, operands, lambda i: count - 1 - i)
+    query, key, value, beta = *operands[:3], operands.beta
     own = jnp.float32 if plan.groups > 1 else key.dtype  # those of groups are summed
-    dtypes = query.dtype, own, own, jnp.float32
-    results = [
-        blocks.result(x, x.shape, dtype)
-        for x, dtype in zip((query, key, value, key), dtypes, strict=True)
-    ]
-    products = passes(operands) * (plan.packed * (3 * LEVELS + 6) + 4)
+    wanted = [(query, query.dtype, specs.query)]
+    wanted += [(key, own, specs.key), (value, own, specs.value)]
+    if operands.decay is not None:
+        wanted.append((key, jnp.float32, specs.key))
+    if beta is not None:
+        wanted.append((beta, jnp.float32, specs.beta))
+    results = [blocks.result(x, x.shape, dtype) for x, dtype, _ in wanted]
+    _, products = kernels.products(plan, operands)
     return pl.pallas_call(
-        partial(_backward, plan),
+        partial(kernels.backward, plan),
         out_shape=results,
         grid=grid(plan),
-        in_specs=[specs, specs.value, states],
-        out_specs=[specs.query, specs.key, specs.value, specs.key],
+        in_specs=[specs, specs.value, *kept_specs],
+        out_specs=[spec for *_, spec in wanted],
         scratch_shapes=[pltpu.VMEM(plan.state, jnp.float32)],
         compiler_params=blocks.compiler(2, 1),
         cost_estimate=cost(plan, operands, products, 2, [operands, kept, results]),
         interpret=plan.interpret,
-        name="decay_backward",
+        name=f"{kernels.name}_backward",
     )(operands, change, *kept)
 
 
@@ -155,9 +170,9 @@ def grid(plan: Plan) -> tuple[int, int, int]:
 
 
 def operand_specs(
-    plan: Plan, operands: Operands, turn: Any
-) -> tuple[Operands, pl.BlockSpec]:
-    """The blocks of operands, and of kept states, for chunk `turn(i)` in turn i."""
+    kernels: Kernels, plan: Plan, operands: Operands, turn: Any
+) -> tuple[Operands, list[pl.BlockSpec]]:
+    """The blocks of operands, and of what is kept, for chunk `turn(i)` in turn i."""
 
     def of_tokens(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, BLOCK, width), lambda b, n, i: (b, turn(i), n))
@@ -185,8 +200,13 @@ def operand_specs(
         whole(operands.levels),
         given(by_row, operands.beta),
     )
-    state = None, None, None, *plan.state
-    return specs, pl.BlockSpec(state, lambda b, n, i: (b, n, turn(i), 0, 0))
+
+    def of_chunk(shape: tuple) -> pl.BlockSpec:
+        zeros = (0,) * len(shape)
+        place = (None, None, None, *shape)
+        return pl.BlockSpec(place, lambda b, n, i: (b, n, turn(i), *zeros))
+
+    return specs, [of_chunk(x) for x, _ in kernels.kept(plan, operands.value.dtype)]
 
 
 def _forward(plan: Plan, given: Operands, output, before, state) -> None:
@@ -359,3 +379,18 @@ def cost(
         transcendentals=tokens * plan.key_width * (LEVELS + 2) * plan.fades,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
     )
+
+
+def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
+    forward, backward = LEVELS + 2, 3 * LEVELS + 6
+    each = passes(operands)
+    return each * (plan.packed * forward + 2), each * (plan.packed * backward + 4)
+
+
+DECAY = Kernels(
+    "decay",
+    _forward,
+    _backward,
+    lambda plan, dtype: [(plan.state, dtype)],
+    _products,
+)

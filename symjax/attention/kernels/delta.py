@@ -7,12 +7,11 @@ as in `triangular.py`: each level is X − X A X, with of A only the pairs of th
 Inverses and the states before chunks are kept for the way back.
 """
 
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from symjax.attention.kernels import blocks
@@ -23,94 +22,17 @@ from symjax.attention.kernels.decay import (
     LEVELS,
     SINCE,
     UNTIL,
+    Kernels,
     Operands,
     Plan,
-    cost,
     fade,
-    grid,
     grown_by,
     of_heads,
-    operand_specs,
     pairs_of,
     passes,
     through,
 )
 from symjax.attention.kernels.lanes import is_own, own
-
-
-def forward(plan: Plan, operands: Operands, keep: bool) -> list[Array]:
-    """The output [B T N·V], and if `keep` the states before chunks and the inverses."""
-    value = operands.value
-    specs, kept = _specs(plan, operands, lambda i: i)
-    results = [blocks.result(value, value.shape, value.dtype)]
-    scratch = [pltpu.VMEM(plan.state, jnp.float32)]
-    inverses = (plan.packed, BLOCK, BLOCK), jnp.float32
-    for shape, dtype in (inverses, (plan.state, value.dtype)):
-        if keep:
-            whole = *grid(plan), *shape
-            results.insert(1, blocks.result(value, whole, dtype))
-        else:
-            scratch.insert(0, pltpu.VMEM(shape, dtype))
-    products = passes(operands) * (plan.packed * (2 * len(plan.levels) + 2) + 3)
-    products += _close_passes(operands) * plan.packed * (2 * LEVELS - 1)
-    return pl.pallas_call(
-        partial(_forward, plan),
-        out_shape=results,
-        grid=grid(plan),
-        in_specs=[specs],
-        out_specs=[specs.value, *(kept if keep else ())],
-        scratch_shapes=scratch,
-        compiler_params=blocks.compiler(2, 1),
-        cost_estimate=cost(plan, operands, products, 1, [operands, results]),
-        interpret=plan.interpret,
-        name="delta_forward",
-    )(operands)
-
-
-def backward(
-    plan: Plan, operands: Operands, change: Array, kept: list[Array]
-) -> list[Array]:
-    """Gradients of query, key, value, log-decay (if there is one) and β, as they are in
-    `operands`."""
-    count = grid(plan)[2]
-    specs, of_kept = _specs(plan, operands, lambda i: count - 1 - i)
-    query, key, value, beta = *operands[:3], operands.beta
-    shared = jnp.float32 if plan.groups > 1 else key.dtype  # those of groups are summed
-    dtypes = query.dtype, shared, shared, jnp.float32
-    results = [
-        blocks.result(x, x.shape, dtype)
-        for x, dtype in zip((query, key, value, beta), dtypes, strict=True)
-    ]
-    places = [*specs[:3], specs.beta]
-    if operands.decay is not None:
-        results.insert(3, blocks.result(key, key.shape, jnp.float32))
-        places.insert(3, specs.key)
-    products = passes(operands) * (plan.packed * (6 * len(plan.levels) + 9) + 7)
-    products += _close_passes(operands) * plan.packed * 2
-    return pl.pallas_call(
-        partial(_backward, plan),
-        out_shape=results,
-        grid=grid(plan),
-        in_specs=[specs, specs.value, *of_kept],
-        out_specs=places,
-        scratch_shapes=[pltpu.VMEM(plan.state, jnp.float32)],
-        compiler_params=blocks.compiler(2, 1),
-        cost_estimate=cost(plan, operands, products, 2, [operands, kept, results]),
-        interpret=plan.interpret,
-        name="delta_backward",
-    )(operands, change, *kept)
-
-
-def _specs(
-    plan: Plan, operands: Operands, turn: Any
-) -> tuple[Operands, list[pl.BlockSpec]]:
-    """The blocks of operands, and of states and inverses, for chunk `turn(i)`."""
-    specs, states = operand_specs(plan, operands, turn)
-    inverse = None, None, None, plan.packed, BLOCK, BLOCK
-    return specs, [
-        states,
-        pl.BlockSpec(inverse, lambda b, n, i: (b, n, turn(i), 0, 0, 0)),
-    ]
 
 
 def _forward(
@@ -300,3 +222,18 @@ def _by_head(plan: Plan, given: Operands, shape: tuple) -> Float[Array, "c P*V"]
         mine = is_own(shape, plan.value_size, i)
         wide = jnp.where(mine, column(given.beta[i : i + 1, :]), wide)
     return wide
+
+
+def _kept(plan: Plan, dtype: Any) -> list:
+    return [(plan.state, dtype), ((plan.packed, BLOCK, BLOCK), jnp.float32)]
+
+
+def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
+    levels, each, close = len(plan.levels), passes(operands), _close_passes(operands)
+    forward = each * (plan.packed * (2 * levels + 2) + 3)
+    backward = each * (plan.packed * (6 * levels + 9) + 7)
+    inverse = close * plan.packed * (2 * LEVELS - 1)
+    return forward + inverse, backward + close * plan.packed * 2
+
+
+DELTA = Kernels("delta", _forward, _backward, _kept, _products)

@@ -97,11 +97,8 @@ def fused(
     )
     sizes = block, resident, gradients
     plan, operands = prepared(query, key, value, lam, scale, window, sizes, interpret)
-    operands = operands._replace(
-        factor=length_scale(count, length_base)[:, None] if length_base else None,
-        rows=seen.rows if mask_self or runs is not None else None,
-        exists=None if mask is None else mask[:, None].astype(jnp.int32),
-    )
+    by_row = mask_self or runs is not None
+    operands = restricted(operands, seen, count, length_base, by_row)
     output: Array = _attend(plan, *vary_alike((operands, seen)))
     return apart(plan, output, value)
 
@@ -152,6 +149,21 @@ def prepared(
         None,
         None,
         None,
+    )
+
+
+def restricted(
+    operands: Operands,
+    seen: Seen,
+    count: Int[Array, "b T"],
+    length_base: float | None,
+    by_row: bool,
+) -> Operands:
+    """For rows that see less than the window, `by_row` also of the keys that exist."""
+    return operands._replace(
+        factor=length_scale(count, length_base)[:, None] if length_base else None,
+        rows=seen.rows if by_row else None,
+        exists=None if seen.exists is None else seen.exists[:, None].astype(jnp.int32),
     )
 
 

@@ -319,6 +319,15 @@ class Optimizer:
     weight_decay: float = key(
         0.1, "of matrices; norms, biases and λ never decay", least=0
     )
+    embedding_learning_rate: float = key(
+        1.0,
+        "of embeddings of tokens, positions and patches and of the output layer: times "
+        "learning_rate",
+        least=0,
+    )
+    embedding_weight_decay: float = key(
+        -1.0, "of the same weights; 0: none, -1: as weight_decay", least=-1
+    )
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments")
     eps: float = key(1e-8, "added to the root of the second moment")
     clip: float = key(1.0, "largest norm of the whole gradient; 0: off", least=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,6 +18,7 @@ from symjax import config, validation
 MEMORY = 0.98  # of the running mean of gradient norms: the last 50 steps
 ADAMW_RMS = 0.2  # of AdamW's updates, in units of the learning rate
 ENOUGH = 20  # steps, before which no norm counts as unusual
+EMBEDDINGS = ("embedding", "positions", "patches", "head")
 
 
 def optimizer(
@@ -29,8 +30,9 @@ def optimizer(
     weight_decay · weight to the clipped gradient, as PyTorch's do. `sgd` takes the
     first of `betas` as its momentum. `muon` moves the kernels of blocks by their
     momentum made orthogonal, in steps of AdamW's size, so that rate and decay are those
-    of AdamW, which moves all other weights. Moments have the paths and shapes of the
-    weights, and so has their mean over time if `ema` asks for one.
+    of AdamW, which moves all other weights. Embeddings and the output layer may have a
+    rate and a decay of their own. Moments have the paths and shapes of the weights, and
+    so has their mean over time if `ema` asks for one.
 
     Args:
         steps: of the run, where `decay_steps` is 0.
@@ -48,33 +50,64 @@ def optimizer(
     first, second = options.betas
     if not (0 <= first < 1 and 0 <= second < 1):
         raise ValueError(f"optimizer.betas {options.betas} must be in [0, 1)")
-    rate = schedule(options, steps)
-    decay = {"weight_decay": options.weight_decay, "mask": decays(params_abstract)}
+    if -1 < options.embedding_weight_decay < 0:
+        raise ValueError(
+            f"optimizer.embedding_weight_decay {options.embedding_weight_decay} must "
+            "be at least 0, or -1: as optimizer.weight_decay"
+        )
     chain: list[optax.GradientTransformation] = []
     if options.clip:
         chain.append(optax.clip_by_global_norm(options.clip))
-    if options.name in ("adam", "sgd"):
-        chain.append(optax.add_decayed_weights(**decay))
-    match options.name:
-        case "adamw":
-            chain.append(optax.adamw(rate, first, second, options.eps, **decay))
-        case "muon":
-            adamw = optax.adamw(rate, first, second, options.eps, **decay)
-            muon = optax.contrib.muon(
-                rate, weight_decay=options.weight_decay, consistent_rms=ADAMW_RMS
-            )
-            both: dict[Hashable, optax.GradientTransformation]
-            both = {"muon": muon, "adamw": adamw}
-            chain.append(optax.partition(both, _muon_or_adamw(params_abstract)))
-        case "lion":
-            chain.append(optax.lion(rate, first, second, **decay))
-        case "adam":
-            chain.append(optax.adam(rate, first, second, options.eps))
-        case "sgd":
-            chain.append(optax.sgd(rate, momentum=first or None))
+    chain += _moved(options, schedule(options, steps), params_abstract)
     if options.ema:
         chain.append(averaged(options.ema))
     return guarded(optax.chain(*chain), options.spike)
+
+
+def _moved(
+    options: config.Optimizer, rate: optax.Schedule, params: Any
+) -> list[optax.GradientTransformation]:
+    """What moves the weights, each group of them by its own where there are several."""
+    rest = "adamw" if options.name == "muon" else options.name
+    decay, own_decay = options.weight_decay, options.embedding_weight_decay
+    own_decay = decay if own_decay == -1 else own_decay
+    factor, mask = options.embedding_learning_rate, decays(params)
+    groups = {rest: _by_name(rest, options, rate, decay, mask)}
+    if options.name == "muon":
+        groups["muon"] = _by_name("muon", options, rate, decay, mask)
+    if (factor, own_decay) != (1, decay):
+        groups["embeddings"] = _by_name(
+            rest, options, lambda step: factor * rate(step), own_decay, mask
+        )
+    if len(groups) == 1:
+        return groups[rest]
+    by_label: dict[Hashable, optax.GradientTransformation] = {
+        name: found[0] if len(found) == 1 else optax.chain(*found)
+        for name, found in groups.items()
+    }
+    return [optax.partition(by_label, _labels(params, rest, by_label))]
+
+
+def _by_name(
+    name: str, options: config.Optimizer, rate: optax.Schedule, decay: float, mask: Any
+) -> list[optax.GradientTransformation]:
+    """The optimizer of a name. Args: mask: which weights decay."""
+    (first, second), eps = options.betas, options.eps
+    decayed = {"weight_decay": decay, "mask": mask}
+    match name:
+        case "adamw":
+            return [optax.adamw(rate, first, second, eps, **decayed)]
+        case "lion":
+            return [optax.lion(rate, first, second, **decayed)]
+        case "muon":  # of matrices alone, all of which decay
+            return [
+                optax.contrib.muon(rate, weight_decay=decay, consistent_rms=ADAMW_RMS)
+            ]
+        case "adam":
+            moved = optax.adam(rate, first, second, eps)
+        case _:
+            moved = optax.sgd(rate, momentum=first or None)
+    return [optax.add_decayed_weights(**decayed), moved]
 
 
 def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
@@ -268,12 +301,16 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays_at, params)
 
 
-def _muon_or_adamw(params: Any) -> Any:
-    """Which of both moves a weight: muon the kernels of blocks, which are matrices."""
+def _labels(params: Any, rest: str, groups: Container[Hashable]) -> Any:
+    """The group of each weight: of muon the kernels of blocks, which are matrices; of
+    embeddings tokens, positions and patches of images, and the output layer."""
 
     def label(path: Any, leaf: Any) -> str:
         parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if "embeddings" in groups and parts[0] in EMBEDDINGS:
+            return "embeddings"
         inside = parts[0] == "blocks" and parts[-1] == "kernel"
-        return "muon" if inside and len(leaf.shape) == 2 else "adamw"
+        matrix = inside and len(leaf.shape) == 2
+        return "muon" if "muon" in groups and matrix else rest
 
     return jax.tree_util.tree_map_with_path(label, params)

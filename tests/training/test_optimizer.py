@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from symjax import config
+from symjax.models.build import build
 from symjax.training.optimizer import decays, optimizer, schedule, schedule_change
 
 NAMES = ("adamw", "adam", "lion", "sgd", "muon")
@@ -148,6 +150,52 @@ def test_muon_moves_kernels_of_blocks_by_an_orthogonal_matrix(params):
     assert np.all((0.6 < sizes) & (sizes < 1.3))  # what five Newton-Schulz steps give
 
 
+@pytest.fixture
+def decoder():
+    """Weights of a decoder with an output layer of its own."""
+    shapes = config.Model(vocabulary=7, width=6, depth=1, heads=2, length=5)
+    params = nnx.to_pure_dict(nnx.state(build(shapes, rngs=nnx.Rngs(0)), nnx.Param))
+    return jax.tree.map(lambda x: jnp.full(x.shape, 0.5), params)
+
+
+EMBEDDINGS = ("embedding", "positions", "head")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_embeddings_have_a_rate_of_their_own(name, decoder):
+    """Of step 2, which knows the moments of step 1."""
+    rng = np.random.default_rng(2)
+    gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), decoder)
+    moved = []
+    for factor in (1.0, 3.0):
+        chosen = options(name=name, embedding_learning_rate=factor)
+        transform = optimizer(chosen, 10, decoder)
+        _, state = transform.update(gradient, transform.init(decoder), decoder)
+        moved.append(transform.update(gradient, state, decoder)[0])
+    plain, own = moved
+    for part in EMBEDDINGS:
+        one, other = plain.pop(part), own.pop(part)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(3 * x, y, rtol=1e-5), one, other
+        )
+    jax.tree.map(np.testing.assert_array_equal, plain, own)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("own", "stays"), [(0.0, True), (0.3, False), (-1.0, False)])
+def test_embeddings_have_a_decay_of_their_own(name, own, stays, decoder):
+    chosen = options(name=name, weight_decay=0.5, embedding_weight_decay=own, clip=0.0)
+    after = step(optimizer(chosen, 10, decoder), decoder, zeros(decoder))
+    tables = after["embedding"]["embedding"], after["positions"], after["head"]
+    for table in (*tables[:2], tables[2].pop("kernel")):
+        assert jnp.all((table == 0.5) == stays)
+        if name in ("adamw", "lion", "muon", "sgd") and not stays:
+            decay = 0.5 if own == -1 else own
+            np.testing.assert_allclose(table, 0.5 * (1 - 0.1 * decay), rtol=1e-6)
+    np.testing.assert_array_equal(after["head"]["bias"], 0.5)
+    assert jnp.all(after["blocks"][0]["feedforward"]["up"]["kernel"] < 0.5)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_compiled_step_lowers_the_loss(name, params):
     transform = optimizer(options(name=name, learning_rate=0.01), 30, params)
@@ -251,6 +299,18 @@ def test_decay_steps_take_the_place_of_the_steps_of_the_run():
         ({"warmup": -1.0}, "optimizer.warmup must be at least 0, got -1.0"),
         ({"decay_steps": -5}, "optimizer.decay_steps must be at least 0, got -5"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay must be at least 0, got -0.1"),
+        (
+            {"embedding_learning_rate": -1.0},
+            "optimizer.embedding_learning_rate must be at least 0, got -1.0",
+        ),
+        (
+            {"embedding_weight_decay": -2.0},
+            "optimizer.embedding_weight_decay must be at least -1, got -2.0",
+        ),
+        (
+            {"embedding_weight_decay": -0.1},
+            "optimizer.embedding_weight_decay -0.1 must be at least 0, or -1: as",
+        ),
         ({"clip": -1.0}, "optimizer.clip must be at least 0, got -1.0"),
         ({"eps": 0.0}, "optimizer.eps 0.0"),
         ({"betas": (0.9, 1.0)}, r"optimizer.betas \(0.9, 1.0\)"),

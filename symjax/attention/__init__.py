@@ -10,14 +10,7 @@ from symjax.attention.cosine import (
     cosine_state,
     cosine_step,
 )
-from symjax.attention.decayed_linear import (
-    decay_causal,
-    decay_state,
-    decay_step,
-    gated_log_decay,
-    lightning_log_decay,
-    retention_log_decay,
-)
+from symjax.attention.decayed_linear import decay_causal, decay_state, decay_step
 from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
 from symjax.attention.differential import (
     differential,
@@ -25,7 +18,7 @@ from symjax.attention.differential import (
     differential_v2,
     lambda_initial,
 )
-from symjax.attention.features import hedgehog, t2r
+from symjax.attention.favor import Statistics, favor_statistics
 from symjax.attention.flash import (
     flash,
     flash_causal,
@@ -33,11 +26,17 @@ from symjax.attention.flash import (
     flash_step,
 )
 from symjax.attention.gau import gau
+from symjax.attention.learned_features import hedgehog, t2r
 from symjax.attention.linear import (
     linear,
     linear_causal,
     linear_state,
     linear_step,
+)
+from symjax.attention.log_decays import (
+    gated_log_decay,
+    lightning_log_decay,
+    retention_log_decay,
 )
 from symjax.attention.mechanisms import (
     BIDIRECTIONAL,
@@ -57,11 +56,7 @@ from symjax.attention.positions import (
     rotate,
     sinusoidal,
 )
-from symjax.attention.projections import (
-    Statistics,
-    favor_statistics,
-    orthogonal_projection,
-)
+from symjax.attention.projections import orthogonal_projection
 from symjax.attention.scores import ScoreMechanism
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax

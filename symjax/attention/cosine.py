@@ -14,9 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import attend_causal, attend_step
-from symjax.attention.features import UNIT
-from symjax.attention.normalised import LinearState, Normalised, attend
+from symjax.attention.noncausal import attend
+from symjax.attention.normalised import LinearState, Normalised
+from symjax.attention.plain_features import UNIT
+from symjax.attention.recurrences import attend_causal, attend_step
 
 RECURRENCE = Normalised(UNIT)
 

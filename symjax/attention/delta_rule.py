@@ -19,16 +19,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import (
-    Chunk,
-    attend_causal,
-    attend_step,
-    einsum,
-    sum_dtype,
-)
+from symjax.attention.chunks import Chunk, einsum, sum_dtype
 from symjax.attention.decayed_fused import FusedDelta
-from symjax.attention.decayed_linear import checked_log_decay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
+from symjax.attention.log_decays import checked_log_decay
+from symjax.attention.recurrences import attend_causal, attend_step
 from symjax.attention.triangular import solve_unit_lower
 
 

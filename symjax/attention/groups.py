@@ -20,7 +20,6 @@ from symjax.attention.chunks import (
     heads_last,
     layout,
     scan,
-    state_before,
     sum_dtype,
     through_segments,
 )
@@ -28,6 +27,7 @@ from symjax.attention.gau import SquaredReLU
 from symjax.attention.masks import starts
 from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.scores import ScoreMechanism
+from symjax.attention.stretches import state_before
 
 
 class FlashState(NamedTuple):

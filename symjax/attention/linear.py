@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention import features as maps
 from symjax.attention.checks import check_mask
-from symjax.attention.chunks import attend_causal, attend_step
+from symjax.attention.features import named
 from symjax.attention.masks import only_seen, visible_keys
-from symjax.attention.normalised import LinearState, Normalised, attend
+from symjax.attention.noncausal import attend
+from symjax.attention.normalised import LinearState, Normalised
 from symjax.attention.performer_fused import FusedFeatures
+from symjax.attention.plain_features import IDENTITY, PLAIN
+from symjax.attention.recurrences import attend_causal, attend_step
 
 FeatureFunction = Callable[[Array], Array]
 
@@ -166,8 +168,8 @@ def linear_state(
 def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:
     """A function is applied by the caller to whole arrays; the engine sees the rest."""
     if callable(features):
-        return Normalised(maps.IDENTITY)
-    return Normalised(maps.named(who, maps.PLAIN, features))
+        return Normalised(IDENTITY)
+    return Normalised(named(who, PLAIN, features))
 
 
 def _mapped(

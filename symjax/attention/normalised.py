@@ -36,20 +36,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.checks import check
-from symjax.attention.chunks import (
-    Chunk,
-    Tokens,
-    einsum,
-    heads_last,
-    layout,
-    scan,
-    sum_dtype,
-    through_segments,
-)
+from symjax.attention.chunks import Chunk, einsum, sum_dtype, through_segments
 from symjax.attention.features import Features, LogFeatures
-from symjax.attention.masks import starts
-from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.rescue import exact_weights, finite, largest_exponent
 
 # Below this a chunk that refers to its highest exponent has lost its early rows.
@@ -110,18 +98,18 @@ class Normalised:
         It may lie in the row's future. It cancels, but a later key that is far larger
         pushes earlier ones out of range: their rows are computed once more, exactly.
         """
-        query, key, value, divisor = self._features(parameters, chunk)
-        nothing = self._empty_for(parameters, chunk)
-        before, carried, reaches, joins = through_segments(chunk, state, nothing)
+        query, key, value, divisor = self.mapped(parameters, chunk)
+        empty = forgotten(state)
+        before, carried, reaches, joins = through_segments(chunk, state, empty)
         pairs, signed = _past_pairs(chunk), query.amplitude is not None
-        highest = _highest(before, key)
-        row, shift = _row_weights(query, highest)
-        scores = self._scores(chunk, row, _key_weights(key, highest), divisor)
+        highest = highest_exponent(before, key)
+        row, shift = row_weights(query, highest)
+        scores = self.scores(chunk, row, key_weights(key, highest), divisor)
         scores = scores * pairs[:, None, None].astype(scores.dtype)
         if reaches is not None:
             row = jnp.where(reaches[:, None, None, :, None], row, 0)
         given = rescale(before, highest), row, shift, signed, scores, value
-        rows = _rows(*given, self._leading(chunk))
+        rows = rows_of(*given, self.leading(chunk))
         if before.running_max is not None and value.shape[2] > 1:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             lost = _lost(rows, sees, reaches, before.running_max)
@@ -133,59 +121,25 @@ class Normalised:
         return update(carried, key, value), divide(rows) if divided else rows
 
     def stretch(self, parameters: Any, chunk: Chunk) -> tuple[LinearState, None]:
-        _, key, value, _ = self._features(parameters, chunk)
-        return update(self._empty_for(parameters, chunk), key, value), None
+        _, key, value, _ = self.mapped(parameters, chunk)
+        return update(self.nothing(parameters, chunk), key, value), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
         return merge(one[0], two[0]), None
 
-    def whole(self, parameters: Any, chunk: Chunk) -> Float[Array, "B K G T V"]:
-        """Rows that see all visible keys of their segment."""
-        state = self._empty_for(parameters, chunk)
-        if chunk.segment is not None:
-            state, chunk = vary_alike((state, chunk))
-            advance = partial(self.advance, parameters, divided=False)
-            return divide(_both_sides(advance, state, chunk))
-        query, key, value, divisor = self._features(parameters, chunk)
-        length, size, features = *value.shape[2:], state.total.shape[-1]
-        if length * (features + size) > features * size:
-            if self.features.around is not None:
-                return divide(self._read_around(self.features.around, chunk, value))
-            state = update(state, key, value)
-            return divide(query_state(state, query, self._leading(chunk)))
-        # Few keys: their pairs cost less than sums, and no digit where signs cancel.
-        highest, signed = _highest(state, key), query.amplitude is not None
-        row, shift = _row_weights(query, highest)
-        scores = self._scores(chunk, row, _key_weights(key, highest), divisor)
-        state = rescale(state, highest)
-        return divide(_rows(state, row, shift, signed, scores, value))
-
-    def _read_around(self, around: Callable, chunk: Chunk, value: Array) -> Rows:
-        """Rows that see all keys by features that are made for these keys.
-
-        They are zero where keys weigh less than the rounding error of 1 in the mean.
-        """
-        arrays = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
-        query, key = around(*arrays)
-        weights = key.where(chunk.visible[:, None]).weights()
-        sums = einsum("bksm,bksv->bkmv", weights, value)
-        state = LinearState(sums, weights.sum(axis=-2))
-        rows = query_state(state, query, self._leading(chunk))
-        least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
-        some = jax.lax.stop_gradient(rows.denominator) > least
-        return rows._replace(denominator=jnp.where(some, rows.denominator, 0))
-
-    def _leading(self, chunk: Chunk) -> int:
+    def leading(self, chunk: Chunk) -> int:
+        """How many of the features are never negative, where that is used."""
         leading = self.features.leading
         return 0 if leading is None else leading(chunk.key.shape[-1])
 
-    def _empty_for(self, parameters: Any, chunk: Chunk) -> LinearState:
+    def nothing(self, parameters: Any, chunk: Chunk) -> LinearState:
+        """The empty state of a chunk's sizes."""
         batch, heads, _, size = chunk.key.shape
         sizes = batch, heads, size, chunk.value.shape[-1]
         dtype = sum_dtype(chunk.query, chunk.key, chunk.value)
         return self.empty(parameters, sizes, dtype)
 
-    def _features(
+    def mapped(
         self, parameters: Any, chunk: Chunk
     ) -> tuple[LogFeatures, LogFeatures, Array, Array | None]:
         """φ of queries and of keys, 0 for hidden ones; values; the queries' divisor.
@@ -204,7 +158,7 @@ class Normalised:
         key = key.where(chunk.visible[:, None])
         return query, key, chunk.value.astype(dtype), divisor
 
-    def _scores(
+    def scores(
         self, chunk: Chunk, row: Array, weights: Array, divisor: Array | None
     ) -> Float[Array, "B K G T S"]:
         """The weights of all pairs, 0 for hidden keys."""
@@ -215,7 +169,16 @@ class Normalised:
         return scores * chunk.visible[:, None, None, None].astype(scores.dtype)
 
 
-def _highest(state: LinearState, key: LogFeatures) -> Array | None:
+def forgotten(state: LinearState) -> LinearState:
+    """The state of these sizes that has read nothing."""
+    highest = state.running_max
+    if highest is not None:
+        highest = jnp.full_like(highest, -jnp.inf)
+    sums, total = (jnp.zeros_like(x) for x in state[:2])
+    return LinearState(sums, total, highest)
+
+
+def highest_exponent(state: LinearState, key: LogFeatures) -> Array | None:
     """The running maximum after these keys: [B K M], or [B K 1] where it is shared."""
     if state.running_max is None:
         return None
@@ -223,7 +186,7 @@ def _highest(state: LinearState, key: LogFeatures) -> Array | None:
     return jax.lax.stop_gradient(jnp.maximum(state.running_max, highest))
 
 
-def _row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
+def row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
     """Feature weights of at most 1, and the logarithm that was divided out of a row."""
     if highest is None:
         weights = query.weights()
@@ -233,7 +196,7 @@ def _row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Arra
     return query.raised(-shift).weights(), shift[..., 0]
 
 
-def _key_weights(key: LogFeatures, highest: Array | None) -> Array:
+def key_weights(key: LogFeatures, highest: Array | None) -> Array:
     if highest is None:
         return key.weights()
     return key.raised(-finite(highest)[:, :, None]).weights()
@@ -249,8 +212,8 @@ def rescale(state: LinearState, highest: Array | None) -> LinearState:
 
 def update(state: LinearState, key: LogFeatures, value: Array) -> LinearState:
     """The state after all these keys."""
-    highest = _highest(state, key)
-    weights = _key_weights(key, highest)
+    highest = highest_exponent(state, key)
+    weights = key_weights(key, highest)
     state = rescale(state, highest)
     sums = state.sums + einsum("bksm,bksv->bkmv", weights, value)
     return LinearState(sums, state.total + weights.sum(axis=-2), highest)
@@ -271,11 +234,11 @@ def merge(one: LinearState, two: LinearState) -> LinearState:
 
 def query_state(state: LinearState, query: LogFeatures, leading: int = 0) -> Rows:
     """Rows that see the state and nothing else."""
-    row, shift = _row_weights(query, state.running_max)
-    return _rows(state, row, shift, query.amplitude is not None, leading=leading)
+    row, shift = row_weights(query, state.running_max)
+    return rows_of(state, row, shift, query.amplitude is not None, leading=leading)
 
 
-def _rows(
+def rows_of(
     state: LinearState,
     row: Float[Array, "B K G T M"],
     shift: Float[Array, "B K G T"],
@@ -353,22 +316,6 @@ def divide(rows: Rows) -> Float[Array, "B K G T V"]:
     return rows.numerator * scale[..., None] / ones[..., None]
 
 
-def _merge_rows(one: Rows, two: Rows) -> Rows:
-    """Rows that see the keys of both, which must be different keys.
-
-    A side without keys has shift −∞: that of the other may be far below 0.
-    """
-    shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (one, two)]
-    shift = finite(jnp.maximum(*shifts))
-    a, b = (jnp.exp(own - shift) for own in shifts)
-    return Rows(
-        one.numerator * a[..., None] + two.numerator * b[..., None],
-        one.denominator * a + two.denominator * b,
-        one.size * a + two.size * b,
-        shift,
-    )
-
-
 def _past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
     """Who may see whom: the past and oneself, inside one segment."""
     length = chunk.value.shape[2]
@@ -404,55 +351,9 @@ def _rescue(
 
     def exactly(rows: Rows) -> Rows:
         row, shift, scores = weights()
-        exact = _rows(state, row, shift, signed, scores, value)
+        exact = rows_of(state, row, shift, signed, scores, value)
         numerator = jnp.where(lost[..., None], exact.numerator, rows.numerator)
         others = zip(exact[1:], rows[1:], strict=True)
         return Rows(numerator, *(jnp.where(lost, x, y) for x, y in others))
 
     return jax.lax.cond(lost.any(), jax.checkpoint(exactly), lambda rows: rows, rows)
-
-
-def _both_sides(advance: Any, state: LinearState, chunk: Chunk) -> Rows:
-    """Rows that see all of their segment: the past with itself, and the future without.
-
-    Seen backwards, the future without itself is a past whose keys come a token late.
-    """
-    segment = jnp.flip(jnp.asarray(chunk.segment), 1)
-    late = jnp.roll(segment, 1, axis=1) == segment
-    late = late & (jnp.arange(segment.shape[1]) > 0)[None]
-    backwards = chunk._replace(
-        query=jnp.flip(chunk.query, 3),
-        key=jnp.roll(jnp.flip(chunk.key, 2), 1, axis=2),
-        value=jnp.roll(jnp.flip(chunk.value, 2), 1, axis=2),
-        visible=jnp.roll(jnp.flip(chunk.visible, 1), 1, axis=1) & late,
-        segment=segment,
-        starts_segment=starts(segment),
-    )
-    _, past = scan(advance, state, chunk, 64)
-    _, future = scan(advance, state, backwards, 64)
-    return _merge_rows(past, jax.tree.map(lambda x: jnp.flip(x, 3), future))
-
-
-def attend(
-    who: str,
-    recurrence: Normalised,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    mask: Array | None,
-    segment_ids: Array | None,
-    *,
-    parameters: Any = None,
-) -> Float[Array, "B T N V"]:
-    """Every query sees every visible key of its segment."""
-    check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
-    tokens = Tokens(query, key, value, (), mask, segment_ids)
-    return _attend(recurrence, tokens, parameters)[0]
-
-
-@on_any_mesh(1)
-def _attend(
-    recurrence: Normalised, tokens: Tokens, parameters: Any
-) -> tuple[Float[Array, "B T N V"], tuple]:
-    rows = recurrence.whole(parameters, layout(tokens))
-    return heads_last(rows, tokens.value.dtype), ()

@@ -25,17 +25,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import attend_causal, attend_step
-from symjax.attention.features import RANDOM, RandomFeatures, named
-from symjax.attention.normalised import LinearState, Normalised, attend
+from symjax.attention.favor import KINDS, Statistics, apply_statistics, unit_statistics
+from symjax.attention.features import named
+from symjax.attention.noncausal import attend
+from symjax.attention.normalised import LinearState, Normalised
 from symjax.attention.performer_fused import FusedFeatures
-from symjax.attention.projections import (
-    KINDS,
-    Statistics,
-    apply_statistics,
-    default_projection,
-    unit_statistics,
-)
+from symjax.attention.projections import default_projection
+from symjax.attention.random_features import RANDOM, RandomFeatures
+from symjax.attention.recurrences import attend_causal, attend_step
 
 
 def performer(

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import Tokens, attend_causal
-from symjax.attention.features import RandomFeatures
+from symjax.attention.chunks import Tokens
 from symjax.attention.kernels import performer as kernels
 from symjax.attention.kernels.blocks import LANES, LOG2E
 from symjax.attention.kernels.lanes import (
@@ -25,6 +24,8 @@ from symjax.attention.kernels.lanes import (
 from symjax.attention.kernels.performer import EMPTY, Operands, Plan
 from symjax.attention.masks import only_seen, segment_runs, starts, visible_keys
 from symjax.attention.normalised import Normalised
+from symjax.attention.random_features import RandomFeatures
+from symjax.attention.recurrences import attend_causal
 
 RANDOM = "favor#", "favor++", "hyperbolic", "positive"
 PLAIN = "elu", "relu", "relu2"

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from symjax import attention, config
-from symjax.attention.features import PLAIN, UNIT
-from symjax.attention.projections import KINDS, unit_statistics
+from symjax.attention.favor import KINDS, unit_statistics
+from symjax.attention.plain_features import PLAIN, UNIT
 from symjax.layers.parts import (
     Constant,
     Part,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from etils import epath
 
 from symjax import config
-from symjax.attention.projections import KINDS
+from symjax.attention.favor import KINDS
 from symjax.data.examples import Examples
 from symjax.layers.validate import sizes
 from symjax.models import convert

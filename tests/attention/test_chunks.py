@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 
-from symjax.attention.chunks import Tokens, layout, one_by_one, side_by_side
+from symjax.attention.chunks import Tokens, layout, scan
 from symjax.attention.cosine import RECURRENCE, cosine_causal
 from symjax.attention.decayed_linear import Decayed, decay_causal
 from symjax.attention.delta_rule import DeltaRule
-from symjax.attention.features import PLAIN
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer import performer_causal
+from symjax.attention.plain_features import PLAIN
+from symjax.attention.stretches import side_by_side
 
 LOGITS = np.random.default_rng(3).normal(size=(B, T, K, H))
 BETA = 2 / (1 + np.exp(-LOGITS[..., 0]))
@@ -61,9 +62,13 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
         graded = jax.grad(partial(run, form), wanted, has_aux=True)
         return jax.tree.leaves(jax.jit(graded)(*arrays))
 
-    in_turn = graded(partial(one_by_one, recurrence, 5))
-    at_once = graded(partial(side_by_side, recurrence, 3, 9))
-    for one, two in zip(in_turn, at_once, strict=True):
+    def in_turn(parameters, state, chunk):
+        return scan(partial(recurrence.advance, parameters), state, chunk, 5)
+
+    def at_once(*given):
+        return side_by_side(recurrence, *given, 3, 9)
+
+    for one, two in zip(graded(in_turn), graded(at_once), strict=True):
         close(two, one, 1e-11)
 
 

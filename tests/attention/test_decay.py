@@ -16,11 +16,13 @@ from symjax.attention.decayed_linear import (
     decay_causal,
     decay_state,
     decay_step,
+)
+from symjax.attention.differential import differential
+from symjax.attention.log_decays import (
     gated_log_decay,
     lightning_log_decay,
     retention_log_decay,
 )
-from symjax.attention.differential import differential
 
 CONFORMANCE = Path(__file__).resolve().parents[3] / "shared/conformance"
 SHAPES = {"head": (B, T, K), "channel": (B, T, K, H)}

@@ -15,7 +15,7 @@ import pytest
 from interpreted import B, K, N, differentiated, seen_by
 from laws import close, same
 
-from symjax.attention import chunks, decay_causal, meshes
+from symjax.attention import decay_causal, meshes, recurrences
 from symjax.attention.chunks import Tokens
 from symjax.attention.decayed_fused import FusedDecay
 
@@ -121,11 +121,11 @@ def test_bfloat16_products_cost_what_rounded_inputs_do(spread):
 def test_a_decay_that_all_tokens_share_takes_the_scan():
     tokens = Tokens(*(jnp.zeros((1, 128, 2, 16)) for _ in range(3)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "on_tpu", lambda: True)
-        patch.setattr(chunks, "on_one_device", lambda: True)
-        assert not chunks.served(FusedDecay(), tokens, jnp.zeros((2, 1)))
+        patch.setattr(recurrences, "on_tpu", lambda: True)
+        patch.setattr(recurrences, "on_one_device", lambda: True)
+        assert not recurrences.served(FusedDecay(), tokens, jnp.zeros((2, 1)))
         own = tokens._replace(operands=(jnp.zeros((1, 128, 2, 16)),))
-        assert chunks.served(FusedDecay(), own, None)
+        assert recurrences.served(FusedDecay(), own, None)
 
 
 @pytest.mark.parametrize("kind, wide, fits", KINDS)

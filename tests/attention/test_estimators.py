@@ -8,13 +8,10 @@ import numpy as np
 import oracles
 import pytest
 
-from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.favor import apply_statistics, favor_statistics
 from symjax.attention.performer import performer
-from symjax.attention.projections import (
-    apply_statistics,
-    favor_statistics,
-    orthogonal_projection,
-)
+from symjax.attention.projections import orthogonal_projection
+from symjax.attention.random_features import RANDOM, RandomFeatures
 
 ESTIMATORS = sorted(set(RANDOM) - {"relu"})
 

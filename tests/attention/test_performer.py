@@ -10,7 +10,7 @@ import oracles
 import pytest
 from laws import close, inputs, run, same
 
-from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.favor import Statistics, favor_statistics
 from symjax.attention.normalised import query_state, update
 from symjax.attention.performer import (
     performer,
@@ -18,11 +18,8 @@ from symjax.attention.performer import (
     performer_state,
     performer_step,
 )
-from symjax.attention.projections import (
-    Statistics,
-    favor_statistics,
-    orthogonal_projection,
-)
+from symjax.attention.projections import orthogonal_projection
+from symjax.attention.random_features import RANDOM, RandomFeatures
 
 FORMS = performer, performer_causal, performer_step, performer_state
 ROWS = np.asarray(orthogonal_projection(jax.random.key(7), 11, laws.H))

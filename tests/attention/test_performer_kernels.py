@@ -12,11 +12,12 @@ import pytest
 from interpreted import B, K, N, differentiated, seen_by
 from laws import close, same
 
-from symjax.attention import chunks, linear_causal, performer_causal
+from symjax.attention import linear_causal, performer_causal, recurrences
 from symjax.attention.chunks import Tokens
-from symjax.attention.features import IDENTITY, PLAIN, RANDOM, RandomFeatures
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer_fused import FusedFeatures
+from symjax.attention.plain_features import IDENTITY, PLAIN
+from symjax.attention.random_features import RANDOM, RandomFeatures
 
 
 class Sizes(NamedTuple):
@@ -158,12 +159,12 @@ def test_other_machines_features_and_lengths_take_the_scan():
         table = PLAIN if random is None else RANDOM
         recurrence = Normalised(table.get(features, IDENTITY))
         fused = FusedFeatures(features, recurrence, 64)
-        return chunks.served(fused, tokens, random)
+        return recurrences.served(fused, tokens, random)
 
     assert not served("positive", tokens, random)  # on a CPU
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "on_tpu", lambda: True)
-        patch.setattr(chunks, "on_one_device", lambda: True)
+        patch.setattr(recurrences, "on_tpu", lambda: True)
+        patch.setattr(recurrences, "on_one_device", lambda: True)
         assert served("positive", tokens, random)
         assert served("elu", tokens, None)
         assert not served("trigonometric", tokens, random)

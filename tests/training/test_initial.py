@@ -7,7 +7,7 @@ from flax import nnx
 from runs import call, compile_cache, train, words, write_text
 
 from symjax import config
-from symjax.attention.projections import unit_statistics
+from symjax.attention.favor import unit_statistics
 from symjax.evaluation.loading import load
 from symjax.exchange import Loaded, save_pretrained
 from symjax.exchange import load as load_model

@@ -1,0 +1,90 @@
+"""Logarithms of decays: the constants of papers, and those of learned gates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from symjax.attention.chunks import sum_dtype
+from symjax.attention.positions import alibi_slopes
+
+
+def retention_log_decay(heads: int) -> Float[Array, "N"]:
+    """log(1 − 2^(−5−h)) of heads h from 0: a memory of 32, 64, 128 … tokens.
+
+    Raises:
+        ValueError: fewer than 1 head.
+    Source: Sun et al. 2023, arXiv:2307.08621, "multi-scale retention".
+    """
+    _check_heads("retention_log_decay", heads)
+    return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(heads)))))
+
+
+def lightning_log_decay(
+    heads: int, layer: int, layers: int, *, convention: str
+) -> Float[Array, "N"]:
+    """The constant decays of Lightning attention, by one of two published conventions.
+
+    "transnormer": −2^(−8(h+1)/N) (1 − l/(L−1) + 1e-5), as in OpenNLPLab's models; by
+        `alibi_slopes` where N is no power of two.
+    "fla": −(8h/N) (1 − l/L), as in flash-linear-attention; head 0 never decays.
+
+    Args:
+        layer, layers: l, counted from 0, of L: later layers remember longer.
+    Raises:
+        ValueError: an unknown convention, fewer than 1 head, or no such layer.
+    Source: Qin et al. 2023, arXiv:2307.14995.
+    """
+    _check_heads("lightning_log_decay", heads)
+    if not 0 <= layer < layers:
+        raise ValueError(
+            f"lightning_log_decay: layer must be 0 to layers - 1, got layer {layer} "
+            f"and layers {layers}"
+        )
+    if convention == "transnormer":
+        slopes = alibi_slopes(heads) * (1 - layer / max(layers - 1, 1) + 1e-5)
+    elif convention == "fla":
+        slopes = 8 * np.arange(heads) / heads * (1 - layer / layers)
+    else:
+        raise ValueError(
+            f"lightning_log_decay: convention {convention!r} is unknown: choose from "
+            "fla, transnormer"
+        )
+    return jnp.asarray(-slopes)
+
+
+def gated_log_decay(
+    logits: Float[Array, "*shape"], power: float = 1 / 16
+) -> Float[Array, "*shape"]:
+    """power · log sigmoid(logits), in float32 at least: a gate that a layer learns.
+
+    Raises:
+        ValueError: a power that is not above 0, whose state would grow.
+    Source: Yang et al. 2023, arXiv:2312.06635.
+    """
+    if power <= 0:
+        raise ValueError(f"gated_log_decay: power must be above 0, got {power}")
+    return power * jax.nn.log_sigmoid(logits.astype(sum_dtype(logits)))
+
+
+def _check_heads(who: str, heads: int) -> None:
+    if heads < 1:
+        raise ValueError(f"{who} needs at least 1 head, got {heads}")
+
+
+def checked_log_decay(who: str, log_decay: Array, key: Array) -> Array:
+    """The same as [B or 1, T or 1, K, 1 or H]."""
+    batch, length, heads, size = key.shape
+    log_decay = jnp.asarray(log_decay)
+    given = log_decay.shape
+    if given == (heads,):
+        log_decay = log_decay[None, None]
+    shape = log_decay.shape
+    fits = len(shape) in (3, 4) and shape[2:] in ((heads,), (heads, size))
+    if not fits or shape[0] not in (1, batch) or shape[1] not in (1, length):
+        raise ValueError(
+            f"{who}: log_decay must be [{heads}], [{batch} or 1, {length} or 1, "
+            f"{heads}], or the latter and {size} channels, for key {key.shape}, "
+            f"got {given}"
+        )
+    return log_decay[..., None] if log_decay.ndim == 3 else log_decay

@@ -1,0 +1,136 @@
+"""Linear attention to all keys: of the past and of the future alike.
+
+All keys become one state, which every query reads; few keys stand beside the queries as
+in a chunk. With segments, rows of their past and of their future are merged.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.checks import check
+from symjax.attention.chunks import Chunk, Tokens, einsum, heads_last, layout, scan
+from symjax.attention.masks import starts
+from symjax.attention.meshes import on_any_mesh, vary_alike
+from symjax.attention.normalised import (
+    LinearState,
+    Normalised,
+    Rows,
+    divide,
+    highest_exponent,
+    key_weights,
+    query_state,
+    rescale,
+    row_weights,
+    rows_of,
+    update,
+)
+from symjax.attention.rescue import finite
+
+
+def attend(
+    who: str,
+    recurrence: Normalised,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K V"],
+    mask: Array | None,
+    segment_ids: Array | None,
+    *,
+    parameters: Any = None,
+) -> Float[Array, "B T N V"]:
+    """Every query sees every visible key of its segment."""
+    check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
+    tokens = Tokens(query, key, value, (), mask, segment_ids)
+    return _attend(recurrence, tokens, parameters)[0]
+
+
+@on_any_mesh(1)
+def _attend(
+    recurrence: Normalised, tokens: Tokens, parameters: Any
+) -> tuple[Float[Array, "B T N V"], tuple]:
+    rows = _whole(recurrence, parameters, layout(tokens))
+    return heads_last(rows, tokens.value.dtype), ()
+
+
+def _whole(
+    recurrence: Normalised, parameters: Any, chunk: Chunk
+) -> Float[Array, "B K G T V"]:
+    """Rows that see all visible keys of their segment."""
+    state = recurrence.nothing(parameters, chunk)
+    if chunk.segment is not None:
+        state, chunk = vary_alike((state, chunk))
+        advance = partial(recurrence.advance, parameters, divided=False)
+        return divide(_both_sides(advance, state, chunk))
+    query, key, value, divisor = recurrence.mapped(parameters, chunk)
+    length, size, features = *value.shape[2:], state.total.shape[-1]
+    if length * (features + size) > features * size:
+        if around := recurrence.features.around:
+            return divide(_read_around(recurrence, around, chunk, value))
+        state = update(state, key, value)
+        return divide(query_state(state, query, recurrence.leading(chunk)))
+    # Few keys: their pairs cost less than sums, and no digit where signs cancel.
+    highest, signed = highest_exponent(state, key), query.amplitude is not None
+    row, shift = row_weights(query, highest)
+    scores = recurrence.scores(chunk, row, key_weights(key, highest), divisor)
+    state = rescale(state, highest)
+    return divide(rows_of(state, row, shift, signed, scores, value))
+
+
+def _read_around(
+    recurrence: Normalised, around: Callable, chunk: Chunk, value: Array
+) -> Rows:
+    """Rows that see all keys by features that are made for these keys.
+
+    They are zero where keys weigh less than the rounding error of 1 in the mean.
+    """
+    arrays = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
+    query, key = around(*arrays)
+    weights = key.where(chunk.visible[:, None]).weights()
+    sums = einsum("bksm,bksv->bkmv", weights, value)
+    state = LinearState(sums, weights.sum(axis=-2))
+    rows = query_state(state, query, recurrence.leading(chunk))
+    least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
+    some = jax.lax.stop_gradient(rows.denominator) > least
+    return rows._replace(denominator=jnp.where(some, rows.denominator, 0))
+
+
+def _both_sides(advance: Any, state: LinearState, chunk: Chunk) -> Rows:
+    """Rows that see all of their segment: the past with itself, and the future without.
+
+    Seen backwards, the future without itself is a past whose keys come a token late.
+    """
+    segment = jnp.flip(jnp.asarray(chunk.segment), 1)
+    late = jnp.roll(segment, 1, axis=1) == segment
+    late = late & (jnp.arange(segment.shape[1]) > 0)[None]
+    backwards = chunk._replace(
+        query=jnp.flip(chunk.query, 3),
+        key=jnp.roll(jnp.flip(chunk.key, 2), 1, axis=2),
+        value=jnp.roll(jnp.flip(chunk.value, 2), 1, axis=2),
+        visible=jnp.roll(jnp.flip(chunk.visible, 1), 1, axis=1) & late,
+        segment=segment,
+        starts_segment=starts(segment),
+    )
+    _, past = scan(advance, state, chunk, 64)
+    _, future = scan(advance, state, backwards, 64)
+    return _merge_rows(past, jax.tree.map(lambda x: jnp.flip(x, 3), future))
+
+
+def _merge_rows(one: Rows, two: Rows) -> Rows:
+    """Rows that see the keys of both, which must be different keys.
+
+    A side without keys has shift −∞: that of the other may be far below 0.
+    """
+    shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (one, two)]
+    shift = finite(jnp.maximum(*shifts))
+    a, b = (jnp.exp(own - shift) for own in shifts)
+    return Rows(
+        one.numerator * a[..., None] + two.numerator * b[..., None],
+        one.denominator * a + two.denominator * b,
+        one.size * a + two.size * b,
+        shift,
+    )

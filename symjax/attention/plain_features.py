@@ -1,0 +1,134 @@
+"""Features without parameters: of linear attention by name, and of 1 + cos.
+
+Weights of pairs are computed without features where these would cancel.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.features import Features, LogFeatures
+
+_NORM_EPSILON = 1e-6
+
+
+def _plain(
+    function: Callable[[Array], Array],
+    pairs: Callable | None = None,
+    leading: Callable[[int], int] | None = None,
+    around: Callable | None = None,
+) -> Features:
+    def both(x: Array, parameters: None = None) -> LogFeatures:
+        return LogFeatures(function(x), None)
+
+    return Features(both, both, pairs, leading, around)
+
+
+def _length(x: Array) -> Array:
+    """|x| [… 1], with a gradient of 0 at 0."""
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    positive = square > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), 0)
+
+
+def _unit(x: Array) -> Array:
+    """[1, x / (|x| + 1e-6)]: products of these are 1 + cos."""
+    length = _length(x)
+    return jnp.concatenate([jnp.ones_like(length), x / (length + _NORM_EPSILON)], -1)
+
+
+def _unit_around(
+    query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
+) -> tuple[LogFeatures, LogFeatures]:
+    """Features of 1 + cos that are small where it is: around m, the keys' direction.
+
+    1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
+    """
+    unit, other = _unit(query)[..., 1:], _unit(key)[..., 1:]
+    mean = jax.lax.stop_gradient(other.sum(axis=-2, keepdims=True))
+    mean = mean / jnp.maximum(_length(mean), jnp.finfo(mean.dtype).tiny)
+    row, column = unit + mean[:, :, None], other - mean
+    one, ones = jnp.ones_like(row[..., :1]), jnp.ones_like(column[..., :1])
+    rows = [_half_square(row) + _half_shortfall(query), one, row]
+    columns = [ones, _half_square(column) + _half_shortfall(key), column]
+    both = jnp.concatenate(rows, axis=-1), jnp.concatenate(columns, axis=-1)
+    return LogFeatures(both[0], None), LogFeatures(both[1], None)
+
+
+def _half_square(x: Array) -> Array:
+    return jnp.sum(x * x, axis=-1, keepdims=True) / 2
+
+
+def _half_shortfall(x: Array) -> Array:
+    """(1 − |x̂|²)/2 with x̂ = x / (|x| + 1e-6)."""
+    length = _length(x)
+    missing = _NORM_EPSILON / (length + _NORM_EPSILON)
+    return missing * (1 - missing / 2)
+
+
+def _unit_pairs(query: Array, key: Array, divisor: Array) -> Array:
+    """1 + cos, and 0 where that is less than the rounding error of 1."""
+    row, column = (x.amplitude for x in _unit_around(query, key))
+    scores = _products(row, column)
+    return jnp.where(scores > jnp.finfo(scores.dtype).eps / 2, scores, 0) / divisor
+
+
+def _elu_plus_one(x: Array) -> Array:
+    """elu(x) + 1, with eˣ itself below 0: (eˣ − 1) + 1 is 0 from x = −17 on."""
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+
+def _relu2(x: Array) -> Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+def _squared(x: Array) -> Array:
+    """All x_i x_j with i ≤ j: products of these are (q·k)².
+
+    Pairs are taken by their distance on a ring, in whole vectors; at distance H/2 each
+    pair would come twice.
+    """
+    size = x.shape[-1]
+    ring = jnp.concatenate([x, x], axis=-1)
+    pairs = [x * x]
+    for distance in range(1, size // 2 + 1):
+        count = size // 2 if 2 * distance == size else size
+        other = ring[..., distance : distance + count]
+        pairs.append(2**0.5 * x[..., :count] * other)
+    return jnp.concatenate(pairs, axis=-1)
+
+
+def _products(query: Array, key: Array) -> Float[Array, "B K G T S"]:
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bkgth,bksh->bkgts", query, key, precision=exact)
+
+
+def _squared_pairs(query: Array, key: Array, divisor: Array) -> Array:
+    products = _products(query, key)
+    return products * (products / divisor)
+
+
+def _taylor(x: Array) -> Array:
+    """Products of these are 1 + s + s²/2, exp(s) to the second order; s = q·k/√H."""
+    size = x.shape[-1]
+    squares = _squared(x) * (2 * size) ** -0.5
+    return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
+
+
+def _taylor_pairs(query: Array, key: Array, divisor: Array) -> Array:
+    scores = _products(query, key) * key.shape[-1] ** -0.5
+    return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
+
+
+IDENTITY = _plain(lambda x: x)
+UNIT = _plain(_unit, _unit_pairs, lambda size: 1, _unit_around)
+PLAIN = {
+    "elu": _plain(_elu_plus_one),
+    "identity": IDENTITY,
+    "relu": _plain(jax.nn.relu),
+    "relu2": _plain(_relu2),
+    "squared": _plain(_squared, _squared_pairs, lambda size: size),
+    "taylor": _plain(_taylor, _taylor_pairs, lambda size: 1),
+}

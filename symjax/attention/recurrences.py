@@ -1,0 +1,204 @@
+"""The engine of recurrences: whatever has a state runs over chunks of time in here.
+
+    state = recurrence.empty(…)
+    for chunk in chunks:                      # jax.lax.scan of a checkpointed body
+        state, rows = recurrence.advance(parameters, state, chunk)
+
+On accelerators the chunks of 4096 tokens stand side by side where they can, and are a
+multiple of 128 tokens long.
+
+A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
+taken and given, masks, segments, and time that is split over a mesh axis. It may bring
+a kernel for TPUs, which takes the place of the chunks where
+
+- no state is given or wanted, and time is not split over devices;
+- there are at least 128 tokens of bfloat16 or float32, in heads of at most 256;
+- a TPU is in sight, v4 or later and without jax's 64-bit types;
+- the call is of one device alone: in a `jax.shard_map`, as layers under a mesh make it,
+  or where there is but one. XLA cannot split a kernel;
+- the kernel serves the arguments.
+
+What runs is then decided where the program is lowered. Kernels have no forward-mode
+derivative (`jax.jvp`), and no second one.
+"""
+
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.checks import check, check_axis, shown_state
+from symjax.attention.chunks import (
+    TILE,
+    Tokens,
+    heads_last,
+    layout,
+    scan,
+    sum_dtype,
+)
+from symjax.attention.meshes import on_any_mesh, on_one_device, on_tpu
+from symjax.attention.stretches import Recurrence, side_by_side, state_before
+
+STRETCH = 4096  # tokens whose chunks are handled side by side: this bounds the memory
+LARGEST_HEAD = 256  # that kernels serve
+
+
+class Kernel(Protocol):
+    """A mechanism on TPUs, without chunks. Hashable."""
+
+    def serves(self, tokens: Tokens, parameters: Any) -> bool:
+        """Whether it may run; the engine has looked at devices and sizes."""
+        ...
+
+    def attend(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
+        """The output of `attend_causal`."""
+        ...
+
+
+def attend_causal(
+    who: str,
+    recurrence: Recurrence,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    mask: Array | None,
+    *,
+    parameters: Any = None,
+    operands: tuple[Array | None, ...] = (),
+    chunk_size: int = 64,
+    state: Any = None,
+    return_state: bool = False,
+    segment_ids: Array | None = None,
+    axis_name: str | None = None,
+    kernel: Kernel | None = None,
+) -> Any:
+    """Every query sees the visible tokens of its segment up to its own.
+
+    Args:
+        operands: more arrays [#B #T K …] that the recurrence takes of each token.
+        kernel: what may take the place of the recurrence.
+    """
+    check(who, query, key, value, mask, segment_ids, causal=True)
+    check_axis(who, axis_name, state, return_state)
+    if chunk_size < 1:
+        raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
+    tokens = Tokens(query, key, value, operands, mask, segment_ids)
+    alone = state is None and not return_state and axis_name is None
+    state = _start(who, recurrence, parameters, state, query, key, value)
+    if kernel is not None and alone and served(kernel, tokens, parameters):
+        by_chunks = recurrence, chunk_size
+        return _on_kernel(kernel, *by_chunks, tokens, parameters, state)[0]
+    static = recurrence, chunk_size, axis_name
+    output, state = _causal(*static, tokens, parameters, state)
+    return (output, state) if return_state else output
+
+
+def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
+    """Whether a call of these tokens is for the kernel, on a TPU."""
+    query, key, value = tokens[:3]
+    return (
+        on_tpu()
+        and on_one_device()
+        and query.shape[1] >= TILE
+        and max(key.shape[3], value.shape[3]) <= LARGEST_HEAD
+        and jnp.result_type(query, key, value) in (jnp.bfloat16, jnp.float32)
+        and kernel.serves(tokens, parameters)
+    )
+
+
+@on_any_mesh(3)
+def _on_kernel(
+    kernel: Kernel,
+    recurrence: Recurrence,
+    chunk_size: int,
+    tokens: Tokens,
+    parameters: Any,
+    state: Any,
+) -> tuple[Float[Array, "B T N V"], tuple]:
+    def by_chunks() -> Array:
+        static = recurrence, chunk_size, None
+        return _causal(*static, tokens, parameters, state)[0]
+
+    output = jax.lax.platform_dependent(
+        tpu=lambda: kernel.attend(tokens, parameters), default=by_chunks
+    )
+    return output, ()
+
+
+def attend_step(
+    who: str,
+    recurrence: Recurrence,
+    state: Any,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    value: Float[Array, "B 1 K V"],
+    *,
+    parameters: Any = None,
+    operands: tuple[Array | None, ...] = (),
+) -> tuple[Float[Array, "B 1 N V"], Any]:
+    """One token, which sees itself and what the state has read: a chunk of its own."""
+    check(who, query, key, value, None, None, causal=True)
+    if query.shape[1] != 1:
+        raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
+    state = _start(who, recurrence, parameters, state, query, key, value)
+    tokens = Tokens(query, key, value, operands)
+    return _step(recurrence, tokens, parameters, state)
+
+
+def _start(
+    who: str,
+    recurrence: Recurrence,
+    parameters: Any,
+    state: Any,
+    query: Array,
+    key: Array,
+    value: Array,
+) -> Any:
+    """The given state in the dtype of the sums, or the empty one."""
+    dtype = sum_dtype(query, key, value)
+    batch, _, heads, size = key.shape
+    sizes = batch, heads, size, value.shape[-1]
+    if state is None:
+        return recurrence.empty(parameters, sizes, dtype)
+    wanted = jax.eval_shape(lambda: recurrence.empty(parameters, sizes, dtype))
+    fits = jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, wanted)
+    if type(state) is not type(wanted) or not fits:
+        raise ValueError(
+            f"{who}: key {key.shape} and value {value.shape} need {shown_state(wanted)}"
+            f", got {shown_state(state)}"
+        )
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
+
+
+@on_any_mesh(3)
+def _causal(
+    recurrence: Recurrence,
+    chunk_size: int,
+    axis_name: str | None,
+    tokens: Tokens,
+    parameters: Any,
+    state: Any,
+) -> tuple[Float[Array, "B T N V"], Any]:
+    chunk = layout(tokens, axis_name)
+    if axis_name is not None:
+        state = state_before(recurrence, parameters, chunk, chunk_size, axis_name)
+    size = -(-chunk_size // TILE) * TILE
+    advance = partial(recurrence.advance, parameters)
+    on_accelerators = partial(scan, advance, state, chunk, size)
+    if recurrence.may_stand_side_by_side(state, chunk):
+        given = recurrence, parameters, state, chunk
+        on_accelerators = partial(side_by_side, *given, size, STRETCH)
+    state, rows = jax.lax.platform_dependent(
+        cpu=partial(scan, advance, state, chunk, chunk_size), default=on_accelerators
+    )
+    return heads_last(rows, tokens.value.dtype), state
+
+
+@on_any_mesh(1)
+def _step(
+    recurrence: Recurrence, tokens: Tokens, parameters: Any, state: Any
+) -> tuple[Float[Array, "B 1 N V"], Any]:
+    state, rows = recurrence.advance(parameters, state, layout(tokens))
+    return heads_last(rows, tokens.value.dtype), state

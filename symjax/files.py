@@ -9,7 +9,7 @@ from secrets import token_hex
 
 from etils import epath
 
-from symjax.places import in_bucket, reaching
+from symjax.places import in_bucket, put, reaching
 
 UNFINISHED = ".unfinished-"
 
@@ -36,12 +36,18 @@ def check_writable(folder: Path | epath.Path, what: str) -> None:
 
 
 @contextlib.contextmanager
-def replaced(folder: Path, *names: str) -> Iterator[Path]:
+def replaced(folder: Path | epath.Path, *names: str) -> Iterator[Path]:
     """A temporary folder, whose files move to `folder` when the block ends well.
 
     A kill leaves each file the old one or the new one, and a later name is new only
     where all before it are.
     """
+    if in_bucket(folder):
+        with tempfile.TemporaryDirectory() as unfinished:
+            yield Path(unfinished)
+            for name in names:
+                put(Path(unfinished, name), epath.Path(folder, name))
+        return
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder) as unfinished:
         yield Path(unfinished)
         for name in names:

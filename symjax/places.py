@@ -11,8 +11,10 @@ import importlib.util
 import logging
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
@@ -57,17 +59,6 @@ def anywhere(path: str | os.PathLike[str]) -> Path | epath.Path:
     return place(path) if SCHEME.match(os.fspath(path)) else Path(path)
 
 
-def on_disk(path: str | os.PathLike[str]) -> Path:
-    """The path of a file or folder that can only be on this machine.
-
-    Raises:
-        ValueError: it has a scheme.
-    """
-    if SCHEME.match(os.fspath(path)):
-        raise ValueError(f"{os.fspath(path)!r} must be on a disk of this machine")
-    return Path(path)
-
-
 def in_bucket(path: os.PathLike[str]) -> bool:
     return os.fspath(path).startswith("gs://")
 
@@ -101,7 +92,7 @@ def brought(workdir: epath.Path, name: str) -> Path:
                 here.unlink(missing_ok=True)
             else:
                 copy = here.with_name(f"{here.name}.{os.getpid()}")
-                copy.write_bytes((workdir / name).read_bytes())
+                _client().get_file(os.fspath(workdir / name), str(copy))
                 os.replace(copy, here)
     return here
 
@@ -109,8 +100,36 @@ def brought(workdir: epath.Path, name: str) -> Path:
 def sent(workdir: epath.Path, name: str) -> None:
     """Put a file of `home` into the workdir, where these are two."""
     if in_bucket(workdir):
-        with reaching(workdir):
-            (workdir / name).write_bytes((home(workdir) / name).read_bytes())
+        put(home(workdir) / name, workdir / name)
+
+
+def put(file: Path, target: os.PathLike[str]) -> None:
+    """Make an object of a file; it is whole or not there."""
+    with reaching(target):
+        _client().put_file(str(file), os.fspath(target))
+
+
+@contextlib.contextmanager
+def copied(folder: Path | epath.Path, *suffixes: str) -> Iterator[Path]:
+    """A folder on this machine: itself, or of one in a bucket a copy of its files with
+    these suffixes, until the block ends.
+
+    A ValueError of the block names the folder in the bucket.
+    """
+    if not in_bucket(folder):
+        yield Path(folder)
+        return
+    with tempfile.TemporaryDirectory() as here:
+        with reaching(folder):
+            for name in [x.name for x in epath.Path(folder).iterdir()]:
+                if name.endswith(suffixes):
+                    there = os.fspath(epath.Path(folder, name))
+                    _client().get_file(there, str(Path(here, name)))
+        try:
+            yield Path(here)
+        except ValueError as error:
+            said = str(error).replace(here, os.fspath(folder))
+            raise ValueError(said) from error
 
 
 @contextlib.contextmanager
@@ -138,6 +157,13 @@ def no_answer(error: BaseException) -> bool:
     client = type(error).__module__.partition(".")[0] in CLIENTS
     refused = isinstance(error, OSError) and str(error).startswith("Forbidden: ")
     return client or refused or NO_ANSWER.match(str(error)) is not None
+
+
+def _client() -> Any:
+    """What copies whole files, piece by piece."""
+    import fsspec
+
+    return fsspec.filesystem("gs")
 
 
 def _prepare_client() -> None:

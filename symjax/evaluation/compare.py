@@ -35,7 +35,7 @@ from symjax.evaluation.results import Result, Table, table
 from symjax.evaluation.weights import lambda_table
 from symjax.figures import Lines
 from symjax.files import check_writable
-from symjax.places import anywhere, on_disk
+from symjax.places import anywhere
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, parse
@@ -76,7 +76,7 @@ def main(words: list[str]) -> None:
     chosen, rest = parser.parse_known_args(words)
     if chosen.batches is not None and chosen.batches < 1:
         raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
-    chosen.out = on_disk(chosen.out)
+    chosen.out = anywhere(chosen.out)
     if chosen.workdirs is not None:
         check_alone(chosen, rest)
         runs = existing([*map(anywhere, _items("--workdirs", chosen.workdirs, str))])
@@ -211,7 +211,7 @@ def commands(
     varied: list[list[str]],
     seeds: list[int],
     rest: list[str],
-    out: Path,
+    out: Workdir,
 ) -> dict[str, list[Command]]:
     """The runs by name of their configuration, a run a seed.
 

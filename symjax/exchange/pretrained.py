@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from etils import epath
 from flax import nnx
 
 from symjax import validation
@@ -24,19 +26,28 @@ from symjax.models.folders import (
     own_tensors,
     read_folder,
 )
-from symjax.models.hf_files import TENSORS, write_tensors
+from symjax.models.hf_files import (
+    INDEX,
+    SHARD,
+    TENSORS,
+    in_shards,
+    index_of,
+    write_tensors,
+)
 from symjax.places import anywhere, copied, reaching
 
 CARD = "README.md"
 FORMATS = ("auto", "transformers", "symjax")
+SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 
 
 def save_pretrained(
     loaded: Loaded,
-    folder: str | Path,
+    folder: str | os.PathLike[str],
     *,
-    results: str | Path | None = None,
+    results: str | os.PathLike[str] | None = None,
     format: str = "auto",
+    shard_size: int = SHARD_SIZE,
 ) -> str:
     """Write a model as a folder: weights, configuration, tokenizer and a model card.
 
@@ -53,6 +64,8 @@ def save_pretrained(
         results: the JSON of `eval.py --json`, whose numbers the card shows.
         format: "transformers" refuses what it cannot load, "symjax" writes any model
             under our own names, "auto" does the first where it can.
+        shard_size: bytes of tensors in a file, at most; of more there are several and
+            model.safetensors.index.json.
     Returns:
         What was written: llama, diffllama, gpt2, or symjax.
     Raises:
@@ -63,8 +76,9 @@ def save_pretrained(
         raise ValueError(
             f"format {format!r} is unknown: choose from {', '.join(FORMATS)}"
         )
-    folder, numbers = anywhere(folder), read_results(results)
+    place, numbers = anywhere(folder), read_results(results)
     settings, tensors, reason = _contents(loaded, format)
+    shards = in_shards(tensors, shard_size)
     kind = settings.get("model_type", "symjax")
     about = {
         "format": kind,
@@ -79,18 +93,28 @@ def save_pretrained(
         settings |= {"eos_token_id": tokenizer.document_end} if settings else {}
     if settings:
         texts[SETTINGS] = _json(settings)
-    check_writable(folder, f"weights in {folder}")
-    with reaching(folder):
-        for stale in {SETTINGS, subwords.FILE, subwords.ABOUT} - texts.keys():
-            (folder / stale).unlink(missing_ok=True)
-    with replaced(folder, TENSORS, *texts) as unfinished:
-        write_tensors(unfinished / TENSORS, tensors)
+    if len(shards) > 1:
+        texts[INDEX] = _json(index_of(shards))
+    check_writable(place, f"weights in {folder}")
+    with reaching(place):
+        _remove_others(place, {*shards, *texts})
+    with replaced(place, *shards, *texts) as unfinished:
+        for name, some in shards.items():
+            write_tensors(unfinished / name, some)
         for name, text in texts.items():
             (unfinished / name).write_text(text, encoding="utf-8")
     return kind
 
 
-def load_pretrained(folder: str | Path) -> Loaded:
+def _remove_others(folder: Path | epath.Path, kept: set[str]) -> None:
+    """Remove what another model of this folder had, and this one has not."""
+    own = {SETTINGS, subwords.FILE, subwords.ABOUT, INDEX, TENSORS}
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        if path.name not in kept and (path.name in own or SHARD.fullmatch(path.name)):
+            path.unlink()
+
+
+def load_pretrained(folder: str | os.PathLike[str]) -> Loaded:
     """The model of a folder of `save_pretrained`, symjax's or that of transformers.
 
     The tokenizer of a Llama, DiffLlama or GPT-2 that transformers wrote is the

@@ -1,6 +1,11 @@
-"""Folders of Hugging Face: config.json beside tensors in safetensors files."""
+"""Folders of Hugging Face: config.json beside tensors in safetensors files.
+
+Large models are in several files, model-00001-of-00003.safetensors and so on, with an
+index that says in which one a tensor is.
+"""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +14,7 @@ import numpy as np
 
 TENSORS = "model.safetensors"
 INDEX = f"{TENSORS}.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -31,10 +37,9 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
         ValueError: a file is missing or damaged, or safetensors is not installed.
     """
     safe_open = _safetensors().safe_open
-    index, files = directory / INDEX, {TENSORS}
-    if index.is_file():
-        files = set(read_json(index)["weight_map"].values())
-    tensors = {}
+    files, tensors = {TENSORS}, {}
+    if (directory / INDEX).is_file():
+        files = _files_of(directory / INDEX)
     for path in (directory / name for name in sorted(files)):
         if not path.is_file():
             raise ValueError(f"{path} is missing")
@@ -45,6 +50,47 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
         except _safetensors().SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
     return tensors
+
+
+def _files_of(index: Path) -> set[str]:
+    """Raises: ValueError: it does not name files beside it."""
+    found = read_json(index).get("weight_map")
+    names = found.values() if isinstance(found, dict) else ()
+    if not names or not all(isinstance(x, str) and Path(x).name == x for x in names):
+        raise ValueError(f"{index} has no weight_map that names files beside it")
+    return set(names)
+
+
+def in_shards(tensors: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
+    """File → its tensors by name, in their order: of at most `size` bytes together,
+    or one that is larger.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+    if size < 1:
+        raise ValueError(f"shard_size must be at least 1 byte, got {size}")
+    shards: list[dict[str, Any]] = [{}]
+    room = size
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = size
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        return {TENSORS: shards[0]}
+    count = len(shards)
+    return {
+        f"model-{i:05}-of-{count:05}.safetensors": x for i, x in enumerate(shards, 1)
+    }
+
+
+def index_of(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the index of several files says."""
+    sizes = [tensor.nbytes for some in shards.values() for tensor in some.values()]
+    places = {name: file for file, some in shards.items() for name in some}
+    return {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:

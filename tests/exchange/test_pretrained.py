@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference_logits
 from flax import nnx
+from safetensors.numpy import load_file
 
 import symjax
 from symjax import config
@@ -106,6 +107,57 @@ def test_what_is_written_is_read_again(tmp_path, name):
     )
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings["model_type"] == EXPORTED[name][1]
+
+
+SHARD = 2500  # bytes, of which some kernels have more
+
+
+def test_large_weights_are_written_in_shards(tmp_path):
+    """By the format of safetensors' index; written anew, nothing of them is left."""
+    loaded = random_model(LLAMA)
+    symjax.save_pretrained(loaded, tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    symjax.save_pretrained(loaded, tmp_path, shard_size=SHARD)
+    names = sorted(x.name for x in tmp_path.glob("*.safetensors"))
+    count = len(names)
+    assert count > 3
+    assert names == [
+        f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)
+    ]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = {name: load_file(tmp_path / name) for name in names}
+    assert all(
+        len(x) == 1 or sum(y.nbytes for y in x.values()) <= SHARD
+        for x in files.values()
+    )
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in whole.values())
+    assert index["weight_map"].keys() == whole.keys()
+    for name, tensor in whole.items():
+        np.testing.assert_array_equal(files[index["weight_map"][name]][name], tensor)
+    found = symjax.load_pretrained(tmp_path)
+    np.testing.assert_array_equal(found.logits(TOKENS), loaded.logits(TOKENS))
+    symjax.save_pretrained(loaded, tmp_path)
+    assert [x.name for x in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
+@with_transformers
+def test_transformers_reads_shards(tmp_path):
+    loaded = random_model(EXPORTED["diff_sym"][0])
+    symjax.save_pretrained(loaded, tmp_path, shard_size=SHARD)
+    found = reference_logits.logits_of_transformers(tmp_path)
+    np.testing.assert_allclose(found, loaded.logits(TOKENS), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "index", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}']
+)
+def test_an_index_that_names_no_files_is_refused(tmp_path, index):
+    symjax.save_pretrained(random_model(LLAMA), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="index.json has no weight_map that names fil"):
+        symjax.load_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="shard_size must be at least 1 byte, got 0"):
+        symjax.save_pretrained(random_model(LLAMA), tmp_path, shard_size=0)
 
 
 @pytest.mark.parametrize(

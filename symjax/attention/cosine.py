@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.cosine_fused import FusedCosine
 from symjax.attention.noncausal import attend
 from symjax.attention.normalised import LinearState, Normalised
 from symjax.attention.plain_features import UNIT
@@ -54,7 +55,14 @@ def cosine(
     """
     if is_causal:
         return attend_causal(
-            "cosine", RECURRENCE, query, key, value, mask, segment_ids=segment_ids
+            "cosine",
+            RECURRENCE,
+            query,
+            key,
+            value,
+            mask,
+            segment_ids=segment_ids,
+            kernel=FusedCosine(),
         )
     return attend("cosine", RECURRENCE, query, key, value, mask, segment_ids)
 
@@ -73,7 +81,9 @@ def cosine_causal(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """`cosine` over a token itself, its past, and what `state` has seen.
 
-    Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk.
+    Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk. On
+    one TPU kernels serve it (`cosine_fused`), in chunks of 128; they have no
+    forward-mode derivative.
 
     Args:
         chunk_size: tokens handled together; accelerators take multiples of 128.
@@ -100,6 +110,7 @@ def cosine_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
+        kernel=FusedCosine(),
     )
 
 

@@ -22,7 +22,8 @@ from symjax.attention.kernels.lanes import (
     summed_apart,
 )
 from symjax.attention.kernels.performer import EMPTY, Operands, Plan
-from symjax.attention.masks import only_seen, segment_runs, starts, visible_keys
+from symjax.attention.kernels.seen import described
+from symjax.attention.masks import only_seen, segment_runs, visible_keys
 from symjax.attention.normalised import Normalised
 from symjax.attention.random_features import RandomFeatures
 from symjax.attention.recurrences import attend_causal
@@ -168,18 +169,11 @@ def _operands(
     segment: Array | None,
 ) -> tuple[Plan, Operands]:
     plan = _plan(choice, query, value, random)
-    rows = offset = norm = flags = None
+    rows = offset = norm = None
     if random is not None:
         rows, offset = _projection(choice, plan, random, query.dtype)
         norm = (0.5 * LOG2E * random.scale.astype(jnp.float32)).reshape(1)
-    missing = plan.length - query.shape[1]
-    if missing or visible is not None or segment is not None:
-        visible = jnp.ones(query.shape[:2], bool) if visible is None else visible
-        visible = jnp.pad(visible, ((0, 0), (0, missing)))
-        if segment is not None:
-            segment = jnp.pad(segment, ((0, 0), (0, missing)), mode="edge")
-        flags = _flags(plan, visible, segment)[:, None]
-        segment = None if segment is None else segment[:, None]
+    flags, segment = described(visible, segment, query, plan.length, plan.block)
     return plan, Operands(
         side_by_side(query, plan.heads, plan.length, plan.head_size),
         side_by_side(key, plan.heads, plan.length, plan.head_size),
@@ -211,20 +205,3 @@ def _projection(
         high = jax.lax.reduce_precision(rows, 8, 7)
         parts = [high, rows - high]
     return jnp.stack(parts).astype(dtype), jnp.tile(offset, plan.packed)[None]
-
-
-def _flags(
-    plan: Plan, visible: Bool[Array, "B T"], segment: Int[Array, "B T"] | None
-) -> Int[Array, "B T"]:
-    seen = jnp.cumsum(visible, axis=1)
-    if segment is None:
-        return visible * kernels.VISIBLE + (seen > 0) * kernels.SEES
-    before = jnp.where(starts(segment), seen - visible, 0)  # the segment's first token
-    sees = seen > jax.lax.cummax(before, axis=1)
-    chunks = segment.reshape(segment.shape[0], -1, plan.block)
-    last = chunks[..., -1:]
-    first = jnp.concatenate([chunks[:, :1, :1], last[:, :-1]], axis=1)
-    of_state = kernels.REACHES * (chunks == first) + kernels.JOINS * (chunks == last)
-    of_state += kernels.KEEPS * (first == last)
-    flags = visible * kernels.VISIBLE + sees * kernels.SEES
-    return flags + of_state.reshape(flags.shape)

@@ -40,3 +40,13 @@ def differentiated(form, given, dtype=np.float32):
     with jax.enable_x64(dtype == np.float64):
         found = jax.jit(both)(weigh, *(x.astype(dtype) for x in given))
         return [np.asarray(x) for x in found]
+
+
+def antiparallel(length, spread, heads=40, size=64):
+    """Keys near one direction and queries near the other, float32."""
+    rng = np.random.default_rng(0)
+    axis = rng.normal(size=(1, 1, heads, size))
+    shapes = [(1, length, heads, n) for n in (size, size, 3)]
+    query, key, value = (rng.normal(size=shape) for shape in shapes)
+    near = -axis + spread * query, axis + spread * key, value
+    return [x.astype(np.float32) for x in near]

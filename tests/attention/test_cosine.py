@@ -8,9 +8,12 @@ import laws
 import numpy as np
 import oracles
 import pytest
+from interpreted import antiparallel
 from laws import close, inputs
 
+from symjax.attention.chunks import Tokens
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
+from symjax.attention.cosine_fused import FusedCosine
 
 
 def products(query, key, module=np):
@@ -21,6 +24,15 @@ def products(query, key, module=np):
 MECHANISM = laws.Mechanism.of(
     (cosine, cosine_causal, cosine_step, cosine_state), products
 )
+
+
+@jax.jit
+def by_kernel(query, key, value, mask=None):
+    """The causal form on its kernel for TPUs, interpreted."""
+    return FusedCosine(interpret=True).attend(Tokens(query, key, value, (), mask))
+
+
+FORMS = cosine, cosine_causal, by_kernel
 
 
 @laws.every_law
@@ -52,7 +64,7 @@ def test_lengths_of_queries_and_keys_do_not_matter(x64, scale):
 def test_a_zero_vector_has_a_finite_gradient():
     query, key, value = (x.copy() for x in inputs(dtype=np.float32))
     query[0, 3], key[1, 4] = 0, 0
-    for form in (cosine, cosine_causal):
+    for form in FORMS:
         gradients = laws.gradient(form, query, key, value)
         assert all(np.isfinite(gradient).all() for gradient in gradients)
 
@@ -61,7 +73,7 @@ def test_keys_that_all_point_away_weigh_nothing():
     """1 + cos is 0 up to rounding: the row is zero, neither noise nor NaN."""
     query = np.full((1, 40, 1, 4), 30, np.float32)
     value = np.ones((1, 40, 1, 2), np.float32)
-    for form in (cosine, cosine_causal):
+    for form in FORMS:
         output = form(query, -query, value)
         laws.same(output, np.zeros_like(output))
         gradients = laws.gradient(form, query, -query, value)
@@ -74,18 +86,8 @@ def test_a_lone_small_weight_still_counts():
     query = np.array([1.0, 0], np.float32).reshape(1, 1, 1, 2)
     key = np.array([np.cos(angle), np.sin(angle)], np.float32).reshape(1, 1, 1, 2)
     value = jnp.full((1, 1, 1, 3), 2.0)
-    for form in (cosine, cosine_causal):
+    for form in FORMS:
         close(form(query, key, value), value, 1e-3)
-
-
-def opposite(length, spread, heads=40, size=64):
-    """Keys near one direction and queries near the other, float32."""
-    rng = np.random.default_rng(0)
-    axis = rng.normal(size=(1, 1, heads, size))
-    shapes = [(1, length, heads, n) for n in (size, size, 3)]
-    query, key, value = (rng.normal(size=shape) for shape in shapes)
-    near = -axis + spread * query, axis + spread * key, value
-    return [x.astype(np.float32) for x in near]
 
 
 # 66 terms, none above the weights that they add up to by more than a small factor.
@@ -96,14 +98,15 @@ NEAR_ZERO = (64 + 2) * np.finfo(np.float32).eps
 @pytest.mark.parametrize("length", [1, 6, 60])
 def test_rows_that_are_nearly_antiparallel_to_their_keys(length, spread):
     """1 + cos down to 6e-7, where a float32 cosine has no digit left."""
-    arrays = opposite(length, spread)
+    arrays = antiparallel(length, spread)
     wide = [x.astype(np.float64) for x in arrays]
-    for form, causal in ((cosine, False), (cosine_causal, True)):
-        close(form(*arrays), MECHANISM.oracle(*wide, causal=causal), NEAR_ZERO)
+    for form in FORMS:
+        wanted = MECHANISM.oracle(*wide, causal=form is not cosine)
+        close(form(*arrays), wanted, NEAR_ZERO)
 
 
 def test_a_nearly_antiparallel_key_in_the_state_is_its_value():
-    query, key, value = opposite(3, 0.001)
+    query, key, value = antiparallel(3, 0.001)
     mask = np.array([True, False, False]).reshape(1, 1, 1, 3)
     output = cosine_causal(query, key, value, mask, chunk_size=1)
     close(output, value[:, [0] * 3], 1e-6)
@@ -111,10 +114,12 @@ def test_a_nearly_antiparallel_key_in_the_state_is_its_value():
 
 @pytest.mark.parametrize("length", [6, 60])
 def test_gradients_of_nearly_antiparallel_rows(length):
-    arrays = opposite(length, 0.01, heads=6)
-    single = laws.gradient(cosine, *arrays)
-    with jax.enable_x64(True):
-        wide = [x.astype(np.float64) for x in arrays]
-        wanted = laws.gradient(partial(MECHANISM.oracle, module=jnp), *wide)
-    for part, exact in zip(single, wanted, strict=True):
-        close(part, exact, 1e-4)
+    arrays = antiparallel(length, 0.01, heads=6)
+    for form, causal in ((cosine, False), (by_kernel, True)):
+        single = laws.gradient(form, *arrays)
+        with jax.enable_x64(True):
+            wide = [x.astype(np.float64) for x in arrays]
+            oracle = partial(MECHANISM.oracle, module=jnp, causal=causal)
+            wanted = laws.gradient(oracle, *wide)
+        for part, exact in zip(single, wanted, strict=True):
+            close(part, exact, 1e-4)

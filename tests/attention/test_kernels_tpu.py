@@ -22,9 +22,10 @@ pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
 ONCE = {"attention_forward": 1, "attention_row_sums": 1, "attention_backward": 1}
 OF_PERFORMER = {"performer_forward": 1, "performer_backward": 1}
 OF_DECAY = {"decay_forward": 1, "decay_backward": 1}
+OF_COSINE = {"cosine_forward": 1, "cosine_backward": 1}
 OF_DELTA = {"delta_forward": 1, "delta_backward": 1}
 KERNELS = {"performer": OF_PERFORMER, "linear": OF_PERFORMER, "decay": OF_DECAY}
-KERNELS |= {"delta": OF_DELTA, "kda": OF_DELTA}
+KERNELS |= {"delta": OF_DELTA, "kda": OF_DELTA, "cosine": OF_COSINE}
 # Features of linear attention, log-decays, and the inverses of the delta rule, 128
 # numbers of a token, are float32.
 MORE = {"linear": 10, "decay": 10, "delta": 12, "kda": 14}
@@ -59,6 +60,10 @@ QUICK = {
         "performer", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
     ),
     "linear_64": Case("linear", 4096, 64, 64),
+    "cosine_64": Case("cosine", 4096, 64, 64),
+    "cosine_odd_with_all": Case(
+        "cosine", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
+    ),
     "decay_64": Case("decay", 4096, 64, 64),
     "delta_64": Case("delta", 4096, 64, 64),
     "kda_odd_with_all": Case(
@@ -84,6 +89,10 @@ SLOW = {
     "performer_float32": Case("performer", 4096, 64, 64, dtype=jnp.float32),
     "performer_on_v5p": Case("performer", 4096, 128, 128, chip="v5p-4"),
     "performer_on_v6e": Case("performer", 4096, 64, 64, chip="v6e-4"),
+    "cosine_32k": Case("cosine", 32768, 128, 256),
+    "cosine_float32": Case("cosine", 4096, 64, 64, dtype=jnp.float32),
+    "cosine_on_v5p": Case("cosine", 4096, 128, 128, chip="v5p-4"),
+    "cosine_on_v6e": Case("cosine", 4096, 64, 64, chip="v6e-4"),
     "decay_32k": Case("decay", 32768, 128, 256),
     "decay_float32": Case("decay", 4096, 64, 64, dtype=jnp.float32),
     "kda_16k": Case("kda", 16384, 128, 256),
@@ -119,6 +128,8 @@ def form(case):
     if case.kind in ("delta", "kda"):
         decays = [shapes[1]] if case.kind == "kda" else []
         return attention.delta_causal, [*shapes, shapes[1][:3], *decays]
+    if case.kind == "cosine":
+        return attention.cosine_causal, shapes
     if case.kind == "linear":
         return attention.linear_causal, shapes
     if case.kind == "performer":

@@ -216,6 +216,16 @@ def product(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _"]:
     )
 
 
+def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:
+    """bfloat16 numbers, the largest first, that add up to float32 ones: to 8 bits of
+    their 24 each."""
+    parts = []
+    for _ in range(count):
+        parts.append(x.astype(jnp.bfloat16))
+        x -= parts[-1].astype(x.dtype)
+    return parts
+
+
 def part(x: Array, size: int, i: int) -> Array:
     """The i-th of the branches that lie side by side, or the only one."""
     i = min(i, x.shape[1] // size - 1)
@@ -244,9 +254,16 @@ def column(row: Shaped[Array, "1 r"]) -> Shaped[Array, "r 1"]:
     return jnp.concatenate(pieces, axis=0)
 
 
-def write_row(row, i: int, column: Float[Array, "r _"]) -> None:
-    """Row i of a block, from one column or from 128 equal ones."""
+def row(column: Float[Array, "r _"]) -> Float[Array, "1 r"]:
+    """A column laid down; it may be 128 equal ones."""
     equal = jnp.broadcast_to(column, (column.shape[0], LANES))
-    for x in range(0, column.shape[0], LANES):
-        piece = jnp.where(_diagonal(), equal[x : x + LANES], 0)
-        row[i : i + 1, x : x + LANES] = piece.sum(axis=0, keepdims=True)
+    pieces = [
+        jnp.where(_diagonal(), equal[x : x + LANES], 0).sum(axis=0, keepdims=True)
+        for x in range(0, column.shape[0], LANES)
+    ]
+    return jnp.concatenate(pieces, axis=1)
+
+
+def write_row(rows, i: int, column: Float[Array, "r _"]) -> None:
+    """Row i of a block, from one column or from 128 equal ones."""
+    rows[i : i + 1, :] = row(column)

@@ -27,8 +27,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from symjax.attention.kernels import blocks
-from symjax.attention.kernels.blocks import ACROSS, LANES, PLAIN, TURNED, product
-from symjax.attention.kernels.lanes import own
+from symjax.attention.kernels.blocks import (
+    ACROSS,
+    LANES,
+    PLAIN,
+    TURNED,
+    in_parts,
+    product,
+)
+from symjax.attention.kernels.lanes import of_heads, own
 
 BLOCK = LANES  # tokens of a chunk
 LEVELS = BLOCK.bit_length() - 1
@@ -63,6 +70,10 @@ class Plan(NamedTuple):
     @property
     def value_width(self) -> int:
         return self.packed * self.value_size
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.value_size, self.head_size
 
     @property
     def state(self) -> tuple[int, int]:
@@ -234,7 +245,7 @@ def _forward(plan: Plan, given: Operands, output, before, state) -> None:
         rows += product(scores[i].astype(dtype), own_value, PLAIN)
     output[...] = rows.astype(output.dtype)
     new = product(value, (wide_key * until).astype(dtype), TURNED)
-    state[...] = state[...] * through(plan, since) + of_heads(plan, new)
+    state[...] = state[...] * through(plan, since) + of_heads(plan.sizes, new)
 
 
 def _backward(
@@ -308,7 +319,7 @@ def _backward(
         value_change += product(scores[i].astype(dtype), changes[i], TURNED)
     value_out[...] = value_change.astype(value_out.dtype)
     here = product(change, asking.astype(dtype), TURNED)
-    grown[...] = grown[...] * left + of_heads(plan, here)
+    grown[...] = grown[...] * left + of_heads(plan.sizes, here)
 
 
 def fade(given: Operands, level: int) -> Float[Array, "c P*H"] | float:
@@ -325,10 +336,7 @@ def grown_by(
     """The gradient of log-decays by that of a level's sums."""
     if given.decay is None:
         return 0.0
-    parts = []
-    for _ in range(given.decay.shape[0]):
-        parts.append(change.astype(jnp.bfloat16))
-        change -= parts[-1].astype(change.dtype)
+    parts = in_parts(change, given.decay.shape[0])
     return _summed(given.sums[1, level], parts)
 
 
@@ -352,14 +360,6 @@ def _of_level(given: Operands, level: int, query: Array, key: Array, other: Any)
 def through(plan: Plan, since: Any) -> Any:
     """The decay of all of a chunk."""
     return since[BLOCK - 1 :] if plan.fades else since
-
-
-def of_heads(plan: Plan, state: Float[Array, "P*V P*H"]) -> Float[Array, "P*V P*H"]:
-    """Values and features of the same head; 0 for others."""
-    if plan.packed == 1:
-        return state
-    value, key = (jax.lax.broadcasted_iota(jnp.int32, state.shape, x) for x in (0, 1))
-    return jnp.where(value // plan.value_size == key // plan.head_size, state, 0)
 
 
 def passes(operands: Operands) -> int:

@@ -15,7 +15,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from symjax.attention.kernels import blocks
-from symjax.attention.kernels.blocks import ACROSS, PLAIN, TURNED, column, product
+from symjax.attention.kernels.blocks import (
+    ACROSS,
+    PLAIN,
+    TURNED,
+    column,
+    in_parts,
+    product,
+)
 from symjax.attention.kernels.decay import (
     BLOCK,
     DIAGONAL,
@@ -27,12 +34,11 @@ from symjax.attention.kernels.decay import (
     Plan,
     fade,
     grown_by,
-    of_heads,
     pairs_of,
     passes,
     through,
 )
-from symjax.attention.kernels.lanes import is_own, own
+from symjax.attention.kernels.lanes import is_own, of_heads, own
 
 
 def _forward(
@@ -59,7 +65,7 @@ def _forward(
         rows += product(pair[0].astype(dtype), mine, PLAIN)
     output[...] = rows.astype(output.dtype)
     new = product(change.astype(dtype), (key * until).astype(dtype), TURNED)
-    state[...] = state[...] * through(plan, since) + of_heads(plan, new)
+    state[...] = state[...] * through(plan, since) + of_heads(plan.sizes, new)
 
 
 def _backward(
@@ -151,7 +157,7 @@ def _backward(
         out[...] = decay_change + of_state.sum(axis=0, keepdims=True)
     both = zip(rows, asking, strict=True)
     here = [product(x, y.astype(dtype), TURNED) for x, y in both]
-    grown[...] = grown[...] * left + of_heads(plan, here[0] + here[1])
+    grown[...] = grown[...] * left + of_heads(plan.sizes, here[0] + here[1])
 
 
 def _pairs(
@@ -185,11 +191,7 @@ def _closely(given: Operands, a: Array, b: Array, dimensions: tuple) -> Array:
     the kernel have 8: in three passes, not six."""
     if given.value.dtype != jnp.bfloat16:
         return product(a, b, dimensions)
-    high = [x.astype(jnp.bfloat16) for x in (a, b)]
-    low = [
-        (x - y.astype(x.dtype)).astype(jnp.bfloat16)
-        for x, y in zip((a, b), high, strict=True)
-    ]
+    high, low = zip(*(in_parts(x, 2) for x in (a, b)), strict=True)
     pairs = (high[0], low[1]), (low[0], high[1]), (high[0], high[1])
     return reduce(jnp.add, [product(x, y, dimensions) for x, y in pairs])
 

@@ -59,3 +59,14 @@ def is_own(shape: tuple[int, ...], size: int, head: int) -> Bool[Array, "..."]:
 def own(x: Float[Array, "c W"], size: int, head: int) -> Float[Array, "c W"]:
     """A tile with 0 for all heads but one."""
     return jnp.where(is_own(x.shape, size, head), x, 0) if x.shape[1] > size else x
+
+
+def of_heads(
+    sizes: tuple[int, int], state: Float[Array, "P*V P*H"]
+) -> Float[Array, "P*V P*H"]:
+    """A state of packed heads, of sizes V and H: 0 but for values and keys of one
+    head."""
+    if state.shape == sizes:
+        return state
+    value, key = (jax.lax.broadcasted_iota(jnp.int32, state.shape, x) for x in (0, 1))
+    return jnp.where(value // sizes[0] == key // sizes[1], state, 0)

@@ -39,11 +39,10 @@ from symjax.attention.kernels.blocks import (
     column,
     product,
 )
+from symjax.attention.kernels.seen import Seen, seen_in_chunk, where
 
 EMPTY = -1e30  # the running maximum before the first key
 LOST = 1e-20  # a denominator below this has lost its keys
-# What `flags` say of a token.
-VISIBLE, SEES, REACHES, JOINS, KEEPS = 1, 2, 4, 8, 16
 
 
 class Plan(NamedTuple):
@@ -91,18 +90,6 @@ class Operands(NamedTuple):
     norm: Any  # [1]: what |k|² takes from a key's exponents
     flags: Any  # [B 1 T], or None where all tokens are visible and of one segment
     segment: Any  # [B 1 T], or None
-
-
-class Seen(NamedTuple):
-    """Who sees whom in a chunk; columns [c 1] of 0 and 1, None: all 1."""
-
-    pairs: Any  # [c c]
-    visible: Any = None
-    sees: Any = None  # some key
-    segment: Any = None  # the number of it
-    reaches: Any = None  # the state before the chunk
-    joins: Any = None  # the state after it
-    keeps: Any = None  # [1 1]: whether the state before is part of the one after
 
 
 class Weights(NamedTuple):
@@ -247,7 +234,7 @@ def _forward(
         row, past = weights.row.astype(dtype), _faded(before[head], weights.fade)
         scores = product(row, weights.key.astype(dtype), ACROSS)
         scores = jnp.where(seen.pairs, scores, 0).astype(dtype)
-        earlier = _where(seen.reaches, product(row, past, ACROSS), 0)
+        earlier = where(seen.reaches, product(row, past, ACROSS), 0)
         rows[head] = product(scores, values, PLAIN) + earlier
         least = 0.0 if plan.given else LOST
         lost.append(jnp.where(_ones(plan, rows, head) < least, 1.0, 0.0))
@@ -315,7 +302,7 @@ def _backward(
         own = _beside(plan, change[...].astype(jnp.float32), head, 0)
         lane = jax.lax.broadcasted_iota(jnp.int32, own.shape, 1)
         changes.append(jnp.where(lane == plan.lane_of_ones(head), -along, own))
-        read = _where(seen.reaches, changes[head], 0).astype(dtype)
+        read = where(seen.reaches, changes[head], 0).astype(dtype)
         grow = changes[head].astype(dtype)
         scales.append(column(inverse[head : head + 1, :]))
         weighed = weights.row * jnp.maximum(scales[head], 0)
@@ -328,7 +315,7 @@ def _backward(
         near, far = product(pairs, row, TURNED), product(values, later, PLAIN)
         if plan.given:
             query_change[head] = both * scales[head]
-            key_change[head] = near + _where(seen.joins, far, 0)
+            key_change[head] = near + where(seen.joins, far, 0)
         else:
             query_change[head] = both * weighed
             key_change[head] = near * weights.key + far * weights.joining
@@ -395,7 +382,7 @@ def _of_head(
     if plan.given:
         return [_own(plan, x, head) for x in exponents]
     query, key = (x[:, plan.of_head(head)] for x in exponents)
-    return [query, _where(seen.visible, key, -jnp.inf)]
+    return [query, where(seen.visible, key, -jnp.inf)]
 
 
 def _from_exponents(plan: Plan, given: Operands, change: Any) -> Float[Array, "c P*H"]:
@@ -418,18 +405,18 @@ def _sum(parts: Iterable[Array]) -> Array:
 def _weights(plan: Plan, seen: Seen, query: Array, key: Array, old: Array) -> Weights:
     """All but those of `joining` refer to the highest exponent in the chunk."""
     if plan.given:
-        same, joining = jnp.ones_like(old), _where(seen.joins, key, 0)
-        return Weights(query, key, same, joining, old, _where(seen.keeps, same, 0))
+        same, joining = jnp.ones_like(old), where(seen.joins, key, 0)
+        return Weights(query, key, same, joining, old, where(seen.keeps, same, 0))
     highest = jnp.maximum(old, jnp.ceil(key.max(axis=0, keepdims=True)))
     raised = query + highest
     row = jnp.exp2(raised - raised.max(axis=-1, keepdims=True))
     weights, fade = jnp.exp2(key - highest), jnp.exp2(old - highest)
     if seen.joins is None:
         return Weights(row, weights, fade, weights, highest, fade)
-    joining = _where(seen.joins, key, -jnp.inf)
-    old = _where(seen.keeps, old, EMPTY)
+    joining = where(seen.joins, key, -jnp.inf)
+    old = where(seen.keeps, old, EMPTY)
     after = jnp.maximum(old, jnp.ceil(joining.max(axis=0, keepdims=True)))
-    left = _where(seen.keeps, jnp.exp2(old - after), 0)
+    left = where(seen.keeps, jnp.exp2(old - after), 0)
     return Weights(row, weights, fade, jnp.exp2(joining - after), after, left)
 
 
@@ -446,8 +433,8 @@ def _exactly(t, seen: Seen, query: Array, key: Array, old: Array) -> list[Array]
     past = own + old
     if seen.segment is not None:
         near *= jnp.where(seen.segment == _pick(seen.segment, t), 1.0, 0.0)
-        past = _where(_pick(seen.reaches, t), past, -jnp.inf)
-    pairs = _where(near, key + own, -jnp.inf)
+        past = where(_pick(seen.reaches, t), past, -jnp.inf)
+    pairs = where(near, key + own, -jnp.inf)
     shift = jnp.maximum(pairs.max(keepdims=True), past.max(keepdims=True))
     return [jnp.exp2(x - shift) for x in (pairs, past)]
 
@@ -481,28 +468,7 @@ def _each_lost(
 
 
 def _seen(given: Operands) -> Seen:
-    size = given.query.shape[0]
-    row, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), x) for x in (0, 1))
-    if given.flags is None:
-        return Seen(key <= row)
-    flags = column(given.flags[...])
-
-    def bit(kind: int, flags=flags) -> Array:
-        return jnp.where((flags & kind) > 0, 1.0, 0.0)
-
-    if given.segment is None:
-        return Seen(key <= row, bit(VISIBLE), bit(SEES))
-    segment = column(given.segment[...])
-    same = segment == jnp.broadcast_to(given.segment[...], (size, size))
-    columns = bit(VISIBLE), bit(SEES), segment, bit(REACHES), bit(JOINS)
-    return Seen((key <= row) & same, *columns, bit(KEEPS, given.flags[:, :1]))
-
-
-def _where(keep: Any, x: Array, other: Any) -> Array:
-    """x where the 0 and 1 of `keep`, a row or a column, say so."""
-    if keep is None:
-        return x
-    return jnp.where(jnp.broadcast_to(keep, x.shape) > 0, x, other)
+    return seen_in_chunk(given.query.shape[0], given.flags, given.segment)
 
 
 def _own(plan: Plan, x: Array, head: int) -> Array:

@@ -1,10 +1,11 @@
-"""One decoding step after a short and after a long context, as a ratio.
+"""One decoding step after a short and after a long context, as ratios.
 
     python benchmarks/decoding.py
 
 A model of width 128 with 2 layers reads one token, with room for 256 and for 8192
-tokens of context: the time of the longer over that of the shorter, the median of
-rounds that take turns, and the bytes that each keeps.
+tokens of context, both full, and with room for 8192 after 256: the times of the latter
+two over that of the first, as medians of rounds that take turns, and the bytes that
+each room keeps.
 """
 
 import time
@@ -30,6 +31,7 @@ CHOICES = {
     "flash": {"mechanism": "flash"},
 }
 SHORT, LONG = 256, 8192
+TURNS = {"short": (SHORT, SHORT), "long": (LONG, LONG), "part": (LONG, SHORT)}
 ROUNDS, STEPS = 9, 20
 
 
@@ -40,35 +42,36 @@ def step(graph, weights, cache, tokens):
 
 
 def main() -> None:
-    print(f"{'mechanism':14}{'time':>8}{'kept':>22}")
+    print(f"{'mechanism':14}{'8192':>8}{'256 of it':>12}{'kept':>22}")
     for name, choice in CHOICES.items():
         options = replace(MODEL, attention=config.Attention(**choice))
         model = Decoder(options, rngs=nnx.Rngs(0))
         graph, weights = nnx.split(model)
         tokens = jnp.zeros((1, 1), jnp.int32)
-        caches, times = {}, {SHORT: [], LONG: []}
-        for length in times:
-            cache = model.init_cache(1, length)
-            caches[length] = cache._replace(
-                position=cache.position + length - ROUNDS * STEPS - STEPS
+        caches, times = {}, {turn: [] for turn in TURNS}
+        for turn, (room, filled) in TURNS.items():
+            cache = model.init_cache(1, room)
+            caches[turn] = cache._replace(
+                position=cache.position + filled - ROUNDS * STEPS - STEPS
             )
         kept = [
-            sum(x.nbytes for x in jax.tree.leaves(caches[length].layers))
-            for length in times
+            sum(x.nbytes for x in jax.tree.leaves(caches[turn].layers))
+            for turn in ("short", "long")
         ]
-        for turn in range(ROUNDS + 1):  # the first compiles
-            for length, found in times.items():
-                cache = caches[length]
+        for index in range(ROUNDS + 1):  # the first compiles
+            for turn, found in times.items():
+                cache = caches[turn]
                 start = time.perf_counter()
                 for _ in range(STEPS):
                     logits, cache = step(graph, weights, cache, tokens)
                 logits.block_until_ready()
-                if turn:
+                if index:
                     found.append(time.perf_counter() - start)
-                caches[length] = cache
-        ratio = np.median(np.array(times[LONG]) / np.array(times[SHORT]))
+                caches[turn] = cache
+        short = np.array(times["short"])
+        full, part = (np.median(times[x] / short) for x in ("long", "part"))
         sizes = " → ".join(f"{size / 1024:.0f} KiB" for size in kept)
-        print(f"{name:14}{ratio:7.2f}×{sizes:>22}")
+        print(f"{name:14}{full:7.2f}×{part:11.2f}×{sizes:>22}")
 
 
 if __name__ == "__main__":

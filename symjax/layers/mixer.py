@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
@@ -13,6 +14,7 @@ from symjax import attention
 from symjax.layers.parts import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
 
+SMALLEST_PART = 256  # of a cache
 PIECES = ("chunk_size", "group_size")  # how time is cut; a step has one token
 
 
@@ -124,19 +126,28 @@ class Mixer:
         position: Array,
         padding_mask: Array | None,
     ) -> tuple[Array, KeyValues]:
-        """Entries written for padding are hidden until they are overwritten."""
+        """Entries written for padding are hidden until they are overwritten.
+
+        Of the cache a part is read that holds all that is filled, at most twice that.
+        """
         count, places = operands["query"].array.shape[1], cache.key.shape[1]
         check_room(places, f"a cache of {places}", position, count, padding_mask)
         positions = position[:, None] + jnp.arange(count)[None]
         key = write(cache.key, operands["key"].array, positions)
         value = write(cache.value, operands["value"].array, positions)
-        operands = operands | {
-            "key": Operand(key, "BSK"),
-            "value": Operand(value, "BSK"),
-            "positions": Operand(positions, "B"),
-        }
         options = {**dict(self.options), "is_causal": True}
-        mixed = self._run(self.form.attend, options, operands, "BTN")
+
+        def attend(size: int) -> Array:
+            read = {
+                "key": Operand(key[:, :size], "BSK"),
+                "value": Operand(value[:, :size], "BSK"),
+                "positions": Operand(positions, "B"),
+            }
+            return self._run(self.form.attend, options, operands | read, "BTN")
+
+        sizes = _parts(places)
+        filled = jnp.searchsorted(jnp.array(sizes), positions.max() + 1)
+        mixed = jax.lax.switch(filled, [partial(attend, size) for size in sizes])
         return mixed, KeyValues(key, value)
 
     def _run(
@@ -175,6 +186,14 @@ def _state_first(step: Any) -> Callable:
         return step(state, query=query, key=key, value=value, **options)
 
     return run
+
+
+def _parts(places: int) -> list[int]:
+    """The parts of a cache that may be read: 256, 512, 1024 … places, and all."""
+    sizes = [SMALLEST_PART]
+    while 2 * sizes[-1] <= places:
+        sizes.append(2 * sizes[-1])
+    return [*sizes[:-1], places]
 
 
 def check_room(

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from symjax import attention, config
-from symjax.layers import Constant, Lambda
+from symjax.layers import Constant, Lambda, mixer
 from symjax.models import Decoder, generate
 
 SMALL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
@@ -149,7 +149,9 @@ SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
     [*QUICK, *(pytest.param(choice, marks=pytest.mark.slow) for choice in SLOW)],
     ids=str,
 )
-def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice):
+def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice, monkeypatch):
+    """Through all parts of a cache that may be read, of 4, 8 and 21 places."""
+    monkeypatch.setattr(mixer, "SMALLEST_PART", 4)
     model = small(**choice)
 
     @nnx.jit
@@ -158,7 +160,7 @@ def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice):
 
     cache = model.init_cache(2, 21)
     outputs = []
-    for part in jnp.split(TOKENS, [9, 10], axis=1):
+    for part in jnp.split(TOKENS, [3, 4, 7], axis=1):
         found, cache = read(model, part, cache)
         outputs.append(found)
     whole = scores(model, TOKENS)
@@ -166,6 +168,19 @@ def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice):
         jnp.concatenate(outputs, axis=1), whole, atol=1e-5 * abs(whole).max()
     )
     assert (cache.position == TOKENS.shape[1]).all()
+
+
+@pytest.mark.parametrize("differential", ["none", "v1", "v2"])
+def test_a_step_reads_the_part_of_a_cache_that_is_filled(differential):
+    """Numbers that no row sees would make its output NaN, if they were read."""
+    model = small("softmax", differential=differential)
+    _, cache = model.decode(TOKENS[:, :10], model.init_cache(2, 1200))
+    layers = jax.tree.map(lambda x: x.at[:, 256:].set(jnp.nan), cache.layers)
+    step = nnx.jit(lambda model, cache: model.decode(TOKENS[:, 10:11], cache)[0])
+    wanted = step(model, cache)
+    np.testing.assert_array_equal(step(model, cache._replace(layers=layers)), wanted)
+    later = cache._replace(layers=layers, position=cache.position.at[1].set(256))
+    assert not jnp.isfinite(step(model, later)).any()
 
 
 RAGGED = [

@@ -20,14 +20,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from symjax.attention.masks import Visibility, part
 from symjax.attention.meshes import on_any_mesh
 
-# Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible.
-RowWeights = Callable[[Array, Array | None], Array]
+# Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible;
+# or weights and what divides them, [B N t 1], which is applied to rows of output.
+RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
+KEPT = "rows of scores"  # what blocks keep for the backward pass, by checkpoint_name
 BLOCK_ROWS = 100  # rows a block at most; 64–128 are alike on CPU
 EXTENTS = 8  # different key lengths, each compiled on its own
 SHORTEST = 16  # visible keys below which the length scale no longer shrinks
@@ -151,7 +154,7 @@ def _blocks(rule: Rule, operands: Operands) -> Array:
     rows = -(-time // count)
     bounded = operands.visibility.window != (None, None) and rule.offset is not None
     per_extent = -(-count // rule.extents) if bounded else count
-    outputs = []
+    policy, outputs = jax.checkpoint_policies.save_only_these_names(KEPT), []
     for first in range(0, count, per_extent):
         start, stop = first * rows, min((first + per_extent) * rows, time)
         begin, end = _seen(rule, operands, start, stop)
@@ -161,12 +164,12 @@ def _blocks(rule: Rule, operands: Operands) -> Array:
             extent, outputs[-1] = jax.lax.optimization_barrier((extent, outputs[-1]))
         length = stop - start
         if length <= rows:
-            block = jax.checkpoint(partial(_block, rule, start=0, size=length))
-            outputs.append(block(extent))
+            block = partial(_block, rule, start=0, size=length)
+            outputs.append(jax.checkpoint(block, policy=policy)(extent))
             continue
         steps = -(-length // rows)
         block = partial(_block, rule, extent, size=rows)
-        block = jax.checkpoint(block, prevent_cse=False)
+        block = jax.checkpoint(block, prevent_cse=False, policy=policy)
         found = jax.lax.map(block, jnp.arange(steps) * rows)
         found = jnp.moveaxis(found, 0, 2)
         last = found[:, :, -1, steps * rows - length :]  # it starts that much earlier
@@ -189,13 +192,30 @@ def _seen(rule: Rule, operands: Operands, start: int, stop: int) -> tuple[int, i
 def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> Array:
     """`size` rows against all keys: scores, weights, values."""
     operands = operands.map_rows(partial(part, start=start, size=size))
-    visible, lam = operands.visibility.pairs(), operands.lam
+    visible, lam, dtype = operands.visibility.pairs(), operands.lam, rule.dtypes[1]
     weights = rule.weights(scored(rule, operands, visible), visible)
+    weights, divisor = weights if isinstance(weights, tuple) else (weights, None)
     if lam is not None:
         lam = lam[..., None].astype(weights.dtype)
+        if divisor is not None:
+            weights, divisor = weights / divisor, None
         weights = weights[:, 0::2] - lam * weights[:, 1::2]
-    dtype = rule.dtypes[1]
-    return weighed(weights, operands.value.astype(dtype)).astype(dtype)
+    rows = weighed(weights, operands.value.astype(dtype))
+    if divisor is not None:
+        rows = _divided(rows, divisor)
+    return rows.astype(dtype)
+
+
+@jax.custom_jvp
+def _divided(rows: Array, divisor: Array) -> Array:
+    """rows / divisor. Its derivative needs the quotient, which is kept, not rows."""
+    return checkpoint_name(rows / divisor, KEPT)
+
+
+@_divided.defjvp
+def _divided_change(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    output, (change, shift) = _divided(*primals), tangents
+    return output, (change - output * shift) / primals[1]
 
 
 def scored(

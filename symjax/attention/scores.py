@@ -30,7 +30,8 @@ class ScoreMechanism:
     Attributes:
         name: as errors and tables print it.
         weights: (scores [B N t s], visible [#B #N t s] or None) → weights, 0 where not
-            visible; hashable, since programs are compiled for it.
+            visible, or a pair of weights and their divisors [B N t 1]; hashable, since
+            programs are compiled for it.
         description: formula, cost and source, for `help`.
         implementations: "rows" and "whole" serve any weights; "fused", "cudnn" and
             "ring" add up weights of exp(score) over their sum, so only softmax names

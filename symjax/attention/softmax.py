@@ -10,21 +10,24 @@ Without causality there is no `np.tril`.
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
+from symjax.attention.rows import KEPT
 from symjax.attention.scores import ScoreMechanism
 
 
 def softmax_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
-) -> Float[Array, "*B t s"]:
-    """exp(score) over its sum along the visible keys; zeros where none is visible."""
+) -> tuple[Float[Array, "*B t s"], Float[Array, "*B t 1"]]:
+    """exp(score − the row's largest), 0 where not visible, and what divides it."""
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
-    unnormalised = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
-    total = unnormalised.sum(axis=-1, keepdims=True)
-    return unnormalised / jnp.where(total == 0, 1, total)
+    top = checkpoint_name(jnp.where(jnp.isfinite(top), top, 0), KEPT)
+    weights = jnp.exp(scores - top)
+    total = checkpoint_name(weights.sum(axis=-1, keepdims=True), KEPT)
+    return weights, jnp.where(total == 0, 1, total)
 
 
 softmax = ScoreMechanism(

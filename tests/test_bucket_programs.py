@@ -1,6 +1,8 @@
 """A bucket in place of a folder: dry runs, comparisons, weights, boards, streams."""
 
 import json
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ from etils import epath
 from runs import TEXT, call, compile_cache, train, words, write_text
 
 import symjax
+from symjax import config
 from symjax.places import copied, home, place, put
+from symjax.training.boards import WeightsAndBiases
 
 SMALL = {"model__width": 16, "log__every": 1, "steps": 2}
 
@@ -137,3 +141,21 @@ def test_a_stream_is_trained_on_in_a_bucket(bucket, tmp_path, monkeypatch, capsy
     there = place(f"{bucket}/stream")
     assert numbers(there) == numbers(epath.Path(tmp_path / "disk"))
     assert (there / "data" / "corpus.json").exists()
+
+
+def test_wandb_keeps_one_run_of_a_workdir_in_a_bucket(bucket, tmp_path, monkeypatch):
+    """Of two machines; what it writes itself stays on each."""
+    started = []
+    board = SimpleNamespace(
+        init=lambda **given: started.append(given) or SimpleNamespace(finish=id),
+        Settings=dict,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", board)
+    workdir = place(f"{bucket}/board")
+    for machine in ("one", "other"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        WeightsAndBiases(config.Log(wandb="sheep"), workdir, {})
+        assert started[-1]["dir"] == home(workdir)
+    one, other = started
+    assert one["id"] == other["id"] == (workdir / "wandb" / "id").read_text()
+    assert one["name"] == "board" and one["dir"] != other["dir"]

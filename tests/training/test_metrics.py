@@ -4,6 +4,7 @@ import json
 import math
 import os
 import resource
+import struct
 import subprocess
 import sys
 
@@ -152,9 +153,41 @@ from symjax.training.metrics import Metrics
 step = int(sys.argv[2])
 options = Config(log=Log(wandb="sheep", name="fox"))
 metrics = Metrics(Path(sys.argv[1]), step - 1, options)
-metrics.write(step, {"train/loss": 0.5})
+metrics.write(step, {"train/loss": 0.5 * step, "mfu": 0.25})
+metrics.write(step, {"heldout/loss": 1.5})
 metrics.close()
 """
+
+
+def records(path):
+    """What the file of an offline run holds: as a log of LevelDB, in blocks of 32 KiB,
+    checksum, size and kind before each part of a record, and 7 bytes at the start."""
+    from wandb.proto.wandb_internal_pb2 import (  # pyright: ignore
+        Record,
+    )
+
+    content, place, part = path.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        if (room := 2**15 - place % 2**15) < 7:
+            place += room
+            continue
+        size, kind = struct.unpack_from("<HB", content, place + 4)
+        part += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            yield Record.FromString(part)
+            part = b""
+
+
+def history(path):
+    """The rows that a run has logged, without what wandb adds to them."""
+    rows = [x.history for x in records(path) if x.HasField("history")]
+    found = [
+        {(x.key or "/".join(x.nested_key)): json.loads(x.value_json) for x in row.item}
+        for row in rows
+    ]
+    own = "_timestamp", "_runtime"
+    return [{n: x for n, x in row.items() if n not in own} for row in found]
 
 
 def test_wandb_keeps_one_run_of_a_workdir_offline(tmp_path):
@@ -166,11 +199,15 @@ def test_wandb_keeps_one_run_of_a_workdir_offline(tmp_path):
         words = [sys.executable, "-c", OFFLINE, str(tmp_path), step]
         subprocess.run(words, env=place, check=True)
     identity = (tmp_path / "wandb" / "id").read_text()
-    written = [*(tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb")]
+    written = sorted((tmp_path / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
     assert len(written) == 2
-    for path in written:
-        content = path.read_bytes()
-        assert all(x in content for x in (b"sheep", b"fox", b"train/loss", b"width"))
+    for step, path in enumerate(written, 1):
+        run = next(x.run for x in records(path) if x.HasField("run"))
+        assert (run.project, run.display_name, run.run_id) == ("sheep", "fox", identity)
+        sizes = {x.key: json.loads(x.value_json) for x in run.config.update}
+        assert sizes["model"]["width"] == 256
+        numbers = {"train/loss": 0.5 * step, "mfu": 0.25, "heldout/loss": 1.5}
+        assert history(path) == [{**numbers, "_step": step}]
 
 
 def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Several real processes on this machine: one run, the same numbers, and one end."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import buckets
 import pytest
 import runs
 from runs import ROOT, SECONDS, compile_cache, reserve_port, words, write_text
 
+from symjax.data import stream
+from symjax.places import place
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 
@@ -73,8 +77,21 @@ def assert_same(found, expected):
         assert abs(found[name] - value) <= 1e-6, name
 
 
-def start(count, arguments, cache, *, devices=1, program=("train.py",), extra=None):
-    """`count` processes of one run, each with its own words of `extra`."""
+def start(
+    count,
+    arguments,
+    cache,
+    *,
+    devices=1,
+    program=("train.py",),
+    extra=None,
+    machines=None,
+):
+    """`count` processes of one run, each with its own words of `extra`.
+
+    Args:
+        machines: a folder in which each has a cache of its own, as on several machines.
+    """
     environment = {
         **runs.environment(),
         "JAX_COMPILATION_CACHE_DIR": str(cache),
@@ -97,7 +114,8 @@ def start(count, arguments, cache, *, devices=1, program=("train.py",), extra=No
             [sys.executable, *program, *arguments, *place, str(process)]
             + (extra or {}).get(process, []),
             cwd=ROOT,
-            env=environment,
+            env=environment
+            | ({"XDG_CACHE_HOME": f"{machines}/{process}"} if machines else {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -410,3 +428,54 @@ def test_two_processes_begin_with_the_weights_of_another_run(text, cache, tmp_pa
     assert [code for code, _ in ended(start(2, arguments, cache))] == [0, 0]
     # Relative here too: means over two halves are summed in another order.
     assert losses(two) == pytest.approx(losses(one), rel=1e-6, abs=0)
+
+
+# A stream of small shards, so that the steps below need more than the first one.
+STREAMED = """
+import sys, train
+from symjax.data import stream
+from symjax.training.exit_codes import run_and_exit
+stream.SHARD = 1500
+run_and_exit(lambda: train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_two_machines_train_on_a_stream_as_one_does(
+    where, cache, tmp_path, monkeypatch
+):
+    """Each packs it for itself; also with the run in a bucket, and resumed there."""
+    lines = [json.dumps({"text": line}) for line in runs.TEXT.splitlines()]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
+    keys = {
+        **CHANGES,
+        "data__source": "hub",
+        "data__name": tmp_path / "rows",
+        "data__streaming": True,
+        "data__tokens": 9000,
+        "batch_size": 8,
+        "optimizer__decay_steps": 20,
+    }
+    alone = tmp_path / "alone"
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "SHARD", 1500)
+        assert runs.train("", alone, **keys, **ALONE) == 0
+    workdir = tmp_path / "run"
+    with buckets.emulated() if where == "bucket" else contextlib.nullcontext() as found:
+        if found:
+            workdir = place(f"{found}/run")
+        for steps in (5, 8):
+            arguments = words("", workdir, **keys | {"steps": steps}, **ALONE)
+            program = {
+                "program": ("-c", STREAMED),
+                "machines": tmp_path / f"to {steps}",
+            }
+            ends = ended(start(2, arguments, cache, devices=2, **program))
+            assert [code for code, _ in ends] == [0, 0], ends
+            assert "of 2 processes" in ends[0][1] and "step" not in ends[1][1]
+        assert Checkpoints(workdir / "checkpoints").steps() == [5, 8]
+        rows = losses(workdir)
+    rows.pop((5, "heldout/loss"))  # the last step of the first of both
+    assert_same(rows, losses(alone))

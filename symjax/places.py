@@ -13,12 +13,13 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from etils import epath
 
 SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]*)://")
+ONE_SLASH = re.compile("^(gs|s3):/(?!/)")
 KINDS = "a folder of this machine, or gs://BUCKET/FOLDER"
 # Of the errors of TensorStore, those that say nothing of the objects themselves.
 NO_ANSWER = re.compile(
@@ -41,7 +42,7 @@ def place(path: str | os.PathLike[str]) -> epath.Path:
         ValueError: a scheme that is not known, no folder in the bucket, or gcsfs is not
             installed.
     """
-    text = os.fspath(path)
+    text = _text(path)
     if (found := SCHEME.match(text)) is None:
         return epath.Path(Path(text).absolute())
     if found[1] != "gs":
@@ -56,7 +57,13 @@ def place(path: str | os.PathLike[str]) -> epath.Path:
 
 def anywhere(path: str | os.PathLike[str]) -> Path | epath.Path:
     """A path as it is given, or the one in a bucket. Raises: ValueError: as `place`."""
-    return place(path) if SCHEME.match(os.fspath(path)) else Path(path)
+    return place(path) if SCHEME.match(_text(path)) else Path(path)
+
+
+def _text(path: str | os.PathLike[str]) -> str:
+    """A path in words; pathlib leaves one slash of the two after a scheme."""
+    text = os.fspath(path)
+    return ONE_SLASH.sub(r"\1://", text) if isinstance(path, PurePath) else text
 
 
 def in_bucket(path: os.PathLike[str]) -> bool:

@@ -1,12 +1,13 @@
 """What names a folder, a bucket, or nothing that a run can live in."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 from runs import call, train, write_text
 
 import symjax
-from symjax.places import home, no_answer, place
+from symjax.places import anywhere, home, no_answer, place
 
 REFUSED = {
     "s3://models/run": "s3:// is not supported: Orbax, which writes the checkpoints,",
@@ -47,7 +48,16 @@ def test_a_place_is_absolute_and_has_a_home(tmp_path, monkeypatch):
     assert home(place("runs/one")) == tmp_path / "runs" / "one"
     found = place("gs://models/runs/one/")
     assert str(found) == str(place(found)) == "gs://models/runs/one"
+    assert str(place("one:/two")) == str(place(Path("one:/two")))
     assert str(home(found)) == "/cache/symjax/runs/gs/models/runs/one"
+
+
+def test_pathlib_takes_a_slash_of_a_bucket():
+    """Which would be a folder gs: of the disk, and weights written there be lost."""
+    for find in (place, anywhere):
+        assert str(find(Path("gs://models/runs/one"))) == "gs://models/runs/one"
+        with pytest.raises(ValueError, match="s3:// is not supported"):
+            find(Path("s3://models/run"))
 
 
 def test_no_answer_is_told_from_what_is_missing():

@@ -226,13 +226,16 @@ def scored(
     wide = jnp.promote_types(jnp.result_type(query, *rule.dtypes), jnp.float32)
     batch, heads, time, size = query.shape
     kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
+    # One axis of rows a key head: XLA would copy maps to contract two.
+    query = query.reshape(batch, kv_heads, -1, branches, time, size).swapaxes(2, 3)
     scores = scale * jnp.einsum(
-        "bkgpth,bkpsh->bkgpts",
-        query.reshape(batch, kv_heads, -1, branches, time, size),
-        key.astype(rule.dtypes[0]).reshape(batch, kv_heads, branches, -1, size),
+        "bkrh,bksh->bkrs",
+        query.reshape(batch, key.shape[1], -1, size),
+        key.astype(rule.dtypes[0]),
         preferred_element_type=wide,
     )
-    scores = scores.reshape(batch, heads, time, -1)
+    scores = scores.reshape(batch, kv_heads, branches, -1, time, key.shape[2])
+    scores = scores.swapaxes(2, 3).reshape(batch, heads, time, -1)
     if rule.length_base is not None:
         count = visibility.count(visible)
         scores *= length_scale(count, rule.length_base).astype(wide)
@@ -250,10 +253,9 @@ def weighed(
     batch, kv_heads, _, size = value.shape
     if value.dtype == jnp.float16:
         value = value.astype(weights.dtype)
-    grouped = weights.reshape(batch, kv_heads, -1, *weights.shape[2:])
     values = jnp.einsum(
-        "bkgts,bksv->bkgtv",
-        grouped.astype(value.dtype),
+        "bkrs,bksv->bkrv",
+        weights.reshape(batch, kv_heads, -1, weights.shape[3]).astype(value.dtype),
         value,
         preferred_element_type=weights.dtype,
     )

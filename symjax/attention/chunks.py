@@ -1,5 +1,6 @@
 """Tokens laid out in chunks of time, and the scan over them."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from symjax.attention.masks import starts, visible_keys
 from symjax.attention.shards import choose, segment_runs_over
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+on_tensor_cores = partial(jnp.einsum, precision=jax.lax.Precision.HIGH)
 
 
 TILE = 128  # accelerators multiply by tiles of so many rows
@@ -47,6 +49,16 @@ class Chunk(NamedTuple):
 def sum_dtype(*arrays: Array) -> Any:
     """The dtype of sums over time: that of the arrays, float32 at least."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def products(*arrays: Array) -> Callable[..., Array]:
+    """`einsum` of float32 sums, as exact as what they are sums of.
+
+    Where all arrays have 16 bits that is three passes on TPUs and TF32 on GPUs, whose
+    tensor cores do not multiply in full precision.
+    """
+    narrow = jnp.result_type(*arrays).itemsize == 2
+    return on_tensor_cores if narrow else einsum
 
 
 def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:

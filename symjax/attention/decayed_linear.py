@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import Chunk, einsum, sum_dtype
+from symjax.attention.chunks import Chunk, products, sum_dtype
 from symjax.attention.decayed_fused import FusedDecay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own, until_end
 from symjax.attention.log_decays import checked_log_decay
@@ -45,12 +45,13 @@ class Decayed:
     def advance(
         self, parameters: Array | None, state: DecayState, chunk: Chunk
     ) -> tuple[DecayState, Float[Array, "B K G T V"]]:
+        product = products(*chunk[:3])
         query, key, value = (x.astype(state.sums.dtype) for x in chunk[:3])
         since, until, through, scores = faded(parameters, query, key, chunk)
-        rows = einsum("bkgts,bksv->bkgtv", scores, value)
+        rows = product("bkgts,bksv->bkgtv", scores, value)
         asking = query * jnp.exp(since)[:, :, None]
-        rows = rows + einsum("bkgth,bkhv->bkgtv", asking, state.sums)
-        new = einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
+        rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
+        new = product("bksh,bksv->bkhv", key * jnp.exp(until), value)
         return DecayState(state.sums * jnp.exp(through)[..., None] + new), rows
 
     def stretch(
@@ -59,7 +60,7 @@ class Decayed:
         dtype = sum_dtype(*chunk[:3])
         until, through = until_end(parameters, chunk, dtype)
         key, value = chunk.key.astype(dtype), chunk.value.astype(dtype)
-        sums = einsum("bksh,bksv->bkhv", key * jnp.exp(until), value)
+        sums = products(*chunk[:3])("bksh,bksv->bkhv", key * jnp.exp(until), value)
         return DecayState(sums), through
 
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import Chunk, einsum, sum_dtype
+from symjax.attention.chunks import Chunk, einsum, products, sum_dtype
 from symjax.attention.decayed_fused import FusedDelta
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
 from symjax.attention.log_decays import checked_log_decay
@@ -53,18 +53,18 @@ class DeltaRule:
     def advance(
         self, parameters: Array | None, state: DeltaState, chunk: Chunk
     ) -> tuple[DeltaState, Float[Array, "B K G T V"]]:
-        dtype, sums = state.sums.dtype, state.sums
+        dtype, sums, product = state.sums.dtype, state.sums, products(*chunk[:3])
         query, key, value = (x.astype(dtype) for x in chunk[:3])
         beta = chunk.operands[0].astype(dtype)[..., None]
         # The key asks as one more query head does: what does the state hold at it?
         asking = jnp.concatenate([query, key[:, :, None]], axis=2)
         since, until, through, pairs = faded(parameters, asking, key, chunk)
-        held = einsum("bkgth,bkhv->bkgtv", asking * jnp.exp(since)[:, :, None], sums)
+        held = product("bkgth,bkhv->bkgtv", asking * jnp.exp(since)[:, :, None], sums)
         change = solve_unit_lower(
             beta * pairs[:, :, -1], beta * (value - held[:, :, -1])
         )
-        inside = einsum("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
-        written = einsum("bksh,bksv->bkhv", key * jnp.exp(until), change)
+        inside = product("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
+        written = product("bksh,bksv->bkhv", key * jnp.exp(until), change)
         left = sums * jnp.exp(through)[..., None]
         return DeltaState(left + written), held[:, :, :-1] + inside
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from symjax.attention.chunks import TILE, Chunk, einsum
+from symjax.attention.chunks import TILE, Chunk, einsum, products
 
 SMALL_TILE = 16  # tokens whose pairs take an exponential for each channel
 
@@ -86,7 +86,7 @@ def faded(
         return _shared(shared.astype(key.dtype), query, key, chunk)
     log_decay = log_decays(chunk).astype(key.dtype)
     form = _by_head if log_decay.shape[-1] == 1 else _by_channel
-    since, until, scores = form(query, key, log_decay)
+    since, until, scores = form(query, key, log_decay, products(*chunk[:3]))
     return Faded(since, until, since[:, :, -1], scores)
 
 
@@ -115,12 +115,15 @@ def _shared(
     time = jnp.arange(key.shape[2])[None, :, None]
     between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]
     weights = jnp.where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
-    scores = einsum("bkgth,bksh->bkgts", query, key) * weights[None, :, None]
+    scores = products(*chunk[:3])("bkgth,bksh->bkgts", query, key)
+    scores = scores * weights[None, :, None]
     since = _times(shared[:, None], time + 1)[None]
     return Faded(since, *until_end(shared, chunk, key.dtype), scores)
 
 
-def _by_head(query: Array, key: Array, log_decay: Array) -> tuple[Array, Array, Array]:
+def _by_head(
+    query: Array, key: Array, log_decay: Array, product: Callable[..., Array]
+) -> tuple[Array, Array, Array]:
     """q_t·k_s exp(g_{s+1} + … + g_t): one decay multiplies each product."""
 
     def across(since: Array, until: Array) -> Array:
@@ -131,12 +134,12 @@ def _by_head(query: Array, key: Array, log_decay: Array) -> tuple[Array, Array, 
     own = _exponents(_blocks(padded, _tile(length, TILE)))[..., 0]
     since, until, exponents = _by_halves(padded, own, across, -jnp.inf)
     weights = jnp.exp(exponents[..., :length, :length])[:, :, None]
-    scores = einsum("bkgth,bksh->bkgts", query, key) * weights
+    scores = product("bkgth,bksh->bkgts", query, key) * weights
     return since[:, :, :length], until[:, :, :length], scores
 
 
 def _by_channel(
-    query: Array, key: Array, log_decay: Array
+    query: Array, key: Array, log_decay: Array, product: Callable[..., Array]
 ) -> tuple[Array, Array, Array]:
     """Σ_h q_th k_sh exp(g_{s+1,h} + … + g_th), each half of the decay with its own."""
     length = key.shape[2]
@@ -146,7 +149,7 @@ def _by_channel(
         half = since.shape[-2]
         later = _halves(query, half)[1] * jnp.exp(since)[:, :, None]
         earlier = _halves(key, half)[0] * jnp.exp(until)
-        return einsum("bkgnth,bknsh->bkgnts", later, earlier)
+        return product("bkgnth,bknsh->bkgnts", later, earlier)
 
     own = _own_scores(
         *(_blocks(x, _tile(length, SMALL_TILE)) for x in (query, key, padded))

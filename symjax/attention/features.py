@@ -48,6 +48,7 @@ class Features(NamedTuple):
     Attributes:
         pairs: (query, key, divisor) → φ(q)·φ(k) / divisor of all pairs, where a sum
             over features that change sign would lose digits.
+        signed: whether features change sign, so that sums of products may cancel.
         leading: H → how many of the first features are never negative, where no pair
             weighs less than 0 either though other features change sign.
         around: (query, key) → other features of the same products, which cancel less.
@@ -57,6 +58,7 @@ class Features(NamedTuple):
     query: Callable[[Array, Any], LogFeatures]
     key: Callable[[Array, Any], LogFeatures]
     pairs: Callable[[Array, Array, Array], Array] | None = None
+    signed: bool = False
     leading: Callable[[int], int] | None = None
     around: Callable[[Array, Array], tuple[LogFeatures, LogFeatures]] | None = None
 

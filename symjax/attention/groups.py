@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention import chunks
 from symjax.attention.chunks import (
     Chunk,
-    einsum,
     heads_last,
     layout,
+    products,
     scan,
     sum_dtype,
     through_segments,
@@ -71,7 +71,8 @@ class Far:
         if reaches is not None and joins is not None:
             query = jnp.where(reaches[:, None, None, :, None], query, 0)
             key = jnp.where(joins[:, None, :, None], key, 0)
-        rows = einsum("bkgtm,bkmv->btkgv", query, before)  # as outputs lie
+        product = products(*chunk[:3])
+        rows = product("bkgtm,bkmv->btkgv", query, before)  # as outputs lie
         carried = carried + self._sum(key, chunk.value, state.dtype)
         return carried, jnp.moveaxis(rows, 1, 3)
 
@@ -82,7 +83,8 @@ class Far:
         return one[0] + two[0], None
 
     def _sum(self, key: Array, value: Array, dtype: Any) -> Array:
-        return einsum("bksm,bksv->bkmv", key.astype(dtype), value.astype(dtype))
+        given = key.astype(dtype), value.astype(dtype)
+        return products(key, value)("bksm,bksv->bkmv", *given)
 
 
 class Rule(NamedTuple):
@@ -287,13 +289,14 @@ def _far_chunk(tokens: Tokens) -> Chunk:
 
 
 def _sum(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:
-    return einsum("bskm,bskv->bkmv", key.astype(dtype), value.astype(dtype))
+    given = key.astype(dtype), value.astype(dtype)
+    return products(key, value)("bskm,bskv->bkmv", *given)
 
 
 def _read(query: Array, sums: Array) -> Float[Array, "B T N V"]:
     batch, length, heads, size = query.shape
-    query = query.reshape(batch, length, sums.shape[1], -1, size).astype(sums.dtype)
-    rows = einsum("btkgm,bkmv->btkgv", query, sums)
+    grouped = query.reshape(batch, length, sums.shape[1], -1, size).astype(sums.dtype)
+    rows = products(query)("btkgm,bkmv->btkgv", grouped, sums)
     return rows.reshape(batch, length, heads, -1)
 
 

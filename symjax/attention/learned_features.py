@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.chunks import products
+
 
 def hedgehog(
     x: Float[Array, "B T N H"], weight: Float[Array, "N H M"]
@@ -50,9 +52,5 @@ def _learned(who: str, x: Array, weight: Array) -> Array:
             f"{weight.shape} and x {x.shape}"
         )
     dtype = jnp.promote_types(jnp.result_type(x, weight), jnp.float32)
-    return jnp.einsum(
-        "btnh,nhm->btnm",
-        x.astype(dtype),
-        weight.astype(dtype),
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    given = x.astype(dtype), weight.astype(dtype)
+    return products(x, weight)("btnh,nhm->btnm", *given)

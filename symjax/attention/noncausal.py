@@ -67,18 +67,19 @@ def _whole(
         advance = partial(recurrence.advance, parameters, divided=False)
         return divide(_both_sides(advance, state, chunk))
     query, key, value, divisor = recurrence.mapped(parameters, chunk)
+    how = recurrence.arithmetic(chunk)
     length, size, features = *value.shape[2:], state.total.shape[-1]
     if length * (features + size) > features * size:
         if around := recurrence.features.around:
             return divide(_read_around(recurrence, around, chunk, value))
-        state = update(state, key, value)
-        return divide(query_state(state, query, recurrence.leading(chunk)))
+        state = update(how, state, key, value)
+        return divide(query_state(how, state, query))
     # Few keys: their pairs cost less than sums, and no digit where signs cancel.
-    highest, signed = highest_exponent(state, key), query.amplitude is not None
+    highest = highest_exponent(state, key)
     row, shift = row_weights(query, highest)
-    scores = recurrence.scores(chunk, row, key_weights(key, highest), divisor)
+    scores = recurrence.scores(chunk, row, key_weights(key, highest), divisor, how)
     state = rescale(state, highest)
-    return divide(rows_of(state, row, shift, signed, scores, value))
+    return divide(rows_of(how, state, row, shift, scores, value))
 
 
 def _read_around(
@@ -93,7 +94,7 @@ def _read_around(
     weights = key.where(chunk.visible[:, None]).weights()
     sums = einsum("bksm,bksv->bkmv", weights, value)
     state = LinearState(sums, weights.sum(axis=-2))
-    rows = query_state(state, query, recurrence.leading(chunk))
+    rows = query_state(recurrence.arithmetic(chunk), state, query)
     least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
     some = jax.lax.stop_gradient(rows.denominator) > least
     return rows._replace(denominator=jnp.where(some, rows.denominator, 0))

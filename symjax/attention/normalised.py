@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.chunks import Chunk, einsum, sum_dtype, through_segments
+from symjax.attention.chunks import Chunk, einsum, products, sum_dtype, through_segments
 from symjax.attention.features import Features, LogFeatures
 from symjax.attention.rescue import exact_weights, finite, largest_exponent
 
@@ -63,6 +63,19 @@ class Rows(NamedTuple):
     denominator: Float[Array, "B K G T"]
     size: Float[Array, "B K G T"]  # of the denominator's terms, before signs cancel
     shift: Float[Array, "B K G T"]
+
+
+class Arithmetic(NamedTuple):
+    """How features are multiplied and added up.
+
+    product: `einsum`, in full precision where terms may cancel.
+    signed: terms may cancel, so that the size of a denominator is another sum.
+    leading: no weight is negative, nor are so many of a key's first features.
+    """
+
+    product: Callable[..., Array]
+    signed: bool
+    leading: int
 
 
 @dataclass(frozen=True)
@@ -101,36 +114,38 @@ class Normalised:
         query, key, value, divisor = self.mapped(parameters, chunk)
         empty = forgotten(state)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
-        pairs, signed = _past_pairs(chunk), query.amplitude is not None
+        pairs, how = _past_pairs(chunk), self.arithmetic(chunk)
         highest = highest_exponent(before, key)
         row, shift = row_weights(query, highest)
-        scores = self.scores(chunk, row, key_weights(key, highest), divisor)
+        scores = self.scores(chunk, row, key_weights(key, highest), divisor, how)
         scores = scores * pairs[:, None, None].astype(scores.dtype)
         if reaches is not None:
             row = jnp.where(reaches[:, None, None, :, None], row, 0)
-        given = rescale(before, highest), row, shift, signed, scores, value
-        rows = rows_of(*given, self.leading(chunk))
+        rows = rows_of(how, rescale(before, highest), row, shift, scores, value)
         if before.running_max is not None and value.shape[2] > 1:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             lost = _lost(rows, sees, reaches, before.running_max)
             given = before.running_max, query, key, chunk.segment
             exact = partial(exact_weights, *given)
-            rows = _rescue(rows, lost, exact, before, value, signed)
+            rows = _rescue(how, rows, lost, exact, before, value)
         if joins is not None:
             key = key.where(joins[:, None])
-        return update(carried, key, value), divide(rows) if divided else rows
+        after = update(how, carried, key, value)
+        return after, divide(rows) if divided else rows
 
     def stretch(self, parameters: Any, chunk: Chunk) -> tuple[LinearState, None]:
         _, key, value, _ = self.mapped(parameters, chunk)
-        return update(self.nothing(parameters, chunk), key, value), None
+        state = self.nothing(parameters, chunk)
+        return update(self.arithmetic(chunk), state, key, value), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
         return merge(one[0], two[0]), None
 
-    def leading(self, chunk: Chunk) -> int:
-        """How many of the features are never negative, where that is used."""
-        leading = self.features.leading
-        return 0 if leading is None else leading(chunk.key.shape[-1])
+    def arithmetic(self, chunk: Chunk) -> Arithmetic:
+        signed, leading = self.features.signed, self.features.leading
+        product = einsum if signed else products(*chunk[:3])
+        count = leading(chunk.key.shape[-1]) if leading else 0
+        return Arithmetic(product, signed, count)
 
     def nothing(self, parameters: Any, chunk: Chunk) -> LinearState:
         """The empty state of a chunk's sizes."""
@@ -159,11 +174,16 @@ class Normalised:
         return query, key, chunk.value.astype(dtype), divisor
 
     def scores(
-        self, chunk: Chunk, row: Array, weights: Array, divisor: Array | None
+        self,
+        chunk: Chunk,
+        row: Array,
+        weights: Array,
+        divisor: Array | None,
+        how: Arithmetic,
     ) -> Float[Array, "B K G T S"]:
         """The weights of all pairs, 0 for hidden keys."""
         if self.features.pairs is None or divisor is None:
-            return einsum("bkgtm,bksm->bkgts", row, weights)
+            return how.product("bkgtm,bksm->bkgts", row, weights)
         query, key = (x.astype(row.dtype) for x in (chunk.query, chunk.key))
         scores = self.features.pairs(query, key, divisor)
         return scores * chunk.visible[:, None, None, None].astype(scores.dtype)
@@ -210,12 +230,14 @@ def rescale(state: LinearState, highest: Array | None) -> LinearState:
     return LinearState(state.sums * decay[..., None], state.total * decay, highest)
 
 
-def update(state: LinearState, key: LogFeatures, value: Array) -> LinearState:
+def update(
+    how: Arithmetic, state: LinearState, key: LogFeatures, value: Array
+) -> LinearState:
     """The state after all these keys."""
     highest = highest_exponent(state, key)
     weights = key_weights(key, highest)
     state = rescale(state, highest)
-    sums = state.sums + einsum("bksm,bksv->bkmv", weights, value)
+    sums = state.sums + how.product("bksm,bksv->bkmv", weights, value)
     return LinearState(sums, state.total + weights.sum(axis=-2), highest)
 
 
@@ -232,49 +254,43 @@ def merge(one: LinearState, two: LinearState) -> LinearState:
     return LinearState(one.sums + two.sums, one.total + two.total, highest)
 
 
-def query_state(state: LinearState, query: LogFeatures, leading: int = 0) -> Rows:
+def query_state(how: Arithmetic, state: LinearState, query: LogFeatures) -> Rows:
     """Rows that see the state and nothing else."""
     row, shift = row_weights(query, state.running_max)
-    return rows_of(state, row, shift, query.amplitude is not None, leading=leading)
+    return rows_of(how, state, row, shift)
 
 
 def rows_of(
+    how: Arithmetic,
     state: LinearState,
     row: Float[Array, "B K G T M"],
     shift: Float[Array, "B K G T"],
-    signed: bool,
     scores: Float[Array, "B K G T S"] | None = None,
     value: Float[Array, "B K S V"] | None = None,
-    leading: int = 0,
 ) -> Rows:
-    """Rows of feature weights that see the state and, beside it, keys by their scores.
-
-    Args:
-        signed: terms may cancel, so that the size of a denominator is another sum.
-        leading: no weight is negative, nor are so many of a key's first features.
-    """
-    denominator = einsum("bkgtm,bkm->bkgt", row, state.total)
+    """Rows of feature weights that see the state, and beside it keys by scores."""
+    denominator = how.product("bkgtm,bkm->bkgt", row, state.total)
     size = denominator
-    if signed:
-        size = einsum("bkgtm,bkm->bkgt", jnp.abs(row), jnp.abs(state.total))
-    if leading:
-        numerator, denominator = _centred(state, row, denominator, size, leading)
+    if how.signed:
+        size = how.product("bkgtm,bkm->bkgt", jnp.abs(row), jnp.abs(state.total))
+    if how.leading:
+        numerator, denominator = _centred(how, state, row, denominator, size)
         size = denominator
     else:
-        numerator = einsum("bkgtm,bkmv->bkgtv", row, state.sums)
+        numerator = how.product("bkgtm,bkmv->bkgtv", row, state.sums)
     if scores is not None:
-        numerator = numerator + einsum("bkgts,bksv->bkgtv", scores, value)
+        numerator = numerator + how.product("bkgts,bksv->bkgtv", scores, value)
         denominator = denominator + scores.sum(axis=-1)
-        size = size + jnp.abs(scores).sum(axis=-1) if signed else denominator
+        size = size + jnp.abs(scores).sum(axis=-1) if how.signed else denominator
     return Rows(numerator, denominator, size, shift)
 
 
 def _centred(
+    how: Arithmetic,
     state: LinearState,
     row: Float[Array, "B K G T M"],
     denominator: Float[Array, "B K G T"],
     size: Float[Array, "B K G T"],
-    leading: int,
 ) -> tuple[Float[Array, "B K G T V"], Float[Array, "B K G T"]]:
     """Numerator and denominator whose ratio is bounded where features cancel.
 
@@ -285,8 +301,8 @@ def _centred(
     of keys of one value, is this value. A denominator below its own rounding is lifted
     to that, and the ratio is the mean.
     """
-    weight = state.total[..., :leading].sum(axis=-1)
-    mean = state.sums[..., :leading, :].sum(axis=-2)
+    weight = state.total[..., : how.leading].sum(axis=-1)
+    mean = state.sums[..., : how.leading, :].sum(axis=-2)
     mean = mean / jnp.where(weight > 0, weight, 1)[..., None]
     constant = jax.lax.stop_gradient(mean)
     means = state.total[..., None] * constant[:, :, None]
@@ -296,7 +312,7 @@ def _centred(
     least = jnp.finfo(size.dtype).eps * jax.lax.stop_gradient(size)
     lifted = denominator < least
     denominator = jnp.where(lifted, least, denominator)
-    numerator = einsum("bkgtm,bkmv->bkgtv", row, rest)
+    numerator = how.product("bkgtm,bkmv->bkgtv", row, rest)
     numerator = numerator + denominator[..., None] * constant[:, :, None, None]
     means = least[..., None] * mean[:, :, None, None]
     return jnp.where(lifted[..., None], means, numerator), denominator
@@ -337,12 +353,12 @@ def _lost(
 
 
 def _rescue(
+    how: Arithmetic,
     rows: Rows,
     lost: Bool[Array, "B K G T"],
     weights: Callable[[], tuple[Array, Array, Array]],
     state: LinearState,
     value: Array,
-    signed: bool,
 ) -> Rows:
     """The lost rows replaced by exact ones, if there are any.
 
@@ -351,7 +367,7 @@ def _rescue(
 
     def exactly(rows: Rows) -> Rows:
         row, shift, scores = weights()
-        exact = rows_of(state, row, shift, signed, scores, value)
+        exact = rows_of(how, state, row, shift, scores, value)
         numerator = jnp.where(lost[..., None], exact.numerator, rows.numerator)
         others = zip(exact[1:], rows[1:], strict=True)
         return Rows(numerator, *(jnp.where(lost, x, y) for x, y in others))

@@ -17,13 +17,14 @@ _NORM_EPSILON = 1e-6
 def _plain(
     function: Callable[[Array], Array],
     pairs: Callable | None = None,
+    signed: bool = False,
     leading: Callable[[int], int] | None = None,
     around: Callable | None = None,
 ) -> Features:
     def both(x: Array, parameters: None = None) -> LogFeatures:
         return LogFeatures(function(x), None)
 
-    return Features(both, both, pairs, leading, around)
+    return Features(both, both, pairs, signed, leading, around)
 
 
 def _length(x: Array) -> Array:
@@ -122,13 +123,13 @@ def _taylor_pairs(query: Array, key: Array, divisor: Array) -> Array:
     return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
 
 
-IDENTITY = _plain(lambda x: x)
-UNIT = _plain(_unit, _unit_pairs, lambda size: 1, _unit_around)
+IDENTITY = _plain(lambda x: x, signed=True)
+UNIT = _plain(_unit, _unit_pairs, True, lambda size: 1, _unit_around)
 PLAIN = {
     "elu": _plain(_elu_plus_one),
     "identity": IDENTITY,
     "relu": _plain(jax.nn.relu),
     "relu2": _plain(_relu2),
-    "squared": _plain(_squared, _squared_pairs, lambda size: size),
-    "taylor": _plain(_taylor, _taylor_pairs, lambda size: 1),
+    "squared": _plain(_squared, _squared_pairs, True, lambda size: size),
+    "taylor": _plain(_taylor, _taylor_pairs, True, lambda size: 1),
 }

@@ -65,7 +65,7 @@ def _with_norm(
             0.5 * sign * random.scale.astype(x.dtype) * square
         )
 
-    return Features(query, key)
+    return Features(query, key, signed=sign > 0)
 
 
 _POSITIVE = _with_norm(_positive_query)

@@ -1,5 +1,6 @@
 """The two executors of recurrences: chunks one by one, and side by side."""
 
+import re
 from functools import partial
 
 import jax
@@ -11,7 +12,8 @@ from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 from symjax.attention.chunks import Tokens, layout, scan
 from symjax.attention.cosine import RECURRENCE, cosine_causal
 from symjax.attention.decayed_linear import Decayed, decay_causal
-from symjax.attention.delta_rule import DeltaRule
+from symjax.attention.delta_rule import DeltaRule, delta_causal
+from symjax.attention.linear import linear_causal
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer import performer_causal
 from symjax.attention.plain_features import PLAIN
@@ -85,3 +87,49 @@ def test_accelerators_take_chunks_of_their_tiles(form):
     }
     pairs = {platform: "128x128x" in text for platform, text in texts.items()}
     assert pairs == {"cpu": False, "tpu": True, "cuda": True}
+
+
+def elu(query, key, value):
+    return linear_causal(query, key, value, features="elu")
+
+
+def gates(query, key, value):
+    return decay_causal(query, key, value, -jnp.abs(key))
+
+
+def erasing(query, key, value):
+    return delta_causal(query, key, value, jnp.abs(key[..., 0]))
+
+
+def cancelling(query, key, value):
+    return linear_causal(query, key, value, features="squared")
+
+
+NARROW = {
+    performer_causal: {"HIGH", "HIGHEST"},  # exponents are exact
+    erasing: {"HIGH", "HIGHEST"},  # and so are inverses
+    elu: {"HIGH"},
+    gates: {"HIGH"},
+    cosine_causal: {"HIGHEST"},
+    cancelling: {"HIGHEST"},
+}
+
+
+@pytest.mark.parametrize("form", NARROW, ids=lambda form: form.__name__)
+def test_products_are_as_exact_as_the_inputs(form):
+    """On a GPU full precision is none of its tensor cores', and 16 bits need them."""
+
+    def loss(*arrays):
+        return form(*arrays).astype(jnp.float32).sum()
+
+    def precisions(dtype):
+        arrays = [jax.ShapeDtypeStruct((1, 256, 2, 8), dtype)] * 3
+        graded = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
+        text = graded.lower(lowering_platforms=("cuda",)).as_text()
+        products = [x for x in text.splitlines() if "stablehlo.dot_general" in x]
+        found = [re.search(r"precision = \[(\w+), (\w+)\]", x) for x in products]
+        return {x for pair in found for x in (pair.groups() if pair else ("none",))}
+
+    with jax.default_matmul_precision("default"):
+        assert precisions(jnp.float32) == {"HIGHEST"}
+        assert precisions(jnp.bfloat16) == NARROW[form]

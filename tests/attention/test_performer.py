@@ -10,8 +10,9 @@ import oracles
 import pytest
 from laws import close, inputs, run, same
 
+from symjax.attention.chunks import einsum
 from symjax.attention.favor import Statistics, favor_statistics
-from symjax.attention.normalised import query_state, update
+from symjax.attention.normalised import Arithmetic, query_state, update
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -220,13 +221,13 @@ def test_the_denominator_is_at_least_one(scale):
     arrays = [x.astype(np.float32) for x in scaled(scale, length=9)]
     state = WIDE.state(1, 1, 64, 64)
     random = RandomFeatures(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
-    maps = RANDOM["positive"]
+    maps, how = RANDOM["positive"], Arithmetic(einsum, signed=False, leading=0)
 
     @jax.jit
     def bottom(state, query, key, value):
-        state = update(state, maps.key(key, random), value)
+        state = update(how, state, maps.key(key, random), value)
         query = maps.query(query[:, :, None], random)
-        return query_state(state, query).denominator, state
+        return query_state(how, state, query).denominator, state
 
     for t in range(9):
         now = (x[:, t : t + 1].swapaxes(1, 2) for x in arrays)

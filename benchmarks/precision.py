@@ -11,7 +11,8 @@ least    float64 of inputs rounded to bfloat16, its result rounded too: what no 
 float32  products of float32 operands, of the rounded inputs
 kernel   the TPU kernel: products of bfloat16 operands, summed in float32; the
          projection counts by two bfloat16 parts
-rows     the same kernel with a projection that is rounded to bfloat16, by itself
+tf32     chunks on a GPU: products of operands that its tensor cores round to 11 bits
+rows     the kernel with a projection that is rounded to bfloat16, by itself
 
 and the ratio of each to the least.
 """
@@ -21,12 +22,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from symjax import attention
+from symjax.attention import chunks
 from symjax.attention.chunks import Tokens
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer_fused import FusedFeatures
@@ -45,7 +48,7 @@ def main(words: list[str]) -> int:
     length = parser.parse_args(words).length
     rows = attention.orthogonal_projection(jax.random.key(0), FEATURES, SIZE)
     rows = np.asarray(rows, np.float64)
-    names = "least", "float32", "kernel", "rows"
+    names = "least", "float32", "kernel", "tf32", "rows"
     print(f"{'output, gradients':<18}" + "".join(f"{x:>36}" for x in names))
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(1, length, HEADS, SIZE)) for _ in range(4)]
@@ -74,6 +77,7 @@ def errors(rows: np.ndarray, arrays: Arrays, weigh: np.ndarray) -> dict:
         "least": graded(scan, rows, wide[:3], wide[3]),
         "float32": graded(scan, rows.astype("f4"), single[:3], single[3]),
         "kernel": graded(kernel, rows.astype("f4"), half[:3], half[3]),
+        "tf32": graded(in_tf32, rows.astype("f4"), half[:3], half[3]),
         "rows": graded(kernel, coarse.astype("f4"), half[:3], half[3]),
     }
     return {
@@ -87,6 +91,30 @@ def errors(rows: np.ndarray, arrays: Arrays, weigh: np.ndarray) -> dict:
 def scan(rows: Any, *arrays: Any) -> Any:
     query, key, value = arrays
     return attention.performer_causal(query, key, value, rows, chunk_size=128)
+
+
+def in_tf32(rows: Any, *arrays: Any) -> Any:
+    with mock.patch.object(chunks, "on_tensor_cores", product):
+        return scan(rows, *arrays)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(subscripts: str, one: jax.Array, two: jax.Array) -> jax.Array:
+    """Of operands in TF32, forward and backward, summed in float32."""
+    return jnp.einsum(subscripts, *map(tf32, (one, two)))
+
+
+def product_forward(subscripts: str, *pair: jax.Array) -> tuple:
+    return product(subscripts, *pair), pair
+
+
+def product_backward(subscripts: str, pair: tuple, change: jax.Array) -> tuple:
+    _, pull = jax.vjp(partial(jnp.einsum, subscripts), *map(tf32, pair))
+    return pull(tf32(change))
+
+
+product.defvjp(product_forward, product_backward)
+tf32 = partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=10)
 
 
 def kernel(rows: Any, *arrays: Any) -> Any:

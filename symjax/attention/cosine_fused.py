@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels import cosine as kernels
+from symjax.attention.kernels.blocks import RESIDUAL
 from symjax.attention.kernels.cosine import BLOCK, Operands, Plan
 from symjax.attention.kernels.lanes import (
     apart,
@@ -61,7 +63,8 @@ def _attend(
 
 def _forward(interpret: Any, *given: Any) -> tuple[Array, tuple]:
     plan, operands = _operands(interpret, *given)
-    output, *kept = kernels.forward(plan, operands, keep=True)
+    found = kernels.forward(plan, operands, keep=True)
+    output, *kept = checkpoint_name(found, RESIDUAL)
     return apart(output, plan.heads, given[2]), (given[:3], operands, kept)
 
 

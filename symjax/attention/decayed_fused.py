@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Tokens
+from symjax.attention.kernels.blocks import RESIDUAL
 from symjax.attention.kernels.decay import (
     BLOCK,
     DECAY,
@@ -112,7 +114,8 @@ def _attend(
 def _forward(static: tuple[Kernels, Any], *given: Any) -> tuple[Array, tuple]:
     kernels, interpret = static
     plan, operands = _operands(interpret, *given)
-    output, *kept = forward(kernels, plan, operands, keep=True)
+    found = forward(kernels, plan, operands, keep=True)
+    output, *kept = checkpoint_name(found, RESIDUAL)
     return apart(output, plan.heads, given[2]), (given, operands, kept)
 
 

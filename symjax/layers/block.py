@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
-from symjax.attention.kernels import RESIDUALS
+from symjax.attention.kernels import RESIDUAL
 from symjax.layers.attention import Attention
 from symjax.layers.primitives import KEPT, Linear, keep, norm
 from symjax.layers.segments import Segments
@@ -17,12 +17,12 @@ from symjax.layers.segments import Segments
 # swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
 
-# By the values of model.remat. What the fused kernel of attention gives is kept: it is
-# as small as its input, and dear to compute. Of the products with weights those are
+# By the values of model.remat. What a kernel of attention gives is kept: it is about as
+# small as its input, and dear to compute. Of the products with weights those are
 # kept that are marked, three of four: with all, a model of 1b would fill 16 GB.
 POLICIES = {
-    "full": jax.checkpoint_policies.save_only_these_names(*RESIDUALS),
-    "dots": jax.checkpoint_policies.save_only_these_names(KEPT, *RESIDUALS),
+    "full": jax.checkpoint_policies.save_only_these_names(RESIDUAL),
+    "dots": jax.checkpoint_policies.save_only_these_names(KEPT, RESIDUAL),
 }
 
 

@@ -1,5 +1,6 @@
 """Kernels for accelerators, each with the pure function that it must equal."""
 
-from symjax.attention.kernels.fused import RESIDUALS, fused
+from symjax.attention.kernels.blocks import RESIDUAL
+from symjax.attention.kernels.fused import fused
 
-__all__ = ["RESIDUALS", "fused"]
+__all__ = ["RESIDUAL", "fused"]

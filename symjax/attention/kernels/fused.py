@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.kernels.backward import backward, row_sums
-from symjax.attention.kernels.blocks import LANES, Operands, Plan
+from symjax.attention.kernels.blocks import LANES, RESIDUAL, Operands, Plan
 from symjax.attention.kernels.forward import forward
 from symjax.attention.kernels.intervals import (
     Seen,
@@ -40,10 +40,6 @@ from symjax.attention.kernels.intervals import (
 )
 from symjax.attention.meshes import vary_alike
 from symjax.attention.rows import length_scale
-
-# What `jax.checkpoint` should save, so that the forward kernel does not run again:
-# jax.checkpoint_policies.save_only_these_names(*RESIDUALS).
-RESIDUALS = "attention_output", "attention_normaliser"
 
 
 def fused(
@@ -190,9 +186,8 @@ def _attend(plan: Plan, operands: Operands, seen: Seen) -> Float[Array, "B T N*V
 
 
 def _forward(plan: Plan, operands: Operands, seen: Seen) -> tuple[Array, tuple]:
-    output, second, normaliser = forward(plan, operands, seen)
-    output, second = checkpoint_name((output, second), RESIDUALS[0])
-    normaliser = checkpoint_name(normaliser, RESIDUALS[1])
+    found = checkpoint_name(forward(plan, operands, seen), RESIDUAL)
+    output, second, normaliser = found
     return output, (operands, seen, output, second, normaliser)
 
 

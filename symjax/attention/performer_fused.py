@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels import performer as kernels
-from symjax.attention.kernels.blocks import LANES, LOG2E, RESIDUAL
+from symjax.attention.kernels.blocks import LANES, LOG2E
 from symjax.attention.kernels.lanes import (
     apart,
     even,
@@ -107,8 +106,7 @@ def _forward(choice: FusedFeatures, *given: Any) -> tuple[Array, tuple]:
     values = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
     learned = [x.perturbed for x in jax.tree.leaves(given[3], is_leaf=_is_primal)]
     plan, operands = _operands(choice, *values)
-    found = kernels.forward(plan, operands, keep=True)
-    output, *kept = checkpoint_name(found, RESIDUAL)
+    output, *kept = kernels.forward(plan, operands, keep=True)
     saved = values, operands, output, kept, () if any(learned) else None
     return apart(output, plan.heads, values[2]).astype(values[2].dtype), saved
 

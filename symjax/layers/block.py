@@ -18,8 +18,9 @@ from symjax.layers.segments import Segments
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
 
 # By the values of model.remat. What a kernel of attention gives is kept: it is about as
-# small as its input, and dear to compute. Of the products with weights those are
-# kept that are marked, three of four: with all, a model of 1b would fill 16 GB.
+# small as its input, and dear to compute (not the Performer's, whose states are large).
+# Of the products with weights those are kept that are marked, three of four: with all,
+# a model of 1b would fill 16 GB.
 POLICIES = {
     "full": jax.checkpoint_policies.save_only_these_names(RESIDUAL),
     "dots": jax.checkpoint_policies.save_only_these_names(KEPT, RESIDUAL),

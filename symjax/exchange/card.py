@@ -45,13 +45,15 @@ def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> 
         kind: how the weights are stored.
         reason: why transformers cannot load them; "" where it can.
     Raises:
-        ValueError: the results are of another step.
+        ValueError: the results are of another step, or of averaged weights.
     """
     if results and results["step"] != loaded.step:
         raise ValueError(
             f"the results are of step {results['step']}, the model is of step "
             f"{loaded.step}"
         )
+    if results.get("ema"):
+        raise ValueError("the results are of eval.py --ema, the weights are not")
     model, source = loaded.config.model, loaded.config.data.source
     count = sum(x.size for x in jax.tree.leaves(nnx.state(loaded.model, nnx.Param)))
     chosen = model.attention
@@ -86,6 +88,7 @@ def _numbers(results: dict[str, Any]) -> list[str]:
     heldout = results.get("heldout") or {}
     rows = [(f"held-out {x}", heldout[x]) for x in SHOWN if x in heldout]
     rows += [(f"{x} table", y) for x, y in heldout.get("ngrams", {}).items()]
+    rows = [(name, value) for name, value in rows if value is not None]
     if not rows:
         return []
     lines = (f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in rows)

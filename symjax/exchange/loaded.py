@@ -75,7 +75,7 @@ class Loaded:
         temperature: float = 0.8,
         top_k: int = 0,
         top_p: float = 1.0,
-        stop: Sequence[int | str] = (),
+        stop: int | str | Sequence[int | str] = (),
         seed: int = 0,
     ) -> Any:
         """What the model writes after a prompt, or after each of several.
@@ -86,15 +86,18 @@ class Loaded:
         Args:
             count: tokens; fewer where learned positions end.
             temperature, top_k, top_p: as in `symjax.models.generate`.
-            stop: what ends a continuation and is left out of it: tokens, which end the
-                work too, and strings, at which the finished text is cut.
+            stop: what ends a continuation and is left out of it, one or several:
+                tokens, which end the work too, and strings, at which the text is cut.
             seed: equal arguments give the same text.
         Returns:
             a string, or a list of them for a list of prompts.
         Raises:
             ValueError: the model is an encoder or has no tokenizer; an empty prompt, or
-                one that fills the learned positions.
+                one that fills the learned positions; an empty string to stop at.
         """
+        stop = [stop] if isinstance(stop, int | str) else list(stop)
+        if "" in stop:
+            raise ValueError("stop: every text holds the empty string, got ''")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         tokenizer, model = self._known_tokenizer(), decoder_of(self.model)
         ids = [tokenizer.encode(text) for text in prompts]

@@ -30,6 +30,7 @@ from symjax.models.hf_files import (
     INDEX,
     SHARD,
     TENSORS,
+    digest_of,
     in_shards,
     index_of,
     write_tensors,
@@ -70,7 +71,8 @@ def save_pretrained(
         What was written: llama, diffllama, gpt2, or symjax.
     Raises:
         ValueError: transformers has no such model, naming the first key that differs;
-            the results are no JSON of eval.py; or the folder cannot be written.
+            the results are no JSON of eval.py for these weights; or the folder cannot
+            be written.
     """
     if format not in FORMATS:
         raise ValueError(
@@ -83,6 +85,7 @@ def save_pretrained(
     about = {
         "format": kind,
         "step": loaded.step,
+        "digest": (digest := digest_of(tensors)),
         "config": validation.to_dict(loaded.config),
         "language": loaded.language,
         "labels": list(loaded.labels),
@@ -96,13 +99,13 @@ def save_pretrained(
     if len(shards) > 1:
         texts[INDEX] = _json(index_of(shards))
     check_writable(place, f"weights in {folder}")
-    with reaching(place):
-        _remove_others(place, {*shards, *texts})
     with replaced(place, *shards, *texts) as unfinished:
         for name, some in shards.items():
-            write_tensors(unfinished / name, some)
+            write_tensors(unfinished / name, some, digest)
         for name, text in texts.items():
             (unfinished / name).write_text(text, encoding="utf-8")
+    with reaching(place):
+        _remove_others(place, {*shards, *texts})
     return kind
 
 

@@ -63,17 +63,18 @@ def read_folder(directory: str | Path) -> Folder:
     about = read_json(directory / OWN) if (directory / OWN).is_file() else {}
     if about.get("format") == "symjax":
         return _own(directory, about)
-    options, params = read_family(directory)
+    options, params = read_family(directory, digest=about.get("digest"))
     return Folder(options, params, {}, about)
 
 
 def read_family(
-    directory: Path, *model_types: str
+    directory: Path, *model_types: str, digest: str | None = None
 ) -> tuple[config.Model, dict[str, Any]]:
     """Our configuration and parameters, in float32, of a model of Hugging Face.
 
     Args:
         model_types: those that are wanted; any known one by default.
+        digest: of its tensors, if it is known.
     """
     settings = read_json(directory / SETTINGS)
     kind, known = settings.get("model_type"), model_types or tuple(FAMILIES)
@@ -82,7 +83,7 @@ def read_family(
         raise ValueError(f"config.json: model_type must be {wanted}, got {kind!r}")
     family = FAMILIES[kind]
     options = family.options(settings)
-    tensors = read_tensors(directory)
+    tensors = read_tensors(directory, digest)
     if family is GPT2:
         tensors = renamed(tensors)
     if options.tie_embeddings:
@@ -149,7 +150,7 @@ def _own(directory: Path, about: dict[str, Any]) -> Folder:
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(_trees(like))
     }
-    tensors = read_tensors(directory)
+    tensors = read_tensors(directory, about.get("digest"))
     check_shapes(str(directory / TENSORS), tensors, shapes)
     trees = {"params": {}, "constants": {}} | nested(tensors)
     trees = jax.tree.map(jnp.asarray, trees)

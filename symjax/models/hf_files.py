@@ -4,6 +4,7 @@ Large models are in several files, model-00001-of-00003.safetensors and so on, w
 index that says in which one a tensor is.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ import numpy as np
 
 TENSORS = "model.safetensors"
 INDEX = f"{TENSORS}.index.json"
+FILE = re.compile(r"[\w.-]{1,200}\.safetensors")
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -23,42 +25,65 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is missing: it is no checkpoint of Hugging Face")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
     return found
 
 
-def read_tensors(directory: Path) -> dict[str, np.ndarray]:
+def read_tensors(directory: Path, digest: str | None = None) -> dict[str, np.ndarray]:
     """Every tensor of a folder by its name, in float32; in one file or in shards.
 
+    Args:
+        digest: of the tensors that the folder should have, if it is known.
     Raises:
-        ValueError: a file is missing or damaged, or safetensors is not installed.
+        ValueError: a file is missing or damaged, files are of different models, or
+            safetensors is not installed.
     """
-    safe_open = _safetensors().safe_open
-    files, tensors = {TENSORS}, {}
-    if (directory / INDEX).is_file():
+    safe_open, tensors = _safetensors().safe_open, {}
+    files = {TENSORS: None}
+    if not (directory / TENSORS).is_file() and (directory / INDEX).is_file():
         files = _files_of(directory / INDEX)
-    for path in (directory / name for name in sorted(files)):
+    for file, names in sorted(files.items()):
+        path = directory / file
         if not path.is_file():
             raise ValueError(f"{path} is missing")
         try:
-            with safe_open(path, framework="flax") as file:  # NumPy has no bfloat16
-                for name in file.keys():
-                    tensors[name] = np.asarray(file.get_tensor(name), np.float32)
+            with safe_open(path, framework="flax") as opened:  # NumPy has no bfloat16
+                own = (opened.metadata() or {}).get("digest")
+                found = {x: opened.get_tensor(x) for x in opened.keys()}
         except _safetensors().SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
+        if names is not None and names != found.keys():
+            raise ValueError(f"{directory / INDEX} does not fit the tensors of {path}")
+        digest = digest or own
+        if own != digest:
+            raise ValueError(
+                f"{path} is not of the model that is described beside it: a save that "
+                "did not end? Write the folder again"
+            )
+        tensors |= {x: np.asarray(y, np.float32) for x, y in found.items()}
     return tensors
 
 
-def _files_of(index: Path) -> set[str]:
-    """Raises: ValueError: it does not name files beside it."""
+def _files_of(index: Path) -> dict[str, set[str]]:
+    """File → its tensors. Raises: ValueError: it does not name files beside it."""
     found = read_json(index).get("weight_map")
-    names = found.values() if isinstance(found, dict) else ()
-    if not names or not all(isinstance(x, str) and Path(x).name == x for x in names):
+    places = found if isinstance(found, dict) else {}
+    files = places.values()
+    if not files or not all(isinstance(x, str) and FILE.fullmatch(x) for x in files):
         raise ValueError(f"{index} has no weight_map that names files beside it")
-    return set(names)
+    return {x: {name for name, file in places.items() if file == x} for x in files}
+
+
+def digest_of(tensors: Mapping[str, Any]) -> str:
+    """That of names and numbers, by which files of one save know each other."""
+    content = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        content.update(name.encode())
+        content.update(np.ascontiguousarray(tensor).data)
+    return content.hexdigest()
 
 
 def in_shards(tensors: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
@@ -66,10 +91,10 @@ def in_shards(tensors: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]
     or one that is larger.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size that is no whole number above 0.
     """
-    if size < 1:
-        raise ValueError(f"shard_size must be at least 1 byte, got {size}")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"shard_size must be at least 1 byte, got {size!r}")
     shards: list[dict[str, Any]] = [{}]
     room = size
     for name, tensor in tensors.items():
@@ -93,8 +118,8 @@ def index_of(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Tensors by name in one file.
+def write_tensors(path: Path, tensors: Mapping[str, Any], digest: str) -> None:
+    """Tensors by name in one file, with the digest of all that belong together.
 
     Raises:
         ValueError: safetensors is not installed.
@@ -103,7 +128,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
     from safetensors.numpy import save_file
 
     arrays = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt"})  # transformers asks for it
+    # transformers asks for the format.
+    save_file(arrays, path, metadata={"format": "pt", "digest": digest})
 
 
 def check_shapes(

@@ -91,6 +91,9 @@ def test_the_text_ends_before_what_stops_it(bare):
     word, letter = whole[3:6], whole[5]
     shown = {"temperature": 0, "count": 40}
     assert found.generate("7 sheep", stop=[word], **shown) == whole.split(word)[0]
+    assert found.generate("7 sheep", stop=word, **shown) == whole.split(word)[0]
+    with pytest.raises(ValueError, match="stop: every text holds the empty string"):
+        found.generate("7 sheep", stop=["a", ""], **shown)
     token = found.encode(letter)[0]
     assert found.generate("7 sheep", stop=[token], **shown) == whole.split(letter)[0]
 

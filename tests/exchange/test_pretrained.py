@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import symjax
 from symjax import config
 from symjax.data import subwords
 from symjax.data.tokens import ByteTokenizer
-from symjax.exchange import Loaded
+from symjax.exchange import Loaded, pretrained
 from symjax.models import build, convert
 from symjax.models.folders import read_folder
 
@@ -58,9 +59,9 @@ EXPORTED = {
 }
 
 
-def random_model(options) -> Loaded:
+def random_model(options, seed=3) -> Loaded:
     """A model far from its start: no bias is zero and no norm is one."""
-    model = build(options, rngs=nnx.Rngs(3))
+    model = build(options, rngs=nnx.Rngs(seed))
     weights = nnx.state(model, nnx.Param)
     keys = iter(jax.random.split(jax.random.key(4), 999))
     draw = lambda x: x + 0.2 * jax.random.normal(next(keys), x.shape)  # noqa: E731
@@ -140,6 +141,48 @@ def test_large_weights_are_written_in_shards(tmp_path):
     assert [x.name for x in tmp_path.glob("model*")] == ["model.safetensors"]
 
 
+def test_shards_of_two_models_are_no_model(tmp_path):
+    for seed, name in enumerate(("old", "new")):
+        loaded = random_model(LLAMA, seed)
+        symjax.save_pretrained(loaded, tmp_path / name, shard_size=SHARD)
+    second = sorted((tmp_path / "old").glob("*.safetensors"))[1]
+    shutil.copy(second, tmp_path / "new" / second.name)
+    with pytest.raises(ValueError, match=f"{second.name} is not of the model that is"):
+        symjax.load_pretrained(tmp_path / "new")
+
+
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path):
+    symjax.save_pretrained(random_model(LLAMA), tmp_path, shard_size=SHARD)
+    index = tmp_path / "model.safetensors.index.json"
+    known = json.loads(index.read_text())
+    first = next(iter(known["weight_map"].values()))
+    known["weight_map"] = dict.fromkeys(known["weight_map"], first)
+    index.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=f"index.json does not fit .*{first}"):
+        symjax.load_pretrained(tmp_path)
+
+
+def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
+    """On a full disk, say; and a whole file is read before an index that was left."""
+    loaded = random_model(LLAMA)
+    symjax.save_pretrained(loaded, tmp_path, shard_size=SHARD)
+    before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "write_tensors", full)
+        with pytest.raises(OSError, match="No space"):
+            symjax.save_pretrained(loaded, tmp_path)
+    assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == before
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "_remove_others", lambda *_: None)
+        symjax.save_pretrained(loaded, tmp_path)
+    found = symjax.load_pretrained(tmp_path)
+    np.testing.assert_array_equal(found.logits(TOKENS), loaded.logits(TOKENS))
+
+
 @with_transformers
 def test_transformers_reads_shards(tmp_path):
     loaded = random_model(EXPORTED["diff_sym"][0])
@@ -153,6 +196,7 @@ def test_transformers_reads_shards(tmp_path):
 )
 def test_an_index_that_names_no_files_is_refused(tmp_path, index):
     symjax.save_pretrained(random_model(LLAMA), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match="index.json has no weight_map that names fil"):
         symjax.load_pretrained(tmp_path)

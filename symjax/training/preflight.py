@@ -163,14 +163,14 @@ def open_data(
     return examples
 
 
-def pack(options: config.Config, workdir: epath.Path) -> str:
+def pack(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) -> str:
     """Do what a run does before its first step to the data, and say where they are.
 
     Raises:
         ValueError: as `locked`, `saved_meta` and `open_data`.
     """
     with locked(workdir), removed_on_failure(workdir):
-        examples = open_data(options, workdir, saved_meta(options, workdir))
+        examples = open_data(options, workdir, saved_meta(options, workdir, allow))
         if examples.stream:
             examples.stream.finish()
         place = arrays_in(options.data, home(workdir) / "data")

@@ -26,7 +26,7 @@ def main(words: list[str]) -> None:
     elif command.dry_run:
         print(describe(command.config, command.target))
     elif command.pack:
-        print(pack(command.config, command.workdir))
+        print(pack(command.config, command.workdir, command.allow))
     else:
         if command.verify:
             data, workdir = command.config.data, command.workdir

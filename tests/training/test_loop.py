@@ -98,6 +98,8 @@ def test_allowed_keys_may_change_and_the_checkpoint_says_so(text, workdir, capsy
     said = capsys.readouterr().err
     assert "(batch_size: 8 → 16)" in said and "learning_rate" not in said
     allow = "--allow", "optimizer.learning_rate,batch_size"
+    assert train(text, workdir, "--pack", **changes) == 2
+    assert train(text, workdir, "--pack", *allow, **changes) == 0
     assert train(text, workdir, *allow, **changes) == 0
     said = capsys.readouterr().err
     wanted = [

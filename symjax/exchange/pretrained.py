@@ -85,7 +85,7 @@ def save_pretrained(
     about = {
         "format": kind,
         "step": loaded.step,
-        "digest": (digest := digest_of(tensors)),
+        "digest": digest_of(tensors),
         "config": validation.to_dict(loaded.config),
         "language": loaded.language,
         "labels": list(loaded.labels),
@@ -101,7 +101,7 @@ def save_pretrained(
     check_writable(place, f"weights in {folder}")
     with replaced(place, *shards, *texts) as unfinished:
         for name, some in shards.items():
-            write_tensors(unfinished / name, some, digest)
+            write_tensors(unfinished / name, some)
         for name, text in texts.items():
             (unfinished / name).write_text(text, encoding="utf-8")
     with reaching(place):

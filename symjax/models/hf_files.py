@@ -51,19 +51,17 @@ def read_tensors(directory: Path, digest: str | None = None) -> dict[str, np.nda
             raise ValueError(f"{path} is missing")
         try:
             with safe_open(path, framework="flax") as opened:  # NumPy has no bfloat16
-                own = (opened.metadata() or {}).get("digest")
                 found = {x: opened.get_tensor(x) for x in opened.keys()}
         except _safetensors().SafetensorError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         if names is not None and names != found.keys():
             raise ValueError(f"{directory / INDEX} does not fit the tensors of {path}")
-        digest = digest or own
-        if own != digest:
-            raise ValueError(
-                f"{path} is not of the model that is described beside it: a save that "
-                "did not end? Write the folder again"
-            )
         tensors |= {x: np.asarray(y, np.float32) for x, y in found.items()}
+    if digest is not None and digest != digest_of(tensors):
+        raise ValueError(
+            f"{directory} has not the tensors that it was written with: a save that "
+            "did not end? Write the folder again"
+        )
     return tensors
 
 
@@ -78,11 +76,11 @@ def _files_of(index: Path) -> dict[str, set[str]]:
 
 
 def digest_of(tensors: Mapping[str, Any]) -> str:
-    """That of names and numbers, by which files of one save know each other."""
+    """That of names and numbers in float32: files of two saves have another."""
     content = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         content.update(name.encode())
-        content.update(np.ascontiguousarray(tensor).data)
+        content.update(np.ascontiguousarray(tensor, np.float32).data)
     return content.hexdigest()
 
 
@@ -118,8 +116,8 @@ def index_of(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Any], digest: str) -> None:
-    """Tensors by name in one file, with the digest of all that belong together.
+def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Tensors by name in one file.
 
     Raises:
         ValueError: safetensors is not installed.
@@ -128,8 +126,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], digest: str) -> None:
     from safetensors.numpy import save_file
 
     arrays = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    # transformers asks for the format.
-    save_file(arrays, path, metadata={"format": "pt", "digest": digest})
+    save_file(arrays, path, metadata={"format": "pt"})  # transformers asks for it
 
 
 def check_shapes(

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import groups
-from symjax.attention.checks import check, check_axis, shown_state
 from symjax.attention.gau import fixed_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
 from symjax.attention.masks import only_seen, visible_keys
+from symjax.attention.recurrences import check_axis, check_tokens, shown_state
 from symjax.attention.shards import segment_runs_over
 
 
@@ -225,9 +225,9 @@ def _tokens(
     axis_name: str | None = None,
 ) -> Tokens:
     """The arguments checked; hidden keys and values are zero, not even NaN is left."""
-    check(who, query, key, value, mask, segment_ids, causal=True)
+    check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     linear = f"{who}, linear_query and linear_key"
-    check(linear, linear_query, linear_key, value, None, None, causal=True)
+    check_tokens(linear, linear_query, linear_key, value, None, None, causal=True)
     if query.shape[2] != linear_query.shape[2]:
         raise ValueError(
             f"{who}: query and linear_query must agree in heads, got {query.shape} "

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check
 from symjax.attention.chunks import Chunk, Tokens, einsum, heads_last, layout, scan
 from symjax.attention.masks import starts
 from symjax.attention.meshes import on_any_mesh, vary_alike
@@ -29,6 +28,7 @@ from symjax.attention.normalised import (
     rows_of,
     update,
 )
+from symjax.attention.recurrences import check_tokens
 from symjax.attention.rescue import finite
 
 
@@ -44,7 +44,9 @@ def attend(
     parameters: Any = None,
 ) -> Float[Array, "B T N V"]:
     """Every query sees every visible key of its segment."""
-    check(who, query, key, value, mask, segment_ids, causal=segment_ids is not None)
+    check_tokens(
+        who, query, key, value, mask, segment_ids, causal=segment_ids is not None
+    )
     tokens = Tokens(query, key, value, (), mask, segment_ids)
     return _attend(recurrence, tokens, parameters)[0]
 

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check, check_axis, shown_state
+from symjax.attention.checks import check_heads, check_mask
 from symjax.attention.chunks import (
     TILE,
     Tokens,
@@ -80,7 +80,7 @@ def attend_causal(
         operands: more arrays [#B #T K …] that the recurrence takes of each token.
         kernel: what may take the place of the recurrence.
     """
-    check(who, query, key, value, mask, segment_ids, causal=True)
+    check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
     if chunk_size < 1:
         raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
@@ -139,7 +139,7 @@ def attend_step(
     operands: tuple[Array | None, ...] = (),
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
     """One token, which sees itself and what the state has read: a chunk of its own."""
-    check(who, query, key, value, None, None, causal=True)
+    check_tokens(who, query, key, value, None, None, causal=True)
     if query.shape[1] != 1:
         raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
     state = _start(who, recurrence, parameters, state, query, key, value)
@@ -202,3 +202,46 @@ def _step(
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
     state, rows = recurrence.advance(parameters, state, layout(tokens))
     return heads_last(rows, tokens.value.dtype), state
+
+
+def check_tokens(
+    who: str,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+    *,
+    causal: bool,
+) -> None:
+    """Raise on shapes that do not fit, naming both; `causal` wants T = S."""
+    check_heads(who, query, key, value)
+    if causal and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"{who}: as many queries as keys are needed here, got query {query.shape} "
+            f"and key {key.shape}"
+        )
+    if segment_ids is not None and segment_ids.shape != query.shape[:2]:
+        raise ValueError(
+            f"{who}: segment_ids must be [B T] of query {query.shape}, "
+            f"got {segment_ids.shape}"
+        )
+    if mask is not None:
+        check_mask(who, mask, key)
+
+
+def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) -> None:
+    """Time that is split over a mesh axis is all of time, from the first token on."""
+    for name, given in (("state", state is not None), ("return_state", return_state)):
+        if axis_name is not None and given:
+            raise ValueError(
+                f"{who}: {name} has no meaning with axis_name {axis_name!r}, whose "
+                "devices read all tokens from the first on"
+            )
+
+
+def shown_state(state: Any) -> str:
+    """A state as errors name it: its kind, and the shape of each part."""
+    parts = state._asdict() if hasattr(state, "_asdict") else {}
+    named = [f"{name} {jnp.shape(x)}" for name, x in parts.items() if x is not None]
+    return f"a {type(state).__name__}" + (f" of {', '.join(named)}" if named else "")

@@ -12,7 +12,6 @@ head; the engine then subtracts the branches' weights before the product with th
 values, so that it is computed once.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float
 
+from symjax.attention.length_scaling import length_scale
 from symjax.attention.masks import Visibility, part
 from symjax.attention.meshes import on_any_mesh
 
@@ -33,7 +33,6 @@ RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 KEPT = "rows of scores"  # what blocks keep for the backward pass, by checkpoint_name
 BLOCK_ROWS = 100  # rows a block at most; 64–128 are alike on CPU
 EXTENTS = 8  # different key lengths, each compiled on its own
-SHORTEST = 16  # visible keys below which the length scale no longer shrinks
 
 
 class Operands(NamedTuple):
@@ -260,19 +259,3 @@ def weighed(
         preferred_element_type=weights.dtype,
     )
     return values.reshape(*weights.shape[:3], size)
-
-
-def length_scale(visible: Int[Array, "*shape"], base: float) -> Shaped[Array, "*shape"]:
-    """log n / log base, the entropy-invariant factor of a row that sees n keys.
-
-    In a causal model n is the row's own count, so that decoding a token gives what
-    the whole sequence gave. Counts below 16 are taken as 16: a short row would
-    otherwise be blurred.
-
-    Raises:
-        ValueError: base is not above 1.
-    Source: Su Jianlin 2021, spaces.ac.cn/archives/8823 and 9588 (base 512).
-    """
-    if base <= 1:
-        raise ValueError(f"length_base must be above 1, got {base}")
-    return jnp.log(jnp.maximum(visible, SHORTEST).astype(float)) / math.log(base)

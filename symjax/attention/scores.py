@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import repeat
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import engines, rows
-from symjax.attention.checks import check_scores, checked_window
+from symjax.attention.checks import check_heads
 from symjax.attention.masks import Visibility, only_seen
 from symjax.attention.ring import attend_ring
 from symjax.attention.rows import Operands, RowWeights, Rule, attend_rows
@@ -211,28 +212,87 @@ def _twice(pairs: Array | None) -> Array | None:
     return repeat(pairs, "b n t s -> b (n p) t s", p=2)
 
 
-def row_map(
-    weights: RowWeights,
-    query: Float[Array, "B T Nq H"],
-    key: Float[Array, "B S Nk H"],
+def check_scores(
+    who: str,
+    arrays: tuple[Array, Array, Array, Array | None, Array | None],
+    more: tuple[Array | None, Array | None, Array | None, Array | None],
     *,
-    lam: Float[Array, "#B #T N"] | None = None,
-    shared_keys: bool = False,
-    **options: Any,
-) -> Float[Array, "B N T S"]:
-    """The whole map of weights, for reading: O(T S) memory.
-
-    It is what a score mechanism of these weights gives for the unit vectors as values;
-    `options` are its own.
+    is_causal: bool,
+    axis_name: str | None,
+) -> None:
+    """Raise on arguments of a score mechanism that do not fit, naming both sides.
 
     Args:
-        shared_keys: with `lam`, both query heads of a pair look at one key
-            (differential V2); otherwise each has its own (V1).
+        arrays: query, key, value, bias and mask.
+        more: lam, alibi, positions and segment_ids.
     """
-    branches = 1 if lam is None or shared_keys else 2
-    heads = key.shape[2] // branches
-    units = jnp.eye(key.shape[1], dtype=query.dtype)[None, :, None]
-    value = jnp.broadcast_to(units, (key.shape[0], key.shape[1], heads, key.shape[1]))
-    attend = ScoreMechanism("row_map", weights)
-    options = {"implementation": "whole", **options}
-    return jnp.swapaxes(attend(query, key, value, lam=lam, **options), 1, 2)
+    query, key, value, bias, mask = arrays
+    lam, alibi, positions, segment_ids = more
+    check_heads(who, query, key, value, branches=lam is not None)
+    if is_causal and positions is None and key.shape[1] < query.shape[1]:
+        raise ValueError(
+            f"{who}: causal attention aligns the last query with the last key and "
+            f"needs as many keys as queries, got {query.shape} and {key.shape}"
+        )
+    batch, time, heads = query.shape[:3]
+    devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    own = heads if lam is None else heads // 2
+    pairs = (batch, own, time, devices * key.shape[1])
+    for name, array, wanted in (
+        ("mask", mask, pairs),
+        ("bias", bias, pairs),
+        ("lam", lam, (batch, time, own)),
+        ("positions", positions, (batch, time)),
+    ):
+        if array is not None and not _broadcasts(array, wanted):
+            raise ValueError(
+                f"{who}: {name} must broadcast to {wanted} for query {query.shape} and "
+                f"key {key.shape}, got {array.shape}"
+            )
+    if alibi is not None and alibi.shape != (own,):
+        raise ValueError(
+            f"{who}: alibi must be a slope a head {(own,)} for query {query.shape}, "
+            f"got {alibi.shape}"
+        )
+    if positions is not None and axis_name is not None:
+        raise ValueError(
+            f"{who}: positions have no meaning with axis_name {axis_name!r}"
+        )
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise ValueError(
+            f"{who}: mask must be boolean (True = attend), got {mask.dtype}"
+        )
+    if segment_ids is not None and not (
+        segment_ids.shape == query.shape[:2] == key.shape[:2]
+    ):
+        raise ValueError(
+            f"{who}: segment_ids must be [batch, time] of query and key alike, got "
+            f"{segment_ids.shape} for {query.shape} and {key.shape}"
+        )
+
+
+def _broadcasts(array: Array, shape: tuple[int, ...]) -> bool:
+    sizes = zip(array.shape, shape, strict=False)
+    return array.ndim == len(shape) and all(x in (1, y) for x, y in sizes)
+
+
+def checked_window(who: str, window: Any) -> tuple[int | None, int | None]:
+    """How many keys before and after its own a row may see; None is no bound.
+
+    Raises:
+        ValueError: it is neither a number of keys above 0 nor two of 0 and more.
+    """
+    pair = window if isinstance(window, tuple) else (window, window)
+    least = 0 if isinstance(window, tuple) else 1
+    numbers = [x for x in pair if x is not None]
+    known = all(
+        isinstance(x, int | np.integer) and not isinstance(x, bool) and x >= least
+        for x in numbers
+    )
+    if len(pair) != 2 or not known:
+        raise ValueError(
+            f"{who}: window must be (left, right), numbers of keys or None, or one "
+            f"number above 0, got {window!r}"
+        )
+    left, right = (None if x is None else int(x) - least for x in pair)
+    return left, right

@@ -15,7 +15,7 @@ from einops import rearrange, repeat
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.scores import row_map
+from symjax.attention.row_maps import row_map
 from symjax.layers.mechanisms import part_of
 from symjax.layers.mixer import Mixer
 from symjax.layers.sharded import Operand

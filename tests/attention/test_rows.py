@@ -12,9 +12,9 @@ from laws import B, H, K, N, T, V, close
 from score_laws import DIFFERENTIAL, SOFTMAX, blocks, every_option, jitted
 
 from symjax import attention
+from symjax.attention.length_scaling import length_scale
 from symjax.attention.masks import Visibility
-from symjax.attention.rows import length_scale
-from symjax.attention.scores import row_map
+from symjax.attention.row_maps import row_map
 from symjax.attention.softmax import softmax_weights
 
 

@@ -38,8 +38,8 @@ from symjax.attention.kernels.intervals import (
     pairs_in_window,
     seen_by_rows,
 )
+from symjax.attention.length_scaling import length_scale
 from symjax.attention.meshes import vary_alike
-from symjax.attention.rows import length_scale
 
 
 def fused(

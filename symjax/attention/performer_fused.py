@@ -12,18 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.chunks import Tokens
-from symjax.attention.kernels import performer as kernels
 from symjax.attention.kernels.blocks import LANES, LOG2E
-from symjax.attention.kernels.lanes import (
-    apart,
-    even,
-    heads_in_a_tile,
-    side_by_side,
-    summed_apart,
-)
-from symjax.attention.kernels.performer import EMPTY, Operands, Plan
-from symjax.attention.kernels.seen import described
-from symjax.attention.masks import only_seen, segment_runs, visible_keys
+from symjax.attention.kernels.lanes import apart, even, side_by_side, summed_apart
+from symjax.attention.kernels.passes import Plan, backward, forward
+from symjax.attention.kernels.performer import PERFORMER
+from symjax.attention.kernels.performer_chunk import EMPTY, Operands
+from symjax.attention.kernels.seen import Shown, described
+from symjax.attention.masks import only_seen
 from symjax.attention.normalised import Normalised
 from symjax.attention.random_features import RandomFeatures
 from symjax.attention.recurrences import attend_causal
@@ -68,47 +63,40 @@ class FusedFeatures(NamedTuple):
     def attend(
         self, tokens: Tokens, parameters: RandomFeatures | None
     ) -> Float[Array, "B T N V"]:
-        query, key, value, _, mask, segment_ids = tokens
-        dtype = jnp.result_type(query, key, value)
-        query, key, value = (x.astype(dtype) for x in (query, key, value))
-        visible = segment = None
-        if mask is not None:
-            visible = visible_keys(mask, *key.shape[:2])
-            key, value = only_seen(visible, key, value)
+        shown = Shown.of(tokens)
         if parameters is None:
             maps = self.recurrence.features
-            query = maps.query(query.astype(jnp.float32), None).amplitude
-            key = maps.key(key.astype(jnp.float32), None).amplitude
-            if visible is not None:
-                (key,) = only_seen(visible, key)
-        if segment_ids is not None:
-            segment = segment_runs(segment_ids)
-        output: Array = _attend(self, query, key, value, parameters, visible, segment)
+            query = maps.query(shown.query.astype(jnp.float32), None).amplitude
+            key = maps.key(shown.key.astype(jnp.float32), None).amplitude
+            if shown.visible is not None:
+                (key,) = only_seen(shown.visible, key)
+            shown = shown._replace(query=query, key=key)
+        output: Array = _attend(self, parameters, *shown)
         return output.astype(tokens.value.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     choice: FusedFeatures,
+    random: RandomFeatures | None,
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
-    random: RandomFeatures | None,
     visible: Bool[Array, "B T"] | None,
     segment: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T N V"]:
-    plan, operands = _operands(choice, query, key, value, random, visible, segment)
-    output, *_ = kernels.forward(plan, operands, keep=False)
+    plan, operands = _operands(choice, random, query, key, value, visible, segment)
+    output, *_ = forward(PERFORMER, plan, operands, keep=False)
     return apart(output, plan.heads, value).astype(value.dtype)
 
 
 def _forward(choice: FusedFeatures, *given: Any) -> tuple[Array, tuple]:
     values = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
-    learned = [x.perturbed for x in jax.tree.leaves(given[3], is_leaf=_is_primal)]
+    learned = [x.perturbed for x in jax.tree.leaves(given[0], is_leaf=_is_primal)]
     plan, operands = _operands(choice, *values)
-    output, *kept = kernels.forward(plan, operands, keep=True)
+    output, *kept = forward(PERFORMER, plan, operands, keep=True)
     saved = values, operands, output, kept, () if any(learned) else None
-    return apart(output, plan.heads, values[2]).astype(values[2].dtype), saved
+    return apart(output, plan.heads, values[3]).astype(values[3].dtype), saved
 
 
 def _is_primal(x: Any) -> bool:
@@ -117,10 +105,10 @@ def _is_primal(x: Any) -> bool:
 
 def _backward(choice: FusedFeatures, saved: tuple, change: Array) -> tuple:
     given, operands, output, kept, learned = saved
-    query, key, value, random, visible, segment = given
-    plan = _plan(choice, query, value, random)
+    random, query, key, value, visible, segment = given
+    plan = Plan.of(query, value, choice.interpret, choice.block)
     wide = side_by_side(change, plan.heads, plan.length, plan.value_size)
-    found = kernels.backward(plan, operands, wide, output, kept)
+    found = backward(PERFORMER, plan, operands, [wide, output], kept)
     given = query, key, value
     pairs = zip(found, given, strict=True)
     gradients = [summed_apart(x, plan.heads, like) for x, like in pairs]
@@ -129,51 +117,26 @@ def _backward(choice: FusedFeatures, saved: tuple, change: Array) -> tuple:
         mask = None if visible is None else visible[:, None, None]
         again = Tokens(query, key, value, (), mask, segment)
         of_random = jax.vjp(partial(choice.scan, again), random)[1](change)[0]
-    return *gradients, of_random, None, None
+    return of_random, *gradients, None, None
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _plan(
-    choice: FusedFeatures, query: Array, value: Array, random: RandomFeatures | None
-) -> Plan:
-    batch, length, heads, size = query.shape
-    packed = heads_in_a_tile(heads, size, value.shape[3])
-    head_size = size if packed > 1 else even(size)
-    features = LANES if packed > 1 else head_size
-    if random is not None:
-        features = even(choice.count(random))
-    return Plan(
-        batch,
-        heads,
-        heads // value.shape[2],
-        packed,
-        even(length, choice.block),
-        head_size,
-        size if packed > 1 else even(value.shape[3]),
-        features,
-        random is None,
-        choice.block,
-        choice.interpret,
-    )
-
-
 def _operands(
     choice: FusedFeatures,
+    random: RandomFeatures | None,
     query: Array,
     key: Array,
     value: Array,
-    random: RandomFeatures | None,
     visible: Array | None,
     segment: Array | None,
 ) -> tuple[Plan, Operands]:
-    plan = _plan(choice, query, value, random)
+    plan = Plan.of(query, value, choice.interpret, choice.block)
     rows = offset = norm = None
     if random is not None:
         rows, offset = _projection(choice, plan, random, query.dtype)
         norm = (0.5 * LOG2E * random.scale.astype(jnp.float32)).reshape(1)
-    flags, segment = described(visible, segment, query, plan.length, plan.block)
     return plan, Operands(
         side_by_side(query, plan.heads, plan.length, plan.head_size),
         side_by_side(key, plan.heads, plan.length, plan.head_size),
@@ -181,8 +144,7 @@ def _operands(
         rows,
         offset,
         norm,
-        flags,
-        segment,
+        *described(visible, segment, query, plan.length, plan.block),
     )
 
 
@@ -197,8 +159,8 @@ def _projection(
     offset = jnp.zeros(rows.shape[0]) if random.offset is None else random.offset
     offset = offset.astype(jnp.float32) * LOG2E
     count, size = rows.shape
-    rows = jnp.pad(rows, ((0, plan.features - count), (0, plan.head_size - size)))
-    offset = jnp.pad(offset, (0, plan.features - count), constant_values=EMPTY)
+    rows = jnp.pad(rows, ((0, even(count) - count), (0, plan.head_size - size)))
+    offset = jnp.pad(offset, (0, even(count) - count), constant_values=EMPTY)
     rows = jnp.kron(jnp.eye(plan.packed), rows)
     parts = [rows]
     if dtype == jnp.bfloat16:

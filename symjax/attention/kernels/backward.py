@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from symjax.attention.kernels import blocks
 from symjax.attention.kernels.blocks import LOG2E, Operands, Plan, Visits
@@ -162,50 +162,25 @@ def _kernel(
         empty = held * size, plan.query_width
         query_sum[group, resident, :] = jnp.zeros(empty, jnp.float32)
 
-    def mask(i, at):
-        """A function that leaves pairs which see each other, and gives others 0."""
-        intervals = exists = None
-        if given.rows is not None:
-            intervals = [given.rows[x : x + 1, at] for x in range(3)]
-        if given.exists is not None:
-            exists = blocks.column(given.exists[...])
-        row = scalars[scalars.shape[0] - 1] + i * size
-        place = row, block * keys, intervals, exists
-        seen = blocks.visible(plan, 1, (keys, size), *place)
-        if plan.length % size:
-            index = jax.lax.broadcasted_iota(jnp.int32, (keys, size), 1)
-            seen &= index < plan.length - i * size
-        return lambda pairs: jnp.where(seen, pairs, 0)
-
     def step(i, masked: bool) -> None:
         at = pl.ds((i - stretch * held) * size, size)
         key, value = given.key[...], given.value[...]
-        query, grown = given.query[at, :], change[at, :]
-        shown = mask(i, at) if masked else lambda pairs: pairs
-        if masked and plan.keys % keys:
-            key, value = (
-                blocks.within(x, block * keys, plan.keys) for x in (key, value)
-            )
-        if masked and plan.length % size:
-            query, grown = (
-                blocks.within(x, i * size, plan.length) for x in (query, grown)
-            )
+        query, grown, seen = given.query[at, :], change[at, :], None
+        if masked:
+            row, column = i * size, block * keys
+            key, value = (blocks.within(x, column, plan.keys) for x in (key, value))
+            query, grown = (blocks.within(x, row, plan.length) for x in (query, grown))
+            seen = _seen(plan, given, at, row, column, scalars[scalars.shape[0] - 1])
         weights_change = blocks.product(value, grown, blocks.ACROSS)
         for x in range(plan.maps):
             own_query = blocks.part(query, plan.head_size, x)
             own_key = blocks.part(key, plan.head_size, x)
-            scores = blocks.product(own_key, own_query, blocks.ACROSS)
-            scores *= plan.scale * LOG2E
-            if given.factor is not None:
-                scores *= given.factor[:, at]
-            weights = jnp.exp2(scores - normaliser[x : x + 1, at])
-            if x == 1:
-                weights *= -given.lam[:, at]
+            weights = _weights(plan, given, x, at, own_query, own_key, normaliser)
             combined = combined + weights if x else weights
             scores_change = weights * (weights_change - sums[x : x + 1, at])
             if given.factor is not None:
                 scores_change *= given.factor[:, at]
-            scores_change = shown(scores_change).astype(query.dtype)
+            scores_change = _only(seen, scores_change).astype(query.dtype)
             lanes = slice(x * plan.head_size, (x + 1) * plan.head_size)
             key_lanes = lanes if plan.key_maps == 2 else slice(0, plan.head_size)
             key_sum[:, key_lanes] += blocks.product(
@@ -214,7 +189,7 @@ def _kernel(
             query_sum[group, pl.ds(i * size, size), lanes] += blocks.product(
                 scores_change, own_key, blocks.TURNED
             )
-        combined = shown(combined).astype(grown.dtype)
+        combined = _only(seen, combined).astype(grown.dtype)
         value_sum[...] += blocks.product(combined, grown, blocks.PLAIN)
 
     bounds = visits.bounds(scalars, example, block)
@@ -229,3 +204,35 @@ def _kernel(
     def _():
         found = query_sum[group, resident, :] * plan.scale
         query_out[...] = found.astype(query_out.dtype)
+
+
+def _weights(
+    plan: Plan, given: Operands, x: int, at, query: Array, key: Array, normaliser
+) -> Float[Array, "k r"]:
+    """Of map x, those of the second times −λ."""
+    scores = blocks.product(key, query, blocks.ACROSS) * (plan.scale * LOG2E)
+    if given.factor is not None:
+        scores *= given.factor[:, at]
+    weights = jnp.exp2(scores - normaliser[x : x + 1, at])
+    return weights * -given.lam[:, at] if x == 1 else weights
+
+
+def _seen(plan: Plan, given: Operands, at, row, column, first) -> Bool[Array, "k r"]:
+    """Which pairs see each other, of the keys and the rows that begin at these; `first`
+    is the position of row 0."""
+    intervals = exists = None
+    if given.rows is not None:
+        intervals = [given.rows[x : x + 1, at] for x in range(3)]
+    if given.exists is not None:
+        exists = blocks.column(given.exists[...])
+    shape = given.key.shape[0], at.size
+    place = first + row, column, intervals, exists
+    seen = blocks.visible(plan, 1, shape, *place)
+    if plan.length % at.size:
+        index = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        seen &= index < plan.length - row
+    return seen
+
+
+def _only(seen: Bool[Array, "k r"] | None, pairs: Array) -> Float[Array, "k r"]:
+    return pairs if seen is None else jnp.where(seen, pairs, 0)

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernel share: operands in blocks, who sees whom."""
+"""What the forward and the backward kernel share: operands in blocks, visible pairs."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -149,9 +149,15 @@ def cost(plan: Plan, by_head: int, by_value: int, arrays: list[Any]) -> pl.CostE
     sizes = (-(-x // LANES) * LANES for x in (plan.head_size, plan.value_size))
     of_head, of_value = sizes
     pairs = plan.batch * plan.heads * plan.pairs
+    flops = 2 * pairs * (by_head * of_head + by_value * of_value)
+    return estimate(flops, pairs * plan.maps, arrays)
+
+
+def estimate(flops: int, transcendentals: int, arrays: list[Any]) -> pl.CostEstimate:
+    """These, and every byte of the arrays once."""
     return pl.CostEstimate(
-        flops=2 * pairs * (by_head * of_head + by_value * of_value),
-        transcendentals=pairs * plan.maps,
+        flops=flops,
+        transcendentals=transcendentals,
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
     )
 
@@ -237,6 +243,8 @@ def part(x: Array, size: int, i: int) -> Array:
 
 def within(x: Array, start: Array, length: int) -> Array:
     """A block that begins at `start`, with 0 after the end of its array."""
+    if length % x.shape[0] == 0:
+        return x
     index = start + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where(index < length, x, 0)
 

@@ -17,13 +17,12 @@ Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diag
 matrix. Kept for the way back are the centred states before chunks.
 """
 
-from functools import partial, reduce
+import math
+from functools import reduce
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from symjax.attention.kernels import blocks
@@ -36,50 +35,13 @@ from symjax.attention.kernels.blocks import (
     in_parts,
     product,
 )
-from symjax.attention.kernels.lanes import is_own, of_heads, own
+from symjax.attention.kernels.lanes import in_lanes, of_heads, own
+from symjax.attention.kernels.passes import Chunks, Kernels, Plan
 from symjax.attention.kernels.seen import VISIBLE, Seen, seen_in_chunk, where
 
 BLOCK = LANES  # tokens of a chunk
 EPSILON = 1e-6  # beside lengths
 ROUNDING = float(jnp.finfo(jnp.float32).eps)
-
-
-class Plan(NamedTuple):
-    """The static half of a call."""
-
-    batch: int
-    heads: int
-    groups: int  # heads that share keys and values
-    packed: int  # heads in one tile of lanes
-    length: int
-    head_size: int
-    value_size: int
-    interpret: Any
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self.value_size, self.head_size
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Lanes of the values and of the keys of packed heads."""
-        return self.packed * self.value_size, self.packed * self.head_size
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        return self.batch, self.heads // self.packed, self.length // BLOCK
-
-    @property
-    def kept(self) -> list[tuple[int, int]]:
-        """What is kept of the state before a chunk: Σ k̂ vᵀ − Σ k̂ meanᵀ, transposed;
-        Σ k̂ and the number of keys; the mean of the values."""
-        return [self.widths, (2, self.widths[1]), (1, self.widths[0])]
-
-    @property
-    def state(self) -> list[Any]:
-        """Σ k̂ vᵀ, transposed, Σ k̂ and Σ v; or their gradients."""
-        shapes = self.widths, (1, self.widths[1]), (1, self.widths[0])
-        return [pltpu.VMEM(shape, jnp.float32) for shape in shapes]
 
 
 class Operands(NamedTuple):
@@ -113,77 +75,6 @@ class Weights(NamedTuple):
     scales: list[Float[Array, "c 1"]]  # 1 / the sum of all weights
 
 
-def forward(plan: Plan, operands: Operands, keep: bool) -> list[Array]:
-    """The output [B T N·V], and if `keep` what `backward` needs of each chunk."""
-    value = operands.value
-    specs, kept = _specs(plan, operands, lambda i: i)
-    results = [blocks.result(value, value.shape, value.dtype)]
-    scratch = [] if keep else [pltpu.VMEM(x, jnp.float32) for x in plan.kept]
-    if keep:
-        whole = [(*plan.grid, *shape) for shape in plan.kept]
-        results += [blocks.result(value, shape, jnp.float32) for shape in whole]
-    arrays = [operands, results]
-    count = pltpu.VMEM((1, plan.widths[1]), jnp.float32)
-    return pl.pallas_call(
-        partial(_forward, plan),
-        out_shape=results,
-        grid=plan.grid,
-        in_specs=[specs],
-        out_specs=[specs.value, *(kept if keep else ())],
-        scratch_shapes=[*scratch, *plan.state, count],
-        compiler_params=blocks.compiler(2, 1),
-        cost_estimate=_cost(plan, operands, (1, 1, 0), (1, 1, 0), arrays),
-        interpret=plan.interpret,
-        name="cosine_forward",
-    )(operands)
-
-
-def backward(
-    plan: Plan, operands: Operands, change: Array, kept: list[Array]
-) -> list[Array]:
-    """Gradients of query, key and value, as they are in `operands`: float32 ones where
-    those of several heads will be summed."""
-    last = plan.grid[2] - 1
-    specs, kept_specs = _specs(plan, operands, lambda i: last - i)
-    results = [
-        blocks.result(x, x.shape, jnp.float32 if i and plan.groups > 1 else x.dtype)
-        for i, x in enumerate(operands[:3])
-    ]
-    arrays = [operands, change, kept, results]
-    return pl.pallas_call(
-        partial(_backward, plan),
-        out_shape=results,
-        grid=plan.grid,
-        in_specs=[specs, specs.value, *kept_specs],
-        out_specs=list(specs[:3]),
-        scratch_shapes=plan.state,
-        compiler_params=blocks.compiler(2, 1),
-        cost_estimate=_cost(plan, operands, (3, 1, 1), (1, 3, 0), arrays),
-        interpret=plan.interpret,
-        name="cosine_backward",
-    )(operands, change, *kept)
-
-
-def _specs(
-    plan: Plan, operands: Operands, turn: Any
-) -> tuple[Operands, list[pl.BlockSpec]]:
-    """The blocks of operands, and of what is kept, for chunk `turn(i)` in turn i."""
-
-    def of_tokens(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, BLOCK, width), lambda b, n, i: (b, turn(i), n))
-
-    def by_row(x: Any) -> pl.BlockSpec | None:
-        place = pl.BlockSpec((None, 1, BLOCK), lambda b, n, i: (b, 0, turn(i)))
-        return None if x is None else place
-
-    value, key = (of_tokens(width) for width in plan.widths)
-    of_rows = by_row(operands.flags), by_row(operands.segment)
-    return Operands(key, key, value, *of_rows), [
-        pl.BlockSpec((None, None, None, *x), lambda b, n, i: (b, n, turn(i), 0, 0))
-        for x in plan.kept
-    ]
-
-
 def _forward(
     plan: Plan, given: Operands, output, rest, totals, mean, sums, total, first, count
 ) -> None:
@@ -199,11 +90,11 @@ def _forward(
     seen, value = _seen(given), given.value[...]
     found = _weights(plan, given, seen, totals)
     past = product(found.query.unit, rest[...], ACROSS)
-    past = where(_wide(plan, found.reads, past.shape), past, 0)
-    rows = past + _wide(plan, found.past, past.shape) * mean[...]
+    past = where(in_lanes(found.reads, past.shape), past, 0)
+    rows = past + in_lanes(found.past, past.shape) * mean[...]
     for head, pairs in enumerate(found.pairs):
         rows += _exact(pairs, own(value, plan.value_size, head), PLAIN)
-    rows *= _wide(plan, found.scales, rows.shape)
+    rows *= in_lanes(found.scales, rows.shape)
     output[...] = rows.astype(output.dtype)
 
     keys = where(seen.joins, found.key.unit, 0)
@@ -243,7 +134,7 @@ def _backward(
     wide_change = change.astype(jnp.float32)
     found = _weights(plan, given, seen, totals)
     query, key = found.query, found.key
-    reads = _wide(plan, found.reads, query.unit.shape)
+    reads = in_lanes(found.reads, query.unit.shape)
     of_past = where(reads, _exact(change, rest[...], PLAIN), 0)
     of_mean = _sums(plan, wide_change * mean[...], plan.value_size)
     read = _sums(plan, query.unit * of_past, plan.head_size)
@@ -263,11 +154,11 @@ def _backward(
         by_row.append(of_pairs.sum(axis=1, keepdims=True))
         by_key.append(column(_over_time(of_pairs)))
 
-    scales = _wide(plan, found.scales, query.unit.shape)
-    along = _wide(plan, along, query.unit.shape)
-    of_mean = _wide(plan, of_mean, query.unit.shape)
+    scales = in_lanes(found.scales, query.unit.shape)
+    along = in_lanes(along, query.unit.shape)
+    of_mean = in_lanes(of_mean, query.unit.shape)
     far = of_past + where(reads, (of_mean - along) * totals[:1], 0)
-    by_row, by_key = (_wide(plan, x, query.unit.shape) for x in (by_row, by_key))
+    by_row, by_key = (in_lanes(x, query.unit.shape) for x in (by_row, by_key))
     near_query += by_row * found.row + scales * far
     near_key += by_key * found.column
     later = product(key.unit, grown[...], ACROSS) + grown_first[...]
@@ -286,8 +177,8 @@ def _backward(
     grown[...] = where(seen.keeps, grown[...], 0) + here
     here = -_over_time(asking * along)
     grown_total[...] = where(seen.keeps, grown_total[...], 0) + here
-    weight = _wide(plan, found.scales, value.shape)
-    lifted = jnp.where(_wide(plan, found.reads, value.shape) > 0, 1, ROUNDING)
+    weight = in_lanes(found.scales, value.shape)
+    lifted = jnp.where(in_lanes(found.reads, value.shape) > 0, 1, ROUNDING)
     here = _over_time(where(seen.reaches, wide_change * weight * lifted, 0))
     grown_first[...] = where(seen.keeps, grown_first[...], 0) + here
 
@@ -338,7 +229,7 @@ def _directions(plan: Plan, x: Float[Array, "c P*H"]) -> Directions:
 
 
 def _lengths(plan: Plan, x: Float[Array, "r P*H"]) -> Float[Array, "r P*H"]:
-    squares = _wide(plan, _sums(plan, x * x, plan.head_size), x.shape)
+    squares = in_lanes(_sums(plan, x * x, plan.head_size), x.shape)
     return jnp.sqrt(squares)
 
 
@@ -351,7 +242,7 @@ def _from_unit(
     plan: Plan, x: Directions, change: Array, weight: Array
 ) -> Float[Array, "c P*H"]:
     """The gradient of x by that of x̂, in which `weight` x̂ is too much."""
-    along = _wide(plan, _sums(plan, x.unit * change, plan.head_size), change.shape)
+    along = in_lanes(_sums(plan, x.unit * change, plan.head_size), change.shape)
     whole = x.length + EPSILON
     along *= jnp.where(x.length > 0, whole / jnp.where(x.length > 0, x.length, 1), 0)
     return (change - x.unit * (along + weight * x.missing)) / whole
@@ -385,26 +276,37 @@ def _sums(plan: Plan, x: Array, size: int) -> list[Float[Array, "c 1"]]:
     return [own(x, size, head).sum(axis=1, keepdims=True) for head in heads]
 
 
-def _wide(plan: Plan, columns: list[Array], shape: tuple) -> Float[Array, "c W"]:
-    """Each head's column in its lanes."""
-    wide = jnp.broadcast_to(columns[0], shape)
-    for head in range(1, plan.packed):
-        mine = is_own(shape, shape[1] // plan.packed, head)
-        wide = jnp.where(mine, columns[head], wide)
-    return wide
+def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
+    value, key = map(chunks.of_tokens, plan.widths)
+    return Operands(key, key, value, *map(chunks.of_examples, operands[3:]))
 
 
-def _cost(
-    plan: Plan, operands: Operands, by_head: tuple, by_tile: tuple, arrays: list
-) -> pl.CostEstimate:
-    """Of so many products a head of a chunk, and a tile: of two float32 operands, of
-    one and an input, and of inputs."""
-    chunks = plan.batch * plan.heads // plan.packed * (plan.length // BLOCK)
+def _kept(plan: Plan, operands: Operands) -> list[tuple]:
+    """Of the state before a chunk: Σ k̂ vᵀ − Σ k̂ meanᵀ, transposed; Σ k̂ and the number
+    of keys; the mean of the values."""
+    values, keys = plan.widths
+    return [(x, jnp.float32) for x in (plan.widths, (2, keys), (1, values))]
+
+
+def _scratch(plan: Plan, operands: Operands) -> tuple[list, list]:
+    """Σ k̂ vᵀ, transposed, Σ k̂ and Σ v, and forward the number of keys; or gradients."""
+    values, keys = plan.widths
+    state = [plan.widths, (1, keys), (1, values)]
+    return [*state, (1, keys)], state
+
+
+def _cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
+    """By the products of a head of a chunk and those of a tile: of two float32
+    operands, of one and an input, and of inputs."""
+    chunks = math.prod(plan.grid)
     passes = (6, 6, 6) if operands.value.dtype == jnp.float32 else (6, 3, 1)
-    counts = [plan.packed * x + y for x, y in zip(by_head, by_tile, strict=True)]
-    products = sum(x * y for x, y in zip(counts, passes, strict=True))
-    return pl.CostEstimate(
-        flops=2 * chunks * products * BLOCK**2 * max(plan.widths),
-        transcendentals=chunks * BLOCK * sum(plan.widths),
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
-    )
+    costs = []
+    for by_head, by_tile in ((1, 1, 0), (1, 1, 0)), ((3, 1, 1), (1, 3, 0)):
+        counts = [plan.packed * x + y for x, y in zip(by_head, by_tile, strict=True)]
+        products = sum(x * y for x, y in zip(counts, passes, strict=True))
+        flops = 2 * chunks * products * BLOCK**2 * max(plan.widths)
+        costs.append((flops, chunks * BLOCK * sum(plan.widths)))
+    return costs
+
+
+COSINE = Kernels("cosine", _forward, _backward, _specs, _kept, _scratch, _cost)

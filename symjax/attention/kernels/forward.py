@@ -99,8 +99,7 @@ def _kernel(
                 intervals = [blocks.column(given.rows[i : i + 1, :]) for i in range(3)]
             if given.exists is not None:
                 exists = given.exists[:, at]
-            if plan.keys % keys:
-                value = blocks.within(value, j * keys, plan.keys)
+            value = blocks.within(value, j * keys, plan.keys)
             row = scalars[scalars.shape[0] - 1] + block * size
             place = row, j * keys, intervals, exists
             seen = blocks.visible(plan, 0, (size, keys), *place)

@@ -5,6 +5,8 @@ apart: what a product needs of one head is its tile with 0 for the others. A NaN
 head therefore reaches the others of its tile.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -59,6 +61,17 @@ def is_own(shape: tuple[int, ...], size: int, head: int) -> Bool[Array, "..."]:
 def own(x: Float[Array, "c W"], size: int, head: int) -> Float[Array, "c W"]:
     """A tile with 0 for all heads but one."""
     return jnp.where(is_own(x.shape, size, head), x, 0) if x.shape[1] > size else x
+
+
+def in_lanes(
+    columns: Sequence[Float[Array, "c 1"]], shape: tuple[int, ...]
+) -> Float[Array, "c W"]:
+    """Each head's column in its lanes."""
+    wide = jnp.broadcast_to(columns[0], shape)
+    for head in range(1, len(columns)):
+        mine = is_own(shape, shape[1] // len(columns), head)
+        wide = jnp.where(mine, columns[head], wide)
+    return wide
 
 
 def of_heads(

@@ -10,11 +10,35 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.blocks import column
-from symjax.attention.masks import starts
+from symjax.attention.masks import only_seen, segment_runs, starts, visible_keys
 
 # What flags say of a token.
 VISIBLE, SEES, REACHES, JOINS, KEEPS = 1, 2, 4, 8, 16
+
+
+class Shown(NamedTuple):
+    """Query, key and value in one dtype, those of hidden tokens 0."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B T K H"]
+    value: Float[Array, "B T K V"]
+    visible: Bool[Array, "B T"] | None  # None: all are
+    segment: Int[Array, "B T"] | None  # the number of it
+
+    @classmethod
+    def of(cls, tokens: Tokens):
+        query, key, value, _, mask, segment_ids = tokens
+        dtype = jnp.result_type(query, key, value)
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        visible = segment = None
+        if mask is not None:
+            visible = visible_keys(mask, *key.shape[:2])
+            key, value = only_seen(visible, key, value)
+        if segment_ids is not None:
+            segment = segment_runs(segment_ids)
+        return cls(query, key, value, visible, segment)
 
 
 class Seen(NamedTuple):

@@ -55,3 +55,42 @@ def x64():
     """Float64 arrays inside one test; the suite itself runs in float32, as users do."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def compilations():
+    """An entry for each program that has been compiled."""
+    events = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if "backend_compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The folder of compiled programs, which runs of all tests share."""
+    from runs import compile_cache
+
+    folder = tmp_path_factory.getbasetemp() / "jax"
+    with compile_cache(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    from runs import write_text
+
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    from buckets import emulated
+
+    with emulated() as found:
+        yield found

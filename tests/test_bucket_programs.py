@@ -6,33 +6,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from buckets import emulated, numbers, objects
+from buckets import numbers, objects
 from etils import epath
-from runs import TEXT, call, compile_cache, train, words, write_text
+from runs import TEXT, call, train, words
 
 import symjax
 from symjax import config
 from symjax.places import copied, home, place, put
 from symjax.training.boards import WeightsAndBiases
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 SMALL = {"model__width": 16, "log__every": 1, "steps": 2}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    with emulated() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

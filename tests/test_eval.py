@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from runs import TEXT, call, compile_cache, packed, train, write_text
+from runs import TEXT, call, packed, train, write_text
 
 from symjax import files
 from symjax.evaluation import tasks
@@ -19,11 +19,7 @@ from symjax.evaluation.report import to_json
 from symjax.evaluation.results import Result
 from symjax.evaluation.tasks import TASKS, named
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

@@ -182,11 +182,6 @@ KINDS = (
 )
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return runs.write_text(tmp_path_factory.mktemp("text"))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_wrong_configurations_end_in_one_line_and_start_nothing(
     seed, text, tmp_path, monkeypatch, capfd

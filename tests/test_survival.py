@@ -11,25 +11,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, call, compile_cache, train, words, write_text
+from runs import ROOT, call, train, words
 
 from symjax.evaluation.loading import load
 from symjax.training import loop, preflight, record
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.step import Means
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 SMALL = {"model__width": 16, "checkpoint__every": 2, "log__every": 1}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, SECONDS, call, compile_cache, packed, train, words, write_text
+from runs import ROOT, SECONDS, call, compile_cache, packed, train, words
 
 from symjax import config, validation
 from symjax.data.corpus import open_corpus
@@ -20,16 +20,7 @@ from symjax.training.checkpoint import Checkpoints
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 REFUSED = [

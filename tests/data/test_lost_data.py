@@ -4,18 +4,14 @@ import os
 import shutil
 
 import pytest
-from runs import compile_cache, packed, train, write_text
+from runs import packed, train, write_text
 
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 OPTIONS = {"checkpoint__every": 2, "evaluate__every": 0, "model__width": 16}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.mktemp("cache")):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import ROOT, SMALL, compile_cache, write_text
+from runs import ROOT, SMALL, write_text
 
 from symjax import config, validation
 from symjax.evaluation import compare
 from symjax.evaluation.compare import Evaluated
 from symjax.training.exit_codes import run_and_exit
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def call(*words):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import TEXT, call, compile_cache, train, write_text
+from runs import TEXT, call, train, write_text
 
 import symjax
 from symjax.evaluation.language import losses
@@ -15,11 +15,7 @@ from symjax.evaluation.loading import load as load_run
 from symjax.models import generate
 from symjax.training import record
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")

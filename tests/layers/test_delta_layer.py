@@ -1,41 +1,18 @@
 """Layers of the delta rule against their definitions, token by token in float64."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from disturbed import HEADS, TIME, WIDTH, inputs, layer_of, weight
 from flax import nnx
 
 from symjax import config
-from symjax.layers import Attention
 from symjax.models.cost import attention_flops
 
-WIDTH, HEADS, TIME, TAPS = 24, 3, 11, 4
+TAPS = 4
 SIZE = WIDTH // HEADS
+PARTS = {"mechanism": "delta", "short_convolution": TAPS, "output_gate": True}
 every_decay = pytest.mark.parametrize("decay", ["none", "mamba2", "kda"])
-
-
-def layer_of(decay):
-    """With all of its parts, and weights that are not those of the start."""
-    chosen = config.Attention(
-        mechanism="delta", decay=decay, short_convolution=TAPS, output_gate=True
-    )
-    options = config.Model(width=WIDTH, heads=HEADS, attention=chosen)
-    layer = Attention(options, 0, rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(layer, nnx.Param)
-    rng = np.random.default_rng(0)
-    noise = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape), weights)
-    return nnx.merge(graph, jax.tree.map(lambda x: x.astype("f4"), noise))
-
-
-def inputs():
-    return np.random.default_rng(3).normal(size=(2, TIME, WIDTH)).astype("f4")
-
-
-def weight(part, *names):
-    for name in names:
-        part = getattr(part, name)
-    return np.asarray(part[...], np.float64)
 
 
 def dense(part, x):
@@ -85,7 +62,7 @@ def definition(layer, x):
 
 @every_decay
 def test_a_layer_is_its_definition(decay):
-    layer, x = layer_of(decay), inputs()
+    layer, x = layer_of(decay, **PARTS), inputs()
     wanted = [definition(layer, one.astype(np.float64)) for one in x]
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(layer, x), wanted, atol=5e-5)
 
@@ -93,7 +70,7 @@ def test_a_layer_is_its_definition(decay):
 @every_decay
 def test_decoding_is_the_whole_form(decay):
     """A piece of five tokens, then one at a time, the state of convolutions too."""
-    layer, x = layer_of(decay), inputs()
+    layer, x = layer_of(decay, **PARTS), inputs()
     whole = nnx.jit(lambda m, x: m(x))(layer, x)
     decode = nnx.jit(lambda m, x, cache, read: m.decode(x, cache, read))
     cache, found = layer.init_cache(2, TIME), []

@@ -1,35 +1,14 @@
 """Learned decays against their definitions, token by token in float64."""
 
-import jax
 import numpy as np
 import pytest
+from disturbed import HEADS, TIME, WIDTH, inputs, layer_of, weight
 from flax import nnx
 
 from symjax import config
 from symjax.layers import Attention
 
-WIDTH, HEADS, TIME = 24, 3, 11
 SIZE = WIDTH // HEADS
-
-
-def layer_of(decay, **chosen):
-    chosen = config.Attention(mechanism="decay", decay=decay, **chosen)
-    options = config.Model(width=WIDTH, heads=HEADS, attention=chosen)
-    layer = Attention(options, 0, rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(layer, nnx.Param)
-    rng = np.random.default_rng(0)
-    noise = jax.tree.map(lambda x: x + 0.2 * rng.normal(size=x.shape), weights)
-    return nnx.merge(graph, jax.tree.map(lambda x: x.astype("f4"), noise))
-
-
-def inputs():
-    return np.random.default_rng(3).normal(size=(2, TIME, WIDTH)).astype("f4")
-
-
-def weight(part, *names):
-    for name in names:
-        part = getattr(part, name)
-    return np.asarray(part[...], np.float64)
 
 
 def dense(part, x):

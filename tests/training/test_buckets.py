@@ -12,9 +12,9 @@ import aiohttp
 import jax
 import numpy as np
 import pytest
-from buckets import emulated, numbers, objects
+from buckets import numbers, objects
 from etils import epath
-from runs import ROOT, call, compile_cache, environment, train, words, write_text
+from runs import ROOT, call, environment, train, words
 
 import symjax
 from symjax.evaluation.loading import load
@@ -22,24 +22,9 @@ from symjax.places import home, place
 from symjax.training import mirror, record
 from symjax.training.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 SMALL = {"model__width": 16, "checkpoint__every": 2, "log__every": 1}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    with emulated() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

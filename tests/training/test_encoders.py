@@ -7,7 +7,7 @@ import datasets
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, call, compile_cache, words
+from runs import ROOT, call, words
 
 from symjax import config
 from symjax.evaluation.language import losses
@@ -17,6 +17,8 @@ from symjax.training.initial import weights_of
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 SMALL = {
     "model__kind": "encoder",
     "model__positions": "learned",
@@ -24,12 +26,6 @@ SMALL = {
     "model__attention__symmetric": "none",
     "model__attention__differential": "none",
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
 
 
 @pytest.fixture(scope="module")

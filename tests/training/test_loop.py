@@ -12,23 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 import runs
-from runs import ROOT, SECONDS, compile_cache, train, write_text
+from runs import ROOT, SECONDS, train
 
 from symjax.training import chips, interrupt, loop, preflight, progress
 from symjax.training.ahead import Ahead
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.progress import Clock
 
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

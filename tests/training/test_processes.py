@@ -12,7 +12,7 @@ from pathlib import Path
 import buckets
 import pytest
 import runs
-from runs import ROOT, SECONDS, compile_cache, reserve_port, words, write_text
+from runs import ROOT, SECONDS, reserve_port, words
 
 from symjax.data import stream
 from symjax.places import place
@@ -36,18 +36,6 @@ CHANGES = {
 # The exit code where jax ends a process that has lost another: by its heartbeats. It
 # is 1 where a sum or a save finds out before.
 LOST = -signal.SIGABRT
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp() / "jax"
-    with compile_cache(folder):
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")

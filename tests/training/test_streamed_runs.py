@@ -6,17 +6,13 @@ import shutil
 import signal
 
 import pytest
-from runs import TEXT, compile_cache, train
+from runs import TEXT, train
 
 from symjax.data import stream
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.mktemp("jax")):
-        yield
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

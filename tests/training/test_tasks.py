@@ -4,21 +4,17 @@ import math
 
 import numpy as np
 import pytest
-from runs import call, compile_cache, words
+from runs import call, words
 
 from symjax import config
 from symjax.data.examples import open_examples
 from symjax.evaluation.language import losses
 from symjax.evaluation.loading import load
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 SHAPE = (4, 24)
 COPY = config.Data(source="copy", items=5, symbols=6)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
-        yield
 
 
 def train(workdir, **changes):

@@ -10,29 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
-import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import absl.logging
 import orbax.checkpoint as ocp
 from etils import epath
 
 from symjax.files import check_writable
 from symjax.places import reaching
 from symjax.training import record
-from symjax.training.exit_codes import exit_at_once, exit_of, lost_connection
 from symjax.training.launch import is_distributed
+from symjax.training.manager import (
+    Kept,
+    NotSaved,
+    committed,
+    failure,
+    heldout_loss,
+    open_manager,
+    quiet_orbax,
+)
 from symjax.training.progress import print_warning
 from symjax.training.record import Damaged
-
-
-class NotSaved(ValueError):
-    """A checkpoint could not be written; those before it are untouched."""
 
 
 class Checkpoints:
@@ -57,18 +57,18 @@ class Checkpoints:
         *,
         best: bool = False,
     ):
-        _quiet_orbax()
+        quiet_orbax()
         self.directory = epath.Path(directory)
         if not self.directory.is_absolute():
             raise ValueError(f"checkpoints need an absolute directory, got {directory}")
         if keep is not None and keep < 1:
             raise ValueError(f"checkpoint.keep {keep} must be at least 1")
-        self._kept = _Kept(keep or 0, best)
+        self._kept = Kept(keep or 0, best)
         self._manager = None
         if keep:
             check_writable(self.directory, f"checkpoints in {self.directory}")
             with reaching(self.directory):
-                self._manager = _manager(self.directory, self._kept)
+                self._manager = open_manager(self.directory, self._kept)
         self._saving: int | None = None
         self._failed: BaseException | None = None
 
@@ -84,7 +84,7 @@ class Checkpoints:
             return sorted(
                 int(name)
                 for name, path in found.items()
-                if name.isdecimal() and name == str(int(name)) and _committed(path)
+                if name.isdecimal() and name == str(int(name)) and committed(path)
             )
 
     def improves(self, loss: float) -> bool:
@@ -250,7 +250,7 @@ class Checkpoints:
             except Damaged:
                 losses[step] = -math.inf
             else:
-                if (loss := _heldout_loss(meta)) is not None:
+                if (loss := heldout_loss(meta)) is not None:
                     losses[step] = loss
         return losses
 
@@ -287,131 +287,14 @@ class Checkpoints:
     def _give_up(self, step: int, error: Exception) -> None:
         """Forget a step that was not saved, and free the room that it has taken."""
         self._saving = None
-        self._failed = _failure(error, f"checkpoint {step}", self.directory)
+        self._failed = failure(error, f"checkpoint {step}", self.directory)
         self._kept.forget(step)
         with contextlib.suppress(OSError), reaching(self.directory):
             for path in self.directory.iterdir():
-                if path.name.split(".")[0] == str(step) and not _committed(path):
+                if path.name.split(".")[0] == str(step) and not committed(path):
                     path.rmtree(missing_ok=True)
         # The old one would raise the same error at every save that follows; with
         # several processes none follows, and closing it would wait for the others.
         self._manager = (
-            None if is_distributed() else _manager(self.directory, self._kept)
+            None if is_distributed() else open_manager(self.directory, self._kept)
         )
-
-
-class _Kept:
-    """Which steps stay, as an Orbax preservation policy: the newest whole ones.
-
-    Whole are those that this process has saved or restored. An older step that nobody
-    has read stays until enough whole ones are newer; a damaged one never counts. The
-    step of the least held-out loss stays too, if `best` says so.
-    """
-
-    def __init__(self, keep: int, best: bool):
-        self.keep = keep
-        self.best = best
-        self.whole: set[int] = set()
-        self.passed: set[int] = set()
-        self.losses: dict[int, float] = {}
-
-    def saved(self, step: int, meta: dict[str, Any]) -> None:
-        self.whole.add(step)
-        if (loss := _heldout_loss(meta)) is not None:
-            self.losses[step] = loss
-
-    def forget(self, step: int) -> None:
-        self.whole.discard(step)
-        self.losses.pop(step, None)
-
-    def restored(
-        self, step: int, present: Sequence[int], losses: dict[int, float]
-    ) -> None:
-        self.passed = {other for other in present if other > step}
-        self.whole = {step} | (self.whole - self.passed)
-        self.losses = {
-            other: loss
-            for other, loss in losses.items()
-            if other <= step and math.isfinite(loss)
-        }
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any):
-        del context
-        steps = [found.step for found in checkpoints]
-        whole = sorted(self.whole.intersection(steps))
-        oldest = whole[-self.keep] if len(whole) >= self.keep else -1
-        losses = {step: self.losses[step] for step in self.losses if step in steps}
-        best = min(losses, key=lambda step: (losses[step], step), default=None)
-        return [
-            step not in self.passed and (step >= oldest or (self.best and step == best))
-            for step in steps
-        ]
-
-
-@functools.cache
-def _quiet_orbax() -> None:
-    """Keep Orbax from also logging, over pages, what it raises about an array.
-
-    It logs that error, and closes its event loop before the tasks of the other arrays
-    are done: asyncio logs theirs, and threads of TensorStore find the loop closed.
-    """
-    absl.logging.set_verbosity(absl.logging.FATAL)
-    theirs = re.compile(
-        "orbax|OCDBT|TensorStore|exception was never retrieved|^Event loop is closed$"
-    )
-    logging.getLogger("asyncio").addFilter(lambda x: not theirs.search(x.getMessage()))
-    report = sys.unraisablehook
-
-    def report_others(unraisable: Any) -> None:
-        if not theirs.search(str(unraisable.exc_value)):
-            report(unraisable)
-
-    sys.unraisablehook = report_others
-
-
-def _committed(step: epath.Path) -> bool:
-    """Whether a save has made the directory of this step, to its end."""
-    return ocp.utils.is_checkpoint_finalized(step)
-
-
-def _heldout_loss(meta: dict[str, Any]) -> float | None:
-    loss = meta.get("heldout_loss")
-    return loss if isinstance(loss, float) and math.isfinite(loss) else None
-
-
-def _failure(error: Exception, what: str, directory: os.PathLike[str]) -> BaseException:
-    """What a save failed of: the connection to another process, or NotSaved."""
-    cause = error.__cause__ or error
-    if lost_connection(cause):
-        return cause
-    reason = record.short(error)
-    return NotSaved(f"{what} cannot be written to {directory}: {reason}")
-
-
-class _Manager(ocp.CheckpointManager):
-    """Ends this process where it, of several, cannot write its part of a checkpoint.
-
-    Orbax would let it wait for the others, and these for its part: 20 minutes.
-    """
-
-    def _wait_for_checkpointers(self) -> None:
-        try:
-            super()._wait_for_checkpointers()
-        except Exception as error:
-            if is_distributed():
-                found = exit_of(_failure(error, "a checkpoint", self.directory))
-                if found is not None:
-                    exit_at_once(found.exit_code, str(found))
-            raise
-
-
-def _manager(directory: epath.Path, kept: _Kept) -> ocp.CheckpointManager:
-    return _Manager(
-        directory,
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=kept,
-            cleanup_tmp_directories=True,
-            lightweight_initialize=True,
-            save_root_metadata=False,
-        ),
-    )

@@ -1,0 +1,186 @@
+"""How data sets of the hub and local folders are opened, and fail in one line.
+
+If the hub does not respond within SILENCE seconds, the line says what to do. Later
+requests have the limits of huggingface_hub: six attempts each, and
+HF_HUB_DOWNLOAD_TIMEOUT seconds (10) without a byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from symjax import config
+from symjax.data.formats import MixedFormats, check_one_format
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
+
+SILENCE = 10.0  # seconds
+FOLDER = "a local folder of parquet, json or text files"
+
+
+class Refused(ValueError):
+    """Raised here, and told apart from the ValueErrors of the libraries."""
+
+
+@contextlib.contextmanager
+def opened(
+    options: config.Data, revision: str = ""
+) -> Iterator[tuple[DatasetBuilder, str]]:
+    """What reads a data set, and what to call it in messages.
+
+    Raises:
+        ValueError: there is none, or inside something about it fails.
+    """
+    _check_name(options.name)
+    path, where = os.path.expanduser(options.name), f"data.name {options.name!r}"
+    with quiet(), one_line(where), contextlib.ExitStack() as failed:
+        cache = None  # that of the machine
+        if os.path.isdir(path):
+            check_one_format(path)
+            cache = tempfile.mkdtemp()
+            failed.callback(shutil.rmtree, cache, ignore_errors=True)
+        else:
+            _check_reachable(options.name)
+        builder = _builder(path, options.subset, cache, revision or None)
+        failed.pop_all()
+        if cache is not None:
+            weakref.finalize(builder, shutil.rmtree, cache, ignore_errors=True)
+        yield builder, where
+
+
+def _check_name(name: str) -> None:
+    path = os.path.expanduser(name)
+    local = name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if not name:
+        problem = "is empty"
+    elif os.path.isfile(path):
+        problem = "is a file"
+    elif local and not os.path.isdir(path):
+        problem = "is not a folder"
+    else:
+        return
+    raise ValueError(
+        f"data.name {name!r} {problem}: give a data set of the hub such as "
+        f"'Salesforce/wikitext', or {FOLDER}"
+    )
+
+
+def _check_reachable(name: str) -> None:
+    """One request without a retry: the library itself would try for minutes."""
+    import huggingface_hub
+
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        huggingface_hub.HfApi().dataset_info(name, timeout=SILENCE)
+
+
+def _builder(
+    path: str, subset: str, cache: str | None, revision: str | None
+) -> DatasetBuilder:
+    """Raises: ValueError: an unknown subset, or none where there are several."""
+    import datasets
+
+    options: dict[str, Any] = {
+        "name": subset or None,
+        "cache_dir": cache,
+        "revision": revision,
+    }
+    with contextlib.suppress(ValueError, TypeError):  # formats other than text files
+        return datasets.load_dataset_builder(path, **options, sample_by="document")
+    try:
+        builder = datasets.load_dataset_builder(path, **options)
+    except ValueError:
+        known = datasets.get_dataset_config_names(path)
+        if subset in known or (len(known) == 1 and not subset):
+            raise  # it is about something else
+        problem = f"{subset!r} is unknown" if subset else "is needed"
+        raise Refused(
+            f"data.subset {problem}: choose from {', '.join(sorted(known))}"
+        ) from None
+    if builder.info.builder_name == "text":
+        raise Refused(
+            f"data.name {path!r} is in the local cache by lines only, without their "
+            "ends: unset HF_HUB_OFFLINE once"
+        )
+    return builder
+
+
+@contextlib.contextmanager
+def one_line(where: str) -> Iterator[None]:
+    """Raises: ValueError: whatever the libraries raise, in one line."""
+    try:
+        yield
+    except (Refused, MixedFormats, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{where} {_problem(error)}") from None
+
+
+def _problem(error: BaseException) -> str:
+    """What went wrong, by the first cause of an error, and what to do."""
+    import huggingface_hub
+    from datasets.exceptions import DatasetNotFoundError
+
+    chain, cause = [], error
+    while cause is not None:  # as a traceback would show it
+        chain.append(cause)
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = cause.__cause__ or context
+    hub = huggingface_hub.constants.ENDPOINT
+    unknown = DatasetNotFoundError, huggingface_hub.errors.RepositoryNotFoundError
+    if any(isinstance(link, unknown) for link in chain):
+        return f"is no folder here, and {hub} shows no such data set to this login"
+    first = chain[-1]
+    reason = f"{type(first).__name__}: {' '.join(str(first).split())}"
+    if not any(map(is_silence, chain)):
+        return f"cannot be loaded ({reason})"
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return f"is not in the local cache: unset HF_HUB_OFFLINE, or give {FOLDER}"
+    return (
+        f"cannot be loaded: no answer from {hub} ({reason}): HF_HUB_OFFLINE=1 uses the "
+        f"local cache, or give {FOLDER}"
+    )
+
+
+def is_silence(error: BaseException) -> bool:
+    """Whether an error is one of the connection, or of a server that is busy."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return response.status_code == 429 or response.status_code >= 500
+    library = type(error).__module__.partition(".")[0]
+    return isinstance(error, ConnectionError | TimeoutError) or library.startswith(
+        ("http", "aiohttp")
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Bars on a terminal only, no log of attempts, and downloads that time out.
+
+    They go by HTTP and not by xet, which has no time limit.
+    """
+    import datasets
+    import huggingface_hub
+
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with mock.patch.object(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -85,14 +85,33 @@ def test_what_it_does_not_serve_is_said(given, options, words, its_semantics):
         jax.eval_shape(call, *arrays)
 
 
-def test_what_the_library_refuses_is_said_in_its_words(monkeypatch):
-    def refused(*arrays, **options):
-        raise NotImplementedError("The head dim must be <= 128")
+REFUSALS = [
+    NotImplementedError("The head dim must be <= 128"),
+    RuntimeError("cuDNN is not detected."),
+]
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", refused)
+
+@pytest.mark.parametrize("error", REFUSALS, ids=str)
+def test_what_the_library_refuses_is_said_in_its_words(error, monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", raising(error))
     call = partial(attention.softmax, implementation="cudnn")
-    with pytest.raises(ValueError, match="this call: The head dim must be <= 128"):
+    with pytest.raises(ValueError, match=f"this call: {error}"):
         jax.eval_shape(call, *shapes(dtype=jnp.bfloat16))
+
+
+def test_another_error_of_the_library_is_no_refusal(monkeypatch):
+    error = RuntimeError("INTERNAL: no devices")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", raising(error))
+    call = partial(attention.softmax, implementation="cudnn")
+    with pytest.raises(RuntimeError, match="INTERNAL: no devices"):
+        jax.eval_shape(call, *shapes(dtype=jnp.bfloat16))
+
+
+def raising(error):
+    def call(*arrays, **options):
+        raise error
+
+    return call
 
 
 BRANCHES = {

@@ -3,9 +3,8 @@
 import contextlib
 import math
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,80 +13,28 @@ from flax import nnx
 
 from symjax import config, validation
 from symjax.data.corpus import Corpus
-from symjax.data.examples import Examples
 from symjax.data.folder import source_change
-from symjax.models import cost
 from symjax.models.generate import generate
 from symjax.places import home, in_bucket
-from symjax.training import chips, preflight
-from symjax.training.ahead import Ahead
-from symjax.training.checkpoint import Checkpoints
+from symjax.training import preflight
 from symjax.training.closing import closing
 from symjax.training.curve import draw
 from symjax.training.exit_codes import Interrupted
-from symjax.training.initial import Start, initial_state
+from symjax.training.initial import Start
 from symjax.training.interrupt import Interrupts
-from symjax.training.metrics import Metrics
-from symjax.training.mirror import Mirror
+from symjax.training.opened import Run, open_run
 from symjax.training.optimizer import schedule_change
 from symjax.training.processes import (
-    all_succeed,
     check_same,
     on_process_zero,
     process_zero_first,
     to_host,
 )
-from symjax.training.profile import Profile, steps_of
-from symjax.training.progress import Clock, Progress
 from symjax.training.saved import described
-from symjax.training.sharding import make_mesh
-from symjax.training.step import Means, Program, State, compile_program, means
+from symjax.training.step import Means, State, means
 
 MOST_SKIPPED = 20  # steps in a row, then a run ends
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
-
-
-@dataclass
-class Skips:
-    """Counts the steps that the optimizer's guard has skipped."""
-
-    total: int
-    in_a_row: int = 0
-
-    def count(self, total: float) -> bool:
-        """Whether the last step was skipped, after which there are `total`."""
-        skipped, self.total = total > self.total, int(total)
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        return skipped
-
-
-class Run(NamedTuple):
-    """What every step of a run uses, beside the weights that it changes."""
-
-    options: config.Config
-    workdir: epath.Path
-    examples: Examples
-    program: Program
-    step: Callable  # the compiled training step
-    checkpoints: Checkpoints
-    metrics: Metrics
-    mirror: Mirror
-    progress: Progress
-    clock: Clock
-    skips: Skips
-    changed: list[str]  # keys that a resumed run was allowed to change, and when
-    profile: Profile
-    batches: Ahead  # of every step that is left, on the devices
-    peak: float  # tokens a second that the devices' peak would give; 0: unknown
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows of a batch, and tokens of a row."""
-        return self.options.batch_size, self.options.model.length
-
-    def due(self, every: int, done: int) -> bool:
-        """The last step is always due, 0 means no other one."""
-        return done == self.options.steps or (every > 0 and done % every == 0)
 
 
 def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) -> None:
@@ -112,81 +59,6 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
         with preflight.removed_on_failure(workdir):
             opened, start = open_run(options, workdir, allow, interrupts, stack)
         train(opened, start, interrupts)
-
-
-def open_run(
-    options: config.Config,
-    workdir: epath.Path,
-    allow: Sequence[str],
-    interrupts: Interrupts,
-    stack: contextlib.ExitStack,
-) -> tuple[Run, Start]:
-    """The parts of a run, in the order in which each can be refused.
-
-    Args:
-        stack: closes them.
-    Raises:
-        ValueError, Interrupted: as `run` says; in every process.
-    """
-    clock = Clock(options.batch_size * options.model.length)
-    all_succeed(lambda: steps_of(options.log.profile))
-    mesh = all_succeed(lambda: make_mesh(options.mesh))
-    folder = workdir / "checkpoints"
-    check_same(checkpoints=Checkpoints(folder).steps())
-    meta = all_succeed(lambda: preflight.saved_meta(options, workdir, allow))
-    with interrupts.at_once():
-        examples = process_zero_first(
-            lambda: preflight.open_data(options, workdir, meta)
-        )
-    interrupts.check()
-    fitted = all_succeed(lambda: preflight.with_vocabulary(options, examples))
-    program = all_succeed(
-        lambda: compile_program(fitted, mesh, separate=examples.separate)
-    )
-    keep, best = options.checkpoint.keep, options.checkpoint.best
-    checkpoints = all_succeed(lambda: Checkpoints(folder, keep, best=best))
-    stack.enter_context(checkpoints)
-    shape = options.batch_size, options.model.length
-    step = all_succeed(lambda: preflight.compiled_step(program, shape))
-    start = all_succeed(lambda: initial_state(options, program, examples, checkpoints))
-    first = int(start.state.step)
-    mirror = Mirror(workdir)
-    stack.callback(mirror.copy)  # once the files are closed
-    metrics = all_succeed(lambda: Metrics(workdir, first, options))
-    stack.enter_context(contextlib.closing(metrics))
-    mirror.copy()
-    interrupts.check()
-    profile = Profile(options.log.profile, home(workdir))
-    stack.enter_context(contextlib.closing(profile))
-
-    def batch(step: int) -> list[Any]:
-        rows = examples.batch(shape, seed=options.seed, step=step - 1)
-        return program.place(shape, rows)
-
-    batches = Ahead(batch, options.steps)
-    stack.enter_context(contextlib.closing(batches))
-    if examples.stream:
-        stack.enter_context(contextlib.closing(examples.stream))
-    progress = Progress(options.steps, first)
-    stack.enter_context(contextlib.closing(progress))
-    opened = Run(
-        options,
-        workdir,
-        examples,
-        program,
-        step,
-        checkpoints,
-        metrics,
-        mirror,
-        progress,
-        clock,
-        Skips(int(start.state.optimizer.skipped)),
-        meta["changed"] if meta else [],
-        profile,
-        batches,
-        peak_speed(program),
-    )
-    return opened, start
 
 
 def train(run: Run, start: Start, interrupts: Interrupts) -> None:
@@ -336,15 +208,6 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
             )
         run.progress.line(f"step {done} skipped: {what}")
     run.progress.update(done, values["train/loss"], speed, left, more)
-
-
-def peak_speed(program: Program) -> float:
-    """Tokens a second at the peak of all devices; 0 if their kind is not known."""
-    devices = program.mesh.devices
-    if (chip := chips.known(devices.flat[0].device_kind)) is None:
-        return 0.0
-    parameters = sum(x.size for x in jax.tree.leaves(program.state.params))
-    return chip.flops * devices.size / cost.train_flops(program.model, parameters)
 
 
 def stopped_at(run: Run, done: int, what: str) -> FloatingPointError:

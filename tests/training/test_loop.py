@@ -178,7 +178,7 @@ def test_a_signal_while_a_run_resumes_leaves_its_checkpoints(
     assert train(text, workdir, steps=2) == 0
     before = {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
     with monkeypatch.context() as patched:
-        signalled(patched, loop.Checkpoints, "restore", after=True)
+        signalled(patched, Checkpoints, "restore", after=True)
         assert train(text, workdir, steps=3) == 143
     assert "interrupted: no step was made" in capfd.readouterr().err
     after = {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}

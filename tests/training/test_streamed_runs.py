@@ -9,7 +9,7 @@ import pytest
 from runs import TEXT, train
 
 from symjax.data import stream
-from symjax.training import loop
+from symjax.training.ahead import Ahead
 from symjax.training.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -61,8 +61,8 @@ def test_a_signal_ends_a_run_that_waits_for_its_stream(
         assert stop()
 
     with monkeypatch.context() as patch:
-        real = loop.Ahead.take
-        patch.setattr(loop.Ahead, "take", take)
+        real = Ahead.take
+        patch.setattr(Ahead, "take", take)
         assert train("", tmp_path / "run", steps=5, **keys) == 143
     assert "saved checkpoint 2 in" in capsys.readouterr().err
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]

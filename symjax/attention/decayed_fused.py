@@ -10,17 +10,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.blocks import RESIDUAL
-from symjax.attention.kernels.decay import (
-    BLOCK,
-    DECAY,
-    PARTS,
-    Kernels,
-    Operands,
-    Plan,
-    backward,
-    constants,
-    forward,
-)
+from symjax.attention.kernels.decay import DECAY, PARTS, constants
 from symjax.attention.kernels.delta import DELTA
 from symjax.attention.kernels.lanes import (
     apart,
@@ -28,6 +18,14 @@ from symjax.attention.kernels.lanes import (
     heads_in_a_tile,
     side_by_side,
     summed_apart,
+)
+from symjax.attention.kernels.recurrent import (
+    BLOCK,
+    Kernels,
+    Operands,
+    Plan,
+    backward,
+    forward,
 )
 from symjax.attention.masks import only_seen, segment_runs, starts, visible_keys
 
@@ -163,7 +161,8 @@ def _operands(
     beta: Array | None,
 ) -> tuple[Plan, Operands]:
     plan = _plan(interpret, query, key, value, log_decay)
-    wide = partial(side_by_side, heads=plan.heads, length=plan.length)
+    heads = plan.heads // plan.sharing
+    wide = partial(side_by_side, heads=heads, length=plan.length)
     if log_decay is not None:
         rest = wide(log_decay, size=plan.head_size)
         log_decay = _in_parts(rest, PARTS[value.dtype.name])
@@ -173,7 +172,7 @@ def _operands(
         beta = jnp.swapaxes(beta, 1, 2)
         beta = beta.reshape(plan.batch, -1, plan.packed, plan.length)
     return plan, Operands(
-        wide(query, size=plan.head_size),
+        side_by_side(query, plan.heads, plan.length, plan.head_size),
         wide(key, size=plan.head_size),
         wide(value, size=plan.value_size),
         log_decay,

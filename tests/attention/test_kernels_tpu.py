@@ -95,6 +95,8 @@ SLOW = {
     "cosine_on_v6e": Case("cosine", 4096, 64, 64, chip="v6e-4"),
     "decay_32k": Case("decay", 32768, 128, 256),
     "decay_float32": Case("decay", 4096, 64, 64, dtype=jnp.float32),
+    "decay_grouped": Case("decay", 4096, 128, 128, heads=8, kv_heads=1),
+    "delta_grouped": Case("delta", 4096, 128, 128, heads=8, kv_heads=2),
     "kda_16k": Case("kda", 16384, 128, 256),
     "kda_float32": Case("kda", 4096, 64, 64, dtype=jnp.float32),
     "kda_on_v5p": Case("kda", 4096, 128, 128, chip="v5p-4"),

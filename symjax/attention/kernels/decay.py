@@ -15,81 +15,34 @@ Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diag
 matrix.
 """
 
-from collections.abc import Callable
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.kernels import blocks
 from symjax.attention.kernels.blocks import (
     ACROSS,
-    LANES,
     PLAIN,
     TURNED,
     in_parts,
     product,
 )
 from symjax.attention.kernels.lanes import of_heads, own
+from symjax.attention.kernels.recurrent import (
+    ALL,
+    BLOCK,
+    LEVELS,
+    Kernels,
+    Operands,
+    Plan,
+)
 
-BLOCK = LANES  # tokens of a chunk
-LEVELS = BLOCK.bit_length() - 1
 DIAGONAL, LATER = -1, LEVELS  # levels of a token with itself, and with later ones
-ALL = -2  # levels but these
 PARTS = {"bfloat16": 2, "float32": 3}  # of log-decays
 SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its end
-
-
-class Plan(NamedTuple):
-    """The static half of a call."""
-
-    batch: int
-    heads: int
-    groups: int  # heads that share keys, values and decays
-    packed: int  # heads in one tile of lanes
-    length: int
-    head_size: int
-    value_size: int
-    interpret: Any
-    fades: bool = True
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Of pairs; without decays all that are not of a token with itself are one."""
-        return tuple(range(LEVELS)) if self.fades else (ALL,)
-
-    @property
-    def key_width(self) -> int:
-        return self.packed * self.head_size
-
-    @property
-    def value_width(self) -> int:
-        return self.packed * self.value_size
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self.value_size, self.head_size
-
-    @property
-    def state(self) -> tuple[int, int]:
-        return self.value_width, self.key_width
-
-
-class Operands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
-
-    query: Any  # [B T N·H]
-    key: Any
-    value: Any  # [B T N·V]
-    decay: Any  # logarithms, their bfloat16 parts: [parts B T N·H], or None
-    sums: Any  # [2 LEVELS+2 c c] of 0 and 1, and each matrix transposed, or None
-    levels: Any  # [2 c c] of rows and keys, and of keys and rows
-    beta: Any = None  # of the delta rule, [B N/P P T]
 
 
 def constants(fades: bool) -> tuple[Array | None, Array]:
@@ -106,118 +59,6 @@ def constants(fades: bool) -> tuple[Array | None, Array]:
     both = np.stack([levels, levels.T])
     sums = np.stack([np.stack(sums), np.stack([x.T for x in sums])])
     return jnp.asarray(sums, jnp.bfloat16) if fades else None, jnp.asarray(both)
-
-
-class Kernels(NamedTuple):
-    """Two passes over chunks, of this recurrence or of the delta rule. Hashable."""
-
-    name: str
-    forward: Callable[..., None]
-    backward: Callable[..., None]
-    kept: Callable[[Plan, Any], list]  # shapes and dtypes of what a chunk keeps
-    products: Callable[[Plan, Operands], tuple[int, int]]  # passes of each
-
-
-def forward(
-    kernels: Kernels, plan: Plan, operands: Operands, keep: bool
-) -> list[Array]:
-    """The output [B T N·V], and if `keep` what `backward` needs of each chunk."""
-    value = operands.value
-    specs, kept_specs = operand_specs(kernels, plan, operands, lambda i: i)
-    results = [blocks.result(value, value.shape, value.dtype)]
-    kept = kernels.kept(plan, value.dtype)
-    if keep:
-        whole = [((*grid(plan), *shape), dtype) for shape, dtype in kept]
-        results += [blocks.result(value, *x) for x in whole]
-    scratch = [] if keep else [pltpu.VMEM(*x) for x in kept]
-    products, _ = kernels.products(plan, operands)
-    return pl.pallas_call(
-        partial(kernels.forward, plan),
-        out_shape=results,
-        grid=grid(plan),
-        in_specs=[specs],
-        out_specs=[specs.value, *(kept_specs if keep else ())],
-        scratch_shapes=[*scratch, pltpu.VMEM(plan.state, jnp.float32)],
-        compiler_params=blocks.compiler(2, 1),
-        cost_estimate=cost(plan, operands, products, 1, [operands, results]),
-        interpret=plan.interpret,
-        name=f"{kernels.name}_forward",
-    )(operands)
-
-
-def backward(
-    kernels: Kernels, plan: Plan, operands: Operands, change: Array, kept: list[Array]
-) -> list[Array]:
-    """Gradients of query, key, value, and of log-decay and β where there are any, as
-    they are in `operands`."""
-    count = grid(plan)[2]
-    specs, kept_specs = operand_specs(kernels, plan, operands, lambda i: count - 1 - i)
-    query, key, value, beta = *operands[:3], operands.beta
-    own = jnp.float32 if plan.groups > 1 else key.dtype  # those of groups are summed
-    wanted = [(query, query.dtype, specs.query)]
-    wanted += [(key, own, specs.key), (value, own, specs.value)]
-    if operands.decay is not None:
-        wanted.append((key, jnp.float32, specs.key))
-    if beta is not None:
-        wanted.append((beta, jnp.float32, specs.beta))
-    results = [blocks.result(x, x.shape, dtype) for x, dtype, _ in wanted]
-    _, products = kernels.products(plan, operands)
-    return pl.pallas_call(
-        partial(kernels.backward, plan),
-        out_shape=results,
-        grid=grid(plan),
-        in_specs=[specs, specs.value, *kept_specs],
-        out_specs=[spec for *_, spec in wanted],
-        scratch_shapes=[pltpu.VMEM(plan.state, jnp.float32)],
-        compiler_params=blocks.compiler(2, 1),
-        cost_estimate=cost(plan, operands, products, 2, [operands, kept, results]),
-        interpret=plan.interpret,
-        name=f"{kernels.name}_backward",
-    )(operands, change, *kept)
-
-
-def grid(plan: Plan) -> tuple[int, int, int]:
-    return plan.batch, plan.heads // plan.packed, plan.length // BLOCK
-
-
-def operand_specs(
-    kernels: Kernels, plan: Plan, operands: Operands, turn: Any
-) -> tuple[Operands, list[pl.BlockSpec]]:
-    """The blocks of operands, and of what is kept, for chunk `turn(i)` in turn i."""
-
-    def of_tokens(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, BLOCK, width), lambda b, n, i: (b, turn(i), n))
-
-    def whole(x: Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda b, n, i: (0,) * x.ndim)
-
-    def in_parts(x: Array) -> pl.BlockSpec:
-        shape = x.shape[0], None, BLOCK, plan.key_width
-        return pl.BlockSpec(shape, lambda b, n, i: (0, b, turn(i), n))
-
-    def by_row(x: Array) -> pl.BlockSpec:
-        shape = None, None, plan.packed, BLOCK
-        return pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, turn(i)))
-
-    def given(spec: Any, x: Any) -> pl.BlockSpec | None:
-        return None if x is None else spec(x)
-
-    specs = Operands(
-        of_tokens(plan.key_width),
-        of_tokens(plan.key_width),
-        of_tokens(plan.value_width),
-        given(in_parts, operands.decay),
-        given(whole, operands.sums),
-        whole(operands.levels),
-        given(by_row, operands.beta),
-    )
-
-    def of_chunk(shape: tuple) -> pl.BlockSpec:
-        zeros = (0,) * len(shape)
-        place = (None, None, None, *shape)
-        return pl.BlockSpec(place, lambda b, n, i: (b, n, turn(i), *zeros))
-
-    return specs, [of_chunk(x) for x, _ in kernels.kept(plan, operands.value.dtype)]
 
 
 def _forward(plan: Plan, given: Operands, output, before, state) -> None:
@@ -365,20 +206,6 @@ def through(plan: Plan, since: Any) -> Any:
 def passes(operands: Operands) -> int:
     """Of the MXU for a product of the operands."""
     return 6 if operands.value.dtype == jnp.float32 else 1
-
-
-def cost(
-    plan: Plan, operands: Operands, products: int, sums: int, arrays: list
-) -> pl.CostEstimate:
-    """Of passes of a chunk's rows over a tile of 128 columns; and how many times the
-    sums of log-decays are taken or given back."""
-    tokens = plan.batch * (plan.heads // plan.packed) * plan.length
-    taken = 0 if operands.decay is None else operands.decay.shape[0] * (LEVELS + 2)
-    return pl.CostEstimate(
-        flops=2 * tokens * (products + sums * taken) * BLOCK * plan.key_width,
-        transcendentals=tokens * plan.key_width * (LEVELS + 2) * plan.fades,
-        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
-    )
 
 
 def _products(plan: Plan, operands: Operands) -> tuple[int, int]:

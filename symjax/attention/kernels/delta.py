@@ -24,14 +24,9 @@ from symjax.attention.kernels.blocks import (
     product,
 )
 from symjax.attention.kernels.decay import (
-    BLOCK,
     DIAGONAL,
-    LEVELS,
     SINCE,
     UNTIL,
-    Kernels,
-    Operands,
-    Plan,
     fade,
     grown_by,
     pairs_of,
@@ -39,6 +34,7 @@ from symjax.attention.kernels.decay import (
     through,
 )
 from symjax.attention.kernels.lanes import is_own, of_heads, own
+from symjax.attention.kernels.recurrent import BLOCK, LEVELS, Kernels, Operands, Plan
 
 
 def _forward(

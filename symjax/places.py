@@ -61,8 +61,12 @@ def anywhere(path: str | os.PathLike[str]) -> Path | epath.Path:
 
 
 def _text(path: str | os.PathLike[str]) -> str:
-    """A path in words; pathlib leaves one slash of the two after a scheme."""
-    text = os.fspath(path)
+    """A path in words; pathlib leaves one slash of the two after a scheme.
+
+    Raises: ValueError: it is empty.
+    """
+    if not (text := os.fspath(path)):
+        raise ValueError("a path is empty: name a file or a folder")
     return ONE_SLASH.sub(r"\1://", text) if isinstance(path, PurePath) else text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from symjax import config
 from symjax.data.order import visited
 
 PERIOD = 1000  # rows in which the shares are kept exactly, to a row
+NEAR = 0.1  # of a share, by which the rows may miss it without a word
 NAMES = {"text": "path", "hub": "name"}  # the key that an entry of a mixture stands for
 
 
@@ -37,20 +39,38 @@ def entries(options: config.Data) -> list[tuple[float, config.Data]]:
     """
     if not options.mixture:
         return [(1.0, options)]
-    key, found = NAMES[options.source], {}
+    key, found, places = NAMES[options.source], {}, set()
     where = f"data.mixture {options.mixture!r}"
     if getattr(options, key):
         raise ValueError(f"{where}: leave data.{key} {getattr(options, key)!r} empty")
     for entry in options.mixture.split(","):
         name, _, number = entry.strip().rpartition(":")
-        if not name or name in found:
+        place = os.path.realpath(os.path.expanduser(name))  # of the hub too: unique
+        if not name or place in places:
             why = "stands twice" if name else "is no SOURCE:WEIGHT"
             raise ValueError(f"{where}: {entry.strip()!r} {why}")
         found[name] = _weight(number, where)
+        places.add(place)
     total = sum(found.values())
+    if counts([weight / total for weight in found.values()]).min() < 1:
+        raise ValueError(f"{where}: {len(found)} are too many for {PERIOD} rows")
     return [
         (weight / total, dataclasses.replace(options, mixture="", **{key: name}))
         for name, weight in found.items()
+    ]
+
+
+def rounded(options: config.Data) -> list[str]:
+    """A line for each source whose share of the rows is not about what was asked."""
+    if not options.mixture:
+        return []
+    shares, parts = zip(*entries(options), strict=True)
+    rows = zip(parts, shares, counts(shares), strict=True)
+    return [
+        f"data.mixture: {getattr(part, NAMES[part.source])} is {count} of {PERIOD} "
+        f"rows, for a share of {share:.2g}"
+        for part, share, count in rows
+        if abs(count / PERIOD / share - 1) > NEAR
     ]
 
 

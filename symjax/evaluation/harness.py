@@ -27,16 +27,21 @@ def main(words: list[str]) -> None:
     if chosen.json is not None:
         report.check_file(chosen.json, "--json")
     use_compile_cache()
-    if is_folder(chosen.workdir):
-        model = load_pretrained(chosen.workdir)
+    which = {"step": chosen.step, "best": chosen.best, "ema": chosen.ema}
+    if not is_folder(chosen.workdir):
+        model = load(chosen.workdir, **which)
+    elif given := [f"--{name}" for name, x in which.items() if x not in (None, False)]:
+        raise ValueError(
+            f"{given[0]} is of runs: {chosen.workdir} is a folder of save_pretrained"
+        )
     else:
-        model = load(chosen.workdir, chosen.step, best=chosen.best)
+        model = load_pretrained(chosen.workdir)
     found = evaluate(model, chosen)
     from lm_eval.utils import make_table
 
     print(make_table(found))
     if chosen.json is not None:
-        about = {"step": model.step}
+        about = {"step": model.step} | ({"ema": True} if model.ema else {})
         results = {"harness": Result({"harness": found["results"]}, [])}
         text = report.to_json(about, results)
         report.write(text.encode(), chosen.json, "--json")
@@ -56,6 +61,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="a checkpoint; the newest by default")
     which.add_argument("--best", action="store_true", help="that of the least loss")
+    add("--ema", action="store_true", help="the mean of weights of optimizer.ema")
     add("--tasks", required=True, help="names joined by commas")
     add("--include", type=Path, help="a folder of tasks of your own (YAML)")
     add("--limit", type=int, help="examples of a task; all by default")
@@ -68,8 +74,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     chosen.names = [x for x in map(str.strip, chosen.tasks.split(",")) if x]
     if not chosen.names:
         raise ValueError(f"--tasks {chosen.tasks!r} names none")
-    if chosen.limit is not None and chosen.limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {chosen.limit}")
+    for name, least in (("limit", 1), ("shots", 0)):
+        if (value := getattr(chosen, name)) is not None and value < least:
+            raise ValueError(f"--{name} must be at least {least}, got {value}")
     if chosen.include is not None and not chosen.include.is_dir():
         raise ValueError(f"--include {chosen.include} is no folder")
     return chosen

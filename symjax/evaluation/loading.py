@@ -17,7 +17,6 @@ from symjax.models.build import Model, decoder_of
 from symjax.models.decoder import Decoder
 from symjax.places import place, reaching
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.optimizer import average_of
 from symjax.training.preflight import (
     check_data,
     data_folder,
@@ -25,6 +24,7 @@ from symjax.training.preflight import (
     use_compile_cache,
     with_vocabulary,
 )
+from symjax.training.saved import check_average, restored
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, compile_program
 
@@ -83,15 +83,12 @@ def load(
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options = saved_options(meta, workdir)
-        if ema and not options.optimizer.ema:
-            raise ValueError(
-                f"--ema: {workdir} has no mean of its weights: it was trained with "
-                "optimizer.ema 0"
-            )
+        if ema:
+            check_average(options, workdir)
         examples = _examples(options, workdir, meta, text)
         options = with_vocabulary(options, examples)
         program = compile_program(options, make_mesh(Mesh(data=1)))
-        trees, meta = _restored(checkpoints, program, ema, step, best=best)
+        trees, meta = restored(checkpoints, _like(program, ema), step, best=best)
     return LoadedRun(
         meta["step"], options, examples, program, workdir=workdir, ema=ema, **trees
     )
@@ -129,27 +126,17 @@ def history(run: LoadedRun, warn: Callable[[str], None]) -> Iterator[LoadedRun]:
     with Checkpoints(run.workdir / "checkpoints") as checkpoints:
         for step in checkpoints.steps():
             try:
-                trees, _ = _restored(checkpoints, run.program, run.ema, step)
+                trees, _ = restored(checkpoints, _like(run.program, run.ema), step)
             except ValueError as error:
                 warn(str(error))
             else:
                 yield run._replace(step=step, **trees)
 
 
-def _restored(
-    checkpoints: Checkpoints,
-    program: Program,
-    ema: bool,
-    step: int | None,
-    *,
-    best: bool = False,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(params and constants, meta); the mean of the weights is with the optimizer."""
+def _like(program: Program, ema: bool) -> dict[str, Any]:
+    """What `restored` is given; the mean of the weights is with the optimizer."""
     weights = "optimizer" if ema else "params"
-    wanted = {
+    return {
         weights: getattr(program.state, weights),
         "constants": program.constants,
     }
-    trees, meta = checkpoints.restore(wanted, step, best=best)
-    params = average_of(trees["optimizer"]) if ema else trees["params"]
-    return {"params": params, "constants": trees["constants"]}, meta

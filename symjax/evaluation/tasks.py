@@ -18,6 +18,7 @@ from symjax.evaluation.results import Options, Result, none
 from symjax.evaluation.speed import speed
 from symjax.evaluation.spread import entropy, support
 from symjax.evaluation.weights import dimension, lambdas
+from symjax.training.checksum import checksum_of
 
 
 class Task(NamedTuple):
@@ -114,4 +115,5 @@ def measure(name: str, run: LoadedRun, options: Options) -> Result:
 def about(run: LoadedRun) -> dict[str, Any]:
     """The checkpoint that is evaluated, and whether by the mean of its weights."""
     found = {"step": run.step, "parameters": run.parameters()}
+    found |= {"weights": checksum_of(run.params)}
     return found | ({"ema": True} if run.ema else {})

@@ -9,6 +9,7 @@ from flax import nnx
 
 from symjax.exchange.loaded import Loaded
 from symjax.places import anywhere, reaching
+from symjax.training.checksum import checksum_of
 
 SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy")
 USE = {
@@ -33,7 +34,8 @@ def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
             found = json.loads(where.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"results {str(path)!r} cannot be read: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+    known = {"step", "parameters"}
+    if not isinstance(found, dict) or not known <= found.keys():
         raise ValueError(f"results {str(path)!r} are not the JSON of eval.py")
     return found
 
@@ -45,17 +47,12 @@ def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> 
         kind: how the weights are stored.
         reason: why transformers cannot load them; "" where it can.
     Raises:
-        ValueError: the results are of another step, or of averaged weights.
+        ValueError: the results are of other weights.
     """
-    if results and results["step"] != loaded.step:
-        raise ValueError(
-            f"the results are of step {results['step']}, the model is of step "
-            f"{loaded.step}"
-        )
-    if results.get("ema"):
-        raise ValueError("the results are of eval.py --ema, the weights are not")
+    if results:
+        _check(results, loaded)
     model, source = loaded.config.model, loaded.config.data.source
-    count = sum(x.size for x in jax.tree.leaves(nnx.state(loaded.model, nnx.Param)))
+    count = _parameters(loaded)
     chosen = model.attention
     mechanism = ", ".join(dict.fromkeys(model.pattern)) or chosen.mechanism
     tokens = loaded.config.data.tokenizer if loaded.tokenizer else "ids"
@@ -70,6 +67,8 @@ def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> 
         "tokens": f"{tokens}, {model.vocabulary} types",
         "trained on": f"data.source={source}, {loaded.step} steps",
     }
+    if loaded.ema:
+        rows["weights"] = f"their mean, optimizer.ema={loaded.config.optimizer.ema:g}"
     head = [
         *("---", "library_name: " + ("symjax" if reason else "transformers"), "---"),
         "",
@@ -81,6 +80,27 @@ def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> 
         head += [f"transformers does not load this folder: {reason}.", ""]
     table = ["| | |", "|---|---|", *(f"| {x} | {y} |" for x, y in rows.items())]
     return "\n".join([*head, *table, "", *_numbers(results)])
+
+
+def _parameters(loaded: Loaded) -> int:
+    return sum(x.size for x in jax.tree.leaves(nnx.state(loaded.model, nnx.Param)))
+
+
+def _check(results: dict[str, Any], loaded: Loaded) -> None:
+    """Raises: ValueError: eval.py has not measured these weights, as far as it says."""
+    params = nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param))
+    found = {
+        "step": loaded.step,
+        "ema": loaded.ema,
+        "parameters": _parameters(loaded),
+        "weights": checksum_of(params),
+    }
+    for name, value in found.items():
+        said = results.get(name, False if name == "ema" else value)
+        if said != value:
+            raise ValueError(
+                f"the results are of {name} {said}, the model is of {name} {value}"
+            )
 
 
 def _numbers(results: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from symjax.data.tokens import Tokenizer
 from symjax.models.decoder import Decoder
-from symjax.models.generate import generate
+from symjax.models.generate import generate, whole
 
 
 def continued(
@@ -28,7 +28,7 @@ def continued(
         raise ValueError("the prompt is empty: give text to continue")
     longest = max(lengths)
     if model.learned_positions:
-        count = min(count, model.length - longest)
+        count = min(whole("count", count, 1), model.length - longest)
         if count < 1:
             raise ValueError(
                 f"a prompt of {longest} tokens fills the model's {model.length} "

@@ -15,12 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from symjax.config import Config
+from symjax.config import Config, is_causal
 from symjax.data.examples import tokenizer_of
 from symjax.data.tokens import Tokenizer
 from symjax.exchange.continued import continued, ended
 from symjax.exchange.scores import scores
 from symjax.models.build import Model, build, decoder_of
+from symjax.models.generate import whole
 from symjax.training.saved import read_run
 
 
@@ -42,6 +43,7 @@ class Loaded:
         step: of the checkpoint.
         labels: the names of its classes, if it is a classifier.
         language: plain values that describe the tokens, as `Examples.language`.
+        ema: whether the weights are the mean that optimizer.ema keeps.
     """
 
     model: Model
@@ -50,13 +52,17 @@ class Loaded:
     step: int = 0
     labels: tuple[str, ...] = ()
     language: dict[str, Any] = field(default_factory=dict)
+    ema: bool = False
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids [T].
 
         Raises:
-            ValueError: the model has no tokenizer, or its tokenizer not these letters.
+            ValueError: no text, the model has no tokenizer, or its tokenizer not these
+                letters.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"a text is needed, got {text!r}")
         return self._known_tokenizer().encode(text)
 
     def decode(self, tokens: Any) -> str:
@@ -81,7 +87,8 @@ class Loaded:
         """What the model writes after a prompt, or after each of several.
 
         Several prompts are continued side by side, each as it would be alone at
-        temperature 0.
+        temperature 0. Without learned positions a prompt may be longer than the rows of
+        training, and is read whole.
 
         Args:
             count: tokens; fewer where learned positions end.
@@ -92,20 +99,21 @@ class Loaded:
         Returns:
             a string, or a list of them for a list of prompts.
         Raises:
-            ValueError: the model is an encoder or has no tokenizer; an empty prompt, or
-                one that fills the learned positions; an empty string to stop at.
+            ValueError: the model is an encoder or has no tokenizer; no prompt, an empty
+                one, or one that fills the learned positions; an empty string to stop
+                at; a number outside its range.
         """
-        stop = [stop] if isinstance(stop, int | str) else list(stop)
+        stop = [stop] if isinstance(stop, int | str | np.integer) else list(stop)
         if "" in stop:
             raise ValueError("stop: every text holds the empty string, got ''")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         tokenizer, model = self._known_tokenizer(), decoder_of(self.model)
-        ids = [tokenizer.encode(text) for text in prompts]
+        ids = [self.encode(text) for text in prompts]
         rows = continued(
             model,
             ids,
             count,
-            jax.random.key(seed),
+            jax.random.key(whole("seed", seed, 0)),
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -120,14 +128,16 @@ class Loaded:
         Args:
             tokens: a text, or ids [T] or [B, T]; of an encoder also images, and its
                 classes come out [B, classes].
+        Raises:
+            ValueError: no tokens, or ids that the vocabulary does not have.
         """
-        if isinstance(tokens, str):
-            tokens = self.encode(tokens)
+        if not self.config.model.patch:
+            tokens = self._ids(tokens, axes=(1, 2))
+            if not tokens.size:
+                raise ValueError(f"logits need a token or more, got {tokens.shape}")
         tokens = jnp.asarray(tokens)
         if tokens.ndim == 1:
             return self.logits(tokens[None])[0]
-        if jnp.issubdtype(tokens.dtype, jnp.integer):
-            tokens = tokens.astype(jnp.int32)
         return _logits(*nnx.split(self.model), tokens)
 
     def losses(self, tokens: Any) -> np.ndarray:
@@ -139,10 +149,11 @@ class Loaded:
         Args:
             tokens: a text, or ids [T].
         Raises:
-            ValueError: the model is an encoder.
+            ValueError: the model is an encoder, or the vocabulary does not have these
+                ids.
         """
         model, length = decoder_of(self.model), self.config.model.length
-        ids = np.asarray(self.encode(tokens) if isinstance(tokens, str) else tokens)
+        ids = self._ids(tokens, axes=(1,))
         starts = range(0, len(ids) - 1, length)
         found = scores(model, [ids[start : start + length + 1] for start in starts])
         return np.concatenate([np.zeros(0, np.float32), *(x.losses for x in found)])
@@ -162,6 +173,27 @@ class Loaded:
             float(losses.mean()), float(losses.sum() / max(size, 1) / math.log(2))
         )
 
+    def _ids(self, tokens: Any, axes: Sequence[int]) -> np.ndarray:
+        """Token ids of a text, or as given, int32. Raises: ValueError: they are none.
+
+        Args:
+            axes: how many they may have.
+        """
+        ids = np.asarray(self.encode(tokens) if isinstance(tokens, str) else tokens)
+        if ids.ndim not in axes or (ids.size and ids.dtype.kind not in "iu"):
+            raise ValueError(
+                f"token ids are whole numbers [T]{' or [B, T]' if 2 in axes else ''}, "
+                f"got {ids.dtype} {ids.shape}"
+            )
+        model = self.config.model
+        least, most = (0 if is_causal(model) else -1), model.vocabulary  # −1: padding
+        if ids.size and not least <= ids.min() <= ids.max() < most:
+            raise ValueError(
+                f"token ids must be in [{least}, {most}), the model's vocabulary, got "
+                f"{ids.min()} to {ids.max()}"
+            )
+        return ids.astype(np.int32)
+
     def _known_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             source = self.config.data.source
@@ -170,7 +202,11 @@ class Loaded:
 
 
 def load(
-    workdir: str | os.PathLike[str], step: int | None = None, *, best: bool = False
+    workdir: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    best: bool = False,
+    ema: bool = False,
 ) -> Loaded:
     """The model of a run, from its checkpoints alone: `data` is not needed.
 
@@ -181,13 +217,15 @@ def load(
         workdir: of train.py; also gs://BUCKET/FOLDER.
         step: of a checkpoint; None: the newest whole one.
         best: the one of the least held-out loss among those that are kept.
+        ema: take the mean of the weights that the run kept by optimizer.ema.
     Raises:
-        ValueError: there is no such run or checkpoint, or it is damaged.
+        ValueError: there is no such run or checkpoint, it is damaged, or it has no
+            mean of the weights.
     """
-    found = read_run(workdir, step, best=best)
+    found = read_run(workdir, step, best=best, ema=ema)
     model = loaded_model(found.config, found.params, found.constants)
     tokenizer, about = tokenizer_of(found.language), (found.labels, found.language)
-    return Loaded(model, tokenizer, found.config, found.step, *about)
+    return Loaded(model, tokenizer, found.config, found.step, *about, ema)
 
 
 def loaded_model(options: Config, params: Any, constants: Any) -> Model:

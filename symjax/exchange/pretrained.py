@@ -89,6 +89,7 @@ def save_pretrained(
         "config": validation.to_dict(loaded.config),
         "language": loaded.language,
         "labels": list(loaded.labels),
+        "ema": loaded.ema,
     }
     texts = {OWN: _json(about), CARD: to_card(loaded, kind, reason, numbers)}
     if isinstance(tokenizer := loaded.tokenizer, SubwordTokenizer):
@@ -143,6 +144,7 @@ def load_pretrained(folder: str | os.PathLike[str]) -> Loaded:
         about.get("step", 0),
         tuple(about.get("labels", ())),
         language,
+        about.get("ema", False),
     )
 
 

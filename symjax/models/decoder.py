@@ -31,6 +31,7 @@ class Decoder(nnx.Module):
 
     length: int
     learned_positions: bool
+    embedding: nnx.Embed
     blocks: nnx.List
     final_norm: Any
 

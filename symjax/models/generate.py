@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
+from symjax.config import LARGEST
 from symjax.models.decoder import Decoder
 
 
@@ -42,19 +45,18 @@ def generate(
     Raises:
         ValueError: an empty prompt, one without an axis of examples, lengths that do
             not fit the prompts, more tokens than learned positions, a temperature that
-            is below 0 or no number, a top_k below 0, or a top_p outside (0, 1].
+            is below 0 or not finite, a count, a top_k or a token to stop at that is no
+            whole number of its range, or a top_p outside (0, 1].
     Source: top_p is nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751.
     """
     if prompt.ndim != 2:
         raise ValueError(
             f"generation needs prompts [examples, tokens], got {prompt.shape}"
         )
+    count = whole("count", count, 1)
     length = prompt.shape[1] + count
-    if prompt.shape[1] < 1 or count < 1:
-        raise ValueError(
-            f"generation needs a prompt and a count of at least 1 token, got "
-            f"{prompt.shape[1]} and {count}"
-        )
+    if prompt.shape[1] < 1:
+        raise ValueError("generation needs a prompt of at least 1 token, got 0")
     if model.learned_positions and length > model.length:
         raise ValueError(
             f"a prompt of {prompt.shape[1]} and {count} new tokens do not fit the "
@@ -63,16 +65,28 @@ def generate(
     if lengths is not None:
         lengths = jnp.asarray(lengths)
         _check_lengths(lengths, prompt)
-    if not isinstance(temperature, Tracer) and not temperature >= 0:
-        raise ValueError(f"temperature must be 0 or above, got {temperature}")
+    if not isinstance(temperature, Tracer) and not 0 <= temperature < float("inf"):
+        raise ValueError(
+            f"temperature must be 0 or above, and finite, got {temperature}"
+        )
     if not isinstance(top_p, Tracer) and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
-    if top_k < 0 or top_k != int(top_k):
-        raise ValueError(f"top_k must be a whole number, 0 or above, got {top_k}")
+    top_k, last = whole("top_k", top_k, 0), model.embedding.num_embeddings - 1
+    ends = tuple(whole("a token to stop at", x, 0, last) for x in stop)
     graph, weights = nnx.split(model)
     chosen = jnp.float32(temperature), jnp.float32(top_p)
-    fixed = graph, count, int(top_k), tuple(map(int, stop))
-    return _generate(*fixed, weights, prompt, lengths, key, *chosen)
+    return _generate(graph, count, top_k, ends, weights, prompt, lengths, key, *chosen)
+
+
+def whole(name: str, value: Any, least: int, most: int = LARGEST) -> int:
+    """Raises: ValueError: a value is no whole number, or outside its range."""
+    number = np.asarray(value)
+    known = number.ndim == 0 and number.dtype.kind in "iuf"
+    if not (known and least <= number <= most and number % 1 == 0):
+        raise ValueError(
+            f"{name} must be a whole number from {least} to {most}, got {value!r}"
+        )
+    return int(number)
 
 
 def _check_lengths(lengths: Array, prompt: Array) -> None:

@@ -228,12 +228,16 @@ class Checkpoints:
         By their loss if the best is asked for: first those whose loss cannot be read,
         since each of them may be the best.
         """
+        if best and step is not None:
+            raise ValueError(f"step {step!r} and the best one: give one of them")
         present = self.steps()[::-1]
         if not present:
             raise ValueError(f"no checkpoint in {self.directory}")
         if step is not None and step not in present:
             known = ", ".join(map(str, present[::-1]))
-            raise ValueError(f"no checkpoint {step} in {self.directory}, only {known}")
+            raise ValueError(
+                f"no checkpoint {step!r} in {self.directory}, only {known}"
+            )
         if not best:
             return present, present if step is None else [step]
         losses = self._losses(present)

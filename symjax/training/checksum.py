@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +28,11 @@ def checksums(arrays: list[jax.Array]) -> list[int]:
     ever on CPUs, where each of them holds a thread.
     """
     return [int(_checksum(array)) for array in arrays]
+
+
+def checksum_of(tree: Any) -> str:
+    """That of all arrays of a tree and of their order: eight hexadecimal digits."""
+    return f"{zlib.crc32(str(checksums(jax.tree.leaves(tree))).encode()):08x}"
 
 
 @jax.jit

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from symjax import config, places, validation
 from symjax.training import launch
+from symjax.training.profile import steps_of
 
 USAGE = """\
 python train.py --config configs/NAME.py[:preset] [--config.KEY=VALUE ...]
@@ -98,9 +99,10 @@ def parse(words: list[str]) -> Command:
     if known.target is not None and not known.dry_run:
         raise ValueError(f"--target {known.target!r} is of --dry_run: give both")
     options = validation.from_dict(tree)
+    steps_of(options.log.profile, options.steps)
     if options.init_from:
         _check_place("init_from", options.init_from)
-    allow = tuple(filter(None, known.allow.split(",")))
+    allow = tuple(filter(None, map(str.strip, ",".join(known.allow).split(","))))
     for key in allow:
         _check_known(key)
     flags = known.dry_run, known.help, known.target, known.verify
@@ -206,7 +208,7 @@ def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("config", "workdir", "target", *launch.FLAGS):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--allow", default="")
+    parser.add_argument("--allow", action="append", default=[])
     parser.add_argument("--wait", default=str(launch.WAIT))
     parser.add_argument("--heartbeat", default=str(launch.HEARTBEAT))
     parser.add_argument("--dry_run", action="store_true")

@@ -45,6 +45,7 @@ class Refused(ValueError):
 AGREED = (Refused, FloatingPointError, Interrupted)  # raised in all processes at once
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): ")
+LONG = re.compile(r"(\S{100})\S{200,}(\S{20})")  # a word that no line shows whole
 
 
 class Exit(NamedTuple):
@@ -58,7 +59,7 @@ class Exit(NamedTuple):
 
 def exit_of(error: BaseException) -> Exit | None:
     """What an error means for a run; None for one that symjax does not expect."""
-    reason = " ".join(str(error).split())
+    reason = LONG.sub(r"\1…\2", " ".join(str(error).split()))
     match error:
         case Refused():
             return Exit(error.exit_code, error.kind, reason)

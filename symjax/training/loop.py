@@ -14,6 +14,7 @@ from flax import nnx
 from symjax import config, validation
 from symjax.data.corpus import Corpus
 from symjax.data.folder import source_change
+from symjax.data.mixture import rounded
 from symjax.models.generate import generate
 from symjax.places import home, in_bucket
 from symjax.training import preflight
@@ -167,6 +168,10 @@ def introduce(run: Run, start: Start) -> None:
     if (saved := start.saved) and saved.optimizer == run.options.optimizer:
         if line := schedule_change(saved, run.options, taken):
             run.progress.line(line)
+    if 0 < run.profile.last <= first:
+        run.progress.line(f"no trace: log.profile {run.options.log.profile} is over")
+    for line in rounded(run.options.data):
+        run.progress.line(line)
     if line := source_change(run.options.data, home(run.workdir) / "data"):
         run.progress.line(line)
 

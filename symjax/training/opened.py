@@ -20,7 +20,7 @@ from symjax.training.interrupt import Interrupts
 from symjax.training.metrics import Metrics
 from symjax.training.mirror import Mirror
 from symjax.training.processes import all_succeed, check_same, process_zero_first
-from symjax.training.profile import Profile, steps_of
+from symjax.training.profile import Profile
 from symjax.training.progress import Clock, Progress
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, compile_program
@@ -84,7 +84,6 @@ def open_run(
         ValueError, Interrupted: as `run` says; in every process.
     """
     clock = Clock(options.batch_size * options.model.length)
-    all_succeed(lambda: steps_of(options.log.profile))
     mesh = all_succeed(lambda: make_mesh(options.mesh))
     folder = workdir / "checkpoints"
     check_same(checkpoints=Checkpoints(folder).steps())
@@ -111,7 +110,7 @@ def open_run(
     stack.enter_context(contextlib.closing(metrics))
     mirror.copy()
     interrupts.check()
-    profile = Profile(options.log.profile, home(workdir))
+    profile = Profile(options.log.profile, options.steps, home(workdir))
     stack.enter_context(contextlib.closing(profile))
 
     def batch(step: int) -> list[Any]:

@@ -302,15 +302,16 @@ def decays(params: Any) -> Any:
 
 
 def _labels(params: Any, rest: str, groups: Container[Hashable]) -> Any:
-    """The group of each weight: of muon the kernels of blocks, which are matrices; of
-    embeddings tokens, positions and patches of images, and the output layer."""
+    """The group of each weight: of muon the kernels of blocks that are matrices, with
+    more than one row and column; of embeddings tokens, positions and patches of images,
+    and the output layer."""
 
     def label(path: Any, leaf: Any) -> str:
         parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if "embeddings" in groups and parts[0] in EMBEDDINGS:
             return "embeddings"
         inside = parts[0] == "blocks" and parts[-1] == "kernel"
-        matrix = inside and len(leaf.shape) == 2
+        matrix = inside and len(leaf.shape) == 2 and min(leaf.shape) > 1
         return "muon" if "muon" in groups and matrix else rest
 
     return jax.tree_util.tree_map_with_path(label, params)

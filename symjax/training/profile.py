@@ -8,19 +8,24 @@ import jax
 FOLDER = "profile"  # in the workdir
 
 
-def steps_of(text: str) -> tuple[int, int]:
+def steps_of(text: str, steps: int) -> tuple[int, int]:
     """The first and the last step of `10:15`; (0, 0), which is no step, of nothing.
 
+    Args:
+        steps: of the run.
     Raises:
-        ValueError: the text is no such pair.
+        ValueError: the text is no such pair, or begins after the last step.
     """
     first, colon, last = text.partition(":")
     if not text:
         return 0, 0
-    if not (colon and first.isdecimal() and last.isdecimal()):
+    digits = len(text) < 30 and first.isdecimal() and last.isdecimal()
+    if not (colon and digits):
         raise ValueError(f"log.profile must be FIRST:LAST, got {text!r}")
     if not 1 <= int(first) <= int(last):
         raise ValueError(f"log.profile {text!r}: the steps count from 1, and in order")
+    if int(first) > steps:
+        raise ValueError(f"log.profile {text!r} begins after the last step, {steps}")
     return int(first), int(last)
 
 
@@ -30,8 +35,8 @@ class Profile:
     Raises: ValueError: as `steps_of`.
     """
 
-    def __init__(self, text: str, workdir: Path):
-        self.first, self.last = steps_of(text)
+    def __init__(self, text: str, steps: int, workdir: Path):
+        self.first, self.last = steps_of(text, steps)
         self.folder = workdir / FOLDER
         self.running = False
 

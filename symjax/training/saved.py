@@ -15,6 +15,7 @@ from symjax.models.build import build
 from symjax.places import place
 from symjax.training import processes
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.optimizer import average_of, optimizer
 from symjax.training.preflight import data_folder, saved_options, with_vocabulary
 from symjax.training.step import parts
 
@@ -47,30 +48,73 @@ def described(examples: Examples, model: config.Model) -> dict[str, Any]:
 
 
 def read_run(
-    workdir: str | os.PathLike[str], step: int | None = None, *, best: bool = False
+    workdir: str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    best: bool = False,
+    ema: bool = False,
 ) -> Saved:
     """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
 
     Reads the folder `checkpoints` alone; `data` too where a checkpoint is older than
     the descriptions in it.
 
+    Args:
+        ema: take the mean of the weights that the run kept by optimizer.ema.
     Raises:
-        ValueError: there is no such checkpoint, or it is damaged.
+        ValueError: there is no such checkpoint, it is damaged, or it has no mean of the
+            weights.
     """
     workdir = place(workdir)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options, about = _options(meta, workdir)
+        params, constants = parts(
+            nnx.eval_shape(lambda: build(options.model, rngs=nnx.Rngs(0)))
+        )
+        wanted = {"params": params, "constants": constants}
+        if ema:
+            check_average(options, workdir)
+            moved = optimizer(options.optimizer, options.steps, params)
+            del wanted["params"]
+            wanted["optimizer"] = jax.eval_shape(moved.init, params)
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=processes.replicated()
             ),
-            parts(nnx.eval_shape(lambda: build(options.model, rngs=nnx.Rngs(0)))),
+            wanted,
         )
-        wanted = {"params": like[0], "constants": like[1]}
-        trees, meta = checkpoints.restore(wanted, step, best=best)
+        trees, meta = restored(checkpoints, like, step, best=best)
     language, labels = about["language"], tuple(about["labels"])
     return Saved(meta["step"], options, language, labels, **trees)
+
+
+def check_average(options: config.Config, workdir: epath.Path) -> None:
+    """Raises: ValueError: a run has kept no mean of its weights."""
+    if not options.optimizer.ema:
+        raise ValueError(
+            f"{workdir} has no mean of its weights for ema: it was trained with "
+            "optimizer.ema 0"
+        )
+
+
+def restored(
+    checkpoints: Checkpoints,
+    like: dict[str, Any],
+    step: int | None = None,
+    *,
+    best: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(params and constants, meta) of a checkpoint, as `Checkpoints.restore`.
+
+    Args:
+        like: abstract constants and params; or in place of params the optimizer, which
+            has the mean of the weights, and that is taken.
+    """
+    trees, meta = checkpoints.restore(like, step, best=best)
+    if "optimizer" in trees:
+        trees["params"] = average_of(trees.pop("optimizer"))
+    return trees, meta
 
 
 def _options(

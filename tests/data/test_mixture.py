@@ -87,16 +87,27 @@ WRONG = {
     "x.txt:0,y.txt:1": "a weight is a number above 0, got '0'",
     "x.txt:inf,y.txt:1": "a weight is a number above 0, got 'inf'",
     "x.txt:1,x.txt:2": "'x.txt:2' stands twice",
+    "x.txt:1,./x.txt:2": "'./x.txt:2' stands twice",
+    ",".join(f"{x}.txt:1" for x in range(1001)): "1001 are too many for 1000 rows",
     "nowhere.txt:1": "data.path 'nowhere.txt' does not exist",
 }
 
 
-@pytest.mark.parametrize(("given", "words"), WRONG.items(), ids=WRONG)
+@pytest.mark.parametrize(("given", "words"), WRONG.items(), ids=lambda x: x[:20])
 def test_a_mixture_that_is_none_is_refused(given, words, tmp_path):
     options = config.Data(source="text", mixture=given)
     with pytest.raises(ValueError, match=words):
         corpus.open_corpus(options, tmp_path / "data")
     assert not (tmp_path / "data").exists()
+
+
+def test_a_share_that_rows_cannot_keep_is_said():
+    mixed = config.Data(source="text", mixture="a:9996,b:4")
+    assert mixture.rounded(mixed) == [
+        "data.mixture: b is 1 of 1000 rows, for a share of 0.0004"
+    ]
+    assert not mixture.rounded(config.Data(source="text", mixture="a:995,b:5"))
+    assert not mixture.rounded(config.Data(source="text", path="a"))
 
 
 def test_other_keys_beside_it_are_refused(tmp_path):

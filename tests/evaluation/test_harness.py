@@ -137,7 +137,9 @@ def test_a_continuation_is_judged_after_its_context(model):
         (["--tasks", "wibble"], "--tasks 'wibble' is unknown to lm_eval"),
         (["--tasks", ","], "names none"),
         (["--tasks", "crows", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--tasks", "crows", "--shots", "-1"], "--shots must be at least 0, got -1"),
         (["--tasks", "crows", "--step", "3"], "no checkpoint 3 in"),
+        (["--tasks", "crows", "--ema"], "trained with optimizer.ema 0"),
         (["--tasks", "crows", "--json", "."], "is a folder"),
         (
             ["--tasks", "crows", "--include", "nowhere"],
@@ -154,6 +156,14 @@ def test_a_bad_argument_is_one_line(model, words, said, capsys, monkeypatch):
     assert call("--workdir", place / "run", *words) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", [["--step", "20"], ["--best"], ["--ema"]], ids=str)
+def test_flags_of_runs_are_refused_for_a_folder(flag, model, tmp_path, capsys):
+    symjax.save_pretrained(model[1], tmp_path)
+    assert call("--workdir", tmp_path, "--tasks", "crows", *flag) == 2
+    said = f"error: {flag[0]} is of runs: {tmp_path} is a folder of save_pretrained\n"
+    assert capsys.readouterr().err == said
 
 
 def only_ours(tasks):

@@ -56,6 +56,118 @@ def test_a_step_is_chosen(bare):
         symjax.load(bare, 3)
     with pytest.raises(ValueError, match="no checkpoint in"):
         symjax.load(bare / "nothing")
+    with pytest.raises(ValueError, match="no checkpoint '4' in"):
+        symjax.load(bare, "4")
+    with pytest.raises(ValueError, match="step 2 and the best one: give one"):
+        symjax.load(bare, 2, best=True)
+
+
+def test_an_empty_path_is_not_the_folder_one_is_in(bare, monkeypatch):
+    monkeypatch.chdir(bare)
+    for call_it in (symjax.load, symjax.load_pretrained):
+        with pytest.raises(ValueError, match="path is empty: name a file or a folder"):
+            call_it("")
+
+
+def test_the_mean_of_the_weights_is_used_and_exported(whole, tmp_path, capsys):
+    text, run = write_text(tmp_path), tmp_path / "run"
+    keys = {"steps": 2, "optimizer__ema": 0.25, "optimizer__warmup": 0}
+    assert train(text, run, data__tokenizer="char", **keys) == 0
+    mean, plain = symjax.load(run, ema=True), symjax.load(run)
+    rows = np.arange(32)[None] % mean.config.model.vocabulary
+    wanted = jax.jit(load_run(run, ema=True).decoder())(jnp.asarray(rows))
+    np.testing.assert_array_equal(mean.logits(rows), wanted)
+    assert np.abs(mean.logits(rows) - plain.logits(rows)).max() > 1e-4
+    assert len(mean.generate("7 sheep", 5)) == 5
+    with pytest.raises(ValueError, match="it was trained with optimizer.ema 0"):
+        symjax.load(whole, ema=True)
+
+    def judged(*flags):
+        path = tmp_path / f"{len(flags)}.json"
+        words = ["--workdir", str(run), "--tasks", "loss", "--json", str(path), *flags]
+        assert call("eval", words) == 0
+        return path
+
+    results = {True: judged("--ema"), False: judged()}
+    for loaded in (mean, plain):
+        folder = tmp_path / f"exported-{loaded.ema}"
+        symjax.save_pretrained(loaded, folder, results=results[loaded.ema])
+        card = (folder / "README.md").read_text()
+        assert "| held-out loss | " in card
+        assert ("| their mean, optimizer.ema=0.25 |" in card) == loaded.ema
+        found = symjax.load_pretrained(folder)
+        assert found.ema == loaded.ema
+        np.testing.assert_allclose(found.logits(rows), loaded.logits(rows), atol=1e-6)
+        said = f"results are of ema {not loaded.ema}, the model is of ema {loaded.ema}"
+        with pytest.raises(ValueError, match=said):
+            symjax.save_pretrained(found, folder, results=results[not loaded.ema])
+    keys |= {"seed": 1, "data__tokenizer": "char"}
+    assert train(text, tmp_path / "other", **keys) == 0
+    with pytest.raises(ValueError, match="the results are of weights [0-9a-f]{8}, the"):
+        other = symjax.load(tmp_path / "other")
+        symjax.save_pretrained(other, tmp_path / "none", results=results[False])
+    assert not (tmp_path / "none").exists()
+
+
+IDS = {
+    "too large": ([9999, 1], r"in \[0, \d\d\), the model's vocabulary, got 1 to 9999"),
+    "below 0": ([3, -1], r"must be in \[0, .*, got -1 to 3"),
+    "beyond 32 bits": ([2**40, 1], "got 1 to 1099511627776"),
+    "no numbers": (["a"], r"whole numbers \[T\].*, got <U1"),
+    "fractions": ([0.5, 1.0], r"whole numbers \[T\].*, got float64 \(2,\)"),
+    "one number": (3, r"whole numbers \[T\].*, got int64 \(\)"),
+}
+
+
+@pytest.mark.parametrize(("ids", "said"), IDS.values(), ids=IDS)
+def test_ids_that_are_none_are_refused(bare, ids, said):
+    found = symjax.load(bare)
+    for call_it in (found.logits, found.losses):
+        with pytest.raises(ValueError, match=said):
+            call_it(ids)
+
+
+def test_nothing_has_no_logits(bare):
+    found = symjax.load(bare)
+    for nothing in ("", [], np.zeros((0, 3), int)):
+        with pytest.raises(ValueError, match="logits need a token or more, got"):
+            found.logits(nothing)
+    with pytest.raises(
+        ValueError, match=r"numbers \[T\] or \[B, T\], got int64 \(1, 2"
+    ):
+        found.logits(np.zeros((1, 2, 3), int))
+    with pytest.raises(ValueError, match=r"whole numbers \[T\], got int64 \(1, 2\)"):
+        found.losses([[1, 2]])
+    assert found.losses("").shape == (0,)
+
+
+NUMBERS = {
+    "count": (2.5, float("nan"), 0, -1, "3", None),
+    "top_k": (2.5, float("nan"), float("inf"), -1, "3"),
+    "temperature": (float("nan"), float("inf"), -1),
+    "top_p": (float("nan"), 0, 1.5),
+    "seed": (2.5, -1, 2**32),
+    "stop": ([2.5], [9999], [-1], [None]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_generate_are_checked(bare, name):
+    found = symjax.load(bare)
+    named = "a token to stop at" if name == "stop" else name
+    for value in NUMBERS[name]:
+        with pytest.raises(ValueError, match=f"{named} must be .*, got"):
+            found.generate("7 sheep", **{"count": 3} | {name: value})
+
+
+def test_prompts_are_texts(bare):
+    found = symjax.load(bare)
+    for nothing in ([], "", ["", ""]):
+        with pytest.raises(ValueError, match="prompt is empty"):
+            found.generate(nothing)
+    for ids in ([1, 2], b"7 sheep", ["7", None]):
+        with pytest.raises(ValueError, match="a text is needed, got"):
+            found.generate(ids)
 
 
 def test_the_loss_of_the_heldout_text_is_that_of_the_evaluation(whole, bare):
@@ -106,6 +218,8 @@ def test_a_continuation_keeps_to_learned_positions(bare, tmp_path):
         found.generate("x" * 40)
     with pytest.raises(ValueError, match="prompt is empty"):
         found.generate(["x", ""])
+    with pytest.raises(ValueError, match="count must be a whole number from 1 to"):
+        found.generate("x", None)
 
 
 def test_a_model_without_text_says_so(tmp_path):

@@ -253,7 +253,9 @@ def test_what_transformers_does_not_compute_is_refused_by_its_key(
 def test_the_card_shows_the_numbers_of_the_evaluation(tmp_path):
     loaded, path = random_model(LLAMA), tmp_path / "found.json"
     heldout = {"loss": 1.25, "bits_per_byte": 1.5, "ngrams": {"bigram": 2.5}}
-    path.write_text(json.dumps({"step": 7, "heldout": heldout}))
+    weights = nnx.state(loaded.model, nnx.Param)
+    about = {"step": 7, "parameters": sum(x.size for x in jax.tree.leaves(weights))}
+    path.write_text(json.dumps(about | {"heldout": heldout}))
     symjax.save_pretrained(loaded, tmp_path / "out", results=path)
     card = (tmp_path / "out" / "README.md").read_text()
     for line in (
@@ -263,9 +265,17 @@ def test_the_card_shows_the_numbers_of_the_evaluation(tmp_path):
         "AutoModelForCausalLM.from_pretrained",
     ):
         assert line in card
-    path.write_text(json.dumps({"step": 8, "heldout": heldout}))
+    others = {
+        "step": about | {"step": 8},
+        "size": about | {"parameters": 9},
+        "harness": {"step": 7, "harness": {}},  # of symjax.evaluation.harness
+    }
+    for name, found in others.items():
+        (tmp_path / name).write_text(json.dumps(found))
     for results, message in (
-        (path, "results are of step 8, the model is of step 7"),
+        (tmp_path / "step", "results are of step 8, the model is of step 7"),
+        (tmp_path / "size", f"of parameters 9, .* parameters {about['parameters']}"),
+        (tmp_path / "harness", "are not the JSON of eval.py"),
         (tmp_path / "none", "cannot be read"),
         (tmp_path / "out" / "config.json", "are not the JSON of eval.py"),
     ):

@@ -71,6 +71,12 @@ def test_the_workdir_is_named_after_the_configuration(name, tmp_path, monkeypatc
     assert parse(["--config", path, "--workdir", "x/y"]).workdir == tmp_path / "x" / "y"
 
 
+def test_each_allow_counts():
+    words = ["--allow", "seed", "--allow=batch_size, steps"]
+    command = parse(["--config", f"{ROOT}/configs/gpt.py", *words])
+    assert command.allow == ("seed", "batch_size", "steps")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -90,6 +96,8 @@ def test_the_workdir_is_named_after_the_configuration(name, tmp_path, monkeypatc
         (["--config.model.attention.mechanism=performr"], "performr"),
         (["--config.model.attention.mechanism=performr"], "cosine"),
         (["--config.data.source=web"], "'web' is unknown: choose from stdlib, text"),
+        (["--config.log.profile=9:3"], "log.profile '9:3': the steps count from 1"),
+        (["--config.log.profile=9000:9001"], "begins after the last step"),
         (["--config.steps=0"], "steps must be at least 1, got 0"),
         (["--config.steps"], "--config.steps needs a value"),
         (["--config.steps", "--dry_run"], "--config.steps needs a value"),

@@ -388,9 +388,18 @@ def test_a_trace_of_the_steps_that_were_asked_for(text, workdir, capsys):
     assert train(text, workdir, steps=3, log__profile="2:3") == 0
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     assert f"trace               {workdir}/profile\n" in capsys.readouterr().err
-    for given, said in (("2", "FIRST:LAST, got '2'"), ("3:2", "count from 1, and in")):
+    refused = {
+        "2": "FIRST:LAST, got '2'",
+        "3:2": "count from 1, and in",
+        "7:8": "log.profile '7:8' begins after the last step, 6\n",
+        f"1:{'9' * 5000}": "FIRST:LAST, got '1:9999",
+    }
+    for given, said in refused.items():
         assert train(text, workdir / "other", log__profile=given) == 2
-        assert said in capsys.readouterr().err and not (workdir / "other").exists()
+        line = capsys.readouterr().err
+        assert said in line and len(line) < 200 and not (workdir / "other").exists()
+    assert train(text, workdir, steps=4, log__profile="2:3") == 0
+    assert "no trace: log.profile 2:3 is over\n" in capsys.readouterr().err
 
 
 def test_the_sample_begins_with_the_heldout_text(text, workdir, capsys):

@@ -150,6 +150,22 @@ def test_muon_moves_kernels_of_blocks_by_an_orthogonal_matrix(params):
     assert np.all((0.6 < sizes) & (sizes < 1.3))  # what five Newton-Schulz steps give
 
 
+def test_muon_leaves_kernels_of_one_row_or_column_to_adamw():
+    shapes = config.Model(kind="universal", vocabulary=7, width=6, depth=2, heads=2)
+    params = nnx.to_pure_dict(nnx.state(build(shapes, rngs=nnx.Rngs(0)), nnx.Param))
+    rng = np.random.default_rng(2)
+    gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
+    muon, adamw = (
+        step(optimizer(options(name=name), 10, params), params, gradient)
+        for name in ("muon", "adamw")
+    )
+    one, other = muon["blocks"][0], adamw["blocks"][0]
+    assert one["halting"]["kernel"].shape == (6, 1)
+    jax.tree.map(np.testing.assert_array_equal, one["halting"], other["halting"])
+    kernels = (x["block"]["feedforward"]["up"]["kernel"] for x in (one, other))
+    assert np.abs(np.subtract(*kernels)).max() > 0.01
+
+
 @pytest.fixture
 def decoder():
     """Weights of a decoder with an output layer of its own."""

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.masks import starts, visible_keys
+from symjax.attention.masks import visible_keys
+from symjax.attention.segments import starts
 from symjax.attention.shards import choose, segment_runs_over
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)

@@ -27,7 +27,8 @@ from symjax.attention.kernels.recurrent import (
     backward,
     forward,
 )
-from symjax.attention.masks import only_seen, segment_runs, starts, visible_keys
+from symjax.attention.masks import only_seen, visible_keys
+from symjax.attention.segments import segment_runs, starts
 
 NEVER = -1e30  # the logarithm of a decay that forgets all; no sum of them is NaN
 

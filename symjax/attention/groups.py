@@ -24,9 +24,9 @@ from symjax.attention.chunks import (
     through_segments,
 )
 from symjax.attention.gau import SquaredReLU
-from symjax.attention.masks import starts
 from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.scores import ScoreMechanism
+from symjax.attention.segments import starts
 from symjax.attention.stretches import state_before
 
 

@@ -1,4 +1,4 @@
-"""Who sees whom: masks, causality, windows, segments."""
+"""Which keys a row sees: masks, causality, windows, segments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,8 +7,6 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
-
-from symjax.attention.meshes import like_its_array
 
 HIDDEN = -(2**30)  # a position that is beyond any window
 
@@ -137,14 +135,3 @@ def only_seen(
     still reaches its own row, and the gradients of all keys that this row sees.
     """
     return tuple(jnp.where(seen[:, :, None, None], x, 0) for x in arrays)
-
-
-@like_its_array
-def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The number of each token's run of equal ids, from 0, consecutive in time."""
-    return jnp.cumsum(starts(segment_ids), axis=1)
-
-
-def starts(ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """The first tokens of runs of equal ids, but for that at time 0."""
-    return ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Chunk, Tokens, einsum, heads_last, layout, scan
-from symjax.attention.masks import starts
 from symjax.attention.meshes import on_any_mesh, vary_alike
 from symjax.attention.normalised import (
     LinearState,
@@ -30,6 +29,7 @@ from symjax.attention.normalised import (
 )
 from symjax.attention.recurrences import check_tokens
 from symjax.attention.rescue import finite
+from symjax.attention.segments import starts
 
 
 def attend(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from symjax.attention.masks import segment_runs
+from symjax.attention.segments import segment_runs
 
 
 def gather(tree: Any, axis_name: str) -> Any:

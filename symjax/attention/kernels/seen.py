@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.blocks import column
-from symjax.attention.masks import only_seen, segment_runs, starts, visible_keys
+from symjax.attention.masks import only_seen, visible_keys
+from symjax.attention.segments import segment_runs, starts
 
 # What flags say of a token.
 VISIBLE, SEES, REACHES, JOINS, KEEPS = 1, 2, 4, 8, 16

@@ -61,12 +61,16 @@ def get_config(size: str = "3l") -> ConfigDict:
     return config
 
 
-def fused(size: str = "3l") -> ConfigDict:
-    """For attention by the fused kernel for TPU, which leaves 64 chips of 16 GB room to
-    keep most projections of a model of 1b, instead of computing them twice."""
+def fused(size: str = "3l", remat: str = "dots") -> ConfigDict:
+    """For attention by a kernel for TPU, which leaves 64 chips of 16 GB room to keep
+    products of a model of 1b with its weights, instead of computing them twice.
+
+    Args:
+        remat: the value of model.remat that fits; most kernels leave room for "dots".
+    """
     config = get_config(size)
     if size == "1b":
-        config.model.remat = "dots"
+        config.model.remat = remat
     return config
 
 

@@ -202,8 +202,8 @@ class Model:
     remat: str = key(
         "none",
         "what the backward pass recomputes to save memory: nothing, all but most "
-        "products with weights, or whole blocks",
-        ("none", "dots", "full"),
+        "products with weights, all but one of the feed-forward, or whole blocks",
+        ("none", "dots", "feedforward", "full"),
     )
     scan_layers: bool = key(
         False, "run the blocks as one loop: compile time does not grow with depth"

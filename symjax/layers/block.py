@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import config
 from symjax.attention.kernels import RESIDUAL
 from symjax.layers.attention import Attention
-from symjax.layers.primitives import KEPT, Linear, keep, norm
+from symjax.layers.primitives import FEEDFORWARD, PROJECTION, Linear, keep, norm
 from symjax.layers.segments import Segments
 
 # swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.
@@ -19,11 +19,15 @@ ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
 
 # By the values of model.remat. What a kernel of attention gives is kept: it is about as
 # small as its input, and dear to compute (not the Performer's, whose states are large).
-# Of the products with weights those are kept that are marked, three of four: with all,
-# a model of 1b would fill 16 GB.
+# Of the products with weights those are kept that
+# are marked, three of four: with all, a model of 1b would fill 16 GB.
 POLICIES = {
-    "full": jax.checkpoint_policies.save_only_these_names(RESIDUAL),
-    "dots": jax.checkpoint_policies.save_only_these_names(KEPT, RESIDUAL),
+    name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
+    for name, kept in {
+        "full": (),
+        "feedforward": (FEEDFORWARD,),
+        "dots": (FEEDFORWARD, PROJECTION),
+    }.items()
 }
 
 
@@ -59,8 +63,9 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         activate = ACTIVATIONS[self.activation]
         if self.activation == "swiglu":
-            return self.down(activate(keep(self.gate(x))) * self.up(x))
-        return self.down(activate(keep(self.up(x))))
+            gate = keep(self.gate(x), FEEDFORWARD)
+            return self.down(activate(gate) * self.up(x))
+        return self.down(activate(keep(self.up(x), FEEDFORWARD)))
 
 
 class Block(nnx.Module):
@@ -167,8 +172,8 @@ def rematerialised(run: Callable, choice: str, *, in_scan: bool = False) -> Call
 
     Args:
         choice: "none" keeps everything, "dots" the input and most products with
-            weights, "full" the input alone. The last two keep what the fused kernel of
-            attention gives.
+            weights, "feedforward" the input and one product of the feed-forward, "full"
+            the input alone. All keep what a kernel of attention gives.
         in_scan: the loop itself keeps the compiler from merging both computations.
     """
     if choice == "none":

@@ -12,7 +12,8 @@ from symjax import attention, config
 from symjax.layers.sharded import time_axis
 
 EPSILON = 1e-5
-KEPT = "projection"  # what model.remat=dots keeps for the backward pass
+# What the backward pass is left, by checkpoint_name: model.remat=dots keeps both.
+PROJECTION, FEEDFORWARD = "projection", "feedforward"
 
 
 class Linear(nnx.Linear):
@@ -29,9 +30,9 @@ class Linear(nnx.Linear):
         return flat.reshape(*x.shape[:-1], self.out_features)
 
 
-def keep(x: Array) -> Array:
-    """Marks a product of tokens with weights as one that model.remat=dots keeps."""
-    return checkpoint_name(x, KEPT)
+def keep(x: Float[Array, "B T D"], name: str = PROJECTION) -> Float[Array, "B T D"]:
+    """Marks a product of tokens with weights as one that model.remat may keep."""
+    return checkpoint_name(x, name)
 
 
 def norm(

@@ -287,7 +287,7 @@ def test_rematerialisation_changes_no_gradient():
 
         return jax.tree.leaves(jax.jit(jax.grad(loss))(params))
 
-    for choice in ("dots", "full"):
+    for choice in ("dots", "feedforward", "full"):
         for one, other in zip(gradient("none"), gradient(choice), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-6)
 

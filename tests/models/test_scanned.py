@@ -91,7 +91,9 @@ def test_what_is_computed_again_changes_no_gradient_and_saves_memory():
     for remat in POLICIES:
         assert abs(found[remat][0] - found["none"][0]) < 1e-6
         assert_close(found[remat][1], found["none"][1])
-    assert memory["full"] < memory["dots"] < memory["none"]
+    names = "full", "feedforward", "dots", "none"
+    sizes = [memory[name] for name in names]
+    assert sizes == sorted(set(sizes))
 
 
 def test_blocks_of_two_kinds_are_not_run_as_one():

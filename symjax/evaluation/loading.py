@@ -88,7 +88,8 @@ def load(
         examples = _examples(options, workdir, meta, text)
         options = with_vocabulary(options, examples)
         program = compile_program(options, make_mesh(Mesh(data=1)))
-        trees, meta = restored(checkpoints, _like(program, ema), step, best=best)
+        like = program.state, program.constants
+        trees, meta = restored(checkpoints, *like, ema, step, best=best)
     return LoadedRun(
         meta["step"], options, examples, program, workdir=workdir, ema=ema, **trees
     )
@@ -123,20 +124,12 @@ def history(run: LoadedRun, warn: Callable[[str], None]) -> Iterator[LoadedRun]:
     Args:
         warn: called with one line for each checkpoint that is damaged.
     """
+    like = run.program.state, run.program.constants
     with Checkpoints(run.workdir / "checkpoints") as checkpoints:
         for step in checkpoints.steps():
             try:
-                trees, _ = restored(checkpoints, _like(run.program, run.ema), step)
+                trees, _ = restored(checkpoints, *like, run.ema, step)
             except ValueError as error:
                 warn(str(error))
             else:
                 yield run._replace(step=step, **trees)
-
-
-def _like(program: Program, ema: bool) -> dict[str, Any]:
-    """What `restored` is given; the mean of the weights is with the optimizer."""
-    weights = "optimizer" if ema else "params"
-    return {
-        weights: getattr(program.state, weights),
-        "constants": program.constants,
-    }

@@ -49,10 +49,12 @@ def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> 
     Raises:
         ValueError: the results are of other weights.
     """
-    if results:
-        _check(results, loaded)
     model, source = loaded.config.model, loaded.config.data.source
-    count = _parameters(loaded)
+    params = nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param))
+    count = sum(x.size for x in jax.tree.leaves(params))
+    if results:
+        about = {"step": loaded.step, "ema": loaded.ema, "parameters": count}
+        _check(results, about | {"weights": checksum_of(params)})
     chosen = model.attention
     mechanism = ", ".join(dict.fromkeys(model.pattern)) or chosen.mechanism
     tokens = loaded.config.data.tokenizer if loaded.tokenizer else "ids"
@@ -82,21 +84,10 @@ def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> 
     return "\n".join([*head, *table, "", *_numbers(results)])
 
 
-def _parameters(loaded: Loaded) -> int:
-    return sum(x.size for x in jax.tree.leaves(nnx.state(loaded.model, nnx.Param)))
-
-
-def _check(results: dict[str, Any], loaded: Loaded) -> None:
+def _check(results: dict[str, Any], about: dict[str, Any]) -> None:
     """Raises: ValueError: eval.py has not measured these weights, as far as it says."""
-    params = nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param))
-    found = {
-        "step": loaded.step,
-        "ema": loaded.ema,
-        "parameters": _parameters(loaded),
-        "weights": checksum_of(params),
-    }
-    for name, value in found.items():
-        said = results.get(name, False if name == "ema" else value)
+    for name, value in about.items():
+        said = ({"ema": False} | results).get(name, value)
         if said != value:
             raise ValueError(
                 f"the results are of {name} {said}, the model is of {name} {value}"

@@ -17,7 +17,7 @@ from symjax.training import processes
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.optimizer import average_of, optimizer
 from symjax.training.preflight import data_folder, saved_options, with_vocabulary
-from symjax.training.step import parts
+from symjax.training.step import State, parts
 
 
 class Saved(NamedTuple):
@@ -69,22 +69,19 @@ def read_run(
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options, about = _options(meta, workdir)
-        params, constants = parts(
-            nnx.eval_shape(lambda: build(options.model, rngs=nnx.Rngs(0)))
-        )
-        wanted = {"params": params, "constants": constants}
+        model = nnx.eval_shape(lambda: build(options.model, rngs=nnx.Rngs(0)))
+        (params, constants), moments = parts(model), None
         if ema:
             check_average(options, workdir)
             moved = optimizer(options.optimizer, options.steps, params)
-            del wanted["params"]
-            wanted["optimizer"] = jax.eval_shape(moved.init, params)
-        like = jax.tree.map(
+            moments = jax.eval_shape(moved.init, params)
+        state, constants = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=processes.replicated()
             ),
-            wanted,
+            (State(None, params, moments), constants),
         )
-        trees, meta = restored(checkpoints, like, step, best=best)
+        trees, meta = restored(checkpoints, state, constants, ema, step, best=best)
     language, labels = about["language"], tuple(about["labels"])
     return Saved(meta["step"], options, language, labels, **trees)
 
@@ -100,21 +97,19 @@ def check_average(options: config.Config, workdir: epath.Path) -> None:
 
 def restored(
     checkpoints: Checkpoints,
-    like: dict[str, Any],
+    state: State,
+    constants: Any,
+    ema: bool,
     step: int | None = None,
     *,
     best: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(params and constants, meta) of a checkpoint, as `Checkpoints.restore`.
-
-    Args:
-        like: abstract constants and params; or in place of params the optimizer, which
-            has the mean of the weights, and that is taken.
-    """
-    trees, meta = checkpoints.restore(like, step, best=best)
-    if "optimizer" in trees:
-        trees["params"] = average_of(trees.pop("optimizer"))
-    return trees, meta
+    """(params and constants, meta); the mean of the weights is with the optimizer."""
+    weights = "optimizer" if ema else "params"
+    wanted = {weights: getattr(state, weights), "constants": constants}
+    trees, meta = checkpoints.restore(wanted, step, best=best)
+    params = average_of(trees["optimizer"]) if ema else trees["params"]
+    return {"params": params, "constants": trees["constants"]}, meta
 
 
 def _options(

@@ -4,23 +4,23 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def check_arrays(who: str = "", **arrays: Array) -> None:
+def check_arrays(who: str, **arrays: Array) -> None:
     """Refuse what is not a floating array [batch, time, heads, size], by its name.
 
     Raises:
         ValueError: naming all of the arrays and their shapes, or the one whose numbers
             are not floating.
     """
-    who = f"{who}: " if who else ""
     if any(x.ndim != 4 for x in arrays.values()):
         shapes = ", ".join(str(x.shape) for x in arrays.values())
         raise ValueError(
-            f"{who}{', '.join(arrays)} must be [batch, time, heads, size], got {shapes}"
+            f"{who}: {', '.join(arrays)} must be [batch, time, heads, size], "
+            f"got {shapes}"
         )
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(
-                f"{who}{name} must be an array of floating numbers, got {array.dtype}"
+                f"{who}: {name} must be an array of floating numbers, got {array.dtype}"
             )
 
 

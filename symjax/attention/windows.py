@@ -110,17 +110,13 @@ def _around(operands: Operands) -> Operands:
 def attend_window_of_device(
     rule: Rule, operands: Operands
 ) -> tuple[Float[Array, "B N T V"], None]:
-    """`attend_window` of rows that follow each other from a place known at run time."""
-    return attend_window(*_in_window(rule, operands))
-
-
-def _in_window(rule: Rule, operands: Operands) -> tuple[Rule, Operands]:
-    """Of all keys those that the rows, which follow each other, see in their window."""
+    """`attend_window` of consecutive rows from a position known at run time, with the
+    keys in their window alone."""
     first = operands.visibility.rows[0, 0]
     left, right = operands.visibility.window
     size = operands.query.shape[2] + (left or 0) + (right or 0)
     if left is None or right is None or size >= operands.key.shape[2]:
-        return rule, operands
+        return attend_window(rule, operands)
 
     def keys(x: Array | None, axis: int, fill: int = 0) -> Array | None:
         if x is None or x.shape[axis] == 1:
@@ -130,4 +126,4 @@ def _in_window(rule: Rule, operands: Operands) -> tuple[Rule, Operands]:
         x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), edges)
         return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
 
-    return rule._replace(offset=left), operands.map_keys(keys)
+    return attend_window(rule._replace(offset=left), operands.map_keys(keys))

@@ -159,7 +159,7 @@ class Growing:
 
 
 def open_stream(
-    options: config.Data, directory: Path, *, replace: bool = False
+    options: config.Data, directory: Path, *, replace: bool
 ) -> tuple[dict[str, Any], dict[str, Packed | Growing]]:
     """The manifest of a run and its arrays by name, once the first shard stands.
 

@@ -201,7 +201,7 @@ def check_room(
     named: str,
     position: Int[Array, "B"],
     count: int,
-    padding_mask: Bool[Array, "B T"] | None = None,
+    padding_mask: Bool[Array, "B T"] | None,
 ) -> None:
     """Raise if tokens do not fit, as far as their number is static.
 

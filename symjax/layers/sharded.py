@@ -57,7 +57,7 @@ def per_device(
     operands: dict[str, Operand],
     output: Any,
     *,
-    time: str | None = None,
+    time: str | None,
 ) -> Any:
     """function(**operands), each device on its own examples and heads.
 

@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_tensors(directory: Path, digest: str | None = None) -> dict[str, np.ndarray]:
+def read_tensors(directory: Path, digest: str | None) -> dict[str, np.ndarray]:
     """Every tensor of a folder by its name, in float32; in one file or in shards.
 
     Args:

@@ -55,7 +55,10 @@ def run_scanned(
         (_weights(block, dtype), of_depth(block), key)
         for block, key in zip(blocks, keys, strict=True)
     ]
-    stacked = [_stack(inputs[place::period]) for place in range(period)]
+    stacked = [
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs[place::period])
+        for place in range(period)
+    ]
     return _scan(tuple(graphs[:period]), remat, x, padding_mask, segments, stacked)
 
 
@@ -102,10 +105,6 @@ def _weights(block: nnx.Module, dtype: Any) -> Any:
         return weight.astype(dtype) if name.endswith("/kernel") else weight
 
     return jax.tree_util.tree_map_with_path(cast, nnx.to_pure_dict(nnx.state(block)))
-
-
-def _stack(inputs: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs)
 
 
 def of_depth(block: nnx.Module) -> Values:

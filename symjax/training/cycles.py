@@ -61,7 +61,8 @@ def estimate(text: str, chip: Chip) -> Estimate:
 
     def measure(x: Instruction, computations: Computations) -> Counter | None:
         if x.operation == "custom-call" and "tpu_custom_call" in x.rest:
-            cost = dict(_NUMBER.findall(found[1])) if (found := _declared(x)) else {}
+            declared = _DECLARED.search(x.rest)
+            cost = dict(_NUMBER.findall(declared[1])) if declared else {}
             times = (
                 int(cost.get("flops", 0)) / flops,
                 int(cost.get("bytes_accessed", 0)) / bandwidth,
@@ -96,10 +97,6 @@ def estimate(text: str, chip: Chip) -> Estimate:
         )
 
     return Estimate(*map(of, ("cycles", "low", "kernel", "unknown")))
-
-
-def _declared(kernel: Instruction) -> re.Match | None:
-    return _DECLARED.search(kernel.rest)
 
 
 def _part(x: Instruction, computations: Computations) -> str:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.blocks import RESIDUAL
 from symjax.attention.kernels.cosine import COSINE, Operands
-from symjax.attention.kernels.lanes import apart, side_by_side, summed_apart
+from symjax.attention.kernels.lanes import apart, summed_apart
 from symjax.attention.kernels.passes import Plan, backward, forward
 from symjax.attention.kernels.seen import Shown, described
 
@@ -54,7 +54,7 @@ def _forward(interpret: Any, *given: Any) -> tuple[Array, tuple]:
 def _backward(interpret: Any, saved: tuple, change: Array) -> tuple:
     given, operands, kept = saved
     plan = Plan.of(given[0], given[2], interpret)
-    change = side_by_side(change, plan.heads, plan.length, plan.value_size)
+    change = plan.by_query(change, plan.value_size)
     found = backward(COSINE, plan, operands, [change], kept)
     pairs = zip(found, given, strict=True)
     return *(summed_apart(x, plan.heads, like) for x, like in pairs), None, None
@@ -72,10 +72,9 @@ def _operands(
     segment: Array | None,
 ) -> tuple[Plan, Operands]:
     plan = Plan.of(query, value, interpret)
-    wide = partial(side_by_side, heads=plan.heads, length=plan.length)
     return plan, Operands(
-        wide(query, size=plan.head_size),
-        wide(key, size=plan.head_size),
-        wide(value, size=plan.value_size),
+        plan.by_query(query, plan.head_size),
+        plan.by_key(key, plan.head_size),
+        plan.by_key(value, plan.value_size),
         *described(visible, segment, query, plan.length, plan.block),
     )

@@ -10,25 +10,13 @@ from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.blocks import RESIDUAL
-from symjax.attention.kernels.decay import DECAY, PARTS, constants
+from symjax.attention.kernels.decay import DECAY, PARTS, Operands, constants
 from symjax.attention.kernels.delta import DELTA
-from symjax.attention.kernels.lanes import (
-    apart,
-    even,
-    heads_in_a_tile,
-    side_by_side,
-    summed_apart,
-)
-from symjax.attention.kernels.recurrent import (
-    BLOCK,
-    Kernels,
-    Operands,
-    Plan,
-    backward,
-    forward,
-)
-from symjax.attention.masks import only_seen, visible_keys
-from symjax.attention.segments import segment_runs, starts
+from symjax.attention.kernels.lanes import apart, summed_apart
+from symjax.attention.kernels.passes import Kernels, Plan, backward, forward
+from symjax.attention.kernels.seen import Shown
+from symjax.attention.masks import only_seen
+from symjax.attention.segments import starts
 
 NEVER = -1e30  # the logarithm of a decay that forgets all; no sum of them is NaN
 
@@ -75,21 +63,17 @@ class FusedDelta(NamedTuple):
 def _seen(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
     """Query, key, value, log-decays of each channel and β, 0 for hidden tokens; the
     first token of a segment forgets all."""
-    query, key, value, _, mask, segment_ids = tokens
-    dtype = jnp.result_type(query, key, value)
-    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    query, key, value, visible, segment = Shown.of(tokens)
     if log_decay is not None:
         log_decay = jnp.broadcast_to(log_decay, key.shape).astype(jnp.float32)
-    if mask is not None:
-        visible = visible_keys(mask, *key.shape[:2])
-        key, value = only_seen(visible, key, value)
+    if visible is not None:
         if log_decay is not None:
             (log_decay,) = only_seen(visible, log_decay)
         if beta is not None:
             beta = jnp.where(visible[..., None], beta, 0)
     if log_decay is not None:
-        if segment_ids is not None:
-            first = starts(segment_runs(segment_ids))[:, :, None, None]
+        if segment is not None:
+            first = starts(segment)[:, :, None, None]
             log_decay = jnp.where(first, NEVER, log_decay)
         log_decay = jnp.maximum(log_decay, NEVER)
     return [query, key, value, log_decay, beta]
@@ -122,9 +106,9 @@ def _backward(static: tuple[Kernels, Any], saved: tuple, change: Array) -> tuple
     kernels, interpret = static
     given, operands, kept = saved
     query, key, value, log_decay, beta = given
-    plan = _plan(interpret, query, key, value, log_decay)
-    change = side_by_side(change, plan.heads, plan.length, plan.value_size)
-    found = backward(kernels, plan, operands, change, kept)
+    plan = Plan.of(query, value, interpret)
+    change = plan.by_query(change, plan.value_size)
+    found = backward(kernels, plan, operands, [change], kept)
     pairs = zip(found, given[:4], strict=False)
     of_tokens = [
         None if like is None else summed_apart(x, plan.heads, like) for x, like in pairs
@@ -140,19 +124,6 @@ def _backward(static: tuple[Kernels, Any], saved: tuple, change: Array) -> tuple
 _attend.defvjp(_forward, _backward)
 
 
-def _plan(
-    interpret: Any, query: Array, key: Array, value: Array, log_decay: Array | None
-) -> Plan:
-    batch, length, heads, size = query.shape
-    packed = heads_in_a_tile(heads, size, value.shape[3])
-    sizes = size, value.shape[3]
-    if packed == 1:
-        sizes = even(size), even(value.shape[3])
-    groups, fades = heads // key.shape[2], log_decay is not None
-    length = even(length, BLOCK)
-    return Plan(batch, heads, groups, packed, length, *sizes, interpret, fades)
-
-
 def _operands(
     interpret: Any,
     query: Array,
@@ -161,11 +132,10 @@ def _operands(
     log_decay: Array | None,
     beta: Array | None,
 ) -> tuple[Plan, Operands]:
-    plan = _plan(interpret, query, key, value, log_decay)
-    heads = plan.heads // plan.sharing
-    wide = partial(side_by_side, heads=heads, length=plan.length)
+    plan = Plan.of(query, value, interpret)
+    fading = constants(log_decay is not None)
     if log_decay is not None:
-        rest = wide(log_decay, size=plan.head_size)
+        rest = plan.by_key(log_decay, plan.head_size)
         log_decay = _in_parts(rest, PARTS[value.dtype.name])
     if beta is not None:
         beta = jnp.repeat(beta, plan.groups, axis=2)
@@ -173,11 +143,11 @@ def _operands(
         beta = jnp.swapaxes(beta, 1, 2)
         beta = beta.reshape(plan.batch, -1, plan.packed, plan.length)
     return plan, Operands(
-        side_by_side(query, plan.heads, plan.length, plan.head_size),
-        wide(key, size=plan.head_size),
-        wide(value, size=plan.value_size),
+        plan.by_query(query, plan.head_size),
+        plan.by_key(key, plan.head_size),
+        plan.by_key(value, plan.value_size),
         log_decay,
-        *constants(plan.fades),
+        *fading,
         beta,
     )
 

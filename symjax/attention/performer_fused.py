@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.blocks import LANES, LOG2E
-from symjax.attention.kernels.lanes import apart, even, side_by_side, summed_apart
+from symjax.attention.kernels.lanes import apart, even, summed_apart
 from symjax.attention.kernels.passes import Plan, backward, forward
 from symjax.attention.kernels.performer import PERFORMER
 from symjax.attention.kernels.performer_chunk import EMPTY, Operands
@@ -107,7 +107,7 @@ def _backward(choice: FusedFeatures, saved: tuple, change: Array) -> tuple:
     given, operands, output, kept, learned = saved
     random, query, key, value, visible, segment = given
     plan = Plan.of(query, value, choice.interpret, choice.block)
-    wide = side_by_side(change, plan.heads, plan.length, plan.value_size)
+    wide = plan.by_query(change, plan.value_size)
     found = backward(PERFORMER, plan, operands, [wide, output], kept)
     given = query, key, value
     pairs = zip(found, given, strict=True)
@@ -138,9 +138,9 @@ def _operands(
         rows, offset = _projection(choice, plan, random, query.dtype)
         norm = (0.5 * LOG2E * random.scale.astype(jnp.float32)).reshape(1)
     return plan, Operands(
-        side_by_side(query, plan.heads, plan.length, plan.head_size),
-        side_by_side(key, plan.heads, plan.length, plan.head_size),
-        side_by_side(value, plan.heads, plan.length, plan.value_size),
+        plan.by_query(query, plan.head_size),
+        plan.by_key(key, plan.head_size),
+        plan.by_key(value, plan.value_size),
         rows,
         offset,
         norm,

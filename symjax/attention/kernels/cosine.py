@@ -48,8 +48,8 @@ class Operands(NamedTuple):
     """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
 
     query: Any  # [B T N·H]
-    key: Any
-    value: Any  # [B T N·V]
+    key: Any  # [B T K·H], K = N / plan.sharing
+    value: Any  # [B T K·V]
     flags: Any  # [B 1 T], as `seen.py` describes tokens, or None
     segment: Any  # [B 1 T], or None
 
@@ -277,8 +277,9 @@ def _sums(plan: Plan, x: Array, size: int) -> list[Float[Array, "c 1"]]:
 
 
 def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
-    value, key = map(chunks.of_tokens, plan.widths)
-    return Operands(key, key, value, *map(chunks.of_examples, operands[3:]))
+    values, keys = plan.widths
+    tokens = chunks.by_query(keys), chunks.by_key(keys), chunks.by_key(values)
+    return Operands(*tokens, *map(chunks.of_examples, operands[3:]))
 
 
 def _kept(plan: Plan, operands: Operands) -> list[tuple]:

@@ -15,8 +15,9 @@ Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diag
 matrix.
 """
 
+import math
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,24 +26,33 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.kernels.blocks import (
     ACROSS,
+    LANES,
     PLAIN,
     TURNED,
     in_parts,
     product,
 )
 from symjax.attention.kernels.lanes import of_heads, own
-from symjax.attention.kernels.recurrent import (
-    ALL,
-    BLOCK,
-    LEVELS,
-    Kernels,
-    Operands,
-    Plan,
-)
+from symjax.attention.kernels.passes import Chunks, Kernels, Plan
 
+BLOCK = LANES  # tokens of a chunk
+LEVELS = BLOCK.bit_length() - 1
 DIAGONAL, LATER = -1, LEVELS  # levels of a token with itself, and with later ones
+ALL = -2  # levels but these
 PARTS = {"bfloat16": 2, "float32": 3}  # of log-decays
 SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its end
+
+
+class Operands(NamedTuple):
+    """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
+
+    query: Any  # [B T N·H]
+    key: Any  # [B T K·H], K = N / plan.sharing
+    value: Any  # [B T K·V]
+    decay: Any  # logarithms, their bfloat16 parts: [parts B T K·H], or None
+    sums: Any  # [2 LEVELS+2 c c] of 0 and 1, and each matrix transposed, or None
+    levels: Any  # [2 c c] of rows and keys, and of keys and rows
+    beta: Any = None  # of the delta rule, [B N/P P T]
 
 
 def constants(fades: bool) -> tuple[Array | None, Array]:
@@ -86,7 +96,7 @@ def _forward(plan: Plan, given: Operands, output, before, state) -> None:
         rows += product(scores[i].astype(dtype), own_value, PLAIN)
     output[...] = rows.astype(output.dtype)
     new = product(value, (wide_key * until).astype(dtype), TURNED)
-    state[...] = state[...] * through(plan, since) + of_heads(plan.sizes, new)
+    state[...] = state[...] * through(given, since) + of_heads(plan.sizes, new)
 
 
 def _backward(
@@ -142,7 +152,7 @@ def _backward(
         decay_change += grown_by(given, level, of_query * asking + of_key * faded)
 
     since, until = fade(given, SINCE), fade(given, UNTIL)
-    left = through(plan, since)
+    left = through(given, since)
     asking, joining = wide_query * since, wide_key * until
     later = grown[...].astype(dtype)
     of_query = product(change, before[...], PLAIN)
@@ -198,14 +208,70 @@ def _of_level(given: Operands, level: int, query: Array, key: Array, other: Any)
     return jnp.where(pairs_of(given, level), product(query, key, ACROSS), other)
 
 
-def through(plan: Plan, since: Any) -> Any:
+def through(given: Operands, since: Any) -> Any:
     """The decay of all of a chunk."""
-    return since[BLOCK - 1 :] if plan.fades else since
+    return since if given.decay is None else since[BLOCK - 1 :]
+
+
+def levels_of(given: Operands) -> tuple[int, ...]:
+    """Of pairs; without decays all that are not of a token with itself are one."""
+    return (ALL,) if given.decay is None else tuple(range(LEVELS))
 
 
 def passes(operands: Operands) -> int:
     """Of the MXU for a product of the operands."""
     return 6 if operands.value.dtype == jnp.float32 else 1
+
+
+def recurrent(
+    name: str, forward: Any, backward: Any, kept: Any, products: Any
+) -> Kernels:
+    """The kernels of a recurrence, by the passes of the MXU that `products` counts: of
+    a chunk's rows over a tile of 128 columns, forward and back."""
+
+    def cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
+        tokens = math.prod(plan.grid) * BLOCK
+        width, taken, exponents = plan.widths[1], 0, 0
+        if operands.decay is not None:  # sums of log-decays are taken, then given back
+            taken = operands.decay.shape[0] * (LEVELS + 2)
+            exponents = tokens * width * (LEVELS + 2)
+        counts = [x + i * taken for i, x in enumerate(products(plan, operands), 1)]
+        return [(2 * tokens * x * BLOCK * width, exponents) for x in counts]
+
+    def states(plan: Plan, operands: Operands) -> list[list]:
+        return [[plan.widths]] * 2
+
+    return Kernels(
+        name, forward, backward, _specs, kept, states, cost, more=_more, shared=4
+    )
+
+
+def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
+    values, keys = plan.widths
+    decay = beta = None
+    if operands.decay is not None:
+        shape = operands.decay.shape[0], None, BLOCK, keys
+        decay = pl.BlockSpec(
+            shape, lambda b, n, i: (0, b, chunks.turn(i), chunks.key_head(n))
+        )
+    if operands.beta is not None:
+        shape = None, None, plan.packed, BLOCK
+        beta = pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, chunks.turn(i)))
+    tokens = chunks.by_query(keys), chunks.by_key(keys), chunks.by_key(values)
+    constant = chunks.whole(operands.sums), chunks.whole(operands.levels)
+    return Operands(*tokens, decay, *constant, beta)
+
+
+def _more(operands: Operands, specs: Operands) -> list[tuple]:
+    """Log-decays, by query head, and β."""
+    decay, beta = operands.decay, operands.beta
+    found = [] if decay is None else [(operands.query, specs.query)]
+    return found if beta is None else [*found, (beta, specs.beta)]
+
+
+def _kept(plan: Plan, operands: Operands) -> list[tuple]:
+    """The state before a chunk."""
+    return [(plan.widths, operands.value.dtype)]
 
 
 def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
@@ -214,10 +280,4 @@ def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
     return each * (plan.packed * forward + 2), each * (plan.packed * backward + 4)
 
 
-DECAY = Kernels(
-    "decay",
-    _forward,
-    _backward,
-    lambda plan, dtype: [(plan.state, dtype)],
-    _products,
-)
+DECAY = recurrent("decay", _forward, _backward, _kept, _products)

@@ -24,17 +24,22 @@ from symjax.attention.kernels.blocks import (
     product,
 )
 from symjax.attention.kernels.decay import (
+    BLOCK,
     DIAGONAL,
+    LEVELS,
     SINCE,
     UNTIL,
+    Operands,
     fade,
     grown_by,
+    levels_of,
     pairs_of,
     passes,
+    recurrent,
     through,
 )
-from symjax.attention.kernels.lanes import is_own, of_heads, own
-from symjax.attention.kernels.recurrent import BLOCK, LEVELS, Kernels, Operands, Plan
+from symjax.attention.kernels.lanes import in_lanes, of_heads, own
+from symjax.attention.kernels.passes import Plan
 
 
 def _forward(
@@ -61,7 +66,7 @@ def _forward(
         rows += product(pair[0].astype(dtype), mine, PLAIN)
     output[...] = rows.astype(output.dtype)
     new = product(change.astype(dtype), (key * until).astype(dtype), TURNED)
-    state[...] = state[...] * through(plan, since) + of_heads(plan.sizes, new)
+    state[...] = state[...] * through(given, since) + of_heads(plan.sizes, new)
 
 
 def _backward(
@@ -128,7 +133,7 @@ def _backward(
 
     key_change, (query_change, _) = of_pairs(DIAGONAL, key, query)
     decay_change = jnp.zeros_like(query_change)
-    for level in plan.levels:
+    for level in levels_of(given):
         fading = fade(given, level)
         asking, faded = query * fading, key * fading
         of_faded, (of_query, of_key) = of_pairs(level, faded, asking, faded)
@@ -144,7 +149,7 @@ def _backward(
     key_change += of_key * since + of_joining * until
     query_out[...] = query_change.astype(query_out.dtype)
     key_out[...] = key_change.astype(key_out.dtype)
-    left = through(plan, since)
+    left = through(given, since)
     for out in decay_out:
         of_since = of_query * asking[0] + of_key * asking[1]
         decay_change += grown_by(given, SINCE, of_since)
@@ -167,7 +172,7 @@ def _pairs(
         whole = product(row, key.astype(dtype), ACROSS)
         own_pairs = jnp.where(pairs_of(given, DIAGONAL), whole, 0)
         found.append([own_pairs, jnp.zeros_like(own_pairs)])
-    for level in plan.levels:
+    for level in levels_of(given):
         fading, keep = fade(given, level), pairs_of(given, level)
         faded = key * fading
         for j, asking in enumerate((query * fading, faded)):
@@ -215,23 +220,26 @@ def _change(plan: Plan, given: Operands, inverse: Any, wanted: Array) -> Array:
 
 def _by_head(plan: Plan, given: Operands, shape: tuple) -> Float[Array, "c P*V"]:
     """β of each token, in the lanes of its head."""
-    wide = jnp.broadcast_to(column(given.beta[0:1, :]), shape)
-    for i in range(1, plan.packed):
-        mine = is_own(shape, plan.value_size, i)
-        wide = jnp.where(mine, column(given.beta[i : i + 1, :]), wide)
-    return wide
+    betas = [column(given.beta[i : i + 1, :]) for i in range(plan.packed)]
+    return in_lanes(betas, shape)
 
 
-def _kept(plan: Plan, dtype: Any) -> list:
-    return [(plan.state, dtype), ((plan.packed, BLOCK, BLOCK), jnp.float32)]
+def _kept(plan: Plan, operands: Operands) -> list[tuple]:
+    """The state before a chunk, and the inverses of its heads."""
+    inverses = plan.packed, BLOCK, BLOCK
+    return [(plan.widths, operands.value.dtype), (inverses, jnp.float32)]
 
 
 def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
-    levels, each, close = len(plan.levels), passes(operands), _close_passes(operands)
+    levels, each, close = (
+        len(levels_of(operands)),
+        passes(operands),
+        _close_passes(operands),
+    )
     forward = each * (plan.packed * (2 * levels + 2) + 3)
     backward = each * (plan.packed * (6 * levels + 9) + 7)
     inverse = close * plan.packed * (2 * LEVELS - 1)
     return forward + inverse, backward + close * plan.packed * 2
 
 
-DELTA = Kernels("delta", _forward, _backward, _kept, _products)
+DELTA = recurrent("delta", _forward, _backward, _kept, _products)

@@ -208,11 +208,12 @@ def _from_exponents(plan: Plan, given: Operands, change: Any) -> Float[Array, "c
 
 
 def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
-    value, key = map(chunks.of_tokens, plan.widths)
+    values, keys = plan.widths
+    tokens = chunks.by_query(keys), chunks.by_key(keys), chunks.by_key(values)
     norm = None if operands.norm is None else pl.BlockSpec(memory_space=pltpu.SMEM)
     rows, offset = chunks.whole(operands.rows), chunks.whole(operands.offset)
     of_examples = map(chunks.of_examples, operands[6:])
-    return Operands(key, key, value, rows, offset, norm, *of_examples)
+    return Operands(*tokens, rows, offset, norm, *of_examples)
 
 
 def _kept(plan: Plan, operands: Operands) -> list[tuple]:

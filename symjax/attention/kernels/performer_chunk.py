@@ -22,8 +22,8 @@ class Operands(NamedTuple):
     """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
 
     query: Any  # [B T N·H], or features that are given, in float32
-    key: Any
-    value: Any  # [B T N·V]
+    key: Any  # [B T K·H], K = N / plan.sharing
+    value: Any  # [B T K·V]
     rows: Any  # of the projection, times √scale log₂ e: [parts M H] of packed heads; or
     #   None where features are given, none negative, those of hidden keys 0
     offset: Any  # of all exponents, [1 M] of packed heads

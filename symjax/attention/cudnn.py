@@ -67,7 +67,7 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
 def attend_cudnn(
     rule: Rule, operands: Operands
 ) -> tuple[Float[Array, "B N T V"], None]:
-    """What `attend_rows` gives for the weights of softmax, by cuDNN."""
+    """`attend_rows` for the weights of softmax, by cuDNN."""
     lam = operands.lam
     output = _attend(rule, operands.visibility, *operands[:3])
     if lam is not None:

@@ -99,7 +99,7 @@ def decay_causal(
             [B or 1, T or 1, K, H] for one a channel. Above 0 the state grows, which
             cannot be refused here: under `jax.jit` no value is known. −∞ forgets all.
         mask: True = attend; it may only hide keys. A hidden token is as good as
-            absent: it neither adds nor decays. Its own output is what the state gives.
+            absent: it neither adds nor decays. Its own output is read from the state.
         chunk_size: tokens handled together, best a power of two; T or more is the
             parallel form, quadratic in T. Accelerators take multiples of 128.
         state: from `decay_state`, `decay_step` or an earlier call. Its last segment

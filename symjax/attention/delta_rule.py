@@ -122,7 +122,7 @@ def delta_causal(
             for a decay a head (Gated DeltaNet), [B or 1, T or 1, K, H] for one a
             channel (Kimi Delta Attention). −∞ forgets all.
         mask: True = attend; it may only hide keys. A hidden token is as good as
-            absent: it neither writes nor decays. Its output is what the state gives.
+            absent: it neither writes nor decays. Its output is read from the state.
         chunk_size: tokens handled together, best a power of two. Accelerators take
             multiples of 128.
         state: from `delta_state`, `delta_step` or an earlier call. Its last segment

@@ -41,7 +41,7 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
 def _attend(
     interpret: bool, rule: Rule, operands: Operands
 ) -> tuple[Float[Array, "B N T V"], None]:
-    """What `attend_rows` gives for the weights of softmax, by the kernel."""
+    """`attend_rows` for the weights of softmax, by the kernel."""
     known, lam = operands.visibility, operands.lam
     mask = known.mask
     if mask is not None:

@@ -1,4 +1,4 @@
-"""The engine of recurrences: whatever has a state runs over chunks of time in here.
+"""The engine of recurrences: it runs mechanisms with a state over chunks of time.
 
     state = recurrence.empty(…)
     for chunk in chunks:                      # jax.lax.scan of a checkpointed body

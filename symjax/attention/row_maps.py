@@ -20,7 +20,7 @@ def row_map(
 ) -> Float[Array, "B N T S"]:
     """The whole map of weights, for reading: O(T S) memory.
 
-    It is what a score mechanism of these weights gives for the unit vectors as values;
+    It is the output of a score mechanism of these weights for unit vectors as values;
     `options` are its own.
 
     Args:

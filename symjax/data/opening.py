@@ -116,7 +116,7 @@ def _builder(
 
 @contextlib.contextmanager
 def one_line(where: str) -> Iterator[None]:
-    """Raises: ValueError: whatever the libraries raise, in one line."""
+    """Raises: ValueError: any error of the libraries, in one line."""
     try:
         yield
     except (Refused, MixedFormats, MemoryError):

@@ -31,7 +31,7 @@ def sample_of(file: BinaryIO, size: int) -> str:
 class Packed:
     """Token ids [T] of a .npy file that is held open; slices of it are arrays.
 
-    A slice costs one read, the same whatever its place. The file may be deleted or
+    A slice costs one read, wherever it is. The file may be deleted or
     replaced while it is held: reads go on in the file that was opened.
 
     Args:

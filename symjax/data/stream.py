@@ -93,7 +93,7 @@ class Stream:
                 shown.update(self.counts.tokens - shown.n)
 
     def close(self) -> None:
-        """End the packer; whoever waits in another thread, does no longer."""
+        """End the packer, and every wait for it in other threads."""
         self._closed = True
         self._end()
 

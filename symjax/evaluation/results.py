@@ -1,4 +1,4 @@
-"""What every task takes and gives: options, and values, lines, tables and figures."""
+"""The options of every task, and its results: values, lines, tables and figures."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ class Options(NamedTuple):
         prompt: text to continue; None is the first tokens of the held-out text.
         tokens: to generate.
         temperature: of the sample; 0 is greedy decoding.
-        seed: of the sample and of whatever else is drawn.
+        seed: of the sample and of all other random numbers.
     """
 
     batches: int | None = None

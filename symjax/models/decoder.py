@@ -57,8 +57,8 @@ class Decoder(nnx.Module):
             dropout_key: a random key turns dropout on; None is evaluation.
             watch: is told what every layer does, as in `symjax.layers.Block`.
             segment_ids: tokens see only their own run of equal ids, in which positions
-                start anew: a row gives what its documents would give alone. (The groups
-                of flash stay those of the row.)
+                start anew: outputs are those of each document alone. (The groups of
+                flash stay those of the row.)
         Raises:
             ValueError: more tokens than learned positions.
         """

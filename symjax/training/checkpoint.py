@@ -189,7 +189,7 @@ class Checkpoints:
             raise failed
 
     def settle(self) -> None:
-        """`wait`, where a checkpoint that is missing shall not stop what comes next.
+        """`wait`, but a checkpoint that could not be saved does not end the run.
 
         Raises: NotSaved: with several processes, of which the others may wait for this
             one to finish the save: it ends, and they with it.

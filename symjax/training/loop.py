@@ -55,7 +55,7 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         lock = preflight.locked(workdir)
-        # In this order: who makes the folder is who removes it, after the lock in it.
+        # In this order: the process that makes the folder removes it, after its lock.
         process_zero_first(lambda: stack.enter_context(lock))
         with preflight.removed_on_failure(workdir):
             opened, start = open_run(options, workdir, allow, interrupts, stack)

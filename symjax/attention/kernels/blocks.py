@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-# The checkpoint_name of what a forward kernel gives: where a policy of `jax.checkpoint`
-# saves it, the backward pass does not run that kernel again.
+# The checkpoint_name of the outputs of forward kernels: where a policy of
+# `jax.checkpoint` saves them, the backward pass does not run that kernel again.
 RESIDUAL = "attention_residual"
 LANES = 128
 LOG2E = 1.4426950408889634

@@ -60,7 +60,7 @@ def fused(
     gradients: int = 2**25,
     interpret: Any = False,
 ) -> Float[Array, "B T N V"]:
-    """What `attend_rows` gives for the weights of softmax, on a TPU.
+    """`attend_rows` for the weights of softmax, on a TPU.
 
     With `lam`, sub-heads 2n and 2n+1 are the branches of head n and the weights are
     w[2n] − lam[n]·w[2n+1]; there are 2K key heads (V1) or K (V2). Products are of the

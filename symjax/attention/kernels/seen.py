@@ -1,7 +1,7 @@
-"""Who sees whom in a chunk of time, for kernels that keep a state.
+"""Which pairs of a chunk of time see each other, for kernels that keep a state.
 
-They are told of each token some flags, in one integer, and the number of its segment:
-nothing where all tokens are visible and of one segment.
+A kernel gets the flags of each token, in one integer, and the number of its segment, or
+None where all tokens are visible and of one segment.
 """
 
 from typing import Any, NamedTuple

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from symjax import attention, config
+from symjax.attention.meshes import on_tpu
 from symjax.layers.sharded import time_axis
 
 EPSILON = 1e-5
@@ -30,9 +32,21 @@ class Linear(nnx.Linear):
         return flat.reshape(*x.shape[:-1], self.out_features)
 
 
+def features_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """x, whose features lie along the lanes of a TPU. Its compiler would choose time
+    for norms and products, and copy what the kernels of attention read."""
+    if not on_tpu():
+        return x
+
+    def constrained(x: Array) -> Array:
+        return with_layout_constraint(x, Layout((0, 1, 2)))
+
+    return jax.lax.platform_dependent(x, tpu=constrained, default=lambda x: x)
+
+
 def keep(x: Float[Array, "B T D"], name: str = PROJECTION) -> Float[Array, "B T D"]:
     """Marks a product of tokens with weights as one that model.remat may keep."""
-    return checkpoint_name(x, name)
+    return checkpoint_name(features_last(x), name)
 
 
 def norm(

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from symjax.layers.block import rematerialised
+from symjax.layers.primitives import features_last
 from symjax.layers.segments import Segments
 
 Values = dict[str, Array]  # path of the attribute inside the block → its value
@@ -81,7 +82,8 @@ def _scan(
 
     def step(x: Array, inputs: list[Any]) -> tuple[Array, None]:
         for graph, own in zip(graphs, inputs, strict=True):
-            x = rematerialised(partial(run, graph), remat, in_scan=True)(own, x)
+            block = rematerialised(partial(run, graph), remat, in_scan=True)
+            x = block(own, features_last(x))
         return x, None
 
     return jax.lax.scan(step, x, stacked)[0]

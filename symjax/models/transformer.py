@@ -12,7 +12,7 @@ from symjax import attention, config, validation
 from symjax.layers.block import Block, run_of
 from symjax.layers.gau import GatedBlock
 from symjax.layers.mixer import check_room
-from symjax.layers.primitives import Linear, norm
+from symjax.layers.primitives import Linear, features_last, norm
 from symjax.layers.segments import Segments
 from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock
@@ -163,7 +163,7 @@ def run_blocks(
         )
     run = run_of(model.remat, watch)
     for block, key in zip(model.blocks, keys, strict=True):
-        x = run(block, x, padding_mask, segments, key)
+        x = run(block, features_last(x), padding_mask, segments, key)
     return x
 
 

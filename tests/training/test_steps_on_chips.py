@@ -60,6 +60,18 @@ def test_the_smallest_preset_compiles(name):
     check(name, "tiny", "v5e-4")
 
 
+def test_features_lie_along_the_lanes_of_a_tpu():
+    """Twice 2 blocks: what goes into each, and its four products that may be kept."""
+    with_libtpu()
+    machine = targets.find("v5e-4")
+    mesh = config.Mesh(data=1, fsdp=len(machine.devices))
+    options = dataclasses.replace(preset("gpt", "tiny"), mesh=mesh)
+    program = compile_program(options, sharding.make_mesh(mesh, machine.devices))
+    text = program.lower((options.batch_size, options.model.length)).as_text()
+    found = [line for line in text.splitlines() if "@LayoutConstraint" in line]
+    assert len(found) == 2 * options.model.depth * 5, found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5p-4", "v6e-4"])
 @pytest.mark.parametrize("name", (*PAIRS, *LINEAR))

@@ -19,8 +19,8 @@ ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
 
 # By the values of model.remat. What a kernel of attention gives is kept: it is about as
 # small as its input, and dear to compute (not the Performer's, whose states are large).
-# Of the products with weights those are kept that
-# are marked, three of four: with all, a model of 1b would fill 16 GB.
+# Of the products with weights those are kept that are marked, three of four: with all,
+# a model of 1b would fill 16 GB.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {

@@ -234,7 +234,7 @@ def _sent(found: Traffic, platform: str) -> list[str]:
         f"sent by a device    as partitioned for {platform}, loops counted in full"
     ]
     lines += [
-        f"  {kind:<18}{found.sent[kind] / MIB:,.1f} MiB in {found.count[kind]:,}"
+        f"  {kind:<18} {found.sent[kind] / MIB:,.1f} MiB in {found.count[kind]:,}"
         for kind in KINDS
         if found.count[kind]
     ]

@@ -11,8 +11,8 @@ python -m symjax.evaluation.compare --workdirs runs/gpt,runs/diff_sym
 Every run is a workdir of train.py below --out, and is trained only as far as it is not
 yet: the same command goes on after an interruption. Then every run is evaluated, and
 compare.md, compare.csv, lambda.csv and PNG curves are written. --workdirs compares runs
-that exist, and trains nothing; those that differ in their seed alone are one row. Exit
-codes are those of train.py.
+that exist, and trains nothing; those of one step that differ in their seed alone are
+one row. Exit codes are those of train.py.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from symjax.evaluation.results import Result, Table, table
 from symjax.evaluation.weights import lambda_table
 from symjax.figures import Lines
 from symjax.files import check_writable
-from symjax.places import anywhere
+from symjax.places import anywhere, place
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.commandline import Command, Parser, parse
@@ -56,6 +56,7 @@ class Evaluated(NamedTuple):
     speed: float | None
     curve: list[tuple[int, float]]  # step, held-out loss
     tokens: int = 0  # that it was trained on
+    separate: bool = False  # documents do not see each other, nor are guessed from one
 
 
 def main(words: list[str]) -> None:
@@ -79,7 +80,7 @@ def main(words: list[str]) -> None:
     chosen.out = anywhere(chosen.out)
     if chosen.workdirs is not None:
         check_alone(chosen, rest)
-        runs = existing([*map(anywhere, _items("--workdirs", chosen.workdirs, str))])
+        runs = existing([*map(place, _items("--workdirs", chosen.workdirs, str))])
         check_writable(chosen.out, f"--out {chosen.out}")
     else:
         runs = trained(chosen, rest)
@@ -87,6 +88,7 @@ def main(words: list[str]) -> None:
         name: [evaluate(workdir, chosen.batches) for workdir in some]
         for name, some in runs.items()
     }
+    check_documents(evaluated)
     found = compare(evaluated)
     print(report.to_text(found))
     text = "\n\n".join(map(report.to_markdown, found.tables))
@@ -130,13 +132,16 @@ def check_alone(chosen: argparse.Namespace, rest: list[str]) -> None:
 
 
 def existing(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
-    """Runs by name; those that differ in their seed alone are one.
+    """Runs by name; those of one step that differ in their seed alone are one.
 
     Raises:
-        ValueError: there is no run; runs have other examples or tokens, so that their
-            losses cannot be compared.
+        ValueError: there is no run, or one twice; runs have other examples or tokens,
+            so that their losses cannot be compared.
     """
     metas = {workdir: _meta(workdir) for workdir in workdirs}
+    if len(metas) < len(workdirs):
+        twice = next(x for x in workdirs if workdirs.count(x) > 1)
+        raise ValueError(f"--workdirs: {twice} stands twice")
     (first, one), *others = metas.items()
     for workdir, other in others:
         if _judged(other) != _judged(one):
@@ -146,14 +151,16 @@ def existing(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
                 "compared"
             )
     found: dict[str, list[Workdir]] = {}
-    seen: list[tuple[dict[str, Any], str]] = []  # a configuration without seed, a name
+    seen: list[tuple[dict[str, Any], set[int], str]] = []  # of a row: a run, its seeds
     for workdir, meta in metas.items():
-        options = {name: x for name, x in meta["config"].items() if name != "seed"}
-        name = next((name for same, name in seen if same == options), None)
-        if name is None:
-            name = _name(workdir, found)
-            seen.append((options, name))
-        found.setdefault(name, []).append(workdir)
+        seed = meta["config"]["seed"]
+        alike = {**meta["config"], "seed": None, "step": meta["step"]}
+        rows = (row for row in seen if row[0] == alike and seed not in row[1])
+        row = next(rows, None) or (alike, set(), _name(workdir, found))
+        if row not in seen:
+            seen.append(row)
+        row[1].add(seed)
+        found.setdefault(row[2], []).append(workdir)
     figures.check_figures()
     return found
 
@@ -289,7 +296,18 @@ def evaluate(workdir: Workdir, batches: int | None = None) -> Evaluated:
             if row.get("heldout/loss") is not None
         ],
         run.step * run.config.batch_size * run.config.model.length,
+        run.examples.separate,
     )
+
+
+def check_documents(runs: dict[str, list[Evaluated]]) -> None:
+    """Raises: ValueError: some keep documents apart, whose first token is no target."""
+    found = {some[0].separate: name for name, some in runs.items()}
+    if len(found) > 1:
+        raise ValueError(
+            f"{found[False]} joins documents and {found[True]} keeps them apart "
+            "(data.documents): their losses are means over different tokens"
+        )
 
 
 def compare(runs: dict[str, list[Evaluated]]) -> Result:

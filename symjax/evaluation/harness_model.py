@@ -1,5 +1,6 @@
 """A symjax model as EleutherAI's harness (lm_eval) asks for one."""
 
+import itertools
 import math
 from typing import Any
 
@@ -21,7 +22,9 @@ class HarnessModel(TemplateLM):
     """Answers the three questions of the harness.
 
     A context is cut on the left where it and its continuation are longer than the
-    model's length. Whole texts are read as by `Loaded.losses`, after the first token.
+    model's length, and a continuation that is longer is read in windows of that length.
+    Whole texts are read as by `Loaded.losses`, after the first token. Sampled answers
+    are draws of their own, and the same in another run.
 
     Args:
         loaded: a decoder with a tokenizer.
@@ -36,6 +39,7 @@ class HarnessModel(TemplateLM):
             raise ValueError("the model has no tokenizer: the harness gives it texts")
         self.text = loaded.tokenizer
         self.first_token = self._first_token()
+        self.asked = itertools.count()  # a number for each answer
 
     @property
     def eot_token_id(self) -> int:
@@ -52,17 +56,19 @@ class HarnessModel(TemplateLM):
         self, requests: list, **_: Any
     ) -> list[tuple[float, bool]]:
         """(Σ log p of the continuation, whether it is what greedy decoding writes)."""
-        room = self.loaded.config.model.length + 1
-        rows = [np.array([*x, *y], np.int32)[-room:] for _, x, y in requests]
-        answers = []
-        for (_, _, wanted), found in zip(
-            requests, scores(self.decoder, rows), strict=True
-        ):
-            count = min(len(wanted), len(found.losses))
-            last = slice(len(found.losses) - count, None)
-            total = -math.fsum(found.losses[last])
-            answers.append((total, bool(found.likeliest[last].all())))
-        return answers
+        length, rows, parts = self.loaded.config.model.length, [], []
+        for number, (_, context, wanted) in enumerate(requests):
+            ids = np.array([*context, *wanted], np.int32)
+            for start in range(len(context), len(ids), length):
+                end = min(start + length, len(ids))
+                rows.append(ids[max(0, end - length - 1) : end])
+                parts.append((number, end - start))
+        totals, greedy = [0.0] * len(requests), [True] * len(requests)
+        found = scores(self.decoder, rows)
+        for (number, count), one in zip(parts, found, strict=True):
+            totals[number] -= math.fsum(one.losses[-count:])
+            greedy[number] &= bool(one.likeliest[-count:].all())
+        return list(zip(totals, greedy, strict=True))
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -92,7 +98,7 @@ class HarnessModel(TemplateLM):
             self.decoder,
             [ids],
             count,
-            jax.random.key(0),
+            jax.random.fold_in(jax.random.key(0), next(self.asked)),
             temperature=warm,
             top_k=int(wanted.get("top_k", 0)),
             top_p=float(wanted.get("top_p", 1.0)),

@@ -1,5 +1,6 @@
 """Configurations against each other: equal budgets, resumable, means by hand."""
 
+import os
 import statistics
 import sys
 from dataclasses import replace
@@ -61,20 +62,22 @@ def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
 
 
 def check_runs_that_exist(out, rows):
-    """The same table from workdirs, those of two seeds as one row."""
+    """The same table from workdirs, here relative ones: of two seeds one row."""
     runs = [out / f"{name}-tiny-seed{n}" for name in ("gpt", "diff") for n in (0, 1)]
+    runs = [os.path.relpath(run) for run in runs]
     given = ["--workdirs", ",".join(map(str, runs)), "--out", out / "again"]
     assert call(*given, "--batches", "1") == 0
     table = (out / "again" / "compare.csv").read_text().splitlines()
     assert [line.split(",") for line in table[1:]] == rows
 
 
-def meta(sha="a" * 64, kind="decoder", seed=0, **language):
+def meta(sha="a" * 64, kind="decoder", seed=0, step=1, **language):
     options = config.Config(steps=1, seed=seed, model=config.Model(kind=kind))
     return {
         "config": validation.to_dict(options),
         "data": {"sha256": sha},
         "examples": {"language": language},
+        "step": step,
     }
 
 
@@ -93,18 +96,34 @@ def test_runs_of_one_name_are_told_apart(monkeypatch):
         Path("x/gpt-seed0"): meta(),
         Path("x/gpt-seed1"): meta(seed=1),
         Path("y/gpt-seed0"): meta(kind="universal"),
+        Path("z/copy"): meta(seed=1),
+        Path("z/early"): meta(seed=2, step=0),
     }
     monkeypatch.setattr(compare, "_meta", metas.__getitem__)
     assert compare.existing(list(metas)) == {
         "gpt": [Path("x/gpt-seed0"), Path("x/gpt-seed1")],
         "y/gpt-seed0": [Path("y/gpt-seed0")],
+        "copy": [Path("z/copy")],  # a seed that the first row has
+        "early": [Path("z/early")],
     }
+
+
+def test_a_run_is_compared_once(monkeypatch):
+    monkeypatch.setattr(compare, "_meta", lambda _: meta())
+    with pytest.raises(ValueError, match="--workdirs: a stands twice"):
+        compare.existing([Path("a"), Path("b"), Path("a")])
+
+
+def test_joined_and_separate_documents_are_not_compared():
+    one = compare.Evaluated(1, {}, [], None, [])
+    with pytest.raises(ValueError, match="a joins documents and b keeps them apart"):
+        compare.check_documents({"b": [one._replace(separate=True)], "a": [one]})
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "no workdir 'none': train.py makes one"),
+        ([], f"no workdir '{Path('none').absolute()}': train.py makes one"),
         (["--seeds", "0"], "--seeds is for runs to train: --workdirs compares those"),
         (["--vary", "steps=1"], "--vary is for runs to train"),
         (["--config.steps=1"], "--config.steps=1 is for runs to train"),

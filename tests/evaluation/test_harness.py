@@ -87,6 +87,10 @@ def loss_after(loaded, context, text):
     return -chances[np.arange(len(ids) - 1), ids[1:]][-count:].sum()
 
 
+def request(*pair):
+    return type("Request", (), {"args": pair})
+
+
 def test_scores_are_our_own_losses(model, tmp_path, capsys):
     place, loaded, rows = model
     words = ["--workdir", place / "run", "--include", place / "tasks"]
@@ -116,19 +120,39 @@ def test_a_continuation_is_judged_after_its_context(model):
     long = "9 " * 40 + "9"
     asked = [("7 sheep", ", 49 goats"), ("", "8"), (long, " crows"), ("1", "23")]
     answers = HarnessModel(loaded).loglikelihood(
-        [type("Request", (), {"args": pair}) for pair in asked], disable_tqdm=True
+        [request(*pair) for pair in asked], disable_tqdm=True
     )
     for (context, text), (total, _) in zip(asked, answers, strict=True):
         context = (context or "\0")[-(33 - len(text)) :]
         wanted = loss_after(loaded, context, text)
         assert total == pytest.approx(-wanted, rel=1e-5)
     greedy = loaded.generate("7 sheep", 4, temperature=0)
-    requests = [
-        type("Request", (), {"args": ("7 sheep", text)})
-        for text in (greedy, greedy[:3] + "\0")
-    ]
+    requests = [request("7 sheep", text) for text in (greedy, greedy[:3] + "\0")]
     found = HarnessModel(loaded).loglikelihood(requests, disable_tqdm=True)
     assert [likeliest for _, likeliest in found] == [True, False]
+
+
+def test_a_continuation_beyond_the_length_is_read_in_windows(model):
+    _, loaded, _ = model
+    context, text = "7 sheep", TEXT[:80]
+    ((total, greedy),) = HarnessModel(loaded).loglikelihood(
+        [request(context, text)], disable_tqdm=True
+    )
+    wanted = 0.0
+    for end in (32, 64, 80):
+        piece = text[end - (end % 32 or 32) : end]
+        before = (context + text[:end])[-33 : -len(piece)]
+        wanted += loss_after(loaded, before, piece)
+    assert total == pytest.approx(-wanted, rel=1e-5) and not greedy
+
+
+def test_sampled_answers_are_draws_of_their_own_and_the_same_again(model):
+    _, loaded, _ = model
+    wanted = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 9, "until": []}
+    some = [request("7 sheep", wanted)] * 3
+    answers = HarnessModel(loaded).generate_until(some, disable_tqdm=True)
+    assert len(set(answers)) == 3
+    assert HarnessModel(loaded).generate_until(some, disable_tqdm=True) == answers
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from symjax.data.corpus import Corpus
 from symjax.data.examples import text_examples
 from symjax.data.tokens import Tokenizer
 
+GIVEN = "given"  # the source of such a text
 NO_DATA = (
     "the folder data of the run has no corpus.json: --text gives a text to judge, "
     "--prompt one to go on with"
@@ -33,7 +34,7 @@ def given_examples(tokenizer: Tokenizer, text: str | None) -> Examples:
         train=ids[:0],
         heldout=ids,
         tokenizer=tokenizer,
-        fingerprint={"source": "given", "sha256": hashlib.sha256(content).hexdigest()},
+        fingerprint={"source": GIVEN, "sha256": hashlib.sha256(content).hexdigest()},
         references={},
         bytes_per_token=len(content) / max(1, len(ids)),
     )

@@ -30,7 +30,13 @@ from symjax.training.step import Program, compile_program
 
 
 class LoadedRun(NamedTuple):
-    """A checkpoint and what it was trained on, on one device."""
+    """A checkpoint and what it was trained on, on one device.
+
+    Attributes:
+        data: what the checkpoint says of the data of its run, as `fingerprint` of
+            `examples`, in whose place a given text may stand.
+        ema: whether the weights are the mean that optimizer.ema keeps.
+    """
 
     step: int
     config: Config
@@ -39,7 +45,8 @@ class LoadedRun(NamedTuple):
     params: dict[str, Any]
     constants: dict[str, Any]
     workdir: epath.Path
-    ema: bool = False  # whether the weights are the mean that optimizer.ema keeps
+    data: dict[str, Any]
+    ema: bool = False
 
     def model(self) -> Model:
         return nnx.merge(self.program.graph, self.params, self.constants)
@@ -90,9 +97,8 @@ def load(
         program = compile_program(options, make_mesh(Mesh(data=1)))
         like = program.state, program.constants
         trees, meta = restored(checkpoints, *like, ema, step, best=best)
-    return LoadedRun(
-        meta["step"], options, examples, program, workdir=workdir, ema=ema, **trees
-    )
+    found = {"workdir": workdir, "data": meta.get("data") or {}, "ema": ema}
+    return LoadedRun(meta["step"], options, examples, program, **trees, **found)
 
 
 def _examples(

@@ -4,6 +4,7 @@ from typing import Any
 
 from symjax import validation
 from symjax.config import Config
+from symjax.data.given import GIVEN
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Result, Table
 from symjax.training.curve import loss_curve
@@ -31,18 +32,32 @@ def _configuration(chosen: Config) -> Result:
 
 
 def _data(run: LoadedRun) -> Result:
+    """The data of the run, as its checkpoint has them where a text was given."""
     examples, length = run.examples, run.config.model.length
-    rows = [
-        ("source", run.config.data.source),
-        ("training", examples.size),
+    rows = [("source", run.config.data.source)]
+    if given := examples.fingerprint.get("source") == GIVEN:
+        for name, split in (("training", "train"), ("held out", "heldout")):
+            if counts := run.data.get(split):
+                rows.append((name, f"{counts['tokens']:,} tokens"))
+    else:
+        rows.append(("training", examples.size))
+        if examples.heldout_rows is not None:
+            count = examples.heldout_rows(length)
+            rows.append(("held out", f"{count:,} rows of {length:,} tokens"))
+    rows += [
         ("token", examples.unit),
         ("vocabulary", str(run.config.model.vocabulary)),
-        ("sha256", str(examples.fingerprint.get("sha256", "-"))[:16]),
+        ("sha256", _short(run.data)),
     ]
-    if examples.heldout_rows is not None:
-        count = examples.heldout_rows(length)
-        rows.insert(2, ("held out", f"{count:,} rows of {length:,} tokens"))
+    if given and examples.text and len(text := examples.text.heldout):
+        rows.append(
+            ("--text", f"{len(text):,} tokens, sha256 {_short(examples.fingerprint)}")
+        )
     return Result({}, [], (Table("data", ("data", ""), rows),))
+
+
+def _short(fingerprint: dict[str, Any]) -> str:
+    return str(fingerprint.get("sha256", "-"))[:16]
 
 
 def _word(value: Any) -> str:

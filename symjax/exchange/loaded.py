@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -69,9 +69,10 @@ class Loaded:
         """The text of token ids [T].
 
         Raises:
-            ValueError: the model has no tokenizer.
+            ValueError: the model has no tokenizer, or its vocabulary not these ids.
         """
-        return self._known_tokenizer().decode(tokens)
+        tokenizer = self._known_tokenizer()
+        return tokenizer.decode(self._ids(tokens, axes=(1,)))
 
     def generate(
         self,
@@ -101,12 +102,12 @@ class Loaded:
         Raises:
             ValueError: the model is an encoder or has no tokenizer; no prompt, an empty
                 one, or one that fills the learned positions; an empty string to stop
-                at; a number outside its range.
+                at, or what is no token or string; a number outside its range.
         """
-        stop = [stop] if isinstance(stop, int | str | np.integer) else list(stop)
+        stop = _several(stop)
         if "" in stop:
             raise ValueError("stop: every text holds the empty string, got ''")
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = _several(prompt)
         tokenizer, model = self._known_tokenizer(), decoder_of(self.model)
         ids = [self.encode(text) for text in prompts]
         rows = continued(
@@ -199,6 +200,12 @@ class Loaded:
             source = self.config.data.source
             raise ValueError(f"a model of data.source={source} has no tokenizer")
         return self.tokenizer
+
+
+def _several(given: Any) -> list[Any]:
+    """What is given, one or several, as a list."""
+    one = isinstance(given, str | bytes) or not isinstance(given, Iterable)
+    return [given] if one else list(given)
 
 
 def load(

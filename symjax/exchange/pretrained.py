@@ -72,13 +72,16 @@ def save_pretrained(
     Raises:
         ValueError: transformers has no such model, naming the first key that differs;
             the results are no JSON of eval.py for these weights; or the folder cannot
-            be written.
+            be written, or is the workdir of a run.
     """
     if format not in FORMATS:
         raise ValueError(
             f"format {format!r} is unknown: choose from {', '.join(FORMATS)}"
         )
     place, numbers = anywhere(folder), read_results(results)
+    with reaching(place):
+        if (place / "checkpoints").is_dir():
+            raise ValueError(f"{folder} is the workdir of a run: give another folder")
     settings, tensors, reason = _contents(loaded, format)
     shards = in_shards(tensors, shard_size)
     kind = settings.get("model_type", "symjax")

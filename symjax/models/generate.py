@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 from symjax.config import LARGEST
 from symjax.models.decoder import Decoder
 
+MOST = 2**20  # new tokens of one call, whose cache stands in memory as a whole
+
 
 def generate(
     model: Decoder,
@@ -34,6 +36,7 @@ def generate(
     and a set of stop tokens; it ends early where every row has stopped.
 
     Args:
+        count: at most 2²⁰.
         lengths: how many tokens each prompt has, where they differ: prompts end
             together and are filled up on the left with any token. Each is continued
             as it would be alone.
@@ -53,7 +56,7 @@ def generate(
         raise ValueError(
             f"generation needs prompts [examples, tokens], got {prompt.shape}"
         )
-    count = whole("count", count, 1)
+    count = whole("count", count, 1, MOST)
     length = prompt.shape[1] + count
     if prompt.shape[1] < 1:
         raise ValueError("generation needs a prompt of at least 1 token, got 0")
@@ -65,17 +68,26 @@ def generate(
     if lengths is not None:
         lengths = jnp.asarray(lengths)
         _check_lengths(lengths, prompt)
-    if not isinstance(temperature, Tracer) and not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, Tracer) and not (
+        _is_number(temperature) and 0 <= temperature < float("inf")
+    ):
         raise ValueError(
-            f"temperature must be 0 or above, and finite, got {temperature}"
+            f"temperature must be 0 or above, and finite, got {temperature!r}"
         )
-    if not isinstance(top_p, Tracer) and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if not isinstance(top_p, Tracer) and not (_is_number(top_p) and 0 < top_p <= 1):
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r}")
     top_k, last = whole("top_k", top_k, 0), model.embedding.num_embeddings - 1
     ends = tuple(whole("a token to stop at", x, 0, last) for x in stop)
     graph, weights = nnx.split(model)
     chosen = jnp.float32(temperature), jnp.float32(top_p)
     return _generate(graph, count, top_k, ends, weights, prompt, lengths, key, *chosen)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a single number, which True is not."""
+    kind = np.asarray(value).dtype
+    real = jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)
+    return np.ndim(value) == 0 and real
 
 
 def whole(name: str, value: Any, least: int, most: int = LARGEST) -> int:

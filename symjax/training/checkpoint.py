@@ -13,7 +13,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -230,6 +230,9 @@ class Checkpoints:
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")
+        known = isinstance(step, SupportsIndex | None) and not isinstance(step, bool)
+        if not known:
+            raise ValueError(f"a step must be a whole number, got {step!r}")
         present = self.steps()[::-1]
         if not present:
             raise ValueError(f"no checkpoint in {self.directory}")

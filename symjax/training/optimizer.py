@@ -186,8 +186,16 @@ def schedule_change(
         taken: the steps that the schedule has made.
     """
     last = min(saved.steps, options.steps)
-    if options.optimizer.schedule == "wsd" and options.steps > saved.steps:
+    wsd, hint = options.optimizer.schedule == "wsd", ""
+    if wsd and options.steps > saved.steps:
         last -= _steps(options.optimizer.cooldown, last)
+        if taken > last:
+            hint = (
+                f" (the rate has decayed since step {last}: if a checkpoint up to then "
+                "is kept, remove the newer ones to go on without this jump)"
+            )
+    elif not wsd:
+        hint = " (optimizer.schedule=wsd can be extended)"
     ahead = np.unique(np.linspace(taken, max(taken, last - 1), 1000).astype(int))
     old, new = (
         np.broadcast_to(schedule(each.optimizer, each.steps)(ahead), ahead.shape)
@@ -199,8 +207,7 @@ def schedule_change(
         return None
     return (
         f"learning rate of step {ahead[most] + 1}: {new[most]:.3g} with steps "
-        f"{options.steps}, was {old[most]:.3g} with steps {saved.steps} "
-        "(optimizer.schedule=wsd can be extended)"
+        f"{options.steps}, was {old[most]:.3g} with steps {saved.steps}{hint}"
     )
 
 

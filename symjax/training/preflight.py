@@ -116,6 +116,13 @@ def saved_meta(
             f"{workdir} holds a run of another configuration ({', '.join(refused)}): "
             "use its values, or another --workdir, or --allow KEYS to change them"
         )
+    averages = saved["optimizer"]["ema"], options.optimizer.ema
+    keys = ["optimizer.name"] + ["optimizer.ema"] * (0 in averages)
+    if other := [found[key] for key in keys if key in found]:
+        raise ValueError(
+            f"{workdir} holds the arrays of another optimizer ({', '.join(other)}), "
+            "which --allow cannot change: use its values, or another --workdir"
+        )
     changed = [f"from step {meta['step']}: {line}" for line in found.values()]
     return {**meta, "changed": [*meta.get("changed", []), *changed]}
 

@@ -1,5 +1,6 @@
 """A checkpoint writes and judges a given text without the data of its run."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -65,6 +66,30 @@ def test_the_held_out_text_given_by_hand_has_the_held_out_loss(
     assert found["given"] == found["beside"]
     assert found["given"]["ngrams"] == {} and found["own"]["ngrams"]
     assert "bits_per_byte" in capsys.readouterr().out
+
+
+def test_a_page_shows_the_data_of_the_run_and_the_given_text_apart(
+    trained, moved, tmp_path
+):
+    text, page = tmp_path / "held.txt", tmp_path / "page.html"
+    text.write_text(TEXT[:5000])
+    own = json.loads((trained / "data" / "corpus.json").read_text())["fingerprint"]
+    words = ["--tasks", "lambda", "--report", str(page)]
+    for place, more, given in (
+        (trained, ["--text", str(text)], True),
+        (moved, ["--text", str(text)], True),
+        (moved, [], False),
+    ):
+        assert judge(place, *words, *more) == 0
+        shown = page.read_text().split("<h2>data")[1].split("</table>")[0]
+        for cells in (
+            f"<td>training</td><td>{own['train']['tokens']:,} tokens<",
+            f"<td>held out</td><td>{own['heldout']['tokens']:,} tokens<",
+            f"<td>sha256</td><td>{own['sha256'][:16]}<",
+        ):
+            assert cells in shown
+        sha256 = hashlib.sha256(text.read_bytes()).hexdigest()[:16]
+        assert (f" tokens, sha256 {sha256}<" in shown) == given == ("--text" in shown)
 
 
 def test_what_needs_the_data_says_so(moved, capsys):

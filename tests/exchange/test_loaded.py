@@ -56,8 +56,9 @@ def test_a_step_is_chosen(bare):
         symjax.load(bare, 3)
     with pytest.raises(ValueError, match="no checkpoint in"):
         symjax.load(bare / "nothing")
-    with pytest.raises(ValueError, match="no checkpoint '4' in"):
-        symjax.load(bare, "4")
+    for step in (4.0, "4", True):
+        with pytest.raises(ValueError, match=f"must be a whole number, got {step!r}"):
+            symjax.load(bare, step)
     with pytest.raises(ValueError, match="step 2 and the best one: give one"):
         symjax.load(bare, 2, best=True)
 
@@ -122,7 +123,7 @@ IDS = {
 @pytest.mark.parametrize(("ids", "said"), IDS.values(), ids=IDS)
 def test_ids_that_are_none_are_refused(bare, ids, said):
     found = symjax.load(bare)
-    for call_it in (found.logits, found.losses):
+    for call_it in (found.logits, found.losses, found.decode):
         with pytest.raises(ValueError, match=said):
             call_it(ids)
 
@@ -136,18 +137,19 @@ def test_nothing_has_no_logits(bare):
         ValueError, match=r"numbers \[T\] or \[B, T\], got int64 \(1, 2"
     ):
         found.logits(np.zeros((1, 2, 3), int))
-    with pytest.raises(ValueError, match=r"whole numbers \[T\], got int64 \(1, 2\)"):
-        found.losses([[1, 2]])
+    for call_it in (found.losses, found.decode):
+        with pytest.raises(ValueError, match=r"numbers \[T\], got int64 \(1, 2\)"):
+            call_it([[1, 2]])
     assert found.losses("").shape == (0,)
 
 
 NUMBERS = {
-    "count": (2.5, float("nan"), 0, -1, "3", None),
+    "count": (2.5, float("nan"), 0, -1, "3", None, 10**9),
     "top_k": (2.5, float("nan"), float("inf"), -1, "3"),
-    "temperature": (float("nan"), float("inf"), -1),
-    "top_p": (float("nan"), 0, 1.5),
+    "temperature": (float("nan"), float("inf"), -1, None, "hot", True),
+    "top_p": (float("nan"), 0, 1.5, None, True),
     "seed": (2.5, -1, 2**32),
-    "stop": ([2.5], [9999], [-1], [None]),
+    "stop": ([2.5], [9999], [-1], [None], None, b"x"),
 }
 
 
@@ -165,7 +167,7 @@ def test_prompts_are_texts(bare):
     for nothing in ([], "", ["", ""]):
         with pytest.raises(ValueError, match="prompt is empty"):
             found.generate(nothing)
-    for ids in ([1, 2], b"7 sheep", ["7", None]):
+    for ids in ([1, 2], b"7 sheep", ["7", None], None):
         with pytest.raises(ValueError, match="a text is needed, got"):
             found.generate(ids)
 

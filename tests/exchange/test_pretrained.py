@@ -141,6 +141,13 @@ def test_large_weights_are_written_in_shards(tmp_path):
     assert [x.name for x in tmp_path.glob("model*")] == ["model.safetensors"]
 
 
+def test_the_workdir_of_a_run_is_no_folder_for_weights(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="is the workdir of a run: give another"):
+        symjax.save_pretrained(random_model(LLAMA), tmp_path)
+    assert [x.name for x in tmp_path.iterdir()] == ["checkpoints"]
+
+
 def test_shards_of_two_models_are_no_model(tmp_path):
     for seed, name in enumerate(("old", "new")):
         loaded = random_model(LLAMA, seed)

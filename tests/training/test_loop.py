@@ -113,6 +113,28 @@ def test_allowed_keys_may_change_and_the_checkpoint_says_so(text, workdir, capsy
     assert "does not fit" in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "refused"),
+    [
+        ("ema", (0, 0.9), "optimizer.ema: 0.0 → 0.9"),
+        ("ema", (0.9, 0), "optimizer.ema: 0.9 → 0.0"),
+        ("ema", (0.9, 0.8), ""),
+        ("name", ("adamw", "lion"), "optimizer.name: 'adamw' → 'lion'"),
+    ],
+)
+def test_arrays_of_another_optimizer_are_refused_by_the_key(
+    text, workdir, capsys, key, values, refused
+):
+    first, second = ({f"optimizer__{key}": x} for x in values)
+    assert train(text, workdir, steps=1, **first) == 0
+    capsys.readouterr()
+    allow = "--allow", f"optimizer.{key}"
+    code = train(text, workdir, "--pack", *allow, steps=1, **second)
+    assert code == (2 if refused else 0)
+    said = capsys.readouterr().err
+    assert refused in said and ("--allow cannot change" in said) == bool(refused)
+
+
 @pytest.mark.always
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_same_command_goes_on(

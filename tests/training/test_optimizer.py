@@ -283,7 +283,12 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
     assert line(60, 300, 30, **linear, decay_steps=60) is None
     assert line(60, 300, 30, schedule="constant_schedule") is None
     assert line(60, 300, 48, schedule="wsd") is None
-    assert "0.1 with steps 300" in line(60, 300, 49, schedule="wsd")
+    assert line(60, 300, 60, schedule="wsd").endswith(
+        "0.1 with steps 300, was 0.01 with steps 60 (the rate has decayed since step "
+        "48: if a checkpoint up to then is kept, remove the newer ones to go on "
+        "without this jump)"
+    )
+    assert line(60, 300, 48, schedule="wsd") is None
     assert "step 100: 0.0145 with steps 100, was 0.1" in line(
         300, 100, 50, schedule="wsd"
     )

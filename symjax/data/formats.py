@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FORMATS = {
     ".parquet": "parquet",
     ".json": "json",
     ".jsonl": "json",
+    ".ndjson": "json",
     ".csv": "csv",
     ".tsv": "csv",
     ".arrow": "arrow",
@@ -16,10 +17,11 @@ FORMATS = {
 }
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 CARD = "README.md"  # may say which files are which subset
+ABOUT = "config", "dataset_info", "dataset_infos", "dataset_dict", "metadata"  # no rows
 
 
-class MixedFormats(ValueError):
-    """A folder has files of several formats, of which a loader would read one."""
+class NotAllRead(ValueError):
+    """A folder has files that a loader would leave out."""
 
 
 def table_format(name: str) -> str:
@@ -32,24 +34,60 @@ def table_format(name: str) -> str:
 def check_one_format(folder: str) -> None:
     """Refuse a folder of which only the files of the commonest format would be read.
 
-    A folder with a data card is read as its card says.
+    A folder whose data card says which files to read is read as it says.
 
     Raises:
-        MixedFormats: naming the formats and how many files each has.
+        NotAllRead: naming the formats and how many files each has.
     """
-    if os.path.exists(os.path.join(folder, CARD)):
+    if _has_choice(folder):
         return
     counts: dict[str, int] = {}
-    for path in Path(folder).rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or path.stem == "metadata" or not path.is_file():
-            continue
-        plain = path.with_suffix("") if path.suffix.lower() in PACKED else path
-        if kind := FORMATS.get(plain.suffix.lower()):
-            counts[kind] = counts.get(kind, 0) + 1
+    for _, kind in _data_files(folder):
+        counts[kind] = counts.get(kind, 0) + 1
     if len(counts) > 1:
         files = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        raise MixedFormats(
+        raise NotAllRead(
             f"data.name {folder!r} has files of several formats ({files}), of which "
             "one would be read: put each format into a folder of its own"
         )
+
+
+def check_all_read(folder: str, read: Iterable[str]) -> None:
+    """Refuse a folder of which only the files named after splits would be read.
+
+    Args:
+        read: the paths that a loader has found.
+    Raises:
+        NotAllRead: naming the first file that it has not found.
+    """
+    if _has_choice(folder):
+        return
+    found = {Path(path).resolve() for path in read}
+    files = sorted(path for path, _ in _data_files(folder))
+    left = [path for path in files if path.resolve() not in found]
+    if left:
+        raise NotAllRead(
+            f"data.name {folder!r}: {len(left)} of {len(files)} files would not be "
+            f"read, such as {str(left[0].relative_to(folder))!r}, beside files named "
+            "after splits (train, test, …): name all of them so, or none"
+        )
+
+
+def _data_files(folder: str) -> Iterator[tuple[Path, str]]:
+    """The files of known formats, and the format of each; no hidden ones."""
+    for path in Path(folder).rglob("*"):
+        parts = path.relative_to(folder).parts
+        hidden = any(part.startswith((".", "__")) for part in parts)
+        if hidden or path.stem in ABOUT or not path.is_file():
+            continue
+        plain = path.with_suffix("") if path.suffix.lower() in PACKED else path
+        if kind := FORMATS.get(plain.suffix.lower()):
+            yield path, kind
+
+
+def _has_choice(folder: str) -> bool:
+    """Whether a folder has a data card with subsets or the files of splits."""
+    from huggingface_hub import DatasetCard
+
+    card = Path(folder, CARD)
+    return card.is_file() and bool(DatasetCard.load(card).data.get("configs"))

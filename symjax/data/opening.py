@@ -8,6 +8,7 @@ HF_HUB_DOWNLOAD_TIMEOUT seconds (10) without a byte.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from symjax import config
-from symjax.data.formats import MixedFormats, check_one_format
+from symjax.data.formats import NotAllRead, check_all_read, check_one_format
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -52,6 +53,9 @@ def opened(
         else:
             _check_reachable(options.name)
         builder = _builder(path, options.subset, cache, revision or None)
+        if cache is not None:
+            found = builder.config.data_files or {}
+            check_all_read(path, itertools.chain.from_iterable(found.values()))
         failed.pop_all()
         if cache is not None:
             weakref.finalize(builder, shutil.rmtree, cache, ignore_errors=True)
@@ -119,7 +123,7 @@ def one_line(where: str) -> Iterator[None]:
     """Raises: ValueError: any error of the libraries, in one line."""
     try:
         yield
-    except (Refused, MixedFormats, MemoryError):
+    except (Refused, NotAllRead, MemoryError):
         raise
     except Exception as error:
         raise ValueError(f"{where} {_problem(error)}") from None

@@ -111,6 +111,30 @@ def test_a_folder_of_several_formats_is_refused_by_name(parquet):
     assert documents(hub.load(wanted(parquet))[0])["train"] == rows("train", 9)
 
 
+def test_a_card_that_chooses_no_files_does_not_hide_them(parquet):
+    (parquet / "more.ndjson").write_text('{"text": "one"}\n')
+    card = parquet / "README.md"
+    card.write_text("---\nlicense: mit\n---\nRows of both kinds.\n")
+    with pytest.raises(ValueError, match=r"several formats \(1 json, 3 parquet\), of"):
+        hub.load(wanted(parquet))
+    card.write_text(
+        "---\nconfigs:\n- config_name: one\n  data_files: train.parquet\n---\n"
+    )
+    got = documents(hub.load(wanted(parquet))[0])
+    assert sorted(got["train"] + got["heldout"]) == rows("train", 9)
+
+
+def test_files_beside_those_named_after_splits_are_not_left_out(parquet):
+    (parquet / "train.parquet").rename(parquet / "more.parquet")
+    message = "1 of 3 files would not be read, such as 'more.parquet', beside"
+    with pytest.raises(ValueError, match=message):
+        hub.load(wanted(parquet))
+    for split in ("validation", "test"):
+        (parquet / f"{split}.parquet").unlink()
+    got = documents(hub.load(wanted(parquet))[0])
+    assert sorted(got["train"] + got["heldout"]) == rows("train", 9)
+
+
 def test_rows_without_text_are_left_out(tmp_path):
     content = {"text": ["one two three", None, "", "four five six"]}
     datasets.Dataset.from_dict(content).to_parquet(tmp_path / "train.parquet")

@@ -190,6 +190,7 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--step", "3"], "only 2, 4"),
         (["--step", "x"], "--step"),
         (["--prompt", ""], "--prompt is empty"),
+        (["--prompt", "7", "--tasks", "loss"], "--tasks loss leaves out"),
         (["--prompt", "x" * 40], "fills the model's 32 learned positions"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--batches", "0"], "--batches must be at least 1, got 0"),

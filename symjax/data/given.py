@@ -19,6 +19,11 @@ NO_DATA = (
 )
 
 
+def is_given(examples: Examples) -> bool:
+    """Whether they are such a text, or that there is none."""
+    return examples.fingerprint.get("source") == GIVEN
+
+
 def given_examples(tokenizer: Tokenizer, text: str | None) -> Examples:
     """A text as all that is held out; there is none to train on.
 

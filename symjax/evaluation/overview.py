@@ -4,7 +4,7 @@ from typing import Any
 
 from symjax import validation
 from symjax.config import Config
-from symjax.data.given import GIVEN
+from symjax.data.given import is_given
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Result, Table
 from symjax.training.curve import loss_curve
@@ -35,7 +35,7 @@ def _data(run: LoadedRun) -> Result:
     """The data of the run, as its checkpoint has them where a text was given."""
     examples, length = run.examples, run.config.model.length
     rows = [("source", run.config.data.source)]
-    if given := examples.fingerprint.get("source") == GIVEN:
+    if given := is_given(examples):
         for name, split in (("training", "train"), ("held out", "heldout")):
             if counts := run.data.get(split):
                 rows.append((name, f"{counts['tokens']:,} tokens"))

@@ -79,6 +79,10 @@ def parse(words: list[str]) -> argparse.Namespace:
         if (value := getattr(chosen, name)) is not None:
             setattr(chosen, name, anywhere(value))
     chosen.names = tasks.named(chosen.tasks)
+    if chosen.prompt is not None and "sample" not in chosen.names:
+        raise ValueError(
+            f"--prompt is for the task sample, which --tasks {chosen.tasks} leaves out"
+        )
     return chosen
 
 
@@ -97,14 +101,14 @@ def evaluate(chosen: argparse.Namespace) -> None:
     if chosen.verify:
         verify(run.config.data, home(chosen.workdir) / "data")
     options = Options(*(getattr(chosen, name) for name in Options._fields))
-    results, brief = {}, False
+    about, results, brief = tasks.about(run), {}, False
     for name in chosen.names:
         results[name] = tasks.measure(name, run, options)
         text, before = report.to_text(results[name]), brief
         brief = "\n" not in text  # tasks that do not apply: no empty lines between them
         print(text if brief and before else f"\n{text}", flush=True)
         if chosen.json is not None:  # after each task, so that nothing measured is lost
-            text = report.to_json(tasks.about(run), results)
+            text = report.to_json(about, results)
             report.write(text.encode(), chosen.json, "--json")
     if chosen.out is not None:
         report.write_folder(results, chosen.out)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from symjax import config
+from symjax.data.given import is_given
 from symjax.evaluation import answers
 from symjax.evaluation.approximation import approximation
 from symjax.evaluation.attended import dilution, noise, self_share
@@ -113,7 +114,10 @@ def measure(name: str, run: LoadedRun, options: Options) -> Result:
 
 
 def about(run: LoadedRun) -> dict[str, Any]:
-    """The checkpoint that is evaluated, and whether by the mean of its weights."""
+    """The checkpoint that is evaluated, whether by the mean of its weights, and the
+    hash of a text that stands in place of the held-out one."""
     found = {"step": run.step, "parameters": run.parameters()}
     found |= {"weights": checksum_of(run.params)}
+    if is_given(run.examples):
+        found |= {"text": run.examples.fingerprint["sha256"]}
     return found | ({"ema": True} if run.ema else {})

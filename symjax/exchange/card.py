@@ -95,9 +95,11 @@ def _check(results: dict[str, Any], about: dict[str, Any]) -> None:
 
 
 def _numbers(results: dict[str, Any]) -> list[str]:
-    """What eval.py measured: held-out text, and the tables of n-grams beside it."""
+    """What eval.py measured: held-out text, or one given to it, and the tables of
+    n-grams beside it."""
     heldout = results.get("heldout") or {}
-    rows = [(f"held-out {x}", heldout[x]) for x in SHOWN if x in heldout]
+    text = "given text" if "text" in results else "held-out"
+    rows = [(f"{text} {x}", heldout[x]) for x in SHOWN if x in heldout]
     rows += [(f"{x} table", y) for x, y in heldout.get("ngrams", {}).items()]
     rows = [(name, value) for name, value in rows if value is not None]
     if not rows:

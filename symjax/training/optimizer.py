@@ -260,6 +260,17 @@ def guarded(
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
+def state_layout(options: config.Config) -> Any:
+    """The structure of the optimizer's state, of a model with an embedding and a block.
+
+    Where two are equal, an optimizer goes on from the state of the other.
+    """
+    kernel = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    params = {"embedding": kernel, "blocks": {"kernel": kernel}}
+    chosen = optimizer(options.optimizer, options.steps, params)
+    return jax.tree.structure(jax.eval_shape(chosen.init, params))
+
+
 class Averaged(NamedTuple):
     """The state of `averaged`."""
 

@@ -20,6 +20,7 @@ from symjax.files import check_writable
 from symjax.places import brought, home, reaching, sent, user_cache
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
+from symjax.training.optimizer import state_layout
 from symjax.training.progress import print_warning
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
@@ -109,16 +110,17 @@ def saved_meta(
     if not checkpoints.steps():
         return None
     meta = checkpoints.read_meta()
-    saved = validation.to_dict(saved_options(meta, workdir))
-    found = validation.differences(saved, validation.to_dict(options))
+    saved = saved_options(meta, workdir)
+    found = validation.differences(
+        validation.to_dict(saved), validation.to_dict(options)
+    )
     if refused := [line for name, line in found.items() if name not in allow]:
         raise ValueError(
             f"{workdir} holds a run of another configuration ({', '.join(refused)}): "
             "use its values, or another --workdir, or --allow KEYS to change them"
         )
-    averages = saved["optimizer"]["ema"], options.optimizer.ema
-    keys = ["optimizer.name"] + ["optimizer.ema"] * (0 in averages)
-    if other := [found[key] for key in keys if key in found]:
+    other = [line for name, line in found.items() if name.startswith("optimizer.")]
+    if state_layout(saved) != state_layout(options):
         raise ValueError(
             f"{workdir} holds the arrays of another optimizer ({', '.join(other)}), "
             "which --allow cannot change: use its values, or another --workdir"

@@ -10,7 +10,7 @@ import pytest
 from runs import ROOT, SMALL, write_text
 
 from symjax import config, validation
-from symjax.evaluation import compare
+from symjax.evaluation import compare, compared_runs
 from symjax.evaluation.compare import Evaluated
 from symjax.training.exit_codes import run_and_exit
 
@@ -86,9 +86,9 @@ def meta(sha="a" * 64, kind="decoder", seed=0, step=1, **language):
 )
 def test_runs_with_other_targets_are_not_compared(other, monkeypatch):
     metas = {Path("a"): meta(), Path("b"): other}
-    monkeypatch.setattr(compare, "_meta", metas.__getitem__)
+    monkeypatch.setattr(compared_runs, "_meta", metas.__getitem__)
     with pytest.raises(ValueError, match=r"a and b are judged by different targets \("):
-        compare.existing(list(metas))
+        compared_runs.existing(list(metas))
 
 
 def test_runs_of_one_name_are_told_apart(monkeypatch):
@@ -99,8 +99,8 @@ def test_runs_of_one_name_are_told_apart(monkeypatch):
         Path("z/copy"): meta(seed=1),
         Path("z/early"): meta(seed=2, step=0),
     }
-    monkeypatch.setattr(compare, "_meta", metas.__getitem__)
-    assert compare.existing(list(metas)) == {
+    monkeypatch.setattr(compared_runs, "_meta", metas.__getitem__)
+    assert compared_runs.existing(list(metas)) == {
         "gpt": [Path("x/gpt-seed0"), Path("x/gpt-seed1")],
         "y/gpt-seed0": [Path("y/gpt-seed0")],
         "copy": [Path("z/copy")],  # a seed that the first row has
@@ -108,10 +108,13 @@ def test_runs_of_one_name_are_told_apart(monkeypatch):
     }
 
 
-def test_a_run_is_compared_once(monkeypatch):
-    monkeypatch.setattr(compare, "_meta", lambda _: meta())
-    with pytest.raises(ValueError, match="--workdirs: a stands twice"):
-        compare.existing([Path("a"), Path("b"), Path("a")])
+def test_a_run_is_compared_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(compared_runs, "_meta", lambda _: meta())
+    (tmp_path / "link").symlink_to("a")
+    for twice in ("a", "link"):
+        paths = [tmp_path / name for name in ("a", "b", twice)]
+        with pytest.raises(ValueError, match=f"--workdirs: .*{twice} stands twice"):
+            compared_runs.existing(paths)
 
 
 def test_joined_and_separate_documents_are_not_compared():
@@ -142,7 +145,7 @@ def test_varied_keys_make_a_configuration_of_each_pair_of_values(tmp_path):
     varied = [["model.attention.mechanism=softmax", "model.attention.mechanism=linear"]]
     varied += [["model.dropout=0.1", "model.dropout=0.25"]]
     files = [f"{ROOT}/configs/gpt.py:tiny"]
-    found = compare.commands(files, varied, [3, 4], [], tmp_path)
+    found = compared_runs.commands(files, varied, [3, 4], [], tmp_path)
     assert list(found) == [
         "gpt-tiny-mechanism=softmax-dropout=0.1",
         "gpt-tiny-mechanism=softmax-dropout=0.25",
@@ -176,7 +179,7 @@ def test_runs_of_other_options_are_not_taken_for_these(
 
 
 def test_a_seed_given_twice_is_one_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "_train", lambda command: None)
+    monkeypatch.setattr(compare, "train", lambda _: None)
     monkeypatch.setattr(compare, "evaluate", lambda *_: run(1.0, 1.0, 0))
     assert call(*words(tmp_path, ["gpt"]), "--seeds", "1, 01,2") == 0
     [_, row] = (tmp_path / "out" / "compare.csv").read_text().splitlines()
@@ -269,5 +272,5 @@ def test_bad_words_are_one_line(more, said, tmp_path, capsys):
 def test_other_budgets_are_not_compared(changes, words):
     one = config.Config(steps=1)
     with pytest.raises(ValueError, match=words):
-        compare.check_equal({"a": one, "b": replace(one, **changes)})
-    compare.check_equal({"a": one, "b": replace(one, seed=5)})
+        compared_runs.check_equal({"a": one, "b": replace(one, **changes)})
+    compared_runs.check_equal({"a": one, "b": replace(one, seed=5)})

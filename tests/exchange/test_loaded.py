@@ -102,6 +102,9 @@ def test_the_mean_of_the_weights_is_used_and_exported(whole, tmp_path, capsys):
         said = f"results are of ema {not loaded.ema}, the model is of ema {loaded.ema}"
         with pytest.raises(ValueError, match=said):
             symjax.save_pretrained(found, folder, results=results[not loaded.ema])
+    given = judged("--text", str(text))
+    symjax.save_pretrained(plain, tmp_path / "given", results=given)
+    assert "| given text loss | " in (tmp_path / "given" / "README.md").read_text()
     keys |= {"seed": 1, "data__tokenizer": "char"}
     assert train(text, tmp_path / "other", **keys) == 0
     with pytest.raises(ValueError, match="the results are of weights [0-9a-f]{8}, the"):

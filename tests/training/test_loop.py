@@ -120,6 +120,10 @@ def test_allowed_keys_may_change_and_the_checkpoint_says_so(text, workdir, capsy
         ("ema", (0.9, 0), "optimizer.ema: 0.9 → 0.0"),
         ("ema", (0.9, 0.8), ""),
         ("name", ("adamw", "lion"), "optimizer.name: 'adamw' → 'lion'"),
+        ("clip", (1.0, 0), "optimizer.clip: 1.0 → 0.0"),
+        ("clip", (1.0, 2.0), ""),
+        ("embedding_learning_rate", (1.0, 0.5), "embedding_learning_rate: 1.0 → 0.5"),
+        ("embedding_learning_rate", (0.25, 0.5), ""),
     ],
 )
 def test_arrays_of_another_optimizer_are_refused_by_the_key(

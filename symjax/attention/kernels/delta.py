@@ -84,24 +84,22 @@ def _backward(
         x[...].astype(jnp.float32) for x in (*given[:3], change)
     )
     dtype = given.value.dtype
-    heads = range(plan.packed)
     since, until = fade(given, SINCE), fade(given, UNTIL)
-    pairs = _pairs(plan, given, query, key)
-    wanted = value - product((key * since).astype(dtype), before[...], ACROSS)
-    written = _change(plan, given, inverse, wanted)
+    asking, joining = (query * since, key * since), key * until
     later = grown[...].astype(dtype)
-    joining = key * until
+    wanted = value - product(asking[1].astype(dtype), before[...], ACROSS)
+    written = _change(plan, given, inverse, wanted)
     of_written = product(joining.astype(dtype), later, ACROSS)
-    for i, (of_query, of_key) in enumerate(pairs):
+    for i, (of_query, of_key) in enumerate(_pairs(plan, given, query, key)):
         mine = own(change, plan.value_size, i).astype(dtype)
         of_written += product(of_query.astype(dtype), mine, TURNED)
         mine = own(written, plan.value_size, i).astype(dtype)
         wanted -= product(of_key.astype(dtype), mine, PLAIN)
     right = jnp.zeros_like(of_written)
-    for i in heads:
+    for i in range(plan.packed):
         mine = own(of_written, plan.value_size, i)
         right += _closely(given, inverse[i], mine, TURNED)
-    for i in heads:
+    for i in range(plan.packed):
         of_beta = own(right * wanted, plan.value_size, i)
         blocks.write_row(beta_out, i, of_beta.sum(axis=1, keepdims=True))
     of_value = right * _by_head(plan, given, right.shape)
@@ -109,11 +107,47 @@ def _backward(
 
     rows = change.astype(dtype), (-of_value).astype(dtype)  # of queries, and of keys
     u = written.astype(dtype)
-    gradients = []
+    query_change, key_change, decay_change = _through_pairs(
+        plan, given, (query, key), rows, u
+    )
+    of_query, of_key = (product(x, before[...], PLAIN) for x in rows)
+    of_joining = product(u, later, PLAIN)
+    query_change += of_query * since
+    key_change += of_key * since + of_joining * until
+    query_out[...] = query_change.astype(query_out.dtype)
+    key_out[...] = key_change.astype(key_out.dtype)
+    left = through(given, since)
+    for out in decay_out:
+        of_since = of_query * asking[0] + of_key * asking[1]
+        decay_change += grown_by(given, SINCE, of_since)
+        decay_change += grown_by(given, UNTIL, of_joining * joining)
+        of_state = grown[...] * before[...].astype(jnp.float32) * left
+        out[...] = decay_change + of_state.sum(axis=0, keepdims=True)
+    both = zip(rows, asking, strict=True)
+    here = [product(x, y.astype(dtype), TURNED) for x, y in both]
+    grown[...] = grown[...] * left + of_heads(plan.sizes, here[0] + here[1])
+
+
+def _through_pairs(
+    plan: Plan,
+    given: Operands,
+    tokens: tuple[Array, Array],
+    rows: tuple[Array, Array],
+    written: Array,
+) -> tuple[Array, Array, Array]:
+    """Gradients of queries, keys and log-decays, through the pairs of a chunk.
+
+    Args:
+        tokens: queries and keys.
+        rows: the gradients of the rows that queries read, and of those that keys do.
+    """
+    (query, key), dtype = tokens, written.dtype
+    heads = range(plan.packed)
+    gradients = []  # of each head's pairs, [t s] and [s t], for queries and for keys
     for i in heads:
-        own_rows = [own(x, plan.value_size, i) for x in rows]
+        mine = [own(x, plan.value_size, i) for x in rows]
         gradients.append(
-            [(product(x, u, ACROSS), product(u, x, ACROSS)) for x in own_rows]
+            [(product(x, written, ACROSS), product(written, x, ACROSS)) for x in mine]
         )
 
     def of_pairs(level: int, faded: Array, *asking: Array) -> tuple[Array, list]:
@@ -141,24 +175,7 @@ def _backward(
         query_change += of_query * fading
         key_change += of_faded * fading
         decay_change += grown_by(given, level, of_query * asking + of_faded * faded)
-
-    asking = query * since, key * since
-    of_query, of_key = (product(x, before[...], PLAIN) for x in rows)
-    of_joining = product(u, later, PLAIN)
-    query_change += of_query * since
-    key_change += of_key * since + of_joining * until
-    query_out[...] = query_change.astype(query_out.dtype)
-    key_out[...] = key_change.astype(key_out.dtype)
-    left = through(given, since)
-    for out in decay_out:
-        of_since = of_query * asking[0] + of_key * asking[1]
-        decay_change += grown_by(given, SINCE, of_since)
-        decay_change += grown_by(given, UNTIL, of_joining * joining)
-        of_state = grown[...] * before[...].astype(jnp.float32) * left
-        out[...] = decay_change + of_state.sum(axis=0, keepdims=True)
-    both = zip(rows, asking, strict=True)
-    here = [product(x, y.astype(dtype), TURNED) for x, y in both]
-    grown[...] = grown[...] * left + of_heads(plan.sizes, here[0] + here[1])
+    return query_change, key_change, decay_change
 
 
 def _pairs(

@@ -21,6 +21,7 @@ END = "<|endoftext|>"  # of documents, in the vocabularies that are trained here
 ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
 PIECE = 1 << 20  # characters encoded at a time; the library keeps 100 bytes a token
 SAMPLE = 1 << 28  # characters that a vocabulary is learned from, at most
+LEARNED = 1 << 16  # characters of a piece of it: the library keeps 256, and 6 copies
 FILE, ABOUT = "tokenizer.json", "tokenizer_config.json"  # as Hugging Face names them
 
 
@@ -117,13 +118,18 @@ class SubwordTokenizer:
         return {FILE: self.definition, ABOUT: json.dumps(about, indent=1) + "\n"}
 
 
-def pieces(parts: Iterable[str]) -> Iterator[str]:
-    """A text in pieces of about `PIECE` characters, which begin at white space."""
+def pieces(parts: Iterable[str], size: int | None = None) -> Iterator[str]:
+    """A text in pieces of about `size` characters, which begin at white space.
+
+    Args:
+        size: `PIECE` if it is None.
+    """
+    size = size or PIECE
     rest = ""
     for part in parts:
-        for start in range(0, len(part), PIECE):
-            rest += part[start : start + PIECE]
-            if len(rest) >= PIECE and (cut := _last_word_end(rest)):
+        for start in range(0, len(part), size):
+            rest += part[start : start + size]
+            if len(rest) >= size and (cut := _last_word_end(rest)):
                 yield rest[:cut]
                 rest = rest[cut:]
     if rest:
@@ -205,7 +211,8 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> SubwordTokenizer:
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    made.train_from_iterator(_first(texts, SAMPLE), trainer)
+    cut = (piece for text in _first(texts, SAMPLE) for piece in pieces([text], LEARNED))
+    made.train_from_iterator(cut, trainer)
     return SubwordTokenizer(made.to_str(), END)
 
 

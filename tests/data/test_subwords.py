@@ -1,6 +1,9 @@
 """Subword tokenizers: exact text, no special tokens out of text, ends of documents."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +79,36 @@ def test_a_vocabulary_is_learned_from_the_beginning_of_a_large_text(monkeypatch)
     monkeypatch.setattr(subwords, "SAMPLE", 1)
     one = tokens.build("bpe", ["abab " * 9, "xyxy " * 9], vocabulary=300)
     assert one == tokens.build("bpe", ["abab " * 9], vocabulary=300)
+
+
+def test_pieces_that_are_learned_from_change_no_vocabulary(bpe, monkeypatch):
+    for size in (1, 7, 30):
+        monkeypatch.setattr(subwords, "LEARNED", size)
+        again = tokens.build("bpe", [TEXT * 20, "another text\n" * 9], vocabulary=400)
+        assert again == bpe
+
+
+MEMORY = """
+from symjax.data.tokens import build
+
+def peak():  # megabytes, of this process
+    lines = dict(x.split(":", 1) for x in open("/proc/self/status"))
+    return int(lines["VmHWM"].split()[0]) / 1e3
+
+import tokenizers
+before, text = peak(), ("x" * 999 + " ") * 1000
+build("bpe", (text for _ in range(40)), vocabulary=300)
+print(peak() - before)
+"""
+
+
+@pytest.mark.always  # 40 MB of text: in pieces of 1 MB it takes 140
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
+def test_a_vocabulary_is_learned_in_memory_that_does_not_grow_with_the_text():
+    words = [sys.executable, "-c", MEMORY]
+    where = Path(__file__).resolve().parents[2]
+    said = subprocess.run(words, capture_output=True, text=True, check=True, cwd=where)
+    assert float(said.stdout) < 80
 
 
 def test_a_file_is_used_without_its_truncation_and_padding(tmp_path):

@@ -11,9 +11,10 @@ from flax import nnx
 from runs import train, write_text
 
 import eval as evaluate
-from symjax import validation
+from symjax import config, validation
 from symjax.attention import mechanisms
 from symjax.evaluation import compare
+from symjax.layers import Attention
 from symjax.models import build
 from symjax.training.commandline import load, parse
 
@@ -51,21 +52,58 @@ def test_the_snippets_of_the_readme_run(tmp_path, monkeypatch):
     assert names["model"].loss("def main(): pass").bits_per_byte > 0
 
 
-def test_the_mechanism_of_the_page_is_one(monkeypatch):
-    monkeypatch.setitem(mechanisms.MECHANISMS, "sigmoid", None)  # gone after the test
+@pytest.fixture
+def page(monkeypatch):
+    """The names that the code of the page on mechanisms defines."""
+    for name in ("sigmoid", "fading"):  # gone after the test
+        monkeypatch.setitem(mechanisms.MECHANISMS, name, None)
     names: dict = {}
     exec(
         "".join(re.findall(r"```python\n(.*?)```", MECHANISM.read_text(), re.S)), names
     )
-    assert names["mixed"].shape == (2, 16, 32)
+    return names
+
+
+def test_the_score_mechanism_of_the_page_is_one(page):
+    assert page["mixed"].shape == (2, 16, 32)
     query, key, value = np.random.default_rng(0).normal(size=(3, 2, 7, 3, 5))
     scores = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(5)
     seen = np.arange(1, 8)[:, None]
     weights = np.tril(1 / (1 + np.exp(np.log(seen) - scores)))
     wanted = np.einsum("bnts,bsnv->btnv", weights, value)
     arrays = (np.asarray(x, np.float32) for x in (query, key, value))
-    found = names["sigmoid"](*arrays, is_causal=True)
+    found = page["sigmoid"](*arrays, is_causal=True)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+
+
+def test_the_recurrence_of_the_page_is_one(page):
+    """With hidden tokens and segments, and in a layer that decodes."""
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 9, 3, 5))
+    mask = np.ones((2, 1, 1, 9), bool)
+    mask[0, ..., [2, 5]] = False
+    segments = np.array([[0] * 9, [0] * 3 + [1] * 6])
+    age = np.cumsum(mask, axis=3)
+    between = age.swapaxes(2, 3) - age
+    scores = np.einsum("btnh,bsnh->bnts", *(np.maximum(x, 0) for x in (query, key)))
+    seen = np.tril(mask & (segments[:, None, :, None] == segments[:, None, None]))
+    weights = seen * scores * 0.5 ** (between / 64)
+    total = weights.sum(axis=-1, keepdims=True)
+    wanted = np.einsum("bnts,bsnv->btnv", weights / np.where(total, total, 1), value)
+    arrays = [np.asarray(x, np.float32) for x in (query, key, value)]
+    options = {"segment_ids": segments, "chunk_size": 4}
+    found = page["fading_causal"](*arrays, mask, **options)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6)
+    model = config.Model(
+        width=12, heads=3, attention=config.Attention(mechanism="fading", chunk_size=4)
+    )
+    layer = Attention(model, 0, rngs=nnx.Rngs(0))
+    x = np.asarray(query.reshape(2, 9, 15)[..., :12], np.float32)
+    output, cache = [], layer.init_cache(2, 9)
+    for part in (slice(0, 8), slice(8, 9)):
+        position = np.full(2, part.start)
+        new, cache = layer.decode(x[:, part], cache, position)
+        output.append(new)
+    np.testing.assert_allclose(np.concatenate(output, axis=1), layer(x), atol=2e-6)
 
 
 @pytest.mark.parametrize(

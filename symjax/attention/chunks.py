@@ -158,6 +158,15 @@ def hide(chunk: Chunk, seen: Bool[Array, "B T"]) -> Chunk:
     )
 
 
+def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
+    """Who may see whom: the past and oneself, inside one segment."""
+    length = chunk.value.shape[2]
+    past = jnp.tril(jnp.ones((1, length, length), bool))
+    if chunk.segment is None:
+        return past
+    return past & (chunk.segment[:, :, None] == chunk.segment[:, None, :])
+
+
 def through_segments(
     chunk: Chunk, state: Any, empty: Any
 ) -> tuple[Any, Any, Array | None, Array | None]:

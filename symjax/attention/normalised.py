@@ -36,7 +36,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.chunks import Chunk, einsum, products, sum_dtype, through_segments
+from symjax.attention.chunks import (
+    Chunk,
+    einsum,
+    past_pairs,
+    products,
+    sum_dtype,
+    through_segments,
+)
 from symjax.attention.features import Features, LogFeatures
 from symjax.attention.rescue import exact_weights, finite, largest_exponent
 
@@ -114,7 +121,7 @@ class Normalised:
         query, key, value, divisor = self.mapped(parameters, chunk)
         empty = forgotten(state)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
-        pairs, how = _past_pairs(chunk), self.arithmetic(chunk)
+        pairs, how = past_pairs(chunk), self.arithmetic(chunk)
         highest = highest_exponent(before, key)
         row, shift = row_weights(query, highest)
         scores = self.scores(chunk, row, key_weights(key, highest), divisor, how)
@@ -330,15 +337,6 @@ def divide(rows: Rows) -> Float[Array, "B K G T V"]:
     scale = jnp.where(some, 1 / jnp.where(some, constant, 1), 0)
     ones = jnp.where(some, rows.denominator * scale, 1)
     return rows.numerator * scale[..., None] / ones[..., None]
-
-
-def _past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
-    """Who may see whom: the past and oneself, inside one segment."""
-    length = chunk.value.shape[2]
-    past = jnp.tril(jnp.ones((1, length, length), bool))
-    if chunk.segment is None:
-        return past
-    return past & (chunk.segment[:, :, None] == chunk.segment[:, None, :])
 
 
 def _lost(

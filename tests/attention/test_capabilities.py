@@ -19,27 +19,32 @@ B, T, S, N, K, H, V, G = 2, 9, 11, 6, 3, 4, 5, 8
 M = 16
 
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
-# What some mechanisms are given besides query, key and value.
-MORE = {
-    "decay": lambda keys, heads: {"log_decay": jnp.zeros((B, keys, heads))},
-    "delta": lambda keys, heads: {"beta": jnp.ones((B, keys, heads))},
-    "performer": lambda keys, heads: {"projection": jnp.ones((M, H))},
-    "gau": lambda keys, heads: {"divisor": 7.0},
-    "flash": lambda keys, heads: {"group_size": G},
+# By the name of an argument: what a function is given that takes it.
+GIVEN = {
+    "query": lambda keys, heads: jnp.ones((B, T, N, H)),
+    "key": lambda keys, heads: jnp.ones((B, keys, heads, H)),
+    "value": lambda keys, heads: jnp.ones((B, keys, heads, V)),
+    "log_decay": lambda keys, heads: jnp.zeros((B, keys, heads)),
+    "beta": lambda keys, heads: jnp.ones((B, keys, heads)),
+    "projection": lambda keys, heads: jnp.ones((M, H)),
+    "linear_query": lambda keys, heads: jnp.ones((B, T, N, H)),
+    "linear_key": lambda keys, heads: jnp.ones((B, keys, heads, H)),
+    "divisor": lambda keys, heads: 7.0,
+    "group_size": lambda keys, heads: G,
+    "function": lambda keys, heads: "exp",
 }
+
+
+def arguments(function, keys=T, heads=K):
+    names = inspect.signature(function).parameters
+    return {name: make(keys, heads) for name, make in GIVEN.items() if name in names}
 
 
 def call(name, *, keys=T, heads=K, form="attend", **options):
     """The shapes of what a form returns; every check of its arguments is made."""
-    query, key = jnp.ones((B, T, N, H)), jnp.ones((B, keys, heads, H))
-    value = jnp.ones((B, keys, heads, V))
-    options = MORE.get(name, lambda *_: {})(keys, heads) | options
-    arrays = {
-        "matrix_function": (query, value, "exp"),
-        "flash": (query, key, query, key, value),
-    }.get(name, (query, key, value))
     function = getattr(MECHANISMS[name], form)
-    return jax.eval_shape(lambda: function(*arrays, **options))
+    options = arguments(function, keys, heads) | options
+    return jax.eval_shape(lambda: function(**options))
 
 
 def call_with_own_keys(name, **options):
@@ -140,11 +145,8 @@ def test_the_state_has_the_size_of_the_table(name):
     if not capabilities(mechanism)["steps"]:
         assert mechanism.state is None and mechanism.step is None
         return
-    options = {"group_size": G} if name == "flash" else {}
-    if name == "performer":
-        options = {"projection": jnp.ones((M, H))}
-    state = mechanism.state(1, 1, H, V, **options)
-    features = M if name == "performer" else H
+    state = mechanism.state(1, 1, H, V, **arguments(mechanism.state))
+    features = M if "projection" in mechanism.operands else H
     letters = {"H": H, "V": V, "G": G, "M": features}
     counted = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", mechanism.memory)
     arrays = [x for x in jax.tree.leaves(state) if x.ndim > 1]  # one place a row
@@ -164,6 +166,7 @@ def test_the_table_has_a_row_for_each_and_a_cell_for_each_claim():
 
 # A value of each option, which its form must take.
 CHOSEN = {
+    "features": "relu",
     "scale": 0.5,
     "window": 4,
     "length_base": 5.0,
@@ -180,19 +183,13 @@ CHOSEN = {
 def test_every_form_takes_the_options_that_are_declared(name):
     """And refuses those that are not; `chunk_size` is of the causal form alone."""
     mechanism = MECHANISMS[name]
-    features = {"linear": "relu", "performer": "relu"}
     for option in mechanism.options:
-        chosen = features[name] if option == "features" else CHOSEN[option]
-        if option == "function":  # it is given in place
-            assert attention.matrix_function(
-                *[jnp.ones((1, 2, 1, 3))] * 2, chosen
-            ).any()
-            continue
+        chosen = {option: CHOSEN[option]}
         if option != "chunk_size":
-            it_works(call_with_own_keys(name, **{option: chosen}))
+            it_works(call_with_own_keys(name, **chosen))
         if mechanism.causal is not None:
-            it_works(call_with_own_keys(name, form="causal", **{option: chosen}))
-    for option in CHOSEN.keys() - set(mechanism.options) - {"function"}:
+            it_works(call_with_own_keys(name, form="causal", **chosen))
+    for option in CHOSEN.keys() - set(mechanism.options):
         if not mechanism.gated:  # a block decides what a model may choose
             with pytest.raises(TypeError, match=option):
                 call_with_own_keys(name, **{option: CHOSEN[option]})

@@ -336,7 +336,7 @@ def test_tied_embeddings_share_one_table():
         ({"heads": 5}, "model.width 24 must be a multiple of model.heads 5"),
         ({"kv_heads": 2}, "model.kv_heads 2 must divide model.heads 3"),
         ({"symmetric": "plain", "kv_heads": 1}, "must equal model.heads 3"),
-        ({"mechanism": "performr"}, "choose from softmax, sparsemax, entmax15, cosine"),
+        ({"mechanism": "performr"}, f"choose from {', '.join(attention.MECHANISMS)}"),
         ({"mechanism": "cosine", "mask_self": True}, "cosine has no such option"),
         ({"mechanism": "performer", "length_base": 8}, "performer has no such option"),
         ({"features": "relu"}, "softmax has no such option"),

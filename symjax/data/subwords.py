@@ -19,9 +19,9 @@ import numpy as np
 REPLACEMENT = "\ufffd"  # for ids outside the vocabulary
 END = "<|endoftext|>"  # of documents, in the vocabularies that are trained here
 ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
-PIECE = 1 << 20  # characters encoded at a time; the library keeps 100 bytes a token
+PIECE = 1 << 20  # characters of a piece of a corpus
+CUT = 1 << 16  # encoded or learned at a time: the library takes 450 bytes for each
 SAMPLE = 1 << 28  # characters that a vocabulary is learned from, at most
-LEARNED = 1 << 16  # characters of a piece of it: the library keeps 256, and 6 copies
 FILE, ABOUT = "tokenizer.json", "tokenizer_config.json"  # as Hugging Face names them
 
 
@@ -62,7 +62,7 @@ class SubwordTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids [T], of the smallest unsigned type that holds the vocabulary.
 
-        A text longer than `PIECE` characters is cut where white space follows a word,
+        A text longer than `CUT` characters is cut where white space follows a word,
         which for byte-level BPE gives the tokens of the whole text.
 
         Raises:
@@ -76,7 +76,7 @@ class SubwordTokenizer:
                 "a surrogate pair and has no UTF-8 bytes"
             ) from None
         none = np.empty(0, np.min_scalar_type(self.vocabulary - 1))
-        return np.concatenate([none, *self.encode_all(list(pieces([text])))])
+        return np.concatenate([none, *self.encode_all(list(self.pieces([text])))])
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids [T] of each of some pieces of text, on all cores."""
@@ -97,7 +97,7 @@ class SubwordTokenizer:
     @staticmethod
     def pieces(document: Iterable[str]) -> Iterator[str]:
         """A document cut where no token is, as far as `encode` does."""
-        return pieces(document)
+        return pieces(document, CUT)
 
     def describe(self) -> dict[str, str]:
         """What `from_description` needs, as JSON."""
@@ -118,27 +118,26 @@ class SubwordTokenizer:
         return {FILE: self.definition, ABOUT: json.dumps(about, indent=1) + "\n"}
 
 
-def pieces(parts: Iterable[str], size: int | None = None) -> Iterator[str]:
-    """A text in pieces of about `size` characters, which begin at white space.
-
-    Args:
-        size: `PIECE` if it is None.
-    """
-    size = size or PIECE
-    rest = ""
+def pieces(parts: Iterable[str], size: int = PIECE) -> Iterator[str]:
+    """A text in pieces of about `size` characters, which begin at white space."""
+    rest, seen = "", 1
     for part in parts:
         for start in range(0, len(part), size):
             rest += part[start : start + size]
-            if len(rest) >= size and (cut := _last_word_end(rest)):
+            if len(rest) < size:
+                continue
+            if cut := _last_word_end(rest, seen):
                 yield rest[:cut]
-                rest = rest[cut:]
+                rest, seen = rest[cut:], 1
+            else:
+                seen = len(rest)
     if rest:
         yield rest
 
 
-def _last_word_end(text: str) -> int:
-    """Where white space follows the last time; 0: nowhere."""
-    for place in range(len(text) - 1, 0, -1):
+def _last_word_end(text: str, first: int) -> int:
+    """Where white space follows the last time, from a place on; 0: nowhere."""
+    for place in range(len(text) - 1, first - 1, -1):
         if text[place] in " \n" and not text[place - 1].isspace():
             return place
     return 0
@@ -211,7 +210,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> SubwordTokenizer:
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    cut = (piece for text in _first(texts, SAMPLE) for piece in pieces([text], LEARNED))
+    cut = (piece for text in _first(texts, SAMPLE) for piece in pieces([text], CUT))
     made.train_from_iterator(cut, trainer)
     return SubwordTokenizer(made.to_str(), END)
 

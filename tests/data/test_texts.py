@@ -62,7 +62,7 @@ def test_packing_in_small_pieces_gives_the_same_files(
     options = config.Data("text", str(path), tokenizer=tokenizer, **more)
     whole = corpus.open_corpus(options, tmp_path / "whole")
     monkeypatch.setattr(texts, "BLOCK", 5)
-    monkeypatch.setattr(subwords, "PIECE", 4)
+    monkeypatch.setattr(subwords, "CUT", 4)
     parts = corpus.open_corpus(options, tmp_path / "parts")
     assert parts.fingerprint == whole.fingerprint
     if tokenizer == "bpe":  # words and their counts are the same, their order is not

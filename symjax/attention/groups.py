@@ -59,9 +59,6 @@ class Tokens(NamedTuple):
 class Far:
     """The recurrence of the far part: a row reads the sums of the groups before it."""
 
-    def empty(self, parameters: None, sizes: tuple, dtype: Any) -> Array:
-        return jnp.zeros(sizes, dtype)
-
     def advance(
         self, parameters: None, state: Array, chunk: Chunk
     ) -> tuple[Array, Float[Array, "B K G T V"]]:

@@ -67,6 +67,11 @@ class Mechanism(NamedTuple):
     time: str = "T S (H + V)"
     memory: str = "S (H + V)"
 
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """What `implementation` may name; nothing where it is no score mechanism."""
+        return getattr(self.attend, "implementations", ())
+
 
 SCORED = Mechanism(
     softmax,
@@ -167,7 +172,7 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
         "lengths": mechanism.lengths,
         "segments": mechanism.segments,
         "steps": mechanism.step is not None,
-        "fused": "fused" in getattr(mechanism.attend, "implementations", ()),
+        "fused": "fused" in mechanism.implementations,
     }
 
 

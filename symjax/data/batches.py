@@ -17,8 +17,8 @@ import numpy as np
 from symjax.data.corpus import Corpus, check_length
 from symjax.data.documents import Ends, separated
 from symjax.data.mixture import Part, assigned
+from symjax.data.order import visited
 from symjax.data.packed import Packed
-from symjax.data.shards import shard_starts, window_starts
 from symjax.data.stream import Growing, Stream
 from symjax.data.tokens import Tokenizer
 
@@ -172,6 +172,52 @@ def training_windows(
     if ends is None:
         return inputs, targets
     return separated(starts, inputs, targets, ends)
+
+
+def windows_in(size: int, length: int) -> int:
+    """How many windows of length + 1 tokens an epoch of a text of `size` tokens has.
+
+    One fewer than would fit, so that there is room for any shift below length.
+    """
+    return max(1, (size - 1) // length - 1)
+
+
+def window_starts(size: int, numbers: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Where the windows of rows begin in a text of `size` tokens, int64 [B]."""
+    windows = windows_in(size, length)
+    shifts = min(length, size - windows * length)
+    window, key = visited(windows, numbers, seed)
+    shift = key % np.uint64(shifts)
+    return (window * np.uint64(length) + shift).astype(np.int64)
+
+
+def shard_starts(
+    tokens: Tokens, numbers: np.ndarray, length: int, seed: int, shard: int
+) -> np.ndarray:
+    """Where the windows of rows begin in a text of shards of `shard` tokens, int64 [B].
+
+    An epoch goes through the shards in order, the last one shorter, and through each as
+    through a text of its own. Where a row is does not depend on how many shards are
+    packed so far; of a text that grows this waits for the shards of these rows.
+    """
+    each = windows_in(shard, length)
+    last = int(numbers.max()) // each
+    growing = isinstance(tokens, Growing)
+    size = tokens.stream.until((last + 1) * shard) if growing else len(tokens)
+    whole, rest = divmod(size, shard)
+    tail = windows_in(rest, length) if rest > length else 0
+    if last < whole:  # later shards may not be packed yet
+        epoch, place = np.zeros_like(numbers), numbers
+    else:
+        epoch, place = np.divmod(numbers, whole * each + tail)
+    starts, shards = np.empty(len(numbers), np.int64), place // each
+    for index in np.unique(shards).tolist():
+        mine = shards == index
+        full = index < whole
+        own = epoch[mine] * (each if full else tail) + place[mine] - index * each
+        found = window_starts(shard if full else rest, own, length, seed + index)
+        starts[mine] = index * shard + found
+    return starts
 
 
 def heldout_windows(

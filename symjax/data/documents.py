@@ -27,6 +27,11 @@ class Separate(NamedTuple):
     segment_ids: Any
 
 
+def tokens_of(inputs: Any) -> Any:
+    """The tokens of inputs, whether their documents are told apart or not."""
+    return inputs.tokens if isinstance(inputs, Separate) else inputs
+
+
 def separated(
     starts: np.ndarray, inputs: np.ndarray, targets: np.ndarray, ends: Ends
 ) -> tuple[Separate, np.ndarray]:

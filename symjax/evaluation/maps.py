@@ -3,7 +3,7 @@
 import numpy as np
 
 from symjax import config
-from symjax.data.documents import Separate
+from symjax.data.documents import tokens_of
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Inputs, Layer, attentions, read
 from symjax.evaluation.results import Options, Result
@@ -96,7 +96,7 @@ def _sentence(run: LoadedRun, prompt: str | None) -> tuple[Inputs, list[str]]:
     else:
         rows = next(run.examples.heldout_batches((1, model.length), 1))
         shown = rows(0, 1)[0]
-        ids = (shown.tokens if isinstance(shown, Separate) else shown)[0]
+        ids = tokens_of(shown)[0]
     if model.patch:
         rows, columns = (size // model.patch for size in model.image[:2])
         return ids, [f"{y},{x}" for y in range(rows) for x in range(columns)]

@@ -10,10 +10,9 @@ from numpy.typing import ArrayLike
 from symjax import config
 from symjax.data.generated import NOTHING
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.reading import Inputs, Layer, read
+from symjax.evaluation.reading import Inputs, Layer, attentions, read
 from symjax.evaluation.results import Options, progress
 from symjax.models.build import Model
-from symjax.models.encoder import Encoder
 
 WINDOWS = 4  # of held-out text that are read, unless --batches says fewer
 IMAGES = 32  # likewise; they have few tokens
@@ -121,7 +120,7 @@ def _is_filled(inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> 
 
 def _window(model: Model, inputs: Inputs, targets: np.ndarray) -> Window:
     layers = read(model, inputs)
-    visible = all_pairs(len(layers[0].hidden), causal=not isinstance(model, Encoder))
+    visible = all_pairs(len(layers[0].hidden), causal=attentions(model)[0].mixer.causal)
     if inputs.ndim > 1:
         return Window(None, targets, layers, visible)
     there = inputs >= 0

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from symjax import config
-from symjax.attention import MECHANISMS, ScoreMechanism
+from symjax.attention import MECHANISMS
 from symjax.attention.mechanisms import capabilities
 from symjax.layers.mechanisms import part_of
 from symjax.layers.parts import Sizes, named_options
@@ -128,9 +128,8 @@ def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None
     chosen = options.attention.implementation
     lacking = []
     for name in names:
-        attend = MECHANISMS[name].attend
-        known = attend.implementations if isinstance(attend, ScoreMechanism) else ()
-        if "implementation" in MECHANISMS[name].options and chosen not in known:
+        form = MECHANISMS[name]
+        if "implementation" in form.options and chosen not in form.implementations:
             lacking.append(name)
     if lacking:
         raise ValueError(

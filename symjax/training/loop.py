@@ -17,12 +17,14 @@ from symjax.data.folder import source_change
 from symjax.data.mixture import rounded
 from symjax.models.generate import generate
 from symjax.places import home, in_bucket
+from symjax.tables import aligned
 from symjax.training import preflight
-from symjax.training.closing import closing
+from symjax.training.curve import NAME as CURVE
 from symjax.training.curve import draw
 from symjax.training.exit_codes import Interrupted
 from symjax.training.initial import Start
 from symjax.training.interrupt import Interrupts
+from symjax.training.metrics import rows_of
 from symjax.training.opened import Run, open_run
 from symjax.training.optimizer import schedule_change
 from symjax.training.processes import (
@@ -31,6 +33,8 @@ from symjax.training.processes import (
     process_zero_first,
     to_host,
 )
+from symjax.training.profile import FOLDER as TRACES
+from symjax.training.progress import duration
 from symjax.training.saved import described
 from symjax.training.step import Means, State, means
 
@@ -111,10 +115,28 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
     run.progress.line(
         f"complete at step {done}: python eval.py --workdir {run.workdir}"
     )
-    steps, unit = run.checkpoints.steps(), run.examples.unit
-    on_process_zero(lambda: draw(run.workdir, unit))
-    for line in closing(run.workdir, steps, unit, run.clock.goodput()):
+    on_process_zero(lambda: draw(run.workdir, run.examples.unit))
+    for line in summary(run):
         run.progress.line(line)
+
+
+def summary(run: Run) -> list[str]:
+    """What a complete run prints: its best loss, its goodput, where things are."""
+    workdir, name, rows = run.workdir, "heldout/loss", []
+    found = [x for x in rows_of(workdir) if isinstance(x.get(name), float)]
+    if best := min(found, key=lambda x: x[name], default=None):
+        loss = f"{best[name]:.4f} nats/{run.examples.unit} at step {best['step']}"
+        rows.append(("best held-out loss", loss))
+    share, seconds = run.clock.goodput()
+    rows.append(("goodput", f"{share:.0%} of {duration(seconds)} were steps"))
+    steps = ", ".join(map(str, run.checkpoints.steps()))
+    rows.append(("checkpoints", f"{workdir / 'checkpoints'}: {steps}"))
+    rows.append(("metrics", str(workdir / "metrics.jsonl")))
+    if (home(workdir) / CURVE).exists():
+        rows.append(("loss curve", str(workdir / CURVE)))
+    if (home(workdir) / TRACES).exists():
+        rows.append(("trace", str(workdir / TRACES)))
+    return aligned(rows)
 
 
 def stop_waiting(

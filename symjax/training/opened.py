@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,19 +12,22 @@ from etils import epath
 from symjax import config
 from symjax.data.examples import Examples
 from symjax.models import cost
-from symjax.places import home
+from symjax.places import home, in_bucket, sent
 from symjax.training import chips, preflight
-from symjax.training.ahead import Ahead
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.initial import Start, initial_state
 from symjax.training.interrupt import Interrupts
+from symjax.training.launch import is_process_zero
 from symjax.training.metrics import Metrics
-from symjax.training.mirror import Mirror
 from symjax.training.processes import all_succeed, check_same, process_zero_first
 from symjax.training.profile import Profile
-from symjax.training.progress import Clock, Progress
+from symjax.training.progress import Clock, Progress, print_warning
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, compile_program
+
+ASK = 0.2  # seconds between the questions whether to stop waiting for a batch
+# Files, and folders of files, of which a bucket gets copies.
+COPIED = ("metrics.jsonl", "metrics.png", "tensorboard", "profile")
 
 
 @dataclass
@@ -38,6 +42,86 @@ class Skips:
         skipped, self.total = total > self.total, int(total)
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         return skipped
+
+
+class Ahead:
+    """The batches of steps, each made while the step before it runs.
+
+    A batch depends on its step alone, so a resumed run needs to know nothing of this.
+
+    Args:
+        make: step → its batch; what it raises, `take` raises.
+        last: the last step.
+    """
+
+    def __init__(self, make: Callable[[int], Any], last: int):
+        self._make, self._last = make, last
+        self._pool = ThreadPoolExecutor(1, "batches")
+        self._next: Future | None = None
+
+    def take(self, step: int, stop: Callable[[], bool] = lambda: False) -> Any:
+        """The batch of a step; that of the next one is begun.
+
+        Args:
+            stop: asked while the batch is not there, as one of a stream may not be.
+        Returns:
+            None if `stop` said so.
+        """
+        if self._next is None:
+            self._next = self._pool.submit(self._make, step)
+        while not wait([self._next], ASK).done:
+            if stop():
+                return None
+        batch = self._next.result()
+        more = step < self._last
+        self._next = self._pool.submit(self._make, step + 1) if more else None
+        return batch
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class Mirror:
+    """Brings whole files from a run's `home` to its workdir, where these are two.
+
+    The first of several processes does, with the files of its machine.
+    """
+
+    def __init__(self, workdir: epath.Path):
+        self._workdir, self._home = workdir, home(workdir)
+        self._copied: dict[str, tuple[int, int]] = {}  # size and time of each file
+        self._failed = False
+
+    def copy(self) -> None:
+        """What has changed since it was copied; a store that cannot be written is said
+        in one line, and tried again the next time."""
+        if not in_bucket(self._workdir) or not is_process_zero():
+            return
+        try:
+            for name, stamp in self._stamps().items():
+                if self._copied.get(name) != stamp:
+                    sent(self._workdir, name)
+                    self._copied[name] = stamp
+        except OSError as error:
+            if not self._failed:
+                print_warning(
+                    f"metrics cannot be copied to {self._workdir} ({error.strerror}): "
+                    f"going on, they are in {self._home}"
+                )
+            self._failed = True
+        else:
+            self._failed = False
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for name in COPIED:
+            path = self._home / name
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                if file.is_file():
+                    status = file.stat()
+                    stamp = status.st_size, status.st_mtime_ns
+                    found[file.relative_to(self._home).as_posix()] = stamp
+        return found
 
 
 class Run(NamedTuple):

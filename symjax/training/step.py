@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from symjax import config
-from symjax.data.documents import Separate
+from symjax.data.documents import Separate, tokens_of
 from symjax.layers import Constant
 from symjax.models.build import Model, build
 from symjax.training import sharding
@@ -138,7 +138,7 @@ class Steps(NamedTuple):
 
     def calibrate(self, params, constants, inputs) -> dict:
         model = nnx.merge(self.graph, params, constants)
-        model.calibrate(inputs.tokens if isinstance(inputs, Separate) else inputs)
+        model.calibrate(tokens_of(inputs))
         return parts(model)[1]
 
     def evaluate(self, params, constants, inputs, targets, weights, key):

@@ -226,6 +226,18 @@ def test_wrong_shapes_of_the_second_version_are_named(case):
         assert str(case[which]) in str(refusal.value)
 
 
+@pytest.mark.parametrize("name, shape", [("mask", (1, 2 * N, T, T)), ("alibi", (K,))])
+def test_an_option_of_each_head_has_as_many_heads_as_the_output(name, shape):
+    """Of a mechanism of unknown weights too, which runs for both branches."""
+
+    def unknown(*arrays, **options):
+        return attention.softmax(*arrays, **options)
+
+    arrays, option = single(DIFFERENTIAL.arrays()), np.ones(shape, bool)
+    with pytest.raises(ValueError, match=rf"{name} must have one head or {N}, as many"):
+        attention.differential(*arrays, attend=unknown, **{name: option})
+
+
 def test_lambda_of_each_head_belongs_to_its_head():
     """A head with λ = 0 is its first branch alone; the others are not."""
     query, key, value, lam = single(DIFFERENTIAL.arrays())

@@ -99,6 +99,15 @@ def test_a_product_with_a_permutation_turns_pairs_alike(shape, dtype):
         )
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_as_wide_as_the_lanes_turn_alike_where_there_is_no_tpu(interleaved):
+    x = np.random.default_rng(4).normal(size=(1, T, 2, 128)).astype(np.float32)
+    order = np.arange(128).reshape(2, -1).T.ravel() if interleaved else np.arange(128)
+    wanted = oracles.rotate(x[..., np.argsort(order)], POSITIONS[:1])
+    found = attention.rotate(x, POSITIONS[:1], interleaved=interleaved)
+    close(found, wanted[..., order], 1e-5)
+
+
 def test_odd_parts_of_a_head_are_refused():
     with pytest.raises(ValueError, match=r"even.*share 1.0 of \(2, 19, 6, 9\)"):
         attention.rotate(jnp.ones((B, T, N, 9)), POSITIONS)

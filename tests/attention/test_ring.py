@@ -221,6 +221,16 @@ REFUSED = {
         {},
         {"return_state": True},
     ),
+    "positions have no meaning with axis_name 'sequence'": (
+        attention.softmax,
+        {"positions": np.arange(T)[None]},
+        CAUSAL,
+    ),
+    "needs as many keys as queries, got query (2, 24, 4, 3) and key (2, 23, 2, 3)": (
+        attention.softmax,
+        {"key": draw(B, T - 1, K, H), "value": draw(B, T - 1, K, V)},
+        {},
+    ),
     "a device's 24 tokens, query (2, 24, 4, 3), are not a multiple of group_size 5": (
         attention.flash_causal,
         MORE,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax.attention.triangular import solve_unit_lower
+from symjax.attention.delta_rule import solve_unit_lower
 
 
 def example(length, seed=0):

@@ -79,6 +79,16 @@ def test_gradients_of_a_window_are_those_of_its_mask(name, window):
     every_close(gradients, wanted, 1e-12)
 
 
+def test_a_window_and_a_mask_of_pairs_hide_what_either_hides():
+    arrays = SOFTMAX.arrays()
+    mask = np.random.default_rng(6).random((B, 1, T, T)) < 0.7
+    for pairs in ({"mask": mask}, {"bias": 2.0 * mask}):
+        options = {"window": (3, 0), **pairs}
+        with jax.enable_x64(True), blocks(2, 2):
+            found = jitted(SOFTMAX.attend, **options)(*arrays)
+        close(found, SOFTMAX.oracle(*arrays, **options), 1e-13)
+
+
 def test_queries_and_keys_in_a_window_may_differ_in_number():
     """More keys than queries, as in a cache, and fewer."""
     for length, keys in ((T, 2 * S), (T, 5), (1, S)):

@@ -15,10 +15,10 @@ import pytest
 
 from symjax import config
 from symjax.data import corpus, hub, packer, sources, stream
+from symjax.data.batches import shard_starts, windows_in
 from symjax.data.cache import name_of, root
 from symjax.data.examples import text_examples
 from symjax.data.manifest import MANIFEST, read_manifest
-from symjax.data.shards import shard_starts, windows_in
 
 SHARD, LENGTH, TOKENS = 3000, 32, 20_000
 TEXTS = [f"document {i}: " + f"{i * i % 97} sheep, " * (3 + i % 40) for i in range(400)]

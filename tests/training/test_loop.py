@@ -15,8 +15,8 @@ import runs
 from runs import ROOT, SECONDS, train
 
 from symjax.training import chips, interrupt, loop, preflight, progress
-from symjax.training.ahead import Ahead
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.opened import Ahead
 from symjax.training.progress import Clock
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -9,8 +9,8 @@ import pytest
 from runs import TEXT, train
 
 from symjax.data import stream
-from symjax.training.ahead import Ahead
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.opened import Ahead
 
 pytestmark = pytest.mark.usefixtures("cache")
 

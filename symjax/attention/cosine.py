@@ -52,6 +52,8 @@ def cosine(
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, or a mask that hides pairs and not keys.
+    Source: the linear form is that of Katharopoulos et al. 2020, arXiv:2006.16236,
+        equations 8 to 12.
     """
     if is_causal:
         return attend_causal(

@@ -44,6 +44,8 @@ def differential_lambda(
 
     One λ a layer, shared by its heads; it may become negative.
 
+    Raises:
+        ValueError: vectors of different lengths.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 2.
     """
     shapes = [x.shape for x in (query_1, key_1, query_2, key_2)]

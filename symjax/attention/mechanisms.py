@@ -32,7 +32,7 @@ class Mechanism(NamedTuple):
         attend: over all keys.
         causal: over a token itself and its past; equal to `attend` where there is no
             other form.
-        options: keywords that a model, or who wraps the function, may choose.
+        options: keywords that a model, or code around the function, may choose.
         operands: arrays beside query, key and value.
         required: the operands that have no default.
         is_causal: `attend` has such an option.

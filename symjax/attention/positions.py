@@ -130,6 +130,8 @@ def alibi_slopes(heads: int) -> Float[Array, "N"]:
     For any other N: the slopes of the power of two below it, then every other slope
     of the power of two above it, beginning with the first.
 
+    Raises:
+        ValueError: fewer than 1 head.
     Source: Press et al. 2021, arXiv:2108.12409, section 3 and its published code.
     """
     if heads < 1:

@@ -65,6 +65,8 @@ def matrix_function(
         ValueError: shapes that do not fit; an unknown function; alpha without a
             resolvent; a mask that hides pairs; segment_ids, since every segment is a
             matrix of its own.
+    Source: Courtois et al. 2024, arXiv:2406.06366 (the rank of QQᵀ); Higham 2008,
+        Functions of Matrices, chapter 1.
     """
     _check(query, value, mask, segment_ids)
     name, parameter = _parsed(function, alpha)

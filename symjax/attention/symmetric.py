@@ -76,7 +76,8 @@ def symmetric(
 
     Half the projections and half the key cache of a layer with its own keys. The map
     is symmetric before masking and normalising. With unit-variance inputs a token
-    weighs itself most, |q|²/√H; `mask_self=True` or `normalise` soften that.
+    weighs itself most, |q|²/√H; `mask_self=True` or `normalise` soften that. Cost as of
+    `attend`, and O(T N H²) with a metric.
 
     Args:
         metric, normalise: of `symmetric_key`.
@@ -84,6 +85,8 @@ def symmetric(
     Raises:
         ValueError: value heads differ from query heads (grouped heads would need a
             key for several queries).
+    Source: Courtois et al. 2024, arXiv:2406.06366 (a metric); Kitaev et al. 2020,
+        arXiv:2001.04451 (shared and normalised keys).
     """
     check_arrays("symmetric", query=query, value=value)
     if query.shape[2] != value.shape[2]:

@@ -35,7 +35,7 @@ def entries(options: config.Data) -> list[tuple[float, config.Data]]:
 
     Raises:
         ValueError: an entry is no SOURCE:WEIGHT, a weight is not positive, a source
-            stands twice, or one is given beside the mixture.
+            is given twice, or one is given beside the mixture.
     """
     if not options.mixture:
         return [(1.0, options)]
@@ -47,7 +47,7 @@ def entries(options: config.Data) -> list[tuple[float, config.Data]]:
         name, _, number = entry.strip().rpartition(":")
         place = os.path.realpath(os.path.expanduser(name))  # of the hub too: unique
         if not name or place in places:
-            why = "stands twice" if name else "is no SOURCE:WEIGHT"
+            why = "is given twice" if name else "is no SOURCE:WEIGHT"
             raise ValueError(f"{where}: {entry.strip()!r} {why}")
         found[name] = _weight(number, where)
         places.add(place)

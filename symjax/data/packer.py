@@ -4,13 +4,13 @@
 
 It is a process of its own, since tokenizing and decoding in a thread would hold the
 interpreter's lock for as long as a step takes. It ends with the one that started it,
-whose end of its stdin closes. Killed at any moment, the next one goes on after the
-last document that the file of its progress knows.
+whose end of its stdin closes. If it is killed, the next one continues after
+the last document in the file of its progress.
 
 In the folder of the corpus, until `corpus.json` says that it is whole:
 
     train.npy, train_ends.npy   growing; heldout.npy and its ends are whole
-    head.json       what is known when the first shard stands: tokenizer, fingerprint
+    head.json       what is known once the first shard is packed: tokenizer, fingerprint
     progress.json   what is safely on the disk, and the state of the stream after it
 """
 
@@ -155,8 +155,8 @@ class _Packing:
         return SplitWriter(*made, counts)
 
     def run(self) -> None:
-        """Write training documents, but copies of what is held out, and say after each
-        shard what stands."""
+        """Write training documents, but copies of what is held out, and their number
+        after each shard."""
         shard, wanted = self.order.shard, self.options.tokens
         writer = self._writer("train", self.counts)
         with bar(min(shard, wanted), "packing the first tokens", " tokens") as shown:
@@ -179,7 +179,7 @@ class _Packing:
         self._finish(writer.close())
 
     def _advance(self, writer: SplitWriter) -> None:
-        """Say what stands; the first time also what it is."""
+        """Write how much is packed; the first time also the manifest so far."""
         counts = writer.sync()
         if self.head is None:
             self.head = self._head(counts)

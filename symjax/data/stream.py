@@ -61,10 +61,10 @@ class Stream:
         print(order.as_json(), file=self._input, flush=True)
 
     def until(self, tokens: int) -> int:
-        """Wait until so many tokens stand, or the stream has come to its end.
+        """Wait until so many tokens are packed, or the stream has ended.
 
         Returns:
-            the tokens that stand.
+            the tokens that are packed.
         Raises:
             ValueError: the packer has ended before that, for a reason that it says.
         """
@@ -98,7 +98,7 @@ class Stream:
         self._end()
 
     def _look(self) -> bool:
-        """Whether all is packed; what stands is in `counts`."""
+        """Whether all is packed; `counts` says how much is so far."""
         if self.complete:
             return True
         if (self.place / MANIFEST).exists():
@@ -128,7 +128,7 @@ def _end(process: subprocess.Popen) -> None:
 class Growing:
     """An array [T] of a .npy file to which a packer appends; slices of it are arrays.
 
-    Its length is what stands now.
+    Its length is what is packed so far.
     """
 
     def __init__(self, stream: Stream, name: str):
@@ -161,7 +161,7 @@ class Growing:
 def open_stream(
     options: config.Data, directory: Path, *, replace: bool
 ) -> tuple[dict[str, Any], dict[str, Packed | Growing]]:
-    """The manifest of a run and its arrays by name, once the first shard stands.
+    """The manifest of a run and its arrays by name, once the first shard is packed.
 
     Args:
         replace: as of `open_folder`.

@@ -60,7 +60,7 @@ def existing(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
     for workdir in workdirs:
         real = str(workdir) if in_bucket(workdir) else os.path.realpath(workdir)
         if real in places:
-            raise ValueError(f"--workdirs: {workdir} stands twice")
+            raise ValueError(f"--workdirs: {workdir} is given twice")
         places.add(real)
         metas[workdir] = _meta(workdir)
     (first, one), *others = metas.items()

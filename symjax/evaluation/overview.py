@@ -1,4 +1,4 @@
-"""What stands at the top of a report: configuration, data and the loss curve."""
+"""The top of a report: configuration, data and the loss curve."""
 
 from typing import Any
 

@@ -253,7 +253,7 @@ class Attention(nnx.Module):
         return self.rotate(query, positions), self.rotate(key, positions), value
 
     def lam(self) -> Float[Array, ""]:
-        """λ of a differential V1 layer as it stands."""
+        """The present λ of a differential V1 layer."""
         return attention.differential_lambda(
             self.lambda_query_1[...],
             self.lambda_key_1[...],

@@ -86,8 +86,8 @@ WRONG = {
     "x.txt:": "a weight is a number above 0, got ''",
     "x.txt:0,y.txt:1": "a weight is a number above 0, got '0'",
     "x.txt:inf,y.txt:1": "a weight is a number above 0, got 'inf'",
-    "x.txt:1,x.txt:2": "'x.txt:2' stands twice",
-    "x.txt:1,./x.txt:2": "'./x.txt:2' stands twice",
+    "x.txt:1,x.txt:2": "'x.txt:2' is given twice",
+    "x.txt:1,./x.txt:2": "'./x.txt:2' is given twice",
     ",".join(f"{x}.txt:1" for x in range(1001)): "1001 are too many for 1000 rows",
     "nowhere.txt:1": "data.path 'nowhere.txt' does not exist",
 }

@@ -113,7 +113,7 @@ def test_a_run_is_compared_once(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to("a")
     for twice in ("a", "link"):
         paths = [tmp_path / name for name in ("a", "b", twice)]
-        with pytest.raises(ValueError, match=f"--workdirs: .*{twice} stands twice"):
+        with pytest.raises(ValueError, match=f"--workdirs: .*{twice} is given twice"):
             compared_runs.existing(paths)
 
 

@@ -257,7 +257,7 @@ def _diagonal() -> Bool[Array, "128 128"]:
 
 
 def column(row: Shaped[Array, "1 r"]) -> Shaped[Array, "r 1"]:
-    """A row stood up; by the sums of diagonals, at a tenth of a reshape's cost."""
+    """A row as a column; by the sums of diagonals, at a tenth of a reshape's cost."""
     pieces = [
         jnp.where(_diagonal(), row[:, x : x + LANES], 0).sum(axis=1, keepdims=True)
         for x in range(0, row.shape[1], LANES)

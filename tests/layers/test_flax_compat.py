@@ -247,6 +247,17 @@ def test_what_cannot_be_honoured_is_refused_by_name(mechanism, options, call, me
         attention_fn(mechanism, **options)(array, key, key, **call)
 
 
+def test_a_mechanism_without_a_causal_form_is_refused_where_one_is_wanted(monkeypatch):
+    def mean(query, key, value, mask=None):
+        return jnp.broadcast_to(value.mean(axis=1, keepdims=True), query.shape)
+
+    monkeypatch.setitem(attention.MECHANISMS, "mean", attention.Mechanism(mean))
+    arrays = SQUARE, SQUARE, 2 * SQUARE
+    np.testing.assert_allclose(attention_fn("mean")(*arrays), 2 * SQUARE)
+    with pytest.raises(ValueError, match="mean has no causal form"):
+        attention_fn("mean", is_causal=True)(*arrays)
+
+
 @pytest.mark.parametrize(
     ("mechanism", "options", "message"),
     [

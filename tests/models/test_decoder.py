@@ -362,6 +362,8 @@ def test_tied_embeddings_share_one_table():
         ({"rope_base": 0.0}, "model.rope_base must be at least 1"),
         ({"dropout": 1.0}, "model.dropout must be below 1"),
         ({"vocabulary": 0}, "model.vocabulary must be at least 1"),
+        ({"norm": "batchnorm"}, "'batchnorm' is unknown: choose from layernorm, rms"),
+        ({"activation": "tanh"}, "'tanh' is unknown: choose from relu, gelu, swiglu"),
         ({"width": -24}, "model.width must be at least 1"),
         ({"mechanism": "performer", "features": "sine"}, "positive"),
     ],

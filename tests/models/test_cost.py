@@ -1,0 +1,74 @@
+"""The operations of attention by formula, beside those of the program's products."""
+
+import math
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from symjax import config
+from symjax.attention import MECHANISMS
+from symjax.models import transformer
+from symjax.models.cost import attention_flops
+
+LENGTH = 4096
+
+
+def counted(function, *arrays) -> int:
+    """FLOPs of all matrix products; of branches the cheapest one."""
+    return of_products(jax.make_jaxpr(function)(*arrays).jaxpr)
+
+
+def of_products(jaxpr) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            sizes = [equation.invars[0].aval.shape[axis] for axis in contracted]
+            total += 2 * equation.outvars[0].aval.size * math.prod(sizes)
+        inner = map(of_products, jax.extend.core.jaxprs_in_params(equation.params))
+        joined = min if equation.primitive.name == "cond" else sum
+        times = equation.params.get("length", 1)  # of a scan
+        total += times * joined(list(inner) or [0])
+    return total
+
+
+def both(mechanism: str, **changes) -> tuple[float, float]:
+    """Of one token: by formula, and counted."""
+    chosen = config.Attention(mechanism=mechanism)
+    options = config.Model(
+        width=96, heads=3, length=LENGTH, attention=chosen, **changes
+    )
+
+    def operands(x):
+        layer = transformer.block(options, 0, nnx.Rngs(jax.random.key(0))).attentions[0]
+        return layer, layer.operands(x, jnp.arange(LENGTH)[None])
+
+    def prepared(x):
+        return [operand.array for operand in operands(x)[1].values()]
+
+    def mixed(x):
+        layer, given = operands(x)
+        return layer.mixer(given)
+
+    x = jnp.zeros((1, LENGTH, options.width))
+    found = counted(mixed, x) - counted(prepared, x)
+    return attention_flops(options, 0), found / LENGTH
+
+
+@pytest.mark.parametrize("name", [x for x, y in MECHANISMS.items() if y.bidirectional])
+def test_over_all_keys_the_formula_counts_the_products(name):
+    """A matrix function also takes H³ operations a head, which do not grow with T."""
+    formula, found = both(name, kind="encoder", classes=2)
+    assert 0.9 < found / formula < 1.15
+
+
+@pytest.mark.parametrize(
+    "name", [x for x, y in MECHANISMS.items() if y.causal or y.is_causal]
+)
+def test_of_causal_pairs_the_formula_counts_half(name):
+    """The program computes more: whole blocks of them, and all pairs of a chunk."""
+    formula, found = both(name)
+    assert 0.9 < found / formula < 2.1

@@ -98,6 +98,9 @@ def parse(words: list[str]) -> Command:
     workdir = places.place(known.workdir or Path("runs", name))
     if known.target is not None and not known.dry_run:
         raise ValueError(f"--target {known.target!r} is of --dry_run: give both")
+    if known.dry_run and (known.pack or known.verify):
+        other = "--pack" if known.pack else "--verify"
+        raise ValueError(f"--dry_run reads no data: leave {other} out")
     options = validation.from_dict(tree)
     steps_of(options.log.profile, options.steps)
     if options.init_from:

@@ -112,6 +112,7 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
         if stop is not None and done < options.steps:
             raise interrupted(run, done, stop)
     run.checkpoints.wait()  # a signal does not end the last save
+    run.profile.close()  # of steps that the run does not have
     run.progress.line(
         f"complete at step {done}: python eval.py --workdir {run.workdir}"
     )

@@ -411,7 +411,7 @@ def test_utilisation_is_shown_where_the_chip_is_known(
 
 
 def test_a_trace_of_the_steps_that_were_asked_for(text, workdir, capsys):
-    assert train(text, workdir, steps=3, log__profile="2:3") == 0
+    assert train(text, workdir, steps=3, log__profile="2:9") == 0
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     assert f"trace               {workdir}/profile\n" in capsys.readouterr().err
     refused = {

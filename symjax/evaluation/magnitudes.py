@@ -62,7 +62,8 @@ def gradients(run: LoadedRun, options: Options) -> Result:
     Source: Qin et al. 2022, arXiv:2210.10340, section 3.1.
     """
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
-    known = [i for i, x in enumerate(names) if x == "softmax" or part_of(x).features]
+    parts = [part_of(name) for name in names]
+    known = [i for i, x in enumerate(parts) if x.exponential or x.features]
     left = sorted({x for i, x in enumerate(names) if i not in known})
     text = [f"gradients: not known for {', '.join(left)}"] if left else []
     if not known:
@@ -74,12 +75,12 @@ def gradients(run: LoadedRun, options: Options) -> Result:
         return np.abs(slope(layer)[..., window.visible]).ravel()
 
     rows = []
-    for index, parts in by_layer(run, options, measure, known).items():
-        slopes = np.concatenate(parts)
+    for index, windows in by_layer(run, options, measure, known).items():
+        slopes = np.concatenate(windows)
         row = {"layer": index, "mechanism": names[index]}
         row |= {"largest": float(slopes.max()), "mean": float(slopes.mean())}
         row["quantile_99"] = float(np.quantile(slopes, 0.99))
-        rows.append(row | {"bound": BOUND if names[index] == "softmax" else None})
+        rows.append(row | {"bound": BOUND if parts[index].exponential else None})
     columns = ("layer", "mechanism", "largest", "mean", "99 % below", "bound")
     return Result({"gradients": rows}, text, (table("gradients", columns, rows),))
 

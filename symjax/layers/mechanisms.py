@@ -1,4 +1,4 @@
-"""The parts of layers by mechanism: those that need more than queries and keys."""
+"""The parts of layers by mechanism, of those that declare one."""
 
 from typing import Any
 
@@ -48,6 +48,7 @@ def _flops_of_a_matrix(layer: Any, length: int) -> float:
 
 
 PARTS = {
+    "softmax": Part(exponential=True),
     "cosine": COSINE,
     "decay": DECAY,
     "delta": DELTA,

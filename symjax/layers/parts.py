@@ -79,6 +79,7 @@ class Part(NamedTuple):
         fitted: constants that `fit` finds.
         convert: (weights, source, target) → the weights of a layer of the target.
         features: options → the feature maps φ of weights φ(q)·φ(k), if they are plain.
+        exponential: weights are exp(score) over the sum of their row.
     """
 
     weights: Callable[..., dict[str, Any]] | None = None
@@ -96,3 +97,4 @@ class Part(NamedTuple):
     fitted: tuple[str, ...] = ()
     convert: Callable[..., dict[str, Any]] | None = None
     features: Callable[[dict[str, Any]], Any] | None = None
+    exponential: bool = False

@@ -9,7 +9,7 @@ from flax import nnx
 
 from symjax import config
 from symjax.layers import Constant
-from symjax.models import Decoder, convert
+from symjax.models import Decoder, build, convert
 from symjax.models.convert import carried
 
 MODEL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
@@ -27,7 +27,7 @@ def learned(features, **attention) -> config.Model:
 
 def weights(options):
     """Of a model that is not as it was initialised: biases are not zero."""
-    params = nnx.to_pure_dict(nnx.state(Decoder(options, rngs=nnx.Rngs(3)), nnx.Param))
+    params = nnx.to_pure_dict(nnx.state(build(options, rngs=nnx.Rngs(3)), nnx.Param))
     key = jax.random.key(4)
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape), params)
 
@@ -38,9 +38,9 @@ def run(model, tokens):
 
 
 def scores(options, params):
-    decoder = Decoder(options, rngs=nnx.Rngs(5))
-    nnx.update(decoder, params)
-    return np.asarray(run(decoder, TOKENS))
+    built = build(options, rngs=nnx.Rngs(5))
+    nnx.update(built, params)
+    return np.asarray(run(built, TOKENS))
 
 
 def converted(source, target):
@@ -78,10 +78,17 @@ def converted(source, target):
             replace(model(mechanism="gau"), positions="rope"),
             replace(model(mechanism="gau"), positions="rope", length=64),
         ),
+        (
+            replace(model(mechanism="gau"), positions="rope", kind="encoder"),
+            replace(
+                model(mechanism="gau"), positions="rope", kind="encoder", length=64
+            ),
+        ),
+        (model(mechanism="linear"), model(mechanism="linear", differential="v2")),
     ],
     ids=[
         *("v2", "own", "metric", "norms", "convolutions", "same"),
-        *("universal", "decay", "mamba2", "hedgehog", "gau"),
+        *("universal", "decay", "mamba2", "hedgehog", "gau", "gau encoder", "linear"),
     ],
 )
 def test_the_function_is_kept_where_it_can_be(source, target):

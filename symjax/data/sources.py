@@ -106,9 +106,10 @@ def check_keys(options: config.Data) -> None:
         value, unset = getattr(options, key), getattr(config.Data(), key)
         if value != unset and key not in KEYS[options.source]:
             readers = ", ".join(name for name, keys in KEYS.items() if key in keys)
+            left = "empty" if unset == "" else unset
             raise ValueError(
                 f"data.{key} {value!r} is read by data.source={readers} only: set "
-                f"data.source={readers}, or leave data.{key} {unset or 'empty'}"
+                f"data.source={readers}, or leave data.{key} {left}"
             )
     if options.mixture and options.label:
         raise ValueError(

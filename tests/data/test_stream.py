@@ -212,7 +212,7 @@ def test_what_the_packer_refuses_is_the_line_of_the_run(
         ({"streaming": False}, "data.streaming False and data.tokens 20000"),
         ({"tokenizer": "char"}, "data.tokenizer char needs all characters before"),
         ({"label": "n"}, "data.streaming is of one text"),
-        ({"source": "stdlib", "name": ""}, "is read by data.source=hub only"),
+        ({"source": "stdlib", "name": ""}, "hub only.* leave data.streaming False"),
     ],
 )
 def test_keys_that_do_not_fit_a_stream_are_refused(options, changes, said):

@@ -174,25 +174,26 @@ def compile_program(
         NamedSharding(mesh, _axes(x.shape, shape))
         for x in batch_like(options.model, shape)
     )
+    jit = functools.partial(jax.jit, compiler_options=sharding.compiler_options(mesh))
     return Program(
         model=options.model,
         graph=steps.graph,
         mesh=mesh,
         state=_abstract(jax.eval_shape(steps.initial, 0)[0], state),
         constants=_abstract(constants, fixed),
-        initial=jax.jit(steps.initial, out_shardings=(state, fixed)),
-        train=jax.jit(
+        initial=jit(steps.initial, out_shardings=(state, fixed)),
+        train=jit(
             steps.train,
             in_shardings=(state, fixed, inputs, targets, None),
             out_shardings=(state, None),
             donate_argnums=0,
         ),
-        calibrate=jax.jit(
+        calibrate=jit(
             steps.calibrate,
             in_shardings=(weights, fixed, inputs),
             out_shardings=fixed,
         ),
-        evaluate=jax.jit(
+        evaluate=jit(
             steps.evaluate,
             in_shardings=(weights, fixed, inputs, targets, targets, None),
         ),

@@ -2,7 +2,11 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from runs import preset
 
 from symjax import config
@@ -52,6 +56,24 @@ def check(name, size, target):
 
 def with_libtpu():
     pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
+
+
+def test_weights_are_gathered_before_their_products():
+    """And not handed on in parts, each with a product that adds to the whole result."""
+    with_libtpu()
+    machine = targets.find("v5e-16")
+    mesh = sharding.make_mesh(config.Mesh(data=1, fsdp=16), machine.devices)
+    rows = NamedSharding(mesh, sharding.ROWS)
+    tokens = jax.ShapeDtypeStruct((256, 2048, 1024), jnp.bfloat16, sharding=rows)
+    split = NamedSharding(mesh, P("fsdp"))
+    weight = jax.ShapeDtypeStruct((1024, 2816), jnp.bfloat16, sharding=split)
+    cycles = []
+    for options in ({}, sharding.compiler_options(mesh)):
+        product = jax.jit(jnp.matmul, out_shardings=rows, compiler_options=options)
+        text = product.lower(tokens, weight).compile().as_text()
+        assert ("collective-permute" in text) == (not options)
+        cycles.append(sum(estimate(text, machine.chip).cycles.values()))
+    assert cycles[0] > 5 * cycles[1]
 
 
 @pytest.mark.parametrize("name", (*PAIRS, *LINEAR))

@@ -223,6 +223,16 @@ def hidden_keys_change_nothing(mechanism):
         close(output[:1, left], absent, 3e-6)
 
 
+def all_rows_read_the_visible_keys_alone(mechanism):
+    """Those of hidden queries too, which see the same keys."""
+    query, key, value = _single(inputs())
+    mask = hiding(T)
+    left = np.flatnonzero(mask[0])
+    output = run(mechanism.whole, query, key, value, mask)
+    absent = run(mechanism.whole, query[:1], key[:1, left], value[:1, left])
+    close(output[:1], absent, 3e-6)
+
+
 def a_row_without_keys_is_zero(mechanism):
     query, key, value = _single(inputs())
     mask = np.ones((B, 1, 1, T), bool)
@@ -397,6 +407,7 @@ LAWS = (
     the_future_changes_nothing,
     the_future_gets_no_gradient,
     hidden_keys_change_nothing,
+    all_rows_read_the_visible_keys_alone,
     a_row_without_keys_is_zero,
     the_rest_of_the_batch_changes_nothing,
     bfloat16_is_as_good_as_its_rounding,
@@ -411,6 +422,11 @@ LAWS = (
 CAUSAL_LAWS = tuple(
     law
     for law in LAWS
-    if law not in (keys_may_be_more_or_fewer_than_queries, no_keys_give_zeros)
+    if law
+    not in (
+        all_rows_read_the_visible_keys_alone,
+        keys_may_be_more_or_fewer_than_queries,
+        no_keys_give_zeros,
+    )
 )
 every_law = pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)

@@ -101,13 +101,24 @@ def _by_name(
             return [optax.lion(rate, first, second, **decayed)]
         case "muon":  # of matrices alone, all of which decay
             return [
-                optax.contrib.muon(rate, weight_decay=decay, consistent_rms=ADAMW_RMS)
+                optax.contrib.muon(
+                    rate,
+                    weight_decay=decay,
+                    muon_weight_dimension_numbers=_matrices,
+                    consistent_rms=ADAMW_RMS,
+                )
             ]
         case "adam":
             moved = optax.adam(rate, first, second, eps)
         case _:
             moved = optax.sgd(rate, momentum=first or None)
     return [optax.add_decayed_weights(**decayed), moved]
+
+
+def _matrices(params: Any) -> Any:
+    """Of each array the axes of a matrix: the last two, also in a stack of layers."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    return jax.tree.map(lambda _: axes, params)
 
 
 def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:

@@ -20,6 +20,7 @@ from symjax.models.build import Model, build
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
+from symjax.training.stacks import Stacks, in_stacks
 
 
 class State(NamedTuple):
@@ -162,7 +163,9 @@ def compile_program(
     sharding.check_batch(options, mesh)
     model = nnx.eval_shape(lambda: _drawn(options.model, 0))
     params, constants = parts(model)
-    transform = optimizer(options.optimizer, options.steps, params)
+    stacks = Stacks(len(model.blocks), model.period)
+    transform = optimizer(options.optimizer, options.steps, stacks.first(params))
+    transform = in_stacks(transform, stacks)
     steps = Steps(options, nnx.graphdef(model), transform)
 
     weights = sharding.weight_shardings(params, mesh)

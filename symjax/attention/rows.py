@@ -31,7 +31,7 @@ from symjax.attention.meshes import on_any_mesh
 RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 KEPT = "rows of scores"  # what blocks keep for the backward pass, by checkpoint_name
-BLOCK_ROWS = 100  # rows a block at most; 64–128 are alike on CPU
+BLOCK_ROWS = 128  # of a block, about: a tile of accelerators
 EXTENTS = 8  # different key lengths, each compiled on its own
 
 
@@ -50,6 +50,11 @@ class Operands(NamedTuple):
     lam: Float[Array, "#B N #T"] | None
     scale: Float[Array, ""]
     visibility: Visibility
+
+    def swapped(self) -> "Operands":
+        """Time before heads, or back."""
+        heads_last = (jnp.swapaxes(x, 1, 2) for x in self[:3])
+        return Operands(*heads_last, *self[3:])
 
     def map_rows(self, function: Callable) -> "Operands":
         """function(array, axis of rows) of every array that may have it."""
@@ -110,24 +115,26 @@ def attend_rows(rule: Rule, operands: Operands) -> tuple[Float[Array, "B N T V"]
     batch, _, time, _ = operands.query.shape
     if rule.whole or time == 1:
         return _block(rule, operands, 0, size=time), None
-    if time > rule.block_rows:
+    if _count(rule, time) > 1:
         operands = widened(operands)
-    leaves, tree = jax.tree.flatten(operands)
+    leaves, tree = jax.tree.flatten(operands.swapped())
     own = [x.shape[:1] == (batch,) for x in leaves]
 
     def example(owned: list[Array]) -> Array:
         left = iter(owned)
         pairs = zip(leaves, own, strict=True)
         whole = tree.unflatten(next(left)[None] if mine else x for x, mine in pairs)
-        return _blocks(rule, whole)[0]
+        return jnp.swapaxes(_blocks(rule, whole.swapped())[0], 0, 1)
+
+    def in_turn() -> Array:  # axes are swapped in the loop: XLA would copy them whole
+        examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
+        return jnp.swapaxes(jax.lax.map(example, examples), 1, 2)
 
     at_once = partial(_blocks, rule, operands)
     if batch == 1:
         return at_once(), None
     # On CPU one example after another, whose blocks stay in cache. Chosen where the
     # program is lowered, not where it is traced: `jax.export`.
-    examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
-    in_turn = partial(jax.lax.map, example, examples)
     return jax.lax.platform_dependent(cpu=in_turn, default=at_once), None
 
 
@@ -149,7 +156,7 @@ def widened(operands: Operands) -> Operands:
 def _blocks(rule: Rule, operands: Operands) -> Array:
     """All rows, in blocks of equal size: few key extents outside, a loop inside."""
     time = operands.query.shape[2]
-    count = -(-time // rule.block_rows)
+    count = _count(rule, time)
     rows = -(-time // count)
     bounded = operands.visibility.window != (None, None) and rule.offset is not None
     per_extent = -(-count // rule.extents) if bounded else count
@@ -175,6 +182,11 @@ def _blocks(rule: Rule, operands: Operands) -> Array:
         first_ones = found[:, :, :-1].reshape(*last.shape[:2], -1, last.shape[-1])
         outputs.append(jnp.concatenate([first_ones, last], axis=2))
     return jnp.concatenate(outputs, axis=2)
+
+
+def _count(rule: Rule, time: int) -> int:
+    """How many blocks so many rows are."""
+    return max(1, round(time / rule.block_rows))
 
 
 def _seen(rule: Rule, operands: Operands, start: int, stop: int) -> tuple[int, int]:
@@ -208,13 +220,14 @@ def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> 
 @jax.custom_jvp
 def _divided(rows: Array, divisor: Array) -> Array:
     """rows / divisor. Its derivative needs the quotient, which is kept, not rows."""
-    return checkpoint_name(rows / divisor, KEPT)
+    return rows / divisor
 
 
 @_divided.defjvp
 def _divided_change(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    output, (change, shift) = _divided(*primals), tangents
-    return output, (change - output * shift) / primals[1]
+    (rows, divisor), (change, shift) = primals, tangents
+    output = checkpoint_name(rows / divisor, KEPT)
+    return output, (change - output * shift) / divisor
 
 
 def scored(

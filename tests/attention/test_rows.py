@@ -196,3 +196,14 @@ def test_only_floating_arrays_are_attended_to():
         wrong = [x.astype(int) if i == which else x for i, x in enumerate(arrays)]
         with pytest.raises(ValueError, match=f"{name} must be .*floating.*int"):
             attention.sparsemax(*wrong)
+
+
+def test_the_backward_pass_forms_no_output_again():
+    """Of a block: scores and output forward; backward scores and four gradients."""
+    arrays = [jax.ShapeDtypeStruct((3, 130, 2, 4), jnp.float32)] * 3
+
+    def loss(*arrays):
+        return jnp.square(attention.softmax(*arrays, is_causal=True)).sum()
+
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*arrays).compile()
+    assert program.as_text().count(" dot(") == 7

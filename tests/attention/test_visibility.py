@@ -21,7 +21,7 @@ from score_laws import (
 )
 
 from symjax import attention
-from symjax.attention import ScoreMechanism
+from symjax.attention import ScoreMechanism, rows
 from symjax.attention.masks import Visibility
 from symjax.attention.softmax import softmax_weights
 
@@ -136,7 +136,7 @@ def test_blocks_leave_out_the_keys_that_a_window_hides():
         return attend(*arrays, is_causal=True, window=(50, 0)).sum()
 
     jax.eval_shape(jax.grad(loss), *arrays)
-    assert max(widths) == 150
+    assert max(widths) == rows.BLOCK_ROWS + 50
 
 
 def test_a_window_of_the_gradient_takes_memory_for_its_pairs_alone():

@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
-import optax
 from jax.extend.backend import clear_backends
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -152,9 +151,7 @@ def weight_shardings(weights: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, weights)
 
 
-def optimizer_shardings(
-    transform: optax.GradientTransformation, weights: Any, shardings: Any, mesh: Mesh
-) -> Any:
+def optimizer_shardings(state: Any, shardings: Any, mesh: Mesh) -> Any:
     """Moments lie where the weights lie whose path ends theirs; counters everywhere."""
     paths, _ = jax.tree_util.tree_flatten_with_path(shardings)
     of_weights = dict(paths)
@@ -164,7 +161,6 @@ def optimizer_shardings(
         found = (of_weights[end] for end in ends if end in of_weights)
         return next(found, NamedSharding(mesh, P()))
 
-    state = jax.eval_shape(transform.init, weights)
     return jax.tree_util.tree_map_with_path(place, state)
 
 

@@ -6,11 +6,10 @@ as those of one layer. States and checkpoints keep the layers apart.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 
 class Stacks(NamedTuple):
@@ -59,22 +58,3 @@ class Stacks(NamedTuple):
             return {**x, "blocks": {i: choose(x["blocks"], i) for i in range(count)}}
 
         return jax.tree.map(chosen, tree, is_leaf=of_weights) if self.period else tree
-
-
-def in_stacks(
-    transform: optax.GradientTransformation, stacks: Stacks
-) -> optax.GradientTransformation:
-    """`transform`, which is made for stacks, for layers that stand apart.
-
-    Cost: a copy of what it reads and writes.
-    """
-
-    def init(params: Any) -> Any:
-        return stacks.split(transform.init(stacks.stack(params)))
-
-    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        given = map(stacks.stack, (gradient, state, params))
-        updates, state = transform.update(*given)
-        return stacks.split(updates), stacks.split(state)
-
-    return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))

@@ -20,7 +20,7 @@ from symjax.models.build import Model, build
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
-from symjax.training.stacks import Stacks, in_stacks
+from symjax.training.stacks import Stacks
 
 
 class State(NamedTuple):
@@ -99,12 +99,13 @@ class Steps(NamedTuple):
 
     options: config.Config
     graph: nnx.GraphDef
-    transform: optax.GradientTransformation
+    transform: optax.GradientTransformation  # of weights in stacks
+    stacks: Stacks
 
     def initial(self, seed: Array) -> tuple[State, dict]:
         params, constants = parts(_drawn(self.options.model, seed))
-        step = jnp.zeros((), jnp.int32)
-        return State(step, params, self.transform.init(params)), constants
+        moments = self.stacks.split(self.transform.init(self.stacks.stack(params)))
+        return State(jnp.zeros((), jnp.int32), params, moments), constants
 
     def loss(self, params, constants, inputs, targets, key) -> tuple[Array, Array]:
         """What is minimised, and the part of it that is reported."""
@@ -127,15 +128,18 @@ class Steps(NamedTuple):
         )(state.params, constants, inputs, targets, key)
         # Skipped steps do not move the schedule of the optimizer.
         rate = schedule(chosen, self.options.steps)(state.optimizer.taken)
-        updates, guard = self.transform.update(gradient, state.optimizer, state.params)
+        gradient, params, moments = map(
+            self.stacks.stack, (gradient, state.params, state.optimizer)
+        )
+        updates, guard = self.transform.update(gradient, moments, params)
         metrics = {
             "train/loss": value,
             "gradient_norm": optax.tree.norm(gradient),
             "skipped_steps": cast(Guarded, guard).skipped,
             "learning_rate": jnp.asarray(rate, jnp.float32),
         }
-        params = optax.apply_updates(state.params, updates)
-        return State(state.step + 1, params, guard), metrics
+        changed = optax.apply_updates(params, updates), guard
+        return State(state.step + 1, *map(self.stacks.split, changed)), metrics
 
     def calibrate(self, params, constants, inputs) -> dict:
         model = nnx.merge(self.graph, params, constants)
@@ -165,12 +169,12 @@ def compile_program(
     params, constants = parts(model)
     stacks = Stacks(len(model.blocks), model.period)
     transform = optimizer(options.optimizer, options.steps, stacks.first(params))
-    transform = in_stacks(transform, stacks)
-    steps = Steps(options, nnx.graphdef(model), transform)
+    steps = Steps(options, nnx.graphdef(model), transform, stacks)
+    initial = jax.eval_shape(steps.initial, 0)[0]
 
     weights = sharding.weight_shardings(params, mesh)
     fixed = sharding.weight_shardings(constants, mesh)
-    moments = sharding.optimizer_shardings(transform, params, weights, mesh)
+    moments = sharding.optimizer_shardings(initial.optimizer, weights, mesh)
     state = State(NamedSharding(mesh, P()), weights, moments)
     shape = (options.batch_size, options.model.length)
     inputs, targets = (
@@ -182,7 +186,7 @@ def compile_program(
         model=options.model,
         graph=steps.graph,
         mesh=mesh,
-        state=_abstract(jax.eval_shape(steps.initial, 0)[0], state),
+        state=_abstract(initial, state),
         constants=_abstract(constants, fixed),
         initial=jit(steps.initial, out_shardings=(state, fixed)),
         train=jit(

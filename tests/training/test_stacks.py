@@ -11,7 +11,7 @@ from flax import nnx
 from symjax import config
 from symjax.models.build import build
 from symjax.training.optimizer import optimizer
-from symjax.training.stacks import Stacks, in_stacks
+from symjax.training.stacks import Stacks
 
 PATTERN = ("performer", "softmax")
 MODEL = config.Model(
@@ -62,21 +62,21 @@ def test_three_steps_are_those_of_layers_apart(chosen, weights):
     chosen = dataclasses.replace(
         config.Optimizer(), weight_decay=0.1, ema=0.9, clip=1.0, **chosen
     )
-    apart = optimizer(chosen, 10, weights)
-    stacked = in_stacks(optimizer(chosen, 10, STACKS.first(weights)), STACKS)
 
-    def after(transform):
+    def after(transform, stack, split):
         @jax.jit
         def step(gradient, state, params):
-            updates, state = transform.update(gradient, state, params)
-            return optax.apply_updates(params, updates), state
+            updates, state = transform.update(*map(stack, (gradient, state, params)))
+            return optax.apply_updates(params, split(updates)), split(state)
 
-        params, state = weights, transform.init(weights)
+        params, state = weights, split(transform.init(stack(weights)))
         for seed in range(3):
             params, state = step(drawn(weights, seed), state, params)
         return params, state
 
-    wanted, found = after(apart), after(stacked)
+    wanted = after(optimizer(chosen, 10, weights), lambda x: x, lambda x: x)
+    stacked = optimizer(chosen, 10, STACKS.first(weights))
+    found = after(stacked, STACKS.stack, STACKS.split)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),

@@ -53,8 +53,8 @@ class Operands(NamedTuple):
 
     def swapped(self) -> "Operands":
         """Time before heads, or back."""
-        heads_last = (jnp.swapaxes(x, 1, 2) for x in self[:3])
-        return Operands(*heads_last, *self[3:])
+        query, key, value = (jnp.swapaxes(x, 1, 2) for x in self[:3])
+        return self._replace(query=query, key=key, value=value)
 
     def map_rows(self, function: Callable) -> "Operands":
         """function(array, axis of rows) of every array that may have it."""

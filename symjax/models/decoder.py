@@ -33,6 +33,7 @@ class Decoder(nnx.Module):
     learned_positions: bool
     embedding: nnx.Embed
     blocks: nnx.List
+    period: int  # blocks that a loop unrolls; 0: there is no loop
     final_norm: Any
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):

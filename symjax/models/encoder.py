@@ -31,6 +31,7 @@ class Encoder(nnx.Module):
     length: int
     learned_positions: bool
     blocks: nnx.List
+    period: int  # blocks that a loop unrolls; 0: there is no loop
     final_norm: Any
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):

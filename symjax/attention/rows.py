@@ -117,8 +117,11 @@ def attend_rows(rule: Rule, operands: Operands) -> tuple[Float[Array, "B N T V"]
         return _block(rule, operands, 0, size=time), None
     if _count(rule, time) > 1:
         operands = widened(operands)
+    if batch == 1:
+        return _blocks(rule, operands), None
     leaves, tree = jax.tree.flatten(operands.swapped())
     own = [x.shape[:1] == (batch,) for x in leaves]
+    examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
 
     def example(owned: list[Array]) -> Array:
         left = iter(owned)
@@ -126,16 +129,14 @@ def attend_rows(rule: Rule, operands: Operands) -> tuple[Float[Array, "B N T V"]
         whole = tree.unflatten(next(left)[None] if mine else x for x, mine in pairs)
         return jnp.swapaxes(_blocks(rule, whole.swapped())[0], 0, 1)
 
-    def in_turn() -> Array:  # axes are swapped in the loop: XLA would copy them whole
-        examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
-        return jnp.swapaxes(jax.lax.map(example, examples), 1, 2)
-
-    at_once = partial(_blocks, rule, operands)
-    if batch == 1:
-        return at_once(), None
-    # On CPU one example after another, whose blocks stay in cache. Chosen where the
-    # program is lowered, not where it is traced: `jax.export`.
-    return jax.lax.platform_dependent(cpu=in_turn, default=at_once), None
+    # On CPU one example after another, whose blocks stay in cache; axes are swapped in
+    # the loop: XLA would copy them whole. Chosen where the program is lowered, not
+    # where it is traced: `jax.export`.
+    found = jax.lax.platform_dependent(
+        cpu=partial(jax.lax.map, example, examples),
+        default=lambda: jnp.swapaxes(_blocks(rule, operands), 1, 2),
+    )
+    return jnp.swapaxes(found, 1, 2), None
 
 
 def widened(operands: Operands) -> Operands:

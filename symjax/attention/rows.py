@@ -208,10 +208,11 @@ def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> 
     weights = rule.weights(scored(rule, operands, visible), visible)
     weights, divisor = weights if isinstance(weights, tuple) else (weights, None)
     if lam is not None:
-        lam = lam[..., None].astype(weights.dtype)
-        if divisor is not None:
-            weights, divisor = weights / divisor, None
-        weights = weights[:, 0::2] - lam * weights[:, 1::2]
+        factor = lam[..., None].astype(weights.dtype)
+        if divisor is not None:  # the second map over what divides the first
+            factor *= divisor[:, 0::2] / divisor[:, 1::2]
+            divisor = divisor[:, 0::2]
+        weights = weights[:, 0::2] - factor * weights[:, 1::2]
     rows = weighed(weights, operands.value.astype(dtype))
     if divisor is not None:
         rows = _divided(rows, divisor)

@@ -63,17 +63,15 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     return None
 
 
-@on_any_mesh(static=1, rows_spec=rows_spec, inline=True)
-def attend_cudnn(
-    rule: Rule, operands: Operands
-) -> tuple[Float[Array, "B N T V"], None]:
+@on_any_mesh(static=1, specs=rows_spec, inline=True)
+def attend_cudnn(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by cuDNN."""
     lam = operands.lam
     output = _attend(rule, operands.visibility, *operands[:3])
     if lam is not None:
         pairs = output.astype(lam.dtype)
         output = pairs[:, 0::2] - lam[..., None] * pairs[:, 1::2]
-    return output.astype(operands.value.dtype), None
+    return output.astype(operands.value.dtype)
 
 
 def _attend(

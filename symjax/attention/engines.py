@@ -25,7 +25,7 @@ from symjax.attention.fused import FEWEST_ROWS
 from symjax.attention.meshes import backend, on_any_mesh, on_one_device, on_tpu
 from symjax.attention.rows import Operands, Rule, rows_spec
 
-Engine = Callable[[Rule, Operands], tuple[Array, None]]
+Engine = Callable[[Rule, Operands], Array]
 
 
 class Kernel(NamedTuple):
@@ -82,10 +82,10 @@ def best(
     return engine
 
 
-@on_any_mesh(static=3, rows_spec=rows_spec, inline=True)
+@on_any_mesh(static=3, specs=rows_spec, inline=True)
 def _by_platform(
     engine: Engine, kernel: Kernel, rule: Rule, operands: Operands
-) -> tuple[Float[Array, "B N T V"], None]:
+) -> Float[Array, "B N T V"]:
     return jax.lax.platform_dependent(
         **{kernel.platform: partial(kernel.attend, rule, operands)},
         default=partial(engine, rule, operands),

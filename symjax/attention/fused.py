@@ -37,10 +37,8 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     return None
 
 
-@on_any_mesh(static=2, rows_spec=rows_spec)  # outside jit it compiles once a shape
-def _attend(
-    interpret: bool, rule: Rule, operands: Operands
-) -> tuple[Float[Array, "B N T V"], None]:
+@on_any_mesh(static=2, specs=rows_spec)  # outside jit it compiles once a shape
+def _attend(interpret: bool, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by the kernel."""
     known, lam = operands.visibility, operands.lam
     mask = known.mask
@@ -61,7 +59,7 @@ def _attend(
         first=known.rows[0, 0] if rule.offset is None else rule.offset,
         interpret=interpret,
     )
-    return jnp.swapaxes(output, 1, 2), None
+    return jnp.swapaxes(output, 1, 2)
 
 
 attend_fused = partial(_attend, False)

@@ -26,24 +26,34 @@ def vary_alike(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def rows_as_queries(tokens: Any) -> tuple[Any, Any, Any]:
-    return jax.typeof(tokens.query).sharding.spec[:3]
+def rows_alone(tokens: Any) -> P:
+    """How rows [B T N V] are sharded: as the queries, and their features as values."""
+    return rows_as(jax.typeof(tokens.query).sharding.spec[:3], tokens.value)
+
+
+def rows_and_state(tokens: Any) -> tuple[P, P]:
+    """As `rows_alone`, and a state [B …] by example."""
+    rows = rows_alone(tokens)
+    return rows, P(rows[0])
+
+
+def rows_as(axes: tuple[Any, Any, Any], value: Array) -> P:
+    size = jax.typeof(value).sharding.spec[3]
+    return P(*axes, None if size in axes else size)
 
 
 def on_any_mesh(
     static: int,
-    rows_spec: Callable[[Any], tuple[Any, Any, Any]] = rows_as_queries,
+    specs: Callable[[Any], Any] = rows_and_state,
     inline: bool = False,
 ) -> Callable[[Callable], Callable]:
-    """Compiles a function (…, tokens, *more) → (rows [B T N V], a state [B …]).
+    """Compiles a function (…, tokens, *more); its first `static` arguments are static.
 
-    The first `static` arguments are static; `tokens` is a NamedTuple with `query` and
-    `value`. The function sees arrays that all vary over the same manual axes. Heads may
-    also stand before time, in all of them.
+    It sees arrays that all vary over the same manual axes.
 
     Under mesh axes of type Explicit every operation would have to say how its result
-    is sharded; in here XLA chooses, as it does for Auto axes. The rows come out sharded
-    as `rows_spec` says of their first axes and as value is, the state by example.
+    is sharded; in here XLA chooses, as it does for Auto axes. Its results come out
+    sharded by specs(tokens).
 
     inline: no call of its own inside another program. XLA (jaxlib 0.11) crashes on a
     call in a `jax.shard_map` whose gradient holds cuDNN's attention.
@@ -55,12 +65,7 @@ def on_any_mesh(
         def compiled(*arguments: Any) -> Any:
             tokens, *more = vary_alike(arguments[static:])
             call = partial(function, *arguments[:static])
-            first = rows_spec(tokens)
-            size = jax.typeof(tokens.value).sharding.spec[3]
-            size = None if size in first else size
-            specs = P(*first, size), P(first[0])
-            call = _auto(call, specs, (tokens, *more))
-            return call(tokens, *more)
+            return _auto(call, specs(tokens), (tokens, *more))(tokens, *more)
 
         return compiled
 

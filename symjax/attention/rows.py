@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from symjax.attention.length_scaling import length_scale
 from symjax.attention.masks import Visibility, part
-from symjax.attention.meshes import on_any_mesh
+from symjax.attention.meshes import on_any_mesh, rows_as
 
 # Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible;
 # or weights and what divides them, [B N t 1], which is applied to rows of output.
@@ -94,31 +95,31 @@ class Rule(NamedTuple):
     extents: int
 
 
-def rows_spec(operands: Operands) -> tuple[Any, Any, Any]:
+def rows_spec(operands: Operands) -> P:
     """How rows are sharded: as queries, by value heads where pairs of heads are one."""
     batch, heads, time, _ = jax.typeof(operands.query).sharding.spec
     if operands.lam is not None:
         heads = jax.typeof(operands.value).sharding.spec[1]
-    return batch, heads, time
+    return rows_as((batch, heads, time), operands.value)
 
 
-@on_any_mesh(static=1, rows_spec=rows_spec)  # outside jit it compiles once a shape
-def attend_rows(rule: Rule, operands: Operands) -> tuple[Float[Array, "B N T V"], None]:
+@on_any_mesh(static=1, specs=rows_spec)  # outside jit it compiles once a shape
+def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """Values averaged by row weights, block by block of query rows.
 
     With `lam`, sub-heads 2n and 2n+1 are the branches of head n and the weights are
     w[2n] − lam[n]·w[2n+1].
 
     Time O(T S (H + V)) a head, half of it if causal; memory O(T + S) beside one block.
-    Rows that see no key are zero. The second result is that of `on_any_mesh`.
+    Rows that see no key are zero.
     """
     batch, _, time, _ = operands.query.shape
     if rule.whole or time == 1:
-        return _block(rule, operands, 0, size=time), None
+        return _block(rule, operands, 0, size=time)
     if _count(rule, time) > 1:
         operands = widened(operands)
     if batch == 1:
-        return _blocks(rule, operands), None
+        return _blocks(rule, operands)
     leaves, tree = jax.tree.flatten(operands.swapped())
     own = [x.shape[:1] == (batch,) for x in leaves]
     examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
@@ -136,7 +137,7 @@ def attend_rows(rule: Rule, operands: Operands) -> tuple[Float[Array, "B N T V"]
         cpu=partial(jax.lax.map, example, examples),
         default=lambda: jnp.swapaxes(_blocks(rule, operands), 1, 2),
     )
-    return jnp.swapaxes(found, 1, 2), None
+    return jnp.swapaxes(found, 1, 2)
 
 
 def widened(operands: Operands) -> Operands:

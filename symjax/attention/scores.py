@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -122,10 +123,10 @@ class ScoreMechanism:
             window=(left, 0 if is_causal else right),
             mask_self=mask_self,
         )
-        ring = axis_name if implementation == "ring" else None
-        if axis_name is not None and ring is None:
+        in_ring = implementation == "ring" and axis_name is not None
+        if axis_name is not None and not in_ring:
             key, value = gather((key, value), axis_name)
-        if mask is not None and ring is None:
+        if mask is not None and not in_ring:
             key, value = only_seen(mask.any(axis=(1, 2)), key, value)
         known = axis_name is None and positions is None
         if scale is None:
@@ -141,14 +142,15 @@ class ScoreMechanism:
             extents=rows.EXTENTS,
         )
         operands = _operands((query, key, value, bias), scale, lam, alibi, visibility)
-        if ring is not None:
-            return jnp.swapaxes(attend_ring(rule, operands, ring), 1, 2)
-        engine = _engine(operands, axis_name)
-        if implementation in engines.KERNELS:
+        if in_ring:
+            engine = partial(attend_ring, axis_name=axis_name)
+        elif implementation in engines.KERNELS:
             engine = engines.forced(implementation, rule, operands)
-        elif implementation is None:
-            engine = engines.best(self.implementations, engine, rule, operands)
-        return jnp.swapaxes(engine(rule, operands)[0], 1, 2)
+        else:
+            engine = _by_rows(operands, axis_name)
+            if implementation is None:
+                engine = engines.best(self.implementations, engine, rule, operands)
+        return jnp.swapaxes(engine(rule, operands), 1, 2)
 
     def _check_implementation(self, implementation: str | None) -> None:
         if implementation not in (None, *self.implementations):
@@ -181,7 +183,7 @@ def _places(
     return Visibility(*places, *segments, length=keys, consecutive=consecutive)
 
 
-def _engine(operands: Operands, axis_name: str | None) -> Callable:
+def _by_rows(operands: Operands, axis_name: str | None) -> Callable:
     """The engine of row blocks that these operands are for."""
     if None in operands.visibility.window:
         return attend_rows

@@ -14,10 +14,8 @@ from symjax.attention.meshes import on_any_mesh
 from symjax.attention.rows import Operands, Rule, attend_rows, rows_spec, widened
 
 
-@on_any_mesh(static=1, rows_spec=rows_spec)
-def attend_window(
-    rule: Rule, operands: Operands
-) -> tuple[Float[Array, "B N T V"], None]:
+@on_any_mesh(static=1, specs=rows_spec)
+def attend_window(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` in a window that is bounded on both sides."""
     batch, _, time, _ = operands.query.shape
     if time == 1:
@@ -25,9 +23,9 @@ def attend_window(
     size = _strip(rule, operands)
     if not size:
         return attend_rows(rule, operands)
-    rows, _ = attend_rows(*_strips(rule, widened(operands), size))
+    rows = attend_rows(*_strips(rule, widened(operands), size))
     rows = rows.reshape(batch, -1, *rows.shape[1:]).swapaxes(1, 2)
-    return rows.reshape(batch, rows.shape[1], -1, rows.shape[-1])[:, :, :time], None
+    return rows.reshape(batch, rows.shape[1], -1, rows.shape[-1])[:, :, :time]
 
 
 def _strip(rule: Rule, operands: Operands) -> int:
@@ -107,9 +105,7 @@ def _around(operands: Operands) -> Operands:
     return operands.map_keys(keys)
 
 
-def attend_window_of_device(
-    rule: Rule, operands: Operands
-) -> tuple[Float[Array, "B N T V"], None]:
+def attend_window_of_device(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_window` of consecutive rows from a position known at run time, with the
     keys in their window alone."""
     first = operands.visibility.rows[0, 0]

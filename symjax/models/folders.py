@@ -19,13 +19,12 @@ from symjax.layers import Constant
 from symjax.layers.validate import sizes
 from symjax.models.build import Model, build
 from symjax.models.convert import convert
-from symjax.models.hf_family import Family
 from symjax.models.hf_files import TENSORS, check_shapes, read_json, read_tensors
 from symjax.models.hf_gpt2 import GPT2, renamed
-from symjax.models.hf_llama import DIFFLLAMA, LLAMA
+from symjax.models.hf_llama import LLAMA
 from symjax.models.hf_weights import flat, nested
 
-FAMILIES = {family.model_type: family for family in (LLAMA, DIFFLLAMA, GPT2)}
+FAMILIES = {"llama": LLAMA, "diffllama": LLAMA, "gpt2": GPT2}  # by model_type
 SETTINGS, OWN = "config.json", "symjax.json"
 SUFFIXES = ".json", ".safetensors"  # of every file that is read
 # Configuration keys that change no function of a trained model.
@@ -118,16 +117,16 @@ def as_family(
     Raises:
         ValueError: there is none; the message names the first key that differs.
     """
-    family = LLAMA if options.positions != "learned" else GPT2
-    if options.attention.differential == "v1":
-        family = DIFFLLAMA
+    differential = options.attention.differential == "v1"
+    learned = options.positions == "learned"
+    family = GPT2 if learned and not differential else LLAMA
     target = _resolved(options)
     symmetric, norm = options.attention.symmetric, options.attention.key_norm
     if symmetric == "plain" and norm == "none":
         chosen = dataclasses.replace(options.attention, symmetric="none")
         target = dataclasses.replace(target, attention=chosen)
     settings = family.settings(target)
-    _check_equal(target, family.options(settings), family)
+    _check_equal(target, family.options(settings), settings["model_type"])
     return settings, family.tensors(convert(params, options, target), target)
 
 
@@ -180,7 +179,7 @@ def _resolved(options: config.Model) -> config.Model:
     )
 
 
-def _check_equal(found: config.Model, theirs: config.Model, family: Family) -> None:
+def _check_equal(found: config.Model, theirs: config.Model, kind: str) -> None:
     """Raises: ValueError: a key differs that changes the function, naming it."""
     for prefix, group, other, free in (
         ("model.", found, theirs, (*FREE, "attention")),
@@ -191,5 +190,5 @@ def _check_equal(found: config.Model, theirs: config.Model, family: Family) -> N
             if field.name not in free and one != two:
                 raise ValueError(
                     f"no model of transformers computes this: {prefix}{field.name} is "
-                    f"{one!r}, in a {family.model_type} it is {two!r}"
+                    f"{one!r}, in a {kind} it is {two!r}"
                 )

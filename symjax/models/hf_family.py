@@ -7,19 +7,17 @@ from symjax import config
 
 
 class Family(NamedTuple):
-    """One kind of model: its settings are ours, and its tensors our weights.
+    """Kinds of models: their settings are ours, and their tensors our weights.
 
     Attributes:
-        model_type: as config.json says.
-        options: its settings → our configuration; raises a ValueError for what our
+        options: their settings → our configuration; raises a ValueError for what our
             decoder does not have.
         settings: the inverse, for a configuration that `options` could have made.
-        shapes: our configuration → its tensors' names and shapes.
+        shapes: our configuration → their tensors' names and shapes.
         params: (tensors, our configuration) → our parameters.
         tensors: the inverse.
     """
 
-    model_type: str
     options: Callable[[dict[str, Any]], config.Model]
     settings: Callable[[config.Model], dict[str, Any]]
     shapes: Callable[[config.Model], dict[str, tuple[int, ...]]]

@@ -134,7 +134,7 @@ def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
     return tensors
 
 
-GPT2 = Family("gpt2", _options, _settings, _shapes, _params, _tensors)
+GPT2 = Family(_options, _settings, _shapes, _params, _tensors)
 
 
 def renamed(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,8 @@ Both turn features in pairs (i, i + H/2), as ours with `positions="rope"`. The w
 of torch are [out, in], our kernels [in, out].
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from symjax.layers.primitives import EPSILON
 from symjax.models.hf_family import Family, check_needed, check_settings
 from symjax.models.hf_weights import diffllama_attention, flat, nested, to_diffllama
 
+RMS_NORM_EPS = {"llama": 1e-6, "diffllama": 1e-5}  # the defaults of rms_norm_eps
 # What our decoder does, by the names in config.json.
 ONLY = {
     "hidden_act": "silu",
@@ -47,27 +47,6 @@ ENDS = {
 }
 
 
-class Kind(NamedTuple):
-    """
-    Attributes:
-        epsilon: the default of rms_norm_eps.
-        differential: ours.
-        take, give: their layer's tensors → our layer's parameters, and back.
-    """
-
-    model_type: str
-    architecture: str
-    epsilon: float
-    differential: str
-    take: Callable[[Mapping[str, Any]], dict[str, Any]]
-    give: Callable[[Mapping[str, Any]], dict[str, Any]]
-
-    @property
-    def branches(self) -> int:
-        """Their heads of one of ours."""
-        return 2 if self.differential == "v1" else 1
-
-
 def llama_attention(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of our layer from those of a LlamaAttention."""
     return nested({ours: _turned(ours, weights[LAYER[ours]]) for ours in LAYER})
@@ -82,16 +61,22 @@ def _turned(ours: str, array: Any) -> np.ndarray:
     return np.asarray(array).T if ours.endswith("kernel") else np.asarray(array)
 
 
-def _options(kind: Kind, settings: dict[str, Any]) -> config.Model:
-    """Our configuration from theirs."""
-    settings = {"rms_norm_eps": kind.epsilon, **settings}
+def _branches(differential: str) -> int:
+    """Their heads of one of ours."""
+    return 2 if differential == "v1" else 1
+
+
+def _options(settings: dict[str, Any]) -> config.Model:
+    differential = "v1" if settings["model_type"] == "diffllama" else "none"
+    branches = _branches(differential)
+    settings = {"rms_norm_eps": RMS_NORM_EPS[settings["model_type"]], **settings}
     settings |= settings.get("rope_parameters") or {}
     check_settings(settings, ONLY)
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
     check_needed(settings, *sizes, "num_attention_heads")
     heads = settings["num_attention_heads"]
     kv_heads = settings.get("num_key_value_heads") or heads
-    if heads % kind.branches or kv_heads % kind.branches:
+    if heads % branches or kv_heads % branches:
         raise ValueError(
             "config.json: num_attention_heads and num_key_value_heads count both "
             f"branches and must be even, got {heads} and {kv_heads}"
@@ -100,8 +85,8 @@ def _options(kind: Kind, settings: dict[str, Any]) -> config.Model:
         vocabulary=settings["vocab_size"],
         width=settings["hidden_size"],
         depth=settings["num_hidden_layers"],
-        heads=heads // kind.branches,
-        kv_heads=kv_heads // kind.branches,
+        heads=heads // branches,
+        kv_heads=kv_heads // branches,
         head_size=settings.get("head_dim") or settings["hidden_size"] // heads,
         feedforward=settings["intermediate_size"],
         activation="swiglu",
@@ -111,22 +96,25 @@ def _options(kind: Kind, settings: dict[str, Any]) -> config.Model:
         length=settings.get("max_position_embeddings", 2048),
         bias=False,
         tie_embeddings=settings.get("tie_word_embeddings", False),
-        attention=config.Attention(differential=kind.differential),
+        attention=config.Attention(differential=differential),
     )
 
 
-def _settings(kind: Kind, options: config.Model) -> dict[str, Any]:
+def _settings(options: config.Model) -> dict[str, Any]:
     """Their config.json; RoPE as versions 4 and 5 of transformers have it."""
+    branches = _branches(options.attention.differential)
     return {
-        "model_type": kind.model_type,
-        "architectures": [kind.architecture],
+        "model_type": "diffllama" if branches == 2 else "llama",
+        "architectures": [
+            "DiffLlamaForCausalLM" if branches == 2 else "LlamaForCausalLM"
+        ],
         "vocab_size": options.vocabulary,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # none of our own
         "hidden_size": options.width,
         "intermediate_size": options.feedforward,
         "num_hidden_layers": options.depth,
-        "num_attention_heads": options.heads * kind.branches,
-        "num_key_value_heads": options.kv_heads * kind.branches,
+        "num_attention_heads": options.heads * branches,
+        "num_key_value_heads": options.kv_heads * branches,
         "head_dim": options.head_size,
         "hidden_act": "silu",
         "rms_norm_eps": EPSILON,
@@ -139,11 +127,12 @@ def _settings(kind: Kind, options: config.Model) -> dict[str, Any]:
     }
 
 
-def _shapes(kind: Kind, options: config.Model) -> dict[str, tuple[int, ...]]:
+def _shapes(options: config.Model) -> dict[str, tuple[int, ...]]:
     """Shapes are [out, in]."""
     width, hidden, size = options.width, options.feedforward, options.head_size
-    queries = kind.branches * options.heads * size
-    keys = kind.branches * options.kv_heads * size
+    branches = _branches(options.attention.differential)
+    queries = branches * options.heads * size
+    keys = branches * options.kv_heads * size
     layer = {
         "input_layernorm.weight": (width,),
         "post_attention_layernorm.weight": (width,),
@@ -155,7 +144,7 @@ def _shapes(kind: Kind, options: config.Model) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (hidden, width),
         "mlp.down_proj.weight": (width, hidden),
     }
-    if kind.differential == "v1":
+    if branches == 2:
         layer |= {f"self_attn.lambda_{x}{i}": (size,) for x in "qk" for i in (1, 2)}
     table = (options.vocabulary, width)
     shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (width,)}
@@ -166,9 +155,9 @@ def _shapes(kind: Kind, options: config.Model) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _params(
-    kind: Kind, tensors: dict[str, Any], options: config.Model
-) -> dict[str, Any]:
+def _params(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
+    differential = options.attention.differential == "v1"
+    take = diffllama_attention if differential else llama_attention
     found = {x: _turned(x, tensors[y]) for x, y in ENDS.items() if y in tensors}
     params = nested(found) | {"blocks": {}}
     for i in range(options.depth):
@@ -176,44 +165,20 @@ def _params(
         own = f"{prefix}self_attn."
         inside = {x.removeprefix(own): y for x, y in tensors.items() if own in x}
         block = {x: _turned(x, tensors[prefix + y]) for x, y in BLOCK.items()}
-        params["blocks"][i] = nested(block) | {"attention": kind.take(inside)}
+        params["blocks"][i] = nested(block) | {"attention": take(inside)}
     return params
 
 
-def _tensors(
-    kind: Kind, params: dict[str, Any], options: config.Model
-) -> dict[str, Any]:
+def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
+    give = to_diffllama if options.attention.differential == "v1" else to_llama
     ends = flat({x: y for x, y in params.items() if x != "blocks"})
     tensors = {ENDS[x]: _turned(x, y) for x, y in ends.items()}
     for i in range(options.depth):
         block, prefix = dict(params["blocks"][i]), f"model.layers.{i}."
-        inside = kind.give(block.pop("attention"))
+        inside = give(block.pop("attention"))
         tensors |= {f"{prefix}self_attn.{x}": y for x, y in inside.items()}
         tensors |= {prefix + BLOCK[x]: _turned(x, y) for x, y in flat(block).items()}
     return tensors
 
 
-def _family(kind: Kind) -> Family:
-    return Family(
-        kind.model_type,
-        partial(_options, kind),
-        partial(_settings, kind),
-        partial(_shapes, kind),
-        partial(_params, kind),
-        partial(_tensors, kind),
-    )
-
-
-LLAMA = _family(
-    Kind("llama", "LlamaForCausalLM", 1e-6, "none", llama_attention, to_llama)
-)
-DIFFLLAMA = _family(
-    Kind(
-        "diffllama",
-        "DiffLlamaForCausalLM",
-        1e-5,
-        "v1",
-        diffllama_attention,
-        to_diffllama,
-    )
-)
+LLAMA = Family(_options, _settings, _shapes, _params, _tensors)

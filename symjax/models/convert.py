@@ -1,6 +1,7 @@
 """From one mechanism to another: the weights of a trained model, for another model."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -92,7 +93,6 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     }
     if source.classes != target.classes:
         moved.pop("head", None)
-    _check_dropped(moved, fresh, "")
     return _overlay(fresh, moved, "")
 
 
@@ -212,7 +212,8 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
     if combined == ("none", "v1") and before.symmetric == "pairwise":
         layer["metric"] = own_halves(layer["metric"])
     if combined == ("none", "v2"):
-        layer["query"] = jax.tree.map(lambda x: _twice(x, target.heads), layer["query"])
+        twice = partial(_repeated, heads=target.heads, times=2)
+        layer["query"] = jax.tree.map(twice, layer["query"])
         # twice the values, before any norm of the heads
         layer["value"] = jax.tree.map(lambda x: 2 * x, layer["value"])
         layer["lambda_projection"] = {"kernel": jnp.zeros((target.width, target.heads))}
@@ -225,36 +226,29 @@ def _ungrouped(layer: Params, before: int, after: int) -> Params:
     A head's features stand together, those of both branches too. The norms of queries
     and keys are those of all heads.
     """
-
-    def repeated(x: jax.Array) -> jax.Array:
-        heads = x.reshape(*x.shape[:-1], before, -1)
-        return jnp.repeat(heads, after // before, axis=-2).reshape(*x.shape[:-1], -1)
-
     if before == after:
         return dict(layer)
+    repeated = partial(_repeated, heads=before, times=after // before)
     grouped = ("key", "value", "key_convolution", "value_convolution")
     return layer | {x: jax.tree.map(repeated, layer[x]) for x in grouped if x in layer}
 
 
-def _check_dropped(params: Params, fresh: Params, prefix: str) -> None:
-    """Raises: ValueError: a weight would be lost that no mechanism owns."""
-    for name, part in params.items():
-        path = f"{prefix}{name}"
-        if name not in fresh:
-            if name not in DROPPED:
-                raise ValueError(f"the target has no place for the weight {path!r}")
-        elif isinstance(part, dict):
-            _check_dropped(part, fresh[name], f"{path}/")
-
-
-def _twice(x: jax.Array, heads: int) -> jax.Array:
-    """Every head's outputs [… N·H] two times, side by side."""
-    split = x.reshape(*x.shape[:-1], heads, 1, -1)
-    return jnp.repeat(split, 2, axis=-2).reshape(*x.shape[:-1], -1)
+def _repeated(x: jax.Array, heads: int, times: int) -> jax.Array:
+    """Every head's outputs [… N·H] so many times, side by side."""
+    split = x.reshape(*x.shape[:-1], heads, -1)
+    return jnp.repeat(split, times, axis=-2).reshape(*x.shape[:-1], -1)
 
 
 def _overlay(fresh: Params, params: Params, prefix: str) -> Params:
-    """`fresh` with every weight that `params` has too."""
+    """`fresh` with every weight that `params` has too.
+
+    Raises:
+        ValueError: a weight would be lost that no mechanism owns, or is missing.
+    """
+    for name in params:
+        if name not in fresh and name not in DROPPED:
+            path = f"{prefix}{name}"
+            raise ValueError(f"the target has no place for the weight {path!r}")
     result = {}
     for name, own in fresh.items():
         path, given = f"{prefix}{name}", params.get(name)

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from symjax import config
-from symjax.layers.segments import Segments, segments_of
+from symjax.layers.segments import segments_of
 from symjax.models import transformer
 
 
@@ -78,7 +78,8 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """What the output layer is given; arguments and errors as of a call."""
         segments = None if segment_ids is None else segments_of(segment_ids)
-        x = self._embed(tokens, jnp.zeros(1, jnp.int32), segments=segments)
+        x = transformer.look_up(self, tokens)
+        x = transformer.placed(self, x, jnp.zeros(1, jnp.int32), segments=segments)
         x = transformer.run_blocks(self, x, dropout_key, watch=watch, segments=segments)
         return self.final_norm(x)
 
@@ -88,7 +89,8 @@ class Decoder(nnx.Module):
         They are constants of the model. Take another text than those the model is
         judged on: of the same one they would tell earlier tokens about later ones.
         """
-        x = self._embed(tokens, jnp.zeros(1, jnp.int32))
+        x = transformer.look_up(self, tokens)
+        x = transformer.placed(self, x, jnp.zeros(1, jnp.int32))
         transformer.calibrate_blocks(self, x)
 
     def init_cache(self, batch: int, length: int) -> Cache:
@@ -118,21 +120,11 @@ class Decoder(nnx.Module):
         padding_mask = None
         if lengths is not None:
             padding_mask = jnp.arange(count)[None] < lengths[:, None]
-        x = self._embed(tokens, cache.position, padding_mask)
+        x = transformer.look_up(self, tokens)
+        x = transformer.placed(self, x, cache.position, padding_mask)
         layers = []
         for block, state in zip(self.blocks, cache.layers, strict=True):
             x, state = block.decode(x, state, cache.position, padding_mask)
             layers.append(state)
         read = cache.position + (count if lengths is None else lengths)
         return transformer.logits(self, self.final_norm(x)), Cache(read, layers)
-
-    def _embed(
-        self,
-        tokens: Array,
-        read: Array,
-        padding_mask: Array | None = None,
-        segments: Segments | None = None,
-    ) -> Array:
-        """Args: read: how many tokens came before, of each example or of all."""
-        x = transformer.look_up(self, tokens)
-        return transformer.placed(self, x, read, padding_mask, segments)

@@ -36,7 +36,7 @@ class Lines(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """A matrix of numbers [rows, columns] as colours; None is grey.
+    """A matrix of numbers [rows, columns] as colours; None and NaN are grey.
 
     Attributes:
         title: in words; the name if empty.
@@ -48,13 +48,9 @@ class Grid(NamedTuple):
     y_label: str
     columns: list[str]
     rows: list[str]
-    values: list[list[float | None]]
+    values: ArrayLike
     title: str = ""
     limit: float | None = None
-
-    def numbers(self) -> np.ndarray:
-        """The values, NaN for None."""
-        return np.array(self.values, float)
 
 
 class Panels(NamedTuple):
@@ -92,12 +88,12 @@ def png(figure: Figure, *, dpi: int = DPI) -> bytes:
     check_figures()
     from matplotlib.figure import Figure as Drawing
 
+    if isinstance(figure, Grid):
+        figure = Panels(figure.name, "", (figure,))
     drawing = Drawing(figsize=_size(figure), layout="constrained")
     if isinstance(figure, Lines):
         _draw_lines(drawing.subplots(), figure)
     else:
-        if isinstance(figure, Grid):
-            figure = Panels(figure.name, "", (figure,))
         _draw_grids(drawing, figure.grids, signed=figure.signed)
         drawing.suptitle(figure.title)
     file = io.BytesIO()
@@ -124,14 +120,12 @@ def smoothed(
     return ((near @ np.nan_to_num(values)) / near.sum(axis=1)).tolist()
 
 
-def _size(figure: Figure) -> tuple[float, float]:
+def _size(figure: Lines | Panels) -> tuple[float, float]:
     """In inches."""
     if isinstance(figure, Lines):
         return 6.4, 4.2
-    grids = figure.grids if isinstance(figure, Panels) else (figure,)
-    large = len(grids[0].rows) > MANY
-    wide, high = (8.0, 7.0) if large else (6.4, 4.2)
-    return wide * (1 + 0.6 * (len(grids) - 1)), high
+    wide, high = (8.0, 7.0) if len(figure.grids[0].rows) > MANY else (6.4, 4.2)
+    return wide * (1 + 0.6 * (len(figure.grids) - 1)), high
 
 
 def _draw_lines(axes: Any, figure: Lines) -> None:
@@ -156,7 +150,7 @@ def _draw_lines(axes: Any, figure: Lines) -> None:
 
 def _draw_grids(drawing: Any, grids: tuple[Grid, ...], *, signed: bool) -> None:
     """From 0 on in blue; signed, red above 0 and blue below."""
-    numbers = [grid.numbers() for grid in grids]
+    numbers = [np.array(grid.values, float) for grid in grids]
     sizes = np.concatenate([np.abs(x[~np.isnan(x)]) for x in numbers])
     largest = sizes.max(initial=0.0)
     limit = max(grid.limit or largest for grid in grids) or 1.0

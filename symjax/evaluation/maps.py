@@ -7,6 +7,7 @@ from symjax.data.documents import tokens_of
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Inputs, Layer, attentions, read
 from symjax.evaluation.results import Options, Result
+from symjax.evaluation.windows import all_pairs
 from symjax.figures import Grid, Panels
 
 SENTENCE = 48  # tokens at most: more cannot be read from a figure
@@ -65,7 +66,7 @@ def layer_map(
             for name, picture in zip(names, pictures, strict=True)
         ]
         title = f"differential {title}"
-    limit = _limit(np.concatenate([grid.numbers() for grid in known]))
+    limit = _limit(np.array([grid.values for grid in known]))
     known = [grid._replace(limit=limit) for grid in known]
     if len(known) == 1:
         return known[0]._replace(title=title)
@@ -73,8 +74,8 @@ def layer_map(
 
 
 def _grid(title: str, picture: np.ndarray, labels: list[str], causal: bool) -> Grid:
-    seen = [row[: t + 1 if causal else None] for t, row in enumerate(picture)]
-    values = [row.tolist() + [None] * (len(labels) - len(row)) for row in seen]
+    visible = all_pairs(len(labels), causal=causal)
+    values = np.where(visible, picture.astype(np.float64), np.nan)
     return Grid("map", "key", "query", labels, labels, values, title)
 
 

@@ -73,18 +73,13 @@ def read(model: Model, inputs: Inputs) -> list[Layer]:
 
 
 def _without_pads(layer: Layer, there: Bool[np.ndarray, "T"]) -> Layer:
-    def kept(x: Any, *axes: int) -> Any:
-        if x is None:
-            return None
-        for axis in axes:
-            x = np.compress(there, x, axis=axis)
-        return x
-
-    pairs = ("scores", "products", "branches", "map")
-    found = {name: kept(getattr(layer, name), -2, -1) for name in pairs}
-    found |= {name: kept(getattr(layer, name), -2) for name in ("query", "key")}
-    value, hidden = kept(layer.value, -2), kept(layer.hidden, 0)
-    return layer._replace(value=value, hidden=hidden, lam=kept(layer.lam, 0), **found)
+    found = {}
+    for name, x in layer._asdict().items():
+        if x is not None:
+            found[name] = np.compress(there, x, axis=-2)
+            if name in ("scores", "products", "branches", "map"):  # of pairs
+                found[name] = np.compress(there, found[name], axis=-1)
+    return layer._replace(**found)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -1,6 +1,6 @@
 """A few held-out windows, and what every layer of a model does with each of them."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -10,9 +10,8 @@ from numpy.typing import ArrayLike
 from symjax import config
 from symjax.data.generated import NOTHING
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.reading import Inputs, Layer, attentions, read
+from symjax.evaluation.reading import Inputs, Layer, read
 from symjax.evaluation.results import Options, progress
-from symjax.models.build import Model
 
 WINDOWS = 4  # of held-out text that are read, unless --batches says fewer
 IMAGES = 32  # likewise; they have few tokens
@@ -24,18 +23,16 @@ Measured = TypeVar("Measured")
 
 
 class Window(NamedTuple):
-    """A held-out row without its padding, and what every layer does with it.
+    """A held-out row without its padding.
 
     Attributes:
         tokens: None of an image.
         targets: below 0 where there is none; of a classifier the label.
-        layers: what each does.
         visible: the pairs that see each other: causal in a decoder, else all.
     """
 
     tokens: Int[np.ndarray, "T"] | None
     targets: Int[np.ndarray, "T"]
-    layers: list[Layer]
     visible: Bool[np.ndarray, "T T"]
 
 
@@ -50,9 +47,12 @@ def by_layer(
     Args:
         layers: those that are measured; None: all.
     """
+    model, causal = run.model(), config.is_causal(run.config.model)
     found: dict[int, list[Measured]] = {}
-    for window in windows(run, options):
-        for index, layer in enumerate(window.layers):
+    for inputs, targets in progress(heldout_rows(run, options), "windows"):
+        seen = read(model, inputs)
+        window = _window(inputs, targets, all_pairs(len(seen[0].hidden), causal=causal))
+        for index, layer in enumerate(seen):
             if layers is None or index in layers:
                 found.setdefault(index, []).append(measure(window, layer))
     return found
@@ -76,19 +76,12 @@ def known_mean(x: ArrayLike, axis: int = 0) -> np.ndarray:
     return np.where(count, total / np.maximum(count, 1), np.nan)
 
 
-def windows(run: LoadedRun, options: Options) -> Iterator[Window]:
-    """A few windows spread over what is held out, as long as those of training.
-
-    Of a text at most 512 tokens each. 4 of them, or 32 images, or `--batches` if that
-    is fewer.
-    """
-    model = run.model()
-    for row in progress(heldout_rows(run, options), "windows"):
-        yield _window(model, *row)
-
-
 def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
-    """The rows of `windows`, with their padding."""
+    """A few rows spread over what is held out, as long as those of training.
+
+    With their padding. Of a text at most 512 tokens each. 4 of them, or 32 images, or
+    `--batches` if that is fewer.
+    """
     model = run.config.model
     longest = run.examples.fixed_length or model.length <= LONGEST
     length = model.length if longest else LONGEST
@@ -118,15 +111,13 @@ def _is_filled(inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> 
     return bool((inputs >= 0).all() and (weights[targets >= 0] > 0).all())
 
 
-def _window(model: Model, inputs: Inputs, targets: np.ndarray) -> Window:
-    layers = read(model, inputs)
-    visible = all_pairs(len(layers[0].hidden), causal=attentions(model)[0].mixer.causal)
+def _window(inputs: Inputs, targets: np.ndarray, visible: np.ndarray) -> Window:
     if inputs.ndim > 1:
-        return Window(None, targets, layers, visible)
+        return Window(None, targets, visible)
     there = inputs >= 0
     if len(targets) == len(inputs):
         targets = targets[there]
-    return Window(inputs[there], targets, layers, visible)
+    return Window(inputs[there], targets, visible)
 
 
 def all_pairs(count: int, *, causal: bool) -> Bool[np.ndarray, "T T"]:

@@ -137,7 +137,7 @@ def mean_over_rows(shares, answer, near):
 def test_mass_on_the_answer_the_context_and_elsewhere_by_hand():
     """Tokens a b a c, next b a c a: rows 1 and 3 have answers, at 0 and at 0, 2."""
     tokens, targets = np.array([0, 1, 0, 2]), np.array([1, 0, 2, 0])
-    answer = attended.answers(Window(tokens, targets, [], CAUSAL[:4, :4]))
+    answer = attended.answers(Window(tokens, targets, CAUSAL[:4, :4]))
     wanted = np.zeros((4, 4), bool)
     wanted[1, 0] = wanted[3, 0] = wanted[3, 2] = True
     np.testing.assert_array_equal(answer, wanted)

@@ -215,7 +215,7 @@ def test_hidden_tokens_have_their_answers_elsewhere_by_hand():
     """Of a b ? a b the third is an a: at 0 and 3. The last, b, shows itself: at 1."""
     tokens, mask = np.array([0, 1, 9, 0, 1]), np.ones((5, 5), bool)
     targets = np.array([-1, -1, 0, -1, 1])
-    answer = attended.answers(Window(tokens, targets, [], mask))
+    answer = attended.answers(Window(tokens, targets, mask))
     np.testing.assert_array_equal(np.argwhere(answer), [[2, 0], [2, 3], [4, 1]])
     near = attended.context(answer, mask, near=4)
     wanted = [[2, 1], [2, 2], [4, 3], [4, 4]]

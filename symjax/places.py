@@ -26,12 +26,7 @@ NO_ANSWER = re.compile(
     "(ABORTED|DEADLINE_EXCEEDED|INTERNAL|PERMISSION_DENIED|RESOURCE_EXHAUSTED|"
     "UNAUTHENTICATED|UNKNOWN|UNAVAILABLE): "
 )
-CLIENTS = (
-    "aiohttp",
-    "gcsfs",
-    "google",
-    "requests",
-)  # packages with errors of their own
+CLIENTS = ("aiohttp", "gcsfs", "google", "requests")  # with errors of their own
 NO_S3 = "Orbax, which writes the checkpoints, has no driver for it"
 
 

@@ -12,7 +12,7 @@ from symjax.data import generated
 from symjax.data.draws import Draws
 from symjax.data.generated import Rows
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.results import Options, Result, Table, progress
+from symjax.evaluation.results import Options, Result, Table, progress, table
 from symjax.figures import Grid, Lines
 
 ROWS = 200  # of a point of a curve
@@ -66,23 +66,12 @@ def listops(run: LoadedRun, options: Options) -> Result:
 def _by(name: str, label: str, rows: list[tuple[int, float]], chance: float) -> Result:
     """Accuracy by one number, beside chance."""
     columns = (label, "accuracy", "chance")
-    cells = [(*row, chance) for row in rows]
+    records = [dict(zip(columns, (*row, chance), strict=True)) for row in rows]
     x = [float(number) for number, _ in rows]
     curves = {name: (x, [y for _, y in rows]), "chance": (x, [chance] * len(x))}
-    return Result(
-        {name: [dict(zip(columns, row, strict=True)) for row in cells]},
-        [],
-        (Table(name, columns, cells),),
-        (
-            Lines(
-                f"{name}_accuracy",
-                label,
-                "accuracy",
-                curves,
-                title=f"Accuracy by {label}, beside chance",
-            ),
-        ),
-    )
+    title = f"Accuracy by {label}, beside chance"
+    figure = Lines(f"{name}_accuracy", label, "accuracy", curves, title=title)
+    return Result({name: records}, [], (table(name, columns, records),), (figure,))
 
 
 def needle(run: LoadedRun, options: Options) -> Result:

@@ -53,11 +53,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         prog="python -m symjax.evaluation.harness", description=__doc__, epilog=NOTE
     )
     add = parser.add_argument
-    add(
-        "--workdir",
-        required=True,
-        help="a run, or a folder of save_pretrained",
-    )
+    add("--workdir", required=True, help="a run, or a folder of save_pretrained")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="a checkpoint; the newest by default")
     which.add_argument("--best", action="store_true", help="that of the least loss")
@@ -122,9 +118,7 @@ def _tasks(names: list[str], include: Path | None) -> Any:
     """
     from lm_eval.tasks import TaskManager
 
-    for defaults in (False, True):
-        if include is None and not defaults:
-            continue
+    for defaults in (True,) if include is None else (False, True):
         where = None if include is None else str(include)
         manager = TaskManager(include_path=where, include_defaults=defaults)
         unknown = [x for x in names if x not in manager.all_tasks]

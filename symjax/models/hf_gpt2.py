@@ -21,13 +21,18 @@ ONLY = {
     "tie_word_embeddings": True,
     "quantization_config": None,
 }
-# Ours → theirs: linear layers and norms of a block, each with a weight and a bias.
-LAYERS = {
-    "attention_norm": "ln_1",
-    "attention/out": "attn.c_proj",
-    "feedforward_norm": "ln_2",
-    "feedforward/up": "mlp.c_fc",
-    "feedforward/down": "mlp.c_proj",
+# Ours → theirs, of a block.
+BLOCK = {
+    "attention_norm/scale": "ln_1.weight",
+    "attention_norm/bias": "ln_1.bias",
+    "attention/out/kernel": "attn.c_proj.weight",
+    "attention/out/bias": "attn.c_proj.bias",
+    "feedforward_norm/scale": "ln_2.weight",
+    "feedforward_norm/bias": "ln_2.bias",
+    "feedforward/up/kernel": "mlp.c_fc.weight",
+    "feedforward/up/bias": "mlp.c_fc.bias",
+    "feedforward/down/kernel": "mlp.c_proj.weight",
+    "feedforward/down/bias": "mlp.c_proj.bias",
 }
 JOINED, PARTS = "attn.c_attn", ("query", "key", "value")
 ENDS = {
@@ -82,8 +87,14 @@ def _settings(options: config.Model) -> dict[str, Any]:
 
 def _shapes(options: config.Model) -> dict[str, tuple[int, ...]]:
     width, hidden = options.width, options.feedforward
-    inputs = {"mlp.c_fc": width, "mlp.c_proj": hidden}
-    outputs = {JOINED: 3 * width, "mlp.c_fc": hidden}
+    weights = {
+        JOINED: (width, 3 * width),
+        "ln_1": (width,),
+        "attn.c_proj": (width, width),
+        "ln_2": (width,),
+        "mlp.c_fc": (width, hidden),
+        "mlp.c_proj": (hidden, width),
+    }
     shapes: dict[str, tuple[int, ...]] = {
         "transformer.wte.weight": (options.vocabulary, width),
         "transformer.wpe.weight": (options.length, width),
@@ -91,28 +102,17 @@ def _shapes(options: config.Model) -> dict[str, tuple[int, ...]]:
         "transformer.ln_f.bias": (width,),
     }
     for i in range(options.depth):
-        for name in (JOINED, *LAYERS.values()):
-            size = outputs.get(name, width)
-            rows = () if name.startswith("ln") else (inputs.get(name, width),)
-            shapes[f"transformer.h.{i}.{name}.weight"] = (*rows, size)
-            shapes[f"transformer.h.{i}.{name}.bias"] = (size,)
+        for name, shape in weights.items():
+            shapes[f"transformer.h.{i}.{name}.weight"] = shape
+            shapes[f"transformer.h.{i}.{name}.bias"] = shape[-1:]
     return shapes
-
-
-def _weight(layer: str) -> str:
-    """Our name of what is a weight beside a bias."""
-    return "scale" if layer.endswith("norm") else "kernel"
 
 
 def _params(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
     params = {ours: tensors[theirs] for ours, theirs in ENDS.items()}
     for i in range(options.depth):
         block, prefix = f"blocks/{i}/", f"transformer.h.{i}."
-        for ours, theirs in LAYERS.items():
-            params[f"{block}{ours}/{_weight(ours)}"] = tensors[
-                f"{prefix}{theirs}.weight"
-            ]
-            params[f"{block}{ours}/bias"] = tensors[f"{prefix}{theirs}.bias"]
+        params |= {block + x: tensors[prefix + y] for x, y in BLOCK.items()}
         for theirs, ours in (("weight", "kernel"), ("bias", "bias")):
             thirds = np.split(tensors[f"{prefix}{JOINED}.{theirs}"], 3, axis=-1)
             for part, array in zip(PARTS, thirds, strict=True):
@@ -125,9 +125,7 @@ def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
     tensors = {theirs: own[ours] for ours, theirs in ENDS.items()}
     for i in range(options.depth):
         block, prefix = f"blocks/{i}/", f"transformer.h.{i}."
-        for ours, theirs in LAYERS.items():
-            tensors[f"{prefix}{theirs}.weight"] = own[f"{block}{ours}/{_weight(ours)}"]
-            tensors[f"{prefix}{theirs}.bias"] = own[f"{block}{ours}/bias"]
+        tensors |= {prefix + y: own[block + x] for x, y in BLOCK.items()}
         for theirs, ours in (("weight", "kernel"), ("bias", "bias")):
             thirds = [own[f"{block}attention/{part}/{ours}"] for part in PARTS]
             tensors[f"{prefix}{JOINED}.{theirs}"] = np.concatenate(thirds, axis=-1)

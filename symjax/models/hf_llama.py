@@ -4,7 +4,6 @@ Both turn features in pairs (i, i + H/2), as ours with `positions="rope"`. The w
 of torch are [out, in], our kernels [in, out].
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,35 +25,23 @@ ONLY = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-# Ours → theirs, of a block, and of a layer of a Llama; kernels are transposed.
+# Ours → theirs, of a block; kernels are transposed.
 BLOCK = {
+    "attention/query/kernel": "self_attn.q_proj.weight",
+    "attention/key/kernel": "self_attn.k_proj.weight",
+    "attention/value/kernel": "self_attn.v_proj.weight",
+    "attention/out/kernel": "self_attn.o_proj.weight",
     "attention_norm/scale": "input_layernorm.weight",
     "feedforward_norm/scale": "post_attention_layernorm.weight",
     "feedforward/gate/kernel": "mlp.gate_proj.weight",
     "feedforward/up/kernel": "mlp.up_proj.weight",
     "feedforward/down/kernel": "mlp.down_proj.weight",
 }
-LAYER = {
-    "query/kernel": "q_proj.weight",
-    "key/kernel": "k_proj.weight",
-    "value/kernel": "v_proj.weight",
-    "out/kernel": "o_proj.weight",
-}
 ENDS = {
     "embedding/embedding": "model.embed_tokens.weight",
     "final_norm/scale": "model.norm.weight",
     "head/kernel": "lm_head.weight",
 }
-
-
-def llama_attention(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of our layer from those of a LlamaAttention."""
-    return nested({ours: _turned(ours, weights[LAYER[ours]]) for ours in LAYER})
-
-
-def to_llama(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `llama_attention`."""
-    return {LAYER[ours]: _turned(ours, x) for ours, x in flat(params).items()}
 
 
 def _turned(ours: str, array: Any) -> np.ndarray:
@@ -156,27 +143,27 @@ def _shapes(options: config.Model) -> dict[str, tuple[int, ...]]:
 
 
 def _params(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
-    differential = options.attention.differential == "v1"
-    take = diffllama_attention if differential else llama_attention
     found = {x: _turned(x, tensors[y]) for x, y in ENDS.items() if y in tensors}
-    params = nested(found) | {"blocks": {}}
     for i in range(options.depth):
-        prefix = f"model.layers.{i}."
-        own = f"{prefix}self_attn."
-        inside = {x.removeprefix(own): y for x, y in tensors.items() if own in x}
-        block = {x: _turned(x, tensors[prefix + y]) for x, y in BLOCK.items()}
-        params["blocks"][i] = nested(block) | {"attention": take(inside)}
+        block = {x: tensors[f"model.layers.{i}.{y}"] for x, y in BLOCK.items()}
+        found |= {f"blocks/{i}/{x}": _turned(x, y) for x, y in block.items()}
+    params = nested(found)
+    if options.attention.differential == "v1":
+        for i, block in params["blocks"].items():
+            own = f"model.layers.{i}.self_attn."
+            inside = {x.removeprefix(own): y for x, y in tensors.items() if own in x}
+            block["attention"] = diffllama_attention(inside)
     return params
 
 
 def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
-    give = to_diffllama if options.attention.differential == "v1" else to_llama
     ends = flat({x: y for x, y in params.items() if x != "blocks"})
     tensors = {ENDS[x]: _turned(x, y) for x, y in ends.items()}
     for i in range(options.depth):
         block, prefix = dict(params["blocks"][i]), f"model.layers.{i}."
-        inside = give(block.pop("attention"))
-        tensors |= {f"{prefix}self_attn.{x}": y for x, y in inside.items()}
+        if options.attention.differential == "v1":
+            inside = to_diffllama(block.pop("attention"))
+            tensors |= {f"{prefix}self_attn.{x}": y for x, y in inside.items()}
         tensors |= {prefix + BLOCK[x]: _turned(x, y) for x, y in flat(block).items()}
     return tensors
 

@@ -145,10 +145,7 @@ def _trees(model: Model) -> dict[str, Any]:
 def _own(directory: Path, about: dict[str, Any]) -> Folder:
     options = options_of(directory, about).model
     like = nnx.eval_shape(lambda: build(options, rngs=nnx.Rngs(0)))
-    shapes = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
-        for path, leaf in jax.tree_util.tree_leaves_with_path(_trees(like))
-    }
+    shapes = {path: leaf.shape for path, leaf in flat(_trees(like)).items()}
     tensors = read_tensors(directory, about.get("digest"))
     check_shapes(str(directory / TENSORS), tensors, shapes)
     trees = {"params": {}, "constants": {}} | nested(tensors)

@@ -91,7 +91,7 @@ def in_shards(tensors: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]
     Raises:
         ValueError: a size that is no whole number above 0.
     """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if type(size) is not int or size < 1:
         raise ValueError(f"shard_size must be at least 1 byte, got {size!r}")
     shards: list[dict[str, Any]] = [{}]
     room = size

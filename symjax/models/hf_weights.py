@@ -100,10 +100,9 @@ def to_diffllama(params: Weights) -> dict[str, Any]:
     """
     who = "to_diffllama"
     own = flat(params)
-    check_names(who, own, [*LLAMA, "head_norm/scale"])
+    theirs = _renamed(who, own, LLAMA | {"head_norm/scale": "scale"})
     order = {"branch": 2, "h": _head_size(who, own, axis=1)}
-    scale = own.pop("head_norm/scale")
-    theirs = _renamed(who, own, LLAMA)
+    scale = theirs.pop("scale")
     for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
         own_order = theirs[name]
         theirs[name] = rearrange(own_order, "e (n branch h) -> (branch n h) e", **order)
@@ -151,12 +150,10 @@ def _head_size(who: str, own: Mapping[str, np.ndarray], *, axis: int) -> int:
     return size
 
 
-def flat(params: Weights) -> dict[str, np.ndarray]:
+def flat(params: Weights) -> dict[str, Any]:
     """Nested parameters by path: {"query": {"kernel": x}} as {"query/kernel": x}."""
     leaves = tree_leaves_with_path(dict(params))
-    return {
-        keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves
-    }
+    return {keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:

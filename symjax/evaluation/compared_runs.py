@@ -71,18 +71,16 @@ def existing(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
                 f"({_source(one)} and {_source(other)}): their losses cannot be "
                 "compared"
             )
-    found: dict[str, list[Workdir]] = {}
-    seen: list[tuple[dict[str, Any], set[int], str]] = []  # of a row: a run, its seeds
+    found: dict[str, dict[int, Workdir]] = {}  # name → seed → workdir
+    alike: dict[str, dict[str, Any]] = {}  # name → the configuration of its runs
     for workdir, meta in metas.items():
+        own = {**meta["config"], "seed": None, "step": meta["step"]}
         seed = meta["config"]["seed"]
-        alike = {**meta["config"], "seed": None, "step": meta["step"]}
-        rows = (row for row in seen if row[0] == alike and seed not in row[1])
-        row = next(rows, None) or (alike, set(), _name(workdir, found))
-        if row not in seen:
-            seen.append(row)
-        row[1].add(seed)
-        found.setdefault(row[2], []).append(workdir)
-    return found
+        rows = (x for x in found if alike[x] == own and seed not in found[x])
+        name = next(rows, None) or _name(workdir, found)
+        alike[name] = own
+        found.setdefault(name, {})[seed] = workdir
+    return {name: list(seeds.values()) for name, seeds in found.items()}
 
 
 def items(flag: str, text: str, kind: Callable) -> list[Any]:

@@ -107,13 +107,11 @@ def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
     else:
         heldout["references"] = dict(examples.references)
         heldout["accuracy"] = accuracy
-    if examples.text is not None and not len(examples.text.train):
-        return {"heldout": heldout, "train": {}}
-    rows, key = functools.partial(_training, run, shape, count), jax.random.key(0)
-    train = {
-        "loss": over("training mode", rows(), key).loss,
-        "loss_eval_mode": over("evaluation mode", rows()).loss,
-    }
+    train = {}
+    if examples.text is None or len(examples.text.train):
+        rows, key = functools.partial(_training, run, shape, count), jax.random.key(0)
+        train["loss"] = over("training mode", rows(), key).loss
+        train["loss_eval_mode"] = over("evaluation mode", rows()).loss
     return {"heldout": heldout, "train": train}
 
 

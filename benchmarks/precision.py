@@ -31,9 +31,9 @@ import numpy as np
 from symjax import attention
 from symjax.attention import chunks
 from symjax.attention.chunks import Tokens
+from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer_fused import FusedFeatures
-from symjax.attention.random_features import RANDOM, RandomFeatures
 
 HEADS, SIZE, FEATURES = 2, 64, 256
 SCALES = 0.5, 1, 2, 4, 8

@@ -19,6 +19,7 @@ from symjax.attention.differential import (
     lambda_initial,
 )
 from symjax.attention.favor import Statistics, favor_statistics
+from symjax.attention.features import orthogonal_projection
 from symjax.attention.flash import (
     flash,
     flash_causal,
@@ -56,7 +57,6 @@ from symjax.attention.positions import (
     rotate,
     sinusoidal,
 )
-from symjax.attention.projections import orthogonal_projection
 from symjax.attention.scores import ScoreMechanism
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax

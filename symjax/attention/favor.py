@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.features import RandomFeatures
+
 KINDS = ("favor#", "favor++")
 
 
@@ -96,3 +98,24 @@ def apply_statistics(
     rows, a, b = (jnp.asarray(x, dtype) for x in (projection, *statistics))
     product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     return product(rows, b), product(rows * rows, a)
+
+
+def adapted(
+    who: str, random: RandomFeatures, statistics: Statistics | None
+) -> RandomFeatures:
+    """FAVOR++ and FAVOR# are positive features of rows W b and log factors wᵀ a w.
+
+    Raises:
+        ValueError: statistics of another head size.
+    """
+    size = random.rows.shape[1]
+    if statistics is None:
+        statistics = unit_statistics(size, random.scale)
+    shapes = jnp.shape(statistics.a), jnp.shape(statistics.b)
+    if shapes != ((size,), (size, size)):
+        raise ValueError(
+            f"{who}: statistics must be a ({size},) and b ({size}, {size}), "
+            f"got {shapes[0]} and {shapes[1]}"
+        )
+    rows, offset = apply_statistics(random.rows, statistics)
+    return RandomFeatures(rows, random.scale, offset)

@@ -25,13 +25,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.favor import KINDS, Statistics, apply_statistics, unit_statistics
-from symjax.attention.features import named
+from symjax.attention.favor import KINDS, Statistics, adapted
+from symjax.attention.features import RANDOM, RandomFeatures, default_projection, named
 from symjax.attention.noncausal import attend
 from symjax.attention.normalised import LinearState, Normalised
 from symjax.attention.performer_fused import FusedFeatures
-from symjax.attention.projections import default_projection
-from symjax.attention.random_features import RANDOM, RandomFeatures
 from symjax.attention.recurrences import attend_causal, attend_step
 
 
@@ -215,26 +213,10 @@ def _recurrence(
         raise ValueError(f"{who}: scale must be positive and finite, got {scale}")
     random = RandomFeatures(projection, jnp.asarray(scale))
     if features in KINDS:
-        return recurrence, _adapted(who, random, size, statistics)
-    if statistics is not None:
+        random = adapted(who, random, statistics)
+    elif statistics is not None:
         raise ValueError(
             f"{who}: features {features!r} take no statistics: choose from "
             f"{', '.join(KINDS)}"
         )
     return recurrence, random
-
-
-def _adapted(
-    who: str, random: RandomFeatures, size: int, statistics: Statistics | None
-) -> RandomFeatures:
-    """FAVOR++ and FAVOR# are positive features of rows W b and log factors wᵀ a w."""
-    if statistics is None:
-        statistics = unit_statistics(size, random.scale)
-    shapes = jnp.shape(statistics.a), jnp.shape(statistics.b)
-    if shapes != ((size,), (size, size)):
-        raise ValueError(
-            f"{who}: statistics must be a ({size},) and b ({size}, {size}), "
-            f"got {shapes[0]} and {shapes[1]}"
-        )
-    rows, offset = apply_statistics(random.rows, statistics)
-    return RandomFeatures(rows, random.scale, offset)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.chunks import Tokens
+from symjax.attention.features import RandomFeatures
 from symjax.attention.kernels.blocks import LANES, LOG2E
 from symjax.attention.kernels.lanes import apart, even, summed_apart
 from symjax.attention.kernels.passes import Plan, backward, forward
@@ -20,7 +21,6 @@ from symjax.attention.kernels.performer_chunk import EMPTY, Operands
 from symjax.attention.kernels.seen import Shown, described
 from symjax.attention.masks import only_seen
 from symjax.attention.normalised import Normalised
-from symjax.attention.random_features import RandomFeatures
 from symjax.attention.recurrences import attend_causal
 
 RANDOM = "favor#", "favor++", "hyperbolic", "positive"

@@ -14,9 +14,9 @@ import oracles
 import pytest
 from laws import close
 
+from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.linear import linear, linear_causal
 from symjax.attention.performer import performer, performer_causal
-from symjax.attention.random_features import RANDOM, RandomFeatures
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "conformance"
 NAMES = {"positive": "positive", "sincos": "trigonometric", "relu": "relu"}

@@ -9,9 +9,8 @@ import oracles
 import pytest
 
 from symjax.attention.favor import apply_statistics, favor_statistics
+from symjax.attention.features import RANDOM, RandomFeatures, orthogonal_projection
 from symjax.attention.performer import performer
-from symjax.attention.projections import orthogonal_projection
-from symjax.attention.random_features import RANDOM, RandomFeatures
 
 ESTIMATORS = sorted(set(RANDOM) - {"relu"})
 

@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax.attention.features import named
+from symjax.attention.features import (
+    RANDOM,
+    default_projection,
+    named,
+    orthogonal_projection,
+)
 from symjax.attention.learned_features import hedgehog, t2r
 from symjax.attention.plain_features import PLAIN, UNIT
-from symjax.attention.projections import default_projection, orthogonal_projection
-from symjax.attention.random_features import RANDOM
 
 
 @pytest.mark.parametrize(("features", "norms"), [(3, "chi"), (21, "constant")])

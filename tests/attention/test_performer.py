@@ -12,6 +12,7 @@ from laws import close, inputs, run, same
 
 from symjax.attention.chunks import einsum
 from symjax.attention.favor import Statistics, favor_statistics
+from symjax.attention.features import RANDOM, RandomFeatures, orthogonal_projection
 from symjax.attention.normalised import Arithmetic, query_state, update
 from symjax.attention.performer import (
     performer,
@@ -19,8 +20,6 @@ from symjax.attention.performer import (
     performer_state,
     performer_step,
 )
-from symjax.attention.projections import orthogonal_projection
-from symjax.attention.random_features import RANDOM, RandomFeatures
 
 FORMS = performer, performer_causal, performer_step, performer_state
 ROWS = np.asarray(orthogonal_projection(jax.random.key(7), 11, laws.H))

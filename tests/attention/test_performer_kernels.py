@@ -14,10 +14,10 @@ from laws import close, same
 
 from symjax.attention import linear_causal, performer_causal, recurrences
 from symjax.attention.chunks import Tokens
+from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer_fused import FusedFeatures
 from symjax.attention.plain_features import IDENTITY, PLAIN
-from symjax.attention.random_features import RANDOM, RandomFeatures
 
 
 class Sizes(NamedTuple):

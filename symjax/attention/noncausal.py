@@ -19,6 +19,7 @@ from symjax.attention.normalised import (
     Normalised,
     Rows,
     divide,
+    finite,
     highest_exponent,
     key_weights,
     query_state,
@@ -28,7 +29,6 @@ from symjax.attention.normalised import (
     update,
 )
 from symjax.attention.recurrences import check_tokens
-from symjax.attention.rescue import finite
 from symjax.attention.segments import starts
 
 

@@ -22,9 +22,8 @@ and nothing depends on the future. The maxima cancel in the ratio, and are const
 the gradient.
 
 Features that change sign lose digits where their products cancel. Weights of pairs in a
-chunk are therefore computed without features where these are polynomials or cosines.
-A state holds features in float32: what it adds to a row is off by about ε|φ(q)|Σ|φ(k)|,
-with ε = 2⁻²³, in numerator and denominator alike. `_centred` bounds what that does.
+chunk are therefore computed without features where these are polynomials or cosines;
+a state is read as `centred.py` says.
 """
 
 from collections.abc import Callable
@@ -34,8 +33,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.centred import read_centred
 from symjax.attention.chunks import (
     Chunk,
     einsum,
@@ -45,7 +45,6 @@ from symjax.attention.chunks import (
     through_segments,
 )
 from symjax.attention.features import Features, LogFeatures
-from symjax.attention.rescue import exact_weights, finite, largest_exponent
 
 # Below this a chunk that refers to its highest exponent has lost its early rows.
 _LOST = 1e-20
@@ -98,17 +97,13 @@ class Normalised:
         batch, heads, size, value_size = sizes
         dtype = jnp.promote_types(dtype, jnp.float32)
         like = jax.ShapeDtypeStruct((batch, heads, size), dtype)
-
-        def features(x: Array) -> tuple[LogFeatures, Array]:
-            key = self.features.key(x, parameters)
-            return key, key.weights()
-
-        key, total = jax.eval_shape(features, like)
+        amplitude, exponent = jax.eval_shape(self.features.key, like, parameters)
         highest = None
-        if key.exponent is not None:
-            highest = jnp.full(key.exponent.shape, -jnp.inf, dtype)
+        if exponent is not None:
+            highest = jnp.full(exponent.shape, -jnp.inf, dtype)
+        total = jnp.zeros((exponent if amplitude is None else amplitude).shape, dtype)
         sums = jnp.zeros((*total.shape, value_size), dtype)
-        return LinearState(sums, jnp.zeros(total.shape, dtype), highest)
+        return LinearState(sums, total, highest)
 
     def advance(
         self, parameters: Any, state: LinearState, chunk: Chunk, divided: bool = True
@@ -132,9 +127,9 @@ class Normalised:
         if before.running_max is not None and value.shape[2] > 1:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             lost = _lost(rows, sees, reaches, before.running_max)
-            given = before.running_max, query, key, chunk.segment
-            exact = partial(exact_weights, *given)
-            rows = _rescue(how, rows, lost, exact, before, value)
+            given = how, before, query, key, value, chunk.segment, lost
+            exactly = jax.checkpoint(partial(_exact_rows, *given))
+            rows = jax.lax.cond(lost.any(), exactly, lambda rows: rows, rows)
         if joins is not None:
             key = key.where(joins[:, None])
         after = update(how, carried, key, value)
@@ -158,8 +153,7 @@ class Normalised:
         """The empty state of a chunk's sizes."""
         batch, heads, _, size = chunk.key.shape
         sizes = batch, heads, size, chunk.value.shape[-1]
-        dtype = sum_dtype(chunk.query, chunk.key, chunk.value)
-        return self.empty(parameters, sizes, dtype)
+        return self.empty(parameters, sizes, sum_dtype(*chunk[:3]))
 
     def mapped(
         self, parameters: Any, chunk: Chunk
@@ -169,7 +163,7 @@ class Normalised:
         The largest amplitude of a query cancels in the ratio, so it is made 1: products
         of amplitudes would leave the range of float32 long before the amplitudes do.
         """
-        dtype = sum_dtype(chunk.query, chunk.key, chunk.value)
+        dtype = sum_dtype(*chunk[:3])
         query = self.features.query(chunk.query.astype(dtype), parameters)
         divisor = None
         if query.amplitude is not None:
@@ -219,8 +213,19 @@ def row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array
         weights = query.weights()
         return weights, jnp.zeros_like(weights[..., 0])
     query = query.raised(highest[:, :, None, None])
-    shift = finite(largest_exponent(query))
+    shift = row_shift(query)
     return query.raised(-shift).weights(), shift[..., 0]
+
+
+def finite(exponent: Array) -> Array:
+    """An exponent to subtract: 0 where no key was seen, since −inf − (−inf) is NaN."""
+    return jnp.where(jnp.isneginf(exponent), 0, exponent)
+
+
+def row_shift(query: LogFeatures) -> Array:
+    """The largest exponent of each row, to subtract; a constant to the gradient."""
+    highest = query.exponent.max(axis=-1, keepdims=True)
+    return finite(jax.lax.stop_gradient(highest))
 
 
 def key_weights(key: LogFeatures, highest: Array | None) -> Array:
@@ -281,7 +286,9 @@ def rows_of(
     if how.signed:
         size = how.product("bkgtm,bkm->bkgt", jnp.abs(row), jnp.abs(state.total))
     if how.leading:
-        numerator, denominator = _centred(how, state, row, denominator, size)
+        sums = state.sums, state.total
+        given = how.product, how.leading, *sums, row, denominator, size
+        numerator, denominator = read_centred(*given)
         size = denominator
     else:
         numerator = how.product("bkgtm,bkmv->bkgtv", row, state.sums)
@@ -290,39 +297,6 @@ def rows_of(
         denominator = denominator + scores.sum(axis=-1)
         size = size + jnp.abs(scores).sum(axis=-1) if how.signed else denominator
     return Rows(numerator, denominator, size, shift)
-
-
-def _centred(
-    how: Arithmetic,
-    state: LinearState,
-    row: Float[Array, "B K G T M"],
-    denominator: Float[Array, "B K G T"],
-    size: Float[Array, "B K G T"],
-) -> tuple[Float[Array, "B K G T V"], Float[Array, "B K G T"]]:
-    """Numerator and denominator whose ratio is bounded where features cancel.
-
-    row·sums = row·(sums − total meanᵀ) + denominator · mean. Both sides of the division
-    then share the rounding of the denominator, and what does not cancel is the spread
-    of the values around their mean, in which a key weighs the sum of its leading
-    features. A difference below the rounding of the sums is 0: the ratio of one key, or
-    of keys of one value, is this value. A denominator below its own rounding is lifted
-    to that, and the ratio is the mean.
-    """
-    weight = state.total[..., : how.leading].sum(axis=-1)
-    mean = state.sums[..., : how.leading, :].sum(axis=-2)
-    mean = mean / jnp.where(weight > 0, weight, 1)[..., None]
-    constant = jax.lax.stop_gradient(mean)
-    means = state.total[..., None] * constant[:, :, None]
-    rest = state.sums - means
-    noise = 8 * jnp.finfo(rest.dtype).eps * jnp.abs(means)
-    rest = rest - jax.lax.stop_gradient(jnp.where(jnp.abs(rest) <= noise, rest, 0))
-    least = jnp.finfo(size.dtype).eps * jax.lax.stop_gradient(size)
-    lifted = denominator < least
-    denominator = jnp.where(lifted, least, denominator)
-    numerator = how.product("bkgtm,bkmv->bkgtv", row, rest)
-    numerator = numerator + denominator[..., None] * constant[:, :, None, None]
-    means = least[..., None] * mean[:, :, None, None]
-    return jnp.where(lifted[..., None], means, numerator), denominator
 
 
 def divide(rows: Rows) -> Float[Array, "B K G T V"]:
@@ -350,24 +324,75 @@ def _lost(
     return some & (jax.lax.stop_gradient(rows.size) < _LOST)
 
 
-def _rescue(
+def _exact_rows(
     how: Arithmetic,
-    rows: Rows,
+    before: LinearState,
+    query: LogFeatures,
+    key: LogFeatures,
+    value: Float[Array, "B K T V"],
+    segment: Int[Array, "B T"] | None,
     lost: Bool[Array, "B K G T"],
-    weights: Callable[[], tuple[Array, Array, Array]],
-    state: LinearState,
-    value: Array,
+    rows: Rows,
 ) -> Rows:
-    """The lost rows replaced by exact ones, if there are any.
+    """The lost rows of a chunk replaced by rows that are exact at any scale.
 
-    Row by row, so that no example depends on what another one needed.
+    Each row refers to its own running maximum. Pairs are split as in a merge sort: at
+    each level the second half of a block looks at the first half, through the running
+    maximum at the boundary. Keys of the first half lie below it, and it lies below the
+    maxima of the second half: all factors are at most 1. log₂ T levels, each at the
+    cost of the chunk itself. The other rows stay as they are, so that no example
+    depends on what another one needed.
     """
+    length, constant = key.exponent.shape[2], jax.lax.stop_gradient(key.exponent)
+    peak = before.running_max
+    first = jnp.maximum(constant[:, :, :1], peak[:, :, None])
+    running = jnp.concatenate([first, constant[:, :, 1:]], axis=2)
+    running = _running_max(running, segment)  # the state counts in its own segment
+    shift = row_shift(query.raised(running[:, :, None]))
+    query = query.raised(-shift)
+    row = query.raised(peak[:, :, None, None])
+    if segment is not None:
+        row = row.where((segment == segment[:, :1])[:, None, None])
 
-    def exactly(rows: Rows) -> Rows:
-        row, shift, scores = weights()
-        exact = rows_of(how, state, row, shift, scores, value)
-        numerator = jnp.where(lost[..., None], exact.numerator, rows.numerator)
-        others = zip(exact[1:], rows[1:], strict=True)
-        return Rows(numerator, *(jnp.where(lost, x, y) for x, y in others))
+    @jax.checkpoint
+    def level(scores: Array, half: Array) -> tuple[Array, None]:
+        """Between the second half and the first of every block of 2·half rows."""
+        time = jnp.arange(length)
+        block, second = time // (2 * half), (time // half) % 2 == 1
+        last = jnp.minimum(block * 2 * half + half - 1, length - 1)  # of the first half
+        boundary = running[:, :, last]
+        near, far = second[None], ~second[None]
+        if segment is not None:
+            same = segment == segment[:, last]
+            near, far = near & same, far & same
+        earlier = key.raised(-finite(boundary)).where(far[:, None])
+        later = query.raised(boundary[:, :, None]).where(near[:, None, None])
+        pairs = einsum("bkgtm,bksm->bkgts", later.weights(), earlier.weights())
+        inside = (block[:, None] == block[None, :])[None, None, None]
+        return scores + pairs * inside.astype(pairs.dtype), None
 
-    return jax.lax.cond(lost.any(), jax.checkpoint(exactly), lambda rows: rows, rows)
+    own = query.raised(key.exponent[:, :, None]).weights()
+    if key.amplitude is not None:
+        own = own * key.amplitude[:, :, None]
+    oneself = jnp.eye(length, dtype=own.dtype)[None, None, None]
+    halves = 2 ** jnp.arange(max(length - 1, 0).bit_length())
+    scores, _ = jax.lax.scan(level, own.sum(axis=-1)[..., None] * oneself, halves)
+    exact = rows_of(how, before, row.weights(), shift[..., 0], scores, value)
+    numerator = jnp.where(lost[..., None], exact.numerator, rows.numerator)
+    others = zip(exact[1:], rows[1:], strict=True)
+    return Rows(numerator, *(jnp.where(lost, x, y) for x, y in others))
+
+
+def _running_max(exponent: Array, segment: Array | None) -> Float[Array, "B K T M"]:
+    """Running maximum along time that starts anew with each segment [B T]."""
+    if segment is None:
+        return jax.lax.cummax(exponent, axis=2)
+    shift = 1
+    while shift < exponent.shape[2]:  # windows of 1, 2, 4 … tokens
+        same = jnp.pad(segment[:, shift:] == segment[:, :-shift], ((0, 0), (shift, 0)))
+        widths = ((0, 0), (0, 0), (shift, 0), (0, 0))
+        earlier = jnp.pad(exponent[:, :, :-shift], widths)
+        highest = jnp.maximum(exponent, earlier)
+        exponent = jnp.where(same[:, None, :, None], highest, exponent)
+        shift *= 2
+    return exponent

@@ -4,7 +4,7 @@ One pass over chunks of 128 tokens, forward, and one back. Directions are made i
 and never kept in memory. The constant feature takes no lane: a state is Σ k̂ vᵀ, Σ k̂,
 Σ v and the number of its keys.
 
-What cancels is taken around a centre, as in `plain_features.py` and `normalised.py`.
+What cancels is taken around a centre, as in `plain_features.py` and `centred.py`.
 Pairs of a chunk weigh |q̂ + k̂|²/2, where both are seen from m, the mean direction of its
 keys: |r|²/2 + |c|²/2 + r·c with r = q̂ + m and c = k̂ − m, and the little by which
 directions are shorter than 1. A state is read around the mean of its values: numerator

@@ -144,20 +144,6 @@ def cut(x: Array, size: int, axis: int, mode: str = "constant") -> Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def hide(chunk: Chunk, seen: Bool[Array, "B T"]) -> Chunk:
-    """The chunk with fewer visible tokens."""
-
-    def zeros(x: Array) -> Array:
-        return jnp.where(seen.reshape(len(seen), 1, -1, *[1] * (x.ndim - 3)), x, 0)
-
-    return chunk._replace(
-        key=zeros(chunk.key),
-        value=zeros(chunk.value),
-        operands=jax.tree.map(zeros, chunk.operands),
-        visible=chunk.visible & seen,
-    )
-
-
 def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
     """Who may see whom: the past and oneself, inside one segment."""
     length = chunk.value.shape[2]

@@ -97,13 +97,13 @@ class Normalised:
         batch, heads, size, value_size = sizes
         dtype = jnp.promote_types(dtype, jnp.float32)
         like = jax.ShapeDtypeStruct((batch, heads, size), dtype)
-        amplitude, exponent = jax.eval_shape(self.features.key, like, parameters)
+        key = jax.eval_shape(self.features.key, like, parameters)
+        shape = jax.eval_shape(LogFeatures.weights, key).shape
         highest = None
-        if exponent is not None:
-            highest = jnp.full(exponent.shape, -jnp.inf, dtype)
-        total = jnp.zeros((exponent if amplitude is None else amplitude).shape, dtype)
-        sums = jnp.zeros((*total.shape, value_size), dtype)
-        return LinearState(sums, total, highest)
+        if key.exponent is not None:
+            highest = jnp.full(key.exponent.shape, -jnp.inf, dtype)
+        sums = jnp.zeros((*shape, value_size), dtype)
+        return LinearState(sums, jnp.zeros(shape, dtype), highest)
 
     def advance(
         self, parameters: Any, state: LinearState, chunk: Chunk, divided: bool = True
@@ -344,7 +344,7 @@ def _exact_rows(
     depends on what another one needed.
     """
     length, constant = key.exponent.shape[2], jax.lax.stop_gradient(key.exponent)
-    peak = before.running_max
+    peak: Any = before.running_max
     first = jnp.maximum(constant[:, :, :1], peak[:, :, None])
     running = jnp.concatenate([first, constant[:, :, 1:]], axis=2)
     running = _running_max(running, segment)  # the state counts in its own segment
@@ -387,12 +387,11 @@ def _running_max(exponent: Array, segment: Array | None) -> Float[Array, "B K T 
     """Running maximum along time that starts anew with each segment [B T]."""
     if segment is None:
         return jax.lax.cummax(exponent, axis=2)
-    shift = 1
-    while shift < exponent.shape[2]:  # windows of 1, 2, 4 … tokens
-        same = jnp.pad(segment[:, shift:] == segment[:, :-shift], ((0, 0), (shift, 0)))
-        widths = ((0, 0), (0, 0), (shift, 0), (0, 0))
-        earlier = jnp.pad(exponent[:, :, :-shift], widths)
-        highest = jnp.maximum(exponent, earlier)
-        exponent = jnp.where(same[:, None, :, None], highest, exponent)
-        shift *= 2
-    return exponent
+
+    def latest(one: tuple, two: tuple) -> tuple:
+        """Of two stretches of time, by the last segment of each."""
+        highest = jnp.where(one[1] == two[1], jnp.maximum(one[0], two[0]), two[0])
+        return highest, two[1]
+
+    numbered = exponent, segment[:, None, :, None]
+    return jax.lax.associative_scan(latest, numbered, axis=2)[0]

@@ -9,14 +9,8 @@ multiple of 128 tokens long.
 
 A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
 taken and given, masks, segments, and time that is split over a mesh axis. It may bring
-a kernel for TPUs, which takes the place of the chunks where
-
-- no state is given or wanted, and time is not split over devices;
-- there are at least 128 tokens of bfloat16 or float32, in heads of at most 256;
-- a TPU is in sight, v4 or later and without jax's 64-bit types;
-- the call is of one device alone: in a `jax.shard_map`, as layers under a mesh make it,
-  or where there is but one. XLA cannot split a kernel;
-- the kernel serves the arguments.
+a kernel for TPUs, which takes the place of the chunks where no state is given or
+wanted, time is not split over devices, and the call is `served`.
 
 What runs is then decided where the program is lowered. Kernels have no forward-mode
 derivative (`jax.jvp`), and no second one.
@@ -86,7 +80,7 @@ def attend_causal(
         raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
     alone = state is None and not return_state and axis_name is None
-    state = _start(who, recurrence, parameters, state, query, key, value)
+    state = _start(who, recurrence, parameters, state, tokens)
     if kernel is not None and alone and served(kernel, tokens, parameters):
         by_chunks = recurrence, chunk_size
         return _on_kernel(kernel, *by_chunks, tokens, parameters, state)[0]
@@ -96,7 +90,11 @@ def attend_causal(
 
 
 def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
-    """Whether a call of these tokens is for the kernel, on a TPU."""
+    """Whether a call of these tokens is for the kernel, on a TPU.
+
+    XLA cannot split a kernel: under a mesh the call is made in a `jax.shard_map`, as
+    layers do.
+    """
     query, key, value = tokens[:3]
     return (
         on_tpu()
@@ -142,22 +140,16 @@ def attend_step(
     check_tokens(who, query, key, value, None, None, causal=True)
     if query.shape[1] != 1:
         raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
-    state = _start(who, recurrence, parameters, state, query, key, value)
     tokens = Tokens(query, key, value, operands)
+    state = _start(who, recurrence, parameters, state, tokens)
     return _step(recurrence, tokens, parameters, state)
 
 
 def _start(
-    who: str,
-    recurrence: Recurrence,
-    parameters: Any,
-    state: Any,
-    query: Array,
-    key: Array,
-    value: Array,
+    who: str, recurrence: Recurrence, parameters: Any, state: Any, tokens: Tokens
 ) -> Any:
     """The given state in the dtype of the sums, or the empty one."""
-    dtype = sum_dtype(query, key, value)
+    (_, key, value), dtype = tokens[:3], sum_dtype(*tokens[:3])
     batch, _, heads, size = key.shape
     sizes = batch, heads, size, value.shape[-1]
     if state is None:
@@ -185,13 +177,13 @@ def _causal(
     if axis_name is not None:
         state = state_before(recurrence, parameters, chunk, chunk_size, axis_name)
     size = -(-chunk_size // TILE) * TILE
-    advance = partial(recurrence.advance, parameters)
-    on_accelerators = partial(scan, advance, state, chunk, size)
+    one_by_one = partial(scan, partial(recurrence.advance, parameters), state, chunk)
+    on_accelerators = partial(one_by_one, size)
     if recurrence.may_stand_side_by_side(state, chunk):
-        given = recurrence, parameters, state, chunk
-        on_accelerators = partial(side_by_side, *given, size, STRETCH)
+        many = partial(side_by_side, recurrence, parameters, size)
+        on_accelerators = partial(scan, many, state, chunk, STRETCH)
     state, rows = jax.lax.platform_dependent(
-        cpu=partial(scan, advance, state, chunk, chunk_size), default=on_accelerators
+        cpu=partial(one_by_one, chunk_size), default=on_accelerators
     )
     return heads_last(rows, tokens.value.dtype), state
 

@@ -67,8 +67,8 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
     def in_turn(parameters, state, chunk):
         return scan(partial(recurrence.advance, parameters), state, chunk, 5)
 
-    def at_once(*given):
-        return side_by_side(recurrence, *given, 3, 9)
+    def at_once(parameters, state, chunk):
+        return scan(partial(side_by_side, recurrence, parameters, 3), state, chunk, 9)
 
     for one, two in zip(graded(in_turn), graded(at_once), strict=True):
         close(two, one, 1e-11)

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.chunks import Chunk, products, sum_dtype
 from symjax.attention.decayed_fused import FusedDecay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own, until_end
-from symjax.attention.log_decays import checked_log_decay
 from symjax.attention.recurrences import attend_causal, attend_step
 
 
@@ -102,13 +101,8 @@ def decay_causal(
             absent: it neither adds nor decays. Its own output is read from the state.
         chunk_size: tokens handled together, best a power of two; T or more is the
             parallel form, quadratic in T. Accelerators take multiples of 128.
-        state: from `decay_state`, `decay_step` or an earlier call. Its last segment
-            goes on with the first run of `segment_ids`.
-        segment_ids: the state starts anew wherever the id changes.
-        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch. Devices exchange their states.
-    Returns:
-        The output, and the state after the last token if `return_state`.
+        state: from `decay_state`, `decay_step` or an earlier call.
+        return_state, segment_ids, axis_name: as in `linear_causal`.
     Raises:
         ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
             state of other sizes; a state given or wanted with an axis_name.
@@ -116,8 +110,7 @@ def decay_causal(
         arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate a channel).
     """
     who = "decay_causal"
-    log_decay = checked_log_decay(who, log_decay, key)
-    shared, operands = shared_or_own(log_decay, mask, segment_ids)
+    shared, operands = shared_or_own(who, log_decay, key, mask, segment_ids)
     return attend_causal(
         who,
         Decayed(),
@@ -149,7 +142,7 @@ def decay_step(
         ValueError: as `decay_causal`; more than one token.
     """
     who = "decay_step"
-    shared, operands = shared_or_own(checked_log_decay(who, log_decay, key))
+    shared, operands = shared_or_own(who, log_decay, key)
     tokens = query, key, value
     return attend_step(
         who, Decayed(), state, *tokens, parameters=shared, operands=operands

@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.chunks import Chunk, einsum, products, sum_dtype
 from symjax.attention.decayed_fused import FusedDelta
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
-from symjax.attention.log_decays import checked_log_decay
 from symjax.attention.recurrences import attend_causal, attend_step
 
 
@@ -124,14 +123,9 @@ def delta_causal(
             absent: it neither writes nor decays. Its output is read from the state.
         chunk_size: tokens handled together, best a power of two. Accelerators take
             multiples of 128.
-        state: from `delta_state`, `delta_step` or an earlier call. Its last segment
-            goes on with the first run of `segment_ids`.
-        segment_ids: the state starts anew wherever the id changes.
-        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch. Devices exchange their states and
-            what their tokens do to a state, [H H] a head.
-    Returns:
-        The output, and the state after the last token if `return_state`.
+        state: from `delta_state`, `delta_step` or an earlier call.
+        return_state, segment_ids, axis_name: as in `linear_causal`. Devices also
+            exchange what their tokens do to a state, [H H] a head.
     Raises:
         ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
             state of other sizes; a state given or wanted with an axis_name.
@@ -139,8 +133,7 @@ def delta_causal(
         (a decay a head); Kimi Team 2025, arXiv:2510.26692 (a decay a channel).
     """
     who, fades = "delta_causal", log_decay is not None
-    beta, log_decay = _checked(who, key, beta, log_decay)
-    shared, operands = shared_or_own(log_decay, mask, segment_ids)
+    shared, operands = _operands(who, key, beta, log_decay, mask, segment_ids)
     return attend_causal(
         who,
         DeltaRule(),
@@ -149,7 +142,7 @@ def delta_causal(
         value,
         mask,
         parameters=shared,
-        operands=(beta, *operands),
+        operands=operands,
         chunk_size=chunk_size,
         state=state,
         return_state=return_state,
@@ -173,11 +166,10 @@ def delta_step(
         ValueError: as `delta_causal`; more than one token.
     """
     who = "delta_step"
-    beta, log_decay = _checked(who, key, beta, log_decay)
-    shared, operands = shared_or_own(log_decay)
+    shared, operands = _operands(who, key, beta, log_decay)
     tokens = query, key, value
     return attend_step(
-        who, DeltaRule(), state, *tokens, parameters=shared, operands=(beta, *operands)
+        who, DeltaRule(), state, *tokens, parameters=shared, operands=operands
     )
 
 
@@ -194,10 +186,20 @@ def delta_state(
     return DeltaState(jnp.zeros((batch, kv_heads, head_size, value_size), dtype))
 
 
-def _checked(
-    who: str, key: Array, beta: Array, log_decay: Array | None
-) -> tuple[Array, Array]:
-    """Raises: ValueError: β or the decays do not fit the keys."""
+def _operands(
+    who: str,
+    key: Array,
+    beta: Array,
+    log_decay: Array | None,
+    mask: Array | None = None,
+    segment_ids: Array | None = None,
+) -> tuple[Array | None, tuple[Array, ...]]:
+    """The log-decay that all tokens share, and the operands of each, of which β is the
+    first.
+
+    Raises:
+        ValueError: β or the decays do not fit the keys.
+    """
     beta = jnp.asarray(beta)
     if beta.shape != key.shape[:3]:
         raise ValueError(
@@ -206,7 +208,8 @@ def _checked(
         )
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[2], sum_dtype(key))
-    return beta, checked_log_decay(who, log_decay, key)
+    shared, own = shared_or_own(who, log_decay, key, mask, segment_ids)
+    return shared, (beta, *own)
 
 
 def solve_unit_lower(

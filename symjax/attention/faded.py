@@ -39,15 +39,35 @@ class Faded(NamedTuple):
 
 
 def shared_or_own(
-    log_decay: Float[Array, "#B #T K F"],
+    who: str,
+    log_decay: Float[Array, "#B #T K *F"] | Float[Array, " K"],
+    key: Float[Array, "B T K H"],
     mask: Array | None = None,
     segment_ids: Array | None = None,
-) -> tuple[Float[Array, "K F"] | None, tuple[Array, ...]]:
-    """The log-decay as what all tokens share, and as an operand of each token.
+) -> tuple[Float[Array, "K 1"] | None, tuple[Array, ...]]:
+    """The log-decay as what all tokens share, and as operands [#B #T K F] of each.
 
     One that is the same for all tokens is shared where none of them is hidden or the
     first of a segment: then all chunks fade alike.
+
+    Raises:
+        ValueError: it does not fit the keys.
     """
+    batch, length, heads, size = key.shape
+    log_decay = jnp.asarray(log_decay)
+    given = log_decay.shape
+    if given == (heads,):
+        log_decay = log_decay[None, None]
+    shape = log_decay.shape
+    fits = len(shape) in (3, 4) and shape[2:] in ((heads,), (heads, size))
+    if not fits or shape[0] not in (1, batch) or shape[1] not in (1, length):
+        raise ValueError(
+            f"{who}: log_decay must be [{heads}], [{batch} or 1, {length} or 1, "
+            f"{heads}], or the latter and {size} channels, for key {key.shape}, "
+            f"got {given}"
+        )
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]
     alike = log_decay.shape[:2] == (1, 1) and log_decay.shape[3] == 1
     if alike and mask is None and segment_ids is None:
         return log_decay[0, 0], ()

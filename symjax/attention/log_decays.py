@@ -70,21 +70,3 @@ def gated_log_decay(
 def _check_heads(who: str, heads: int) -> None:
     if heads < 1:
         raise ValueError(f"{who} needs at least 1 head, got {heads}")
-
-
-def checked_log_decay(who: str, log_decay: Array, key: Array) -> Array:
-    """The same as [B or 1, T or 1, K, 1 or H]."""
-    batch, length, heads, size = key.shape
-    log_decay = jnp.asarray(log_decay)
-    given = log_decay.shape
-    if given == (heads,):
-        log_decay = log_decay[None, None]
-    shape = log_decay.shape
-    fits = len(shape) in (3, 4) and shape[2:] in ((heads,), (heads, size))
-    if not fits or shape[0] not in (1, batch) or shape[1] not in (1, length):
-        raise ValueError(
-            f"{who}: log_decay must be [{heads}], [{batch} or 1, {length} or 1, "
-            f"{heads}], or the latter and {size} channels, for key {key.shape}, "
-            f"got {given}"
-        )
-    return log_decay[..., None] if log_decay.ndim == 3 else log_decay

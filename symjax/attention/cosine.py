@@ -56,16 +56,8 @@ def cosine(
         equations 8 to 12.
     """
     if is_causal:
-        return attend_causal(
-            "cosine",
-            RECURRENCE,
-            query,
-            key,
-            value,
-            mask,
-            segment_ids=segment_ids,
-            kernel=FusedCosine(),
-        )
+        causal: Any = cosine_causal
+        return causal(query, key, value, mask, segment_ids=segment_ids)
     return attend("cosine", RECURRENCE, query, key, value, mask, segment_ids)
 
 
@@ -88,14 +80,8 @@ def cosine_causal(
     forward-mode derivative.
 
     Args:
-        chunk_size: tokens handled together; accelerators take multiples of 128.
-        state: from `cosine_state`, `cosine_step` or an earlier call. Its last segment
-            goes on with the first run of `segment_ids`.
-        segment_ids: the sums start anew wherever the id changes.
-        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch. Devices exchange their states.
-    Returns:
-        The output, and the state after the last token if `return_state`.
+        state: from `cosine_state`, `cosine_step` or an earlier call.
+        chunk_size, return_state, segment_ids, axis_name: as in `linear_causal`.
     Raises:
         ValueError: as `cosine`; T differs from S; a state of other sizes; a
             state given or wanted with an axis_name.

@@ -98,9 +98,9 @@ def linear_causal(
     forward-mode derivative.
 
     Args:
-        chunk_size: tokens handled together; accelerators take multiples of 128.
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
             goes on with the first run of `segment_ids`.
+        chunk_size: tokens handled together; accelerators take multiples of 128.
         segment_ids: the sums start anew wherever the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
             array is a device's own stretch. Devices exchange their states.

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from symjax.attention.features import RandomFeatures
 
 KINDS = ("favor#", "favor++")
+_product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 class Statistics(NamedTuple):
@@ -67,9 +68,8 @@ def favor_statistics(
         )
     dtype = jnp.promote_types(jnp.result_type(query, key), jnp.float32)
     query, key = (x.reshape(-1, size).astype(dtype) for x in (query, key))
-    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     means = jnp.outer(query.mean(axis=0), key.mean(axis=0))
-    squares = product(query.T, query) / len(query) + product(key.T, key) / len(key)
+    squares = _product(query.T, query) / len(query) + _product(key.T, key) / len(key)
     moments = (squares + means + means.T) * (size**-0.5 if scale is None else scale)
     moments = jax.lax.stop_gradient(moments)
     if kind == "favor++":
@@ -96,8 +96,7 @@ def apply_statistics(
     """W b and the diagonal of W diag(a) Wᵀ: positive features, moved by an offset."""
     dtype = jnp.result_type(projection, *statistics)
     rows, a, b = (jnp.asarray(x, dtype) for x in (projection, *statistics))
-    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    return product(rows, b), product(rows * rows, a)
+    return _product(rows, b), _product(rows * rows, a)
 
 
 def adapted(

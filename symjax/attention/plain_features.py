@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.chunks import einsum
 from symjax.attention.features import Features, LogFeatures
 
 _NORM_EPSILON = 1e-6
@@ -102,8 +103,7 @@ def _squared(x: Array) -> Array:
 
 
 def _products(query: Array, key: Array) -> Float[Array, "B K G T S"]:
-    exact = jax.lax.Precision.HIGHEST
-    return jnp.einsum("bkgth,bksh->bkgts", query, key, precision=exact)
+    return einsum("bkgth,bksh->bkgts", query, key)
 
 
 def _squared_pairs(query: Array, key: Array, divisor: Array) -> Array:

@@ -12,7 +12,6 @@ eigenvalues repeat (Q = I, Q = 0).
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import check_arrays, check_mask
+from symjax.attention.chunks import einsum
 from symjax.attention.meshes import on_any_mesh
 
-EXACT = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 # Exact to rounding for eigenvalues from −3500 up in float64, −20,000 in float32.
 DOUBLINGS, TERMS = 14, 10
 
@@ -96,13 +95,13 @@ def _rows(name: str | None, operands: Operands) -> tuple[Array, tuple]:
     if scale is None:
         scale = 1 / (visible * query.shape[-1] ** 0.5)
     scaled = rows * jnp.asarray(scale, wide)
-    gram = EXACT("btnh,btng->bnhg", scaled, rows)
-    weighted = EXACT("btnh,btnv->bnhv", scaled, columns)
+    gram = einsum("btnh,btng->bnhg", scaled, rows)
+    weighted = einsum("btnh,btnv->bnhv", scaled, columns)
     if name is None:
         constant, product = parameter[0], _polynomial
     else:
         constant, product = FUNCTIONS[name]
-    reached = EXACT("btnh,bnhv->btnv", rows, product(gram, weighted, parameter))
+    reached = einsum("btnh,bnhv->btnv", rows, product(gram, weighted, parameter))
     return (constant * columns + reached).astype(value.dtype), ()
 
 
@@ -143,16 +142,16 @@ def _exponential(gram: Array, weighted: Array, _: None) -> Array:
     identity = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     series = identity
     for degree in range(TERMS, 1, -1):
-        series = identity + EXACT("bnhg,bngk->bnhk", small, series) / degree
+        series = identity + einsum("bnhg,bngk->bnhk", small, series) / degree
 
     def double(_: int, pair: tuple[Array, Array]) -> tuple[Array, Array]:
         less, product = pair
-        product = product + EXACT("bnhg,bngv->bnhv", less, product) / 2
-        return EXACT("bnhg,bngk->bnhk", less, less) + 2 * less, product
+        product = product + einsum("bnhg,bngv->bnhv", less, product) / 2
+        return einsum("bnhg,bngk->bnhk", less, less) + 2 * less, product
 
     start = (
-        EXACT("bnhg,bngk->bnhk", small, series),
-        EXACT("bnhg,bngv->bnhv", series, weighted),
+        einsum("bnhg,bngk->bnhk", small, series),
+        einsum("bnhg,bngv->bnhv", series, weighted),
     )
     return jax.lax.fori_loop(0, DOUBLINGS, double, start)[1]
 
@@ -167,7 +166,7 @@ def _polynomial(gram: Array, weighted: Array, coefficients: Array) -> Array:
     """g(λ) = a₁ + a₂ λ + a₃ λ² + …, by Horner's rule."""
     total = jnp.zeros_like(weighted)
     for coefficient in reversed(jnp.unstack(coefficients)[1:]):
-        total = EXACT("bnhg,bngv->bnhv", gram, total) + coefficient * weighted
+        total = einsum("bnhg,bngv->bnhv", gram, total) + coefficient * weighted
     return total
 
 

@@ -102,12 +102,19 @@ def faded(
         shared: the log-decay of every token; None: an operand of the chunk.
         query, key: in the dtype of the sums.
     """
-    if shared is not None:
-        return _shared(shared.astype(key.dtype), query, key, chunk)
-    log_decay = log_decays(chunk).astype(key.dtype)
-    form = _by_head if log_decay.shape[-1] == 1 else _by_channel
-    since, until, scores = form(query, key, log_decay, products(*chunk[:3]))
-    return Faded(since, until, since[:, :, -1], scores)
+    product = products(*chunk[:3])
+    if shared is None:
+        log_decay = log_decays(chunk).astype(key.dtype)
+        form = _by_head if log_decay.shape[-1] == 1 else _by_channel
+        since, until, scores = form(query, key, log_decay, product)
+        return Faded(since, until, since[:, :, -1], scores)
+    shared = shared.astype(key.dtype)
+    time = jnp.arange(key.shape[2])[None, :, None]
+    between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]; hidden tokens come last
+    weights = jnp.where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
+    scores = product("bkgth,bksh->bkgts", query, key) * weights[None, :, None]
+    since = _times(shared[:, None], time + 1)[None]
+    return Faded(since, *until_end(shared, chunk, key.dtype), scores)
 
 
 def until_end(
@@ -126,19 +133,6 @@ def until_end(
 def _times(log_decay: Array, count: Int[Array, "*shape"]) -> Array:
     """So many decays, of which none is 0 even if each is −∞."""
     return jnp.where(count > 0, log_decay, 0) * count
-
-
-def _shared(
-    shared: Float[Array, "K 1"], query: Array, key: Array, chunk: Chunk
-) -> Faded:
-    """q_t·k_s exp((t − s) g). No hidden token stands before a visible one."""
-    time = jnp.arange(key.shape[2])[None, :, None]
-    between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]
-    weights = jnp.where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
-    scores = products(*chunk[:3])("bkgth,bksh->bkgts", query, key)
-    scores = scores * weights[None, :, None]
-    since = _times(shared[:, None], time + 1)[None]
-    return Faded(since, *until_end(shared, chunk, key.dtype), scores)
 
 
 def _by_head(

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-DEFAULT_FEATURES = 256
-
 
 class LogFeatures(NamedTuple):
     """Features φ = amplitude · exp(exponent), without an amplitude of 1 or exponent 0.
@@ -146,6 +144,7 @@ RANDOM = {
 }
 
 
+@functools.partial(jax.jit, static_argnames=("features", "head_size", "norms"))
 def orthogonal_projection(
     rng: Key[Array, ""], features: int, head_size: int, *, norms: str = "chi"
 ) -> Float[Array, "M H"]:
@@ -173,11 +172,6 @@ def orthogonal_projection(
             "orthogonal_projection: features and head_size must be at least 1, "
             f"got {features} and {head_size}"
         )
-    return _draw(rng, features, head_size, norms)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(rng: Array, features: int, head_size: int, norms: str) -> Array:
     direction_rng, norm_rng = jax.random.split(rng)
     blocks = -(-features // head_size)
     normal = jax.random.normal(
@@ -199,5 +193,5 @@ def _draw(rng: Array, features: int, head_size: int, norms: str) -> Array:
 def default_projection(head_size: int) -> np.ndarray:
     """The projection of a call without one: 256 features, the same every time."""
     with jax.ensure_compile_time_eval():
-        rows = orthogonal_projection(jax.random.key(0), DEFAULT_FEATURES, head_size)
+        rows = orthogonal_projection(jax.random.key(0), 256, head_size)
     return np.asarray(rows)

@@ -78,11 +78,10 @@ def performer(
     Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, relu);
         Likhosherstov et al. 2022, arXiv:2205.15317, and 2023, arXiv:2302.00787.
     """
-    who = "performer"
     given = features, query, key, projection, scale, statistics
-    recurrence, random = _recurrence(who, *given)
+    recurrence, random = _recurrence("performer", *given)
     tokens = query, key, value, mask, segment_ids
-    return attend(who, recurrence, *tokens, parameters=random)
+    return attend("performer", recurrence, *tokens, parameters=random)
 
 
 def performer_causal(
@@ -177,9 +176,8 @@ def performer_state(
 ) -> LinearState:
     """The state of `performer_causal` before the first token; float32 at least."""
     like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
-    who = "performer_state"
     given = features, like, like, projection, None, statistics
-    recurrence, random = _recurrence(who, *given)
+    recurrence, random = _recurrence("performer_state", *given)
     return recurrence.empty(random, (batch, kv_heads, head_size, value_size), dtype)
 
 

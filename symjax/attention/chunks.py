@@ -15,8 +15,6 @@ from symjax.attention.shards import choose, segment_runs_over
 
 einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 on_tensor_cores = partial(jnp.einsum, precision=jax.lax.Precision.HIGH)
-
-
 TILE = 128  # accelerators multiply by tiles of so many rows
 
 

@@ -56,8 +56,9 @@ def cosine(
         equations 8 to 12.
     """
     if is_causal:
-        causal: Any = cosine_causal
-        return causal(query, key, value, mask, segment_ids=segment_ids)
+        given = query, key, value, mask
+        output: Any = cosine_causal(*given, segment_ids=segment_ids)
+        return output
     return attend("cosine", RECURRENCE, query, key, value, mask, segment_ids)
 
 

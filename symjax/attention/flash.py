@@ -67,7 +67,7 @@ def flash(
     rule = _rule("flash", group_size, is_causal, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash", *arrays, mask, segment_ids)
-    return groups.whole(rule, None, tokens, scale)[0]
+    return groups.whole(rule, None, tokens, scale)
 
 
 def flash_causal(
@@ -117,7 +117,7 @@ def flash_causal(
             f"not a multiple of group_size {group_size}"
         )
     if state is None and not return_state:
-        return groups.whole(rule, axis_name, tokens, scale)[0]
+        return groups.whole(rule, axis_name, tokens, scale)
     if state is None:
         state = _empty_like(tokens, group_size)
     _check_state("flash_causal", state, tokens, group_size)

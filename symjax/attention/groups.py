@@ -24,7 +24,7 @@ from symjax.attention.chunks import (
     through_segments,
 )
 from symjax.attention.gau import SquaredReLU
-from symjax.attention.meshes import on_any_mesh, vary_alike
+from symjax.attention.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.scores import ScoreMechanism
 from symjax.attention.segments import starts
 from symjax.attention.stretches import state_before
@@ -93,20 +93,20 @@ class Rule(NamedTuple):
     linear_divisor: float
 
 
-@on_any_mesh(2)
+@on_any_mesh(2, rows_alone)
 def whole(
     rule: Rule, axis_name: str | None, tokens: Tokens, scale: Array | None
-) -> tuple[Float[Array, "B T N V"], tuple]:
+) -> Float[Array, "B T N V"]:
     """All tokens from the first one on, or a device's own stretch of them."""
     if _is_empty(tokens):
-        return _no_rows(tokens), ()
+        return _no_rows(tokens)
     length = tokens.key.shape[1]
     size = min(rule.group_size, length)
     filled, sums = jax.tree.map(lambda x: _fill(x, -length % size), tokens), None
     if axis_name is not None:
         sums = state_before(Far(), None, _far_chunk(filled), size, axis_name)
     output = _attend(rule, size, filled, scale, sums)
-    return output[:, :length].astype(tokens.value.dtype), ()
+    return output[:, :length].astype(tokens.value.dtype)
 
 
 @on_any_mesh(1)

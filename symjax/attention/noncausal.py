@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Chunk, Tokens, einsum, heads_last, layout, scan
-from symjax.attention.meshes import on_any_mesh, vary_alike
+from symjax.attention.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.normalised import (
     LinearState,
     Normalised,
@@ -48,15 +48,15 @@ def attend(
         who, query, key, value, mask, segment_ids, causal=segment_ids is not None
     )
     tokens = Tokens(query, key, value, (), mask, segment_ids)
-    return _attend(recurrence, tokens, parameters)[0]
+    return _attend(recurrence, tokens, parameters)
 
 
-@on_any_mesh(1)
+@on_any_mesh(1, rows_alone)
 def _attend(
     recurrence: Normalised, tokens: Tokens, parameters: Any
-) -> tuple[Float[Array, "B T N V"], tuple]:
+) -> Float[Array, "B T N V"]:
     rows = _whole(recurrence, parameters, layout(tokens))
-    return heads_last(rows, tokens.value.dtype), ()
+    return heads_last(rows, tokens.value.dtype)
 
 
 def _whole(

@@ -32,7 +32,7 @@ from symjax.attention.chunks import (
     scan,
     sum_dtype,
 )
-from symjax.attention.meshes import on_any_mesh, on_one_device, on_tpu
+from symjax.attention.meshes import on_any_mesh, on_one_device, on_tpu, rows_alone
 from symjax.attention.stretches import Recurrence, side_by_side, state_before
 
 STRETCH = 4096  # tokens whose chunks are handled side by side: this bounds the memory
@@ -83,7 +83,7 @@ def attend_causal(
     state = _start(who, recurrence, parameters, state, tokens)
     if kernel is not None and alone and served(kernel, tokens, parameters):
         by_chunks = recurrence, chunk_size
-        return _on_kernel(kernel, *by_chunks, tokens, parameters, state)[0]
+        return _on_kernel(kernel, *by_chunks, tokens, parameters, state)
     static = recurrence, chunk_size, axis_name
     output, state = _causal(*static, tokens, parameters, state)
     return (output, state) if return_state else output
@@ -106,7 +106,7 @@ def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
     )
 
 
-@on_any_mesh(3)
+@on_any_mesh(3, rows_alone)
 def _on_kernel(
     kernel: Kernel,
     recurrence: Recurrence,
@@ -114,15 +114,14 @@ def _on_kernel(
     tokens: Tokens,
     parameters: Any,
     state: Any,
-) -> tuple[Float[Array, "B T N V"], tuple]:
+) -> Float[Array, "B T N V"]:
     def by_chunks() -> Array:
         static = recurrence, chunk_size, None
         return _causal(*static, tokens, parameters, state)[0]
 
-    output = jax.lax.platform_dependent(
+    return jax.lax.platform_dependent(
         tpu=lambda: kernel.attend(tokens, parameters), default=by_chunks
     )
-    return output, ()
 
 
 def attend_step(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import check_arrays, check_mask
 from symjax.attention.chunks import einsum
-from symjax.attention.meshes import on_any_mesh
+from symjax.attention.meshes import on_any_mesh, rows_alone
 
 # Exact to rounding for eigenvalues from −3500 up in float64, −20,000 in float32.
 DOUBLINGS, TERMS = 14, 10
@@ -69,7 +69,7 @@ def matrix_function(
     """
     _check(query, value, mask, segment_ids)
     name, parameter = _parsed(function, alpha)
-    return _rows(name, Operands(query, value, parameter, scale, mask))[0]
+    return _rows(name, Operands(query, value, parameter, scale, mask))
 
 
 class Operands(NamedTuple):
@@ -80,8 +80,8 @@ class Operands(NamedTuple):
     mask: Bool[Array, "B 1 1 T"] | None
 
 
-@on_any_mesh(1)
-def _rows(name: str | None, operands: Operands) -> tuple[Array, tuple]:
+@on_any_mesh(1, rows_alone)
+def _rows(name: str | None, operands: Operands) -> Float[Array, "B T N V"]:
     query, value, parameter, scale, mask = operands
     wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
     parameter = jax.tree.map(lambda x: jnp.asarray(x, wide), parameter)
@@ -102,7 +102,7 @@ def _rows(name: str | None, operands: Operands) -> tuple[Array, tuple]:
     else:
         constant, product = FUNCTIONS[name]
     reached = einsum("btnh,bnhv->btnv", rows, product(gram, weighted, parameter))
-    return (constant * columns + reached).astype(value.dtype), ()
+    return (constant * columns + reached).astype(value.dtype)
 
 
 def _parsed(function: Any, alpha: Any) -> tuple[str | None, Any]:

@@ -8,8 +8,7 @@ import numpy as np
 
 ORDERS = {"unigram": 1, "bigram": 2, "trigram": 3}
 PSEUDO_COUNT = 0.01
-CHUNK = 1 << 23  # tokens counted at a time: about 64 MB of codes
-COUNTED = 1 << 23  # tokens of a text, from which a sample of them is counted
+COUNTED = 1 << 23  # tokens of a text at most, else a sample of it: 64 MB of codes
 STRETCHES = 16  # of a sample, spread evenly
 
 
@@ -75,23 +74,11 @@ def _count(
 
     vocabulary³ stays below 2⁶³ for any alphabet, since Unicode has 1,114,112 points.
     """
-    codes, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    positions = len(tokens) - order + 1
-    for start in range(0, positions, CHUNK):
-        size = min(CHUNK, positions - start)
-        code = np.zeros(size, np.int64)
-        for offset in range(start, start + order):
-            code *= vocabulary
-            code += tokens[offset : offset + size]
-        new, new_counts = np.unique(code, return_counts=True)
-        if start == 0:
-            codes, counts = new, new_counts
-            continue
-        codes, where = np.unique(np.concatenate([codes, new]), return_inverse=True)
-        merged = np.zeros(len(codes), np.int64)
-        np.add.at(merged, where, np.concatenate([counts, new_counts]))
-        counts = merged
-    return codes, counts
+    codes = np.zeros(len(tokens) - order + 1, np.int64)
+    for offset in range(order):
+        codes *= vocabulary
+        codes += tokens[offset : offset + len(codes)]
+    return np.unique(codes, return_counts=True)
 
 
 def _look_up(codes: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> np.ndarray:

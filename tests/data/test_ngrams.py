@@ -24,9 +24,7 @@ def by_hand(train, heldout, order, vocabulary):
 
 
 @pytest.mark.parametrize("vocabulary", [7, 256, 1000, 1_114_112])
-@pytest.mark.parametrize("chunk", [17, 1 << 23])
-def test_lines_equal_counting_by_hand(vocabulary, chunk, monkeypatch):
-    monkeypatch.setattr(ngrams, "CHUNK", chunk)
+def test_lines_equal_counting_by_hand(vocabulary):
     draw = np.random.default_rng(0)
     dtype = np.min_scalar_type(vocabulary - 1)
     # Few types at the top of the range: a code that overflows would be wrong.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
-from symjax.data.texts import Document, Texts
+from symjax.data.texts import Document, Texts, in_two
 
 HELD_SHARE = 1 / 20  # of the documents; 3.5 % of the bytes of Python 3.11
 LABELLED_SHARE = 1 / 5  # of the examples of every label
@@ -59,7 +60,8 @@ def by_content(
     keys, sizes = np.array(scanned, np.uint64).reshape(-1, 2).T
     total = int(sizes.sum())
     if len(keys) == 1:
-        return Texts(documents, np.zeros(1, bool), total, cut=total * 9 // 10)
+        halves = partial(in_two, documents, total * 9 // 10)
+        return Texts(halves, np.array([False, True]), total)
     if len(np.unique(keys)) == 1:
         raise ValueError(
             f"{where}: its {len(keys)} {unit} are copies of one, so none can be held "

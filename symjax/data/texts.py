@@ -24,30 +24,28 @@ class Texts:
         documents: reads them again, in order.
         held: bool, of each document whether it is held out.
         characters: of all documents.
-        cut: of a single document that is trained on as far as this character, and held
-            out from there on; None: documents are on one side.
     """
 
     documents: Callable[[], Iterator[Document]]
     held: np.ndarray
     characters: int
-    cut: int | None = None
 
     def count(self, split: str) -> int:
         """How many documents a split has."""
-        if self.cut is not None:
-            return 1
         return int((self.held == (split == "heldout")).sum())
 
     def read(self, split: str) -> Iterator[Document]:
         """The documents of "train" or "heldout"."""
-        if self.cut is not None:
-            [document] = self.documents()
-            yield _part(document, self.cut, before=split == "train")
-            return
         for document, held in zip(self.documents(), self.held, strict=True):
             if held == (split == "heldout"):
                 yield document
+
+
+def in_two(documents: Callable[[], Iterator[Document]], cut: int) -> Iterator[Document]:
+    """The one document there is up to a character, and from there on."""
+    for before in (True, False):
+        [document] = documents()
+        yield _part(document, cut, before=before)
 
 
 def _part(document: Document, cut: int, *, before: bool) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Texts are read and packed in pieces, with the result of reading them whole."""
 
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -44,7 +45,8 @@ def test_a_byte_that_is_no_text_is_named_by_its_place(tmp_path, monkeypatch, blo
 @pytest.mark.parametrize("cut", [0, 1, 4, 6, 9])
 def test_a_document_is_cut_between_two_characters(cut):
     pieces = ["ab", "", "cdef", "ghi"]
-    found = texts.Texts(lambda: iter([pieces]), np.zeros(1, bool), 9, cut)
+    halves = partial(texts.in_two, lambda: iter([pieces]), cut)
+    found = texts.Texts(halves, np.array([False, True]), 9)
     [train], [heldout] = map(list, (found.read("train"), found.read("heldout")))
     assert ("".join(train), "".join(heldout)) == ("abcdefghi"[:cut], "abcdefghi"[cut:])
     assert found.count("train") == found.count("heldout") == 1

@@ -26,10 +26,10 @@ from symjax.data.manifest import (
     content_of,
     json_sha256,
     read_manifest,
-    sealed,
     sha256_of,
     stamp_of,
     stored,
+    write_manifest,
 )
 from symjax.data.packed import LARGE, Packed, sample_of
 from symjax.files import UNFINISHED, check_writable
@@ -161,8 +161,7 @@ def _build(options: config.Data, place: Path, pack: Pack) -> None:
             "origin": {"stamp": stamp, "sha256": content},
             "files": written,
         }
-        (unfinished / MANIFEST).write_text(sealed(manifest))
-        synced(unfinished / MANIFEST)
+        write_manifest(unfinished, manifest)
         shutil.rmtree(place, ignore_errors=True)  # one that is damaged
         os.rename(unfinished, place)
     except BaseException:
@@ -172,14 +171,9 @@ def _build(options: config.Data, place: Path, pack: Pack) -> None:
 
 def facts_of(path: Path) -> dict[str, Any]:
     """Size and hashes of a file, by which `Packed` knows it; it is on the disk then."""
-    synced(path)
     facts: dict[str, Any] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
-    if facts["size"] >= LARGE:
-        with path.open("rb") as file:
-            facts["sample"] = sample_of(file, facts["size"])
-    return facts
-
-
-def synced(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+        if facts["size"] >= LARGE:
+            facts["sample"] = sample_of(file, facts["size"])
+    return facts

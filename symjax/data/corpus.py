@@ -17,8 +17,8 @@ import numpy as np
 from symjax import config
 from symjax.data import ngrams, sources, tokens
 from symjax.data.documents import Ends
-from symjax.data.folder import SPLITS, TEXT_KEYS, open_folder
-from symjax.data.mixture import NAMES, Part, entries
+from symjax.data.folder import SPLITS, open_folder
+from symjax.data.mixture import NAMES, Part, entries, key_of
 from symjax.data.packed import Packed
 from symjax.data.progress import bar
 from symjax.data.stream import Growing, Stream, open_stream
@@ -76,8 +76,7 @@ class Corpus:
         Raises:
             ValueError: train or held-out is shorter than length + 1 tokens.
         """
-        source = self.fingerprint["source"]
-        key = TEXT_KEYS.get(source, f"data.source={source}")
+        key = key_of(self.fingerprint["source"])
         mixed = self.fingerprint.get("mixture", [])
         for part, facts in zip(self.parts, mixed, strict=True):
             where = f"data.mixture: {facts['entry']}"

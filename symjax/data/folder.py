@@ -18,14 +18,13 @@ from symjax.data.manifest import (
     check_options,
     content_of,
     read_manifest,
-    sealed,
     stamp_of,
+    write_manifest,
 )
+from symjax.data.mixture import NAMES, key_of
 from symjax.data.packed import Packed
-from symjax.files import replaced
 
 SPLITS = ("train", "heldout")
-TEXT_KEYS = {"text": "data.path", "hub": "data.name"}  # what a user changes
 
 
 def open_folder(
@@ -47,9 +46,7 @@ def open_folder(
             if not replace:
                 raise
     manifest, arrays = cached(options, pack, repair=replace)
-    directory.mkdir(parents=True, exist_ok=True)
-    with replaced(directory, MANIFEST) as folder:
-        Path(folder, MANIFEST).write_text(sealed(manifest))
+    write_manifest(directory, manifest)
     return manifest, arrays
 
 
@@ -124,8 +121,5 @@ def _changed(options: config.Data, manifest: dict[str, Any]) -> bool:
 
 def source_of(options: config.Data) -> str:
     """What a user would call it: data.path 'book.txt'."""
-    if options.source not in TEXT_KEYS:
-        return f"data.source={options.source}"
-    key = TEXT_KEYS[options.source].removeprefix("data.")
-    key = "mixture" if options.mixture else key
-    return f"data.{key} {getattr(options, key)!r}"
+    key = "mixture" if options.mixture else NAMES.get(options.source)
+    return f"data.{key} {getattr(options, key)!r}" if key else key_of(options.source)

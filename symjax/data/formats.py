@@ -20,8 +20,8 @@ CARD = "README.md"  # may say which files are which subset
 ABOUT = "config", "dataset_info", "dataset_infos", "dataset_dict", "metadata"  # no rows
 
 
-class NotAllRead(ValueError):
-    """A folder has files that a loader would leave out."""
+class Refused(ValueError):
+    """Raised here, and told apart from the ValueErrors of the libraries."""
 
 
 def table_format(name: str) -> str:
@@ -37,7 +37,7 @@ def check_one_format(folder: str) -> None:
     A folder whose data card says which files to read is read as it says.
 
     Raises:
-        NotAllRead: naming the formats and how many files each has.
+        Refused: naming the formats and how many files each has.
     """
     if _has_choice(folder):
         return
@@ -46,7 +46,7 @@ def check_one_format(folder: str) -> None:
         counts[kind] = counts.get(kind, 0) + 1
     if len(counts) > 1:
         files = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        raise NotAllRead(
+        raise Refused(
             f"data.name {folder!r} has files of several formats ({files}), of which "
             "one would be read: put each format into a folder of its own"
         )
@@ -58,7 +58,7 @@ def check_all_read(folder: str, read: Iterable[str]) -> None:
     Args:
         read: the paths that a loader has found.
     Raises:
-        NotAllRead: naming the first file that it has not found.
+        Refused: naming the first file that it has not found.
     """
     if _has_choice(folder):
         return
@@ -66,7 +66,7 @@ def check_all_read(folder: str, read: Iterable[str]) -> None:
     files = sorted(path for path, _ in _data_files(folder))
     left = [path for path in files if path.resolve() not in found]
     if left:
-        raise NotAllRead(
+        raise Refused(
             f"data.name {folder!r}: {len(left)} of {len(files)} files would not be "
             f"read, such as {str(left[0].relative_to(folder))!r}, beside files named "
             "after splits (train, test, …): name all of them so, or none"

@@ -13,7 +13,8 @@ import numpy as np
 
 from symjax import config
 from symjax.data import splits
-from symjax.data.opening import Refused, is_silence, one_line, opened, quiet
+from symjax.data.formats import Refused
+from symjax.data.opening import is_silence, one_line, opened, quiet
 from symjax.data.progress import bar
 from symjax.data.texts import Document, Texts
 

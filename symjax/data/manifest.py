@@ -10,6 +10,7 @@ from typing import Any
 
 from symjax import config
 from symjax.data.packed import REMEDY
+from symjax.files import replaced
 
 MANIFEST = "corpus.json"
 
@@ -24,6 +25,15 @@ def stored(options: config.Data) -> dict[str, Any]:
 def sealed(manifest: dict[str, Any]) -> str:
     """A manifest as JSON with a hash of itself."""
     return json.dumps({**manifest, "seal": json_sha256(manifest)}, indent=1) + "\n"
+
+
+def write_manifest(
+    directory: Path, manifest: dict[str, Any], name: str = MANIFEST
+) -> None:
+    """A file that `read_manifest` reads, in a folder that is made if it is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with replaced(directory, name) as unfinished:
+        (unfinished / name).write_text(sealed(manifest))
 
 
 def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any]:

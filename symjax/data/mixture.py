@@ -60,6 +60,11 @@ def entries(options: config.Data) -> list[tuple[float, config.Data]]:
     ]
 
 
+def key_of(source: str) -> str:
+    """What a user changes to have another text: data.path, data.source=stdlib."""
+    return f"data.{NAMES[source]}" if source in NAMES else f"data.source={source}"
+
+
 def rounded(options: config.Data) -> list[str]:
     """A line for each source whose share of the rows is not about what was asked."""
     if not options.mixture:

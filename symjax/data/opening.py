@@ -20,17 +20,13 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from symjax import config
-from symjax.data.formats import NotAllRead, check_all_read, check_one_format
+from symjax.data.formats import Refused, check_all_read, check_one_format
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
 SILENCE = 10.0  # seconds
 FOLDER = "a local folder of parquet, json or text files"
-
-
-class Refused(ValueError):
-    """Raised here, and told apart from the ValueErrors of the libraries."""
 
 
 @contextlib.contextmanager
@@ -123,7 +119,7 @@ def one_line(where: str) -> Iterator[None]:
     """Raises: ValueError: any error of the libraries, in one line."""
     try:
         yield
-    except (Refused, NotAllRead, MemoryError):
+    except (Refused, MemoryError):
         raise
     except Exception as error:
         raise ValueError(f"{where} {_problem(error)}") from None

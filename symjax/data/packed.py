@@ -28,6 +28,13 @@ def sample_of(file: BinaryIO, size: int) -> str:
     return content.hexdigest()
 
 
+def layout_of(file: BinaryIO) -> tuple[int, np.dtype, int]:
+    """Of a .npy file of one axis: its length, its type, where its content begins."""
+    np.lib.format.read_magic(file)
+    (length,), _, dtype = np.lib.format.read_array_header_1_0(file)
+    return length, dtype, file.tell()
+
+
 class Packed:
     """Token ids [T] of a .npy file that is held open; slices of it are arrays.
 
@@ -54,15 +61,14 @@ class Packed:
         found = os.fstat(self._descriptor)
         if found.st_size != size:
             raise self._damaged(f"{found.st_size} bytes, {size} were written")
-        if sample and size >= LARGE:
-            self._check_sample(sample, size)
-        else:
+        sampled = sample and size >= LARGE
+        if not sampled:
             self.verify()
         with self._file() as file:
-            np.lib.format.read_magic(file)
-            shape, _, self.dtype = np.lib.format.read_array_header_1_0(file)
-            self._begin = file.tell()
-        self._length = shape[0]
+            if sampled and sample_of(file, size) != sample:
+                raise self._damaged("a sample of it has changed")
+            file.seek(0)
+            self._length, self.dtype, self._begin = layout_of(file)
         self._seen = found.st_size, found.st_mtime_ns
 
     def __len__(self) -> int:
@@ -108,11 +114,6 @@ class Packed:
         with self._file() as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
                 raise self._damaged("its sha256 has changed")
-
-    def _check_sample(self, sample: str, size: int) -> None:
-        with self._file() as file:
-            if sample_of(file, size) != sample:
-                raise self._damaged("a sample of it has changed")
 
     def _damaged(self, problem: str) -> ValueError:
         return ValueError(f"{self} is damaged ({problem}): {REMEDY}")

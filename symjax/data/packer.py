@@ -35,7 +35,14 @@ import numpy as np
 from symjax import config
 from symjax.data import hub, ngrams, sources, splits, tokens
 from symjax.data.cache import facts_of, locked
-from symjax.data.manifest import MANIFEST, read_manifest, sealed, stamp_of, stored
+from symjax.data.manifest import (
+    MANIFEST,
+    read_manifest,
+    stamp_of,
+    stored,
+    write_manifest,
+)
+from symjax.data.packed import layout_of
 from symjax.data.progress import bar
 from symjax.data.subwords import pieces
 from symjax.data.writer import Counts, SplitWriter
@@ -111,9 +118,7 @@ class _Packing:
     def _resume(self) -> None:
         self.head = read_manifest(self.place, HEAD)
         self.tokenizer = tokens.from_description(self.head["tokenizer"])
-        progress = json.loads((self.place / PROGRESS).read_text())
-        self.state = progress["state"]
-        self.counts = Counts(*(progress[name] for name in Counts._fields))
+        self.counts, self.state = read_progress(self.place)
         self.keys = set(np.load(self.place / KEYS).tolist())
 
     def _documents(self, split: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -183,16 +188,17 @@ class _Packing:
         counts = writer.sync()
         if self.head is None:
             self.head = self._head(counts)
-            _write(self.place, HEAD, sealed(self.head))
+            write_manifest(self.place, self.head, HEAD)
         said = {**counts._asdict(), "state": self.state}
-        _write(self.place, PROGRESS, json.dumps(said))
+        with replaced(self.place, PROGRESS) as unfinished:
+            (unfinished / PROGRESS).write_text(json.dumps(said))
 
     def _finish(self, whole: Counts) -> None:
         names = sorted(path.name for path in self.place.glob("*.npy"))
         manifest = {**(self.head or {})}
         manifest["files"] = {name: facts_of(self.place / name) for name in names}
         manifest["fingerprint"]["train"] = whole._asdict()
-        _write(self.place, MANIFEST, sealed(manifest))
+        write_manifest(self.place, manifest)
 
     def _head(self, counts: Counts) -> dict[str, Any]:
         """The manifest, as far as the first shard decides it."""
@@ -201,13 +207,10 @@ class _Packing:
                 f"data.name {self.options.name!r} has no text beside what is held out"
             )
         files, vocabulary = sources.files(self.options), self.tokenizer.vocabulary
-        text = np.memmap(
-            self.place / "train.npy",
-            np.min_scalar_type(vocabulary - 1),
-            offset=begin_of(self.place / "train.npy"),
-            shape=(min(counts.tokens, self.order.shard),),
-            mode="r",
-        )
+        shard = (min(counts.tokens, self.order.shard),)
+        with (self.place / "train.npy").open("rb") as file:
+            _, dtype, begin = layout_of(file)
+            text = np.memmap(file, dtype, "r", begin, shard)
         held = np.load(self.place / "heldout.npy", mmap_mode="r")
         fingerprint = {
             "source": self.options.source,
@@ -230,17 +233,10 @@ class _Packing:
         }
 
 
-def begin_of(path: Path) -> int:
-    """Where the content of a .npy file begins."""
-    with path.open("rb") as file:
-        np.lib.format.read_magic(file)
-        np.lib.format.read_array_header_1_0(file)
-        return file.tell()
-
-
-def _write(folder: Path, name: str, text: str) -> None:
-    with replaced(folder, name) as unfinished:
-        Path(unfinished, name).write_text(text)
+def read_progress(place: Path) -> tuple[Counts, dict[str, Any]]:
+    """How much is safely packed, and the state of the stream after it."""
+    said = json.loads((place / PROGRESS).read_text())
+    return Counts(*(said[name] for name in Counts._fields)), said["state"]
 
 
 def _end_with_parent() -> None:

@@ -7,7 +7,6 @@ stands for does not depend on how far the packer has come.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -23,12 +22,12 @@ from symjax import config
 from symjax.data import sources
 from symjax.data.cache import name_of, opened, root
 from symjax.data.folder import source_of
-from symjax.data.manifest import MANIFEST, check_options, read_manifest, sealed
-from symjax.data.packed import Packed
-from symjax.data.packer import HEAD, PROGRESS, Order, begin_of
+from symjax.data.manifest import MANIFEST, check_options, read_manifest, write_manifest
+from symjax.data.packed import Packed, layout_of
+from symjax.data.packer import HEAD, PROGRESS, Order, read_progress
 from symjax.data.progress import bar
 from symjax.data.writer import Counts
-from symjax.files import check_writable, replaced
+from symjax.files import check_writable
 
 SHARD = 1 << 24  # tokens: of 2,048 a row, 8,192 rows are in a random order
 LOOK, SAY = 0.2, 30.0  # seconds between looks at the progress, and between lines
@@ -105,8 +104,7 @@ class Stream:
             written = read_manifest(self.place)["fingerprint"]["train"]
             self.counts, self.complete = Counts(**written), True
         elif (self.place / PROGRESS).exists():
-            progress = json.loads((self.place / PROGRESS).read_text())
-            self.counts = Counts(*(progress[name] for name in Counts._fields))
+            self.counts, _ = read_progress(self.place)
         return self.complete
 
     def _reason(self) -> str:
@@ -133,10 +131,8 @@ class Growing:
 
     def __init__(self, stream: Stream, name: str):
         self.stream, self.path = stream, stream.place / f"{name}.npy"
-        self._begin = begin_of(self.path)
         with self.path.open("rb") as file:
-            np.lib.format.read_magic(file)
-            self.dtype = np.lib.format.read_array_header_1_0(file)[2]
+            _, self.dtype, self._begin = layout_of(file)
         self._descriptor = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
         self._ends = name.endswith("_ends")
@@ -185,9 +181,7 @@ def open_stream(
         arrays = {name: Growing(stream, name) for name in names}
         arrays |= opened(place, manifest)
     if known is None:
-        directory.mkdir(parents=True, exist_ok=True)
-        with replaced(directory, MANIFEST) as folder:
-            Path(folder, MANIFEST).write_text(sealed(manifest))
+        write_manifest(directory, manifest)
     elif known["fingerprint"]["sha256"] != manifest["fingerprint"]["sha256"]:
         raise ValueError(
             f"{source_of(options)} does not begin as it did when this run was packed: "

@@ -5,12 +5,14 @@ The data set has a held-out split, or a fifth of every label is held out, by a h
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from symjax import config
 from symjax.data import hub, sources, splits
+from symjax.data.formats import Refused
 
 SOURCES = ("packages", "digits")  # those whose examples always have labels
 
@@ -83,12 +85,69 @@ def _digits() -> Source:
 
 
 def _hub(options: config.Data) -> Source:
-    train, heldout, names, facts = hub.load_labelled(options)
-    contents, labels = train
-    white = 255 if isinstance(contents[0], np.ndarray) else 0
-    if heldout is None:
+    """Texts or images of a data set with their labels; its splits as in `hub.load`.
+
+    Rows without content or label are left out. Images are of one size, with 1 or 3
+    channels.
+
+    Raises:
+        ValueError: as `hub.load`; no such label column, a held-out label that training
+            does not have, images of several sizes, or no Pillow for images.
+    """
+    columns = options.column, options.label
+    found, facts, where, _ = hub.read(options, lambda rows: _examples(rows, *columns))
+    names = next(iter(found.values()))[2]  # those of training
+    numbers = {name: number for number, name in enumerate(names)}
+    contents, labels, held = [], [], []
+    for side, (split, (own, its, _)) in enumerate(found.items()):
+        if unknown := sorted(set(its) - set(names)):
+            raise ValueError(
+                f"{where} has label {unknown[0]!r} in split {split!r} only, training "
+                f"has {', '.join(names)}"
+            )
+        contents += own
+        labels += [numbers[label] for label in its]
+        held += [bool(side)] * len(its)
+    shapes = {x.shape for x in contents if isinstance(x, np.ndarray)}
+    if len(shapes) > 1:
+        one, other = sorted(shapes)[:2]
+        raise ValueError(f"{where} has images of several sizes: {one} and {other}")
+    if len(found) == 1:
         held = splits.stratified(map(splits.sha256, contents), labels)
-    else:
-        held = [False] * len(labels) + [True] * len(heldout[1])
-        contents, labels = contents + heldout[0], labels + heldout[1]
-    return Source(contents, labels, held, names, white, facts)
+    facts["label"] = options.label
+    return Source(contents, labels, held, names, 255 if shapes else 0, facts)
+
+
+def _examples(rows: Any, column: str, label: str) -> tuple[Any, ...]:
+    """Contents, the names of their labels, and all names in order; () if no rows."""
+    import datasets
+
+    kind = hub.kind_of(rows, "column", column)
+    labels = hub.kind_of(rows, "label", label)
+    images = isinstance(kind, datasets.Image)
+    if not images and not hub.is_text(kind):
+        raise Refused(f"data.column {column!r} holds no text or images, but {kind}")
+    if images and importlib.util.find_spec("PIL") is None:
+        raise Refused(
+            f"data.column {column!r} holds images, which need Pillow: "
+            "pip install 'symjax[images]'"
+        )
+    names = list(getattr(labels, "names", ()))
+    pairs = [
+        (_pixels(content) if images else content, value)
+        for content, value in zip(rows[column], rows[label], strict=True)
+        if content and value is not None and not (names and value < 0)
+    ]
+    if not pairs:
+        return ()
+    contents, values = map(list, zip(*pairs, strict=True))
+    if names:
+        return contents, [names[value] for value in values], names
+    return contents, list(map(str, values)), list(map(str, sorted(set(values))))
+
+
+def _pixels(image: Any) -> np.ndarray:
+    """Of a Pillow image; shades of grey stay one channel."""
+    gray = image.mode in ("1", "L")
+    pixels = np.asarray(image.convert("L" if gray else "RGB"), np.uint8)
+    return pixels[..., None] if gray else pixels

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +23,6 @@ HELDOUT = ("validation", "test")  # the first of them that there is
 ROWS = 256  # read at a time
 PAUSES = (1, 2, 4, 8, 16)  # seconds before each attempt at a stream that breaks
 
-Labelled = tuple[list[Any], list[int]]  # contents and the numbers of their labels
-
 
 def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
     """The texts of one column, and what identifies them.
@@ -43,9 +39,7 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
         ValueError: the hub is silent, or there is no such data set, subset, column or
             text in it; the message names what there is.
     """
-    found, facts, where, kept = _read(
-        options, lambda rows: _Texts(rows, options.column)
-    )
+    found, facts, where, kept = read(options, lambda rows: _Texts(rows, options.column))
 
     def documents(_: DatasetBuilder = kept) -> Iterator[Document]:
         return ((text,) for texts in found.values() for text in texts)
@@ -127,45 +121,7 @@ def _text(row: dict[str, Any], column: str) -> str | None:
     return row[column]
 
 
-def load_labelled(
-    options: config.Data,
-) -> tuple[Labelled, Labelled | None, list[str], dict[str, Any]]:
-    """Texts or images with their labels, and what identifies them.
-
-    Splits are chosen as in `load`. Rows without content or label are left out. Images
-    are uint8 [height, width, channels] of one size, with 1 or 3 channels.
-
-    Returns:
-        training and held-out examples, these None where no split is held out; the
-        names of the labels, by which labels are numbered; and facts as `load`.
-    Raises:
-        ValueError: as `load`; no such label column, a held-out label that training
-            does not have, images of several sizes, or no Pillow for images.
-    """
-    columns = options.column, options.label
-    found, facts, where, _ = _read(options, lambda rows: _labelled(rows, *columns))
-    (*_, names), *_ = found.values()
-    for split, (_, labels, _) in found.items():
-        if unknown := sorted(set(labels) - set(names)):
-            raise ValueError(
-                f"{where} has label {unknown[0]!r} in split {split!r} only, training "
-                f"has {', '.join(names)}"
-            )
-    numbers = {name: number for number, name in enumerate(names)}
-    train, *heldout = (
-        (contents, [numbers[label] for label in labels])
-        for contents, labels, _ in found.values()
-    )
-    every = itertools.chain(*(contents for contents, _ in (train, *heldout)))
-    shapes = {x.shape for x in every if isinstance(x, np.ndarray)}
-    if len(shapes) > 1:
-        one, other = sorted(shapes)[:2]
-        raise ValueError(f"{where} has images of several sizes: {one} and {other}")
-    facts["label"] = options.label
-    return train, heldout[0] if heldout else None, names, facts
-
-
-def _read(
+def read(
     options: config.Data, read: Callable[[Any], Any]
 ) -> tuple[dict[str, Any], dict[str, Any], str, DatasetBuilder]:
     """read(rows) of the training split and of the held-out one, if there is one, by
@@ -209,8 +165,8 @@ class _Texts:
     """The column of a `Dataset` on disk, without rows that have no text."""
 
     def __init__(self, rows: Any, column: str):
-        kind = _kind(rows, "column", column)
-        if not _is_text(kind):
+        kind = kind_of(rows, "column", column)
+        if not is_text(kind):
             raise Refused(f"data.column {column!r} holds no text, but {kind}")
         self._rows, self._column = rows.select_columns(column), column
 
@@ -226,34 +182,7 @@ class _Texts:
         return next(iter(self), None) is not None
 
 
-def _labelled(rows: Any, column: str, label: str) -> tuple[Any, ...]:
-    """Contents, the names of their labels, and all names in order; () if no rows."""
-    import datasets
-
-    kind, labels = _kind(rows, "column", column), _kind(rows, "label", label)
-    images = isinstance(kind, datasets.Image)
-    if not images and not _is_text(kind):
-        raise Refused(f"data.column {column!r} holds no text or images, but {kind}")
-    if images and importlib.util.find_spec("PIL") is None:
-        raise Refused(
-            f"data.column {column!r} holds images, which need Pillow: "
-            "pip install 'symjax[images]'"
-        )
-    names = list(getattr(labels, "names", ()))
-    pairs = [
-        (_pixels(content) if images else content, value)
-        for content, value in zip(rows[column], rows[label], strict=True)
-        if content and value is not None and not (names and value < 0)
-    ]
-    if not pairs:
-        return ()
-    contents, values = map(list, zip(*pairs, strict=True))
-    if names:
-        return contents, [names[value] for value in values], names
-    return contents, list(map(str, values)), list(map(str, sorted(set(values))))
-
-
-def _kind(rows: Any, key: str, column: str) -> Any:
+def kind_of(rows: Any, key: str, column: str) -> Any:
     """Raises: ValueError: there is no such column."""
     if column not in rows.column_names:
         known = ", ".join(rows.column_names)
@@ -261,12 +190,5 @@ def _kind(rows: Any, key: str, column: str) -> Any:
     return rows.features[column]
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
     return getattr(kind, "dtype", "") in ("string", "large_string")
-
-
-def _pixels(image: Any) -> np.ndarray:
-    """Of a Pillow image; shades of grey stay one channel."""
-    gray = image.mode in ("1", "L")
-    pixels = np.asarray(image.convert("L" if gray else "RGB"), np.uint8)
-    return pixels[..., None] if gray else pixels

@@ -13,6 +13,7 @@ import numpy as np
 from symjax import config
 from symjax.data import hub, sources, splits
 from symjax.data.formats import Refused
+from symjax.data.opening import named
 
 SOURCES = ("packages", "digits")  # those whose examples always have labels
 
@@ -95,15 +96,15 @@ def _hub(options: config.Data) -> Source:
             does not have, images of several sizes, or no Pillow for images.
     """
     columns = options.column, options.label
-    found, facts, where, _ = hub.read(options, lambda rows: _examples(rows, *columns))
+    found, facts, _ = hub.read_splits(options, lambda rows: _examples(rows, *columns))
     names = next(iter(found.values()))[2]  # those of training
     numbers = {name: number for number, name in enumerate(names)}
     contents, labels, held = [], [], []
     for side, (split, (own, its, _)) in enumerate(found.items()):
         if unknown := sorted(set(its) - set(names)):
             raise ValueError(
-                f"{where} has label {unknown[0]!r} in split {split!r} only, training "
-                f"has {', '.join(names)}"
+                f"{named(options)} has label {unknown[0]!r} in split {split!r} only, "
+                f"training has {', '.join(names)}"
             )
         contents += own
         labels += [numbers[label] for label in its]
@@ -111,7 +112,9 @@ def _hub(options: config.Data) -> Source:
     shapes = {x.shape for x in contents if isinstance(x, np.ndarray)}
     if len(shapes) > 1:
         one, other = sorted(shapes)[:2]
-        raise ValueError(f"{where} has images of several sizes: {one} and {other}")
+        raise ValueError(
+            f"{named(options)} has images of several sizes: {one} and {other}"
+        )
     if len(found) == 1:
         held = splits.stratified(map(splits.sha256, contents), labels)
     facts["label"] = options.label

@@ -24,7 +24,7 @@ from symjax.data.progress import bar
 from symjax.data.stream import Growing, Stream, open_stream
 from symjax.data.subwords import pieces
 from symjax.data.texts import Document, Texts
-from symjax.data.writer import SEPARATOR, Counts, SplitWriter
+from symjax.data.writer import SEPARATOR, SplitWriter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,21 +91,18 @@ def open_corpus(
 ) -> Corpus:
     """The corpus of a run, packed from its source the first time: `open_folder`,
     `open_stream`."""
-    directory, parts = Path(directory), {}
+    directory = Path(directory)
     if options.streaming:
         sources.check_keys(options)
         manifest, parts = open_stream(options, directory, replace=replace)
     else:
         manifest, parts = open_folder(options, directory, _pack, replace=replace)
     heldout = manifest["fingerprint"]["heldout"]
-    apart = [x for x in SPLITS if f"{x}_ends" in parts]
-    if options.documents == "joined":
-        apart = []
-    ends = {x: parts[f"{x}_ends"] for x in apart}
+    ends = {x: parts[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in parts}
     return Corpus(
         train=parts["train"],
         heldout=parts["heldout"],
-        ends=ends,
+        ends={} if options.documents == "joined" else ends,
         tokenizer=tokens.from_description(manifest["tokenizer"]),
         fingerprint=manifest["fingerprint"],
         references=manifest["ngrams"],
@@ -123,64 +120,52 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
     parts = entries(options)
     loaded = [sources.load(part) for _, part in parts]
     texts = [its for its, _ in loaded]
-    tokenizer = _tokenizer(options, texts)
     several = any(sum(x.count(split) for x in texts) > 1 for split in SPLITS)
-    apart = options.documents == "separate" or (options.documents == "auto" and several)
-    content = hashlib.sha256()
+    tokenizer = _tokenizer(options, texts, several)
+    content, counts, stops = hashlib.sha256(), {}, {}
     with bar(sum(x.characters for x in texts), "packing") as shown:
-        counts = {}
         for split in SPLITS:
-            written = SplitWriter(folder, split, tokenizer, content, shown.update)
-            counts[split] = _write(texts, split, written)
-    if not apart:
+            writer = SplitWriter(folder, split, tokenizer, content, shown.update)
+            stops[split] = [0]
+            for its in texts:
+                for document in its.read(split):
+                    writer.add(document)
+                stops[split].append(writer.counts.tokens)
+            counts[split] = writer.close()._asdict()
+    if options.documents == "joined" or (options.documents == "auto" and not several):
         for split in SPLITS:
             Path(folder, f"{split}_ends.npy").unlink()
-    packed = {x: np.load(folder / f"{x}.npy", mmap_mode="r") for x in SPLITS}
-    lines = ngrams.cross_entropies(
-        packed["train"], packed["heldout"], tokenizer.vocabulary
-    )
     facts = loaded[0][1]
     if options.mixture:
-        edges = [0, *counts["train"][1]]
-        facts = {
-            "mixture": [
-                {
-                    "entry": getattr(part, NAMES[part.source]),
-                    "share": share,
-                    "tokens": [start, stop],
-                    **own,
-                }
-                for (share, part), (_, own), start, stop in zip(
-                    parts, loaded, edges[:-1], edges[1:], strict=True
-                )
-            ]
-        }
-    fingerprint: dict[str, Any] = {
-        "source": options.source,
-        **facts,
-        "sha256": content.hexdigest(),
-        "python": platform.python_version(),
-        "datasets": version("datasets"),
+        edges = itertools.pairwise(stops["train"])
+        mixed = [
+            {
+                "entry": getattr(part, NAMES[part.source]),
+                "share": share,
+                "tokens": list(its),
+                **own,
+            }
+            for (share, part), (_, own), its in zip(parts, loaded, edges, strict=True)
+        ]
+        facts = {"mixture": mixed}
+    train, heldout = (np.load(folder / f"{x}.npy", mmap_mode="r") for x in SPLITS)
+    return {
+        "tokenizer": tokenizer.describe(),
+        "fingerprint": {
+            "source": options.source,
+            **facts,
+            "sha256": content.hexdigest(),
+            "python": platform.python_version(),
+            "datasets": version("datasets"),
+            **counts,
+        },
+        "ngrams": ngrams.cross_entropies(train, heldout, tokenizer.vocabulary),
     }
-    for split in SPLITS:
-        fingerprint[split] = counts[split][0]._asdict()
-    described = {"tokenizer": tokenizer.describe(), "fingerprint": fingerprint}
-    return {**described, "ngrams": lines}
 
 
-def _write(
-    texts: list[Texts], split: str, written: SplitWriter
-) -> tuple[Counts, list[int]]:
-    """The documents of a split; and the tokens after each source."""
-    parts = []
-    for its in texts:
-        for document in its.read(split):
-            written.add(document)
-        parts.append(written.counts.tokens)
-    return written.close(), parts
-
-
-def _tokenizer(options: config.Data, texts: list[Texts]) -> tokens.Tokenizer:
+def _tokenizer(
+    options: config.Data, texts: list[Texts], several: bool
+) -> tokens.Tokenizer:
     """An alphabet is that of both splits, with the separator; BPE learns from one."""
 
     def documents(split: str) -> Iterator[Document]:
@@ -188,7 +173,6 @@ def _tokenizer(options: config.Data, texts: list[Texts]) -> tokens.Tokenizer:
 
     some = itertools.chain.from_iterable(map(pieces, documents("train")))
     if options.tokenizer == "char":
-        several = any(sum(x.count(split) for x in texts) > 1 for split in SPLITS)
         heldout = itertools.chain.from_iterable(documents("heldout"))
         some = itertools.chain(some, heldout, SEPARATOR if several else "")
     return tokens.build(options.tokenizer, some, vocabulary=options.vocabulary)

@@ -12,7 +12,7 @@ import numpy as np
 from symjax import config
 from symjax.data import splits
 from symjax.data.formats import Refused
-from symjax.data.opening import is_silence, one_line, opened, quiet
+from symjax.data.opening import is_silence, named, one_line, opened, quiet
 from symjax.data.progress import bar
 from symjax.data.texts import Document, Texts
 
@@ -39,7 +39,7 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
         ValueError: the hub is silent, or there is no such data set, subset, column or
             text in it; the message names what there is.
     """
-    found, facts, where, kept = read(options, lambda rows: _Texts(rows, options.column))
+    found, facts, kept = read_splits(options, lambda rows: _Texts(rows, options.column))
 
     def documents(_: DatasetBuilder = kept) -> Iterator[Document]:
         return ((text,) for texts in found.values() for text in texts)
@@ -51,7 +51,7 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
             for text in rows:
                 scanned.append(splits.scan([text]))
                 shown.update()
-        return splits.by_content(documents, scanned, where, "rows"), facts
+        return splits.by_content(documents, scanned, named(options), "rows"), facts
     sizes = [np.array([len(text) for text in texts]) for texts in found.values()]
     held = np.repeat([False, True], [len(own) for own in sizes])
     return Texts(documents, held, int(sum(own.sum() for own in sizes))), facts
@@ -59,7 +59,7 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
 
 def revision(options: config.Data) -> str:
     """What a data set is at: its commit on the hub."""
-    with opened(options) as (builder, _):
+    with opened(options) as builder:
         return builder.hash or ""
 
 
@@ -72,9 +72,9 @@ def streams(
     Args:
         revision: of `revision`; the rows are those, wherever the data set is at since.
     """
-    with opened(options, revision) as (builder, where):
+    with opened(options, revision) as builder:
         found = builder.as_streaming_dataset()
-        names = [name for name in _choose(list(map(str, found)), where) if name]
+        names = _choose(options, list(map(str, found)))
         facts = _facts(options, builder, names)
         return {name: found[name] for name in names}, facts
 
@@ -89,7 +89,7 @@ def stream(
         ValueError: the data set has no such column, or cannot be read.
     """
     failed = 0
-    with quiet(), one_line(f"data.name {options.name!r}"):
+    with quiet(), one_line(options):
         while True:
             rows.load_state_dict(state)
             try:
@@ -102,7 +102,7 @@ def stream(
                 if failed == len(PAUSES) or not is_silence(error):
                     raise
                 print(
-                    f"data.name {options.name!r} broke off ({type(error).__name__}): "
+                    f"{named(options)} broke off ({type(error).__name__}): "
                     f"going on after it in {PAUSES[failed]} s",
                     file=sys.stderr,
                     flush=True,
@@ -121,22 +121,20 @@ def _text(row: dict[str, Any], column: str) -> str | None:
     return row[column]
 
 
-def read(
-    options: config.Data, read: Callable[[Any], Any]
-) -> tuple[dict[str, Any], dict[str, Any], str, DatasetBuilder]:
-    """read(rows) of the training split and of the held-out one, if there is one, by
-    name; what identifies them; what to call them in messages; and what keeps the rows
-    of a folder on disk, as long as it lives."""
-    with opened(options) as (builder, where):
+def read_splits(
+    options: config.Data, convert: Callable[[Any], Any]
+) -> tuple[dict[str, Any], dict[str, Any], DatasetBuilder]:
+    """convert(rows) of the training split and of the held-out one, if there is one, by
+    name; what identifies them; and what keeps the rows of a folder on disk, as long as
+    it lives."""
+    with opened(options) as builder:
         builder.download_and_prepare()
-        train, heldout = _choose(list(builder.info.splits or ()), where)
         found = {}
-        for split in (train, heldout) if heldout else (train,):
-            found[split] = read(builder.as_dataset(split=split))
+        for split in _choose(options, list(builder.info.splits or ())):
+            found[split] = convert(builder.as_dataset(split=split))
             if not found[split]:
-                raise Refused(f"{where} has no text in split {split!r}")
-        facts = _facts(options, builder, list(found))
-    return found, facts, where, builder
+                raise Refused(f"{named(options)} has no text in split {split!r}")
+        return found, _facts(options, builder, list(found)), builder
 
 
 def _facts(
@@ -152,13 +150,14 @@ def _facts(
     }
 
 
-def _choose(names: list[str], where: str) -> tuple[str, str]:
-    """The splits to train on and to hold out; "" if rows have to be held out."""
+def _choose(options: config.Data, names: list[str]) -> list[str]:
+    """The split to train on, and the one to hold out, if there is one."""
     if len(names) == 1:
-        return names[0], ""
+        return names
     if "train" not in names:
-        raise Refused(f"{where} has no split 'train', only {', '.join(names)}")
-    return "train", next((name for name in HELDOUT if name in names), "")
+        only = ", ".join(names)
+        raise Refused(f"{named(options)} has no split 'train', only {only}")
+    return ["train", *[name for name in HELDOUT if name in names][:1]]
 
 
 class _Texts:

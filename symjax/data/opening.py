@@ -30,17 +30,15 @@ FOLDER = "a local folder of parquet, json or text files"
 
 
 @contextlib.contextmanager
-def opened(
-    options: config.Data, revision: str = ""
-) -> Iterator[tuple[DatasetBuilder, str]]:
-    """What reads a data set, and what to call it in messages.
+def opened(options: config.Data, revision: str = "") -> Iterator[DatasetBuilder]:
+    """What reads a data set.
 
     Raises:
         ValueError: there is none, or inside something about it fails.
     """
     _check_name(options.name)
-    path, where = os.path.expanduser(options.name), f"data.name {options.name!r}"
-    with quiet(), one_line(where), contextlib.ExitStack() as failed:
+    path = os.path.expanduser(options.name)
+    with quiet(), one_line(options), contextlib.ExitStack() as failed:
         cache = None  # that of the machine
         if os.path.isdir(path):
             check_one_format(path)
@@ -55,7 +53,12 @@ def opened(
         failed.pop_all()
         if cache is not None:
             weakref.finalize(builder, shutil.rmtree, cache, ignore_errors=True)
-        yield builder, where
+        yield builder
+
+
+def named(options: config.Data) -> str:
+    """What messages call a data set."""
+    return f"data.name {options.name!r}"
 
 
 def _check_name(name: str) -> None:
@@ -115,14 +118,14 @@ def _builder(
 
 
 @contextlib.contextmanager
-def one_line(where: str) -> Iterator[None]:
+def one_line(options: config.Data) -> Iterator[None]:
     """Raises: ValueError: any error of the libraries, in one line."""
     try:
         yield
     except (Refused, MemoryError):
         raise
     except Exception as error:
-        raise ValueError(f"{where} {_problem(error)}") from None
+        raise ValueError(f"{named(options)} {_problem(error)}") from None
 
 
 def _problem(error: BaseException) -> str:

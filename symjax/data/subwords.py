@@ -68,13 +68,7 @@ class SubwordTokenizer:
         Raises:
             ValueError: the text holds half of a surrogate pair.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"character {text[error.start]!r} at position {error.start} is half of "
-                "a surrogate pair and has no UTF-8 bytes"
-            ) from None
+        utf8(text, "strict")
         none = np.empty(0, np.min_scalar_type(self.vocabulary - 1))
         return np.concatenate([none, *self.encode_all(list(self.pieces([text])))])
 
@@ -116,6 +110,17 @@ class SubwordTokenizer:
             **({"eos_token": self.end} if self.end else {}),
         }
         return {FILE: self.definition, ABOUT: json.dumps(about, indent=1) + "\n"}
+
+
+def utf8(text: str, errors: str) -> bytes:
+    """Raises: ValueError: the text holds half of a surrogate pair."""
+    try:
+        return text.encode("utf-8", errors)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {text[error.start]!r} at position {error.start} is half of a "
+            "surrogate pair and has no UTF-8 bytes"
+        ) from None
 
 
 def pieces(parts: Iterable[str], size: int = PIECE) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from symjax.data import subwords
-from symjax.data.subwords import REPLACEMENT, SubwordTokenizer
+from symjax.data.subwords import REPLACEMENT, SubwordTokenizer, utf8
 
 KINDS = ("byte", "char", "bpe")  # all others are paths of files
 CHUNK = 1 << 22  # characters looked up at a time: about 80 MB
@@ -33,14 +33,7 @@ class ByteTokenizer:
         Raises:
             ValueError: the text holds half of a surrogate pair.
         """
-        try:
-            encoded = text.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"character {text[error.start]!r} at position {error.start} is half of "
-                "a surrogate pair and has no UTF-8 bytes"
-            ) from None
-        return np.frombuffer(encoded, np.uint8)
+        return np.frombuffer(utf8(text, "surrogateescape"), np.uint8)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids [T] of each of some texts."""

@@ -25,7 +25,7 @@ from symjax.data.writer import Writer  # noqa: E402
 TRACED = {
     inspect.unwrap(function).__code__
     for function in (
-        *(corpus._pack, corpus._write, folder.open_folder, cache._build),
+        *(corpus._pack, folder.open_folder, cache._build),
         *(files.replaced, Writer.close, np.save, Path.write_text),
     )
 }

@@ -125,8 +125,9 @@ def _examples(rows: Any, column: str, label: str) -> tuple[Any, ...]:
     """Contents, the names of their labels, and all names in order; () if no rows."""
     import datasets
 
-    kind = hub.kind_of(rows, "column", column)
-    labels = hub.kind_of(rows, "label", label)
+    for key, name in (("column", column), ("label", label)):
+        hub.check_known(key, name, rows.column_names)
+    kind, labels = rows.features[column], rows.features[label]
     images = isinstance(kind, datasets.Image)
     if not images and not hub.is_text(kind):
         raise Refused(f"data.column {column!r} holds no text or images, but {kind}")

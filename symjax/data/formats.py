@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -41,9 +42,7 @@ def check_one_format(folder: str) -> None:
     """
     if _has_choice(folder):
         return
-    counts: dict[str, int] = {}
-    for _, kind in _data_files(folder):
-        counts[kind] = counts.get(kind, 0) + 1
+    counts = Counter(kind for _, kind in _data_files(folder))
     if len(counts) > 1:
         files = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         raise Refused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,11 +63,9 @@ def revision(options: config.Data) -> str:
         return builder.hash or ""
 
 
-def streams(
-    options: config.Data, revision: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rows of the training split and of the held-out one, if there is one, by name,
-    not read yet; and what identifies them.
+def streams(options: config.Data, revision: str) -> tuple[list[Any], dict[str, Any]]:
+    """The rows of the training split and of the held-out one, if there is one, not read
+    yet; and what identifies them.
 
     Args:
         revision: of `revision`; the rows are those, wherever the data set is at since.
@@ -75,8 +73,7 @@ def streams(
     with opened(options, revision) as builder:
         found = builder.as_streaming_dataset()
         names = _choose(options, list(map(str, found)))
-        facts = _facts(options, builder, names)
-        return {name: found[name] for name in names}, facts
+        return [found[name] for name in names], _facts(options, builder, names)
 
 
 def stream(
@@ -112,13 +109,18 @@ def stream(
 
 
 def _text(row: dict[str, Any], column: str) -> str | None:
-    if column not in row:
-        known = ", ".join(row)
-        raise Refused(f"data.column {column!r} is unknown: choose from {known}")
+    check_known("column", column, row)
     if not isinstance(row[column], str | None):
         kind = type(row[column]).__name__
         raise Refused(f"data.column {column!r} holds no text, but {kind}")
     return row[column]
+
+
+def check_known(key: str, column: str, known: Iterable[str]) -> None:
+    """Raises: ValueError: there is no such column."""
+    if column not in known:
+        names = ", ".join(known)
+        raise Refused(f"data.{key} {column!r} is unknown: choose from {names}")
 
 
 def read_splits(
@@ -164,7 +166,8 @@ class _Texts:
     """The column of a `Dataset` on disk, without rows that have no text."""
 
     def __init__(self, rows: Any, column: str):
-        kind = kind_of(rows, "column", column)
+        check_known("column", column, rows.column_names)
+        kind = rows.features[column]
         if not is_text(kind):
             raise Refused(f"data.column {column!r} holds no text, but {kind}")
         self._rows, self._column = rows.select_columns(column), column
@@ -179,14 +182,6 @@ class _Texts:
 
     def __bool__(self) -> bool:
         return next(iter(self), None) is not None
-
-
-def kind_of(rows: Any, key: str, column: str) -> Any:
-    """Raises: ValueError: there is no such column."""
-    if column not in rows.column_names:
-        known = ", ".join(rows.column_names)
-        raise Refused(f"data.{key} {column!r} is unknown: choose from {known}")
-    return rows.features[column]
 
 
 def is_text(kind: Any) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import sys
 import tempfile
 import weakref
@@ -38,21 +37,18 @@ def opened(options: config.Data, revision: str = "") -> Iterator[DatasetBuilder]
     """
     _check_name(options.name)
     path = os.path.expanduser(options.name)
-    with quiet(), one_line(options), contextlib.ExitStack() as failed:
-        cache = None  # that of the machine
-        if os.path.isdir(path):
-            check_one_format(path)
-            cache = tempfile.mkdtemp()
-            failed.callback(shutil.rmtree, cache, ignore_errors=True)
-        else:
+    with quiet(), one_line(options):
+        if not os.path.isdir(path):
             _check_reachable(options.name)
-        builder = _builder(path, options.subset, cache, revision or None)
-        if cache is not None:
+            yield _builder(path, options.subset, None, revision or None)
+            return
+        check_one_format(path)
+        with contextlib.ExitStack() as made:
+            folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            builder = _builder(path, options.subset, made.enter_context(folder), None)
             found = builder.config.data_files or {}
             check_all_read(path, itertools.chain.from_iterable(found.values()))
-        failed.pop_all()
-        if cache is not None:
-            weakref.finalize(builder, shutil.rmtree, cache, ignore_errors=True)
+            weakref.finalize(builder, made.pop_all().close)
         yield builder
 
 

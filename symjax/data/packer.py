@@ -122,8 +122,7 @@ class _Packing:
         self.keys = set(np.load(self.place / KEYS).tolist())
 
     def _documents(self, split: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        rows = list(self.rows.values())[split]
-        return hub.stream(self.options, rows, self.state)
+        return hub.stream(self.options, self.rows[split], self.state)
 
     def _held_out(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Documents of the held-out split, or else the first ones of training."""
@@ -195,7 +194,7 @@ class _Packing:
 
     def _finish(self, whole: Counts) -> None:
         names = sorted(path.name for path in self.place.glob("*.npy"))
-        manifest = {**(self.head or {})}
+        manifest = dict(self.head or {})
         manifest["files"] = {name: facts_of(self.place / name) for name in names}
         manifest["fingerprint"]["train"] = whole._asdict()
         write_manifest(self.place, manifest)

@@ -165,7 +165,7 @@ def test_a_packer_killed_anywhere_goes_on_to_the_same_files(
 
 
 def test_a_stream_that_breaks_goes_on_where_it_was(options, monkeypatch, capsys):
-    [rows] = hub.streams(options, "")[0].values()
+    [rows], _ = hub.streams(options, "")
     iterate, breaks = type(rows).__iter__, iter([7, 30, 31])
 
     def broken(self):
@@ -182,7 +182,7 @@ def test_a_stream_that_breaks_goes_on_where_it_was(options, monkeypatch, capsys)
 
 
 def test_a_stream_that_stays_broken_is_one_line(options, monkeypatch):
-    [rows] = hub.streams(options, "")[0].values()
+    [rows], _ = hub.streams(options, "")
 
     def broken(self):
         raise ConnectionResetError("gone")

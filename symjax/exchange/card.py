@@ -14,10 +14,7 @@ from symjax.training.checksum import checksum_of
 SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy")
 USE = {
     "symjax": "model = symjax.load_pretrained(FOLDER)",
-    **dict.fromkeys(
-        ("llama", "diffllama", "gpt2"),
-        "model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)",
-    ),
+    "transformers": "model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER)",
 }
 
 
@@ -40,11 +37,10 @@ def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
     return found
 
 
-def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> str:
+def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
     """Markdown.
 
     Args:
-        kind: how the weights are stored.
         reason: why transformers cannot load them; "" where it can.
     Raises:
         ValueError: the results are of other weights.
@@ -71,12 +67,13 @@ def to_card(loaded: Loaded, kind: str, reason: str, results: dict[str, Any]) -> 
     }
     if loaded.ema:
         rows["weights"] = f"their mean, optimizer.ema={loaded.config.optimizer.ema:g}"
+    library = "symjax" if reason else "transformers"
     head = [
-        *("---", "library_name: " + ("symjax" if reason else "transformers"), "---"),
+        *("---", f"library_name: {library}", "---"),
         "",
         "# A model of symjax",
         "",
-        *("```python", USE[kind], "```", ""),
+        *("```python", USE[library], "```", ""),
     ]
     if reason:
         head += [f"transformers does not load this folder: {reason}.", ""]

@@ -94,7 +94,7 @@ def save_pretrained(
         "labels": list(loaded.labels),
         "ema": loaded.ema,
     }
-    texts = {OWN: _json(about), CARD: to_card(loaded, kind, reason, numbers)}
+    texts = {OWN: _json(about), CARD: to_card(loaded, reason, numbers)}
     if isinstance(tokenizer := loaded.tokenizer, SubwordTokenizer):
         texts |= tokenizer.files(loaded.config.model.length)
         settings |= {"eos_token_id": tokenizer.document_end} if settings else {}

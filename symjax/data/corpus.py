@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import math
-import platform
 from collections.abc import Iterator, Mapping, Sized
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +17,7 @@ from symjax import config
 from symjax.data import ngrams, sources, tokens
 from symjax.data.documents import Ends
 from symjax.data.folder import SPLITS, open_folder
+from symjax.data.manifest import fingerprint
 from symjax.data.mixture import NAMES, Part, entries, key_of
 from symjax.data.packed import Packed
 from symjax.data.progress import bar
@@ -152,10 +152,7 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
     return {
         "tokenizer": tokenizer.describe(),
         "fingerprint": {
-            "source": options.source,
-            **facts,
-            "sha256": content.hexdigest(),
-            "python": platform.python_version(),
+            **fingerprint(options.source, facts, content),
             "datasets": version("datasets"),
             **counts,
         },

@@ -32,10 +32,9 @@ class Draws:
         keys = mix(self._keys ^ mix(np.full(1, self._calls, np.uint64)))
         return mix(keys[:, None] + np.arange(1, columns + 1, dtype=np.uint64))
 
-    def below(self, bound: int | np.ndarray, columns: int) -> np.ndarray:
-        """Integers [B, columns] from 0 to bound − 1, a number or one for each row."""
-        bound = np.asarray(bound, np.uint64).reshape(-1, 1)
-        return (self.bits(columns) % bound).astype(np.int64)
+    def below(self, bound: int, columns: int) -> np.ndarray:
+        """Integers [B, columns] from 0 to bound − 1."""
+        return (self.bits(columns) % np.uint64(bound)).astype(np.int64)
 
     def uniform(self, columns: int) -> np.ndarray:
         """Numbers [B, columns] in [0, 1)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import platform
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from symjax.data import classes, tokens
 from symjax.data.batches import Examples
 from symjax.data.folder import SPLITS, open_folder
 from symjax.data.generated import NOTHING
+from symjax.data.manifest import fingerprint
 from symjax.data.order import visited
 from symjax.data.packed import Packed
 
@@ -160,18 +160,14 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
         arrays[f"{split}_labels"] = labels
         content.update(arrays[split].tobytes() + labels.tobytes())
         counts[split] = {"examples": len(pieces), "tokens": len(arrays[split])}
-    fingerprint = {
-        "source": options.source,
-        **found.facts,
-        "sha256": content.hexdigest(),
-        "python": platform.python_version(),
-        **counts,
-    }
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
     return {
         "tokenizer": tokenizer.describe(),
-        "fingerprint": fingerprint,
+        "fingerprint": {
+            **fingerprint(options.source, found.facts, content),
+            **counts,
+        },
         "labels": found.names,
         "image": image,
         "white": found.white,

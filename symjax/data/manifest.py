@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ def stored(options: config.Data) -> dict[str, Any]:
     found = dataclasses.asdict(options)
     del found["cache"]
     return found
+
+
+def fingerprint(source: str, facts: dict[str, Any], content: Any) -> dict[str, Any]:
+    """What identifies a corpus: its source, what is known of it, and its content."""
+    return {
+        "source": source,
+        **facts,
+        "sha256": content.hexdigest(),
+        "python": platform.python_version(),
+    }
 
 
 def sealed(manifest: dict[str, Any]) -> str:

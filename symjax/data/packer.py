@@ -21,7 +21,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import shutil
 import sys
 import threading
@@ -37,6 +36,7 @@ from symjax.data import hub, ngrams, sources, splits, tokens
 from symjax.data.cache import facts_of, locked
 from symjax.data.manifest import (
     MANIFEST,
+    fingerprint,
     read_manifest,
     stamp_of,
     stored,
@@ -211,21 +211,17 @@ class _Packing:
             _, dtype, begin = layout_of(file)
             text = np.memmap(file, dtype, "r", begin, shard)
         held = np.load(self.place / "heldout.npy", mmap_mode="r")
-        fingerprint = {
-            "source": self.options.source,
-            **self.facts,
-            "sha256": self.content.hexdigest(),
-            "python": platform.python_version(),
-            "datasets": version("datasets"),
-            "heldout": self.held._asdict(),
-        }
         return {
             "name": self.place.name,
             "options": stored(self.options),
             "revisions": self.order.revisions,
             "shard": self.order.shard,
             "tokenizer": self.tokenizer.describe(),
-            "fingerprint": fingerprint,
+            "fingerprint": {
+                **fingerprint(self.options.source, self.facts, self.content),
+                "datasets": version("datasets"),
+                "heldout": self.held._asdict(),
+            },
             "ngrams": ngrams.cross_entropies(text, held, vocabulary),
             "origin": {"stamp": stamp_of(files), "sha256": ""},
             "files": {name: facts_of(self.place / name) for name in HELD_FILES},
@@ -235,7 +231,8 @@ class _Packing:
 def read_progress(place: Path) -> tuple[Counts, dict[str, Any]]:
     """How much is safely packed, and the state of the stream after it."""
     said = json.loads((place / PROGRESS).read_text())
-    return Counts(*(said[name] for name in Counts._fields)), said["state"]
+    state = said.pop("state")
+    return Counts(**said), state
 
 
 def _end_with_parent() -> None:

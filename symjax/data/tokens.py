@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ def build(kind: str, texts: Iterable[str], *, vocabulary: int = 32000) -> Tokeni
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
-        alphabet = set().union(*texts)
+        alphabet = set(itertools.chain.from_iterable(texts))
         return CharTokenizer("".join(sorted(alphabet)))
     if kind == "bpe":
         return subwords.train_bpe(texts, vocabulary)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 FORMATS = {
@@ -32,48 +32,16 @@ def table_format(name: str) -> str:
     return "" if found == "text" else found
 
 
-def check_one_format(folder: str) -> None:
-    """Refuse a folder of which only the files of the commonest format would be read.
+def data_files(folder: str) -> dict[Path, str]:
+    """The files of known formats, and the format of each; no hidden ones.
 
-    A folder whose data card says which files to read is read as it says.
-
-    Raises:
-        Refused: naming the formats and how many files each has.
+    None of a folder whose data card says which files to read: it is read as it says.
     """
-    if _has_choice(folder):
-        return
-    counts = Counter(kind for _, kind in _data_files(folder))
-    if len(counts) > 1:
-        files = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        raise Refused(
-            f"data.name {folder!r} has files of several formats ({files}), of which "
-            "one would be read: put each format into a folder of its own"
-        )
+    from huggingface_hub import DatasetCard
 
-
-def check_all_read(folder: str, read: Iterable[str]) -> None:
-    """Refuse a folder of which only the files named after splits would be read.
-
-    Args:
-        read: the paths that a loader has found.
-    Raises:
-        Refused: naming the first file that it has not found.
-    """
-    if _has_choice(folder):
-        return
-    found = {Path(path).resolve() for path in read}
-    files = sorted(path for path, _ in _data_files(folder))
-    left = [path for path in files if path.resolve() not in found]
-    if left:
-        raise Refused(
-            f"data.name {folder!r}: {len(left)} of {len(files)} files would not be "
-            f"read, such as {str(left[0].relative_to(folder))!r}, beside files named "
-            "after splits (train, test, …): name all of them so, or none"
-        )
-
-
-def _data_files(folder: str) -> Iterator[tuple[Path, str]]:
-    """The files of known formats, and the format of each; no hidden ones."""
+    card, found = Path(folder, CARD), {}
+    if card.is_file() and DatasetCard.load(card).data.get("configs"):
+        return {}
     for path in Path(folder).rglob("*"):
         parts = path.relative_to(folder).parts
         hidden = any(part.startswith((".", "__")) for part in parts)
@@ -81,12 +49,39 @@ def _data_files(folder: str) -> Iterator[tuple[Path, str]]:
             continue
         plain = path.with_suffix("") if path.suffix.lower() in PACKED else path
         if kind := FORMATS.get(plain.suffix.lower()):
-            yield path, kind
+            found[path] = kind
+    return found
 
 
-def _has_choice(folder: str) -> bool:
-    """Whether a folder has a data card with subsets or the files of splits."""
-    from huggingface_hub import DatasetCard
+def check_one_format(folder: str, files: dict[Path, str]) -> None:
+    """Refuse a folder of which only the files of the commonest format would be read.
 
-    card = Path(folder, CARD)
-    return card.is_file() and bool(DatasetCard.load(card).data.get("configs"))
+    Raises:
+        Refused: naming the formats and how many of its `data_files` each has.
+    """
+    counts = Counter(files.values())
+    if len(counts) > 1:
+        several = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        raise Refused(
+            f"data.name {folder!r} has files of several formats ({several}), of which "
+            "one would be read: put each format into a folder of its own"
+        )
+
+
+def check_all_read(folder: str, files: Iterable[Path], read: Iterable[str]) -> None:
+    """Refuse a folder of which only the files named after splits would be read.
+
+    Args:
+        files: its `data_files`.
+        read: the paths that a loader has found.
+    Raises:
+        Refused: naming the first file that it has not found.
+    """
+    found, files = {Path(path).resolve() for path in read}, sorted(files)
+    left = [path for path in files if path.resolve() not in found]
+    if left:
+        raise Refused(
+            f"data.name {folder!r}: {len(left)} of {len(files)} files would not be "
+            f"read, such as {str(left[0].relative_to(folder))!r}, beside files named "
+            "after splits (train, test, …): name all of them so, or none"
+        )

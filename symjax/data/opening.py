@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from symjax import config
-from symjax.data.formats import Refused, check_all_read, check_one_format
+from symjax.data.formats import Refused, check_all_read, check_one_format, data_files
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -42,12 +42,13 @@ def opened(options: config.Data, revision: str = "") -> Iterator[DatasetBuilder]
             _check_reachable(options.name)
             yield _builder(path, options.subset, None, revision or None)
             return
-        check_one_format(path)
+        files = data_files(path)
+        check_one_format(path, files)
         with contextlib.ExitStack() as made:
             folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             builder = _builder(path, options.subset, made.enter_context(folder), None)
             found = builder.config.data_files or {}
-            check_all_read(path, itertools.chain.from_iterable(found.values()))
+            check_all_read(path, files, itertools.chain.from_iterable(found.values()))
             weakref.finalize(builder, made.pop_all().close)
         yield builder
 

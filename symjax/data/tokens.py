@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +124,9 @@ def build(kind: str, texts: Iterable[str], *, vocabulary: int = 32000) -> Tokeni
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
-        alphabet = set(itertools.chain.from_iterable(texts))
+        alphabet: set[str] = set()
+        for text in texts:
+            alphabet.update(text)
         return CharTokenizer("".join(sorted(alphabet)))
     if kind == "bpe":
         return subwords.train_bpe(texts, vocabulary)

@@ -5,6 +5,7 @@ body of a loop runs as often as the loop does, and `cost_analysis` counts it onc
 the text is read here, loop by loop.
 """
 
+import functools
 import math
 import re
 from collections import Counter
@@ -75,7 +76,28 @@ def total(
         choose: max or min, of the branches by the sum of their numbers.
     """
     computations, entry = _computations(text)
-    return _of(entry, computations, measure, choose, {})
+
+    @functools.cache
+    def of(name: str) -> Counter:
+        """The numbers of one computation and those it calls."""
+        found: Counter = Counter()
+        for instruction in computations.get(name, []):
+            own = measure(instruction, computations)
+            if own is not None:
+                _add(found, own, 1)
+                continue
+            trips: int | None = 1
+            if instruction.operation == "while":
+                trips = _trips(instruction, computations)
+                found[UNKNOWN_LOOPS] += trips is None
+            parts = [*map(of, _called(instruction))]
+            if instruction.operation == "conditional" and parts:
+                parts = [choose(parts, key=Counter.total)]
+            for part in parts:
+                _add(found, part, 1 if trips is None else trips)
+        return found
+
+    return of(entry)
 
 
 def _computations(text: str) -> tuple[Computations, str]:
@@ -91,38 +113,6 @@ def _computations(text: str) -> tuple[Computations, str]:
         elif current is not None and (parts := _LINE.match(line)):
             current.append(Instruction(*parts.groups()))
     return found, entry
-
-
-def _of(
-    name: str,
-    computations: Computations,
-    measure: Callable,
-    choose: Callable,
-    known: dict[str, Counter],
-) -> Counter:
-    """The numbers of one computation and those it calls."""
-    if name in known:
-        return known[name]
-    found: Counter = Counter()
-    for instruction in computations.get(name, []):
-        own = measure(instruction, computations)
-        if own is not None:
-            _add(found, own, 1)
-            continue
-        trips: int | None = 1
-        if instruction.operation == "while":
-            trips = _trips(instruction, computations)
-            found[UNKNOWN_LOOPS] += trips is None
-        parts = [
-            _of(called, computations, measure, choose, known)
-            for called in _called(instruction)
-        ]
-        if instruction.operation == "conditional" and parts:
-            parts = [choose(parts, key=lambda part: part.total())]
-        for part in parts:
-            _add(found, part, 1 if trips is None else trips)
-    known[name] = found
-    return found
 
 
 def _add(found: Counter, more: Counter, times: int) -> None:

@@ -4,21 +4,25 @@ A compiler for TPUs is in the wheel `libtpu`, one for NVIDIA GPUs in jax's CUDA 
 Each compiles for a topology, a description of devices that stands in for them.
 """
 
+import math
 import os
 from typing import NamedTuple
 
-import numpy as np
 from jax.experimental import topologies
 
 from symjax.training.chips import CHIPS, Chip
 
-# Chips by topology, as the makers cut their pods: multiples of a host.
+# As the makers cut their pods: multiples of a host; boxes of GPUs that NVLink joins.
 GRIDS = {
     "v5e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
     "v6e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    "h200": ("1x1x1", "1x2x1", "1x4x1", "1x8x1", "2x8x1", "4x8x1", "8x8x1"),
 }
-BOX = 8  # GPUs joined by NVLink
+BY_COUNT = {
+    kind: {math.prod(map(int, grid.split("x"))): grid for grid in grids}
+    for kind, grids in GRIDS.items()
+}
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -48,57 +52,36 @@ def find(name: str) -> Target:
         ValueError: no such machine, or its compiler is not installed.
     """
     kind, _, count = name.partition("-")
-    sizes = _sizes()
-    if kind not in sizes or not count.isdecimal() or int(count) not in sizes[kind]:
-        known = "; ".join(
+    known = BY_COUNT.get(kind, {})
+    if not count.isdecimal() or int(count) not in known:
+        choices = "; ".join(
             f"{kind}-N with N {', '.join(map(str, counts))}"
-            for kind, counts in sizes.items()
+            for kind, counts in BY_COUNT.items()
         )
-        raise ValueError(f"--target {name!r} is unknown: choose from {known}")
+        raise ValueError(f"--target {name!r} is unknown: choose from {choices}")
+    grid = known[int(count)]
+    if kind == "h200":
+        needed, package = "jax's CUDA plugin", "jax[cuda13]"
+        settings = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+        request = {"platform": "cuda", "target_config": H200, "topology": grid}
+    else:
+        needed, package = "libtpu", "symjax[tpu-compiler]"
+        settings = {  # nobody is to be asked for a machine; other programs compile too
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_ACCELERATOR_TYPE": f"{kind}-{grid}",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+        }
+        request = {"platform": "tpu", "topology_name": f"{kind}:{grid}"}
+    for variable, value in settings.items():
+        os.environ.setdefault(variable, value)
+    try:
+        topology = topologies.get_topology_desc(**request)
+    except Exception as error:
+        first = " ".join(str(error).strip().splitlines()[:1])
+        raise ValueError(
+            f"--target needs {needed} of this jax version: pip install '{package}' "
+            f"({type(error).__name__}: {first})"
+        ) from None
     chip = next(chip for chip in CHIPS if chip.name.lower().endswith(kind))
-    topology = (
-        _gpus(int(count)) if kind == "h200" else _tpus(kind, sizes[kind][int(count)])
-    )
     return Target(name, chip, list(topology.devices))
-
-
-def _sizes() -> dict[str, dict[int, str]]:
-    """By kind of chip, the grid of each number of them."""
-    found = {
-        kind: {int(np.prod([int(n) for n in grid.split("x")])): grid for grid in grids}
-        for kind, grids in GRIDS.items()
-    }
-    return found | {"h200": {n: "" for n in (1, 2, 4, 8, 16, 32, 64)}}
-
-
-def _tpus(kind: str, grid: str) -> topologies.TopologyDescription:
-    # Nobody is to be asked for a machine, and other programs may compile too.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{kind}-{grid}")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    try:
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{kind}:{grid}"
-        )
-    except Exception as error:
-        raise _missing("libtpu", "symjax[tpu-compiler]", error) from None
-
-
-def _gpus(count: int) -> topologies.TopologyDescription:
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    boxes, each = max(1, count // BOX), min(count, BOX)
-    try:
-        return topologies.get_topology_desc(
-            platform="cuda", target_config=H200, topology=f"{boxes}x{each}x1"
-        )
-    except Exception as error:
-        raise _missing("jax's CUDA plugin", "jax[cuda13]", error) from None
-
-
-def _missing(what: str, package: str, error: Exception) -> ValueError:
-    first = str(error).strip().splitlines()[:1]
-    return ValueError(
-        f"--target needs {what} of this jax version: pip install '{package}' "
-        f"({type(error).__name__}: {' '.join(first)})"
-    )

@@ -86,7 +86,7 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
     for done in range(first + 1, options.steps + 1):
         run.profile.before(done)
         with run.clock.waiting():
-            rows = run.batches.take(done, lambda: interrupts.received is not None)
+            rows = next(run.batches)
         if rows is None:
             stop_waiting(run, state, constants, pending, interrupts)
         with jax.set_mesh(run.program.mesh):

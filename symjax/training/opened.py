@@ -1,8 +1,8 @@
 """A run that is open: its data, compiled step, checkpoints, metrics and counters."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, compile_program
 
 ASK = 0.2  # seconds between the questions whether to stop waiting for a batch
-# Files, and folders of files, of which a bucket gets copies.
-COPIED = ("metrics.jsonl", "metrics.png", "tensorboard", "profile")
+# Of what lies in `home`, that of which a bucket gets copies.
+COPIED = ("metrics.jsonl", "metrics.png", "tensorboard/**/*", "profile/**/*")
 
 
 @dataclass
@@ -44,41 +44,31 @@ class Skips:
         return skipped
 
 
-class Ahead:
-    """The batches of steps, each made while the step before it runs.
+def ahead(
+    make: Callable[[int], Any],
+    first: int,
+    last: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> Generator[Any]:
+    """The batches of steps first … last, each made while the step before it runs.
 
     A batch depends on its step alone, so a resumed run needs to know nothing of this.
 
     Args:
-        make: step → its batch; what it raises, `take` raises.
-        last: the last step.
+        make: step → its batch; what it raises is raised where the batch is taken.
+        stop: asked while a batch is not there, as one of a stream may not be; None
+            comes in its place if it says so.
     """
-
-    def __init__(self, make: Callable[[int], Any], last: int):
-        self._make, self._last = make, last
-        self._pool = ThreadPoolExecutor(1, "batches")
-        self._next: Future | None = None
-
-    def take(self, step: int, stop: Callable[[], bool] = lambda: False) -> Any:
-        """The batch of a step; that of the next one is begun.
-
-        Args:
-            stop: asked while the batch is not there, as one of a stream may not be.
-        Returns:
-            None if `stop` said so.
-        """
-        if self._next is None:
-            self._next = self._pool.submit(self._make, step)
-        while not wait([self._next], ASK).done:
-            if stop():
-                return None
-        batch = self._next.result()
-        more = step < self._last
-        self._next = self._pool.submit(self._make, step + 1) if more else None
-        return batch
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(1, "batches") as pool:
+        made = pool.submit(make, first)
+        for step in range(first, last + 1):
+            while not wait([made], ASK).done:
+                if stop():
+                    yield None
+            batch = made.result()
+            if step < last:
+                made = pool.submit(make, step + 1)
+            yield batch
 
 
 class Mirror:
@@ -89,7 +79,7 @@ class Mirror:
 
     def __init__(self, workdir: epath.Path):
         self._workdir, self._home = workdir, home(workdir)
-        self._copied: dict[str, tuple[int, int]] = {}  # size and time of each file
+        self._copied: dict[str, tuple[int, int]] = {}
         self._failed = False
 
     def copy(self) -> None:
@@ -113,15 +103,13 @@ class Mirror:
             self._failed = False
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
-        found = {}
-        for name in COPIED:
-            path = self._home / name
-            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-                if file.is_file():
-                    status = file.stat()
-                    stamp = status.st_size, status.st_mtime_ns
-                    found[file.relative_to(self._home).as_posix()] = stamp
-        return found
+        """Size and time of each file."""
+        found = [path for name in COPIED for path in sorted(self._home.glob(name))]
+        stats = {path: path.stat() for path in found if path.is_file()}
+        return {
+            path.relative_to(self._home).as_posix(): (stat.st_size, stat.st_mtime_ns)
+            for path, stat in stats.items()
+        }
 
 
 class Run(NamedTuple):
@@ -140,7 +128,7 @@ class Run(NamedTuple):
     skips: Skips
     changed: list[str]  # keys that a resumed run was allowed to change, and when
     profile: Profile
-    batches: Ahead  # of every step that is left, on the devices
+    batches: Generator  # of every step that is left, on the devices
     peak: float  # tokens a second that the devices' peak would give; 0: unknown
 
     @property
@@ -177,9 +165,12 @@ def open_run(
             lambda: preflight.open_data(options, workdir, meta)
         )
     interrupts.check()
-    fitted = all_succeed(lambda: preflight.with_vocabulary(options, examples))
     program = all_succeed(
-        lambda: compile_program(fitted, mesh, separate=examples.separate)
+        lambda: compile_program(
+            preflight.with_vocabulary(options, examples),
+            mesh,
+            separate=examples.separate,
+        )
     )
     keep, best = options.checkpoint.keep, options.checkpoint.best
     checkpoints = all_succeed(lambda: Checkpoints(folder, keep, best=best))
@@ -191,22 +182,24 @@ def open_run(
     mirror = Mirror(workdir)
     stack.callback(mirror.copy)  # once the files are closed
     metrics = all_succeed(lambda: Metrics(workdir, first, options))
-    stack.enter_context(contextlib.closing(metrics))
+    stack.callback(metrics.close)
     mirror.copy()
     interrupts.check()
     profile = Profile(options.log.profile, options.steps, home(workdir))
-    stack.enter_context(contextlib.closing(profile))
+    stack.callback(profile.close)
 
     def batch(step: int) -> list[Any]:
         rows = examples.batch(shape, seed=options.seed, step=step - 1)
         return program.place(shape, rows)
 
-    batches = Ahead(batch, options.steps)
-    stack.enter_context(contextlib.closing(batches))
+    batches = ahead(
+        batch, first + 1, options.steps, lambda: interrupts.received is not None
+    )
+    stack.callback(batches.close)
     if examples.stream:
-        stack.enter_context(contextlib.closing(examples.stream))
+        stack.callback(examples.stream.close)
     progress = Progress(options.steps, first)
-    stack.enter_context(contextlib.closing(progress))
+    stack.callback(progress.close)
     opened = Run(
         options,
         workdir,

@@ -16,7 +16,7 @@ from runs import ROOT, SECONDS, train
 
 from symjax.training import chips, interrupt, loop, preflight, progress
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.opened import Ahead
+from symjax.training.opened import ahead
 from symjax.training.progress import Clock
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -528,12 +528,11 @@ def test_batches_are_made_one_ahead_and_each_once():
             assert going.wait(60)
         return -step
 
-    with contextlib.closing(Ahead(make, 5)) as batches:
-        assert batches.take(2) == -2
+    with contextlib.closing(ahead(make, 2, 5)) as batches:
+        assert next(batches) == -2
         going.set()  # the third is made while the second is in use
-        assert batches.take(3) == -3
+        assert next(batches) == -3
         with pytest.raises(ValueError, match="damaged"):
-            batches.take(4)
+            next(batches)
     assert begun == [2, 3, 4]
-    with contextlib.closing(Ahead(lambda step: step, 5)) as batches:
-        assert [batches.take(step) for step in (4, 5)] == [4, 5]
+    assert [*ahead(lambda step: step, 4, 5)] == [4, 5]

@@ -9,8 +9,8 @@ import pytest
 from runs import TEXT, train
 
 from symjax.data import stream
+from symjax.training import opened
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.opened import Ahead
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -54,15 +54,15 @@ def test_a_resumed_run_reads_the_same_batches_bitwise(keys, tmp_path, capsys):
 def test_a_signal_ends_a_run_that_waits_for_its_stream(
     keys, tmp_path, monkeypatch, capsys
 ):
-    def take(self, step, stop):
-        if step < 3:
-            return real(self, step, stop)
+    def ahead(make, first, last, stop):
+        yield from real(make, first, 2, stop)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop()
+        yield None
 
     with monkeypatch.context() as patch:
-        real = Ahead.take
-        patch.setattr(Ahead, "take", take)
+        real = opened.ahead
+        patch.setattr(opened, "ahead", ahead)
         assert train("", tmp_path / "run", steps=5, **keys) == 143
     assert "saved checkpoint 2 in" in capsys.readouterr().err
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import unflatten_dict
 from jax.errors import JaxRuntimeError
 from jax.sharding import SingleDeviceSharding
 
@@ -43,14 +44,13 @@ def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str,
     Raises:
         ValueError: two leaves have one name.
     """
-    trees = jax.tree.map(jnp.asarray, trees)
-    named = {item: _named(item, tree) for item, tree in trees.items()}
+    arrays: dict[str, jax.Array] = {}
+    for item, tree in trees.items():
+        arrays |= _named(item, jax.tree.map(jnp.asarray, tree))
     arguments: dict[str, Any] = {
-        item: ocp.args.StandardSave(tree)
-        for item, leaves in named.items()
-        if (tree := _nested(leaves))
+        item: ocp.args.StandardSave(tree) for item, tree in _nested(arrays).items()
     }
-    arguments[META] = ocp.args.JsonSave(_document(step, meta, named))
+    arguments[META] = ocp.args.JsonSave(_document(step, meta, arrays))
     return arguments
 
 
@@ -121,22 +121,14 @@ def _named(item: str, tree: Any) -> dict[str, Any]:
 
 
 def _nested(named: dict[str, Any]) -> dict[str, Any]:
-    """The nested dict that Orbax stores, without arrays of no elements: it has none."""
-    tree: dict[str, Any] = {}
-    for name, leaf in named.items():
-        if leaf.size:
-            *parents, last = name.split("/")[1:]
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[last] = leaf
-    return tree
+    """The nested dicts that Orbax stores, by item, without arrays of no elements: it
+    has none."""
+    return unflatten_dict({n: leaf for n, leaf in named.items() if leaf.size}, sep="/")
 
 
 def _document(
-    step: int, meta: dict[str, Any], named: dict[str, dict[str, Any]]
+    step: int, meta: dict[str, Any], arrays: dict[str, jax.Array]
 ) -> dict[str, Any]:
-    arrays = {name: leaf for leaves in named.values() for name, leaf in leaves.items()}
     numbers = checksums([*arrays.values()])
     document = {
         "step": step,
@@ -219,20 +211,16 @@ def _is_document(found: dict[str, Any]) -> bool:
 
 
 def _read_item(directory: epath.Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    default = SingleDeviceSharding(jax.devices()[0])
     placed = {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=leaf.sharding or SingleDeviceSharding(jax.devices()[0]),
-        )
+        name: leaf.update(sharding=leaf.sharding or default)
         for name, leaf in leaves.items()
     }
-    tree = _nested(placed)
-    if tree:
+    item, restored = directory.name, {}
+    if tree := _nested(placed).get(item):
         arguments = ocp.args.StandardRestore(tree)
         handler = ocp.StandardCheckpointHandler()
-        tree = handler.restore(directory, args=arguments)
-    restored = _named(directory.name, tree)
+        restored = _named(item, handler.restore(directory, args=arguments))
     for name, leaf in placed.items():
         if not leaf.size:
             empty = np.zeros(leaf.shape, leaf.dtype)

@@ -414,7 +414,7 @@ def test_the_best_is_kept_apart_and_never_made_way_for_a_bad_one(
 ):
     losses = {1: 3.0, 3: 1.0, 5: 2.0, 6: 2.5}
 
-    def judged(run, state, constants, count):
+    def judged(run, state, count):
         return Means(losses[int(state.step)], 0.0)
 
     changes = {**SMALL, "evaluate__every": 1, "checkpoint__best": True}

@@ -24,37 +24,33 @@ from symjax.training.saved import read_run
 from symjax.training.step import Program, State
 
 
-class Start(NamedTuple):
-    """What the first step takes; of a resumed run also the configuration until then."""
-
-    state: State
-    constants: dict[str, Any]
-    saved: config.Config | None = None
-
-
 def initial_state(
     options: config.Config,
     program: Program,
     examples: Examples,
     checkpoints: Checkpoints,
-) -> Start:
+) -> tuple[State, dict[str, Any], config.Config | None]:
     """The newest whole checkpoint; else weights of `init_from`, or from the seed.
 
+    Returns:
+        The state, the constants, and of a resumed run the configuration until then.
     Raises:
         ValueError: the checkpoints or the weights of the other run do not fit.
     """
     if not checkpoints.steps():
-        return _new(options, program, examples)
+        return *_new(options, program, examples), None
     like = program.state
     wanted = {"params": like.params, "optimizer": like.optimizer}
     trees, meta = checkpoints.restore({**wanted, "constants": program.constants})
     step = jax.device_put(jnp.int32(meta["step"]), like.step.sharding)
     saved = saved_options(meta, checkpoints.directory.parent)
     state = State(step, trees["params"], trees["optimizer"])
-    return Start(state, trees["constants"], saved)
+    return state, trees["constants"], saved
 
 
-def _new(options: config.Config, program: Program, examples: Examples) -> Start:
+def _new(
+    options: config.Config, program: Program, examples: Examples
+) -> tuple[State, dict[str, Any]]:
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(options.seed)
     model, unfitted = program.model, options.model.attention.features in KINDS
@@ -69,7 +65,7 @@ def _new(options: config.Config, program: Program, examples: Examples) -> Start:
         with jax.set_mesh(program.mesh):
             inputs, _ = program.place(shape, rows)
             constants = program.calibrate(state.params, constants, inputs)
-    return Start(state, constants)
+    return state, constants
 
 
 class Origin(NamedTuple):

@@ -22,7 +22,6 @@ from symjax.training import preflight
 from symjax.training.curve import NAME as CURVE
 from symjax.training.curve import draw
 from symjax.training.exit_codes import Interrupted
-from symjax.training.initial import Start
 from symjax.training.interrupt import Interrupts
 from symjax.training.metrics import rows_of
 from symjax.training.opened import Run, open_run
@@ -62,35 +61,34 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
         # In this order: the process that makes the folder removes it, after its lock.
         process_zero_first(lambda: stack.enter_context(lock))
         with preflight.removed_on_failure(workdir):
-            opened, start = open_run(options, workdir, allow, interrupts, stack)
-        train(opened, start, interrupts)
+            opened, state = open_run(options, workdir, allow, interrupts, stack)
+        train(opened, state)
 
 
-def train(run: Run, start: Start, interrupts: Interrupts) -> None:
+def train(run: Run, state: State) -> None:
     """Every step that is left, with what is due after each.
 
     Raises:
         FloatingPointError, Interrupted: as `run` says.
     """
-    options, (state, constants, _) = run.options, start
-    first, done = int(state.step), options.steps
+    options, first, done = run.options, int(state.step), run.options.steps
     if first >= options.steps:
         more = "a larger --config.steps goes on"
         run.progress.line(f"complete at step {first}: {more}")
         return
-    introduce(run, start)
+    introduce(run, state)
     key = jax.random.key(options.seed)
     pending = None
-    interrupts.begin_steps()
+    run.interrupts.begin_steps()
     run.clock.begin()
     for done in range(first + 1, options.steps + 1):
         run.profile.before(done)
         with run.clock.waiting():
             rows = next(run.batches)
         if rows is None:
-            stop_waiting(run, state, constants, pending, interrupts)
+            stop_waiting(run, state, pending)
         with jax.set_mesh(run.program.mesh):
-            state, metrics = run.step(state, constants, *rows, key)
+            state, metrics = run.step(state, run.constants, *rows, key)
         run.clock.step()
         run.profile.after(done, metrics)
         # The metrics of a step are read while the next one runs.
@@ -98,17 +96,17 @@ def train(run: Run, start: Start, interrupts: Interrupts) -> None:
             report(run, done - 1, pending)
         pending = metrics
         judge = run.due(options.evaluate.every, done)
-        stop = interrupts.due()
+        stop = run.interrupts.due()
         save = run.due(options.checkpoint.every, done) or stop is not None
         if judge or save:
             report(run, done, metrics)
             pending, loss = None, None
             with run.clock.stopped():
                 if judge:
-                    loss = evaluate(run, state, constants)
+                    loss = evaluate(run, state)
                     save = save or run.checkpoints.improves(loss)
                 if save:
-                    save_checkpoint(run, state, constants, loss)
+                    save_checkpoint(run, state, loss)
         if stop is not None and done < options.steps:
             raise interrupted(run, done, stop)
     run.checkpoints.wait()  # a signal does not end the last save
@@ -140,9 +138,7 @@ def summary(run: Run) -> list[str]:
     return aligned(rows)
 
 
-def stop_waiting(
-    run: Run, state: State, constants: Any, pending: Any, interrupts: Interrupts
-) -> NoReturn:
+def stop_waiting(run: Run, state: State, pending: Any) -> NoReturn:
     """End at a signal that came while a step waited for its batch.
 
     Raises:
@@ -150,12 +146,12 @@ def stop_waiting(
     """
     done = int(state.step)
     if not done:
-        interrupts.check()
+        run.interrupts.check()
     if pending is not None:
         report(run, done, pending)
     if done not in run.checkpoints.steps():
-        save_checkpoint(run, state, constants, None)
-    raise interrupted(run, done, interrupts.received or signal.SIGTERM)
+        save_checkpoint(run, state, None)
+    raise interrupted(run, done, run.interrupts.received or signal.SIGTERM)
 
 
 def interrupted(run: Run, done: int, stop: signal.Signals) -> Interrupted:
@@ -165,11 +161,11 @@ def interrupted(run: Run, done: int, stop: signal.Signals) -> Interrupted:
     return Interrupted(stop, f"{saved}; the same command goes on")
 
 
-def introduce(run: Run, start: Start) -> None:
+def introduce(run: Run, state: State) -> None:
     """Say what is trained, on what, from where, and what has changed since then."""
-    weights = sum(x.size for x in jax.tree.leaves(start.state.params))
+    weights = sum(x.size for x in jax.tree.leaves(state.params))
     origin = "new run"
-    if first := int(start.state.step):
+    if first := int(state.step):
         origin = f"resumed at step {first}"
     elif run.options.init_from:
         origin = f"weights of {run.options.init_from}"
@@ -185,10 +181,10 @@ def introduce(run: Run, start: Start) -> None:
             f"a bucket has no locks: start no second run in {run.workdir}; metrics are "
             f"copied there at each save from {home(run.workdir)}"
         )
-    taken = int(start.state.optimizer.taken)
+    taken = int(state.optimizer.taken)
     for line in run.changed:
         run.progress.line(f"changed {line}")
-    if (saved := start.saved) and saved.optimizer == run.options.optimizer:
+    if (saved := run.saved) and saved.optimizer == run.options.optimizer:
         if line := schedule_change(saved, run.options, taken):
             run.progress.line(line)
     if 0 < run.profile.last <= first:
@@ -246,20 +242,20 @@ def stopped_at(run: Run, done: int, what: str) -> FloatingPointError:
     return FloatingPointError(f"{what} at step {done}; {last} in {run.workdir}")
 
 
-def heldout(run: Run, state: State, constants: Any, count: int) -> Means:
+def heldout(run: Run, state: State, count: int) -> Means:
     """Of the first `count` held-out batches."""
     chosen = run.examples.heldout_batches(run.shape, count)
-    return means(run.program, state.params, constants, run.shape, chosen)
+    return means(run.program, state.params, run.constants, run.shape, chosen)
 
 
-def evaluate(run: Run, state: State, constants: Any) -> float:
+def evaluate(run: Run, state: State) -> float:
     """The held-out loss, shown and logged; and a sample where the model writes text.
 
     Raises:
         FloatingPointError: it is not finite.
     """
     examples, done = run.examples, int(state.step)
-    loss, accuracy = heldout(run, state, constants, run.options.evaluate.batches)
+    loss, accuracy = heldout(run, state, run.options.evaluate.batches)
     values, shown = {"heldout/loss": loss}, f"{loss:.4f} nats/{examples.unit}"
     references, unit = examples.references, ""
     if (text := examples.text) is None:  # targets are answers
@@ -280,7 +276,7 @@ def evaluate(run: Run, state: State, constants: Any) -> float:
     if not math.isfinite(loss):
         raise stopped_at(run, done, f"held-out loss is {loss}")
     if text is not None:
-        weights = to_host((state.params, constants))
+        weights = to_host((state.params, run.constants))
         shown = on_process_zero(lambda: sample(run, text, weights))
         run.progress.line(f"step {done}: sample {shown!r}")
     return loss
@@ -299,7 +295,7 @@ def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
     return text.tokenizer.decode(prompt[0])
 
 
-def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) -> None:
+def save_checkpoint(run: Run, state: State, loss: float | None) -> None:
     """Save the weights, once a held-out loss has shown them to be finite.
 
     Args:
@@ -311,10 +307,14 @@ def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) 
     if line := run.examples.vanished():
         run.progress.line(line)
     if loss is None:
-        found = heldout(run, state, constants, 1).loss
+        found = heldout(run, state, 1).loss
         if not math.isfinite(found):
             raise stopped_at(run, done, f"held-out loss is {found}")
-    trees = {"params": state.params, "optimizer": state.optimizer}
+    trees = {
+        "params": state.params,
+        "optimizer": state.optimizer,
+        "constants": run.constants,
+    }
     meta = {
         "config": validation.to_dict(run.options),
         "data": run.examples.fingerprint,
@@ -323,4 +323,4 @@ def save_checkpoint(run: Run, state: State, constants: Any, loss: float | None) 
         "changed": run.changed,
     }
     run.mirror.copy()  # first: a checkpoint has the metrics up to its step
-    run.checkpoints.save(done, {**trees, "constants": constants}, meta)
+    run.checkpoints.save(done, trees, meta)

@@ -15,7 +15,7 @@ from symjax.models import cost
 from symjax.places import home, in_bucket, sent
 from symjax.training import chips, preflight
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.initial import Start, initial_state
+from symjax.training.initial import initial_state
 from symjax.training.interrupt import Interrupts
 from symjax.training.launch import is_process_zero
 from symjax.training.metrics import Metrics
@@ -23,7 +23,7 @@ from symjax.training.processes import all_succeed, check_same, process_zero_firs
 from symjax.training.profile import Profile
 from symjax.training.progress import Clock, Progress, print_warning
 from symjax.training.sharding import make_mesh
-from symjax.training.step import Program, compile_program
+from symjax.training.step import Program, State, compile_program
 
 ASK = 0.2  # seconds between the questions whether to stop waiting for a batch
 # Of what lies in `home`, that of which a bucket gets copies.
@@ -113,13 +113,15 @@ class Mirror:
 
 
 class Run(NamedTuple):
-    """What every step of a run uses, beside the weights that it changes."""
+    """What every step of a run uses, beside the state that it changes."""
 
     options: config.Config
     workdir: epath.Path
     examples: Examples
     program: Program
     step: Callable  # the compiled training step
+    constants: dict[str, Any]
+    saved: config.Config | None  # of a resumed run, the configuration until then
     checkpoints: Checkpoints
     metrics: Metrics
     mirror: Mirror
@@ -129,6 +131,7 @@ class Run(NamedTuple):
     changed: list[str]  # keys that a resumed run was allowed to change, and when
     profile: Profile
     batches: Generator  # of every step that is left, on the devices
+    interrupts: Interrupts
     peak: float  # tokens a second that the devices' peak would give; 0: unknown
 
     @property
@@ -147,8 +150,8 @@ def open_run(
     allow: Sequence[str],
     interrupts: Interrupts,
     stack: contextlib.ExitStack,
-) -> tuple[Run, Start]:
-    """The parts of a run, in the order in which each can be refused.
+) -> tuple[Run, State]:
+    """The parts of a run, in the order in which each can be refused; and its state.
 
     Args:
         stack: closes them.
@@ -177,8 +180,10 @@ def open_run(
     stack.enter_context(checkpoints)
     shape = options.batch_size, options.model.length
     step = all_succeed(lambda: preflight.compiled_step(program, shape))
-    start = all_succeed(lambda: initial_state(options, program, examples, checkpoints))
-    first = int(start.state.step)
+    state, constants, saved = all_succeed(
+        lambda: initial_state(options, program, examples, checkpoints)
+    )
+    first = int(state.step)
     mirror = Mirror(workdir)
     stack.callback(mirror.copy)  # once the files are closed
     metrics = all_succeed(lambda: Metrics(workdir, first, options))
@@ -206,18 +211,21 @@ def open_run(
         examples,
         program,
         step,
+        constants,
+        saved,
         checkpoints,
         metrics,
         mirror,
         progress,
         clock,
-        Skips(int(start.state.optimizer.skipped)),
+        Skips(int(state.optimizer.skipped)),
         meta["changed"] if meta else [],
         profile,
         batches,
+        interrupts,
         peak_speed(program),
     )
-    return opened, start
+    return opened, state
 
 
 def peak_speed(program: Program) -> float:

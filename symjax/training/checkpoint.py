@@ -9,7 +9,6 @@ step before is taken.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -24,11 +23,11 @@ from symjax.training import record
 from symjax.training.launch import is_distributed
 from symjax.training.manager import (
     Kept,
+    Manager,
     NotSaved,
     committed,
     failure,
     heldout_loss,
-    open_manager,
     quiet_orbax,
 )
 from symjax.training.progress import print_warning
@@ -68,7 +67,7 @@ class Checkpoints:
         if keep:
             check_writable(self.directory, f"checkpoints in {self.directory}")
             with reaching(self.directory):
-                self._manager = open_manager(self.directory, self._kept)
+                self._manager = Manager(self.directory, self._kept)
         self._saving: int | None = None
         self._failed: BaseException | None = None
 
@@ -147,14 +146,14 @@ class Checkpoints:
                 or its arrays have other names, shapes or types than the trees.
         """
         self.settle()
-        present, tried = self._candidates(step, best)
         (trees, meta), restored, reasons = self._first_whole(
-            tried,
-            functools.partial(record.read, abstract_trees=abstract_trees),
+            self._candidates(step, best),
+            lambda directory: record.read(directory, abstract_trees),
         )
         for passed, why in reasons.items():
             warn(f"checkpoint {passed} is damaged ({why}): restored {restored} instead")
         if self._manager is not None:
+            present = self.steps()
             self._kept.restored(restored, present, self._losses(present))
         return trees, meta
 
@@ -170,7 +169,7 @@ class Checkpoints:
             ValueError: there is no checkpoint, or no whole meta.
         """
         self.settle()
-        return self._first_whole(self._candidates(step, best)[1], record.read_meta)[0]
+        return self._first_whole(self._candidates(step, best), record.read_meta)[0]
 
     def wait(self) -> None:
         """Until the save in the background is complete and the old ones are deleted.
@@ -222,8 +221,8 @@ class Checkpoints:
                 raise
             print_warning(str(error))  # and what ended the run goes on
 
-    def _candidates(self, step: int | None, best: bool) -> tuple[list[int], list[int]]:
-        """Steps on disk, newest first, and those to try until one is whole.
+    def _candidates(self, step: int | None, best: bool) -> list[int]:
+        """The steps to try until one is whole: the newest first.
 
         By their loss if the best is asked for: first those whose loss cannot be read,
         since each of them may be the best.
@@ -242,11 +241,11 @@ class Checkpoints:
                 f"no checkpoint {step!r} in {self.directory}, only {known}"
             )
         if not best:
-            return present, present if step is None else [step]
+            return present if step is None else [step]
         losses = self._losses(present)
         if not any(math.isfinite(loss) for loss in losses.values()):
             raise ValueError(f"no checkpoint in {self.directory} has a held-out loss")
-        return present, sorted(losses, key=lambda step: (losses[step], step))
+        return sorted(losses, key=lambda step: (losses[step], step))
 
     def _losses(self, steps: Sequence[int]) -> dict[int, float]:
         """Held-out loss by step, of those that have one; −∞ where it is damaged."""
@@ -261,7 +260,7 @@ class Checkpoints:
                     losses[step] = loss
         return losses
 
-    def _remove_passed(self, manager: ocp.CheckpointManager, step: int) -> None:
+    def _remove_passed(self, manager: Manager, step: int) -> None:
         steps = manager.all_steps()
         newest = max((s for s in steps if s not in self._kept.passed), default=-1)
         if step <= newest:
@@ -303,5 +302,5 @@ class Checkpoints:
         # The old one would raise the same error at every save that follows; with
         # several processes none follows, and closing it would wait for the others.
         self._manager = (
-            None if is_distributed() else open_manager(self.directory, self._kept)
+            None if is_distributed() else Manager(self.directory, self._kept)
         )

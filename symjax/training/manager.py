@@ -116,6 +116,15 @@ class Manager(ocp.CheckpointManager):
     Orbax would let it wait for the others, and these for its part: 20 minutes.
     """
 
+    def __init__(self, directory: epath.Path, kept: Kept):
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=kept,
+            cleanup_tmp_directories=True,
+            lightweight_initialize=True,
+            save_root_metadata=False,
+        )
+        super().__init__(directory, options=options)
+
     def _wait_for_checkpointers(self) -> None:
         try:
             super()._wait_for_checkpointers()
@@ -125,15 +134,3 @@ class Manager(ocp.CheckpointManager):
                 if found is not None:
                     exit_at_once(found.exit_code, str(found))
             raise
-
-
-def open_manager(directory: epath.Path, kept: Kept) -> ocp.CheckpointManager:
-    return Manager(
-        directory,
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=kept,
-            cleanup_tmp_directories=True,
-            lightweight_initialize=True,
-            save_root_metadata=False,
-        ),
-    )

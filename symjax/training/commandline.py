@@ -104,7 +104,10 @@ def parse(words: list[str]) -> Command:
     options = validation.from_dict(tree)
     steps_of(options.log.profile, options.steps)
     if options.init_from:
-        _check_place("init_from", options.init_from)
+        try:
+            places.place(options.init_from)
+        except ValueError as error:
+            raise ValueError(f"init_from: {error}") from None
     allow = tuple(filter(None, map(str.strip, ",".join(known.allow).split(","))))
     for key in allow:
         _check_known(key)
@@ -261,14 +264,6 @@ def _check_known(key: str) -> Any:
         near = difflib.get_close_matches(key, kinds, n=3) or beside or list(kinds)
         raise ValueError(f"config.{key} is unknown: choose from {', '.join(near)}")
     return kinds[key]
-
-
-def _check_place(key: str, path: str) -> None:
-    """Raises: ValueError: no run can be there."""
-    try:
-        places.place(path)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
 
 
 def _value(key: str, text: str, kind: Any) -> Any:

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from jax.experimental import multihost_utils
 
@@ -31,7 +30,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._restore = contextlib.ExitStack()
         self._calls = itertools.count(1)
         self._at_once = False
         self._what = "ending before the first step"
@@ -40,20 +39,22 @@ class Interrupts:
     def __enter__(self) -> "Interrupts":
         main = threading.current_thread() is threading.main_thread()
         if main and not is_distributed():
-            self._reader, self._writer = socket.socketpair()
-            self._writer.setblocking(False)
-            self._fd_before = signal.set_wakeup_fd(self._writer.fileno())
-            threading.Thread(target=self._end_at_second, daemon=True).start()
-            self._before = {s: signal.signal(s, self._receive) for s in SIGNALS}
+            reader, writer = socket.socketpair()
+            writer.setblocking(False)
+            self._restore.callback(writer.close)
+            wakeup = signal.set_wakeup_fd(writer.fileno())
+            self._restore.callback(signal.set_wakeup_fd, wakeup)
+            threading.Thread(
+                target=self._end_at_second, args=[reader], daemon=True
+            ).start()
+            for number in SIGNALS:
+                handler = signal.signal(number, self._receive)
+                self._restore.callback(signal.signal, number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._exited.set()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._before:
-            signal.set_wakeup_fd(self._fd_before)
-            self._writer.close()
+        self._restore.close()
 
     def due(self) -> signal.Signals | None:
         """The signal to end for now, the same one in every process.
@@ -100,12 +101,12 @@ class Interrupts:
         # print is not allowed to interrupt a print.
         os.write(2, f"\ninterrupted: {self._what} (again: stop at once)\n".encode())
 
-    def _end_at_second(self) -> None:
+    def _end_at_second(self, reader: socket.socket) -> None:
         """End at a second signal where Python handles none, as in a compiler."""
         count = 0
-        while number := self._reader.recv(1):
+        while number := reader.recv(1):
             count += number[0] in SIGNALS
             if count == 2 and not self._exited.wait(GRACE):
                 os.write(2, b"interrupted: nothing more was saved\n")
                 os._exit(128 + number[0])
-        self._reader.close()
+        reader.close()

@@ -63,16 +63,12 @@ def process_zero_first(task: Callable[[], Result]) -> Result:
 
     The task must not use collectives.
     """
-    if not is_distributed():
-        return task()
     made = on_process_zero(task)
     return all_succeed(lambda: made if is_process_zero() else task())  # pyright: ignore
 
 
 def check_same(**values: Any) -> None:
     """Raises: Refused: a named value is not that of the first process."""
-    if not is_distributed():
-        return
     first, *others = map(json.loads, allgather(json.dumps(values)))
     for process, other in enumerate(others, 1):
         for name, value in first.items():

@@ -20,6 +20,28 @@ class Chip(NamedTuple):
         """Cycles a second of a TPU."""
         return self.flops / self.per_cycle
 
+    def seconds(
+        self, devices: int, *, flops: float, touched: float, sent: float
+    ) -> tuple[float, float, float]:
+        """The least time of a step's compute, memory traffic and network.
+
+        Each part alone, at its maker's figure: they overlap, and the step takes between
+        the longest and their sum.
+
+        Args:
+            devices: of this kind.
+            flops: of the whole step, over all devices.
+            touched: bytes of memory that each device reads or writes.
+            sent: bytes that each device sends.
+        """
+        compute, memory = flops / devices / self.flops, touched / self.bandwidth
+        return compute, memory, sent / self.speed(devices)
+
+    def speed(self, devices: int) -> float:
+        """Bytes a second that each of so many chips sends. In more than a group has,
+        all of them are taken to go over the network: rings cross the group's border."""
+        return self.link if devices <= self.group else self.network
+
 
 # TPU: docs.cloud.google.com/tpu/docs/v5e, /v5p and /v6e, read in 2026; interconnect
 # there in both directions, 400, 1200 and 800 GB/s, and the data centre network 6.4
@@ -44,27 +66,3 @@ def known(kind: str) -> Chip | None:
     """The chip that a jax device says it is (`device.device_kind`), if it is here."""
     kind = KINDS.get(kind, kind)
     return next((x for x in CHIPS if x.name in kind.removeprefix("NVIDIA ")), None)
-
-
-class Seconds(NamedTuple):
-    """Of one step, each part alone. They overlap: the step takes between the longest
-    and their sum, if every part ran at its maker's figure."""
-
-    compute: float
-    memory: float
-    network: float
-
-
-def seconds(
-    chip: Chip, devices: int, *, flops: float, touched: float, sent: float
-) -> Seconds:
-    """The least time of each part of a step.
-
-    Args:
-        flops: of the whole step, over all devices.
-        touched: bytes of memory that each device reads or writes.
-        sent: bytes that each device sends. In more devices than a group has, all of
-            them are taken to go over the network: rings cross the group's border.
-    """
-    speed = chip.link if devices <= chip.group else chip.network
-    return Seconds(flops / devices / chip.flops, touched / chip.bandwidth, sent / speed)

@@ -4,7 +4,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from symjax.training.compiled import UNKNOWN_LOOPS, Instruction, buffers, total
+from symjax.training import compiled
+from symjax.training.compiled import Instruction
 
 KINDS = (
     "all-gather",
@@ -35,7 +36,7 @@ def traffic(text: str, devices: int) -> Traffic:
         devices: of the program: the size of a group where the text names none.
     """
 
-    def measure(instruction: Instruction, _) -> Counter | None:
+    def measure(instruction: Instruction) -> Counter | None:
         kind = instruction.operation.removesuffix("-start")
         if kind not in KINDS:
             return None
@@ -43,17 +44,17 @@ def traffic(text: str, devices: int) -> Traffic:
         # a group of one device sends nothing
         return Counter({("sent", kind): size, ("count", kind): int(size > 0)})
 
-    found = total(text, measure)
+    found = compiled.total(compiled.computations(text), measure)
     sent, count = (
         Counter({kind: found[what, kind] for kind in KINDS if found[what, kind]})
         for what in ("sent", "count")
     )
-    return Traffic(sent, count, found[UNKNOWN_LOOPS])
+    return Traffic(sent, count, found[compiled.UNKNOWN_LOOPS])
 
 
 def _sent(kind: str, instruction: Instruction, devices: int) -> int:
     group = _group(instruction.rest, devices)
-    arrays = buffers(instruction.shape)
+    arrays = compiled.buffers(instruction.shape)
     if instruction.operation.endswith("-start") and kind != "all-reduce":
         # (operands, results, flags): of as many results as operands, the results
         arrays = [a for a in arrays if a.dimensions or a.dtype != "u32"]

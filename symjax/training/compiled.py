@@ -29,8 +29,9 @@ class Buffer(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        known = self.dtype in BITS
-        bits = BITS[self.dtype] if known else int(re.findall(r"\d+", self.dtype)[0])
+        bits = BITS.get(self.dtype)
+        if bits is None:
+            bits = int(re.findall(r"\d+", self.dtype)[0])
         elements = math.prod(int(n) for n in self.dimensions.split(",") if n)
         return math.ceil(elements * bits / 8)
 
@@ -41,14 +42,16 @@ class Buffer(NamedTuple):
 
 
 BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}  # others end in their number of bits
+ENTRY = "ENTRY"
 UNKNOWN_LOOPS = "loops of unknown length"  # a key of every total: counted as one trip
 
 _BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-<>]+) .*\{$")
 _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
-_CALLED = re.compile(r"\b(body|to_apply|calls|called_computations)=\{?%?([\w.\-<>]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TWO = re.compile(r"(?:true|false)_computation=%?([\w.\-<>]+)")
+_CALLED = re.compile(
+    r"\b(?:body|to_apply|calls|\w+_computations?)=(\{[^}]*\}|%?[\w.\-<>]+)"
+)
+_NAME = re.compile(r"[\w.\-<>]+")
 _TRIPS = re.compile(r'known_trip_count\D*"?(\d+)')
 _CONDITION = re.compile(r"condition=%?([\w.\-<>]+)")
 
@@ -59,9 +62,28 @@ def buffers(shape: str) -> list[Buffer]:
     return [Buffer(*found) for found in _BUFFER.findall(shape)]
 
 
+def computations(text: str) -> Computations:
+    """The instructions of a program (`as_text()`) by the name of their computation.
+
+    Those of the computation that runs first are there as `ENTRY`, too.
+    """
+    found: Computations = {}
+    current = None
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            current = found.setdefault(head[2], [])
+            if head[1]:
+                found[ENTRY] = current
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (parts := _LINE.match(line)):
+            current.append(Instruction(*parts.groups()))
+    return found
+
+
 def total(
-    text: str,
-    measure: Callable[[Instruction, Computations], Counter | None],
+    program: Computations,
+    measure: Callable[[Instruction], Counter | None],
     choose: Callable = max,
 ) -> Counter:
     """The sum of a measure over all that one run of a program executes.
@@ -70,25 +92,23 @@ def total(
     constant that its condition compares with, and of the branches of a condition one.
 
     Args:
-        text: of the program (`as_text()`).
         measure: of one instruction, numbers by key; None for an instruction whose
             called computations are to be measured instead.
         choose: max or min, of the branches by the sum of their numbers.
     """
-    computations, entry = _computations(text)
 
     @functools.cache
     def of(name: str) -> Counter:
         """The numbers of one computation and those it calls."""
         found: Counter = Counter()
-        for instruction in computations.get(name, []):
-            own = measure(instruction, computations)
+        for instruction in program.get(name, []):
+            own = measure(instruction)
             if own is not None:
                 _add(found, own, 1)
                 continue
             trips: int | None = 1
             if instruction.operation == "while":
-                trips = _trips(instruction, computations)
+                trips = _trips(instruction, program)
                 found[UNKNOWN_LOOPS] += trips is None
             parts = [*map(of, _called(instruction))]
             if instruction.operation == "conditional" and parts:
@@ -97,22 +117,7 @@ def total(
                 _add(found, part, 1 if trips is None else trips)
         return found
 
-    return of(entry)
-
-
-def _computations(text: str) -> tuple[Computations, str]:
-    """Instructions by the name of their computation, and the name of the first."""
-    found: Computations = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        if head := _HEAD.match(line):
-            current = found.setdefault(head[2], [])
-            entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None and (parts := _LINE.match(line)):
-            current.append(Instruction(*parts.groups()))
-    return found, entry
+    return of(ENTRY)
 
 
 def _add(found: Counter, more: Counter, times: int) -> None:
@@ -120,14 +125,14 @@ def _add(found: Counter, more: Counter, times: int) -> None:
         found[key] += number if key == UNKNOWN_LOOPS else times * number
 
 
-def _trips(loop: Instruction, computations: Computations) -> int | None:
+def _trips(loop: Instruction, program: Computations) -> int | None:
     """How often a loop runs; None if the text does not say."""
     if known := _TRIPS.search(loop.rest):
         return int(known[1])
     condition = _CONDITION.search(loop.rest)
     limits = [
         int(limit[1])
-        for x in computations.get(condition[1] if condition else "", [])
+        for x in program.get(condition[1] if condition else "", [])
         if x.operation == "constant" and (limit := re.match(r"(\d+)\)", x.rest))
     ]
     return max(limits, default=None)
@@ -135,7 +140,4 @@ def _trips(loop: Instruction, computations: Computations) -> int | None:
 
 def _called(instruction: Instruction) -> list[str]:
     """The computations that an instruction runs: what a reduction adds is none."""
-    names = [name for _, name in _CALLED.findall(instruction.rest)]
-    for group in _BRANCHES.findall(instruction.rest):
-        names += [name.strip().lstrip("%") for name in group.split(",")]
-    return names + _TWO.findall(instruction.rest)
+    return _NAME.findall(" ".join(_CALLED.findall(instruction.rest)))

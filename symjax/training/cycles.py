@@ -16,7 +16,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from symjax.training.chips import Chip
-from symjax.training.compiled import Computations, Instruction, buffers, total
+from symjax.training.compiled import Instruction, buffers, computations, total
 from symjax.training.loss import SCOPE
 
 PARTS = ("attention", "products with weights", "copies", "other")
@@ -48,18 +48,16 @@ class Estimate(NamedTuple):
 def estimate(text: str, chip: Chip) -> Estimate:
     """Of a compiled program, by its text (`as_text()`), on a TPU."""
     flops, bandwidth = chip.per_cycle, chip.bandwidth / chip.clock
-    shapes: dict[str, str] = {}
+    program = computations(text)
+    shapes = {x.name: x.shape for part in program.values() for x in part}
 
-    def moved(x: Instruction, computations: Computations) -> int:
+    def moved(x: Instruction) -> int:
         """Bytes that an instruction reads and writes in the chip's main memory."""
-        if not shapes:
-            parts = computations.values()
-            shapes.update((y.name, y.shape) for part in parts for y in part)
         names = _NAME.findall(x.rest.split(")", 1)[0])
         arrays = buffers(" ".join([x.shape, *(shapes.get(y, "") for y in names)]))
         return sum(array.bytes for array in arrays if not array.on_chip)
 
-    def measure(x: Instruction, computations: Computations) -> Counter | None:
+    def measure(x: Instruction) -> Counter | None:
         if x.operation == "custom-call" and "tpu_custom_call" in x.rest:
             declared = _DECLARED.search(x.rest)
             cost = dict(_NUMBER.findall(declared[1])) if declared else {}
@@ -76,48 +74,43 @@ def estimate(text: str, chip: Chip) -> Estimate:
                 }
             )
         if cycles := _CYCLES.search(x.rest):
-            part, high = _part(x, computations), int(cycles[1])
-            low = high
-            if not _multiplies(x, computations):
-                low = min(high, moved(x, computations) / bandwidth)
+            inside = _CALLS.search(x.rest)
+            fused = program.get(inside[1], []) if inside else [x]
+            high = low = int(cycles[1])
+            if not _multiplies(fused):
+                low = min(high, moved(x) / bandwidth)
+            part = _part(x, fused)
             return Counter({("cycles", part): high, ("low", part): low})
         if x.operation in _COUNTED:
             return Counter({("unknown", x.operation): 1})
         return None
 
-    found = total(text, measure, choose=min)  # a branch for rare cases does not count
+    found = total(
+        program, measure, choose=min
+    )  # a branch for rare cases does not count
 
     def of(kind: str) -> Counter:
-        return Counter(
-            {
-                key[1]: number
-                for key, number in found.items()
-                if key[0] == kind and number
-            }
-        )
+        return Counter({key[1]: n for key, n in found.items() if key[0] == kind and n})
 
     return Estimate(*map(of, ("cycles", "low", "kernel", "unknown")))
 
 
-def _part(x: Instruction, computations: Computations) -> str:
-    """Attention is what runs inside a `shard_map`, beside the losses."""
+def _part(x: Instruction, fused: list[Instruction]) -> str:
+    """Attention is what runs inside a `shard_map`, beside the losses.
+
+    Args:
+        fused: the instructions of a fusion; another one by itself.
+    """
     label = _LABEL.search(x.rest)
     if label and "shard_map" in label[1] and SCOPE not in label[1]:
         return "attention"
-    if _multiplies(x, computations):
+    if _multiplies(fused):
         return "products with weights"
     moves = ("copy", "transpose", "reshape", "bitcast", "parameter", "slice", "tuple")
-    if all(y.operation.startswith(moves) for y in _fused(x, computations)):
+    if all(y.operation.startswith(moves) for y in fused):
         return "copies"
     return "other"
 
 
-def _multiplies(x: Instruction, computations: Computations) -> bool:
-    products = ("convolution", "dot")
-    return any(y.operation in products for y in _fused(x, computations))
-
-
-def _fused(x: Instruction, computations: Computations) -> list[Instruction]:
-    """The instructions of a fusion; another one by itself."""
-    inside = _CALLS.search(x.rest)
-    return computations.get(inside[1], []) if inside else [x]
+def _multiplies(fused: list[Instruction]) -> bool:
+    return any(y.operation in ("convolution", "dot") for y in fused)

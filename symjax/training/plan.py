@@ -4,7 +4,7 @@ import math
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -13,7 +13,7 @@ from symjax.data.examples import open_examples
 from symjax.models import cost
 from symjax.tables import aligned
 from symjax.training import sharding, targets
-from symjax.training.chips import CHIPS, seconds
+from symjax.training.chips import CHIPS
 from symjax.training.collectives import KINDS, Traffic, traffic
 from symjax.training.cycles import PARTS, estimate
 from symjax.training.preflight import (
@@ -51,6 +51,9 @@ def describe(options: config.Config, target: str | None = None) -> str:
     program = compile_program(options, mesh, separate=corpus.separate)
     shape = (options.batch_size, options.model.length)
     step = compiled_step(program, shape, refuse=not (simulated or machine))
+    text, memory = step.as_text() or "", cast(Any, step.memory_analysis())
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    found = traffic(text, mesh.size)
     weights = program.state.params
     parameters = sum(weight.size for weight in jax.tree.leaves(weights))
     tokens = options.batch_size * options.model.length
@@ -68,12 +71,17 @@ def describe(options: config.Config, target: str | None = None) -> str:
         f"mesh                {dict(mesh.shape)}"
         + (" of simulated CPU devices" if simulated else "")
         + (f" of {machine.name}, by its compiler" if machine else ""),
-        *_memory(program, step),
+        _memory(program, memory),
     ]
     if machine is None:
-        lines += _prospect(options, program, step, flops)
+        lines += _sent(found, mesh.devices.flat[0].platform)
+        lines += _prospect(options, mesh.size, found, needed, flops)
     else:
-        lines += _estimate(machine, program, step, flops, options.steps)
+        size = machine.chip.memory
+        fits = "it fits" if needed <= size else "it does NOT fit"
+        lines.append(f"memory of a chip    {size / 1e9:.0f} GB: {fits}")
+        lines += _sent(found, machine.name)
+        lines += _estimate(text, machine, found, flops, options.steps)
     return "\n".join(lines)
 
 
@@ -92,11 +100,8 @@ def _table(weights: Any) -> list[str]:
     return aligned(rows)
 
 
-def _memory(program: Program, step: jax.stages.Compiled) -> list[str]:
+def _memory(program: Program, memory: Any) -> str:
     """Bytes of the compiled training step on each device, as the compiler plans it."""
-    memory = step.memory_analysis()
-    if memory is None:
-        return ["memory a device     not known to this compiler"]
     weights = shard_bytes((program.state.params, program.constants))
     optimizer = shard_bytes(program.state.optimizer)
     parts = {
@@ -107,42 +112,20 @@ def _memory(program: Program, step: jax.stages.Compiled) -> list[str]:
     }
     total = sum(parts.values())
     shown = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
-    return [f"memory a device     {total / MIB:,.1f} MiB: {shown}"]
+    return f"memory a device     {total / MIB:,.1f} MiB: {shown}"
 
 
 def _prospect(
-    options: config.Config, program: Program, step: jax.stages.Compiled, flops: float
+    options: config.Config, devices: int, found: Traffic, needed: int, flops: float
 ) -> list[str]:
-    """What the devices send each other, and what a step would take on known chips."""
-    memory, devices = step.memory_analysis(), program.mesh.size
-    if memory is None:
-        return []
-    platform = program.mesh.devices.flat[0].platform
-    found = traffic(step.as_text() or "", devices)
-    state = memory.argument_size_in_bytes
+    """What a step would take on known chips."""
     if options.model.remat == "full":  # one more forward pass, a third of the rest
         flops *= 4 / 3
-    rows: list[tuple[str, ...]] = [
-        (
-            "if on",
-            "memory",
-            "fits",
-            "compute",
-            "memory traffic",
-            "network",
-            "step",
-            "run",
-        )
-    ]
+    head = "if on, memory, fits, compute, memory traffic, network, step, run"
+    rows: list[tuple[str, ...]] = [tuple(head.split(", "))]
+    sent = found.sent.total()
     for chip in CHIPS:
-        parts = seconds(
-            chip,
-            devices,
-            flops=flops,
-            touched=2 * (state + memory.temp_size_in_bytes),
-            sent=found.sent.total(),
-        )
-        needed = state + memory.temp_size_in_bytes
+        parts = chip.seconds(devices, flops=flops, touched=2 * needed, sent=sent)
         rows.append(
             (
                 f"{devices} × {chip.name}",
@@ -154,7 +137,6 @@ def _prospect(
             )
         )
     return [
-        *_sent(found, platform),
         "",
         "the least a step could take, at the full speed that the makers state, with",
         "bytes of memory written and read once and all parts overlapping or none:",
@@ -163,23 +145,12 @@ def _prospect(
 
 
 def _estimate(
-    machine: targets.Target,
-    program: Program,
-    step: jax.stages.Compiled,
-    flops: float,
-    steps: int,
+    text: str, machine: targets.Target, found: Traffic, flops: float, steps: int
 ) -> list[str]:
-    """What the machine's own compiler plans: whether it fits, what is sent, cycles."""
-    chip, devices, memory = machine.chip, program.mesh.size, step.memory_analysis()
-    text, lines = step.as_text() or "", []
-    if memory is not None:
-        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        fits = "it fits" if needed <= chip.memory else "it does NOT fit"
-        lines.append(f"memory of a chip    {chip.memory / 1e9:.0f} GB: {fits}")
-    found = traffic(text, devices)
-    lines += _sent(found, machine.name)
+    """The cycles that the machine's own compiler plans."""
+    chip, devices = machine.chip, len(machine.devices)
     if not chip.per_cycle:
-        return [*lines, "", "the compiler for GPUs estimates no cycles"]
+        return ["", "the compiler for GPUs estimates no cycles"]
     cycles, clock = estimate(text, chip), chip.clock
     total, least = cycles.cycles.total(), flops / devices / chip.per_cycle
     low = cycles.low.total()
@@ -190,10 +161,8 @@ def _estimate(
         rows.append((part, *_cycles(n, clock), f"{share:.0%}", least_of))
     rows.append(("sum", *_cycles(total, clock), "100%", _millions(low)))
     rows.append(("FLOPs by formula at peak", *_cycles(least, clock), "", ""))
-    speed = chip.link if devices <= chip.group else chip.network
-    sending = found.sent.total() / speed
+    sending = found.sent.total() / chip.speed(devices)
     return [
-        *lines,
         "",
         *aligned(rows),
         f"share of peak       {least / max(total, 1):.1%} by the compiler's estimate, "

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from symjax.training.chips import CHIPS, seconds
+from symjax.training.chips import CHIPS
 from symjax.training.collectives import traffic
 
 NUMBERS = 3 * 5 * 4  # bytes of a device's part
@@ -98,10 +98,9 @@ def test_the_larger_branch_counts_and_a_loop_of_unknown_length_is_told(
 def test_more_chips_than_a_group_has_send_over_the_network():
     chip = next(chip for chip in CHIPS if chip.name == "H100")
     inside, across = (
-        seconds(chip, devices, flops=8e15, touched=3.35e12, sent=9e11)
+        chip.seconds(devices, flops=8e15, touched=3.35e12, sent=9e11)
         for devices in (8, 16)
     )
-    assert inside.network == pytest.approx(2.0)
-    assert across.network == pytest.approx(18.0)
-    assert inside.memory == across.memory == pytest.approx(1.0)
-    assert inside.compute == 2 * across.compute == pytest.approx(1e15 / 989e12)
+    compute = 1e15 / 989e12
+    assert inside == pytest.approx((compute, 1.0, 2.0))
+    assert across == pytest.approx((compute / 2, 1.0, 18.0))

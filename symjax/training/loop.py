@@ -53,8 +53,8 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
         Interrupted: a signal came; after a step, a checkpoint has been saved.
     """
     preflight.use_compile_cache()
-    same = {"workdir": str(workdir), "allow": list(allow)}
-    check_same(**same, **validation.to_dict(options))
+    tree = validation.to_dict(options)
+    check_same(workdir=str(workdir), allow=list(allow), **tree)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         lock = preflight.locked(workdir)

@@ -1,7 +1,7 @@
 """A run that is open: its data, compiled step, checkpoints, metrics and counters."""
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,11 +45,12 @@ class Skips:
 
 
 def ahead(
+    pool: ThreadPoolExecutor,
     make: Callable[[int], Any],
     first: int,
     last: int,
     stop: Callable[[], bool] = lambda: False,
-) -> Generator[Any]:
+) -> Iterator[Any]:
     """The batches of steps first … last, each made while the step before it runs.
 
     A batch depends on its step alone, so a resumed run needs to know nothing of this.
@@ -59,16 +60,15 @@ def ahead(
         stop: asked while a batch is not there, as one of a stream may not be; None
             comes in its place if it says so.
     """
-    with ThreadPoolExecutor(1, "batches") as pool:
-        made = pool.submit(make, first)
-        for step in range(first, last + 1):
-            while not wait([made], ASK).done:
-                if stop():
-                    yield None
-            batch = made.result()
-            if step < last:
-                made = pool.submit(make, step + 1)
-            yield batch
+    made = pool.submit(make, first)
+    for step in range(first, last + 1):
+        while not wait([made], ASK).done:
+            if stop():
+                yield None
+        batch = made.result()
+        if step < last:
+            made = pool.submit(make, step + 1)
+        yield batch
 
 
 class Mirror:
@@ -130,7 +130,7 @@ class Run(NamedTuple):
     skips: Skips
     changed: list[str]  # keys that a resumed run was allowed to change, and when
     profile: Profile
-    batches: Generator  # of every step that is left, on the devices
+    batches: Iterator  # of every step that is left, on the devices
     interrupts: Interrupts
     peak: float  # tokens a second that the devices' peak would give; 0: unknown
 
@@ -197,10 +197,10 @@ def open_run(
         rows = examples.batch(shape, seed=options.seed, step=step - 1)
         return program.place(shape, rows)
 
+    pool = stack.enter_context(ThreadPoolExecutor(1, "batches"))
     batches = ahead(
-        batch, first + 1, options.steps, lambda: interrupts.received is not None
+        pool, batch, first + 1, options.steps, lambda: interrupts.received is not None
     )
-    stack.callback(batches.close)
     if examples.stream:
         stack.callback(examples.stream.close)
     progress = Progress(options.steps, first)

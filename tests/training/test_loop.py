@@ -1,12 +1,12 @@
 """A run: what it logs, saves, resumes from, and how it stops."""
 
-import contextlib
 import json
 import re
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -528,11 +528,12 @@ def test_batches_are_made_one_ahead_and_each_once():
             assert going.wait(60)
         return -step
 
-    with contextlib.closing(ahead(make, 2, 5)) as batches:
+    with ThreadPoolExecutor(1) as pool:
+        batches = ahead(pool, make, 2, 5)
         assert next(batches) == -2
         going.set()  # the third is made while the second is in use
         assert next(batches) == -3
         with pytest.raises(ValueError, match="damaged"):
             next(batches)
-    assert begun == [2, 3, 4]
-    assert [*ahead(lambda step: step, 4, 5)] == [4, 5]
+        assert begun == [2, 3, 4]
+        assert [*ahead(pool, lambda step: step, 4, 5)] == [4, 5]

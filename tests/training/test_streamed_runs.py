@@ -54,8 +54,8 @@ def test_a_resumed_run_reads_the_same_batches_bitwise(keys, tmp_path, capsys):
 def test_a_signal_ends_a_run_that_waits_for_its_stream(
     keys, tmp_path, monkeypatch, capsys
 ):
-    def ahead(make, first, last, stop):
-        yield from real(make, first, 2, stop)
+    def ahead(pool, make, first, last, stop):
+        yield from real(pool, make, first, 2, stop)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop()
         yield None

@@ -4,7 +4,6 @@ Each takes one number at a time: `add_scalar(name, number, step)`, and `close()`
 """
 
 import secrets
-from pathlib import Path
 from typing import Any
 
 from etils import epath
@@ -22,23 +21,19 @@ def boards(
         ValueError: a package is not installed, or Weights & Biases cannot be reached.
     """
     found = []
-    if log.tensorboard:
-        found.append(event_files(home(workdir) / "tensorboard", step))
+    if log.tensorboard:  # its files are ten seconds late
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "log.tensorboard needs tensorboardX: pip install tensorboardX"
+            ) from error
+        folder = str(home(workdir) / "tensorboard")
+        # TensorBoard then hides what earlier files say about later steps.
+        found.append(SummaryWriter(folder, purge_step=step + 1, flush_secs=10))
     if log.wandb:
         found.append(WeightsAndBiases(log, workdir, config))
     return found
-
-
-def event_files(directory: Path, step: int) -> Any:
-    """A writer of TensorBoard's files, which are ten seconds late."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "log.tensorboard needs tensorboardX: pip install tensorboardX"
-        ) from error
-    # TensorBoard then hides what earlier files say about later steps.
-    return SummaryWriter(str(directory), purge_step=step + 1, flush_secs=10)
 
 
 class WeightsAndBiases:

@@ -95,13 +95,6 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {line if len(line) < 80 else '…' + line[-80:]}"
 
 
-def _read_document(directory: epath.Path) -> dict[str, Any]:
-    document = _attempt(META, functools.partial(_read_json, directory / META))
-    if str(document["step"]) != directory.name:
-        raise Damaged(f"{META} is that of step {document['step']}")
-    return document
-
-
 def _named(item: str, tree: Any) -> dict[str, Any]:
     """`item/path/of/the/leaf` → leaf, in the order of the tree's leaves.
 
@@ -192,22 +185,23 @@ def _attempt(what: str, read: Callable[[], Any]) -> Any:
     return value
 
 
-def _read_json(directory: epath.Path) -> dict[str, Any]:
-    document = dict(ocp.JsonCheckpointHandler().restore(directory))
-    if document.pop("checksum") != _seal(document):
-        raise Damaged("meta does not match its checksum")
-    if not _is_document(document):
-        raise Damaged("meta is not that of a checkpoint")
-    return document
+def _read_document(directory: epath.Path) -> dict[str, Any]:
+    def read() -> dict[str, Any]:
+        document = dict(ocp.JsonCheckpointHandler().restore(directory / META))
+        if document.pop("checksum") != _seal(document):
+            raise Damaged(f"{META} does not match its checksum")
+        # Of the form that `_document` makes: anyone can write a file.
+        kinds = {"step": int, "meta": dict, "arrays": dict}
+        if any(type(document.get(n)) is not kind for n, kind in kinds.items()) or any(
+            not isinstance(array, list) or [*map(type, array)] != [str, str]
+            for array in document["arrays"].values()
+        ):
+            raise Damaged(f"{META} is not that of a checkpoint")
+        if str(document["step"]) != directory.name:
+            raise Damaged(f"{META} is that of step {document['step']}")
+        return document
 
-
-def _is_document(found: dict[str, Any]) -> bool:
-    """Whether it has the form of what `_document` makes: anyone can write a file."""
-    kinds = {"step": int, "meta": dict, "arrays": dict}
-    return all(type(found.get(name)) is kind for name, kind in kinds.items()) and all(
-        isinstance(array, list) and [*map(type, array)] == [str, str]
-        for array in found["arrays"].values()
-    )
+    return _attempt(META, read)
 
 
 def _read_item(directory: epath.Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:

@@ -68,24 +68,20 @@ class Program(NamedTuple):
             shape: rows, and the tokens of a row.
         """
         found = functools.cache(lambda start, stop: tuple(rows(start, stop)))
-        inputs, targets = batch_like(self.model, shape)
+        parts, structure = jax.tree.flatten(found(*self._a_part(shape)))
 
-        def array(chosen: Callable, whole: tuple[int, ...]) -> Array:
+        def array(number: int) -> Array:
+            whole = (shape[0], *parts[number].shape[1:])
+
             def piece(index: Any) -> np.ndarray:
                 start, stop, _ = index[0].indices(shape[0])
-                return chosen(found(start, stop))[(slice(None), *index[1:])]
+                part = jax.tree.leaves(found(start, stop))[number]
+                return part[(slice(None), *index[1:])]
 
             layout = NamedSharding(self.mesh, _axes(whole, shape))
             return jax.make_array_from_callback(whole, layout, piece)
 
-        some = found(*self._a_part(shape))
-        if isinstance(some[0], Separate):
-            parts = (lambda x: x[0].tokens), (lambda x: x[0].segment_ids)
-            first: Any = Separate(*(array(part, shape) for part in parts))
-        else:
-            first = array(lambda x: x[0], inputs.shape)
-        rest = (array(lambda x, i=i: x[i], targets.shape) for i in range(1, len(some)))
-        return [first, *rest]
+        return list(structure.unflatten(map(array, range(len(parts)))))
 
     def _a_part(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The rows (start, stop) of some device of this process."""

@@ -184,12 +184,13 @@ def test_two_processes_train_as_one_and_stop_together_for_a_signal_to_one(
     assert f"interrupted: saved checkpoint {stopped} in" in first
     assert "interrupted" not in second and "Traceback" not in first + second
     # Eight rows a batch over four devices, so each process reads twice two rows: of
-    # every step's batch, and of held-out ones (two at step 4, one before the save).
+    # every step's batch and the one made ahead, and of held-out ones (two at step 4,
+    # one before the save).
     for process in (0, 1):
         read = Path(notes, str(process)).read_text().splitlines()
-        heldout = 2 * (2 + 1)
+        batches, heldout = 2 * (stopped + 1), 2 * (2 + 1)
         assert read.count("weighted 2") == heldout
-        assert read.count("cut 2") == 2 * stopped + heldout == len(read) - heldout
+        assert read.count("cut 2") == batches + heldout == len(read) - heldout
     # One process goes on where the two have stopped, on the same mesh.
     assert runs.train(text, workdir, **CHANGES, **ALONE) == 0
     assert_same(losses(workdir), undisturbed)

@@ -207,20 +207,16 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
     wrong = [x for x in ("train/loss", "gradient_norm") if not math.isfinite(values[x])]
     if skipped:
         wrong.append("gradient_norm")
-    speed, waited = run.clock.speed(), run.clock.data_seconds()
+    speed, more = run.clock.speed(), ""
+    speeds = {"tokens_per_second": speed, "data_seconds": run.clock.data_seconds()}
     if logged := run.due(run.options.log.every, done):
         run.clock.restart()
-    utilisation, more = {}, ""
     if run.peak:
-        devices = run.program.mesh.size
-        utilisation = {
-            "mfu": speed / run.peak,
-            "tokens_per_second_per_device": speed / devices,
-        }
-        more = f" ({speed / devices:,.0f} a device, MFU {speed / run.peak:.1%})"
+        each, share = speed / run.program.mesh.size, speed / run.peak
+        speeds |= {"mfu": share, "tokens_per_second_per_device": each}
+        more = f" ({each:,.0f} a device, MFU {share:.1%})"
     if logged or wrong:
-        speeds = {"tokens_per_second": speed, "data_seconds": waited}
-        run.metrics.write(done, {**values, **speeds, **utilisation})
+        run.metrics.write(done, values | speeds)
     left = (run.options.steps - done) * run.clock.tokens / speed
     if wrong:
         what = f"{wrong[0]} is {values[wrong[0]]:.6g}"

@@ -62,8 +62,8 @@ class Kept:
         steps = [found.step for found in checkpoints]
         whole = sorted(self.whole.intersection(steps))
         oldest = whole[-self.keep] if len(whole) >= self.keep else -1
-        losses = {step: self.losses[step] for step in self.losses if step in steps}
-        best = min(losses, key=lambda step: (losses[step], step), default=None)
+        judged = self.losses.keys() & set(steps)
+        best = min(judged, key=lambda step: (self.losses[step], step), default=None)
         return [
             step not in self.passed and (step >= oldest or (self.best and step == best))
             for step in steps

@@ -45,8 +45,8 @@ def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str,
         ValueError: two leaves have one name.
     """
     arrays: dict[str, jax.Array] = {}
-    for item, tree in trees.items():
-        arrays |= _named(item, jax.tree.map(jnp.asarray, tree))
+    for item, tree in jax.tree.map(jnp.asarray, trees).items():
+        arrays |= _named(item, tree)
     arguments: dict[str, Any] = {
         item: ocp.args.StandardSave(tree) for item, tree in _nested(arrays).items()
     }

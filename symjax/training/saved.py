@@ -75,10 +75,9 @@ def read_run(
             check_average(options, workdir)
             moved = optimizer(options.optimizer, options.steps, params)
             moments = jax.eval_shape(moved.init, params)
+        everywhere = processes.replicated()
         state, constants = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=processes.replicated()
-            ),
+            lambda x: x.update(sharding=everywhere),
             (State(None, params, moments), constants),
         )
         trees, meta = restored(checkpoints, state, constants, ema, step, best=best)

@@ -177,13 +177,16 @@ def compile_program(
         NamedSharding(mesh, _axes(x.shape, shape))
         for x in batch_like(options.model, shape)
     )
+    placed = jax.tree.map(
+        lambda x, place: x.update(sharding=place), (initial, constants), (state, fixed)
+    )
     jit = functools.partial(jax.jit, compiler_options=sharding.compiler_options(mesh))
     return Program(
         model=options.model,
         graph=steps.graph,
         mesh=mesh,
-        state=_abstract(initial, state),
-        constants=_abstract(constants, fixed),
+        state=placed[0],
+        constants=placed[1],
         initial=jit(steps.initial, out_shardings=(state, fixed)),
         train=jit(
             steps.train,
@@ -293,11 +296,3 @@ def _accumulated(value_and_grad: Callable, count: int) -> Callable:
         return jax.tree.map(lambda x: x / count, total)
 
     return accumulate
-
-
-def _abstract(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        tree,
-        shardings,
-    )

@@ -269,7 +269,7 @@ def on_a_small_disk(size, disk, words):
 def test_a_full_disk_is_a_warning_and_at_the_end_an_error(text, tmp_path):
     """It fills at step 7, has room once the save of step 10 is given up, and fills at
     17: checkpoint 10 is missing, 15 is there, 20 ends the run with one line, and the
-    same command goes on from 15."""
+    same command continues from 15."""
     (tmp_path / "disk").mkdir()
     script = [sys.executable, "-c", FULL, tmp_path / "disk", text, tmp_path / "cache"]
     done = on_a_small_disk("4m", tmp_path / "disk", map(str, script))
@@ -278,7 +278,7 @@ def test_a_full_disk_is_a_warning_and_at_the_end_an_error(text, tmp_path):
     assert second.startswith(" 2") and rest.startswith(" 0"), done.stderr
     lines = first.splitlines()
     (missing,) = [line for line in lines if line.startswith("checkpoint 10 cannot be")]
-    assert "No space left" in missing and missing.endswith("going on without it")
+    assert "No space left" in missing and missing.endswith("continuing without it")
     assert lines[-1].startswith("error: checkpoint 20 cannot be written to")
     assert "Traceback" not in done.stderr
     assert "resumed at step 15" in second

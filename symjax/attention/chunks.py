@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     """A stretch of time, heads before time. Of hidden tokens all but the query is 0.
 
     `segment` numbers the segments; `starts_segment` marks the first token of each but
-    the one that goes on from the state. Both are None where there are no segments.
+    the one that continues from the state. Both are None where there are no segments.
     """
 
     query: Float[Array, "B K G T H"]

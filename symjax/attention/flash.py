@@ -96,7 +96,7 @@ def flash_causal(
             good as absent: the state does not count them, and the next token takes
             their place. So examples of different lengths are padded at the end.
         state: from `flash_state`, `flash_step` or an earlier call, of the same group
-            size. Its last segment goes on with the first run of `segment_ids`.
+            size. Its last segment continues with the first run of `segment_ids`.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
             array is a device's own stretch, of whole groups. Devices exchange their
             sums.

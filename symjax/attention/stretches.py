@@ -123,7 +123,7 @@ def state_before(
     chunk_size: int,
     axis_name: str,
 ) -> Any:
-    """What earlier devices' stretches leave of the segment a device goes on with."""
+    """What earlier devices' stretches leave of the segment a device continues with."""
     chunks = in_chunks(_last_segment(chunk), chunk_size)
     nothing = _before_all(recurrence, parameters, None, chunks)
 

@@ -114,8 +114,8 @@ class Examples:
         if not gone:
             return ""
         return (
-            f"{' and '.join(gone)} was deleted or replaced: this run goes on with what "
-            "it opened, the next one needs it back or its source"
+            f"{' and '.join(gone)} was deleted or replaced: this run continues with "
+            "what it opened, the next one needs it back or its source"
         )
 
 

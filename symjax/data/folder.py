@@ -75,7 +75,7 @@ def source_change(options: config.Data, directory: Path) -> str:
     if not _changed(options, read_manifest(directory)):
         return ""
     return (
-        f"{source_of(options)} has changed since it was packed: the run goes on with "
+        f"{source_of(options)} has changed since it was packed: the run continues with "
         f"what it has of it in {arrays_in(options, directory)}, a new --workdir takes "
         "the new text"
     )

@@ -15,7 +15,7 @@ from symjax.data.tokens import Tokenizer
 GIVEN = "given"  # the source of such a text
 NO_DATA = (
     "the folder data of the run has no corpus.json: --text gives a text to judge, "
-    "--prompt one to go on with"
+    "--prompt one to continue with"
 )
 
 

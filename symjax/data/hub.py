@@ -100,7 +100,7 @@ def stream(
                     raise
                 print(
                     f"{named(options)} broke off ({type(error).__name__}): "
-                    f"going on after it in {PAUSES[failed]} s",
+                    f"continuing after it in {PAUSES[failed]} s",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -39,7 +39,7 @@ class Packed:
     """Token ids [T] of a .npy file that is held open; slices of it are arrays.
 
     A slice costs one read, wherever it is. The file may be deleted or
-    replaced while it is held: reads go on in the file that was opened.
+    replaced while it is held: reads continue in the file that was opened.
 
     Args:
         size, sha256: what the file was when it was written.

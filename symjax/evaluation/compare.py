@@ -9,7 +9,7 @@ python -m symjax.evaluation.compare --workdirs runs/gpt,runs/diff_sym
 
 --vary makes a configuration of each value, and of each pair where it is given twice.
 Every run is a workdir of train.py below --out, and is trained only as far as it is not
-yet: the same command goes on after an interruption. Then every run is evaluated, and
+yet: the same command resumes after an interruption. Then every run is evaluated, and
 compare.md, compare.csv, lambda.csv and PNG curves are written. --workdirs compares runs
 that exist, and trains nothing; those of one step that differ in their seed alone are
 one row. Exit codes are those of train.py.

@@ -56,7 +56,7 @@ class UniversalBlock(nnx.Module):
 
     with the input s_0, a learned embedding e_r of the step, b = 1 at first, and the
     weights w_r of `halt`, which sum to 1. The state of a token that has halted stays
-    as it is; tokens that go on still see it. A token's ponder cost is the number of
+    as it is; tokens that continue still see it. A token's ponder cost is the number of
     its steps plus the remainder.
 
     The paper does not divide by |s_r|. A token that halts in its first step gives

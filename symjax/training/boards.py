@@ -15,7 +15,7 @@ from symjax.places import home
 def boards(
     log: Log, workdir: epath.Path, step: int, config: dict[str, Any]
 ) -> list[Any]:
-    """Those of the configuration, for a run that goes on after `step`.
+    """Those of the configuration, for a run that continues after `step`.
 
     Raises:
         ValueError: a package is not installed, or Weights & Biases cannot be reached.

@@ -198,7 +198,7 @@ class Checkpoints:
         except NotSaved as error:
             if is_distributed():
                 raise
-            print_warning(f"{error}; going on without it")
+            print_warning(f"{error}; continuing without it")
 
     def close(self) -> None:
         """Wait, and end Orbax's threads; reading is still possible afterwards."""
@@ -219,7 +219,7 @@ class Checkpoints:
         except NotSaved as error:
             if kind is None:
                 raise
-            print_warning(str(error))  # and what ended the run goes on
+            print_warning(str(error))  # and what ended the run continues
 
     def _candidates(self, step: int | None, best: bool) -> list[int]:
         """The steps to try until one is whole: the newest first.

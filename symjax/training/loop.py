@@ -46,7 +46,7 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
 
     Args:
         allow: keys that may differ from those of the checkpoint. Rows are numbered by
-            step · batch_size, so another batch_size goes on elsewhere in the data.
+            step · batch_size, so another batch_size continues elsewhere in the data.
     Raises:
         ValueError: bad input; the message is one line, and the workdir is as it was.
         FloatingPointError: the loss or its gradient is not finite, or a spike.
@@ -73,7 +73,7 @@ def train(run: Run, state: State) -> None:
     """
     options, first, done = run.options, int(state.step), run.options.steps
     if first >= options.steps:
-        more = "a larger --config.steps goes on"
+        more = "a larger --config.steps continues it"
         run.progress.line(f"complete at step {first}: {more}")
         return
     introduce(run, state)
@@ -158,7 +158,7 @@ def interrupted(run: Run, done: int, stop: signal.Signals) -> Interrupted:
     """What to end with, once the checkpoint of a step is on the disk."""
     run.checkpoints.wait()
     saved = f"saved checkpoint {done} in {run.workdir}"
-    return Interrupted(stop, f"{saved}; the same command goes on")
+    return Interrupted(stop, f"{saved}; the same command resumes")
 
 
 def introduce(run: Run, state: State) -> None:

@@ -35,7 +35,7 @@ class Metrics:
 
     Args:
         workdir: whose earlier lines are kept, also on another machine.
-        step: the one the run starts or goes on from. What a killed run wrote after it
+        step: the one the run starts or continues from. What a killed run wrote after it
             goes, so that no step is there twice; so does a line it did not finish.
         options: whose `log` names the boards that take the numbers, too.
     Raises:

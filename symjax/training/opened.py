@@ -96,7 +96,7 @@ class Mirror:
             if not self._failed:
                 print_warning(
                     f"metrics cannot be copied to {self._workdir} ({error.strerror}): "
-                    f"going on, they are in {self._home}"
+                    f"continuing, they are in {self._home}"
                 )
             self._failed = True
         else:

@@ -203,7 +203,7 @@ def schedule_change(
         if taken > last:
             hint = (
                 f" (the rate has decayed since step {last}: if a checkpoint up to then "
-                "is kept, remove the newer ones to go on without this jump)"
+                "is kept, remove the newer ones to continue without this jump)"
             )
     elif not wsd:
         hint = " (optimizer.schedule=wsd can be extended)"
@@ -274,7 +274,7 @@ def guarded(
 def state_layout(options: config.Config) -> Any:
     """The structure of the optimizer's state, of a model with an embedding and a block.
 
-    Where two are equal, an optimizer goes on from the state of the other.
+    Where two are equal, an optimizer continues from the state of the other.
     """
     kernel = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     params = {"embedding": kernel, "blocks": {"kernel": kernel}}

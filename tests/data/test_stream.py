@@ -1,4 +1,4 @@
-"""Streams: rows that do not depend on the packer, which breaks, dies and goes on."""
+"""Streams: rows that do not depend on the packer, which breaks, dies and continues."""
 
 import contextlib
 import json
@@ -178,7 +178,7 @@ def test_a_stream_that_breaks_goes_on_where_it_was(options, monkeypatch, capsys)
     monkeypatch.setattr(type(rows), "__iter__", broken)
     assert [text for text, _ in hub.stream(options, rows)] == TEXTS
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and "broke off (ConnectionResetError): going on" in said[0]
+    assert len(said) == 3 and "broke off (ConnectionResetError): continuing" in said[0]
 
 
 def test_a_stream_that_stays_broken_is_one_line(options, monkeypatch):
@@ -221,7 +221,7 @@ def test_keys_that_do_not_fit_a_stream_are_refused(options, changes, said):
 
 
 def test_the_packer_ends_with_the_one_that_started_it(options, tmp_path):
-    """By kill −9: nothing of it runs then, and the next one goes on."""
+    """By kill −9: nothing of it runs then, and the next one continues."""
     program = (
         "import sys, time; from pathlib import Path; from symjax.data import stream\n"
         "from symjax.data.packer import from_json\n"

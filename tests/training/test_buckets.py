@@ -260,7 +260,7 @@ def test_a_run_that_is_killed_three_times_is_complete(seed, bucket, text, tmp_pa
 
 
 def test_a_store_that_does_not_answer_is_no_damage(runs, monkeypatch):
-    """Else a run would go on at an older checkpoint, and delete the newer ones."""
+    """Else a run would continue at an older checkpoint, and delete the newer ones."""
 
     def refuse(*_, **__):
         raise aiohttp.ClientConnectionError("Cannot connect to host")

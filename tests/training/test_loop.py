@@ -311,7 +311,7 @@ def test_spikes_are_skipped_and_counted(text, workdir, capsys):
     assert not any(counts[:20]) and sorted(counts) == counts
     first = next(step for step, count in enumerate(counts, 1) if count)
     assert said[0].startswith(f"step {first} skipped: gradient_norm is ")
-    assert train(text, workdir, steps=42, **keys) == 0  # the count goes on
+    assert train(text, workdir, steps=42, **keys) == 0  # the count continues
     last = [row["skipped_steps"] for row in rows(workdir) if "train/loss" in row]
     assert len(last) >= 42 and last[-1] >= counts[-1]
 

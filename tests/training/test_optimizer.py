@@ -285,7 +285,7 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
     assert line(60, 300, 48, schedule="wsd") is None
     assert line(60, 300, 60, schedule="wsd").endswith(
         "0.1 with steps 300, was 0.01 with steps 60 (the rate has decayed since step "
-        "48: if a checkpoint up to then is kept, remove the newer ones to go on "
+        "48: if a checkpoint up to then is kept, remove the newer ones to continue "
         "without this jump)"
     )
     assert line(60, 300, 48, schedule="wsd") is None

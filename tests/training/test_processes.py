@@ -191,7 +191,7 @@ def test_two_processes_train_as_one_and_stop_together_for_a_signal_to_one(
         batches, heldout = 2 * (stopped + 1), 2 * (2 + 1)
         assert read.count("weighted 2") == heldout
         assert read.count("cut 2") == batches + heldout == len(read) - heldout
-    # One process goes on where the two have stopped, on the same mesh.
+    # One process continues where the two have stopped, on the same mesh.
     assert runs.train(text, workdir, **CHANGES, **ALONE) == 0
     assert_same(losses(workdir), undisturbed)
 

@@ -70,7 +70,7 @@ def test_saves_that_fail_take_nothing_with_them(tmp_path, capfd):
         assert checkpoints.steps() == [5]
     said = [line for line in capfd.readouterr().err.splitlines() if "heckpoint" in line]
     assert len(said) == 1 and said[0].startswith("checkpoint 2 cannot be written to")
-    assert said[0].endswith("going on without it")
+    assert said[0].endswith("continuing without it")
 
 
 def test_the_best_stays_beside_the_newest(tmp_path):

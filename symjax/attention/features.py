@@ -42,6 +42,17 @@ class LogFeatures(NamedTuple):
         return powers if self.amplitude is None else self.amplitude * powers
 
 
+def finite(exponent: Array) -> Array:
+    """An exponent to subtract: 0 where no key was seen, since −inf − (−inf) is NaN."""
+    return jnp.where(jnp.isneginf(exponent), 0, exponent)
+
+
+def row_shift(query: LogFeatures) -> Array:
+    """The largest exponent of each row, to subtract; a constant to the gradient."""
+    highest = query.exponent.max(axis=-1, keepdims=True)
+    return finite(jax.lax.stop_gradient(highest))
+
+
 class Features(NamedTuple):
     """How queries and keys become features: (array, parameters) → LogFeatures.
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Chunk, Tokens, einsum, heads_last, layout, scan
+from symjax.attention.features import finite
 from symjax.attention.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.normalised import (
     LinearState,
     Normalised,
     Rows,
     divide,
-    finite,
     highest_exponent,
     key_weights,
     query_state,

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from symjax.attention.centred import read_centred
 from symjax.attention.chunks import (
@@ -44,7 +44,8 @@ from symjax.attention.chunks import (
     sum_dtype,
     through_segments,
 )
-from symjax.attention.features import Features, LogFeatures
+from symjax.attention.features import Features, LogFeatures, finite, row_shift
+from symjax.attention.rescue import with_exact_rows
 
 # Below this a chunk that refers to its highest exponent has lost its early rows.
 _LOST = 1e-20
@@ -127,8 +128,9 @@ class Normalised:
         if before.running_max is not None and value.shape[2] > 1:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             lost = _lost(rows, sees, reaches, before.running_max)
-            given = how, before, query, key, value, chunk.segment, lost
-            exactly = jax.checkpoint(partial(_exact_rows, *given))
+            read = partial(rows_of, how, before)
+            given = read, before.running_max, query, key, value, chunk.segment, lost
+            exactly = jax.checkpoint(partial(with_exact_rows, *given))
             rows = jax.lax.cond(lost.any(), exactly, lambda rows: rows, rows)
         if joins is not None:
             key = key.where(joins[:, None])
@@ -215,17 +217,6 @@ def row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array
     query = query.raised(highest[:, :, None, None])
     shift = row_shift(query)
     return query.raised(-shift).weights(), shift[..., 0]
-
-
-def finite(exponent: Array) -> Array:
-    """An exponent to subtract: 0 where no key was seen, since −inf − (−inf) is NaN."""
-    return jnp.where(jnp.isneginf(exponent), 0, exponent)
-
-
-def row_shift(query: LogFeatures) -> Array:
-    """The largest exponent of each row, to subtract; a constant to the gradient."""
-    highest = query.exponent.max(axis=-1, keepdims=True)
-    return finite(jax.lax.stop_gradient(highest))
 
 
 def key_weights(key: LogFeatures, highest: Array | None) -> Array:
@@ -322,76 +313,3 @@ def _lost(
         remembers = remembers & reaches[:, None]
     some = (sees[:, None] | remembers)[:, :, None]
     return some & (jax.lax.stop_gradient(rows.size) < _LOST)
-
-
-def _exact_rows(
-    how: Arithmetic,
-    before: LinearState,
-    query: LogFeatures,
-    key: LogFeatures,
-    value: Float[Array, "B K T V"],
-    segment: Int[Array, "B T"] | None,
-    lost: Bool[Array, "B K G T"],
-    rows: Rows,
-) -> Rows:
-    """The lost rows of a chunk replaced by rows that are exact at any scale.
-
-    Each row refers to its own running maximum. Pairs are split as in a merge sort: at
-    each level the second half of a block looks at the first half, through the running
-    maximum at the boundary. Keys of the first half lie below it, and it lies below the
-    maxima of the second half: all factors are at most 1. log₂ T levels, each at the
-    cost of the chunk itself. The other rows stay as they are, so that no example
-    depends on what another one needed.
-    """
-    length, constant = key.exponent.shape[2], jax.lax.stop_gradient(key.exponent)
-    peak: Any = before.running_max
-    first = jnp.maximum(constant[:, :, :1], peak[:, :, None])
-    running = jnp.concatenate([first, constant[:, :, 1:]], axis=2)
-    running = _running_max(running, segment)  # the state counts in its own segment
-    shift = row_shift(query.raised(running[:, :, None]))
-    query = query.raised(-shift)
-    row = query.raised(peak[:, :, None, None])
-    if segment is not None:
-        row = row.where((segment == segment[:, :1])[:, None, None])
-
-    @jax.checkpoint
-    def level(scores: Array, half: Array) -> tuple[Array, None]:
-        """Between the second half and the first of every block of 2·half rows."""
-        time = jnp.arange(length)
-        block, second = time // (2 * half), (time // half) % 2 == 1
-        last = jnp.minimum(block * 2 * half + half - 1, length - 1)  # of the first half
-        boundary = running[:, :, last]
-        near, far = second[None], ~second[None]
-        if segment is not None:
-            same = segment == segment[:, last]
-            near, far = near & same, far & same
-        earlier = key.raised(-finite(boundary)).where(far[:, None])
-        later = query.raised(boundary[:, :, None]).where(near[:, None, None])
-        pairs = einsum("bkgtm,bksm->bkgts", later.weights(), earlier.weights())
-        inside = (block[:, None] == block[None, :])[None, None, None]
-        return scores + pairs * inside.astype(pairs.dtype), None
-
-    own = query.raised(key.exponent[:, :, None]).weights()
-    if key.amplitude is not None:
-        own = own * key.amplitude[:, :, None]
-    oneself = jnp.eye(length, dtype=own.dtype)[None, None, None]
-    halves = 2 ** jnp.arange(max(length - 1, 0).bit_length())
-    scores, _ = jax.lax.scan(level, own.sum(axis=-1)[..., None] * oneself, halves)
-    exact = rows_of(how, before, row.weights(), shift[..., 0], scores, value)
-    numerator = jnp.where(lost[..., None], exact.numerator, rows.numerator)
-    others = zip(exact[1:], rows[1:], strict=True)
-    return Rows(numerator, *(jnp.where(lost, x, y) for x, y in others))
-
-
-def _running_max(exponent: Array, segment: Array | None) -> Float[Array, "B K T M"]:
-    """Running maximum along time that starts anew with each segment [B T]."""
-    if segment is None:
-        return jax.lax.cummax(exponent, axis=2)
-
-    def latest(one: tuple, two: tuple) -> tuple:
-        """Of two stretches of time, by the last segment of each."""
-        highest = jnp.where(one[1] == two[1], jnp.maximum(one[0], two[0]), two[0])
-        return highest, two[1]
-
-    numbered = exponent, segment[:, None, :, None]
-    return jax.lax.associative_scan(latest, numbered, axis=2)[0]

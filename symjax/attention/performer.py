@@ -112,8 +112,14 @@ def performer_causal(
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with
-            the same projection, features, scale and statistics.
-        chunk_size, return_state, segment_ids, axis_name: as in `linear_causal`.
+            the same projection, features, scale and statistics. Its last segment
+            continues with the first run of `segment_ids`.
+        chunk_size: tokens handled together; accelerators take multiples of 128.
+        segment_ids: the sums start anew wherever the id changes.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
+            array is a device's own stretch. Devices exchange their states.
+    Returns:
+        The output, and the state after the last token if `return_state`.
     Raises:
         ValueError: as `performer`; T differs from S; a state of other sizes; a
             state given or wanted with an axis_name.

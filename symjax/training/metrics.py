@@ -92,8 +92,8 @@ class Metrics:
         except OSError as error:
             if not self._late:
                 print_warning(
-                    f"{self._file.name} cannot be written ({error.strerror}): going "
-                    "on, its lines wait for room"
+                    f"{self._file.name} cannot be written ({error.strerror}): "
+                    "continuing, its lines wait for room"
                 )
         self._late = rest
 

@@ -45,15 +45,23 @@ LOST = 1e-20  # a denominator below this has lost its keys
 
 
 def _forward(
-    plan: Plan, given: Operands, output, inverse, before, highest, sums, peak, rows
+    plan: Plan,
+    given: Operands,
+    output,
+    inverse,
+    before,
+    highest,
+    sums,
+    running_max,
+    rows,
 ) -> None:
     @pl.when(pl.program_id(2) == 0)
     def _():
         sums[...] = jnp.zeros_like(sums)
-        peak[...] = jnp.full_like(peak, EMPTY)
+        running_max[...] = jnp.full_like(running_max, EMPTY)
 
     before[...] = sums[...].astype(before.dtype)
-    highest[...] = peak[...]
+    highest[...] = running_max[...]
     seen, both = chunk.seen_by(given), chunk.exponents(plan, given)
     lost = []
     for head in range(plan.packed):
@@ -72,7 +80,7 @@ def _forward(
             lost[head] *= seen.sees
         new = product(values, weights.joining.astype(dtype), TURNED)
         sums[head] = sums[head] * weights.left + new
-        peak[head : head + 1, :] = weights.after
+        running_max[head : head + 1, :] = weights.after
 
     def rescue(head: int, seen: Seen, query: Array, key: Array, t) -> None:
         own, past = chunk.exactly(t, seen, query, key, highest[head : head + 1, :])

@@ -111,7 +111,8 @@ class Steps(NamedTuple):
         costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
         asked = jnp.maximum((targets >= 0).sum(), 1)
         found = token_losses(model, hidden, targets)
-        predicted = found.loss.sum() / asked
+        # A sum for each row: one over all tokens rounds to the places of thousands.
+        predicted = (found.loss.sum(axis=1) / asked).sum()
         if weight := self.options.optimizer.z_loss:
             costs += weight * found.normaliser.sum() / asked
         return predicted + costs, predicted

@@ -11,7 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import config
 from symjax.attention.kernels import RESIDUAL
 from symjax.layers.attention import Attention
-from symjax.layers.primitives import FEEDFORWARD, PROJECTION, Linear, keep, norm
+from symjax.layers.primitives import (
+    FEEDFORWARD,
+    PROJECTION,
+    Linear,
+    dropout,
+    keep,
+    norm,
+)
 from symjax.layers.segments import Segments
 
 # swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.
@@ -88,7 +95,7 @@ class Block(nnx.Module):
             activation=options.activation,
             **shared,
         )
-        self.dropout = nnx.Dropout(options.dropout)
+        self.dropout = options.dropout
 
     def __call__(
         self,
@@ -110,9 +117,10 @@ class Block(nnx.Module):
         """
         attention_key, feedforward_key = _two(dropout_key)
         normed = self.attention_norm(x)
-        x = self._add(x, self.attention(normed, padding_mask, segments), attention_key)
+        y = self.attention(normed, padding_mask, segments)
+        x = x + dropout(y, self.dropout, attention_key)
         y = self.feedforward(self.feedforward_norm(x))
-        x = self._add(x, y, feedforward_key)
+        x = x + dropout(y, self.dropout, feedforward_key)
         if watch is not None:
             watch(self.attention, normed, padding_mask, x)
         return x
@@ -148,9 +156,6 @@ class Block(nnx.Module):
         y, cache = self.attention.decode(normed, cache, position, padding_mask)
         x = x + y
         return x + self.feedforward(self.feedforward_norm(x)), cache
-
-    def _add(self, x: Array, y: Array, key: Array | None) -> Array:
-        return x + self.dropout(y, deterministic=key is None, rngs=key)
 
 
 def _two(key: Array | None) -> tuple[Array | None, Array | None]:

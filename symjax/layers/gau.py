@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import attention, config
 from symjax.layers.mixer import Mixer
 from symjax.layers.parts import Sizes
-from symjax.layers.primitives import Linear, keep, norm, rotary
+from symjax.layers.primitives import Linear, dropout, keep, norm, rotary
 from symjax.layers.segments import Segments, places, row_operands
 from symjax.layers.sharded import Operand
 from symjax.layers.validate import mechanism_options
@@ -84,7 +84,7 @@ class GatedBlock(nnx.Module):
         roles = ("query", "key", *attention.MECHANISMS[mechanism].required)
         self.roles = nnx.Dict({role: Role(size, **layer) for role in roles})
         self.out = linear(hidden, options.width)
-        self.dropout = nnx.Dropout(options.dropout)
+        self.dropout = options.dropout
 
     @property
     def attentions(self) -> list[Any]:
@@ -105,8 +105,7 @@ class GatedBlock(nnx.Module):
         operands = self.operands(y, places(x, segments))
         operands |= row_operands(padding_mask, segments)
         mixed = self._output(y, self.mixer(operands))
-        deterministic = dropout_key is None
-        hidden = x + self.dropout(mixed, deterministic=deterministic, rngs=dropout_key)
+        hidden = x + dropout(mixed, self.dropout, dropout_key)
         if watch is not None:
             watch(self, y, padding_mask, hidden)
         return hidden

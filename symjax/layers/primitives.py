@@ -1,4 +1,4 @@
-"""What every block is made of: dense layers, norms, rotary positions."""
+"""What every block is made of: dense layers, dropout, norms, rotary positions."""
 
 from dataclasses import dataclass
 
@@ -47,6 +47,24 @@ def features_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
 def keep(x: Float[Array, "B T D"], name: str = PROJECTION) -> Float[Array, "B T D"]:
     """Marks a product of tokens with weights as one that model.remat may keep."""
     return checkpoint_name(features_last(x), name)
+
+
+def dropout(
+    x: Float[Array, "*B D"], rate: float, key: Array | None
+) -> Float[Array, "*B D"]:
+    """x with a share `rate` of its entries zero, and the others larger: the expected
+    output is x. No key: x itself.
+
+    An entry has 16 random bits, for half of the work of `nnx.Dropout` and a quarter of
+    its time on CPU (8 ms, not 33, for [32 300 256]). The rate is thus one of 65,536ths.
+    """
+    kept = max(1, 2**16 - round(rate * 2**16))
+    if key is None or kept == 2**16:
+        return x
+    features = x.shape[-1]
+    bits = jax.random.bits(key, (*x.shape[:-1], -(-features // 2)), jnp.uint32)
+    halves = jnp.concatenate([bits & 0xFFFF, bits >> 16], axis=-1)
+    return jnp.where(halves[..., :features] < kept, x * (2**16 / kept), 0)
 
 
 def norm(

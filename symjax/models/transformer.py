@@ -12,7 +12,7 @@ from symjax import attention, config, validation
 from symjax.layers.block import Block, run_of
 from symjax.layers.gau import GatedBlock
 from symjax.layers.mixer import check_room
-from symjax.layers.primitives import Linear, features_last, norm
+from symjax.layers.primitives import Linear, dropout, features_last, norm
 from symjax.layers.segments import Segments
 from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock
@@ -74,7 +74,7 @@ def assemble(model: Any, options: config.Model, outputs: int, rngs: nnx.Rngs) ->
     model.tied = options.tie_embeddings
     if not model.tied:
         model.head = Linear(options.width, outputs, use_bias=bias, **shared)
-    model.dropout = nnx.Dropout(options.dropout)
+    model.dropout = options.dropout
 
 
 def blocks(options: config.Model, rngs: nnx.Rngs) -> nnx.List:
@@ -149,7 +149,7 @@ def run_blocks(
     keys = [None] * len(model.blocks)
     if dropout_key is not None:
         first, *keys = jax.random.split(dropout_key, len(model.blocks) + 1)
-        x = model.dropout(x, deterministic=False, rngs=first)
+        x = dropout(x, model.dropout, first)
     if model.period and watch is None:
         return run_scanned(
             list(model.blocks),

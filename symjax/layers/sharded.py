@@ -62,7 +62,9 @@ def per_device(
     """function(**operands), each device on its own examples and heads.
 
     Attention needs no communication between examples or heads; inside a `shard_map`
-    the compiler cannot add any (a loop over a sharded batch would gather it).
+    the compiler cannot add any (a loop over a sharded batch would gather it). A
+    mesh of one device needs none; on CPU every gradient would be copied to be summed
+    over it.
 
     Args:
         output: the axes of the result, or a tuple of them for a tuple.
@@ -70,7 +72,7 @@ def per_device(
             other devices of this axis what they need, by `axis_name`.
     """
     values = {name: operand.array for name, operand in operands.items()}
-    if not has_mesh():
+    if not has_mesh() or jax.sharding.get_abstract_mesh().size == 1:
         return function(**values)
 
     several = {

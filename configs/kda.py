@@ -3,7 +3,8 @@
     python train.py --config configs/kda.py:tiny
     python train.py --config configs/kda.py
 
-Queries, keys and values pass a convolution of 4 tokens (arXiv:2510.26692).
+Queries, keys and values pass a convolution of 4 tokens (arXiv:2510.26692). The output
+gate is silu of one projection; the paper has sigmoid of one of low rank.
 
 Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
 `:tiny` 1.772 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0;

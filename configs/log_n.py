@@ -1,5 +1,7 @@
 """Softmax with entropy-invariant scaling: scores times log n / log 512.
 
+n is the keys that a row sees, at least 16.
+
     python train.py --config configs/log_n.py:tiny
     python train.py --config configs/log_n.py
 

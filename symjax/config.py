@@ -67,7 +67,8 @@ class Attention:
     )
     length_base: int = key(
         0,
-        "scores times log n / log length_base, n the keys a row sees; 0: off",
+        "scores times log n / log length_base, n the keys a row sees, at least 16; "
+        "0: off",
         least=0,
     )
     window: int = key(

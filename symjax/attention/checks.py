@@ -1,7 +1,16 @@
 """What the arguments of mechanisms must be; messages name both sides."""
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
+
+
+def check_count(who: str, name: str, value: int) -> None:
+    """Refuse what is no whole number above 0, or one that only the device knows."""
+    if not isinstance(value, int | np.integer):
+        raise ValueError(f"{who}: {name} must be an int, got {value}")
+    if value < 1:
+        raise ValueError(f"{who}: {name} must be at least 1, got {value}")
 
 
 def check_arrays(who: str, **arrays: Array) -> None:

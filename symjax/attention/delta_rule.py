@@ -54,7 +54,7 @@ class DeltaRule:
         dtype, sums, product = state.sums.dtype, state.sums, products(*chunk[:3])
         query, key, value = (x.astype(dtype) for x in chunk[:3])
         beta = chunk.operands[0].astype(dtype)[..., None]
-        # The key asks as one more query head does: what does the state hold at it?
+        # The key is read from the state as one more query head: what is held at it.
         asking = jnp.concatenate([query, key[:, :, None]], axis=2)
         since, until, through, pairs = faded(parameters, asking, key, chunk)
         held = product("bkgth,bkhv->bkgtv", asking * jnp.exp(since)[:, :, None], sums)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import groups
+from symjax.attention.checks import check_count
 from symjax.attention.gau import fixed_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
 from symjax.attention.masks import only_seen, visible_keys
@@ -191,8 +192,7 @@ def _rule(
     divisor: float | None,
     linear_divisor: float | None,
 ) -> Rule:
-    if group_size < 1:
-        raise ValueError(f"{who}: group_size must be at least 1, got {group_size}")
+    check_count(who, "group_size", group_size)
     one, other = (
         fixed_divisor(f"{who}: {name}", group_size if given is None else given)
         for name, given in (("divisor", divisor), ("linear_divisor", linear_divisor))

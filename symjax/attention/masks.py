@@ -86,7 +86,7 @@ class Visibility:
         return count
 
     def _depends_on_tokens(self) -> bool:
-        """Whether more than positions decides who is seen."""
+        """Whether a mask or segments decide who is seen, beside positions."""
         return self.mask is not None or self.row_segments is not None
 
     def _neighbours(self) -> tuple[Array, Array]:

@@ -83,8 +83,8 @@ def like_its_array(function: Callable[[Array], Array]) -> Callable[[Array], Arra
 
 
 def _auto(function: Callable, specs: Any, arguments: Any) -> Callable:
-    """The function, to be called with these, whatever mesh they are on: axes of type
-    Explicit are to it as Auto ones. specs: of its results."""
+    """The function, to be called with these arguments: it sees mesh axes of type
+    Explicit as Auto ones. specs: of its results."""
     types = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments)]
     mesh = next((x for x in types if not x.empty), jax.sharding.get_abstract_mesh())
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -151,8 +151,9 @@ def alibi_bias(
 
     Softmax, sparsemax and entmax do not see a constant in a row. So a causal row at t
     needs no more than m·s, of linear size and the same for all rows; it is given as
-    −m·(last − s), numbers that are small where keys are near. Without causality
-    distances count on both sides, and `rows` gives the [T S] of them.
+    −m·(last − s), numbers that are small where keys are near the last. Rows far from it
+    are rounded: `alibi` of a score mechanism takes slopes, and each row's distances.
+    Without causality distances count on both sides, and `rows` gives the [T S] of them.
 
     Args:
         heads: how many, for the slopes of `alibi_slopes`, or the slopes themselves.

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check_heads, check_mask
+from symjax.attention.checks import check_count, check_heads, check_mask
 from symjax.attention.chunks import (
     TILE,
     Tokens,
@@ -76,8 +76,7 @@ def attend_causal(
     """
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
-    if chunk_size < 1:
-        raise ValueError(f"{who}: chunk_size must be at least 1, got {chunk_size}")
+    check_count(who, "chunk_size", chunk_size)
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
     alone = state is None and not return_state and axis_name is None
     state = _start(who, recurrence, parameters, state, tokens)

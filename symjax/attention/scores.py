@@ -86,7 +86,7 @@ class ScoreMechanism:
             window: (left, right), how many keys before and after its own a query sees;
                 None is no bound. A number n is (n − 1, n − 1): itself and n − 1 more.
             length_base: multiply a row's scores by log n / log length_base, n the keys
-                it sees (entropy-invariant scaling); None or 0: off.
+                it sees, at least 16 (entropy-invariant scaling); None or 0: off.
             mask_self: hide a token from itself unless it sees nothing else.
             alibi: slopes m of a bias −m·|distance|, as `alibi_slopes` gives them.
             positions: of the queries among the keys, by default the last T places.
@@ -131,6 +131,10 @@ class ScoreMechanism:
         known = axis_name is None and positions is None
         if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
+        if jnp.ndim(scale):
+            raise ValueError(
+                f"{self.name}: scale must be one number, got {jnp.shape(scale)}"
+            )
         rule = Rule(
             self.weights,
             float(scale) if isinstance(scale, Real) else None,
@@ -296,5 +300,6 @@ def checked_window(who: str, window: Any) -> tuple[int | None, int | None]:
             f"{who}: window must be (left, right), numbers of keys or None, or one "
             f"number above 0, got {window!r}"
         )
-    left, right = (None if x is None else int(x) - least for x in pair)
+    # Above 2³⁰, which no row reaches, differences of positions would not fit int32.
+    left, right = (None if x is None else min(int(x) - least, 2**30) for x in pair)
     return left, right

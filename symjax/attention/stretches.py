@@ -21,7 +21,7 @@ class Stretches(Protocol):
     """
 
     def stretch(self, parameters: Any, chunk: Chunk) -> tuple[Any, Any]:
-        """The state that a chunk of one segment makes of nothing, and its transition.
+        """The state after a chunk of one segment from an empty one, and its transition.
 
         A chunk of hidden tokens leaves any state as it is.
         """
@@ -54,10 +54,10 @@ def side_by_side(
 ) -> tuple[Any, Array]:
     """`advance` for chunks of `size` tokens, in one product.
 
-    First what each chunk makes of nothing, then the states before all of them, one
-    after the other, then their rows. For accelerators, which are slow at many small
-    products: forward and backward, a constant decay takes 12 Mcycles instead of 65, as
-    v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
+    First the state after each chunk from an empty one, then the states before all of
+    them, one after the other, then their rows. For accelerators, which are slow at many
+    small products: forward and backward, a constant decay takes 12 Mcycles instead of
+    65, as v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
     """
     length = chunk.key.shape[2]
     if length <= size:

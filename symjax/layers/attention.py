@@ -253,7 +253,7 @@ class Attention(nnx.Module):
         return self.rotate(query, positions), self.rotate(key, positions), value
 
     def lam(self) -> Float[Array, ""]:
-        """The present λ of a differential V1 layer."""
+        """λ of a differential V1 layer, from its learned vectors."""
         return attention.differential_lambda(
             self.lambda_query_1[...],
             self.lambda_key_1[...],

@@ -40,8 +40,9 @@ def describe(options: config.Config, target: str | None = None) -> str:
         ValueError: whatever else a run of this configuration would refuse; a target
             that is unknown or whose compiler is not installed.
     """
-    use_compile_cache()
     machine = targets.find(target) if target else None
+    if machine is None:  # programs for another machine cannot be read back here
+        use_compile_cache()
     simulated = machine is None and sharding.simulate(options.mesh)
     mesh = sharding.make_mesh(options.mesh, machine and machine.devices)
     with tempfile.TemporaryDirectory() as folder:

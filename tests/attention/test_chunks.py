@@ -133,3 +133,12 @@ def test_products_are_as_exact_as_the_inputs(form):
     with jax.default_matmul_precision("default"):
         assert precisions(jnp.float32) == {"HIGHEST"}
         assert precisions(jnp.bfloat16) == NARROW[form]
+
+
+@pytest.mark.parametrize("size", [2.5, jnp.int32(4), "4"], ids=str)
+@pytest.mark.parametrize("function", [linear_causal, cosine_causal, delta_causal])
+def test_a_chunk_size_that_is_no_int_is_refused(function, size):
+    more = (BETA,) if function is delta_causal else ()
+    message = rf"{function.__name__}: chunk_size must be an int, got {size}"
+    with pytest.raises(ValueError, match=message):
+        function(*inputs(), *more, chunk_size=size)

@@ -414,3 +414,5 @@ def test_wrong_shapes_are_named():
         flash_step(linear_state(B, K, H, V), *(x[:, :1] for x in arrays))
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         flash(*arrays, group_size=0)
+    with pytest.raises(ValueError, match="flash: group_size must be an int, got 2.5"):
+        flash(*arrays, group_size=2.5)

@@ -169,6 +169,19 @@ def test_a_window_that_is_none_is_refused(window):
         attention.sparsemax(*single(SOFTMAX.arrays()), window=window)
 
 
+def test_a_window_beyond_all_rows_is_none():
+    arrays = single(SOFTMAX.arrays())
+    for window in (2**40, (2**31, 2**31)):
+        found = attention.softmax(*arrays, window=window)
+        np.testing.assert_allclose(found, attention.softmax(*arrays), 0, 1e-6)
+
+
+def test_a_scale_is_one_number():
+    arrays = single(SOFTMAX.arrays())
+    with pytest.raises(ValueError, match=r"softmax: scale must be one number, got \(2"):
+        attention.softmax(*arrays, scale=jnp.ones(2))
+
+
 @pytest.mark.parametrize("name", ["softmax", "sparsemax", "differential", "gau"])
 def test_rows_of_a_cache_are_rows_of_the_whole(name):
     """At other places in every example; what stands behind them is not seen."""

@@ -122,8 +122,8 @@ class Attention:
     )
     chunk_size: int = key(
         64,
-        "tokens a chunk of the causal prefix sum, which changes no result; of flash, "
-        "the tokens of a group, which does",
+        "tokens a chunk of the causal prefix sum, which change rounding alone; of "
+        "flash, the tokens of a group, which change the result",
         least=1,
     )
     implementation: str = key(

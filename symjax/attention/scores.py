@@ -94,10 +94,11 @@ class ScoreMechanism:
             lam: the weights of heads 2n and 2n + 1 become one, w[2n] − lam[n]·w[2n+1];
                 they share mask, bias and value: what `differential` runs.
             implementation: "rows", "whole" for one block of all rows, or for softmax
-                "fused", a kernel for TPUs, "cudnn", one for NVIDIA GPUs, and "ring":
-                over an axis keys and values travel and are not gathered, see
-                `attend_ring`; without an axis as "rows". None: the machine's kernel
-                where it serves, see `symjax.attention.engines`, else "rows".
+                "fused", a kernel for TPUs that other machines interpret, slowly,
+                "cudnn", one for NVIDIA GPUs, and "ring": over an axis keys and values
+                travel and are not gathered, see `attend_ring`; without an axis as
+                "rows". None: the machine's kernel where it serves, see
+                `symjax.attention.engines`, else "rows".
             axis_name: in a `jax.shard_map`, the mesh axis that time is split over:
                 query, key, value and segment_ids are a device's own stretch, mask and
                 bias are of its own rows and of all keys.

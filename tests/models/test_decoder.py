@@ -12,7 +12,7 @@ from flax import nnx
 
 from symjax import attention, config
 from symjax.layers import Constant, Lambda, mixer
-from symjax.models import Decoder, generate
+from symjax.models import Decoder, generate, transformer
 
 SMALL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
@@ -80,7 +80,8 @@ def test_statistics_of_random_features_are_fitted_to_a_text(choice):
     jax.tree.map(np.testing.assert_array_equal, before, after)
     model.calibrate(TOKENS)
     block = model.blocks[0] if not choice else model.blocks[0].block
-    x = model._embed(TOKENS, jnp.zeros(1, jnp.int32))
+    x = transformer.look_up(model, TOKENS)
+    x = transformer.placed(model, x, jnp.zeros(1, jnp.int32))
     if choice:
         x = x + model.blocks[0].step_embedding[0][None, None]
     layer = block.attention

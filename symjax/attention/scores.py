@@ -111,6 +111,7 @@ class ScoreMechanism:
             self.name,
             (query, key, value, bias, mask),
             (lam, alibi, positions, segment_ids),
+            scale=scale,
             is_causal=is_causal,
             axis_name=axis_name,
         )
@@ -132,10 +133,6 @@ class ScoreMechanism:
         known = axis_name is None and positions is None
         if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
-        if jnp.ndim(scale):
-            raise ValueError(
-                f"{self.name}: scale must be one number, got {jnp.shape(scale)}"
-            )
         rule = Rule(
             self.weights,
             float(scale) if isinstance(scale, Real) else None,
@@ -224,6 +221,7 @@ def check_scores(
     arrays: tuple[Array, Array, Array, Array | None, Array | None],
     more: tuple[Array | None, Array | None, Array | None, Array | None],
     *,
+    scale: float | Array | None,
     is_causal: bool,
     axis_name: str | None,
 ) -> None:
@@ -236,6 +234,8 @@ def check_scores(
     query, key, value, bias, mask = arrays
     lam, alibi, positions, segment_ids = more
     check_heads(who, query, key, value, branches=lam is not None)
+    if scale is not None and jnp.ndim(scale):
+        raise ValueError(f"{who}: scale must be one number, got {jnp.shape(scale)}")
     if is_causal and positions is None and key.shape[1] < query.shape[1]:
         raise ValueError(
             f"{who}: causal attention aligns the last query with the last key and "

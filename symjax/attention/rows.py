@@ -236,7 +236,8 @@ def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> 
         weights, divisor = _weights(rule, operands.branch(0))
         others, other = _weights(rule, operands.branch(1))
         factor = lam.astype(weights.dtype)
-        if divisor is not None:  # the second map over what divides the first
+        if divisor is not None and other is not None:
+            # The second map over what divides the first.
             factor = factor * (divisor / other)[..., 0]
         weights += _by_row(-factor, others)
     rows = weighed(weights, operands.value.astype(dtype))

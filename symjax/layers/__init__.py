@@ -6,8 +6,9 @@ from symjax.layers.block import Block, FeedForward
 from symjax.layers.flax_compat import attention_fn
 from symjax.layers.gau import GatedBlock
 from symjax.layers.mechanisms import PARTS
+from symjax.layers.norms import norm
 from symjax.layers.parts import Constant
-from symjax.layers.primitives import Linear, norm
+from symjax.layers.primitives import Linear
 from symjax.layers.universal import UniversalBlock
 
 # Sharding of weights: (pattern of the path in the block, axes), the first that matches.

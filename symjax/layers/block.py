@@ -11,14 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import config
 from symjax.attention.kernels import RESIDUAL
 from symjax.layers.attention import Attention
-from symjax.layers.primitives import (
-    FEEDFORWARD,
-    PROJECTION,
-    Linear,
-    dropout,
-    keep,
-    norm,
-)
+from symjax.layers.norms import norm
+from symjax.layers.primitives import FEEDFORWARD, PROJECTION, Linear, dropout, keep
 from symjax.layers.segments import Segments
 
 # swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.

@@ -11,8 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.layers.mixer import Mixer
+from symjax.layers.norms import norm
 from symjax.layers.parts import Sizes
-from symjax.layers.primitives import Linear, dropout, keep, norm, rotary
+from symjax.layers.primitives import Linear, dropout, keep, rotary
 from symjax.layers.segments import Segments, places, row_operands
 from symjax.layers.sharded import Operand
 from symjax.layers.validate import mechanism_options

@@ -1,4 +1,4 @@
-"""What every block is made of: dense layers, dropout, norms, rotary positions."""
+"""What every block is made of: dense layers, dropout, rotary positions."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,6 @@ from symjax import attention, config
 from symjax.attention.meshes import on_tpu
 from symjax.layers.sharded import time_axis
 
-EPSILON = 1e-5
 # What the backward pass is left, by checkpoint_name: model.remat=dots keeps both.
 PROJECTION, FEEDFORWARD = "projection", "feedforward"
 
@@ -65,23 +64,6 @@ def dropout(
     bits = jax.random.bits(key, (*x.shape[:-1], -(-features // 2)), jnp.uint32)
     halves = jnp.concatenate([bits & 0xFFFF, bits >> 16], axis=-1)
     return jnp.where(halves[..., :features] < kept, x * (2**16 / kept), 0)
-
-
-def norm(
-    kind: str, features: int, *, bias: bool = True, dtype=jnp.float32, rngs: nnx.Rngs
-) -> nnx.LayerNorm | nnx.RMSNorm:
-    """LayerNorm (`bias` says whether it shifts) or RMSNorm, with float32 statistics.
-
-    Raises:
-        ValueError: the kind is unknown.
-    """
-    if kind == "layernorm":
-        return nnx.LayerNorm(
-            features, epsilon=EPSILON, use_bias=bias, dtype=dtype, rngs=rngs
-        )
-    if kind == "rmsnorm":
-        return nnx.RMSNorm(features, epsilon=EPSILON, dtype=dtype, rngs=rngs)
-    raise ValueError(f"norm {kind!r} is unknown: choose from layernorm, rmsnorm")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from symjax import config
-from symjax.layers.primitives import EPSILON
+from symjax.layers.norms import EPSILON
 from symjax.models.hf_family import Family, check_needed, check_settings
 from symjax.models.hf_weights import diffllama_attention, flat, nested, to_diffllama
 

@@ -12,7 +12,8 @@ from symjax import attention, config, validation
 from symjax.layers.block import Block, run_of
 from symjax.layers.gau import GatedBlock
 from symjax.layers.mixer import check_room
-from symjax.layers.primitives import Linear, dropout, features_last, norm
+from symjax.layers.norms import norm
+from symjax.layers.primitives import Linear, dropout, features_last
 from symjax.layers.segments import Segments
 from symjax.layers.sharded import BATCH, constrain
 from symjax.layers.universal import UniversalBlock

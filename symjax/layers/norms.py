@@ -1,0 +1,99 @@
+"""LayerNorm and RMSNorm: parameters and numbers of Flax NNX, a shorter derivative.
+
+    def layer_norm(x, scale, bias):          # RMSNorm: no mean, no bias
+        distance = x - x.mean()
+        return distance / np.sqrt(np.square(distance).mean() + 1e-5) * scale + bias
+
+Sources: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+EPSILON = 1e-5
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`nnx.LayerNorm` whose backward pass keeps one array of the size of x, not three:
+    the derivative of `nnx` reads two factors of a row, broadcast to its features."""
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        given = (x, _value(self.scale), _value(self.bias))
+        given = self.promote_dtype(given, dtype=self.dtype)
+        return _normalised(True, *given).astype(given[0].dtype)
+
+
+class RMSNorm(nnx.RMSNorm):
+    """`nnx.RMSNorm`; what LayerNorm says of its backward pass holds."""
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        given = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        return _normalised(False, *given, None).astype(given[0].dtype)
+
+
+def _value(parameter: nnx.Param | None) -> Array | None:
+    return None if parameter is None else parameter[...]
+
+
+def norm(
+    kind: str, features: int, *, bias: bool = True, dtype=jnp.float32, rngs: nnx.Rngs
+) -> LayerNorm | RMSNorm:
+    """LayerNorm (`bias` says whether it shifts) or RMSNorm, with float32 statistics.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind == "layernorm":
+        return LayerNorm(
+            features, epsilon=EPSILON, use_bias=bias, dtype=dtype, rngs=rngs
+        )
+    if kind == "rmsnorm":
+        return RMSNorm(features, epsilon=EPSILON, dtype=dtype, rngs=rngs)
+    raise ValueError(f"norm {kind!r} is unknown: choose from layernorm, rmsnorm")
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _normalised(
+    centred: bool, x: Array, scale: Array, bias: Array | None
+) -> Float[Array, "*B D"]:
+    """x, less its mean if `centred`, over its deviation; times scale, plus bias."""
+    distance, inverse = _statistics(centred, x)
+    output = distance * (inverse * _row(scale, x))
+    return output if bias is None else output + _row(bias, x)
+
+
+@_normalised.defjvp
+def _normalised_change(
+    centred: bool, primals: tuple, tangents: tuple
+) -> tuple[Array, Array]:
+    """With u = x / deviation, du = (dx − mean(dx) − u mean(u dx)) / deviation."""
+    (x, scale, _), (change, scale_change, bias_change) = primals, tangents
+    distance, inverse = _statistics(centred, x)
+    unit = distance * inverse
+    change = change.astype(unit.dtype)
+    along = jnp.einsum("...d,...d->...", unit, change) / x.shape[-1]
+    turned = change - jnp.einsum("...,...d->...d", along, unit)
+    if centred:
+        turned -= change.mean(axis=-1, keepdims=True)
+    found = turned * inverse * _row(scale, x) + unit * _row(scale_change, x)
+    if bias_change is not None:
+        found += _row(bias_change, x)
+    return _normalised(centred, *primals), found
+
+
+def _row(vector: Float[Array, " D"], like: Array) -> Float[Array, "... D"]:
+    """The vector with as many axes as `like`."""
+    return jnp.expand_dims(vector, range(like.ndim - 1))
+
+
+def _statistics(centred: bool, x: Array) -> tuple[Array, Array]:
+    """x, less its mean if `centred`, and the inverse of its deviation, in float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean = wide.mean(axis=-1, keepdims=True) if centred else 0.0
+    square = jnp.square(wide).mean(axis=-1, keepdims=True)
+    variance = jnp.maximum(0.0, square - jnp.square(mean))
+    return wide - mean, jax.lax.rsqrt(variance + EPSILON)

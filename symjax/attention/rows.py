@@ -230,11 +230,14 @@ def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> 
     """`size` rows against all keys: scores, weights, values."""
     operands = operands.map_rows(partial(part, start=start, size=size))
     lam, dtype = operands.lam, rule.dtypes[1]
-    if lam is None:
-        weights, divisor = _weights(rule, operands)
-    else:  # one map after the other: both as one array would be copied to part them
-        weights, divisor = _weights(rule, operands.branch(0))
-        others, other = _weights(rule, operands.branch(1))
+    maps = []  # one after the other: both as one array would be copied to part them
+    for own in [operands] if lam is None else map(operands.branch, range(2)):
+        visible = own.visibility.pairs()
+        found = rule.weights(scored(rule, own, visible), visible)
+        maps.append(found if isinstance(found, tuple) else (found, None))
+    weights, divisor = maps[0]
+    if lam is not None:
+        others, other = maps[1]
         factor = jnp.broadcast_to(lam.astype(weights.dtype), others.shape[:3])
         if divisor is not None and other is not None:
             # The second map over what divides the first.
@@ -246,13 +249,6 @@ def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> 
     if divisor is not None:
         rows = _divided(rows, divisor)
     return rows.astype(dtype)
-
-
-def _weights(rule: Rule, operands: Operands) -> tuple[Array, Array | None]:
-    """The weights of rows, and what divides the rows that they add up, if anything."""
-    visible = operands.visibility.pairs()
-    weights = rule.weights(scored(rule, operands, visible), visible)
-    return weights if isinstance(weights, tuple) else (weights, None)
 
 
 @jax.custom_jvp

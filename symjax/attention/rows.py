@@ -58,7 +58,8 @@ class Operands(NamedTuple):
         return self._replace(query=query, key=key, value=value)
 
     def branch(self, index: int) -> "Operands":
-        """The first or the second head of each pair of query heads, with its keys."""
+        """The first or the second head of each pair of query heads, with its keys;
+        `value` and `lam` stay those of the pairs."""
 
         def own(x: Array | None) -> Array | None:
             return x if x is None or x.shape[1] == 1 else x[:, index::2]
@@ -138,15 +139,15 @@ def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
 
     # Products of more rows are faster on CPU; in a window they would see more keys.
-    on_cpu = rule
+    wider = rule
     if None in operands.visibility.window:
-        on_cpu = rule._replace(block_rows=rule.block_rows * 3 // 2)
+        wider = rule._replace(block_rows=rule.block_rows * 3 // 2)
 
     def example(owned: list[Array]) -> Array:
         left = iter(owned)
         pairs = zip(leaves, own, strict=True)
         whole = tree.unflatten(next(left)[None] if mine else x for x, mine in pairs)
-        return jnp.swapaxes(_blocks(on_cpu, whole.swapped())[0], 0, 1)
+        return jnp.swapaxes(_blocks(wider, whole.swapped())[0], 0, 1)
 
     # On CPU one example after another, whose blocks stay in cache; axes are swapped in
     # the loop: XLA would copy them whole. Chosen where the program is lowered, not
@@ -237,14 +238,16 @@ def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> 
         maps.append(found if isinstance(found, tuple) else (found, None))
     weights, divisor = maps[0]
     if lam is not None:
-        others, other = maps[1]
-        factor = jnp.broadcast_to(lam.astype(weights.dtype), others.shape[:3])
-        if divisor is not None and other is not None:
+        second, its_divisor = maps[1]
+        factor = jnp.broadcast_to(lam.astype(weights.dtype), second.shape[:3])
+        if divisor is not None and its_divisor is not None:
             # The second map over what divides the first.
-            factor = factor * (divisor / other)[..., 0]
+            factor = factor * (divisor / its_divisor)[..., 0]
         # By einsum, so that the gradient of the factor is a product, too: XLA's CPU
         # compiler adds up a product 5 times as fast as a sum of products.
-        weights -= jnp.einsum("bnt,bnts->bnts", factor, others)
+        exact = jax.lax.Precision.HIGHEST
+        subtracted = jnp.einsum("bnt,bnts->bnts", factor, second, precision=exact)
+        weights = weights - subtracted
     rows = weighed(weights, operands.value.astype(dtype))
     if divisor is not None:
         rows = _divided(rows, divisor)

@@ -75,8 +75,10 @@ def _normalised_change(
     distance, inverse = _statistics(centred, x)
     unit = distance * inverse
     change = change.astype(unit.dtype)
-    along = jnp.einsum("...d,...d->...", unit, change) / x.shape[-1]
-    turned = change - jnp.einsum("...,...d->...d", along, unit)
+    # By einsum: XLA's CPU compiler is slow to add up broadcast products.
+    product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    along = product("...d,...d->...", unit, change) / x.shape[-1]
+    turned = change - product("...,...d->...d", along, unit)
     if centred:
         turned -= change.mean(axis=-1, keepdims=True)
     found = turned * inverse * _row(scale, x) + unit * _row(scale_change, x)
@@ -86,7 +88,7 @@ def _normalised_change(
 
 
 def _row(vector: Float[Array, " D"], like: Array) -> Float[Array, "... D"]:
-    """The vector with as many axes as `like`."""
+    """The vector with as many axes as `like`, which it is multiplied with."""
     return jnp.expand_dims(vector, range(like.ndim - 1))
 
 

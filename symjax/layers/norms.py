@@ -24,7 +24,7 @@ class LayerNorm(nnx.LayerNorm):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         given = (x, _value(self.scale), _value(self.bias))
         given = self.promote_dtype(given, dtype=self.dtype)
-        return _normalised(True, *given).astype(given[0].dtype)
+        return _normalised(True, self.epsilon, *given).astype(given[0].dtype)
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -32,7 +32,7 @@ class RMSNorm(nnx.RMSNorm):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         given = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
-        return _normalised(False, *given, None).astype(given[0].dtype)
+        return _normalised(False, self.epsilon, *given, None).astype(given[0].dtype)
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:
@@ -56,23 +56,23 @@ def norm(
     raise ValueError(f"norm {kind!r} is unknown: choose from layernorm, rmsnorm")
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _normalised(
-    centred: bool, x: Array, scale: Array, bias: Array | None
+    centred: bool, epsilon: float, x: Array, scale: Array, bias: Array | None
 ) -> Float[Array, "*B D"]:
     """x, less its mean if `centred`, over its deviation; times scale, plus bias."""
-    distance, inverse = _statistics(centred, x)
+    distance, inverse = _statistics(centred, epsilon, x)
     output = distance * (inverse * _row(scale, x))
     return output if bias is None else output + _row(bias, x)
 
 
 @_normalised.defjvp
 def _normalised_change(
-    centred: bool, primals: tuple, tangents: tuple
+    centred: bool, epsilon: float, primals: tuple, tangents: tuple
 ) -> tuple[Array, Array]:
     """With u = x / deviation, du = (dx − mean(dx) − u mean(u dx)) / deviation."""
     (x, scale, _), (change, scale_change, bias_change) = primals, tangents
-    distance, inverse = _statistics(centred, x)
+    distance, inverse = _statistics(centred, epsilon, x)
     unit = distance * inverse
     change = change.astype(unit.dtype)
     # By einsum: XLA's CPU compiler is slow to add up broadcast products.
@@ -84,7 +84,7 @@ def _normalised_change(
     found = turned * inverse * _row(scale, x) + unit * _row(scale_change, x)
     if bias_change is not None:
         found += _row(bias_change, x)
-    return _normalised(centred, *primals), found
+    return _normalised(centred, epsilon, *primals), found
 
 
 def _row(vector: Float[Array, " D"], like: Array) -> Float[Array, "... D"]:
@@ -92,10 +92,10 @@ def _row(vector: Float[Array, " D"], like: Array) -> Float[Array, "... D"]:
     return jnp.expand_dims(vector, range(like.ndim - 1))
 
 
-def _statistics(centred: bool, x: Array) -> tuple[Array, Array]:
+def _statistics(centred: bool, epsilon: float, x: Array) -> tuple[Array, Array]:
     """x, less its mean if `centred`, and the inverse of its deviation, in float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = wide.mean(axis=-1, keepdims=True) if centred else 0.0
     square = jnp.square(wide).mean(axis=-1, keepdims=True)
     variance = jnp.maximum(0.0, square - jnp.square(mean))
-    return wide - mean, jax.lax.rsqrt(variance + EPSILON)
+    return wide - mean, jax.lax.rsqrt(variance + epsilon)

@@ -100,3 +100,14 @@ def test_rows_that_are_constant_or_zero_have_finite_derivatives(kind):
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="'batchnorm' is unknown: choose from"):
         norm("batchnorm", 8, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("kind", FLAX)
+def test_epsilon_is_that_of_the_module(kind):
+    x = 1e-3 * jnp.float32(inputs()[0])
+    one = type(norm(kind, SHAPE[-1], rngs=nnx.Rngs(0)))
+    one = one(SHAPE[-1], epsilon=1e-2, rngs=nnx.Rngs(0))
+    other = FLAX[kind](SHAPE[-1], epsilon=1e-2, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(one(x), other(x))
+    given = [jax.grad(lambda x, m=m: (m(x) ** 3).sum())(x) for m in (one, other)]
+    np.testing.assert_allclose(*given, rtol=1e-4, atol=1e-9)

@@ -91,6 +91,7 @@ def request(*pair):
     return type("Request", (), {"args": pair})
 
 
+@pytest.mark.always
 def test_scores_are_our_own_losses(model, tmp_path, capsys):
     place, loaded, rows = model
     words = ["--workdir", place / "run", "--include", place / "tasks"]

@@ -13,23 +13,15 @@ and the first over the second: above 1 ours is faster.
 
 import math
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import torch
+from compiler_options import VOCABULARY, options_of, text_for, training_step
 from torch import nn
 from turns import in_turn, milliseconds, ratio
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # configs are not installed
-
-from configs import diff, gpt
-from symjax import validation
 from symjax.config import Config
-from symjax.training.sharding import make_mesh
-from symjax.training.step import compile_program
-
-VOCABULARY = 256
 
 
 class Softmax(nn.Module):
@@ -117,7 +109,8 @@ class Model(nn.Module):
 def theirs(attention: type, options: Config, text: np.ndarray):
     model = Model(attention, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs, targets = (torch.tensor(x, dtype=torch.long) for x in _split(text))
+    pairs = text[:, :-1], text[:, 1:]
+    inputs, targets = (torch.tensor(x, dtype=torch.long) for x in pairs)
 
     def step():
         loss = nn.functional.cross_entropy(
@@ -132,41 +125,16 @@ def theirs(attention: type, options: Config, text: np.ndarray):
     return step, sum(x.numel() for x in model.parameters())
 
 
-def ours(options: Config, text: np.ndarray):
-    program = compile_program(options, make_mesh(options.mesh))
-    rows = program.place(
-        (options.batch_size, options.model.length),
-        lambda i, j: tuple(x[i:j].astype(np.int32) for x in _split(text)),
-    )
-    state, constants = program.initial(0)
-    count = sum(x.size for x in jax.tree.leaves(state.params))
-
-    def step():
-        nonlocal state
-        with jax.set_mesh(program.mesh):
-            state, found = program.train(state, constants, *rows, jax.random.key(0))
-        return jax.block_until_ready((state, found))
-
-    return step, count
-
-
-def _split(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return text[:, :-1], text[:, 1:]
-
-
 def main(rounds: int = 7) -> None:
     print(
         f"jax {jax.__version__}, torch {torch.__version__}, a step of 32 x 300 tokens"
     )
     print(f"{'':14}{'torch ms':>10}{'ours ms':>10}{'torch/ours':>12}  parameters")
-    models = {"softmax": (Softmax, gpt), "differential": (Differential, diff)}
-    for name, (attention, made) in models.items():
-        made = made.get_config("3l")
-        made.model.vocabulary = VOCABULARY
-        options = validation.from_dict(made.to_dict())
-        shape = options.batch_size, options.model.length + 1
-        text = np.random.default_rng(0).integers(0, VOCABULARY, shape)
-        pairs = theirs(attention, options, text), ours(options, text)
+    models = {"softmax": (Softmax, "gpt"), "differential": (Differential, "diff")}
+    for name, (attention, ours) in models.items():
+        options = options_of(ours, "3l")
+        text = text_for(options)
+        pairs = theirs(attention, options, text), training_step(options, text)
         (torch_step, torch_count), (our_step, our_count) = pairs
         times = in_turn({"torch": torch_step, "ours": our_step}, rounds)
         columns = [milliseconds(times, x) for x in times]

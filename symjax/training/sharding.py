@@ -90,17 +90,25 @@ def make_mesh(options: config.Mesh, devices: list | None = None) -> Mesh:
     return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=used)
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """What XLA is told beside the shardings: on TPUs, to gather weights whole.
+_OPTIONS = {
+    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 2**20},
+    "cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"},
+}
 
-    Over 32 devices and fewer it would hand on the parts of a weight and add up one
-    product for each, which all read and write the whole result. By the estimate of its
-    compiler a product of 16,384 tokens, 2,048 to 5,632 features, then takes 27.8
-    Mcycles on each of 16 v5e, and 2.9 after a gather.
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """What XLA is told beside the shardings.
+
+    On TPUs: to gather weights whole. Over 32 devices and fewer it would hand on the
+    parts of a weight and add up one product for each, which all read and write the
+    whole result. By the estimate of its compiler a product of 16,384 tokens, 2,048 to
+    5,632 features, then takes 27.8 Mcycles on each of 16 v5e, and 2.9 after a gather.
+
+    On CPUs: to multiply by Eigen, and leave only sums to YNNPACK, whose products of
+    9,600 tokens with weights are slower. A step of gpt or performer at `:3l` takes 0.88
+    to 0.95 of the time, one of diff as long (benchmarks/compiler_options.py).
     """
-    if mesh.devices.flat[0].platform != "tpu":
-        return {}
-    return {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 2**20}
+    return _OPTIONS.get(mesh.devices.flat[0].platform, {})
 
 
 def check_batch(options: config.Config, mesh: Mesh) -> None:

@@ -72,12 +72,12 @@ def on_any_mesh(
     return decorate
 
 
-def like_its_array(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
-    """A function of one array whose result is sharded as this is, on any mesh."""
+def like_its_first(function: Callable[..., Array]) -> Callable[..., Array]:
+    """A function of arrays whose result is sharded as the first, on any mesh."""
 
     @wraps(function)
-    def call(x: Array) -> Array:
-        return _auto(function, jax.typeof(x).sharding.spec, x)(x)
+    def call(*arrays: Array) -> Array:
+        return _auto(function, jax.typeof(arrays[0]).sharding.spec, arrays)(*arrays)
 
     return call
 

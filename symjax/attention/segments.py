@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from symjax.attention.meshes import like_its_array
+from symjax.attention.meshes import like_its_first
 
 
-@like_its_array
+@like_its_first
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The number of each token's run of equal ids, from 0, consecutive in time."""
     return jnp.cumsum(starts(segment_ids), axis=1)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from symjax.attention.meshes import like_its_first
+
 EPSILON = 1e-5
 
 
@@ -75,16 +77,24 @@ def _normalised_change(
     distance, inverse = _statistics(centred, epsilon, x)
     unit = distance * inverse
     change = change.astype(unit.dtype)
-    # By einsum: XLA's CPU compiler is slow to add up broadcast products.
-    product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    along = product("...d,...d->...", unit, change) / x.shape[-1]
-    turned = change - product("...,...d->...d", along, unit)
+    turned = _across(change, unit)
     if centred:
         turned -= change.mean(axis=-1, keepdims=True)
     found = turned * inverse * _row(scale, x) + unit * _row(scale_change, x)
     if bias_change is not None:
         found += _row(bias_change, x)
     return _normalised(centred, epsilon, *primals), found
+
+
+@like_its_first
+def _across(
+    change: Float[Array, "*B D"], unit: Float[Array, "*B D"]
+) -> Float[Array, "*B D"]:
+    """The change less its part along the unit vector of each row."""
+    # By einsum: XLA's CPU compiler is slow to add up broadcast products.
+    product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    along = product("...d,...d->...", unit, change) / unit.shape[-1]
+    return change - product("...,...d->...d", along, unit)
 
 
 def _row(vector: Float[Array, " D"], like: Array) -> Float[Array, "... D"]:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from symjax.layers.norms import norm
 
@@ -87,6 +89,19 @@ def test_the_backward_pass_keeps_one_array_of_the_size_of_x(kind):
 
     assert kept(partial(norm, kind)) == 1
     assert kept(FLAX[kind]) > 1  # so that the count above can fail
+
+
+@pytest.mark.parametrize("kind", FLAX)
+def test_features_may_be_split_over_an_explicit_mesh(kind):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
+    module = norm(kind, 6, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 6)), jnp.float32)
+    change = jax.grad(lambda x: (module(x) ** 3).sum())
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, NamedSharding(mesh, P("data", None, "tensor")))
+        found = jax.jit(change)(split)
+    assert jax.typeof(found).sharding.spec == P("data", None, "tensor")
+    np.testing.assert_allclose(found, change(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", FLAX)

@@ -130,9 +130,8 @@ def test_products_are_as_exact_as_the_inputs(form):
         found = [re.search(r"precision = \[(\w+), (\w+)\]", x) for x in products]
         return {x for pair in found for x in (pair.groups() if pair else ("none",))}
 
-    with jax.default_matmul_precision("default"):
-        assert precisions(jnp.float32) == {"HIGHEST"}
-        assert precisions(jnp.bfloat16) == NARROW[form]
+    assert precisions(jnp.float32) == {"HIGHEST"}
+    assert precisions(jnp.bfloat16) == NARROW[form]
 
 
 @pytest.mark.parametrize("size", [2.5, jnp.int32(4), "4"], ids=str)

@@ -201,6 +201,7 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--json", "/wibble/x.json"], "no folder /wibble"),
         (["--json", "."], "is a folder"),
         (["--report", "."], "is a folder"),
+        (["--json", "/dev/null"], "is a device or a pipe: name a file"),
         (["--out", "/dev/null/x"], "--out /dev/null/x cannot be written"),
         (["--tasks", "loss,lamda"], "'lamda' is unknown: choose from all, loss, "),
         (["--tasks", ","], "is unknown: choose from all"),

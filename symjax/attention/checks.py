@@ -1,16 +1,68 @@
 """What the arguments of mechanisms must be; messages name both sides."""
 
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+KINDS = {  # of arrays, as errors name them
+    jnp.number: "an array of numbers",
+    jnp.floating: "an array of floating numbers",
+    jnp.integer: "an array of whole numbers",
+    jnp.bool_: "a boolean array (True = attend)",
+}
+
 
 def check_count(who: str, name: str, value: int) -> None:
     """Refuse what is no whole number above 0, or one that only the device knows."""
-    if not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{who}: {name} must be an int, got {value}")
     if value < 1:
         raise ValueError(f"{who}: {name} must be at least 1, got {value}")
+
+
+def check_flag(who: str, name: str, value: bool) -> None:
+    """Refuse what is not Python's True or False: programs are compiled for it."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{who}: {name} must be True or False, got {value}")
+
+
+def check_number(who: str, name: str, value: Any) -> None:
+    """Refuse what is not one number, known or traced; None is left out."""
+    if hasattr(value, "shape"):
+        one, found = value.shape == (), value.shape
+    else:
+        one, found = value is None or isinstance(value, Real), repr(value)
+    if not one:
+        raise ValueError(f"{who}: {name} must be one number, got {found}")
+
+
+def check_function(who: str, attend: Callable) -> None:
+    """Refuse a mechanism by name where the function itself is wanted."""
+    if not callable(attend):
+        raise ValueError(f"{who}: attend must be a function, got {attend!r}")
+
+
+def check_kind(who: str, kind: type, **arrays: Any) -> None:
+    """Refuse what is no array of this kind, by its name; None is left out."""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, kind):
+            found = f"a {type(array).__name__}" if dtype is None else dtype
+            raise ValueError(f"{who}: {name} must be {KINDS[kind]}, got {found}")
+
+
+def as_array(who: str, name: str, value: Any) -> Array:
+    """What may be a number or a list as an array, or an error that names it."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{who}: {name} must be an array, got {value!r}") from None
 
 
 def check_arrays(who: str, **arrays: Array) -> None:
@@ -20,17 +72,16 @@ def check_arrays(who: str, **arrays: Array) -> None:
         ValueError: naming all of the arrays and their shapes, or the one whose numbers
             are not floating.
     """
-    if any(x.ndim != 4 for x in arrays.values()):
+    for name, array in arrays.items():
+        if array is None:
+            raise ValueError(f"{who}: {name} must be {KINDS[jnp.floating]}, got None")
+    check_kind(who, jnp.floating, **arrays)
+    if any(x.ndim != 4 or x.shape[2] == 0 for x in arrays.values()):
         shapes = ", ".join(str(x.shape) for x in arrays.values())
         raise ValueError(
-            f"{who}: {', '.join(arrays)} must be [batch, time, heads, size], "
-            f"got {shapes}"
+            f"{who}: {', '.join(arrays)} must be [batch, time, heads, size], heads not "
+            f"0, got {shapes}"
         )
-    for name, array in arrays.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(
-                f"{who}: {name} must be an array of floating numbers, got {array.dtype}"
-            )
 
 
 def check_heads(
@@ -49,6 +100,8 @@ def check_heads(
     check_arrays(who, query=query, key=key, value=value)
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         refuse("query and key must agree in batch and head size", query=query, key=key)
+    if query.shape[3] == 0:
+        refuse("query and key must have a size above 0", query=query, key=key)
     heads = key.shape[2] % value.shape[2] if branches else key.shape[2] - value.shape[2]
     if key.shape[:2] != value.shape[:2] or heads:
         refuse(
@@ -60,6 +113,7 @@ def check_heads(
 
 def check_mask(who: str, mask: Array, key: Array) -> None:
     """A mask may hide keys, the same for all rows and heads: [B or 1, 1, 1, S]."""
+    check_kind(who, jnp.bool_, mask=mask)
     shape = (1,) * (4 - mask.ndim) + mask.shape
     batch, length = key.shape[:2]
     fits = len(shape) == 4 and shape[0] in (1, batch) and shape[3] in (1, length)
@@ -68,5 +122,3 @@ def check_mask(who: str, mask: Array, key: Array) -> None:
             f"{who}: a mask may only hide keys, shape ({batch} or 1, 1, 1, {length}) "
             f"for key {key.shape}, got {mask.shape}"
         )
-    if mask.dtype != jnp.bool_:
-        raise ValueError(f"{who}: a mask is boolean, True = attend, got {mask.dtype}")

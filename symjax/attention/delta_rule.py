@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.checks import as_array, check_arrays
 from symjax.attention.chunks import Chunk, einsum, products, sum_dtype
 from symjax.attention.decayed_fused import FusedDelta
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
@@ -200,7 +201,8 @@ def _operands(
     Raises:
         ValueError: β or the decays do not fit the keys.
     """
-    beta = jnp.asarray(beta)
+    check_arrays(who, key=key)
+    beta = as_array(who, "beta", beta)
     if beta.shape != key.shape[:3]:
         raise ValueError(
             f"{who}: beta must be [B T K] {key.shape[:3]} for key {key.shape}, got "

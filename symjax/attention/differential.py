@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check_arrays
+from symjax.attention.checks import as_array, check_arrays, check_function
 from symjax.attention.scores import ScoreMechanism
 from symjax.attention.softmax import softmax
 
@@ -50,7 +50,9 @@ def differential_lambda(
     """
     shapes = [x.shape for x in (query_1, key_1, query_2, key_2)]
     if len(set(shapes)) > 1 or query_1.ndim != 1:
-        raise ValueError(f"the four λ vectors must have one length, got {shapes}")
+        raise ValueError(
+            f"differential_lambda: the four vectors must have one length, got {shapes}"
+        )
     wide = jnp.promote_types(query_1.dtype, jnp.float32)
     first = jnp.exp(jnp.sum(query_1.astype(wide) * key_1.astype(wide)))
     second = jnp.exp(jnp.sum(query_2.astype(wide) * key_2.astype(wide)))
@@ -85,22 +87,24 @@ def differential(
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1.
     """
+    check_function("differential", attend)
     check_arrays("differential", query=query, key=key, value=value)
     heads = query.shape[2] // 2
     if query.shape[2] % 2 or key.shape[2] != 2 * value.shape[2]:
         raise ValueError(
-            "differential attention needs two query and two key heads for each head, "
-            f"got query {query.shape}, key {key.shape}, value {value.shape}"
+            "differential: two query and two key heads are needed for each head, got "
+            f"query {query.shape}, key {key.shape}, value {value.shape}"
         )
     if heads % value.shape[2]:
         raise ValueError(
-            f"query heads must be a multiple of value heads, got query {query.shape} "
-            f"and value {value.shape}"
+            "differential: query heads must be a multiple of value heads, got query "
+            f"{query.shape} and value {value.shape}"
         )
-    lam = jnp.asarray(lam)
+    lam = as_array("differential", "lam", lam)
     if lam.shape not in ((), (heads,)):
         raise ValueError(
-            f"lam must be a scalar or one a head {(heads,)}, got {lam.shape}"
+            "differential: lam must be a scalar or one a head "
+            f"{(heads,)} of query {query.shape}, got {lam.shape}"
         )
     lam = jnp.broadcast_to(lam, (1, 1, heads))
     return _difference(query, key, value, lam, attend, options)
@@ -128,6 +132,7 @@ def differential_v2(
             that would be split between two key heads.
     Source: Ye et al. 2026, differential transformer V2 (microsoft/unilm).
     """
+    check_function("differential_v2", attend)
     check_arrays("differential_v2", query=query, key=key, value=value)
     if key.shape[2] != value.shape[2]:
         raise ValueError(
@@ -139,11 +144,12 @@ def differential_v2(
             "differential_v2 needs an even number of query heads for each key head, "
             f"got query {query.shape} and key {key.shape}"
         )
-    lam, wanted = jnp.asarray(lam), (*query.shape[:2], query.shape[2] // 2)
+    lam = as_array("differential_v2", "lam", lam)
+    wanted = *query.shape[:2], query.shape[2] // 2
     if lam.shape != wanted:
         raise ValueError(
-            f"lam must be [batch, time, heads] {wanted} for query {query.shape}, "
-            f"got {lam.shape}"
+            f"differential_v2: lam must be [batch, time, heads] {wanted} for query "
+            f"{query.shape}, got {lam.shape}"
         )
     return _difference(query, key, value, lam, attend, options)
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from symjax.attention.checks import as_array, check_arrays
 from symjax.attention.chunks import TILE, Chunk, einsum, products
 
 SMALL_TILE = 16  # tokens whose pairs take an exponential for each channel
@@ -53,8 +54,9 @@ def shared_or_own(
     Raises:
         ValueError: it does not fit the keys.
     """
+    check_arrays(who, key=key)
     batch, length, heads, size = key.shape
-    log_decay = jnp.asarray(log_decay)
+    log_decay = as_array(who, "log_decay", log_decay)
     given = log_decay.shape
     if given == (heads,):
         log_decay = log_decay[None, None]

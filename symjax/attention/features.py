@@ -79,7 +79,7 @@ class Features(NamedTuple):
 
 def named(who: str, table: dict[str, Features], name: str) -> Features:
     """The entry of a table of features, or an error that lists the table."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise ValueError(
             f"{who}: features {name!r} is unknown: choose from {', '.join(table)}"
         )

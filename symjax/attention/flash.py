@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import groups
-from symjax.attention.checks import check_count
+from symjax.attention.checks import check_count, check_flag, check_number
 from symjax.attention.gau import fixed_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
 from symjax.attention.masks import only_seen, visible_keys
@@ -65,7 +65,7 @@ def flash(
             a mask that hides pairs and not keys.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
-    rule = _rule("flash", group_size, is_causal, divisor, linear_divisor)
+    rule = _rule("flash", group_size, is_causal, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash", *arrays, mask, segment_ids)
     return groups.whole(rule, None, tokens, scale)
@@ -108,7 +108,7 @@ def flash_causal(
             axis_name, or a stretch that is not of whole groups.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
-    rule = _rule("flash_causal", group_size, True, divisor, linear_divisor)
+    rule = _rule("flash_causal", group_size, True, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash_causal", *arrays, mask, segment_ids, axis_name)
     check_axis("flash_causal", axis_name, state, return_state)
@@ -149,7 +149,7 @@ def flash_step(
     if not isinstance(state, FlashState):
         raise ValueError(f"flash_step needs a FlashState, got {shown_state(state)}")
     group_size = state.key.shape[1]
-    rule = _rule("flash_step", group_size, True, divisor, linear_divisor)
+    rule = _rule("flash_step", group_size, True, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash_step", *arrays, None, None)
     if query.shape[1] != 1:
@@ -189,10 +189,13 @@ def _rule(
     who: str,
     group_size: int,
     is_causal: bool,
+    scale: float | Array | None,
     divisor: float | None,
     linear_divisor: float | None,
 ) -> Rule:
     check_count(who, "group_size", group_size)
+    check_flag(who, "is_causal", is_causal)
+    check_number(who, "scale", scale)
     one, other = (
         fixed_divisor(f"{who}: {name}", group_size if given is None else given)
         for name, given in (("divisor", divisor), ("linear_divisor", linear_divisor))

@@ -15,10 +15,8 @@ def length_scale(visible: Int[Array, "*shape"], base: float) -> Shaped[Array, "*
     the whole sequence gave. Counts below 16 are taken as 16: a short row would
     otherwise be blurred.
 
-    Raises:
-        ValueError: base is not above 1.
+    Args:
+        base: above 1, as `softmax` sees to.
     Source: Su Jianlin 2021, spaces.ac.cn/archives/8823 and 9588 (base 512).
     """
-    if base <= 1:
-        raise ValueError(f"length_base must be above 1, got {base}")
     return jnp.log(jnp.maximum(visible, SHORTEST).astype(float)) / math.log(base)

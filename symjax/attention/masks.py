@@ -122,8 +122,8 @@ def visible_keys(
     """The keys that a mask which only hides keys leaves."""
     if mask is None:
         return jnp.ones((batch, length), bool)
-    flat = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask.reshape(1, 1)
-    return jnp.broadcast_to(flat, (batch, length))
+    mask = jax.lax.expand_dims(mask, range(4 - mask.ndim))
+    return jnp.broadcast_to(mask[:, 0, 0], (batch, length))
 
 
 def only_seen(

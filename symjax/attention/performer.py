@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.checks import check_kind, check_number
 from symjax.attention.favor import KINDS, Statistics, adapted
 from symjax.attention.features import RANDOM, RandomFeatures, default_projection, named
 from symjax.attention.noncausal import attend
@@ -66,7 +67,7 @@ def performer(
             rows every time.
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
         features: a name of the list above.
-        scale: of the scores, 1/√H by default.
+        scale: of the scores, above 0; 1/√H by default.
         statistics: of favor++ and favor#, from `favor_statistics`, which also decides
             whether `a` differs by direction. By default those of queries and keys with
             independent entries of variance 1, a = (1 − 2s − √((1 + 2s)² + 8s)) / 16
@@ -198,6 +199,8 @@ def _recurrence(
 ) -> tuple[Normalised, RandomFeatures]:
     """The recurrence and its parameters."""
     recurrence = Normalised(named(who, RANDOM, features))
+    check_kind(who, jnp.floating, query=query, key=key, projection=projection)
+    check_number(who, "scale", scale)
     size = query.shape[-1]
     if projection is None:
         projection = jnp.asarray(default_projection(size))

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check_count, check_heads, check_mask
+from symjax.attention.checks import check_count, check_heads, check_kind, check_mask
 from symjax.attention.chunks import (
     TILE,
     Tokens,
@@ -139,6 +139,8 @@ def attend_step(
     if query.shape[1] != 1:
         raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
     tokens = Tokens(query, key, value, operands)
+    if state is None:
+        raise ValueError(f"{who}: a step needs the state before its token, got None")
     state = _start(who, recurrence, parameters, state, tokens)
     return _step(recurrence, tokens, parameters, state)
 
@@ -206,6 +208,7 @@ def check_tokens(
 ) -> None:
     """Raise on shapes that do not fit, naming both; `causal` wants T = S."""
     check_heads(who, query, key, value)
+    check_kind(who, jnp.integer, segment_ids=segment_ids)
     if causal and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"{who}: as many queries as keys are needed here, got query {query.shape} "

@@ -14,7 +14,12 @@ from einops import repeat
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import engines, rows
-from symjax.attention.checks import check_heads
+from symjax.attention.checks import (
+    check_flag,
+    check_heads,
+    check_kind,
+    check_number,
+)
 from symjax.attention.masks import Visibility, only_seen
 from symjax.attention.ring import attend_ring
 from symjax.attention.rows import Operands, RowWeights, Rule, attend_rows
@@ -115,7 +120,9 @@ class ScoreMechanism:
             is_causal=is_causal,
             axis_name=axis_name,
         )
+        check_flag(self.name, "mask_self", mask_self)
         left, right = checked_window(self.name, window)
+        length_base = _checked_base(self.name, length_base)
         if 0 in (*query.shape[:2], key.shape[1]):  # no rows, or nothing that they see
             heads = query.shape[2] // (1 if lam is None else 2)
             return jnp.zeros((*query.shape[:2], heads, value.shape[-1]), value.dtype)
@@ -136,7 +143,7 @@ class ScoreMechanism:
         rule = Rule(
             self.weights,
             float(scale) if isinstance(scale, Real) else None,
-            float(length_base) if length_base else None,
+            length_base,
             offset=key.shape[1] - query.shape[1] if known else None,
             whole=implementation == "whole",
             dtypes=(key.dtype, value.dtype),
@@ -234,8 +241,11 @@ def check_scores(
     query, key, value, bias, mask = arrays
     lam, alibi, positions, segment_ids = more
     check_heads(who, query, key, value, branches=lam is not None)
-    if scale is not None and jnp.ndim(scale):
-        raise ValueError(f"{who}: scale must be one number, got {jnp.shape(scale)}")
+    check_kind(who, jnp.bool_, mask=mask)
+    check_kind(who, jnp.number, bias=bias, lam=lam, alibi=alibi)
+    check_kind(who, jnp.integer, positions=positions, segment_ids=segment_ids)
+    check_number(who, "scale", scale)
+    check_flag(who, "is_causal", is_causal)
     if is_causal and positions is None and key.shape[1] < query.shape[1]:
         raise ValueError(
             f"{who}: causal attention aligns the last query with the last key and "
@@ -265,10 +275,6 @@ def check_scores(
         raise ValueError(
             f"{who}: positions have no meaning with axis_name {axis_name!r}"
         )
-    if mask is not None and mask.dtype != jnp.bool_:
-        raise ValueError(
-            f"{who}: mask must be boolean (True = attend), got {mask.dtype}"
-        )
     if segment_ids is not None and not (
         segment_ids.shape == query.shape[:2] == key.shape[:2]
     ):
@@ -281,6 +287,15 @@ def check_scores(
 def _broadcasts(array: Array, shape: tuple[int, ...]) -> bool:
     sizes = zip(array.shape, shape, strict=False)
     return array.ndim == len(shape) and all(x in (1, y) for x, y in sizes)
+
+
+def _checked_base(who: str, base: float | None) -> float | None:
+    """The base of the length scale as Python's number; None is off."""
+    if not base:
+        return None
+    if not 1 < base < math.inf:
+        raise ValueError(f"{who}: length_base must be above 1 and finite, got {base}")
+    return float(base)
 
 
 def checked_window(who: str, window: Any) -> tuple[int | None, int | None]:

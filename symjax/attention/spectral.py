@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check_arrays, check_mask
+from symjax.attention.checks import as_array, check_arrays, check_mask, check_number
 from symjax.attention.chunks import einsum
 from symjax.attention.meshes import on_any_mesh, rows_alone
 
@@ -68,6 +68,8 @@ def matrix_function(
         Functions of Matrices, chapter 1.
     """
     _check(query, value, mask, segment_ids)
+    check_number("matrix_function", "scale", scale)
+    check_number("matrix_function", "alpha", alpha)
     name, parameter = _parsed(function, alpha)
     return _rows(name, Operands(query, value, parameter, scale, mask))
 
@@ -117,7 +119,8 @@ def _parsed(function: Any, alpha: Any) -> tuple[str | None, Any]:
             return function, -1.0 if alpha is None else alpha
         name, parameter = function, None
     else:
-        name, parameter = None, jnp.asarray(function)
+        name = None
+        parameter = as_array("matrix_function", "function", function)
         if parameter.ndim != 1 or not parameter.size:
             raise ValueError(
                 "matrix_function: the coefficients of a polynomial are a₀, a₁, …, got "

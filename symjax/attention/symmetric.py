@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check_arrays
+from symjax.attention.checks import check_arrays, check_function
 from symjax.attention.softmax import softmax
 
 NORMALISERS = ("unit", "rms")
@@ -39,7 +39,8 @@ def symmetric_key(
     """
     if normalise not in (None, *NORMALISERS):
         raise ValueError(
-            f"normalise {normalise!r} is unknown: choose from {', '.join(NORMALISERS)}"
+            f"symmetric_key: normalise {normalise!r} is unknown: choose from "
+            f"{', '.join(NORMALISERS)}"
         )
     check_arrays("symmetric_key", query=query)
     key = query
@@ -47,8 +48,8 @@ def symmetric_key(
         heads, size = query.shape[-2:]
         if metric.shape != (heads, size, size):
             raise ValueError(
-                f"metric must be [heads, size, size] {(heads, size, size)} for query "
-                f"{query.shape}, got {metric.shape}"
+                f"symmetric_key: metric must be [heads, size, size] "
+                f"{(heads, size, size)} for query {query.shape}, got {metric.shape}"
             )
         key = jnp.einsum("nhg,btng->btnh", metric.astype(query.dtype), query)
     if normalise is None:
@@ -88,10 +89,11 @@ def symmetric(
     Source: Courtois et al. 2024, arXiv:2406.06366 (a metric); Kitaev et al. 2020,
         arXiv:2001.04451 (shared and normalised keys).
     """
+    check_function("symmetric", attend)
     check_arrays("symmetric", query=query, value=value)
     if query.shape[2] != value.shape[2]:
         raise ValueError(
-            "symmetric keys need as many value heads as query heads, got query "
+            "symmetric: as many value heads as query heads are needed, got query "
             f"{query.shape} and value {value.shape}"
         )
     key = symmetric_key(query, metric, normalise=normalise)

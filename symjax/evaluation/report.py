@@ -99,6 +99,8 @@ def check_file(path: Path | epath.Path, flag: str) -> None:
     """Raises: ValueError: the file cannot be written; called before the long work."""
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file")
+    if path.exists() and not path.is_file():  # a new file would replace the device
+        raise ValueError(f"{flag} {path} is a device or a pipe: name a file")
     folder = path.parent if in_bucket(path) else path.absolute().parent
     if not in_bucket(path) and not folder.is_dir():
         raise ValueError(f"{flag} {path} cannot be written: no folder {path.parent}")

@@ -1,0 +1,144 @@
+"""Arguments that no mechanism takes: one line that names function and argument."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax import attention as A
+
+B, T, N, H = 2, 5, 3, 4
+X = np.ones((B, T, N, H), np.float32)
+TWO = np.ones(2, np.float32)
+IDS = np.ones((B, T), np.float32)
+WRONG = {
+    "softmax: query must be an array of floating numbers, got a list": lambda: (
+        A.softmax(X.tolist(), X, X)
+    ),
+    "linear: value must be an array of floating numbers, got None": lambda: A.linear(
+        X, X, None
+    ),
+    f"cosine: .* heads not 0, got {(B, T, 0, H)}": lambda: A.cosine(X[:, :, :0], X, X),
+    f"linear: .* size above 0, got query {(B, T, N, 0)} and key": lambda: A.linear(
+        X[..., :0], X[..., :0], X
+    ),
+    "softmax: scale must be one number, got 'a'": lambda: A.softmax(X, X, X, scale="a"),
+    "performer: scale must be one number, got (2,)": lambda: A.performer(
+        X, X, X, scale=TWO
+    ),
+    "flash: scale must be one number, got (2,)": lambda: A.flash(
+        X, X, X, X, X, scale=TWO
+    ),
+    "matrix_function: scale must be one number, got (2,)": lambda: A.matrix_function(
+        X, X, "exp", scale=TWO
+    ),
+    "matrix_function: alpha must be one number, got (2,)": lambda: A.matrix_function(
+        X, X, "resolvent", alpha=TWO
+    ),
+    "matrix_function: function must be an array, got None": lambda: A.matrix_function(
+        X, X, None
+    ),
+    "softmax: length_base must be above 1 and finite, got nan": lambda: A.softmax(
+        X, X, X, length_base=float("nan")
+    ),
+    "softmax: is_causal must be True or False, got 1": lambda: A.softmax(
+        X, X, X, is_causal=1
+    ),
+    "softmax: mask must be a boolean array (True = attend), got float32": lambda: (
+        A.softmax(X, X, X, mask=np.ones((1, 1, T, T), np.float32))
+    ),
+    "softmax: bias must be an array of numbers, got bool": lambda: A.softmax(
+        X, X, X, bias=np.ones((1, 1, T, T), bool)
+    ),
+    "softmax: positions must be an array of whole numbers, got float32": lambda: (
+        A.softmax(X, X, X, positions=IDS)
+    ),
+    "softmax: segment_ids must be an array of whole numbers, got float32": lambda: (
+        A.softmax(X, X, X, segment_ids=IDS)
+    ),
+    "linear: segment_ids must be an array of whole numbers, got float32": lambda: (
+        A.linear(X, X, X, segment_ids=IDS)
+    ),
+    "linear: mask must be a boolean array (True = attend), got a list": lambda: (
+        A.linear(X, X, X, mask=[[True]])
+    ),
+    "linear: features ['elu'] is unknown": lambda: A.linear(X, X, X, features=["elu"]),
+    "linear_causal: chunk_size must be an int, got True": lambda: A.linear_causal(
+        X, X, X, chunk_size=True
+    ),
+    "decay_causal: log_decay must be an array, got None": lambda: A.decay_causal(
+        X, X, X, None
+    ),
+    "decay_causal: key must be [batch, time, heads, size]": lambda: A.decay_causal(
+        X[0], X[0], X[0], TWO
+    ),
+    "delta_causal: beta must be an array, got None": lambda: A.delta_causal(
+        X, X, X, None
+    ),
+    "delta_causal: key must be [batch, time, heads, size]": lambda: A.delta_causal(
+        X[0], X[0], X[0], TWO
+    ),
+    "linear_step: a step needs the state before its token, got None": lambda: (
+        A.linear_step(None, *[X[:, :1]] * 3)
+    ),
+    "differential: attend must be a function, got 'softmax'": lambda: A.differential(
+        X, X, X, 0.5, attend="softmax"
+    ),
+    "symmetric: attend must be a function, got 'softmax'": lambda: A.symmetric(
+        X, X, attend="softmax"
+    ),
+    "differential_v2: lam must be an array, got None": lambda: A.differential_v2(
+        X[:, :, :2], X[:, :, :1], X[:, :, :1], None
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_argument_is_named_with_its_function(message):
+    start, *rest = message.split(".*")
+    pattern = ".*".join(re.escape(part) for part in (start, *rest))
+    with pytest.raises(ValueError, match=f"^{pattern}") as refusal:
+        WRONG[message]()
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_switch_that_is_traced_is_refused_and_later_calls_work():
+    """Programs are kept for the switches: an array among them broke other calls."""
+    wanted = A.softmax(X, X, X, mask_self=True)
+    with pytest.raises(ValueError, match="softmax: mask_self must be True or False"):
+        jax.jit(lambda hide: A.softmax(X, X, X, mask_self=hide))(True)
+    with pytest.raises(ValueError, match="softmax: mask_self must be True or False"):
+        A.softmax(X, X, X, mask_self=jnp.array(True))
+    np.testing.assert_array_equal(A.softmax(X, X, X, mask_self=True), wanted)
+
+
+NONE, HIDDEN = X[:, :0], np.ones((B, 1, 1, 0), bool)
+EMPTY = {
+    "cosine": lambda q: A.cosine(q, NONE, NONE, HIDDEN),
+    "cosine_causal": lambda q: A.cosine_causal(q[:, :0], NONE, NONE, HIDDEN),
+    "decay_causal": lambda q: A.decay_causal(
+        q[:, :0], NONE, NONE, np.zeros(N, np.float32), HIDDEN
+    ),
+    "delta_causal": lambda q: A.delta_causal(
+        q[:, :0], NONE, NONE, NONE[..., 0], None, HIDDEN
+    ),
+    "flash": lambda q: A.flash(q[:, :0], *[NONE] * 4, HIDDEN),
+    "flash_causal": lambda q: A.flash_causal(
+        q[:, :0], *[NONE] * 4, HIDDEN, return_state=True
+    )[0],
+    "linear": lambda q: A.linear(q, NONE, NONE, HIDDEN),
+    "a function": lambda q: A.linear(q, NONE, NONE, HIDDEN, features=jnp.square),
+    "linear_causal": lambda q: A.linear_causal(q[:, :0], NONE, NONE, HIDDEN),
+    "performer": lambda q: A.performer(q, NONE, NONE, mask=HIDDEN),
+    "performer_causal": lambda q: A.performer_causal(q[:, :0], NONE, NONE, mask=HIDDEN),
+    "softmax": lambda q: A.softmax(q, NONE, NONE, mask=HIDDEN),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_no_tokens_with_a_mask_give_nothing(name):
+    output = EMPTY[name](X)
+    assert output.shape in (X.shape, NONE.shape)
+    np.testing.assert_array_equal(output, 0)

@@ -200,7 +200,9 @@ def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None,
                 def weigh(here: Given) -> tuple[Array, Array]:
                     scores = _scores(turn, here, seen)
                     weights = jnp.exp(scores - logarithm[..., None])
-                    return weights.sum(axis=-1), weighed(weights, here.value)
+                    # In wide floats, so that both changes of weights cancel.
+                    values = weighed(weights, here.value.astype(wide))
+                    return weights.sum(axis=-1), values
 
                 here = given._replace(query=query, key=keys[0], value=keys[1])
                 (found,) = jax.vjp(weigh, here)[1]((against, change))

@@ -248,23 +248,29 @@ def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> 
         exact = jax.lax.Precision.HIGHEST
         subtracted = jnp.einsum("bnt,bnts->bnts", factor, second, precision=exact)
         weights = weights - subtracted
-    rows = weighed(weights, operands.value.astype(dtype))
-    if divisor is not None:
-        rows = _divided(rows, divisor)
-    return rows.astype(dtype)
+    value = operands.value.astype(dtype)
+    if divisor is None:
+        return weighed(weights, value).astype(dtype)
+    return _averaged(weights, divisor, value).astype(dtype)
 
 
 @jax.custom_jvp
-def _divided(rows: Array, divisor: Array) -> Array:
-    """rows / divisor. Its derivative needs the quotient, which is kept, not rows."""
-    return rows / divisor
+def _averaged(weights: Array, divisor: Array, value: Array) -> Array:
+    """Values added up by weights, over what divides these."""
+    return weighed(weights, value) / divisor
 
 
-@_divided.defjvp
-def _divided_change(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    (rows, divisor), (change, shift) = primals, tangents
-    output = checkpoint_name(rows / divisor, KEPT)
-    return output, (change - output * shift) / divisor
+@_averaged.defjvp
+def _averaged_change(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """It needs the quotient, which is kept, and no other rows.
+
+    Softmax subtracts the mean change of a row's scores from each: both products in the
+    weights' type, or what rounding left would not cancel.
+    """
+    (weights, divisor, value), (change, shift, moved) = primals, tangents
+    output = checkpoint_name(weighed(weights, value) / divisor, KEPT)
+    rows = weighed(change, value.astype(weights.dtype)) + weighed(weights, moved)
+    return output, (rows - output * shift) / divisor
 
 
 def scored(

@@ -21,6 +21,7 @@ class Case(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     exact: Callable | None = None  # None: itself
     scale: float = 1.0  # of queries and keys
+    mean: float = 0.0  # of the last operand, values
 
 
 def cases(tokens: int) -> dict[str, Case]:
@@ -54,6 +55,9 @@ def cases(tokens: int) -> dict[str, Case]:
             f"differential V2, {name}": Case(
                 *(second, (pairs[0], key, value, (b, t, n))),
                 partial(second, implementation="whole"),
+            ),
+            f"softmax, {name}, values + 4": Case(
+                partial(attention.softmax, is_causal=causal), plain, whole, mean=4.0
             ),
             f"softmax, {name}, rows": Case(rows, plain, whole),
             f"softmax, {name}, whole": Case(whole, plain),
@@ -151,6 +155,7 @@ def errors(case: Case) -> dict[str, dict[str, Any]]:
     scales = [case.scale] * 2 + [1.0] * (len(case.shapes) - 2)
     pairs = zip(scales, case.shapes, strict=True)
     draw = [scale * rng.standard_normal(shape) for scale, shape in pairs]
+    draw[-1] += case.mean
     rows = {}
     for dtype, limit in LIMITS.items():
         arrays = [jnp.asarray(x, dtype) for x in draw]

@@ -84,6 +84,9 @@ def cases(tokens: int) -> dict[str, Case]:
             "differential over linear": Case(linear, (*pairs, (n,))),
             "retention": Case(retention, plain),
             "gated decay": Case(gated, (*plain, key)),
+            "delta rule": Case(delta, (*plain, (b, t, k))),
+            "gated delta rule": Case(delta, (*plain, (b, t, k), (b, t, k))),
+            "delta rule, gated channels": Case(delta, (*plain, (b, t, k), key)),
         }
     )
 
@@ -108,11 +111,13 @@ def gated(query, key, value, gate):
     return attention.decay_causal(query, key, value, log_decay)
 
 
-def delta(query, key, value, beta):
-    """With keys of length one, as the layer has them."""
-    wide = key.astype(jnp.float32)
-    key = (wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)).astype(key.dtype)
-    return attention.delta_causal(query, key, value, jax.nn.sigmoid(beta))
+def delta(query, key, value, beta, gate=None):
+    """With keys of length one and β in float32 at least, as the layer has them."""
+    dtype = jnp.promote_types(key.dtype, jnp.float32)
+    beta, long = jax.nn.sigmoid(beta.astype(dtype)), key.astype(dtype)
+    key = (long / jnp.linalg.norm(long, axis=-1, keepdims=True)).astype(key.dtype)
+    log_decay = None if gate is None else attention.gated_log_decay(gate)
+    return attention.delta_causal(query, key, value, beta, log_decay)
 
 
 def _performers(shapes: tuple[tuple[int, ...], ...]) -> dict[str, Case]:

@@ -3,6 +3,7 @@
     python -m benchmarks.golden record golden.json         # before the change
     python -m benchmarks.golden compare golden.json        # after it: losses and cost
     python -m benchmarks.golden compare golden.json --evaluations --only softmax,flash
+    python -m benchmarks.golden compare golden.json --float64   # losses, exactly
 
 Each model trains 20 steps in float32 on a text that this file generates. Recorded are
 its losses, the compiled cost of its training step and what eval.py says of its last
@@ -14,7 +15,11 @@ checkpoint; the runs are kept in a folder beside the JSON file, so that with
   beside them, so that a rounding error on the edge of two decimals is no difference),
 - FLOPs, bytes accessed or temporary bytes of the step grew above 1.02 times.
 
-Losses and cost depend on the compiler: record and compare with one version of jax on
+Another order of sums moves a float32 loss too, and training amplifies it: retnet by
+3e-5 in 20 steps. --float64 tells that from another function. It trains from a copy of
+the sources in which float64 stands for float32, and exits with 1 if a loss moved by
+more than 1e-12. These losses hold on any machine; the others and the cost depend on
+the compiler: record and compare with one version of jax on
 one kind of machine. `compare` names a version or processor that differs.
 
 What it relies on: the command lines of train.py and eval.py, configuration keys, the
@@ -36,6 +41,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LOSS, COST, EDGE = 1e-6, 1.02, 1e-6  # what may move: losses, cost, evaluations
+EXACT = 1e-12  # losses in float64
 
 KEYS = {
     "model.width": 32,
@@ -85,12 +91,15 @@ def main(words: list[str]) -> int:
     parser.add_argument("file", type=Path, help="the JSON of golden numbers")
     parser.add_argument("--only", default=",".join(MODELS), help="models, by name")
     parser.add_argument("--evaluations", action="store_true", help="compare them too")
+    parser.add_argument("--float64", action="store_true", help="compare these losses")
     chosen = parser.parse_args(words)
     names = chosen.only.split(",")
     if unknown := set(names) - set(MODELS):
         parser.error(f"--only {unknown}: choose from {', '.join(MODELS)}")
     if chosen.action == "record":
         return record(chosen.file, names)
+    if chosen.float64:
+        return compare_in_float64(chosen.file, names)
     return compare(chosen.file, names, chosen.evaluations)
 
 
@@ -110,6 +119,7 @@ def record(file: Path, names: list[str]) -> int:
         workdir.parent.mkdir(parents=True, exist_ok=True)
         models[name] = train(name, workdir)
         models[name]["evaluation"] = evaluate(name, workdir)
+        models[name]["float64"] = losses_in_float64(name)
         file.write_text(_json(found))
         print(f"{name:10} loss {models[name]['losses'][-1]:.4f}", flush=True)
     return 0
@@ -142,21 +152,35 @@ def compare(file: Path, names: list[str], evaluations: bool) -> int:
     return int(moved)
 
 
+def compare_in_float64(file: Path, names: list[str]) -> int:
+    models, moved = json.loads(file.read_text())["models"], False
+    for name in names:
+        found = losses_in_float64(name)
+        line, beyond = loss_difference(models[name]["float64"], found, EXACT)
+        print(f"{name:10} {line}", flush=True)
+        moved |= beyond
+    print("moved" if moved else "nothing moved")
+    return int(moved)
+
+
 Line = tuple[str, bool]  # what is said, and whether it is beyond bounds
 
 
 def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[Line]:
     """Losses and cost, a line each."""
-    pairs = list(zip(wanted["losses"], found["losses"], strict=True))
-    apart = [abs(a - b) for a, b in pairs]
-    step = next((i for i, d in enumerate(apart, 1) if not d <= LOSS), 0)
-    where = f", above {LOSS:g} from step {step} on" if step else ""
-    lines = [(f"losses moved by at most {max(apart):.1e}{where}", step > 0)]
+    lines = [loss_difference(wanted["losses"], found["losses"], LOSS)]
     ratios = {key: found["cost"][key] / max(n, 1) for key, n in wanted["cost"].items()}
     shown = ", ".join(f"{key} {ratio:.3f}" for key, ratio in ratios.items())
     above = any(ratio > COST for ratio in ratios.values())
     lines.append((f"cost: {shown}" + (f", above {COST}" if above else ""), above))
     return lines
+
+
+def loss_difference(wanted: list[float], found: list[float], bound: float) -> Line:
+    apart = [abs(a - b) for a, b in zip(wanted, found, strict=True)]
+    step = next((i for i, d in enumerate(apart, 1) if not d <= bound), 0)
+    where = f", above {bound:g} from step {step} on" if step else ""
+    return f"losses moved by at most {max(apart):.1e}{where}", step > 0
 
 
 def evaluation_differences(wanted: Any, found: Any) -> list[Line]:
@@ -211,7 +235,7 @@ def _processor() -> str:
     return " ".join([platform.machine(), *(x for x in known if x in flags)])
 
 
-def train(name: str, workdir: Path) -> dict[str, Any]:
+def train(name: str, workdir: Path, root: Path = ROOT, **environment: str) -> dict:
     """Losses of every step, and the cost of the compiled step."""
     config, changes = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +247,9 @@ def train(name: str, workdir: Path) -> dict[str, Any]:
             words[1] += ".py:tiny"
         words += [f"--config.{key}={value}" for key, value in keys.items()]
         words += ["--workdir", str(workdir.absolute())]
-        _run(__file__, "train", str(cost), *words, JAX_ENABLE_COMPILATION_CACHE="0")
+        words = [str(root / "benchmarks" / "golden.py"), "train", str(cost), *words]
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "0"
+        _run(*words, root=root, **environment)
         lines = (workdir / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if "train/loss" in row]
         return {
@@ -232,10 +258,24 @@ def train(name: str, workdir: Path) -> dict[str, Any]:
         }
 
 
+def losses_in_float64(name: str) -> list[float]:
+    """Of a copy of the sources in which float64 stands for float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "copy")
+        for part in ("symjax", "configs", "benchmarks"):
+            shutil.copytree(ROOT / part, root / part)
+        shutil.copy(ROOT / "train.py", root)
+        for file in (root / "symjax").rglob("*.py"):
+            file.write_text(file.read_text().replace("float32", "float64"))
+        return train(name, Path(folder, "run"), root, JAX_ENABLE_X64="1")["losses"]
+
+
 def _train(cost: Path, words: list[str]) -> int:
     """train.py in this process, and in the file `cost` that of its largest program."""
     import jax
 
+    if jax.config.read("jax_enable_x64"):
+        jax.numpy.float32 = jax.numpy.float64  # the default of Flax's weights
     compile_it, most = jax.stages.Lowered.compile, -1.0
 
     def compiled(self, *arguments, **options):
@@ -267,12 +307,12 @@ def evaluate(name: str, workdir: Path) -> dict[str, Any]:
         return json.loads(file.read_text()) | {"sample": sample}
 
 
-def _run(*words: str, **environment: str) -> str:
+def _run(*words: str, root: Path = ROOT, **environment: str) -> str:
     """What a Python program prints, on one CPU device; ends all if it fails."""
     changes = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
     command = [sys.executable, *words]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | changes, capture_output=True, text=True
+        command, cwd=root, env=os.environ | changes, capture_output=True, text=True
     )
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")

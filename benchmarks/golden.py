@@ -15,11 +15,11 @@ checkpoint; the runs are kept in a folder beside the JSON file, so that with
   beside them, so that a rounding error on the edge of two decimals is no difference),
 - FLOPs, bytes accessed or temporary bytes of the step grew above 1.02 times.
 
-Another order of sums moves a float32 loss too, and training amplifies it: retnet by
-3e-5 in 20 steps. --float64 tells that from another function. It trains from a copy of
-the sources in which float64 stands for float32, and exits with 1 if a loss moved by
-more than 1e-12. These losses hold on any machine; the others and the cost depend on
-the compiler: record and compare with one version of jax on
+Another order of sums or another processor moves a float32 loss, too, and training
+amplifies that, in 20 steps to as much as 4e-4. --float64 tells it from another function:
+it trains from a copy of the sources in which float64 stands for float32, and exits with
+1 if a loss moved by more than 1e-12. These losses hold on any machine; the others and
+the cost depend on the compiler: record and compare with one version of jax on
 one kind of machine. `compare` names a version or processor that differs.
 
 What it relies on: the command lines of train.py and eval.py, configuration keys, the

@@ -16,11 +16,11 @@ checkpoint; the runs are kept in a folder beside the JSON file, so that with
 - FLOPs, bytes accessed or temporary bytes of the step grew above 1.02 times.
 
 Another order of sums or another processor moves a float32 loss, too, and training
-amplifies that, in 20 steps to as much as 4e-4. --float64 tells it from another function:
-it trains from a copy of the sources in which float64 stands for float32, and exits with
-1 if a loss moved by more than 1e-12. These losses hold on any machine; the others and
-the cost depend on the compiler: record and compare with one version of jax on
-one kind of machine. `compare` names a version or processor that differs.
+amplifies that, in 20 steps to as much as 4e-4. --float64 tells it from another
+function: it trains from a copy of the sources in which float64 stands for float32, and
+exits with 1 if a loss moved by more than 1e-12. These losses hold on any machine; the
+others and the cost depend on the compiler: record and compare with one version of jax
+on one kind of machine. `compare` names a version or processor that differs.
 
 What it relies on: the command lines of train.py and eval.py, configuration keys, the
 names `step` and `train/loss` in metrics.jsonl, the JSON of eval.py, and that training

@@ -38,10 +38,6 @@ def mechanisms() -> tuple[str, ...]:
     return tuple(MECHANISMS)
 
 
-def group(kind: type) -> Any:
-    return dataclasses.field(default_factory=kind)
-
-
 @dataclass(frozen=True)
 class Attention:
     """The attention layer: mechanism, keys, differential maps, execution."""
@@ -217,7 +213,7 @@ class Model:
         "mechanisms repeated over depth, instead of one for all: performer,softmax",
         mechanisms,
     )
-    attention: Attention = group(Attention)
+    attention: Attention = Attention()
 
 
 @dataclass(frozen=True)
@@ -408,13 +404,13 @@ class Config:
         "start from the weights of this workdir, or of a folder with a Llama, a "
         "DiffLlama or a GPT-2, converted to this model",
     )
-    model: Model = group(Model)
-    data: Data = group(Data)
-    optimizer: Optimizer = group(Optimizer)
-    mesh: Mesh = group(Mesh)
-    evaluate: Evaluate = group(Evaluate)
-    checkpoint: Checkpoint = group(Checkpoint)
-    log: Log = group(Log)
+    model: Model = Model()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    mesh: Mesh = Mesh()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
 
 
 def is_causal(model: Model) -> bool:

@@ -1,12 +1,13 @@
 """Figures as PNG: curves, and matrices of numbers as colours."""
 
-import importlib
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+from symjax.optional import needed
 
 MANY = 24  # rows of a grid, with which it is drawn large and its labels small
 FEW = 40  # points of a curve, each of which is marked
@@ -71,12 +72,7 @@ Figure = Lines | Grid | Panels
 
 def check_figures() -> None:
     """Raises: ValueError: matplotlib is not installed; called before the long work."""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise ValueError(
-            "figures need matplotlib: pip install 'symjax[plots]'"
-        ) from error
+    needed("matplotlib", "figures need matplotlib: pip install 'symjax[plots]'")
 
 
 def png(figure: Figure, *, dpi: int = DPI) -> bytes:

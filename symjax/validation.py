@@ -6,6 +6,7 @@ import dataclasses
 import math
 import typing
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from symjax.config import Config
@@ -55,13 +56,9 @@ def check(options: Any, prefix: str = "") -> None:
     Raises:
         ValueError: naming the key, what it may be, and what it is.
     """
-    kinds = typing.get_type_hints(type(options))
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if dataclasses.is_dataclass(value):
-            check(value, f"{prefix}{field.name}.")
-        else:
-            _check_value(f"{prefix}{field.name}", value, kinds[field.name], field)
+    for name, kind, field in fields(type(options), prefix):
+        value = attrgetter(name.removeprefix(prefix))(options)
+        _check_value(name, value, kind, field)
 
 
 def to_dict(options: Config) -> dict[str, Any]:
@@ -69,27 +66,15 @@ def to_dict(options: Config) -> dict[str, Any]:
     return dataclasses.asdict(options)
 
 
-def differences(left: dict[str, Any], right: dict[str, Any]) -> dict[str, str]:
-    """Key → `key: left → right` for each in which two configurations must not differ.
-
-    A key that one of them does not have yet counts as its default.
-    """
-    left, right = (to_dict(from_dict(tree)) for tree in (left, right))
+def differences(left: Config, right: Config) -> dict[str, str]:
+    """Key → `key: left → right` for each in which two runs must not differ."""
     found = {}
     for name, _, _ in fields():
         if name.split(".")[0] in FIXED and name not in FREE:
-            one, other = lookup(left, name), lookup(right, name)
+            one, other = map(attrgetter(name), (left, right))
             if one != other:
                 found[name] = f"{name}: {one!r} → {other!r}"
     return found
-
-
-def lookup(tree: dict[str, Any], name: str) -> Any:
-    """The value at a dotted name."""
-    value: Any = tree
-    for part in name.split("."):
-        value = value[part]
-    return value
 
 
 def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:

@@ -10,11 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SYMJAX = ROOT / "symjax"
-MODELS = {"attention", "config", "layers", "models", "validation"}
+MODELS = {"attention", "config", "layers", "models", "optional", "validation"}
 # What each room may import from symjax, itself included.
 MAY = {
     "__init__": set(),
-    "figures": set(),
+    "figures": {"optional"},
+    "optional": set(),
     "tables": set(),
     "attention": {"attention", "tables"},
     "config": {"attention"},
@@ -23,7 +24,7 @@ MAY = {
     "places": set(),
     "layers": {"attention", "config", "layers"},
     "models": MODELS,
-    "data": {"config", "data", "files", "places"},
+    "data": {"config", "data", "files", "optional", "places"},
     "training": MODELS | {"data", "figures", "files", "places", "tables", "training"},
     "exchange": MODELS | {"data", "exchange", "files", "places", "training"},
     "evaluation": MODELS

@@ -13,9 +13,11 @@ def test_only_what_changes_no_function_may_differ_in_the_model():
     other["model"].update(remat="full", scan_layers=True)
     other["model"]["attention"]["implementation"] = "fused"
     other["steps"] = 7
-    assert differences(TREE, other) == {}
+    assert differences(*map(from_dict, (TREE, other))) == {}
     other["model"]["width"] = 8
-    assert [*differences(TREE, other).values()] == ["model.width: 256 → 8"]
+    assert [*differences(*map(from_dict, (TREE, other))).values()] == [
+        "model.width: 256 → 8"
+    ]
 
 
 def test_what_older_checkpoints_call_remat_is_read():

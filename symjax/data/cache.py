@@ -129,10 +129,6 @@ def _lock(place: Path) -> filelock.BaseFileLock:
     return filelock.FileLock(place.with_name(f".{place.name}.lock"))
 
 
-def _unfinished(place: Path) -> Path:
-    return place.with_name(f"{UNFINISHED}{place.name}")
-
-
 def _sweep(folder: Path) -> None:
     """Remove what killed processes left, but nothing that one is writing now."""
     for rest in folder.glob(f"{UNFINISHED}*"):
@@ -145,7 +141,7 @@ def _sweep(folder: Path) -> None:
 def _build(options: config.Data, place: Path, pack: Pack) -> None:
     """Pack into a folder of another name, which is then moved to its place."""
     files = sources.files(options)
-    stamp, unfinished = stamp_of(files), _unfinished(place)
+    stamp, unfinished = stamp_of(files), place.with_name(f"{UNFINISHED}{place.name}")
     _sweep(place.parent)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     unfinished.mkdir()

@@ -14,6 +14,8 @@ from symjax import config
 from symjax.data import hub, sources, splits
 from symjax.data.formats import Refused
 from symjax.data.opening import named
+from symjax.data.texts import read_pieces
+from symjax.optional import needed
 
 SOURCES = ("packages", "digits")  # those whose examples always have labels
 
@@ -60,7 +62,8 @@ def _packages() -> Source:
     files = sources.packages()
     names = list(files)
     paths = {name: path for package in files.values() for name, path in package.items()}
-    texts = [sources.read(path, "data.source=packages") for path in paths.values()]
+    key = "data.source=packages"
+    texts = ["".join(read_pieces(path, key)) for path in paths.values()]
     labels = [i for i, name in enumerate(names) for _ in files[name]]
     held = splits.stratified(map(splits.sha256, paths), labels)
     return Source(texts, labels, held, names, 0, {})
@@ -72,13 +75,8 @@ def _digits() -> Source:
     Raises:
         ValueError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise ValueError(
-            "data.source=digits needs scikit-learn: pip install 'symjax[digits]'"
-        ) from error
-    found: Any = load_digits()
+    line = "data.source=digits needs scikit-learn: pip install 'symjax[digits]'"
+    found = needed("sklearn.datasets", line).load_digits()
     images = list(found.images.astype(np.uint8)[..., None])
     labels = [int(label) for label in found.target]
     held = splits.stratified(map(splits.sha256, images), labels)

@@ -85,11 +85,6 @@ def is_heldout(tokens: np.ndarray) -> np.ndarray:
 def check(options: config.Data, length: int) -> None:
     """Raises: ValueError: naming the task, its options and the length."""
     source = options.source
-    if options.symbols < 2 or options.items < 1:
-        raise ValueError(
-            f"data.source={source} needs data.symbols of at least 2 and data.items of "
-            f"at least 1, got {options.symbols} and {options.items}"
-        )
     if source in ("mqar", "needle") and options.items > options.symbols:
         raise ValueError(
             f"data.source={source}: data.items {options.items} different keys need as "

@@ -252,8 +252,11 @@ def _files(path: str) -> dict[str, tuple[Path, bool]]:
         found = [piece] if named else sorted(glob.glob(piece, recursive=True))
         if os.path.isdir(piece):
             named, found = False, _texts_below(piece)
-        elif named:
-            _check_regular(piece)
+        elif named and not os.path.isfile(piece):
+            what = (
+                "is not a regular file" if os.path.exists(piece) else "does not exist"
+            )
+            raise ValueError(f"data.path {piece!r} {what}")
         found = [name for name in found if os.path.isfile(name)]
         if not found:
             raise ValueError(f"data.path {piece!r} matches no file")
@@ -285,15 +288,3 @@ def _texts_below(folder: str) -> list[str]:
                 )
             found.append(path)
     return found
-
-
-def _check_regular(name: str) -> None:
-    if not os.path.exists(name):
-        raise ValueError(f"data.path {name!r} does not exist")
-    if not os.path.isfile(name):
-        raise ValueError(f"data.path {name!r} is not a regular file")
-
-
-def read(path: Path, key: str) -> str:
-    """Raises: ValueError: the file cannot be read, or is not UTF-8."""
-    return "".join(read_pieces(path, key))

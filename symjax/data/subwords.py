@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from symjax.optional import needed
+
 REPLACEMENT = "\ufffd"  # for ids outside the vocabulary
 END = "<|endoftext|>"  # of documents, in the vocabularies that are trained here
 ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
@@ -230,11 +232,8 @@ def _first(texts: Iterable[str], count: int) -> Iterator[str]:
 
 
 def _tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ValueError(
-            "data.tokenizer: bpe and tokenizer.json need the package tokenizers: "
-            "pip install 'symjax[tokenizers]'"
-        ) from error
-    return tokenizers
+    return needed(
+        "tokenizers",
+        "data.tokenizer: bpe and tokenizer.json need the package tokenizers: "
+        "pip install 'symjax[tokenizers]'",
+    )

@@ -4,7 +4,6 @@ python -m symjax.evaluation.harness --workdir runs/gpt --tasks lambada_openai,pi
 """
 
 import argparse
-import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from symjax.evaluation import report
 from symjax.evaluation.results import Result
 from symjax.exchange import Loaded, load, load_pretrained
 from symjax.models.folders import is_folder
+from symjax.optional import needed
 from symjax.places import anywhere, place
 from symjax.training.commandline import Parser
 from symjax.training.exit_codes import run_and_exit
@@ -23,7 +23,7 @@ NOTE = "Tasks of the harness load their data from the hub, those of --include as
 
 def main(words: list[str]) -> None:
     chosen = parse(words)
-    check_installed()
+    needed("lm_eval", "the harness needs lm_eval: pip install 'symjax[harness]'")
     if chosen.json is not None:
         report.check_file(chosen.json, "--json")
     use_compile_cache()
@@ -76,16 +76,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     if chosen.include is not None and not chosen.include.is_dir():
         raise ValueError(f"--include {chosen.include} is no folder")
     return chosen
-
-
-def check_installed() -> None:
-    """Raises: ValueError: lm_eval is not installed."""
-    try:
-        importlib.import_module("lm_eval")
-    except ImportError as error:
-        raise ValueError(
-            "the harness needs lm_eval: pip install 'symjax[harness]'"
-        ) from error
 
 
 def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:

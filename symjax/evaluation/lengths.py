@@ -31,7 +31,7 @@ from symjax.evaluation.results import (
     table,
 )
 from symjax.figures import Curve, Lines, smoothed
-from symjax.models.build import Model, build
+from symjax.models.build import Model, merged
 from symjax.training.loss import hidden_of, token_losses
 
 FACTORS = (1, 2, 4, 8)
@@ -78,7 +78,7 @@ def length(run: LoadedRun, options: Options) -> Result:
     cells, curves = [], {}
     runs = [(factor, name) for factor in factors for name in models]
     for factor, name in progress(runs, "lengths"):
-        changed = merged(run, models[name][0])
+        changed = merged(models[name][0], run.params, run.constants)
         tokens = factor * model.length
         places = by_place(run, changed, tokens, options.batches or BATCHES, factor)
         loss, accuracy = places.mean()
@@ -179,12 +179,6 @@ def variants(model: config.Model) -> dict[str, tuple[config.Model, str]]:
     if base:
         return found | {"trained": (model, f"base {base}, as trained")}
     return found | {"off": (model, "no log-n scaling, as trained")}
-
-
-def merged(run: LoadedRun, model: config.Model) -> Model:
-    """The trained weights under other options that do not change their shapes."""
-    like = nnx.eval_shape(lambda: build(model, rngs=nnx.Rngs(jax.random.key(0))))
-    return nnx.merge(nnx.graphdef(like), run.params, run.constants)
 
 
 def by_place(

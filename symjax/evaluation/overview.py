@@ -1,5 +1,6 @@
 """The top of a report: configuration, data and the loss curve."""
 
+from operator import attrgetter
 from typing import Any
 
 from symjax import validation
@@ -20,10 +21,10 @@ def overview(run: LoadedRun) -> dict[str, Result]:
 
 
 def _configuration(chosen: Config) -> Result:
-    own, defaults = map(validation.to_dict, (chosen, Config(steps=chosen.steps)))
+    groups = chosen, Config(steps=chosen.steps)
     rows = [("steps", _word(chosen.steps), "")]
     for name, _, _ in validation.fields():
-        value, default = (validation.lookup(tree, name) for tree in (own, defaults))
+        value, default = map(attrgetter(name), groups)
         if value != default:
             rows.append((name, _word(value), _word(default)))
     columns = ("key", "value", "default")

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from symjax import figures
 from symjax.data.folder import verify
-from symjax.data.sources import read
+from symjax.data.texts import read_pieces
 from symjax.evaluation import report, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.overview import overview
@@ -95,7 +95,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
         figures.check_figures()
     if chosen.out is not None:
         check_writable(chosen.out, f"--out {chosen.out}")
-    text = None if chosen.text is None else read(chosen.text, "--text")
+    text = None if chosen.text is None else "".join(read_pieces(chosen.text, "--text"))
     which = {"best": chosen.best, "ema": chosen.ema}
     run = load(chosen.workdir, chosen.step, **which, text=text)
     if chosen.verify:

@@ -33,7 +33,8 @@ def to_json(about: dict[str, Any], results: Mapping[str, Result]) -> str:
 
 def to_text(result: Result) -> str:
     """The printed form of a result."""
-    tables = (aligned(_cells(x), str.rjust, least=6) for x in _printed(result))
+    shown = [_cells(x) for x in result.tables if x.printed]
+    tables = (aligned(cells, str.rjust, least=6) for cells in shown)
     return "\n\n".join("\n".join(lines) for lines in (result.text, *tables) if lines)
 
 
@@ -59,7 +60,7 @@ def to_html(title: str, results: Mapping[str, Result]) -> str:
         parts.append(f"<h2>{html.escape(name)}</h2>")
         if result.text:
             parts.append(f"<pre>{html.escape(chr(10).join(result.text))}</pre>")
-        parts += map(_html_table, _printed(result))
+        parts += [_html_table(x) for x in result.tables if x.printed]
         for figure in result.figures:
             image = base64.b64encode(png(figure)).decode()
             source = f"data:image/png;base64,{image}"
@@ -119,10 +120,6 @@ def write(content: bytes, path: Path | epath.Path, flag: str) -> None:
             Path(folder, path.name).write_bytes(content)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
-
-
-def _printed(result: Result) -> list[Table]:
-    return [table for table in result.tables if table.printed]
 
 
 def _finite(value: Any) -> Any:

@@ -5,9 +5,9 @@ import os
 from typing import Any
 
 import jax
-from flax import nnx
 
 from symjax.exchange.loaded import Loaded
+from symjax.models.build import parts
 from symjax.places import anywhere, reaching
 from symjax.training.checksum import checksum_of
 
@@ -46,7 +46,7 @@ def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
         ValueError: the results are of other weights.
     """
     model, source = loaded.config.model, loaded.config.data.source
-    params = nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param))
+    params, _ = parts(loaded.model)
     count = sum(x.size for x in jax.tree.leaves(params))
     if results:
         about = {"step": loaded.step, "ema": loaded.ema, "parameters": count}

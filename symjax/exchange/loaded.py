@@ -20,7 +20,7 @@ from symjax.data.examples import tokenizer_of
 from symjax.data.tokens import Tokenizer
 from symjax.exchange.continued import continued, ended
 from symjax.exchange.scores import scores
-from symjax.models.build import Model, build, decoder_of
+from symjax.models.build import Model, decoder_of, merged
 from symjax.models.generate import whole
 from symjax.training.saved import read_run
 
@@ -230,15 +230,9 @@ def load(
             mean of the weights.
     """
     found = read_run(workdir, step, best=best, ema=ema)
-    model = loaded_model(found.config, found.params, found.constants)
+    model = merged(found.config.model, found.params, found.constants)
     tokenizer, about = tokenizer_of(found.language), (found.labels, found.language)
     return Loaded(model, tokenizer, found.config, found.step, *about, ema)
-
-
-def loaded_model(options: Config, params: Any, constants: Any) -> Model:
-    """The model with these weights and constants."""
-    graph = nnx.split(nnx.eval_shape(lambda: build(options.model, rngs=nnx.Rngs(0))))[0]
-    return nnx.merge(graph, params, constants)
 
 
 @partial(jax.jit, static_argnums=0)

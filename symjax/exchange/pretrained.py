@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from etils import epath
-from flax import nnx
 
 from symjax import validation
 from symjax.config import Config
@@ -15,8 +14,9 @@ from symjax.data import subwords
 from symjax.data.examples import tokenizer_of
 from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.card import read_results, to_card
-from symjax.exchange.loaded import Loaded, loaded_model
+from symjax.exchange.loaded import Loaded
 from symjax.files import check_writable, replaced
+from symjax.models.build import merged, parts
 from symjax.models.folders import (
     OWN,
     SETTINGS,
@@ -139,7 +139,7 @@ def load_pretrained(folder: str | os.PathLike[str]) -> Loaded:
             options = options_of(here, about)
         language = about.get("language") or _language(here, found.options.vocabulary)
     options = dataclasses.replace(options, model=found.options)
-    model = loaded_model(options, found.params, found.constants)
+    model = merged(found.options, found.params, found.constants)
     return Loaded(
         model,
         tokenizer_of(language),
@@ -170,7 +170,7 @@ def _contents(loaded: Loaded, format: str) -> tuple[dict, dict, str]:
     reason = "format='symjax' was asked for"
     if format != "symjax":
         try:
-            params = nnx.to_pure_dict(nnx.state(loaded.model, nnx.Param))
+            params, _ = parts(loaded.model)
             return *as_family(loaded.config.model, params), ""
         except ValueError as error:
             if format == "transformers":

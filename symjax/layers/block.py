@@ -109,12 +109,12 @@ class Block(nnx.Module):
             watch: is told (the layer with the mechanism, what it is given, the padding
                 mask, the output of the block), to read what happens inside.
         """
-        attention_key, feedforward_key = _two(dropout_key)
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         normed = self.attention_norm(x)
         y = self.attention(normed, padding_mask, segments)
-        x = x + dropout(y, self.dropout, attention_key)
+        x = x + dropout(y, self.dropout, keys[0])
         y = self.feedforward(self.feedforward_norm(x))
-        x = x + dropout(y, self.dropout, feedforward_key)
+        x = x + dropout(y, self.dropout, keys[1])
         if watch is not None:
             watch(self.attention, normed, padding_mask, x)
         return x
@@ -150,10 +150,6 @@ class Block(nnx.Module):
         y, cache = self.attention.decode(normed, cache, position, padding_mask)
         x = x + y
         return x + self.feedforward(self.feedforward_norm(x)), cache
-
-
-def _two(key: Array | None) -> tuple[Array | None, Array | None]:
-    return (None, None) if key is None else tuple(jax.random.split(key))
 
 
 def run_of(remat: str, watch: Callable | None = None) -> Callable[..., Array]:

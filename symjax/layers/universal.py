@@ -113,36 +113,23 @@ class UniversalBlock(nnx.Module):
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """The output of `pondered`; arguments as those of `Block`.
+        """The tokens after their last steps; arguments as those of `Block`.
 
-        With a dropout key, in training, the ponder cost stays behind as the
-        `nnx.Intermediate` `ponder`, for `nnx.pop`. Without one the module does not
-        change, so that `jax.jit` may close over it.
+        With a dropout key, in training, every token's ponder cost [B T], from 2 (one
+        step) to depth + 1, stays behind as the `nnx.Intermediate` `ponder`, for
+        `nnx.pop`. Without one the module does not change, so that `jax.jit` may close
+        over it.
         """
-        output, ponder = self.pondered(
-            x, padding_mask, segments, dropout_key=dropout_key, watch=watch
-        )
-        if dropout_key is not None:
-            self.ponder = nnx.Intermediate(ponder)
-        return output
-
-    def pondered(
-        self,
-        x: Float[Array, "B T D"],
-        padding_mask: Bool[Array, "B T"] | None = None,
-        segments: Segments | None = None,
-        *,
-        dropout_key: Array | None = None,
-        watch: Callable | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"]]:
-        """The output, and every token's ponder cost, from 2 (one step) to depth + 1."""
         keys = [None] * self.depth
         if dropout_key is not None:
             keys = jax.random.split(dropout_key, self.depth)
         run = run_of(self.remat, watch)
-        return self._steps(
+        output, ponder = self._steps(
             x, lambda step, x: run(self.block, x, padding_mask, segments, keys[step])
         )
+        if dropout_key is not None:
+            self.ponder = nnx.Intermediate(ponder)
+        return output
 
     @property
     def attentions(self) -> list[Any]:
@@ -164,13 +151,7 @@ class UniversalBlock(nnx.Module):
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
-        """The next T tokens of every example from its cache: (output, new cache).
-
-        Args:
-            position: how many tokens each example has read.
-            padding_mask: True for tokens that exist, the others stand at the end; None:
-                all.
-        """
+        """The next T tokens of every example from its cache; as `Block.decode`."""
         caches = list(cache)
 
         def advance(step: int, x: Array) -> Array:

@@ -12,7 +12,7 @@ from symjax import config
 from symjax.layers.features import own_halves
 from symjax.layers.mechanisms import PARTS, part_of
 from symjax.layers.validate import sizes
-from symjax.models.build import build
+from symjax.models.build import build, parts
 
 # Weights of one mechanism, which another has no use for.
 DROPPED = ("head_norm", *(name for part in PARTS.values() for name in part.owned))
@@ -85,7 +85,7 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     """
     _check(source, target)
     _check_sizes(source, target)
-    fresh = nnx.to_pure_dict(nnx.state(build(target, rngs=nnx.Rngs(0)), nnx.Param))
+    fresh, _ = parts(build(target, rngs=nnx.Rngs(0)))
     moved = dict(params)
     moved["blocks"] = {
         depth: _block(block, source, target, config.mechanism_of(source, int(depth)))

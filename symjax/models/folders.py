@@ -12,19 +12,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from etils import epath
-from flax import nnx
 
 from symjax import config, validation
-from symjax.layers import Constant
 from symjax.layers.validate import sizes
-from symjax.models.build import Model, build
+from symjax.models import hf_gpt2, hf_llama
+from symjax.models.build import Model, abstract, parts
 from symjax.models.convert import convert
 from symjax.models.hf_files import TENSORS, check_shapes, read_json, read_tensors
-from symjax.models.hf_gpt2 import GPT2, renamed
-from symjax.models.hf_llama import LLAMA
 from symjax.models.hf_weights import flat, nested
 
-FAMILIES = {"llama": LLAMA, "diffllama": LLAMA, "gpt2": GPT2}  # by model_type
+# By model_type, a module: its `options_of` and `settings_of` turn a config.json into
+# our configuration and back, `params_of` and `tensors_of` tensors into our parameters.
+FAMILIES: dict[str, Any] = {"llama": hf_llama, "diffllama": hf_llama, "gpt2": hf_gpt2}
 SETTINGS, OWN = "config.json", "symjax.json"
 SUFFIXES = ".json", ".safetensors"  # of every file that is read
 # Configuration keys that change no function of a trained model.
@@ -81,14 +80,17 @@ def read_family(
         wanted = " or ".join(map(repr, known))
         raise ValueError(f"config.json: model_type must be {wanted}, got {kind!r}")
     family = FAMILIES[kind]
-    options = family.options(settings)
+    options = family.options_of(settings)
     tensors = read_tensors(directory, digest)
-    if family is GPT2:
-        tensors = renamed(tensors)
+    if family is hf_gpt2:
+        tensors = hf_gpt2.renamed(tensors)
     if options.tie_embeddings:
         tensors.pop("lm_head.weight", None)  # some programs write it twice
-    check_shapes(str(directory), tensors, family.shapes(options))
-    return options, jax.tree.map(jnp.asarray, family.params(tensors, options))
+    like, _ = parts(abstract(options))
+    theirs = jax.eval_shape(lambda params: family.tensors_of(params, options), like)
+    shapes = {name: x.shape for name, x in theirs.items()}
+    check_shapes(str(directory), tensors, shapes)
+    return options, jax.tree.map(jnp.asarray, family.params_of(tensors, options))
 
 
 def load_diffllama(directory: str | Path) -> tuple[config.Model, dict[str, Any]]:
@@ -119,33 +121,26 @@ def as_family(
     """
     differential = options.attention.differential == "v1"
     learned = options.positions == "learned"
-    family = GPT2 if learned and not differential else LLAMA
+    family: Any = hf_gpt2 if learned and not differential else hf_llama
     target = _resolved(options)
     symmetric, norm = options.attention.symmetric, options.attention.key_norm
     if symmetric == "plain" and norm == "none":
         chosen = dataclasses.replace(options.attention, symmetric="none")
         target = dataclasses.replace(target, attention=chosen)
-    settings = family.settings(target)
-    _check_equal(target, family.options(settings), settings["model_type"])
-    return settings, family.tensors(convert(params, options, target), target)
+    settings = family.settings_of(target)
+    _check_equal(target, family.options_of(settings), settings["model_type"])
+    return settings, family.tensors_of(convert(params, options, target), target)
 
 
 def own_tensors(model: Model) -> dict[str, Any]:
     """Weights and constants of any model by their paths."""
-    return flat(_trees(model))
-
-
-def _trees(model: Model) -> dict[str, Any]:
-    return {
-        "params": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-        "constants": nnx.to_pure_dict(nnx.state(model, Constant)),
-    }
+    params, constants = parts(model)
+    return flat({"params": params, "constants": constants})
 
 
 def _own(directory: Path, about: dict[str, Any]) -> Folder:
     options = options_of(directory, about).model
-    like = nnx.eval_shape(lambda: build(options, rngs=nnx.Rngs(0)))
-    shapes = {path: leaf.shape for path, leaf in flat(_trees(like)).items()}
+    shapes = {path: x.shape for path, x in own_tensors(abstract(options)).items()}
     tensors = read_tensors(directory, about.get("digest"))
     check_shapes(str(directory / TENSORS), tensors, shapes)
     trees = {"params": {}, "constants": {}} | nested(tensors)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from symjax.optional import needed
+
 TENSORS = "model.safetensors"
 INDEX = f"{TENSORS}.index.json"
 FILE = re.compile(r"[\w.-]{1,200}\.safetensors")
@@ -30,6 +32,27 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
     return found
+
+
+def check_settings(settings: dict[str, Any], only: dict[str, Any]) -> None:
+    """Raises: ValueError: a setting is not the only value that our decoder has."""
+    for name, wanted in only.items():
+        if settings.get(name, wanted) != wanted:
+            raise ValueError(
+                f"config.json: {name} must be {wanted!r}, got {settings[name]!r}"
+            )
+
+
+def check_needed(settings: dict[str, Any], *names: str) -> None:
+    """Raises: ValueError: a setting is missing, or no whole number above 0."""
+    for name in names:
+        if name not in settings:
+            raise ValueError(f"config.json: {name} is missing")
+        if type(settings[name]) is not int or settings[name] < 1:
+            raise ValueError(
+                f"config.json: {name} must be a whole number above 0, got "
+                f"{settings[name]!r}"
+            )
 
 
 def read_tensors(directory: Path, digest: str | None) -> dict[str, np.ndarray]:
@@ -158,10 +181,5 @@ def check_names(
 
 
 def _safetensors() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ValueError(
-            "folders of weights need safetensors: pip install 'symjax[exchange]'"
-        ) from error
-    return safetensors
+    line = "folders of weights need safetensors: pip install 'symjax[exchange]'"
+    return needed("safetensors", line)

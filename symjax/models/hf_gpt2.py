@@ -4,10 +4,11 @@ output layer. Its weights are [in, out], as ours; queries, keys and values are o
 from typing import Any
 
 import numpy as np
+from einops import rearrange
 
 from symjax import config
 from symjax.layers.norms import EPSILON
-from symjax.models.hf_family import Family, check_needed, check_settings
+from symjax.models.hf_files import check_needed, check_settings
 from symjax.models.hf_weights import flat, nested
 
 # By the value of activation_function; theirs of tanh is ours.
@@ -43,7 +44,7 @@ ENDS = {
 }
 
 
-def _options(settings: dict[str, Any]) -> config.Model:
+def options_of(settings: dict[str, Any]) -> config.Model:
     check_settings(settings, ONLY)
     check_needed(settings, "vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
     activation = settings.get("activation_function", "gelu_new")
@@ -67,7 +68,7 @@ def _options(settings: dict[str, Any]) -> config.Model:
     )
 
 
-def _settings(options: config.Model) -> dict[str, Any]:
+def settings_of(options: config.Model) -> dict[str, Any]:
     activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return {
         "model_type": "gpt2",
@@ -85,30 +86,7 @@ def _settings(options: config.Model) -> dict[str, Any]:
     }
 
 
-def _shapes(options: config.Model) -> dict[str, tuple[int, ...]]:
-    width, hidden = options.width, options.feedforward
-    weights = {
-        JOINED: (width, 3 * width),
-        "ln_1": (width,),
-        "attn.c_proj": (width, width),
-        "ln_2": (width,),
-        "mlp.c_fc": (width, hidden),
-        "mlp.c_proj": (hidden, width),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "transformer.wte.weight": (options.vocabulary, width),
-        "transformer.wpe.weight": (options.length, width),
-        "transformer.ln_f.weight": (width,),
-        "transformer.ln_f.bias": (width,),
-    }
-    for i in range(options.depth):
-        for name, shape in weights.items():
-            shapes[f"transformer.h.{i}.{name}.weight"] = shape
-            shapes[f"transformer.h.{i}.{name}.bias"] = shape[-1:]
-    return shapes
-
-
-def _params(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
+def params_of(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
     params = {ours: tensors[theirs] for ours, theirs in ENDS.items()}
     for i in range(options.depth):
         block, prefix = f"blocks/{i}/", f"transformer.h.{i}."
@@ -120,7 +98,7 @@ def _params(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
     return nested(params)
 
 
-def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
+def tensors_of(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
     own = flat(params)
     tensors = {theirs: own[ours] for ours, theirs in ENDS.items()}
     for i in range(options.depth):
@@ -128,11 +106,9 @@ def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
         tensors |= {prefix + y: own[block + x] for x, y in BLOCK.items()}
         for theirs, ours in (("weight", "kernel"), ("bias", "bias")):
             thirds = [own[f"{block}attention/{part}/{ours}"] for part in PARTS]
-            tensors[f"{prefix}{JOINED}.{theirs}"] = np.concatenate(thirds, axis=-1)
+            joined = rearrange(thirds, "part ... out -> ... (part out)")
+            tensors[f"{prefix}{JOINED}.{theirs}"] = joined
     return tensors
-
-
-GPT2 = Family(_options, _settings, _shapes, _params, _tensors)
 
 
 def renamed(tensors: dict[str, Any]) -> dict[str, Any]:

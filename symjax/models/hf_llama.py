@@ -6,11 +6,9 @@ of torch are [out, in], our kernels [in, out].
 
 from typing import Any
 
-import numpy as np
-
 from symjax import config
 from symjax.layers.norms import EPSILON
-from symjax.models.hf_family import Family, check_needed, check_settings
+from symjax.models.hf_files import check_needed, check_settings
 from symjax.models.hf_weights import diffllama_attention, flat, nested, to_diffllama
 
 RMS_NORM_EPS = {"llama": 1e-6, "diffllama": 1e-5}  # the defaults of rms_norm_eps
@@ -44,8 +42,8 @@ ENDS = {
 }
 
 
-def _turned(ours: str, array: Any) -> np.ndarray:
-    return np.asarray(array).T if ours.endswith("kernel") else np.asarray(array)
+def _turned(ours: str, array: Any) -> Any:
+    return array.T if ours.endswith("kernel") else array
 
 
 def _branches(differential: str) -> int:
@@ -53,7 +51,7 @@ def _branches(differential: str) -> int:
     return 2 if differential == "v1" else 1
 
 
-def _options(settings: dict[str, Any]) -> config.Model:
+def options_of(settings: dict[str, Any]) -> config.Model:
     differential = "v1" if settings["model_type"] == "diffllama" else "none"
     branches = _branches(differential)
     settings = {"rms_norm_eps": RMS_NORM_EPS[settings["model_type"]], **settings}
@@ -87,7 +85,7 @@ def _options(settings: dict[str, Any]) -> config.Model:
     )
 
 
-def _settings(options: config.Model) -> dict[str, Any]:
+def settings_of(options: config.Model) -> dict[str, Any]:
     """Their config.json; RoPE as versions 4 and 5 of transformers have it."""
     branches = _branches(options.attention.differential)
     return {
@@ -114,35 +112,7 @@ def _settings(options: config.Model) -> dict[str, Any]:
     }
 
 
-def _shapes(options: config.Model) -> dict[str, tuple[int, ...]]:
-    """Shapes are [out, in]."""
-    width, hidden, size = options.width, options.feedforward, options.head_size
-    branches = _branches(options.attention.differential)
-    queries = branches * options.heads * size
-    keys = branches * options.kv_heads * size
-    layer = {
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-        "self_attn.q_proj.weight": (queries, width),
-        "self_attn.k_proj.weight": (keys, width),
-        "self_attn.v_proj.weight": (keys, width),
-        "self_attn.o_proj.weight": (width, queries),
-        "mlp.gate_proj.weight": (hidden, width),
-        "mlp.up_proj.weight": (hidden, width),
-        "mlp.down_proj.weight": (width, hidden),
-    }
-    if branches == 2:
-        layer |= {f"self_attn.lambda_{x}{i}": (size,) for x in "qk" for i in (1, 2)}
-    table = (options.vocabulary, width)
-    shapes = {"model.embed_tokens.weight": table, "model.norm.weight": (width,)}
-    if not options.tie_embeddings:
-        shapes["lm_head.weight"] = table
-    for i in range(options.depth):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
-def _params(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
+def params_of(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
     found = {x: _turned(x, tensors[y]) for x, y in ENDS.items() if y in tensors}
     for i in range(options.depth):
         block = {x: tensors[f"model.layers.{i}.{y}"] for x, y in BLOCK.items()}
@@ -156,7 +126,7 @@ def _params(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
     return params
 
 
-def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
+def tensors_of(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
     ends = flat({x: y for x, y in params.items() if x != "blocks"})
     tensors = {ENDS[x]: _turned(x, y) for x, y in ends.items()}
     for i in range(options.depth):
@@ -166,6 +136,3 @@ def _tensors(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
             tensors |= {f"{prefix}self_attn.{x}": y for x, y in inside.items()}
         tensors |= {prefix + BLOCK[x]: _turned(x, y) for x, y in flat(block).items()}
     return tensors
-
-
-LLAMA = Family(_options, _settings, _shapes, _params, _tensors)

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from einops import rearrange
+from einops import rearrange, repeat
+from flax.traverse_util import unflatten_dict
+from jax import Array
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from symjax.models.hf_files import check_names
@@ -107,16 +109,17 @@ def to_diffllama(params: Weights) -> dict[str, Any]:
         own_order = theirs[name]
         theirs[name] = rearrange(own_order, "e (n branch h) -> (branch n h) e", **order)
     out = theirs["o_proj.weight"]
-    scales = np.tile(scale, out.shape[0] // scale.size)
+    scales = repeat(scale, "h -> (n h)", n=out.shape[0] // scale.size)
     return theirs | {"o_proj.weight": (out * scales[:, None]).T}
 
 
 def _renamed(
     who: str, arrays: Weights, names: Mapping[str, str], *, optional: str = ""
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     """The arrays under their new names; all must be there, save one."""
     check_names(who, arrays, [name for name in names if name != optional], optional)
-    return {names[name]: np.asarray(array) for name, array in arrays.items()}
+    known = {x: y if isinstance(y, Array) else np.asarray(y) for x, y in arrays.items()}
+    return {names[name]: array for name, array in known.items()}
 
 
 def _even(who: str, size: int) -> int:
@@ -158,11 +161,6 @@ def flat(params: Weights) -> dict[str, Any]:
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `flat`; numbers among the names are those of blocks."""
-    params: dict[Any, Any] = {}
-    for path, array in arrays.items():
-        *groups, name = (int(x) if x.isdecimal() else x for x in path.split("/"))
-        group = params
-        for part in groups:
-            group = group.setdefault(part, {})
-        group[name] = array
-    return params
+    steps = {x: x.split("/") for x in arrays}
+    paths = {x: tuple(int(y) if y.isdecimal() else y for y in steps[x]) for x in arrays}
+    return unflatten_dict({paths[x]: array for x, array in arrays.items()})

@@ -17,15 +17,11 @@ Values = dict[str, Array]  # path of the attribute inside the block → its valu
 
 
 def run_scanned(
-    blocks: list[Any],
+    model: Any,
     x: Float[Array, "B T D"],
     keys: Sequence[Array | None],
     padding_mask: Bool[Array, "B T"] | None = None,
     segments: Segments | None = None,
-    *,
-    period: int,
-    remat: str,
-    dtype: Any,
 ) -> Float[Array, "B T D"]:
     """`x` through all blocks, as `jax.lax.scan` over the periods of a pattern.
 
@@ -34,16 +30,15 @@ def run_scanned(
     optimizer and its checkpoints keep those of each block apart.
 
     Args:
-        keys: of dropout, one a block.
-        padding_mask: True for tokens that exist; None: all.
-        segments: the documents of a row; None: it is one.
-        period: blocks that are unrolled inside the loop; the same place of another
+        model: its blocks, their remat, the dtype of the computation, and the period:
+            blocks that are unrolled inside the loop, of which the same place of another
             period has the same modules.
-        remat: of every block, see `symjax.layers.block`.
-        dtype: of the computation.
+        keys: of dropout, one a block.
+        padding_mask, segments: as in `symjax.layers.Block`.
     Raises:
         ValueError: blocks differ in more than weights and numbers of their depth.
     """
+    blocks, period = model.blocks, model.period
     graphs = [_graph(block) for block in blocks]
     for depth, graph in enumerate(graphs):
         if graph != graphs[depth % period]:
@@ -53,14 +48,16 @@ def run_scanned(
             )
 
     inputs = [
-        (_weights(block, dtype), of_depth(block), key)
+        (_weights(block, model.dtype), of_depth(block), key)
         for block, key in zip(blocks, keys, strict=True)
     ]
     stacked = [
         jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs[place::period])
         for place in range(period)
     ]
-    return _scan(tuple(graphs[:period]), remat, x, padding_mask, segments, stacked)
+    return _scan(
+        tuple(graphs[:period]), model.remat, x, padding_mask, segments, stacked
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -142,26 +142,15 @@ def run_blocks(
 
     Args:
         model: has blocks, dropout, period, remat and dtype.
-        dropout_key: None turns dropout off.
-        padding_mask: True for tokens that exist; None: all.
-        segments: the documents of a row; None: it is one.
-        watch: as in `Block`; then one block runs after another, and keeps everything.
+        watch: then one block runs after another, and keeps everything. It and the
+            others as in `Block`.
     """
     keys = [None] * len(model.blocks)
     if dropout_key is not None:
         first, *keys = jax.random.split(dropout_key, len(model.blocks) + 1)
         x = dropout(x, model.dropout, first)
     if model.period and watch is None:
-        return run_scanned(
-            list(model.blocks),
-            x,
-            keys,
-            padding_mask,
-            segments,
-            period=model.period,
-            remat=model.remat,
-            dtype=model.dtype,
-        )
+        return run_scanned(model, x, keys, padding_mask, segments)
     run = run_of(model.remat, watch)
     for block, key in zip(model.blocks, keys, strict=True):
         x = run(block, features_last(x), padding_mask, segments, key)

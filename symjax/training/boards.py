@@ -9,6 +9,7 @@ from typing import Any
 from etils import epath
 
 from symjax.config import Log
+from symjax.optional import needed
 from symjax.places import home
 
 
@@ -22,15 +23,11 @@ def boards(
     """
     found = []
     if log.tensorboard:  # its files are ten seconds late
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "log.tensorboard needs tensorboardX: pip install tensorboardX"
-            ) from error
+        line = "log.tensorboard needs tensorboardX: pip install tensorboardX"
+        writer = needed("tensorboardX", line).SummaryWriter
         folder = str(home(workdir) / "tensorboard")
         # TensorBoard then hides what earlier files say about later steps.
-        found.append(SummaryWriter(folder, purge_step=step + 1, flush_secs=10))
+        found.append(writer(folder, purge_step=step + 1, flush_secs=10))
     if log.wandb:
         found.append(WeightsAndBiases(log, workdir, config))
     return found
@@ -44,12 +41,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, log: Log, workdir: epath.Path, config: dict[str, Any]):
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ValueError(
-                "log.wandb needs wandb: pip install 'symjax[wandb]'"
-            ) from error
+        line = "log.wandb needs wandb: pip install 'symjax[wandb]'"
+        wandb = needed("wandb", line)
         path = workdir / "wandb" / "id"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)

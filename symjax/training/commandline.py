@@ -10,6 +10,7 @@ import os
 import sys
 import typing
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -191,9 +192,8 @@ def help_text(options: config.Config, group: str = "") -> str:
         ValueError: there is no such group.
     """
     groups: dict[str, list[str]] = {}
-    tree = validation.to_dict(options)
     for name, kind, field in validation.fields():
-        value = validation.lookup(tree, name)
+        value = attrgetter(name)(options)
         lines = groups.setdefault(name.rpartition(".")[0], [])
         lines.append(f"  --config.{name} ({validation.shown(kind)}, {value!r})")
         lines.append(f"      {field.metadata['meaning']}")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from symjax.data.examples import Examples
 from symjax.layers.validate import sizes
 from symjax.models import convert
 from symjax.models.convert import FREE, carried
-from symjax.models.folders import SUFFIXES, is_folder, read_folder
+from symjax.models.folders import SUFFIXES, Folder, is_folder, read_folder
 from symjax.places import copied, place, reaching
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
@@ -57,7 +57,7 @@ def _new(
     if options.init_from:
         origin = weights_of(options.init_from, model, examples)
         state = state._replace(params=_placed(origin.params, state.params))
-        found, unfitted = carried(constants, origin.constants, origin.source, model)
+        found, unfitted = carried(constants, origin.constants, origin.options, model)
         constants = _placed(found, constants)
     if unfitted:
         shape = (options.batch_size, options.model.length)
@@ -68,15 +68,7 @@ def _new(
     return state, constants
 
 
-class Origin(NamedTuple):
-    """Weights from elsewhere, and the constants and the model that they come with."""
-
-    params: dict[str, Any]
-    constants: dict[str, Any]
-    source: config.Model
-
-
-def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Origin:
+def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Folder:
     """The weights of a workdir or of a folder, as those of a `target` model for
     `corpus`.
 
@@ -96,12 +88,12 @@ def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Or
             found = _of_folder(where, target, corpus)
         else:
             found = _of_run(where, corpus)
-        return found._replace(params=convert(found.params, found.source, target))
+        return found._replace(params=convert(found.params, found.options, target))
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None
 
 
-def _of_run(workdir: epath.Path, corpus: Examples) -> Origin:
+def _of_run(workdir: epath.Path, corpus: Examples) -> Folder:
     """The newest weights of a workdir."""
     found = read_run(workdir)
     data, kind = found.config.data, found.config.model.kind
@@ -110,10 +102,10 @@ def _of_run(workdir: epath.Path, corpus: Examples) -> Origin:
             f"{workdir} was trained on other tokens: data.source {data.source!r}, "
             f"data.tokenizer {data.tokenizer!r}, model.kind {kind!r}"
         )
-    return Origin(found.params, found.constants, found.config.model)
+    return Folder(found.config.model, found.params, found.constants, {})
 
 
-def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Origin:
+def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Folder:
     """The weights of a folder, of symjax or of transformers."""
     with copied(folder, *SUFFIXES) as here:
         found = read_folder(here)
@@ -127,7 +119,7 @@ def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Or
             f"init_from: {folder} does not say what its {found.options.vocabulary} "
             f"tokens are: the {corpus.vocabulary} of data.tokenizer take their place"
         )
-    return Origin(found.params, found.constants, found.options)
+    return found
 
 
 def _given(source: config.Model, target: config.Model) -> list[str]:

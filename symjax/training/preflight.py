@@ -111,9 +111,7 @@ def saved_meta(
         return None
     meta = checkpoints.read_meta()
     saved = saved_options(meta, workdir)
-    found = validation.differences(
-        validation.to_dict(saved), validation.to_dict(options)
-    )
+    found = validation.differences(saved, options)
     if refused := [line for name, line in found.items() if name not in allow]:
         raise ValueError(
             f"{workdir} holds a run of another configuration ({', '.join(refused)}): "

@@ -6,18 +6,17 @@ from typing import Any, NamedTuple
 
 import jax
 from etils import epath
-from flax import nnx
 
 from symjax import config, validation
 from symjax.data.examples import Examples, open_examples, tokenizer_of
 from symjax.data.manifest import MANIFEST
-from symjax.models.build import build
+from symjax.models.build import abstract, parts
 from symjax.places import place
 from symjax.training import processes
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.optimizer import average_of, optimizer
 from symjax.training.preflight import data_folder, saved_options, with_vocabulary
-from symjax.training.step import State, parts
+from symjax.training.step import State
 
 
 class Saved(NamedTuple):
@@ -69,8 +68,7 @@ def read_run(
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options, about = _options(meta, workdir)
-        model = nnx.eval_shape(lambda: build(options.model, rngs=nnx.Rngs(0)))
-        (params, constants), moments = parts(model), None
+        (params, constants), moments = parts(abstract(options.model)), None
         if ema:
             check_average(options, workdir)
             moved = optimizer(options.optimizer, options.steps, params)

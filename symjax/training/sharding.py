@@ -119,9 +119,7 @@ def check_batch(options: config.Config, mesh: Mesh) -> None:
     """
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     accumulate = options.optimizer.accumulate
-    if accumulate < 1:
-        raise ValueError(f"optimizer.accumulate must be at least 1, got {accumulate}")
-    if options.batch_size < 1 or options.batch_size % (rows * accumulate):
+    if options.batch_size % (rows * accumulate):
         raise ValueError(
             f"batch_size {options.batch_size} does not divide over mesh data "
             f"{mesh.shape['data']} × fsdp {mesh.shape['fsdp']}"

@@ -15,8 +15,7 @@ from jaxtyping import Array
 
 from symjax import config
 from symjax.data.documents import Separate, tokens_of
-from symjax.layers import Constant
-from symjax.models.build import Model, build
+from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
@@ -99,7 +98,8 @@ class Steps(NamedTuple):
     stacks: Stacks
 
     def initial(self, seed: Array) -> tuple[State, dict]:
-        params, constants = parts(_drawn(self.options.model, seed))
+        rngs = nnx.Rngs(jax.random.key(seed))
+        params, constants = parts(build(self.options.model, rngs=rngs))
         moments = self.stacks.split(self.transform.init(self.stacks.stack(params)))
         return State(jnp.zeros((), jnp.int32), params, moments), constants
 
@@ -162,7 +162,7 @@ def compile_program(
         ValueError: sizes that exclude each other or do not divide over the mesh.
     """
     sharding.check_batch(options, mesh)
-    model = nnx.eval_shape(lambda: _drawn(options.model, 0))
+    model = abstract(options.model)
     params, constants = parts(model)
     stacks = Stacks(len(model.blocks), model.period)
     transform = optimizer(options.optimizer, options.steps, stacks.first(params))
@@ -246,10 +246,6 @@ def means(
     return Means(total / weight, right / weight)
 
 
-def _drawn(model: config.Model, seed: Array | int) -> Model:
-    return build(model, rngs=nnx.Rngs(jax.random.key(seed)))
-
-
 def batch_like(
     model: config.Model, shape: tuple[int, int]
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -266,14 +262,6 @@ def batch_like(
 def _axes(whole: tuple[int, ...], shape: tuple[int, int]) -> P:
     """Tokens are split over the mesh by rows and in a row, all else by rows."""
     return sharding.BATCH if whole == shape else sharding.ROWS
-
-
-def parts(model: Model) -> tuple[dict, dict]:
-    """(weights, constants) of a model as nested dicts."""
-    return (
-        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-        nnx.to_pure_dict(nnx.state(model, Constant)),
-    )
 
 
 def _accumulated(value_and_grad: Callable, count: int) -> Callable:

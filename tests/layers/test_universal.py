@@ -78,7 +78,8 @@ def test_the_ponder_cost_falls_as_a_token_halts_earlier(x64):
 
 @nnx.jit
 def pondered(layer, x):
-    return layer.pondered(x)
+    output = layer(x, dropout_key=jax.random.key(0))
+    return output, nnx.pop(layer, nnx.Intermediate)["ponder"][...]
 
 
 @nnx.jit

@@ -125,6 +125,14 @@ class Manager(ocp.CheckpointManager):
         )
         super().__init__(directory, options=options)
 
+    def reached_preemption(self, step: int) -> bool:
+        """No: `Interrupts` asks jax, which counts its questions, one after each step.
+
+        Orbax would ask in a save, by the number of the step: jax then agrees on a
+        question that is past or far ahead, and the run stops never or much later.
+        """
+        return False
+
     def _wait_for_checkpointers(self) -> None:
         try:
             super()._wait_for_checkpointers()

@@ -196,6 +196,36 @@ def test_two_processes_train_as_one_and_stop_together_for_a_signal_to_one(
     assert_same(losses(workdir), undisturbed)
 
 
+# Process 1 is sent SIGTERM as the save of step 4 begins, which takes a while then.
+DURING_A_SAVE = """
+import os, signal, sys, time, train
+import orbax.checkpoint as ocp
+
+process, save = sys.argv[sys.argv.index("--process") + 1], ocp.CheckpointManager.save
+
+def slow(self, step, *arguments, **options):
+    if step == 4 and process == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    found = save(self, step, *arguments, **options)
+    time.sleep(2.5)
+    return found
+
+ocp.CheckpointManager.save = slow
+from symjax.training.exit_codes import run_and_exit
+run_and_exit(lambda: train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_during_a_save_stops_both_after_the_next_step(text, cache, tmp_path):
+    workdir = tmp_path / "run"
+    changes = CHANGES | {"steps": 12, "checkpoint__every": 4, "evaluate__every": 0}
+    arguments = words(text, workdir, **changes, mesh__data=2)
+    found = ended(start(2, arguments, cache, program=("-c", DURING_A_SAVE)))
+    assert [code for code, _ in found] == [143, 143], found
+    assert Checkpoints(workdir / "checkpoints").steps() == [4, 5]
+
+
 @pytest.mark.parametrize(
     ("extra", "line"),
     [

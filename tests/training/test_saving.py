@@ -11,6 +11,7 @@ import time
 
 import jax
 import pytest
+from jax.experimental import multihost_utils
 from saved import assert_bitwise, few, flip
 
 from symjax.training.checkpoint import Checkpoints, NotSaved
@@ -34,6 +35,18 @@ def test_a_save_that_fails_is_one_line_and_the_next_one_works(tmp_path):
         checkpoints.save(2, tree, {})
         checkpoints.wait()
         assert checkpoints.steps() == [1, 2]
+
+
+def test_a_save_does_not_ask_jax_whether_a_signal_has_come(tmp_path, monkeypatch):
+    """A run asks once a step, and jax agrees on one question for all processes."""
+    asked = []
+    ask = "reached_preemption_sync_point"
+    monkeypatch.setattr(multihost_utils, ask, lambda x: asked.append(x) or True)
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(7, {"params": few(1)["params"]}, {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [7]
+    assert asked == []
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What the arguments of mechanisms must be; messages name both sides."""
 
+import math
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
@@ -31,13 +32,15 @@ def check_flag(who: str, name: str, value: bool) -> None:
 
 
 def check_number(who: str, name: str, value: Any) -> None:
-    """Refuse what is not one number, known or traced; None is left out."""
+    """Refuse what is not one number, finite or traced; None is left out."""
     if hasattr(value, "shape"):
         one, found = value.shape == (), value.shape
     else:
         one, found = value is None or isinstance(value, Real), repr(value)
     if not one:
         raise ValueError(f"{who}: {name} must be one number, got {found}")
+    if isinstance(value, Real) and not math.isfinite(value):
+        raise ValueError(f"{who}: {name} must be finite, got {value}")
 
 
 def check_function(who: str, attend: Callable) -> None:

@@ -132,6 +132,7 @@ def only_seen(
     """Keys, values and the like, with 0 for the keys that are not seen.
 
     A NaN or infinity in them then reaches no output and no gradient. One in a query
-    still reaches its own row, and the gradients of all keys that this row sees.
+    still reaches its own row, and may reach the gradient of every key, seen or not:
+    0 · NaN is NaN. Put zeros into queries that hold no token.
     """
     return tuple(jnp.where(seen[:, :, None, None], x, 0) for x in arrays)

@@ -1,6 +1,6 @@
 """Sampling: the prompt is read once, then each token costs one step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,10 +46,11 @@ def generate(
             temperature and among those of top_k, sum up to at least this much.
         stop: tokens that end a row: after the first of them it is filled up with it.
     Raises:
-        ValueError: an empty prompt, one without an axis of examples, lengths that do
-            not fit the prompts, more tokens than learned positions, a temperature that
-            is below 0 or not finite, a count, a top_k or a token to stop at that is no
-            whole number of its range, or a top_p outside (0, 1].
+        ValueError: an empty prompt, one without an axis of examples or with tokens
+            outside the vocabulary, lengths that do not fit the prompts, more tokens
+            than learned positions, a temperature that is below 0 or not finite, a
+            count, a top_k or a token to stop at that is no whole number of its range,
+            or a top_p outside (0, 1].
     Source: top_p is nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751.
     """
     if prompt.ndim != 2:
@@ -77,7 +78,11 @@ def generate(
     if not isinstance(top_p, Tracer) and not (_is_number(top_p) and 0 < top_p <= 1):
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r}")
     top_k, last = whole("top_k", top_k, 0), model.embedding.num_embeddings - 1
+    if not isinstance(stop, Iterable):
+        raise ValueError(f"stop must be a sequence of tokens, got {stop!r}")
     ends = tuple(whole("a token to stop at", x, 0, last) for x in stop)
+    if not isinstance(prompt, Tracer):
+        _check_tokens(prompt, lengths, last)
     graph, weights = nnx.split(model)
     chosen = jnp.float32(temperature), jnp.float32(top_p)
     return _generate(graph, count, top_k, ends, weights, prompt, lengths, key, *chosen)
@@ -109,6 +114,18 @@ def _check_lengths(lengths: Array, prompt: Array) -> None:
         raise ValueError(
             f"lengths must be one of 1 to {prompt.shape[1]} for each prompt of "
             f"{prompt.shape}, got {lengths if known else lengths.shape}"
+        )
+
+
+def _check_tokens(prompt: Array, lengths: Array | None, last: int) -> None:
+    tokens = np.asarray(prompt)
+    if lengths is not None and not isinstance(lengths, Tracer):
+        first = tokens.shape[1] - np.asarray(lengths)[:, None]
+        tokens = tokens[np.arange(tokens.shape[1]) >= first]  # without the padding
+    if tokens.min() < 0 or tokens.max() > last:
+        raise ValueError(
+            f"the tokens of a prompt must be from 0 to {last}, the model's vocabulary, "
+            f"got {tokens.min()} to {tokens.max()}"
         )
 
 

@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import jax
 
+from symjax.config import LARGEST
+
 WAIT = 300  # seconds for the other processes to start, jax's own default
 HEARTBEAT = 20  # seconds of silence after which a process counts as dead
 FLAGS = ("coordinator", "processes", "process")
@@ -144,10 +146,12 @@ def _checked(
 
 
 def number(name: str, text: str) -> int:
-    """Raises: ValueError: the text is no number, or too small a one."""
+    """Raises: ValueError: the text is no number of its range."""
     least = 0 if name in ("process", "LOCAL_RANK") else 1
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name} must be a number of at least {least}, got {text!r}")
+    if not text.isdecimal() or not least <= int(text) <= LARGEST:
+        raise ValueError(
+            f"{name} must be a number from {least} to {LARGEST}, got {text!r}"
+        )
     return int(text)
 
 

@@ -184,7 +184,7 @@ def introduce(run: Run, state: State) -> None:
     taken = int(state.optimizer.taken)
     for line in run.changed:
         run.progress.line(f"changed {line}")
-    if (saved := run.saved) and saved.optimizer == run.options.optimizer:
+    if (saved := run.saved) and saved.steps != run.options.steps:
         if line := schedule_change(saved, run.options, taken):
             run.progress.line(line)
     if 0 < run.profile.last <= first:

@@ -196,16 +196,16 @@ def schedule_change(
     Args:
         taken: the steps that the schedule has made.
     """
-    last = min(saved.steps, options.steps)
-    wsd, hint = options.optimizer.schedule == "wsd", ""
-    if wsd and options.steps > saved.steps:
+    last, hint = min(saved.steps, options.steps), ""
+    schedules = {saved.optimizer.schedule, options.optimizer.schedule}
+    if schedules == {"wsd"} and options.steps > saved.steps:
         last -= _steps(options.optimizer.cooldown, last)
         if taken > last:
             hint = (
                 f" (the rate has decayed since step {last}: if a checkpoint up to then "
                 "is kept, remove the newer ones to continue without this jump)"
             )
-    elif not wsd:
+    elif "wsd" not in schedules:
         hint = " (optimizer.schedule=wsd can be extended)"
     ahead = np.unique(np.linspace(taken, max(taken, last - 1), 1000).astype(int))
     old, new = (

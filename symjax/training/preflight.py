@@ -91,8 +91,9 @@ def _lock(workdir: epath.Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the lock is released: it is still ours
-        lock.release()
+        if lock.is_locked:
+            path.unlink(missing_ok=True)  # before it is released: it is still ours
+            lock.release()
 
 
 def saved_meta(

@@ -28,6 +28,12 @@ WRONG = {
     "performer: scale must be one number, got (2,)": lambda: A.performer(
         X, X, X, scale=TWO
     ),
+    "flash: scale must be finite, got nan": lambda: A.flash(
+        X, X, X, X, X, scale=float("nan")
+    ),
+    "softmax: scale must be finite, got inf": lambda: A.softmax(
+        X, X, X, scale=float("inf")
+    ),
     "flash: scale must be one number, got (2,)": lambda: A.flash(
         X, X, X, X, X, scale=TWO
     ),

@@ -422,6 +422,16 @@ def test_a_sampling_that_draws_nothing_is_refused(sampling):
         generate(small(depth=1), TOKENS[:, :5], 2, jax.random.key(0), **sampling)
 
 
+def test_tokens_that_the_model_does_not_have_are_refused():
+    model, key = small(), jax.random.key(2)
+    with pytest.raises(ValueError, match="from 0 to 22, .* got 5 to 23"):
+        generate(model, jnp.array([[5, 23]]), 3, key)
+    with pytest.raises(ValueError, match="stop must be a sequence of tokens, got 5"):
+        generate(model, jnp.array([[5, 22]]), 3, key, stop=5)
+    padded = jnp.array([[-1, 5], [4, 22]])  # any number stands where no token is
+    generate(model, padded, 3, key, lengths=jnp.array([1, 2]))
+
+
 def test_more_tokens_than_learned_positions_are_refused():
     model = small(length=12)
     with pytest.raises(ValueError, match="19 tokens do not fit model.length 12"):

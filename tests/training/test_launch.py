@@ -106,8 +106,16 @@ def test_one_process_starts_nothing(given, environment):
         (("h", "2", "1"), {}, "must be HOST:PORT, got 'h'"),
         ((":12", "2", "1"), {}, "must be HOST:PORT, got ':12'"),
         (("h:99999", "2", "1"), {}, "must be HOST:PORT"),
-        (("h:12", "0", "0"), {}, "processes must be a number of at least 1, got '0'"),
-        (("h:12", "2", "-1"), {}, "process must be a number of at least 0, got '-1'"),
+        (
+            ("h:12", "0", "0"),
+            {},
+            "processes must be a number from 1 to 2147483647, got '0'",
+        ),
+        (
+            ("h:12", "2", "-1"),
+            {},
+            "process must be a number from 0 to 2147483647, got '-1'",
+        ),
         (("h:12", "2", "two"), {}, "got 'two'"),
         (("h:12", "2", "2"), {}, "process 2 of 2 processes: they are numbered from 0"),
         ((None,) * 3, {"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR, MASTER_PORT is"),
@@ -128,8 +136,9 @@ def test_half_a_place_is_refused_by_name(given, environment, words):
             "--coordinator nowhere.invalid:1 --processes 2 --process 1",
             "host 'nowhere.invalid' is unknown",
         ),
-        ("--wait 0", "--wait must be a number of at least 1, got '0'"),
-        ("--heartbeat soon", "--heartbeat must be a number of at least 1, got 'soon'"),
+        ("--wait 0", "--wait must be a number from 1 to 2147483647, got '0'"),
+        ("--heartbeat soon", "--heartbeat must be a number from 1 to"),
+        ("--heartbeat 3000000000", "to 2147483647, got '3000000000'"),
     ],
 )
 def test_a_wrong_place_is_one_line_and_exit_code_2(words, said, capsys):

@@ -335,6 +335,22 @@ def test_other_steps_that_change_the_learning_rate_are_said(text, workdir, capsy
     assert any("0.004 with steps 8, was 0.0004 with steps 4" in line for line in lines)
 
 
+def test_it_is_said_too_where_another_key_was_allowed_to_change(text, workdir, capsys):
+    assert train(text, workdir, steps=4) == 0
+    changes = {"steps": 9, "optimizer__weight_decay": 0.3}
+    assert train(text, workdir, "--allow", "optimizer.weight_decay", **changes) == 0
+    said = capsys.readouterr().err
+    assert "changed from step 4: optimizer.weight_decay" in said
+    assert "with steps 9, was " in said
+
+
+def test_a_lock_that_cannot_be_had_is_not_removed(text, workdir, capsys):
+    (workdir / "lock").mkdir(parents=True)
+    assert train(text, workdir, steps=2) == 0
+    assert "lock cannot be locked" in capsys.readouterr().err
+    assert (workdir / "lock").is_dir()
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [

@@ -263,10 +263,13 @@ def test_more_steps_change_no_rate_before_the_decay():
 
 
 def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
-    def line(before, after, taken, **changes):
+    def line(before, after, taken, then="", **changes):
         changes = {"learning_rate": 0.1, "warmup": 0} | changes
         chosen = dataclasses.replace(config.Optimizer(), **changes)
         saved, now = (config.Config(steps=n, optimizer=chosen) for n in (before, after))
+        if then:  # another schedule from here on, which --allow permits
+            chosen = dataclasses.replace(chosen, schedule=then)
+            now = dataclasses.replace(now, optimizer=chosen)
         return schedule_change(saved, now, taken)
 
     linear = {"schedule": "linear_schedule", "final": 0.1}
@@ -282,6 +285,9 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
         assert "step 60: " in line(60, 300, taken, **warmed)
     assert line(60, 300, 30, **linear, decay_steps=60) is None
     assert line(60, 300, 30, schedule="constant_schedule") is None
+    assert line(60, 300, 60, then="wsd", **linear) == (
+        "learning rate of step 61: 0.1 with steps 300, was 0.01 with steps 60"
+    )
     assert line(60, 300, 48, schedule="wsd") is None
     assert line(60, 300, 60, schedule="wsd").endswith(
         "0.1 with steps 300, was 0.01 with steps 60 (the rate has decayed since step "

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention import cudnn, fused
 from symjax.attention.fused import FEWEST_ROWS
-from symjax.attention.meshes import backend, on_any_mesh, on_one_device, on_tpu
+from symjax.attention.meshes import backend, on_any_mesh, on_one_device
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 Engine = Callable[[Rule, Operands], Array]
@@ -31,7 +31,6 @@ Engine = Callable[[Rule, Operands], Array]
 class Kernel(NamedTuple):
     platform: str  # that programs are lowered for
     backend: str  # as jax names devices that run it
-    in_sight: Callable[[], bool]  # such a device, by what the program may be for
     attend: Engine
     elsewhere: Engine  # where it is forced
     refusal: Callable[[Rule, Operands], str | None]
@@ -41,7 +40,6 @@ KERNELS = {
     "fused": Kernel(
         "tpu",
         "tpu",
-        on_tpu,
         fused.attend_fused,
         fused.attend_interpreted,
         fused.refusal,
@@ -49,7 +47,6 @@ KERNELS = {
     "cudnn": Kernel(
         "cuda",
         "gpu",
-        lambda: backend() == "gpu",
         cudnn.attend_cudnn,
         cudnn.attend_cudnn,
         cudnn.refusal,
@@ -75,9 +72,9 @@ def best(
     """The engine of rows, or the choice between it and a kernel of these names."""
     few = operands.query.shape[2] < FEWEST_ROWS
     for name, kernel in KERNELS.items():
-        if name not in names or not kernel.in_sight():
+        if few or name not in names or backend() != kernel.backend:
             continue
-        if not few and on_one_device() and not kernel.refusal(rule, operands):
+        if on_one_device() and not kernel.refusal(rule, operands):
             return partial(_by_platform, engine, kernel)
     return engine
 

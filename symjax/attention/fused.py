@@ -11,16 +11,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.kernels import fused
-from symjax.attention.meshes import on_any_mesh
+from symjax.attention.meshes import backend, on_any_mesh, on_one_device, on_tpu
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 LARGEST_HEAD = 512
+WIDEST = 2**14  # query heads of a key head, times their sizes: gradients in VMEM
 FEWEST_ROWS = 128  # that a kernel is worth
 
 
 def refusal(rule: Rule, operands: Operands) -> str | None:
     """Why the kernel does not serve a call; None if it does."""
     query, _, value, bias, slopes, _, _, known = operands
+    if backend() == "tpu" and not on_tpu():
+        return "it needs a TPU of v4 or later, without jax's types of 64 bits"
+    if backend() == "tpu" and not on_one_device():
+        return "XLA cannot split it over devices: call it in a jax.shard_map"
     dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
     if not dtypes <= {"bfloat16", "float32"}:
         return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"
@@ -34,6 +39,8 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
         return "its scale is a number, not an array"
     if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
         return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
+    if (width := query.shape[1] // value.shape[1] * query.shape[3]) > WIDEST:
+        return f"the queries of a key have at most {WIDEST} numbers, got {width}"
     return None
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from symjax.attention import fused, ring_fused
 from symjax.attention.fused import FEWEST_ROWS
 from symjax.attention.masks import Visibility, part
-from symjax.attention.meshes import on_tpu, vary_alike
+from symjax.attention.meshes import backend, vary_alike
 from symjax.attention.rows import Operands, Rule, scored, weighed
 from symjax.attention.shards import around, if_seen, pass_on
 
@@ -88,7 +88,7 @@ def attend_ring(
     operands = _without_hidden(operands)
     by_rows = partial(_attend_by_rows, rule, operands, axis_name)
     few = operands.query.shape[2] < FEWEST_ROWS
-    if few or not on_tpu() or fused.refusal(rule, operands):
+    if few or backend() != "tpu" or fused.refusal(rule, operands):
         return by_rows()
     by_kernel = partial(ring_fused.attend, rule, operands, axis_name)
     return jax.lax.platform_dependent(tpu=by_kernel, default=by_rows)

@@ -99,8 +99,8 @@ def test_a_stretch_of_time_on_each_device_runs_the_kernel_on_gathered_keys():
     every_close(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-5)
 
 
-def shapes(length=T, size=H, dtype=jnp.float32):
-    given = (B, length, N, size), (B, length, K, size), (B, length, K, V)
+def shapes(length=T, size=H, dtype=jnp.float32, heads=N):
+    given = (B, length, heads, size), (B, length, K, size), (B, length, K, V)
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in given]
 
 
@@ -112,6 +112,7 @@ REFUSED = {
     "scale": ({}, {"scale": jnp.ones(())}, "not an array"),
     "float16": ({"dtype": jnp.float16}, {}, "got float16"),
     "head": ({"size": 1024}, {}, "at most 512 numbers, got 1024"),
+    "group": ({"size": 512, "heads": 34 * K}, {}, "at most 16384 numbers, got 17408"),
 }
 
 
@@ -122,7 +123,8 @@ def test_what_the_kernel_does_not_serve_is_said_and_runs_by_rows(given, options,
 
     with pytest.raises(ValueError, match=f"'fused' does not serve this call.*{words}"):
         jax.eval_shape(partial(call, **FUSED), *shapes(**given))
-    assert jax.eval_shape(call, *shapes(**given)).shape == (B, T, N, V)
+    heads = given.get("heads", N)
+    assert jax.eval_shape(call, *shapes(**given)).shape == (B, T, heads, V)
 
 
 def test_a_mechanism_of_other_weights_has_no_such_implementation():
@@ -163,6 +165,17 @@ def test_the_kernel_is_for_a_device_of_its_own():
     assert not runs_the_kernel("tpu", count=2)
     assert runs_the_kernel("tpu", count=2, kind=AxisType.Manual)
     assert runs_the_kernel("tpu", kind=AxisType.Explicit)
+
+
+@pytest.mark.parametrize(
+    "x64, words", [(False, "in a jax.shard_map"), (True, "64 bit")]
+)
+def test_a_forced_kernel_says_what_it_lacks_on_a_tpu(x64, words):
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=TPU)
+    forced = partial(attention.softmax, implementation="fused")
+    with jax.sharding.use_abstract_mesh(mesh), jax.enable_x64(x64):
+        with pytest.raises(ValueError, match=f"does not serve this call: .*{words}"):
+            jax.eval_shape(forced, *shapes(256, 64))
 
 
 def test_few_rows_and_programs_for_no_tpu_do_without_the_kernel():

@@ -84,6 +84,15 @@ SLOW = {
     "softmax_odd_with_all": Case("softmax", 1000, 80, 96, options=WITH_ALL),
     "v1_32k": Case("v1", 32768, 128, 256),
     "v1_float32": Case("v1", 2048, 64, 128, dtype=jnp.float32),
+    # So wide that fewer rows and keys are in VMEM at once.
+    "v1_wide_float32": Case("v1", 8192, 256, 256, dtype=jnp.float32),
+    "v1_widest": Case("v1", 8192, 512, 512),
+    "v1_widest_float32_on_v6e": Case(
+        "v1", 8192, 512, 512, dtype=jnp.float32, chip="v6e-4"
+    ),
+    "softmax_widest_group": Case(
+        "softmax", 1024, 256, 256, heads=64, kv_heads=1, bands=2
+    ),
     "v2_16k": Case("v2", 16384, 128, 128, kv_heads=1),
     "performer_32k": Case("performer", 32768, 128, 128),
     "performer_float32": Case("performer", 4096, 64, 64, dtype=jnp.float32),

@@ -69,7 +69,9 @@ def backward(
 ) -> list[Array]:
     """Gradients of query, key and value in these dtypes, shaped as in `operands`."""
     size, keys = (blocks.even(x, plan.block) for x in (plan.length, plan.keys))
-    held = blocks.even(-(-plan.length // size), max(plan.resident // size, 1), 1)
+    row = plan.query_width * (operands.query.dtype.itemsize + dtypes[0].itemsize)
+    row += plan.value_size * change.dtype.itemsize
+    held = blocks.held(plan, plan.length, size, row)
     stretch, count = held * size, -(-plan.keys // keys)
     stretches = -(-plan.length // stretch)
     bounds = blocks_of_keys(seen, plan.keys, size, keys)

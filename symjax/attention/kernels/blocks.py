@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 # `jax.checkpoint` saves them, the backward pass does not run that kernel again.
 RESIDUAL = "attention_residual"
 LANES = 128
+MOST_RESIDENT = 2**24  # bytes in VMEM at once, of which there are two buffers
 LOG2E = 1.4426950408889634
 PLAIN = (((1,), (0,)), ((), ()))  # a b
 ACROSS = (((1,), (1,)), ((), ()))  # a bᵀ
@@ -93,6 +94,12 @@ class Visits(NamedTuple):
 def even(length: int, limit: int, unit: int = LANES) -> int:
     """The size of equal blocks, a multiple of `unit` of about `limit` at most."""
     return -(-length // (-(-length // limit) * unit)) * unit
+
+
+def held(plan: Plan, length: int, size: int, row: int) -> int:
+    """How many blocks of `size` rows, each of `row` bytes, are in VMEM at once."""
+    most = min(plan.resident, MOST_RESIDENT // row) // size
+    return even(-(-length // size), max(most, 1), 1)
 
 
 def specs(

@@ -20,7 +20,9 @@ def forward(
     """The outputs [B T N·V], those of the second map alone, and the normaliser of
     every row and map: the logarithm to base 2 of its sum of exp(score)."""
     size, keys = (blocks.even(x, plan.block) for x in (plan.length, plan.keys))
-    held = blocks.even(-(-plan.keys // keys), max(plan.resident // keys, 1), 1)
+    row = plan.key_width * operands.key.dtype.itemsize
+    row += plan.value_size * operands.value.dtype.itemsize
+    held = blocks.held(plan, plan.keys, keys, row)
     count = -(-plan.length // size)
     bounds = blocks_of_rows(seen, plan.keys, size, keys)
     visits, scalars = Visits.of(bounds, seen.first)

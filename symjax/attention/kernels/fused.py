@@ -78,9 +78,9 @@ def fused(
         runs: the number of each key's segment, non-decreasing; rows have the runs of
             the keys at their positions.
         first: the position of row 0, S − T by default.
-        block: rows and keys of a block; `resident` of them stay in VMEM, and so many
-            bytes of the queries' gradients. 512 × 512 keep the MXU of a v5e busy for 81
-            to 95 % of a step.
+        block: rows and keys of a block; at most `resident` of them stay in VMEM, and so
+            many bytes of the queries' gradients. 512 × 512 keep the MXU of a v5e busy
+            for 81 to 95 % of a step.
         interpret: run on any machine, slowly: True, or pltpu.InterpretParams.
     """
     length, keys = query.shape[1], key.shape[1]

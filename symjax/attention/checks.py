@@ -18,7 +18,7 @@ KINDS = {  # of arrays, as errors name them
 
 
 def check_count(who: str, name: str, value: int) -> None:
-    """Refuse what is no whole number above 0, or one that only the device knows."""
+    """Raise unless the value is a positive integer that is known at trace time."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{who}: {name} must be an int, got {value}")
     if value < 1:

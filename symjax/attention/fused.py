@@ -16,7 +16,7 @@ from symjax.attention.rows import Operands, Rule, rows_spec
 
 LARGEST_HEAD = 512
 WIDEST = 2**14  # query heads of a key head, times their sizes: gradients in VMEM
-FEWEST_ROWS = 128  # that a kernel is worth
+FEWEST_ROWS = 128  # with fewer query rows the kernel is not used, unless forced
 
 
 def refusal(rule: Rule, operands: Operands) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from symjax import config
 from symjax.data import hub, sources, splits
-from symjax.data.formats import Refused
+from symjax.data.formats import UnusableData
 from symjax.data.opening import named
 from symjax.data.texts import read_pieces
 from symjax.optional import needed
@@ -128,9 +128,11 @@ def _examples(rows: Any, column: str, label: str) -> tuple[Any, ...]:
     kind, labels = rows.features[column], rows.features[label]
     images = isinstance(kind, datasets.Image)
     if not images and not hub.is_text(kind):
-        raise Refused(f"data.column {column!r} holds no text or images, but {kind}")
+        raise UnusableData(
+            f"data.column {column!r} holds no text or images, but {kind}"
+        )
     if images and importlib.util.find_spec("PIL") is None:
-        raise Refused(
+        raise UnusableData(
             f"data.column {column!r} holds images, which need Pillow: "
             "pip install 'symjax[images]'"
         )

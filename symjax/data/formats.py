@@ -21,7 +21,7 @@ CARD = "README.md"  # may say which files are which subset
 ABOUT = "config", "dataset_info", "dataset_infos", "dataset_dict", "metadata"  # no rows
 
 
-class Refused(ValueError):
+class UnusableData(ValueError):
     """Raised here, and told apart from the ValueErrors of the libraries."""
 
 
@@ -57,12 +57,12 @@ def check_one_format(folder: str, files: dict[Path, str]) -> None:
     """Refuse a folder of which only the files of the commonest format would be read.
 
     Raises:
-        Refused: naming the formats and how many of its `data_files` each has.
+        UnusableData: naming the formats and how many of its `data_files` each has.
     """
     counts = Counter(files.values())
     if len(counts) > 1:
         several = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        raise Refused(
+        raise UnusableData(
             f"data.name {folder!r} has files of several formats ({several}), of which "
             "one would be read: put each format into a folder of its own"
         )
@@ -75,12 +75,12 @@ def check_all_read(folder: str, files: Iterable[Path], read: Iterable[str]) -> N
         files: its `data_files`.
         read: the paths that a loader has found.
     Raises:
-        Refused: naming the first file that it has not found.
+        UnusableData: naming the first file that it has not found.
     """
     found, files = {Path(path).resolve() for path in read}, sorted(files)
     left = [path for path in files if path.resolve() not in found]
     if left:
-        raise Refused(
+        raise UnusableData(
             f"data.name {folder!r}: {len(left)} of {len(files)} files would not be "
             f"read, such as {str(left[0].relative_to(folder))!r}, beside files named "
             "after splits (train, test, …): name all of them so, or none"

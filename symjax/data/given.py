@@ -1,4 +1,4 @@
-"""A text that is given by hand, judged with the tokenizer of a checkpoint."""
+"""A text that is given by hand, evaluated with the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from symjax.data.tokens import Tokenizer
 
 GIVEN = "given"  # the source of such a text
 NO_DATA = (
-    "the folder data of the run has no corpus.json: --text gives a text to judge, "
+    "the folder data of the run has no corpus.json: --text gives a text to evaluate, "
     "--prompt one to continue with"
 )
 
@@ -34,7 +34,7 @@ def given_examples(tokenizer: Tokenizer, text: str | None) -> Examples:
     """
     ids, content = tokenizer.encode(text or ""), (text or "").encode()
     if text is not None and len(ids) < 2:
-        raise ValueError(f"a text of {len(ids)} tokens has no next token to judge")
+        raise ValueError(f"--text has {len(ids)} tokens, at least 2 are needed")
     corpus = Corpus(
         train=ids[:0],
         heldout=ids,

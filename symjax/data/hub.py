@@ -11,7 +11,7 @@ import numpy as np
 
 from symjax import config
 from symjax.data import splits
-from symjax.data.formats import Refused
+from symjax.data.formats import UnusableData
 from symjax.data.opening import is_silence, named, one_line, opened, quiet
 from symjax.data.progress import bar
 from symjax.data.texts import Document, Texts
@@ -112,7 +112,7 @@ def _text(row: dict[str, Any], column: str) -> str | None:
     check_known("column", column, row)
     if not isinstance(row[column], str | None):
         kind = type(row[column]).__name__
-        raise Refused(f"data.column {column!r} holds no text, but {kind}")
+        raise UnusableData(f"data.column {column!r} holds no text, but {kind}")
     return row[column]
 
 
@@ -120,7 +120,7 @@ def check_known(key: str, column: str, known: Iterable[str]) -> None:
     """Raises: ValueError: there is no such column."""
     if column not in known:
         names = ", ".join(known)
-        raise Refused(f"data.{key} {column!r} is unknown: choose from {names}")
+        raise UnusableData(f"data.{key} {column!r} is unknown: choose from {names}")
 
 
 def read_splits(
@@ -135,7 +135,7 @@ def read_splits(
         for split in _choose(options, list(builder.info.splits or ())):
             found[split] = convert(builder.as_dataset(split=split))
             if not found[split]:
-                raise Refused(f"{named(options)} has no text in split {split!r}")
+                raise UnusableData(f"{named(options)} has no text in split {split!r}")
         return found, _facts(options, builder, list(found)), builder
 
 
@@ -158,7 +158,7 @@ def _choose(options: config.Data, names: list[str]) -> list[str]:
         return names
     if "train" not in names:
         only = ", ".join(names)
-        raise Refused(f"{named(options)} has no split 'train', only {only}")
+        raise UnusableData(f"{named(options)} has no split 'train', only {only}")
     return ["train", *[name for name in HELDOUT if name in names][:1]]
 
 
@@ -169,7 +169,7 @@ class _Texts:
         check_known("column", column, rows.column_names)
         kind = rows.features[column]
         if not is_text(kind):
-            raise Refused(f"data.column {column!r} holds no text, but {kind}")
+            raise UnusableData(f"data.column {column!r} holds no text, but {kind}")
         self._rows, self._column = rows.select_columns(column), column
 
     def __iter__(self) -> Iterator[str]:

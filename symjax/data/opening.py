@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from symjax import config
-from symjax.data.formats import Refused, check_all_read, check_one_format, data_files
+from symjax.data.formats import (
+    UnusableData,
+    check_all_read,
+    check_one_format,
+    data_files,
+)
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -103,11 +108,11 @@ def _builder(
         if subset in known or (len(known) == 1 and not subset):
             raise  # it is about something else
         problem = f"{subset!r} is unknown" if subset else "is needed"
-        raise Refused(
+        raise UnusableData(
             f"data.subset {problem}: choose from {', '.join(sorted(known))}"
         ) from None
     if builder.info.builder_name == "text":
-        raise Refused(
+        raise UnusableData(
             f"data.name {path!r} is in the local cache by lines only, without their "
             "ends: unset HF_HUB_OFFLINE once"
         )
@@ -119,7 +124,7 @@ def one_line(options: config.Data) -> Iterator[None]:
     """Raises: ValueError: any error of the libraries, in one line."""
     try:
         yield
-    except (Refused, MemoryError):
+    except (UnusableData, MemoryError):
         raise
     except Exception as error:
         raise ValueError(f"{named(options)} {_problem(error)}") from None

@@ -18,7 +18,7 @@ from symjax.figures import Grid, Lines
 ROWS = 200  # of a point of a curve
 SAMPLES = 50  # of a cell of the grid
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # in the hay, and asked
+NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (needles in the row, needles asked for)
 
 Predict = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] → the next ones [B, T]
 

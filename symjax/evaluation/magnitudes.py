@@ -1,4 +1,4 @@
-"""The size of logits, of hidden states, and of the derivatives of weights."""
+"""The size of attention scores, of hidden states, and of the derivatives of weights."""
 
 import numpy as np
 from jaxtyping import Float
@@ -10,11 +10,14 @@ from symjax.evaluation.windows import Window, by_layer
 from symjax.layers.mechanisms import part_of
 
 TOPS = (1, 2, 3, 10, 100)
+SHOWN = {"logit": "|score|", "hidden": "|hidden|"}  # by the keys of the JSON
 BOUND = 0.25  # of the derivative of a softmax weight
 
 
 def outliers(run: LoadedRun, options: Options) -> Result:
-    """The top-1, 2, 3, 10, 100 and the median of |logit| and |hidden|, by layer.
+    """The top-1, 2, 3, 10, 100 and the median of |score| and |hidden|, by layer.
+
+    Scores are those of attention; JSON has them as "logit".
 
     Differential attention is reported to have smaller ones, which matters where numbers
     are rounded to few bits.
@@ -35,11 +38,11 @@ def outliers(run: LoadedRun, options: Options) -> Result:
             for index, windows in measured.items()
             if name in windows[0]
         ]
-        for name in ("logit", "hidden")
+        for name in SHOWN
     }
     columns = ("of", "layer", *(f"top-{n}" for n in TOPS), "median")
-    cells = [(f"|{name}|", *row.values()) for name in found for row in found[name]]
-    text = [] if found["logit"] else ["logits: none, no layer forms them"]
+    cells = [(SHOWN[name], *row.values()) for name in found for row in found[name]]
+    text = [] if found["logit"] else ["attention scores: none, no layer forms them"]
     return Result({"outliers": found}, text, (Table("outliers", columns, cells),))
 
 

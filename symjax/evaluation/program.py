@@ -60,7 +60,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--out", help="also write tables (CSV) and figures (PNG) there")
     add("--report", help="also write one HTML page with all of it")
     add("--batches", type=int, help="held-out batches to measure; all by default")
-    add("--text", type=Path, help="judge this file in place of the held-out text")
+    add("--text", type=Path, help="evaluate this file instead of the held-out text")
     add("--verify", action="store_true", help="first compare all data with its hashes")
     add("--prompt", help="text to continue; held-out text by default")
     add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")

@@ -133,8 +133,8 @@ def _each_head(x: Array, heads: int, kind: str) -> Array:
 
 
 def _branches(read: Callable, operands: dict[str, Operand], kind: str) -> Array:
-    """read(operands) [B N T T] for every branch: λ = 0 leaves the first, and after they
-    have changed places the second."""
+    """read(operands) [B N T T] for every branch: λ = 0 gives the first, and with
+    branches swapped the second."""
     if kind == "none":
         return read(operands)[:, :, None]
     lam = operands["lam"]

@@ -77,7 +77,7 @@ TASKS = {
     "entropy": Task(entropy, "entropy of rows by the number of keys they see"),
     "support": Task(support, "keys with a weight, where maps are sparse"),
     "rank": Task(rank, "ranks of QKᵀ, of maps and of differential maps"),
-    "outliers": Task(outliers, "the largest logits and hidden states"),
+    "outliers": Task(outliers, "the largest attention scores and hidden states"),
     "maps": Task(maps, "pictures of the maps of a sentence"),
     "approximation": Task(approximation, "errors of features against exact softmax"),
     "gradients": Task(gradients, "the size of ∂weight/∂score"),

@@ -66,7 +66,8 @@ class Part(NamedTuple):
         output: (layer, mixed, operands) → the output of every head, before its norm.
         state: layer → what the empty state takes beside sizes and options.
         fit: (layer, query, key) → constants that fit a sample, by name.
-        head_norm: an RMSNorm of every head follows, for want of a denominator.
+        head_norm: an RMSNorm of every head follows, since the mechanism has no
+            denominator.
         options: (options of the model, mechanism) → options of the mechanism, where
             they are not the keys of the same names.
         keys: keys of model.attention that are not options of the mechanism, but mean

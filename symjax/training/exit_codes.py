@@ -88,8 +88,8 @@ def exit_of(error: BaseException) -> Exit | None:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether a collective or the coordination service failed, for want of another
-    process; gloo's errors come as ValueErrors."""
+    """Whether a collective or the coordination service failed because another
+    process is gone; gloo's errors come as ValueErrors."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return is_distributed() and not OUT_OF_MEMORY.search(str(error))
     status = STATUS.match(str(error)) if isinstance(error, ValueError) else None
@@ -110,7 +110,7 @@ def run_and_exit(run: Callable[[], None]) -> NoReturn:
         try:
             run()
             sys.stdout.flush()
-        except BrokenPipeError:  # the reader of our output has seen enough
+        except BrokenPipeError:  # the reader closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             exit_code, agreed = 1, False
         except (Exception, KeyboardInterrupt) as error:

@@ -111,8 +111,8 @@ def check_count(found: Launch | None) -> None:
     """Raises: ValueError: this process was told another number of processes."""
     if found and found.processes not in (None, jax.process_count()):
         raise ValueError(
-            f"told of {found.processes} processes, there are {jax.process_count()}: "
-            "all need the same number"
+            f"--processes (or WORLD_SIZE) is {found.processes}, but "
+            f"{jax.process_count()} processes have connected: all need the same number"
         )
 
 
@@ -189,7 +189,7 @@ def _launcher(environment: Mapping[str, str]) -> str:
 
 
 def _check_address(coordinator: str, *, opens: bool) -> None:
-    """What jax would only find out after `wait`, or die of.
+    """Check what jax reports only after `wait`, or aborts on.
 
     Raises: ValueError: the host is unknown, or the port that this process opens taken.
     """

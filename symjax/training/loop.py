@@ -66,7 +66,7 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
 
 
 def train(run: Run, state: State) -> None:
-    """Every step that is left, with what is due after each.
+    """Run the remaining steps; log, evaluate and save when due.
 
     Raises:
         FloatingPointError, Interrupted: as `run` says.
@@ -95,14 +95,14 @@ def train(run: Run, state: State) -> None:
         if pending is not None:
             report(run, done - 1, pending)
         pending = metrics
-        judge = run.due(options.evaluate.every, done)
+        evaluate_now = run.due(options.evaluate.every, done)
         stop = run.interrupts.due()
         save = run.due(options.checkpoint.every, done) or stop is not None
-        if judge or save:
+        if evaluate_now or save:
             report(run, done, metrics)
             pending, loss = None, None
             with run.clock.stopped():
-                if judge:
+                if evaluate_now:
                     loss = evaluate(run, state)
                     save = save or run.checkpoints.improves(loss)
                 if save:

@@ -30,7 +30,8 @@ def hidden_of(model: Any, inputs: Any, dropout_key: Array | None = None) -> Arra
 
 
 class Losses(NamedTuple):
-    """Of every token; 0 and False where the target is below 0, which is none."""
+    """Loss, normaliser and correctness of every token; 0 and False where there is no
+    target (below 0)."""
 
     loss: Float[Array, "B T"]  # −log softmax(logits)[target], in nats
     right: Bool[Array, "B T"]  # whether the target has the highest logit

@@ -24,7 +24,7 @@ EMBEDDINGS = ("embedding", "positions", "patches", "head")
 def optimizer(
     options: config.Optimizer, steps: int, params_abstract: Any
 ) -> optax.GradientTransformation:
-    """Clip the whole gradient, then step by the schedule; `guarded` from harm.
+    """Clip the whole gradient, step by the schedule; skip harmful steps (`guarded`).
 
     `adamw` and `lion` shrink the weights themselves; `adam` and `sgd` add
     weight_decay · weight to the clipped gradient, as PyTorch's do. `sgd` takes the

@@ -2,7 +2,7 @@
 
 All run the same program, and a collective that one of them enters, all enter. Care is
 needed where one may fail alone (a file that only it cannot read) or act alone (process
-0 writes the files): the others must hear of it, or they wait for ever.
+0 writes the files): the others must be told, or they block.
 
 Messages are arrays of bytes, gathered over all devices by jax's `multihost_utils`. With
 one process every function here does nothing but what it is given.

@@ -103,7 +103,7 @@ class Clock:
         self.waited += time.monotonic() - began
 
     def step(self) -> None:
-        """One turn of the loop more."""
+        """Count one step."""
         self.steps += 1
 
     def data_seconds(self) -> float:
@@ -111,7 +111,7 @@ class Clock:
         return self.waited / max(1, self.steps)
 
     def speed(self) -> float:
-        """Since the start; as before where no turn has passed, only two reports."""
+        """Tokens a second since `restart`; the previous value if no step has passed."""
         if self.steps:
             passed = max(time.monotonic() - self.since, 1e-9)
             self.last = self.steps * self.tokens / passed

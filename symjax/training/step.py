@@ -109,12 +109,12 @@ class Steps(NamedTuple):
         hidden = hidden_of(model, inputs, key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
         costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
-        asked = jnp.maximum((targets >= 0).sum(), 1)
+        target_count = jnp.maximum((targets >= 0).sum(), 1)
         found = token_losses(model, hidden, targets)
         # A sum for each row: one over all tokens rounds to the places of thousands.
-        predicted = (found.loss.sum(axis=1) / asked).sum()
+        predicted = (found.loss.sum(axis=1) / target_count).sum()
         if weight := self.options.optimizer.z_loss:
-            costs += weight * found.normaliser.sum() / asked
+            costs += weight * found.normaliser.sum() / target_count
         return predicted + costs, predicted
 
     def train(self, state: State, constants, inputs, targets, key):

@@ -95,12 +95,15 @@ def test_a_page_shows_the_data_of_the_run_and_the_given_text_apart(
 def test_what_needs_the_data_says_so(moved, capsys):
     assert judge(moved, "--tasks", "loss") == 2
     said = capsys.readouterr().err
-    assert "--text gives a text to judge" in said and said.count("\n") == 1
+    assert "--text gives a text to evaluate" in said and said.count("\n") == 1
 
 
 def test_a_text_that_cannot_be_judged_is_refused(moved, tmp_path, capsys):
     empty = tmp_path / "empty.txt"
-    for content, said in ((None, "cannot be read"), ("", "has no next token")):
+    for content, said in (
+        (None, "cannot be read"),
+        ("", "--text has 0 tokens, at least 2 are needed"),
+    ):
         if content is not None:
             empty.write_text(content)
         assert judge(moved, "--text", str(empty)) == 2

@@ -236,8 +236,8 @@ def test_a_signal_during_a_save_stops_both_after_the_next_step(text, cache, tmp_
         ),
         pytest.param(
             ["--processes", "3"],
-            "error: process 1: told of 3 processes, there are 2: all need the same "
-            "number\n",
+            "error: process 1: --processes (or WORLD_SIZE) is 3, but 2 processes have "
+            "connected: all need the same number\n",
             marks=pytest.mark.slow,
         ),
     ],

@@ -69,8 +69,8 @@ def backward(
 ) -> list[Array]:
     """Gradients of query, key and value in these dtypes, shaped as in `operands`."""
     size, keys = (blocks.even(x, plan.block) for x in (plan.length, plan.keys))
-    row = plan.query_width * (operands.query.dtype.itemsize + dtypes[0].itemsize)
-    row += plan.value_size * change.dtype.itemsize
+    wide = operands.query.dtype.itemsize + jnp.dtype(dtypes[0]).itemsize
+    row = plan.query_width * wide + plan.value_size * change.dtype.itemsize
     held = blocks.held(plan, plan.length, size, row)
     stretch, count = held * size, -(-plan.keys // keys)
     stretches = -(-plan.length // stretch)

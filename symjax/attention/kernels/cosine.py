@@ -14,7 +14,7 @@ All of this is float32. Products with inputs that are bfloat16 lose nothing by t
 the other operand in three bfloat16 parts, at half the cost of float32.
 
 Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diagonal
-matrix. Kept for the way back are the centred states before chunks.
+matrix. Saved for the backward pass are the centred states before chunks.
 """
 
 import math

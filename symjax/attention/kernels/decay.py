@@ -2,7 +2,7 @@
 
 One pass over chunks of 128 tokens, forward, and one back. The state of a head stays in
 VMEM, values × features, so that what fades by channel lies along lanes; the state
-before each chunk is kept for the way back, in the dtype of the products.
+before each chunk is saved for the backward pass, in the dtype of the products.
 
 Pairs of a chunk are those of `faded.py`: the later half of each block of 2, 4, … 128
 tokens looks at the earlier half, and both fade towards the boundary between them, so

@@ -4,7 +4,7 @@ Chunks, pairs, decays, heads in tiles and states are those of `decay.py`. What t
 tokens of a chunk write, u of (I + A) u = β (v − k S), takes the inverse of a
 unit-triangular matrix, whose blocks of 2, 4, … 128 rows come from two of half the size
 as in `delta_rule.py`: each level is X − X A X, with of A only the pairs of the level.
-Inverses and the states before chunks are kept for the way back.
+Inverses and the states before chunks are saved for the backward pass.
 """
 
 from functools import reduce

@@ -5,8 +5,8 @@ Features of the Performer are made in here and never kept in memory; others are 
 One pass over chunks of time, forward, and one back. The state, features × values of a
 head, stays in VMEM, transposed: what fades by feature then lies along lanes. Exponents
 are to base 2 and refer to a running maximum that is rounded up to an integer, so that a
-state fades by powers of 2, exactly. Kept for the way back are the state before each
-chunk, in the dtype of the operands, and the denominator of each row.
+state fades by powers of 2, exactly. Saved for the backward pass are the state before
+each chunk, in the dtype of the operands, and the denominator of each row.
 
 A value is read with ones beside it: numerator and denominator are lanes of one product.
 Heads of 64 lie two by two in a tile of 128 lanes, as projections leave them, and are

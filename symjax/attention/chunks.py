@@ -1,5 +1,6 @@
 """Tokens laid out in chunks of time, and the scan over them."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,11 +11,48 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.masks import visible_keys
+from symjax.attention.meshes import split_by_xla
 from symjax.attention.segments import starts
 from symjax.attention.shards import choose, segment_runs_over
 
-einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-on_tensor_cores = partial(jnp.einsum, precision=jax.lax.Precision.HIGH)
+
+def _einsum(precision: jax.lax.Precision, spec: str, *arrays: Array) -> Array:
+    """`jnp.einsum`; on a CPU with B and K as one axis, and G and T, where they are side
+    by side and no mesh may split them.
+
+    XLA's compiler for CPUs transposes the operands of products with two batch axes, and
+    computes once more what these are made of.
+    """
+    plain = partial(jnp.einsum, spec, precision=precision)
+    terms = re.split(",|->", spec)
+    pairs = [
+        pair
+        for pair in ("bk", "gt")
+        if pair in spec and all(pair in x or not {*pair} & {*x} for x in terms)
+    ]
+    if not pairs or split_by_xla():
+        return plain(*arrays)
+
+    def merged(*arrays: Array) -> Array:
+        every = [n for x in arrays for n in x.shape]
+        sizes = dict(zip("".join(terms[:-1]), every, strict=True))
+        short, both = spec, dict(sizes)
+        for one, two in pairs:
+            short = short.replace(one + two, one)
+            both[one] *= sizes[two]
+        names = re.split(",|->", short)
+        operands = [
+            x.reshape([both[c] for c in name])
+            for x, name in zip(arrays, names[:-1], strict=True)
+        ]
+        found = jnp.einsum(short, *operands, precision=precision)
+        return found.reshape([sizes[c] for c in terms[-1]])
+
+    return jax.lax.platform_dependent(*arrays, cpu=merged, default=plain)
+
+
+einsum = partial(_einsum, jax.lax.Precision.HIGHEST)
+on_tensor_cores = partial(_einsum, jax.lax.Precision.HIGH)
 TILE = 128  # accelerators multiply by tiles of so many rows
 
 

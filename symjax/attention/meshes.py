@@ -119,9 +119,13 @@ def on_tpu() -> bool:
 
 def on_one_device() -> bool:
     """Whether no axis of a mesh is left for XLA to split arrays over."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if jax.sharding.get_abstract_mesh().empty:
         return jax.device_count() == 1
+    return not split_by_xla()
+
+
+def split_by_xla() -> bool:
+    """Whether there is a mesh with an axis that XLA may split arrays over."""
+    mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    manual = jax.sharding.AxisType.Manual
-    return all(size == 1 or kind == manual for size, kind in axes)
+    return any(size > 1 and kind != AxisType.Manual for size, kind in axes)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 
-from symjax.attention.chunks import Tokens, layout, scan
+from symjax.attention.chunks import Tokens, einsum, layout, scan
 from symjax.attention.cosine import RECURRENCE, cosine_causal
 from symjax.attention.decayed_linear import Decayed, decay_causal
 from symjax.attention.delta_rule import DeltaRule, delta_causal
@@ -141,3 +141,22 @@ def test_a_chunk_size_that_is_no_int_is_refused(function, size):
     message = rf"{function.__name__}: chunk_size must be an int, got {size}"
     with pytest.raises(ValueError, match=message):
         function(*inputs(), *more, chunk_size=size)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "bkgtm,bksm->bkgts",
+        "bksm,bksv->bkmv",
+        "bkgtm,bkm->bkgt",
+        "bkgtm,bkmv->btkgv",  # K leaves B, and T leaves G
+        "bkgnth,bknsh->bkgnts",
+        "btnh,btng->bnhg",
+    ],
+)
+def test_products_with_merged_axes_are_those_of_numpy(spec, x64):
+    sizes = dict(zip("bkgtsmvhn", (2, 3, 4, 5, 7, 6, 9, 8, 10), strict=True))
+    rng, names = np.random.default_rng(0), spec.split("->")[0].split(",")
+    arrays = [rng.normal(size=[sizes[c] for c in name]) for name in names]
+    found = jax.jit(partial(einsum, spec))(*arrays)
+    np.testing.assert_allclose(found, np.einsum(spec, *arrays), rtol=1e-12, atol=1e-12)

@@ -4,7 +4,8 @@
 
 Without --part each part runs in a process of its own, so that one that fails loses no
 other. --only keeps the rows whose name contains TEXT, --json adds each row to FILE as
-a line, --small has sizes for a CPU. The exit code is 1 if a row of this project failed.
+a line, --small has sizes for a CPU. The exit code is 1 if a row of this project failed,
+and 2 if there is none to run.
 
 machine      the device's own ceilings: a matrix product and a copy
 correctness  every mechanism, forward and gradient, with float32 and bfloat16 inputs:
@@ -16,10 +17,12 @@ attention    causal, bfloat16, forward and forward + backward, rivals in turns: 
              flash-linear-attention (fla) and jax-linear-attention (jla)
 steps        training steps of models of 350M parameters: tokens a second and MFU
 decode       tokens a second of these models after contexts of several lengths
+study        trains the Shakespeare study at 6 and 8 layers on --text FILE, without
+             which it is skipped; runs lie in --out, and the same command resumes them
 """
 
 import argparse
-import importlib
+import csv
 import json
 import os
 import subprocess
@@ -28,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some
@@ -36,17 +39,26 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs s
 import jax  # noqa: E402  (it reads the line above)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from device_correctness import cases, errors, outcome  # noqa: E402
+from device_correctness import cases, errors  # noqa: E402
+from device_jobs import Job, jax_job, job  # noqa: E402
 from device_peers import Rival, ours, peers  # noqa: E402
+from etils import epath  # noqa: E402
 
 from symjax import config  # noqa: E402
+from symjax.evaluation import compare  # noqa: E402
 from symjax.evaluation.speed import decoding  # noqa: E402
 from symjax.models.cost import train_flops  # noqa: E402
-from symjax.training.chips import CHIPS  # noqa: E402
+from symjax.training.chips import known  # noqa: E402
 from symjax.training.sharding import make_mesh  # noqa: E402
 from symjax.training.step import compile_program  # noqa: E402
 
 Row = dict[str, Any]
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+NOTHING = 2  # the exit code of a part that has nothing to run
+
+
+class Nothing(ValueError):
+    """A part has nothing to run; the message says why."""
 
 
 class Sizes(NamedTuple):
@@ -78,6 +90,11 @@ class Sizes(NamedTuple):
     )
     batch: int = 16
     contexts: tuple[int, ...] = (512, 2048, 8192, 32768)
+    presets: tuple[str, ...] = ("6l", "8l")  # of the study
+    keys: tuple[str, ...] = ("model.length=300", "batch_size=32", "steps=30000")
+    text: str | None = None
+    seeds: str = "0"
+    out: str = "runs/study"
 
 
 SMALL = Sizes(
@@ -93,14 +110,28 @@ SMALL = Sizes(
     model=replace(Sizes().model, vocabulary=64, width=64, depth=2, heads=4, length=128),
     batch=2,
     contexts=(32, 64),
+    presets=("tiny",),
+    keys=("model.length=32", "batch_size=8", "steps=3"),
 )
 
 
+def chosen(found: dict[str, Any], only: str) -> dict[str, Any]:
+    """Those whose name contains `only`.
+
+    Raises:
+        Nothing: there is none; the message has all names.
+    """
+    kept = {x: y for x, y in found.items() if only in x}
+    if not kept:
+        raise Nothing(f"no name contains {only!r}: choose from {'; '.join(found)}")
+    return kept
+
+
 def correctness(sizes: Sizes, only: str) -> Iterator[Row]:
-    chosen = {x: y for x, y in cases(sizes.tokens).items() if only in x}
+    kept = chosen(cases(sizes.tokens), only)
     with ThreadPoolExecutor() as pool:  # compiling is nearly all of the time
-        found = pool.map(lambda case: attempt(errors, case), chosen.values())
-        for name, rows in zip(chosen, found, strict=True):
+        found = pool.map(lambda case: attempt(errors, case), kept.values())
+        for name, rows in zip(kept, found, strict=True):
             if "fault" in rows:
                 yield {"name": name, **rows}
             else:
@@ -110,59 +141,13 @@ def correctness(sizes: Sizes, only: str) -> Iterator[Row]:
 # Attention
 
 
-class Job(NamedTuple):
-    run: Callable[[], Any]  # starts the work
-    wait: Callable[[Any], Any]  # returns when all work that was started is done
-    fetch: Callable[[Any], np.ndarray]  # the output of work that was started
-    mib: float | None = None  # temporaries, as the compiler plans them
-
-
-def job(rival: Rival, backward: bool) -> Job:
-    """Compiled, for the jax ones. Inputs are bfloat16."""
-    rng = np.random.default_rng(0)
-    draw = [rng.standard_normal(x, np.float32) for x in rival.shapes]
-    if rival.library in ("torch", "fla"):
-        return _torch_job(rival.attend, draw, backward)
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in draw]
-    function = rival.attend
-    if backward:
-        shape = jax.eval_shape(function, *arrays).shape
-        arrays.insert(0, jnp.asarray(rng.standard_normal(shape), jnp.bfloat16))
-        function = partial(outcome, function)
-    compiled = jax.jit(function).lower(*arrays).compile()
-    planned = compiled.memory_analysis()
-    mib = planned and planned.temp_size_in_bytes / 2**20
-    return jax_job(partial(compiled, *arrays), mib)
-
-
-def jax_job(run: Callable[[], Any], mib: float | None = None) -> Job:
-    return Job(run, jax.block_until_ready, lambda x: np.asarray(x, np.float32), mib)
-
-
-def _torch_job(attend: Callable, draw: list[np.ndarray], backward: bool) -> Job:
-    torch = importlib.import_module("torch")
-    place = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = [torch.from_numpy(x).to(place, torch.bfloat16) for x in draw]
-
-    def run():
-        if not backward:
-            with torch.no_grad():
-                return attend(*tensors)
-        output = attend(*tensors)
-        return torch.autograd.grad(output, tensors, torch.ones_like(output))
-
-    for tensor in tensors:
-        tensor.requires_grad_(backward)
-    done = torch.cuda.synchronize if place == "cuda" else lambda: None
-    return Job(run, lambda _: done(), lambda x: x.float().cpu().numpy())
-
-
 def attention_speed(sizes: Sizes, only: str) -> Iterator[Row]:
     for length in sizes.lengths:
         batch = max(1, sizes.row_tokens // length)
         mine = ours(batch, length, sizes.heads, sizes.head_size)
         rivals = mine | peers(mine)
-        rivals = {x: y for x, y in rivals.items() if only in x or isinstance(y, str)}
+        missing = {x: y for x, y in rivals.items() if isinstance(y, str)}
+        rivals = chosen(rivals, only) | missing
         for backward in (False, True):
             work = f"T {length}, forward{' + backward' * backward}"
             jobs, rows = prepared(rivals, backward)
@@ -235,6 +220,11 @@ def in_turns(jobs: dict[str, Job], sizes: Sizes) -> dict[str, np.ndarray]:
     return dict(zip(jobs, np.array(rounds).T, strict=True))
 
 
+def median(job: Job, sizes: Sizes) -> float:
+    """Seconds of a call."""
+    return float(np.median(in_turns({"": job}, sizes)[""]))
+
+
 # Models
 
 
@@ -256,14 +246,13 @@ def models(sizes: Sizes) -> dict[str, config.Model]:
 
 def peak() -> float | None:
     """bfloat16 operations a second, in the maker's figure; None of an unknown chip."""
-    kind = jax.devices()[0].device_kind
-    return next((chip.flops for chip in CHIPS if chip.name in kind), None)
+    chip = known(jax.devices()[0].device_kind)
+    return chip and chip.flops
 
 
 def steps(sizes: Sizes, only: str) -> Iterator[Row]:
-    for name, model in models(sizes).items():
-        if only in name:
-            yield {"name": f"{name}, training", **attempt(step_speed, model, sizes)}
+    for name, model in chosen(models(sizes), only).items():
+        yield {"name": f"{name}, training", **attempt(step_speed, model, sizes)}
 
 
 def step_speed(model: config.Model, sizes: Sizes) -> Row:
@@ -291,35 +280,66 @@ def step_speed(model: config.Model, sizes: Sizes) -> Row:
 
 
 def decode(sizes: Sizes, only: str) -> Iterator[Row]:
-    for name, model in models(sizes).items():
-        for length in sizes.contexts if only in name else ():
+    for name, model in chosen(models(sizes), only).items():
+        for length in sizes.contexts:
             found = attempt(decode_speed, model, length, sizes)
             yield {"name": f"{name}, {length} tokens", **found}
 
 
 def decode_speed(model: config.Model, length: int, sizes: Sizes) -> Row:
     found = decoding(config.Config(model=replace(model, length=length)), length)
-    passed = float(np.median(in_turns({"": jax_job(found.run)}, sizes)[""]))
+    passed = median(jax_job(found.run), sizes)
     return {"tokens_per_second": found.tokens / passed, "mib": found.memory}
+
+
+def study(sizes: Sizes, only: str) -> Iterator[Row]:
+    """The rows of the table that compare makes, which lies in --out with the runs.
+
+    Raises:
+        Nothing: there is no text.
+    """
+    files = {
+        f"{x}-{preset}": f"{CONFIGS / x}.py:{preset}"
+        for preset in sizes.presets
+        for x in ("gpt", "sym", "diff", "diff_sym")
+    }
+    files = chosen(files, only)
+    if sizes.text is None:
+        raise Nothing("skipped, since it needs a text: --text FILE")
+    data = ("data.source=text", f"data.path={sizes.text}", "data.tokenizer=char")
+    words = ["--configs", ",".join(files.values()), "--seeds", sizes.seeds]
+    words += ["--out", sizes.out, *(f"--config.{x}" for x in (*data, *sizes.keys))]
+    if fault := attempt(compare.main, words):
+        yield {"name": "study", **fault}
+        return
+    table = epath.Path(sizes.out, "compare.csv").read_text()
+    for row in csv.DictReader(table.splitlines()):
+        name = row.pop("configuration")
+        yield {"name": name, **{x: float(y) for x, y in row.items() if y}}
 
 
 # The machine, and the command
 
 
 def machine(sizes: Sizes, only: str) -> Iterator[Row]:
-    device = jax.devices()[0]
-    yield {"name": device.device_kind, "jax": jax.__version__, **driver()}
-    square = (sizes.side, sizes.side)
-    product = Rival("ours", jnp.matmul, (square, square), 2 * sizes.side**2, 0)
-    copy = Rival("ours", lambda x: x + 1, ((sizes.copied // 2,),), 0, 0)
-    jobs = {"product": job(product, False), "copy": job(copy, False)}
-    times = {x: float(np.median(y)) for x, y in in_turns(jobs, sizes).items()}
-    yield {
-        "name": f"product of bfloat16 matrices of {sizes.side}",
-        "tflops": 2 * sizes.side**3 / times["product"] / 1e12,
+    side, copied = sizes.side, sizes.copied
+    product = Rival("ours", jnp.matmul, ((side, side),) * 2, 2 * side**2, 0)
+    copy = Rival("ours", lambda x: x + 1, ((copied // 2,),), 0, 0)
+
+    def seconds(rival: Rival) -> float:
+        return median(job(rival, False), sizes)
+
+    rows = {
+        jax.devices()[0].device_kind: lambda: {"jax": jax.__version__, **driver()},
+        f"product of bfloat16 matrices of {side}": lambda: {
+            "tflops": 2 * side**3 / seconds(product) / 1e12
+        },
+        f"copy of {copied} bytes": lambda: {
+            "gb_per_second": 2 * copied / seconds(copy) / 1e9
+        },
     }
-    moved = 2 * sizes.copied / times["copy"]
-    yield {"name": f"copy of {sizes.copied} bytes", "gb_per_second": moved / 1e9}
+    for name, row in chosen(rows, only).items():
+        yield {"name": name, **attempt(row)}
 
 
 def driver() -> Row:
@@ -346,6 +366,7 @@ PARTS = {
     "attention": attention_speed,
     "steps": steps,
     "decode": decode,
+    "study": study,
 }
 
 
@@ -358,16 +379,25 @@ def shown(value: Any) -> str:
 
 
 def run_part(part: str, sizes: Sizes, only: str, file: str | None) -> int:
-    """Prints its rows as they come; 1 if one has a fault."""
-    faults = 0
-    print(f"\n{part}, on {jax.devices()[0].device_kind}", flush=True)
-    for row in PARTS[part](sizes, only):
-        faults += "fault" in row
-        figures = (f"{x} {shown(y)}" for x, y in row.items() if x != "name")
-        print(f"{row['name']:64}" + "  ".join(figures), flush=True)
-        if file:
-            with open(file, "a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"part": part, **row}) + "\n")
+    """Prints its rows as they come.
+
+    Returns:
+        The exit code: 1 if one has a fault, 2 if there is nothing to run.
+    """
+    faults, kind = 0, jax.devices()[0].device_kind
+    print(f"\n{part}, on {kind}", flush=True)
+    try:
+        for row in PARTS[part](sizes, only):
+            faults += "fault" in row
+            figures = (f"{x} {shown(y)}" for x, y in row.items() if x != "name")
+            print(f"{row['name']:64}", *figures, sep="  ", flush=True)
+            if file:
+                row = {"part": part, "device": kind, **row}
+                with open(file, "a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(row) + "\n")
+    except Nothing as reason:
+        print(f"{part}: {reason}", file=sys.stderr)
+        return NOTHING
     return int(faults > 0)
 
 
@@ -378,13 +408,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--lengths", type=int, nargs="+", help="of part attention")
+    parser.add_argument("--text", metavar="FILE", help="of part study")
+    parser.add_argument("--seeds", default=Sizes().seeds, help="of study (%(default)s)")
+    parser.add_argument("--out", default=Sizes().out, help="of study (%(default)s)")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
+    if options.text is not None and not Path(options.text).is_file():
+        parser.error(f"--text {options.text}: there is no such file")
     if options.part is None:
         command = [sys.executable, __file__, *arguments, "--part"]
-        return max(abs(subprocess.run([*command, x]).returncode) for x in PARTS)
-    sizes = SMALL if options.small else Sizes()
+        codes = [subprocess.run([*command, x]).returncode for x in PARTS]
+        return max((abs(x) for x in codes if x != NOTHING), default=NOTHING)
+    sizes = (SMALL if options.small else Sizes())._replace(
+        text=options.text, seeds=options.seeds, out=options.out
+    )
     if options.lengths:
         sizes = sizes._replace(lengths=tuple(options.lengths))
     return run_part(options.part, sizes, options.only, options.json)

@@ -40,7 +40,7 @@ def cases(tokens: int) -> dict[str, Case]:
             over = f"{mechanism}, {name}"
             found |= {
                 over: Case(attend, plain, whole),
-                f"differential over {over}": Case(v1, (*pairs, (n,)), exact),
+                f"differential V1 over {over}": Case(v1, (*pairs, (n,)), exact),
             }
         rows = partial(attention.softmax, is_causal=causal, implementation="rows")
         whole = partial(rows, implementation="whole")
@@ -81,7 +81,7 @@ def cases(tokens: int) -> dict[str, Case]:
         | {
             "linear elu, bidirectional": Case(attention.linear, plain),
             "hedgehog": Case(hedgehog, (*plain, (n, h, h), (k, h, h)), scale=0.35),
-            "differential over linear": Case(linear, (*pairs, (n,))),
+            "differential V1 over linear": Case(linear, (*pairs, (n,))),
             "retention": Case(retention, plain),
             "gated decay": Case(gated, (*plain, key)),
             "delta rule": Case(delta, (*plain, (b, t, k))),

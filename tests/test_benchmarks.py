@@ -6,11 +6,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
-from runs import ROOT
+from runs import ROOT, write_text
 
 from symjax import attention
+
+PARTS = ("machine", "correctness", "attention", "steps", "decode", "study")
 
 
 @pytest.fixture
@@ -53,11 +57,14 @@ def test_wrong_numbers_are_faults(device):
         ("attention", "cosine", "ms"),
         ("steps", "diff_sym", "tokens_per_second"),
         ("decode", "decay", "tokens_per_second"),
+        ("study", "diff_sym", "held-out"),
     ),
 )
 def test_every_part_measures_on_a_cpu(part, only, figure, device, tmp_path):
     file = tmp_path / "rows"
     given = ["--small", "--part", part, "--only", only, "--json", str(file)]
+    out = tmp_path / "study"
+    given += ["--text", str(write_text(tmp_path)), "--out", str(out)]
     assert device.main(given) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert all(row["part"] == part for row in rows)
@@ -65,6 +72,82 @@ def test_every_part_measures_on_a_cpu(part, only, figure, device, tmp_path):
     assert found and all(x > 0 for x in found), rows
     if part == "attention":  # what is not here is said
         assert any("missing" in row for row in rows)
+    if part == "study":  # trained once
+        (metrics,) = out.glob("*/metrics.jsonl")
+        before = metrics.stat().st_mtime_ns
+        assert device.main(given) == 0 and metrics.stat().st_mtime_ns == before
+
+
+def test_the_study_is_of_four_columns_and_two_depths(device, monkeypatch, tmp_path):
+    runs = {}
+    monkeypatch.setattr(device.compare, "train", runs.update)
+    words = ["--text", str(write_text(tmp_path)), "--out", str(tmp_path)]
+    assert device.main(["--part", "study", *words]) == 1  # no run to evaluate
+    columns = ("gpt", "sym", "diff", "diff_sym")
+    assert list(runs) == [f"{x}-{depth}l" for depth in (6, 8) for x in columns]
+    for name, (run,) in runs.items():
+        assert run.config.steps == 30_000 and run.config.model.depth == int(name[-2])
+
+
+@pytest.mark.parametrize("part", (None, *PARTS))
+def test_a_name_that_does_not_exist_is_no_success(part, device, monkeypatch, capsys):
+    def run(command):
+        return SimpleNamespace(returncode=device.main(command[2:]))
+
+    monkeypatch.setattr(device.subprocess, "run", run)
+    given = ["--small", "--only", "sofmax"] + (["--part", part] if part else [])
+    assert device.main(given) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [x.partition(":")[0] for x in lines] == ([part] if part else list(PARTS))
+    assert all(": no name contains 'sofmax': choose from " in x for x in lines)
+
+
+@pytest.mark.parametrize(("code", "wanted"), ((0, 0), (1, 1), (-11, 11), (2, 2)))
+def test_parts_with_nothing_to_run_hide_no_other(code, wanted, device, monkeypatch):
+    def run(command):
+        return SimpleNamespace(returncode=code if command[-1] == "steps" else 2)
+
+    monkeypatch.setattr(device.subprocess, "run", run)
+    assert device.main([]) == wanted
+
+
+def test_the_study_needs_a_text(device, capsys):
+    assert device.main(["--small", "--part", "study"]) == 2
+    assert "--text FILE" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        device.main(["--text", "nowhere.txt"])
+    assert "nowhere.txt" in capsys.readouterr().err
+
+
+def test_the_table_of_the_document_has_names_of_the_command(device):
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    _, _, table = text.partition("| names of `correctness` |")
+    rows = re.findall(r"^\| (.*?) \|", table.partition("\n\n")[0], re.M)
+    names, known = re.findall("`(.*?)`", " ".join(rows)), device.cases(70)
+    assert len(names) > 20
+    assert not [name for name in names if not any(name in x for x in known)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flops"),
+    (
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("cpu", None),
+    ),
+)
+def test_the_peak_is_that_of_the_chip(kind, flops, device, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
+    assert device.peak() == flops
+
+
+def test_a_long_name_stands_apart_from_its_figures(device, monkeypatch, capsys):
+    name = "x" * 70
+    monkeypatch.setitem(device.PARTS, "steps", lambda *_: [{"name": name, "ms": 1.0}])
+    assert device.main(["--part", "steps"]) == 0
+    assert f"{name}  ms 1\n" in capsys.readouterr().out
 
 
 def test_a_row_that_cannot_run_loses_no_other(device, monkeypatch, capsys):

@@ -419,7 +419,9 @@ def main(arguments: list[str]) -> int:
     if options.part is None:
         command = [sys.executable, __file__, *arguments, "--part"]
         codes = [subprocess.run([*command, x]).returncode for x in PARTS]
-        return max((abs(x) for x in codes if x != NOTHING), default=NOTHING)
+        return max(
+            (x if x >= 0 else 128 - x for x in codes if x != NOTHING), default=NOTHING
+        )
     sizes = (SMALL if options.small else Sizes())._replace(
         text=options.text, seeds=options.seeds, out=options.out
     )

@@ -32,7 +32,8 @@ def check_flag(who: str, name: str, value: bool) -> None:
 
 
 def check_number(who: str, name: str, value: Any) -> None:
-    """Refuse what is not one number, finite or traced; None is left out."""
+    """Refuse what is not one number, or one of Python or numpy that is not finite; None
+    is left out."""
     if hasattr(value, "shape"):
         one, found = value.shape == (), value.shape
     else:

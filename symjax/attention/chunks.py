@@ -18,13 +18,13 @@ from symjax.attention.shards import choose, segment_runs_over
 
 def _einsum(precision: jax.lax.Precision, spec: str, *arrays: Array) -> Array:
     """`jnp.einsum`; on a CPU with B and K as one axis, and G and T, where they are side
-    by side and no mesh may split them.
+    by side and no mesh may split them. It stands inside `on_any_mesh`.
 
     XLA's compiler for CPUs transposes the operands of products with two batch axes, and
     computes once more what these are made of.
     """
     plain = partial(jnp.einsum, spec, precision=precision)
-    terms = re.split(",|->", spec)
+    *names, output = terms = re.split(",|->", spec)
     pairs = [
         pair
         for pair in ("bk", "gt")
@@ -32,21 +32,23 @@ def _einsum(precision: jax.lax.Precision, spec: str, *arrays: Array) -> Array:
     ]
     if not pairs or split_by_xla():
         return plain(*arrays)
+    shapes = [n for x in arrays for n in x.shape]
+    every = list(zip("".join(names), shapes, strict=True))
+    sizes = dict(every)
+    if any(sizes[c] != n for c, n in every):  # one of them is broadcast
+        return plain(*arrays)
 
     def merged(*arrays: Array) -> Array:
-        every = [n for x in arrays for n in x.shape]
-        sizes = dict(zip("".join(terms[:-1]), every, strict=True))
         short, both = spec, dict(sizes)
         for one, two in pairs:
             short = short.replace(one + two, one)
             both[one] *= sizes[two]
-        names = re.split(",|->", short)
         operands = [
             x.reshape([both[c] for c in name])
-            for x, name in zip(arrays, names[:-1], strict=True)
+            for x, name in zip(arrays, re.split(",|->", short), strict=False)
         ]
         found = jnp.einsum(short, *operands, precision=precision)
-        return found.reshape([sizes[c] for c in terms[-1]])
+        return found.reshape([sizes[c] for c in output])
 
     return jax.lax.platform_dependent(*arrays, cpu=merged, default=plain)
 

@@ -70,12 +70,12 @@ def best(
     names: tuple[str, ...], engine: Engine, rule: Rule, operands: Operands
 ) -> Engine:
     """The engine of rows, or the choice between it and a kernel of these names."""
-    few = operands.query.shape[2] < FEWEST_ROWS
+    if operands.query.shape[2] < FEWEST_ROWS or not on_one_device():
+        return engine
     for name, kernel in KERNELS.items():
-        if few or name not in names or backend() != kernel.backend:
-            continue
-        if on_one_device() and not kernel.refusal(rule, operands):
-            return partial(_by_platform, engine, kernel)
+        if name in names and backend() == kernel.backend:
+            if not kernel.refusal(rule, operands):
+                return partial(_by_platform, engine, kernel)
     return engine
 
 

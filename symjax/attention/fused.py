@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.kernels import fused
-from symjax.attention.meshes import backend, on_any_mesh, on_one_device, on_tpu
+from symjax.attention.meshes import backend, on_any_mesh, on_tpu, split_by_xla
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 LARGEST_HEAD = 512
@@ -24,7 +24,7 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     query, _, value, bias, slopes, _, _, known = operands
     if backend() == "tpu" and not on_tpu():
         return "it needs a TPU of v4 or later, without jax's types of 64 bits"
-    if backend() == "tpu" and not on_one_device():
+    if backend() == "tpu" and split_by_xla():
         return "XLA cannot split it over devices: call it in a jax.shard_map"
     dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
     if not dtypes <= {"bfloat16", "float32"}:

@@ -252,11 +252,10 @@ def _files(path: str) -> dict[str, tuple[Path, bool]]:
         found = [piece] if named else sorted(glob.glob(piece, recursive=True))
         if os.path.isdir(piece):
             named, found = False, _texts_below(piece)
+        elif named and not os.path.exists(piece):
+            raise ValueError(f"data.path {piece!r} does not exist")
         elif named and not os.path.isfile(piece):
-            what = (
-                "is not a regular file" if os.path.exists(piece) else "does not exist"
-            )
-            raise ValueError(f"data.path {piece!r} {what}")
+            raise ValueError(f"data.path {piece!r} is not a regular file")
         found = [name for name in found if os.path.isfile(name)]
         if not found:
             raise ValueError(f"data.path {piece!r} matches no file")

@@ -86,7 +86,10 @@ def read_family(
         tensors = hf_gpt2.renamed(tensors)
     if options.tie_embeddings:
         tensors.pop("lm_head.weight", None)  # some programs write it twice
-    like, _ = parts(abstract(options))
+    try:
+        like, _ = parts(abstract(options))
+    except ValueError as error:
+        raise ValueError(f"{directory / SETTINGS}: {error}") from None
     theirs = jax.eval_shape(lambda params: family.tensors_of(params, options), like)
     shapes = {name: x.shape for name, x in theirs.items()}
     check_shapes(str(directory), tensors, shapes)

@@ -59,8 +59,12 @@ def generate(
         )
     count = whole("count", count, 1, MOST)
     length = prompt.shape[1] + count
-    if prompt.shape[1] < 1:
-        raise ValueError("generation needs a prompt of at least 1 token, got 0")
+    if prompt.size < 1:
+        raise ValueError(
+            f"generation needs prompts of at least 1 token, got {prompt.shape}"
+        )
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise ValueError(f"the tokens of a prompt must be ints, got {prompt.dtype}")
     if model.learned_positions and length > model.length:
         raise ValueError(
             f"a prompt of {prompt.shape[1]} and {count} new tokens do not fit the "
@@ -78,7 +82,7 @@ def generate(
     if not isinstance(top_p, Tracer) and not (_is_number(top_p) and 0 < top_p <= 1):
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r}")
     top_k, last = whole("top_k", top_k, 0), model.embedding.num_embeddings - 1
-    if not isinstance(stop, Iterable):
+    if not isinstance(stop, Iterable) or getattr(stop, "ndim", 1) == 0:
         raise ValueError(f"stop must be a sequence of tokens, got {stop!r}")
     ends = tuple(whole("a token to stop at", x, 0, last) for x in stop)
     if not isinstance(prompt, Tracer):

@@ -161,6 +161,8 @@ def flat(params: Weights) -> dict[str, Any]:
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `flat`; numbers among the names are those of blocks."""
-    steps = {x: x.split("/") for x in arrays}
-    paths = {x: tuple(int(y) if y.isdecimal() else y for y in steps[x]) for x in arrays}
-    return unflatten_dict({paths[x]: array for x, array in arrays.items()})
+
+    def path(name: str) -> tuple[int | str, ...]:
+        return tuple(int(x) if x.isdecimal() else x for x in name.split("/"))
+
+    return unflatten_dict({path(name): array for name, array in arrays.items()})

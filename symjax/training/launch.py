@@ -148,7 +148,8 @@ def _checked(
 def number(name: str, text: str) -> int:
     """Raises: ValueError: the text is no number of its range."""
     least = 0 if name in ("process", "LOCAL_RANK") else 1
-    if not text.isdecimal() or not least <= int(text) <= LARGEST:
+    known = text.isdecimal() and len(text) <= len(str(LARGEST))
+    if not known or not least <= int(text) <= LARGEST:
         raise ValueError(
             f"{name} must be a number from {least} to {LARGEST}, got {text!r}"
         )

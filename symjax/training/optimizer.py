@@ -197,15 +197,15 @@ def schedule_change(
         taken: the steps that the schedule has made.
     """
     last, hint = min(saved.steps, options.steps), ""
-    schedules = {saved.optimizer.schedule, options.optimizer.schedule}
-    if schedules == {"wsd"} and options.steps > saved.steps:
-        last -= _steps(options.optimizer.cooldown, last)
+    before, now = saved.optimizer.schedule, options.optimizer.schedule
+    if before == now == "wsd" and options.steps > saved.steps:
+        last -= _steps(saved.optimizer.cooldown, last)
         if taken > last:
             hint = (
                 f" (the rate has decayed since step {last}: if a checkpoint up to then "
                 "is kept, remove the newer ones to continue without this jump)"
             )
-    elif "wsd" not in schedules:
+    elif now != "wsd" and saved.optimizer == options.optimizer:
         hint = " (optimizer.schedule=wsd can be extended)"
     ahead = np.unique(np.linspace(taken, max(taken, last - 1), 1000).astype(int))
     old, new = (

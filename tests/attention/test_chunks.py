@@ -160,3 +160,9 @@ def test_products_with_merged_axes_are_those_of_numpy(spec, x64):
     arrays = [rng.normal(size=[sizes[c] for c in name]) for name in names]
     found = jax.jit(partial(einsum, spec))(*arrays)
     np.testing.assert_allclose(found, np.einsum(spec, *arrays), rtol=1e-12, atol=1e-12)
+
+
+def test_an_operand_of_a_product_may_be_broadcast():
+    query, key = jnp.ones((2, 3, 4, 5, 6)), jnp.ones((1, 3, 7, 6))
+    found = einsum("bkgth,bksh->bkgts", query, key)
+    np.testing.assert_array_equal(found, np.full((2, 3, 4, 5, 7), 6))

@@ -426,8 +426,13 @@ def test_tokens_that_the_model_does_not_have_are_refused():
     model, key = small(), jax.random.key(2)
     with pytest.raises(ValueError, match="from 0 to 22, .* got 5 to 23"):
         generate(model, jnp.array([[5, 23]]), 3, key)
-    with pytest.raises(ValueError, match="stop must be a sequence of tokens, got 5"):
-        generate(model, jnp.array([[5, 22]]), 3, key, stop=5)
+    for stop in (5, jnp.int32(5)):
+        with pytest.raises(ValueError, match="stop must be a sequence of tokens"):
+            generate(model, jnp.array([[5, 22]]), 3, key, stop=stop)
+    with pytest.raises(ValueError, match="must be ints, got float32"):
+        generate(model, jnp.ones((1, 2)), 3, key)
+    with pytest.raises(ValueError, match=r"at least 1 token, got \(0, 2\)"):
+        generate(model, jnp.zeros((0, 2), jnp.int32), 3, key)
     padded = jnp.array([[-1, 5], [4, 22]])  # any number stands where no token is
     generate(model, padded, 3, key, lengths=jnp.array([1, 2]))
 

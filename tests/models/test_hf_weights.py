@@ -312,6 +312,7 @@ def test_a_random_diffllama_gives_the_logits_of_transformers(tmp_path, tied):
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default'"),
         ({"num_key_value_heads": 1}, "must be even, got 8 and 1"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_key_value_heads": 6}, "config.json: .* must divide model.heads"),
         ({"intermediate_size": 7}, r"down_proj.weight must be \(22, 7\).*\(22, 34"),
         ({"num_hidden_layers": 1}, "model has unknown 'model.layers.1.*' and 10 more"),
         ({"num_hidden_layers": 3}, "model lacks 'model.layers.2.*' and 10 more"),

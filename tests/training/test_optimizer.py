@@ -289,6 +289,12 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
         "learning rate of step 61: 0.1 with steps 300, was 0.01 with steps 60"
     )
     assert line(60, 300, 48, schedule="wsd") is None
+    shorter = config.Optimizer(schedule="wsd", warmup=0, cooldown=0.1)
+    saved = dataclasses.replace(shorter, cooldown=0.5)
+    known = (
+        config.Config(steps=n, optimizer=x) for n, x in ((60, saved), (300, shorter))
+    )
+    assert "the rate has decayed since step 30" in schedule_change(*known, 50)
     assert line(60, 300, 60, schedule="wsd").endswith(
         "0.1 with steps 300, was 0.01 with steps 60 (the rate has decayed since step "
         "48: if a checkpoint up to then is kept, remove the newer ones to continue "

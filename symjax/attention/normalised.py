@@ -45,7 +45,7 @@ from symjax.attention.chunks import (
     through_segments,
 )
 from symjax.attention.features import Features, LogFeatures, finite, row_shift
-from symjax.attention.rescue import with_exact_rows
+from symjax.attention.rescue import exact_product, with_exact_rows
 
 # Below this a chunk that refers to its highest exponent has lost its early rows.
 _LOST = 1e-20
@@ -128,7 +128,7 @@ class Normalised:
         if before.running_max is not None and value.shape[2] > 1:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             lost = _lost(rows, sees, reaches, before.running_max)
-            read = partial(rows_of, how, before)
+            read = partial(rows_of, how._replace(product=exact_product), before)
             given = read, before.running_max, query, key, value, chunk.segment, lost
             exactly = jax.checkpoint(partial(with_exact_rows, *given))
             rows = jax.lax.cond(lost.any(), exactly, lambda rows: rows, rows)

@@ -11,14 +11,17 @@ Only features with exponents come here, and only if a row was lost.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import einsum
 from symjax.attention.features import LogFeatures, finite, row_shift
+
+# Without the other form that `chunks.einsum` has on a CPU: these rows are rare.
+exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def with_exact_rows(
@@ -64,7 +67,7 @@ def with_exact_rows(
             near, far = near & same, far & same
         earlier = key.raised(-finite(boundary)).where(far[:, None])
         later = query.raised(boundary[:, :, None]).where(near[:, None, None])
-        pairs = einsum("bkgtm,bksm->bkgts", later.weights(), earlier.weights())
+        pairs = exact_product("bkgtm,bksm->bkgts", later.weights(), earlier.weights())
         inside = (block[:, None] == block[None, :])[None, None, None]
         return scores + pairs * inside.astype(pairs.dtype), None
 

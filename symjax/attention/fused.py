@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.kernels import fused
+from symjax.attention.kernels.blocks import LANES
 from symjax.attention.meshes import backend, on_any_mesh, on_tpu, split_by_xla
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 LARGEST_HEAD = 512
-WIDEST = 2**14  # query heads of a key head, times their sizes: gradients in VMEM
+WIDEST = 2**14  # lanes of all queries of a key head, whose gradients are in VMEM
 FEWEST_ROWS = 128  # with fewer query rows the kernel is not used, unless forced
 
 
@@ -39,8 +40,9 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
         return "its scale is a number, not an array"
     if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
         return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
-    if (width := query.shape[1] // value.shape[1] * query.shape[3]) > WIDEST:
-        return f"the queries of a key have at most {WIDEST} numbers, got {width}"
+    lanes = -(-query.shape[3] // LANES) * LANES * (query.shape[1] // value.shape[1])
+    if lanes > WIDEST:
+        return f"the queries of a key take at most {WIDEST} lanes, got {lanes}"
     return None
 
 

@@ -118,8 +118,10 @@ def _renamed(
 ) -> dict[str, Any]:
     """The arrays under their new names; all must be there, save one."""
     check_names(who, arrays, [name for name in names if name != optional], optional)
-    known = {x: y if isinstance(y, Array) else np.asarray(y) for x, y in arrays.items()}
-    return {names[name]: array for name, array in known.items()}
+    return {
+        names[name]: x if isinstance(x, Array) else np.asarray(x)
+        for name, x in arrays.items()
+    }
 
 
 def _even(who: str, size: int) -> int:

@@ -112,7 +112,8 @@ REFUSED = {
     "scale": ({}, {"scale": jnp.ones(())}, "not an array"),
     "float16": ({"dtype": jnp.float16}, {}, "got float16"),
     "head": ({"size": 1024}, {}, "at most 512 numbers, got 1024"),
-    "group": ({"size": 512, "heads": 34 * K}, {}, "at most 16384 numbers, got 17408"),
+    "group": ({"size": 512, "heads": 34 * K}, {}, "at most 16384 lanes, got 17408"),
+    "small": ({"size": 40, "heads": 129 * K}, {}, "at most 16384 lanes, got 16512"),
 }
 
 

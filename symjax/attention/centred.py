@@ -39,7 +39,7 @@ def read_centred(
     mean = sums[..., :leading, :].sum(axis=-2)
     mean = mean / jnp.where(weight > 0, weight, 1)[..., None]
     constant = jax.lax.stop_gradient(mean)
-    means = total[..., None] * constant[:, :, None]
+    means = product("bkm,bkv->bkmv", total, constant)
     rest = sums - means
     noise = 8 * jnp.finfo(rest.dtype).eps * jnp.abs(means)
     rest = rest - jax.lax.stop_gradient(jnp.where(jnp.abs(rest) <= noise, rest, 0))
@@ -47,6 +47,6 @@ def read_centred(
     lifted = denominator < least
     denominator = jnp.where(lifted, least, denominator)
     numerator = product("bkgtm,bkmv->bkgtv", row, rest)
-    numerator = numerator + denominator[..., None] * constant[:, :, None, None]
-    means = least[..., None] * mean[:, :, None, None]
+    numerator = numerator + product("bkgt,bkv->bkgtv", denominator, constant)
+    means = product("bkgt,bkv->bkgtv", least, mean)
     return jnp.where(lifted[..., None], means, numerator), denominator

@@ -69,12 +69,24 @@ class Tokens(NamedTuple):
     segment_ids: Int[Array, "B T"] | None = None
 
 
-class Chunk(NamedTuple):
-    """A stretch of time, heads before time. Of hidden tokens all but the query is 0.
+class Stretch(NamedTuple):
+    """A stretch of time, time before heads. Of hidden tokens all but the query is 0.
 
     `segment` numbers the segments; `starts_segment` marks the first token of each but
     the one that continues from the state. Both are None where there are no segments.
     """
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B T K H"]
+    value: Float[Array, "B T K V"]
+    operands: tuple[Any, ...]  # more of each token, [B T K …]
+    visible: Bool[Array, "B T"]
+    segment: Int[Array, "B T"] | None
+    starts_segment: Bool[Array, "B T"] | None
+
+
+class Chunk(NamedTuple):
+    """A stretch that is computed at once, heads before time, queries by key head."""
 
     query: Float[Array, "B K G T H"]
     key: Float[Array, "B K T H"]
@@ -100,15 +112,15 @@ def products(*arrays: Array) -> Callable[..., Array]:
     return on_tensor_cores if narrow else einsum
 
 
-def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:
-    """All tokens [B T …] as one chunk: heads before time, queries by their key head.
+def layout(tokens: Tokens, axis_name: str | None = None) -> Stretch:
+    """All tokens as one stretch.
 
     Zeros stand for hidden keys, values and operands: a NaN in these reaches no sum and
     no gradient. One in a hidden query reaches its own row, and through that row's
     cotangent the gradients of all that the row reads.
     """
     query, key, value, operands, mask, segment_ids = tokens
-    batch, length, heads, _ = key.shape
+    batch, length = key.shape[:2]
     visible = jnp.ones((batch, length), bool)
     if mask is not None:
         visible = visible_keys(mask, batch, length)
@@ -117,13 +129,13 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:
         x = jnp.broadcast_to(x, (batch, length, *x.shape[2:]))
         if mask is not None:
             x = jnp.where(visible.reshape(batch, length, *[1] * (x.ndim - 2)), x, 0)
-        return jnp.swapaxes(x, 1, 2)
+        return x
 
     segment = None
     if segment_ids is not None:
         segment, _ = segment_runs_over(segment_ids, axis_name)
-    return Chunk(
-        rearrange(query, "b t (k g) h -> b k g t h", k=heads),
+    return Stretch(
+        query,
         seen(key),
         seen(value),
         jax.tree.map(seen, operands),
@@ -133,53 +145,111 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Chunk:
     )
 
 
-def heads_last(rows: Float[Array, "B K G T V"], dtype: Any) -> Float[Array, "B T N V"]:
-    return rearrange(rows, "b k g t v -> b t (k g) v").astype(dtype)
-
-
-def scan(advance: Any, state: Any, chunk: Chunk, chunk_size: int) -> tuple[Any, Any]:
-    """All of time, a chunk after the other: the last state, and rows [B K G T …].
-
-    The backward pass recomputes a chunk from the state before it.
-    """
-    length = chunk.key.shape[2]
-    body = jax.checkpoint(advance, prevent_cse=False)
-    state, rows = jax.lax.scan(body, state, in_chunks(chunk, chunk_size))
-    return state, joined(rows, length)
-
-
-def in_chunks(chunk: Chunk, chunk_size: int) -> Chunk:
-    """Chunks stacked in front; the last is filled up with hidden tokens."""
-    size = max(1, min(chunk_size, chunk.key.shape[2]))
+def chunk_of(stretch: Stretch) -> Chunk:
+    """The same, heads before time."""
+    query, key, value = stretch[:3]
+    heads_first = partial(jnp.swapaxes, axis1=1, axis2=2)
     return Chunk(
-        cut(chunk.query, size, 3),
-        cut(chunk.key, size, 2),
-        cut(chunk.value, size, 2),
-        jax.tree.map(lambda x: cut(x, size, 2), chunk.operands),
-        cut(chunk.visible, size, 1),
-        None if chunk.segment is None else cut(chunk.segment, size, 1, "edge"),
-        jax.tree.map(lambda x: cut(x, size, 1), chunk.starts_segment),
+        rearrange(query, "b t (k g) h -> b k g t h", k=key.shape[2]),
+        heads_first(key),
+        heads_first(value),
+        jax.tree.map(heads_first, stretch.operands),
+        stretch.visible,
+        stretch.segment,
+        stretch.starts_segment,
     )
 
 
-def joined(rows: Any, length: int) -> Any:
-    """Rows of chunks stacked in front, as one."""
+def on_stretches(advance: Callable[[Any, Chunk], tuple[Any, Any]]) -> Callable:
+    """An advance of a chunk as one of a stretch, whose rows are [B T K G …]."""
+
+    def advanced(state: Any, stretch: Stretch) -> tuple[Any, Any]:
+        state, rows = advance(state, chunk_of(stretch))
+        return state, jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), rows)
+
+    return advanced
+
+
+def heads_joined(
+    rows: Float[Array, "B T K G V"], dtype: Any
+) -> Float[Array, "B T N V"]:
+    return rearrange(rows, "b t k g v -> b t (k g) v").astype(dtype)
+
+
+def scan(advance: Any, state: Any, stretch: Stretch, size: int) -> tuple[Any, Any]:
+    """All of time, a stretch of `size` after the other: the last state, and rows.
+
+    The backward pass recomputes a stretch from the state before it.
+    """
+    length = stretch.visible.shape[1]
+    body = jax.checkpoint(advance, prevent_cse=False)
+    state, rows = jax.lax.scan(body, state, cut(stretch, size))
+    return state, joined(rows, length)
+
+
+def scan_apart(advance: Any, empty: Any, stretch: Stretch, size: int) -> Any:
+    """Rows of all time, one example after the other, each from the empty state.
+
+    No array is copied to put time before examples, and what a chunk needs stays in a
+    CPU's caches.
+    """
+    batch, length = stretch.visible.shape
+    parts = filled(stretch, size)
+    _, count, size = parts.visible.shape
+    first = jnp.arange(batch * count) % count == 0
+    empty = jax.tree.map(lambda x: x[:1], empty)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def body(state: Any, now: tuple[Array, Stretch]) -> tuple[Any, Any]:
+        first, part = now
+        if batch > 1:
+            state = jax.tree.map(partial(jnp.where, first), empty, state)
+        state, rows = advance(state, jax.tree.map(lambda x: x[None], part))
+        return state, jax.tree.map(lambda x: x[0], rows)
+
+    in_order = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), parts)
+    _, rows = jax.lax.scan(body, empty, (first, in_order))
 
     def join(x: Array) -> Array:
-        return jax.lax.collapse(jnp.moveaxis(x, 0, 3), 3, 5)[:, :, :, :length]
+        return x.reshape(batch, count * size, *x.shape[2:])[:, :length]
 
     return jax.tree.map(join, rows)
 
 
-def cut(x: Array, size: int, axis: int, mode: str = "constant") -> Array:
-    """Chunks of time stacked in front; the last is filled up, with zeros by default."""
-    length = x.shape[axis]
+def even_size(stretch: Stretch, size: int) -> int:
+    """The least size that cuts time in as many parts, with the fewest to fill up."""
+    length = stretch.visible.shape[1]
+    return -(-length // max(1, -(-length // size)))
+
+
+def cut(stretch: Stretch, size: int) -> Stretch:
+    """Stretches of `size` stacked in front."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), filled(stretch, size))
+
+
+def filled(stretch: Stretch, size: int) -> Stretch:
+    """[B n size …]; the last of n stretches is filled up with hidden tokens."""
+    length = stretch.visible.shape[1]
+    size = max(1, min(size, length))
     count = -(-length // size)
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, count * size - length)
-    x = jnp.pad(x, widths, mode=mode)
-    x = x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
+
+    def fill(x: Array, mode: str = "constant") -> Array:
+        widths = [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, widths, mode=mode)
+        return x.reshape(x.shape[0], count, size, *x.shape[2:])
+
+    segment = stretch.segment
+    rest = jax.tree.map(fill, stretch._replace(segment=None))
+    return rest._replace(segment=None if segment is None else fill(segment, "edge"))
+
+
+def joined(rows: Any, length: int) -> Any:
+    """Rows [B T …] of stretches stacked in front, as one."""
+
+    def join(x: Array) -> Array:
+        return jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)[:, :length]
+
+    return jax.tree.map(join, rows)
 
 
 def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:

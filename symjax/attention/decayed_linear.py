@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import Chunk, products, sum_dtype
+from symjax.attention.chunks import Chunk, Stretch, products, sum_dtype
 from symjax.attention.decayed_fused import FusedDecay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own, until_end
 from symjax.attention.recurrences import attend_causal, attend_step
@@ -35,8 +35,8 @@ class DecayState(NamedTuple):
 class Decayed:
     """The recurrence. The log-decay is what all tokens share, or an operand of each."""
 
-    def may_stand_side_by_side(self, state: DecayState, chunk: Chunk) -> bool:
-        return not fades_by_channel(chunk)
+    def may_stand_side_by_side(self, state: DecayState, stretch: Stretch) -> bool:
+        return not fades_by_channel(stretch)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
         return decay_state(*sizes, dtype=dtype)
@@ -99,8 +99,9 @@ def decay_causal(
             cannot be refused here: under `jax.jit` no value is known. −∞ forgets all.
         mask: True = attend; it may only hide keys. A hidden token is as good as
             absent: it neither adds nor decays. Its own output is read from the state.
-        chunk_size: tokens handled together, best a power of two; T or more is the
-            parallel form, quadratic in T. Accelerators take multiples of 128.
+        chunk_size: at most so many tokens are handled together, best a power of two, on
+            a CPU in chunks of one length; T or more is the parallel form, quadratic in
+            T. Accelerators take multiples of 128.
         state: from `decay_state`, `decay_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`.
     Raises:

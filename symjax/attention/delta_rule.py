@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import as_array, check_arrays
-from symjax.attention.chunks import Chunk, einsum, products, sum_dtype
+from symjax.attention.chunks import Chunk, Stretch, einsum, products, sum_dtype
 from symjax.attention.decayed_fused import FusedDelta
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
 from symjax.attention.recurrences import attend_causal, attend_step
@@ -43,8 +43,8 @@ class DeltaRule:
     system (the WY form). No decay is divided by another.
     """
 
-    def may_stand_side_by_side(self, state: DeltaState, chunk: Chunk) -> bool:
-        return not fades_by_channel(chunk)
+    def may_stand_side_by_side(self, state: DeltaState, stretch: Stretch) -> bool:
+        return not fades_by_channel(stretch)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         return delta_state(*sizes, dtype=dtype)
@@ -122,8 +122,8 @@ def delta_causal(
             channel (Kimi Delta Attention). −∞ forgets all.
         mask: True = attend; it may only hide keys. A hidden token is as good as
             absent: it neither writes nor decays. Its output is read from the state.
-        chunk_size: tokens handled together, best a power of two. Accelerators take
-            multiples of 128.
+        chunk_size: at most so many tokens are handled together, best a power of two, on
+            a CPU in chunks of one length. Accelerators take multiples of 128.
         state: from `delta_state`, `delta_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`. Devices also
             exchange what their tokens do to a state, [H H] a head.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from symjax.attention.checks import as_array, check_arrays
-from symjax.attention.chunks import TILE, Chunk, einsum, products
+from symjax.attention.chunks import TILE, Chunk, Stretch, einsum, products
 
 SMALL_TILE = 16  # tokens whose pairs take an exponential for each channel
 
@@ -84,9 +84,9 @@ def log_decays(chunk: Chunk) -> Float[Array, "B K T F"]:
     return jnp.where(chunk.starts_segment[:, None, :, None], -jnp.inf, log_decay)
 
 
-def fades_by_channel(chunk: Chunk) -> bool:
-    """Whether a decay of each channel is an operand: the last, if it is [B K T H]."""
-    return any(x.ndim == 4 and x.shape[-1] > 1 for x in chunk.operands[-1:])
+def fades_by_channel(stretch: Stretch) -> bool:
+    """Whether a decay of each channel is an operand: the last, if it is [B T K H]."""
+    return any(x.ndim == 4 and x.shape[-1] > 1 for x in stretch.operands[-1:])
 
 
 def faded(

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from symjax.attention.chunks import einsum
+
 
 class LogFeatures(NamedTuple):
     """Features φ = amplitude · exp(exponent), without an amplitude of 1 or exponent 0.
@@ -86,6 +88,11 @@ def named(who: str, table: dict[str, Features], name: str) -> Features:
     return table[name]
 
 
+def squared_length(x: Array) -> Array:
+    """|x|² [… 1], as a product, which XLA's compiler for CPUs adds up faster."""
+    return einsum("...h,...h->...", x, x)[..., None]
+
+
 class RandomFeatures(NamedTuple):
     """The parameters of random features: rows w, the scale, log factors of the rows."""
 
@@ -96,12 +103,8 @@ class RandomFeatures(NamedTuple):
 
 def _project(x: Array, random: RandomFeatures) -> Array:
     """W x √scale + offset, in full precision: an error here is a factor in φ."""
-    projected = jnp.einsum(
-        "...h,mh->...m",
-        x * jnp.sqrt(random.scale).astype(x.dtype),
-        random.rows.astype(x.dtype),
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    scaled = x * jnp.sqrt(random.scale).astype(x.dtype)
+    projected = einsum("...h,mh->...m", scaled, random.rows.astype(x.dtype))
     if random.offset is None:
         return projected
     offset = random.offset.astype(x.dtype)
@@ -118,7 +121,9 @@ def _random(features: Callable[[Array], LogFeatures], sign: int = -1) -> Feature
         return features(_project(x, random))
 
     def key(x: Array, random: RandomFeatures) -> LogFeatures:
-        square = jnp.sum(x * x, axis=-1, keepdims=True)
+        square = jnp.einsum(
+            "...h,...h->...", x, x, precision=jax.lax.Precision.HIGHEST
+        )[..., None]
         norm = 0.5 * sign * random.scale.astype(x.dtype) * square
         return features(_project(x, random)).raised(norm)
 

@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention import chunks
 from symjax.attention.chunks import (
     Chunk,
-    heads_last,
+    Stretch,
+    heads_joined,
     layout,
+    on_stretches,
     products,
     scan,
     sum_dtype,
@@ -104,7 +106,7 @@ def whole(
     size = min(rule.group_size, length)
     filled, sums = jax.tree.map(lambda x: _fill(x, -length % size), tokens), None
     if axis_name is not None:
-        sums = state_before(Far(), None, _far_chunk(filled), size, axis_name)
+        sums = state_before(Far(), None, _far_keys(filled), size, axis_name)
     output = _attend(rule, size, filled, scale, sums)
     return output[:, :length].astype(tokens.value.dtype)
 
@@ -268,21 +270,22 @@ def _earlier(
     tokens: Tokens, size: int, sums: Array | None = None
 ) -> Float[Array, "B T N V"]:
     """Every row's linear attention to the groups before its own, inside its segment."""
-    chunk, dtype = _far_chunk(tokens), sum_dtype(*tokens[:5])
+    stretch, dtype = _far_keys(tokens), sum_dtype(*tokens[:5])
     if sums is None:
-        _, _, heads, features = tokens.linear_key.shape
-        sums = jnp.zeros((len(chunk.key), heads, features, chunk.value.shape[-1]))
-    sums, chunk = vary_alike((sums.astype(dtype), chunk))
-    _, rows = scan(partial(Far().advance, None), sums, chunk, size)
-    return heads_last(rows, dtype)
+        batch, _, heads, features = stretch.key.shape
+        sums = jnp.zeros((batch, heads, features, stretch.value.shape[-1]))
+    sums, stretch = vary_alike((sums.astype(dtype), stretch))
+    advance = on_stretches(partial(Far().advance, None))
+    _, rows = scan(advance, sums, stretch, size)
+    return heads_joined(rows, dtype)
 
 
-def _far_chunk(tokens: Tokens) -> Chunk:
+def _far_keys(tokens: Tokens) -> Stretch:
     given = tokens.linear_query, tokens.linear_key, tokens.value
-    chunk = layout(chunks.Tokens(*given))
-    if tokens.segment is None:
-        return chunk
-    return chunk._replace(segment=tokens.segment, starts_segment=starts(tokens.segment))
+    stretch, segment = layout(chunks.Tokens(*given)), tokens.segment
+    if segment is None:
+        return stretch
+    return stretch._replace(segment=segment, starts_segment=starts(segment))
 
 
 def _sum(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:

@@ -100,7 +100,8 @@ def linear_causal(
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
             continues with the first run of `segment_ids`.
-        chunk_size: tokens handled together; accelerators take multiples of 128.
+        chunk_size: at most so many tokens are handled together, on a CPU in chunks of
+            one length; accelerators take multiples of 128.
         segment_ids: the sums start anew wherever the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
             array is a device's own stretch. Devices exchange their states.

@@ -12,7 +12,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.chunks import Chunk, Tokens, einsum, heads_last, layout, scan
+from symjax.attention.chunks import (
+    Chunk,
+    Stretch,
+    Tokens,
+    chunk_of,
+    einsum,
+    heads_joined,
+    layout,
+    on_stretches,
+    scan,
+)
 from symjax.attention.features import finite
 from symjax.attention.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.normalised import (
@@ -55,33 +65,35 @@ def attend(
 def _attend(
     recurrence: Normalised, tokens: Tokens, parameters: Any
 ) -> Float[Array, "B T N V"]:
-    rows = _whole(recurrence, parameters, layout(tokens))
-    return heads_last(rows, tokens.value.dtype)
+    stretch = layout(tokens)
+    state = recurrence.nothing(parameters, chunk_of(stretch))
+    if stretch.segment is None:
+        _, rows = on_stretches(partial(_whole, recurrence, parameters))(state, stretch)
+    else:
+        state, stretch = vary_alike((state, stretch))
+        advance = on_stretches(partial(recurrence.advance, parameters, divided=False))
+        rows = _both_sides(advance, state, stretch)
+    return heads_joined(divide(rows), tokens.value.dtype)
 
 
 def _whole(
-    recurrence: Normalised, parameters: Any, chunk: Chunk
-) -> Float[Array, "B K G T V"]:
-    """Rows that see all visible keys of their segment."""
-    state = recurrence.nothing(parameters, chunk)
-    if chunk.segment is not None:
-        state, chunk = vary_alike((state, chunk))
-        advance = partial(recurrence.advance, parameters, divided=False)
-        return divide(_both_sides(advance, state, chunk))
+    recurrence: Normalised, parameters: Any, state: LinearState, chunk: Chunk
+) -> tuple[LinearState, Rows]:
+    """Rows that see all visible keys, from an empty state."""
     query, key, value, divisor = recurrence.mapped(parameters, chunk)
     how = recurrence.arithmetic(chunk)
     length, size, features = *value.shape[2:], state.total.shape[-1]
     if length * (features + size) > features * size:
         if around := recurrence.features.around:
-            return divide(_read_around(recurrence, around, chunk, value))
+            return state, _read_around(recurrence, around, chunk, value)
         state = update(how, state, key, value)
-        return divide(query_state(how, state, query))
+        return state, query_state(how, state, query)
     # Few keys: their pairs cost less than sums, and no digit where signs cancel.
     highest = highest_exponent(state, key)
     row, shift = row_weights(query, highest)
     scores = recurrence.scores(chunk, row, key_weights(key, highest), divisor, how)
     state = rescale(state, highest)
-    return divide(rows_of(how, state, row, shift, scores, value))
+    return state, rows_of(how, state, row, shift, scores, value)
 
 
 def _read_around(
@@ -102,25 +114,24 @@ def _read_around(
     return rows._replace(denominator=jnp.where(some, rows.denominator, 0))
 
 
-def _both_sides(advance: Any, state: LinearState, chunk: Chunk) -> Rows:
+def _both_sides(advance: Any, state: LinearState, stretch: Stretch) -> Rows:
     """Rows that see all of their segment: the past with itself, and the future without.
 
     Seen backwards, the future without itself is a past whose keys come a token late.
     """
-    segment = jnp.flip(jnp.asarray(chunk.segment), 1)
+    flipped = jax.tree.map(lambda x: jnp.flip(x, 1), stretch)
+    segment = flipped.segment
     late = jnp.roll(segment, 1, axis=1) == segment
     late = late & (jnp.arange(segment.shape[1]) > 0)[None]
-    backwards = chunk._replace(
-        query=jnp.flip(chunk.query, 3),
-        key=jnp.roll(jnp.flip(chunk.key, 2), 1, axis=2),
-        value=jnp.roll(jnp.flip(chunk.value, 2), 1, axis=2),
-        visible=jnp.roll(jnp.flip(chunk.visible, 1), 1, axis=1) & late,
-        segment=segment,
+    backwards = flipped._replace(
+        key=jnp.roll(flipped.key, 1, axis=1),
+        value=jnp.roll(flipped.value, 1, axis=1),
+        visible=jnp.roll(flipped.visible, 1, axis=1) & late,
         starts_segment=starts(segment),
     )
-    _, past = scan(advance, state, chunk, 64)
+    _, past = scan(advance, state, stretch, 64)
     _, future = scan(advance, state, backwards, 64)
-    return _merge_rows(past, jax.tree.map(lambda x: jnp.flip(x, 3), future))
+    return _merge_rows(past, jax.tree.map(lambda x: jnp.flip(x, 1), future))
 
 
 def _merge_rows(one: Rows, two: Rows) -> Rows:

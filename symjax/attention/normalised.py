@@ -38,6 +38,7 @@ from jaxtyping import Array, Bool, Float
 from symjax.attention.centred import read_centred
 from symjax.attention.chunks import (
     Chunk,
+    Stretch,
     einsum,
     past_pairs,
     products,
@@ -91,7 +92,7 @@ class Normalised:
 
     features: Features
 
-    def may_stand_side_by_side(self, state: LinearState, chunk: Chunk) -> bool:
+    def may_stand_side_by_side(self, state: LinearState, stretch: Stretch) -> bool:
         return state.running_max is None  # nothing is rescued
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
@@ -301,7 +302,12 @@ def divide(rows: Rows) -> Float[Array, "B K G T V"]:
     some = jnp.abs(constant) > tolerance * size
     scale = jnp.where(some, 1 / jnp.where(some, constant, 1), 0)
     ones = jnp.where(some, rows.denominator * scale, 1)
-    return rows.numerator * scale[..., None] / ones[..., None]
+    return jnp.einsum(
+        "...v,...->...v",
+        rows.numerator,
+        scale / ones,
+        precision=jax.lax.Precision.HIGHEST,
+    )
 
 
 def _lost(

@@ -115,7 +115,8 @@ def performer_causal(
         state: from `performer_state`, `performer_step` or an earlier call, made with
             the same projection, features, scale and statistics. Its last segment
             continues with the first run of `segment_ids`.
-        chunk_size: tokens handled together; accelerators take multiples of 128.
+        chunk_size: at most so many tokens are handled together, on a CPU in chunks of
+            one length; accelerators take multiples of 128.
         segment_ids: the sums start anew wherever the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
             array is a device's own stretch. Devices exchange their states.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.chunks import einsum
-from symjax.attention.features import Features, LogFeatures
+from symjax.attention.features import Features, LogFeatures, squared_length
 
 _NORM_EPSILON = 1e-6
 
@@ -30,7 +30,7 @@ def _plain(
 
 def _length(x: Array) -> Array:
     """|x| [… 1], with a gradient of 0 at 0."""
-    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    square = squared_length(x)
     positive = square > 0
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), 0)
 
@@ -38,7 +38,8 @@ def _length(x: Array) -> Array:
 def _unit(x: Array) -> Array:
     """[1, x / (|x| + 1e-6)]: products of these are 1 + cos."""
     length = _length(x)
-    return jnp.concatenate([jnp.ones_like(length), x / (length + _NORM_EPSILON)], -1)
+    unit = einsum("...h,...i->...h", x, 1 / (length + _NORM_EPSILON))
+    return jnp.concatenate([jnp.ones_like(length), unit], -1)
 
 
 def _unit_around(
@@ -53,14 +54,10 @@ def _unit_around(
     mean = mean / jnp.maximum(_length(mean), jnp.finfo(mean.dtype).tiny)
     row, column = unit + mean[:, :, None], other - mean
     one, ones = jnp.ones_like(row[..., :1]), jnp.ones_like(column[..., :1])
-    rows = [_half_square(row) + _half_shortfall(query), one, row]
-    columns = [ones, _half_square(column) + _half_shortfall(key), column]
+    rows = [squared_length(row) / 2 + _half_shortfall(query), one, row]
+    columns = [ones, squared_length(column) / 2 + _half_shortfall(key), column]
     both = jnp.concatenate(rows, axis=-1), jnp.concatenate(columns, axis=-1)
     return LogFeatures(both[0], None), LogFeatures(both[1], None)
-
-
-def _half_square(x: Array) -> Array:
-    return jnp.sum(x * x, axis=-1, keepdims=True) / 2
 
 
 def _half_shortfall(x: Array) -> Array:

@@ -270,7 +270,9 @@ def _averaged_change(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     (weights, divisor, value), (change, shift, moved) = primals, tangents
     output = checkpoint_name(weighed(weights, value) / divisor, KEPT)
     rows = weighed(change, value.astype(weights.dtype)) + weighed(weights, moved)
-    return output, (rows - output * shift) / divisor
+    exact = jax.lax.Precision.HIGHEST
+    rows -= jnp.einsum("bntv,bnti->bntv", output, shift, precision=exact)
+    return output, rows / divisor
 
 
 def scored(

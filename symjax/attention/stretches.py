@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from symjax.attention.chunks import Chunk, in_chunks, joined
+from symjax.attention.chunks import (
+    Chunk,
+    Stretch,
+    chunk_of,
+    cut,
+    joined,
+    on_stretches,
+)
 from symjax.attention.meshes import vary_alike
 from symjax.attention.shards import choose, segment_state_before
 
@@ -43,26 +50,27 @@ class Recurrence(Stretches, Protocol):
         """One chunk: the state after it, and its rows [B K G T V]."""
         ...
 
-    def may_stand_side_by_side(self, state: Any, chunk: Chunk) -> bool:
+    def may_stand_side_by_side(self, state: Any, stretch: Stretch) -> bool:
         """Whether chunks may be one product: none branches by its data
         (`jax.lax.cond`), and memory holds what all of them need at once."""
         ...
 
 
 def side_by_side(
-    recurrence: Recurrence, parameters: Any, size: int, state: Any, chunk: Chunk
+    recurrence: Recurrence, parameters: Any, size: int, state: Any, stretch: Stretch
 ) -> tuple[Any, Array]:
-    """`advance` for chunks of `size` tokens, in one product.
+    """`advance` for chunks of `size` tokens, in one product: rows [B T K G V].
 
     First the state after each chunk from an empty one, then the states before all of
     them, one after the other, then their rows. For accelerators, which are slow at many
     small products: forward and backward, a constant decay takes 12 Mcycles instead of
     65, as v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
     """
-    length = chunk.key.shape[2]
+    length = stretch.key.shape[1]
+    advance = on_stretches(partial(recurrence.advance, parameters))
     if length <= size:
-        return recurrence.advance(parameters, state, chunk)
-    chunks = in_chunks(chunk, size)
+        return advance(state, stretch)
+    chunks = cut(stretch, size)
     ends = jax.vmap(partial(_end, recurrence, parameters))(chunks)
     state, unchanged = _before_all(recurrence, parameters, state, chunks)
 
@@ -72,45 +80,45 @@ def side_by_side(
         return after if anew is None else choose(anew, stretch[0], after), state
 
     after, before = jax.lax.scan(step, state, ends)
-    _, rows = jax.vmap(partial(recurrence.advance, parameters))(before, chunks)
+    _, rows = jax.vmap(advance)(before, chunks)
     return after, joined(rows, length)
 
 
 def _before_all(
-    recurrence: Stretches, parameters: Any, state: Any, chunks: Chunk
+    recurrence: Stretches, parameters: Any, state: Any, chunks: Stretch
 ) -> tuple[Any, Any]:
     """A state as a stretch to merge with those of the chunks; None: the empty one."""
     chunks = chunks._replace(segment=None, starts_segment=None)
     hidden = jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks)
-    empty, unchanged = recurrence.stretch(parameters, hidden)
+    empty, unchanged = recurrence.stretch(parameters, chunk_of(hidden))
     state = empty if state is None else state
     return vary_alike((state, unchanged, chunks))[:2]
 
 
 def _end(
-    recurrence: Stretches, parameters: Any, chunk: Chunk
+    recurrence: Stretches, parameters: Any, stretch: Stretch
 ) -> tuple[tuple[Any, Any], Bool[Array, " B"] | None]:
-    """The stretch of a chunk's last segment, and whether that starts in the chunk."""
-    stretch = recurrence.stretch(parameters, _last_segment(chunk))
-    if chunk.starts_segment is None:
-        return stretch, None
-    return stretch, chunk.starts_segment.any(axis=1)
+    """What a stretch's last segment does, and whether that starts in it."""
+    end = recurrence.stretch(parameters, chunk_of(_last_segment(stretch)))
+    if stretch.starts_segment is None:
+        return end, None
+    return end, stretch.starts_segment.any(axis=1)
 
 
-def _last_segment(chunk: Chunk) -> Chunk:
-    """The chunk as one segment, with all tokens before its last one hidden."""
-    if chunk.segment is None:
-        return chunk
-    seen = chunk.segment == chunk.segment[:, -1:]
+def _last_segment(stretch: Stretch) -> Stretch:
+    """The stretch as one segment, with all tokens before its last one hidden."""
+    if stretch.segment is None:
+        return stretch
+    seen = stretch.segment == stretch.segment[:, -1:]
 
     def zeros(x: Array) -> Array:
-        return jnp.where(seen.reshape(len(seen), 1, -1, *[1] * (x.ndim - 3)), x, 0)
+        return jnp.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, 0)
 
-    return chunk._replace(
-        key=zeros(chunk.key),
-        value=zeros(chunk.value),
-        operands=jax.tree.map(zeros, chunk.operands),
-        visible=chunk.visible & seen,
+    return stretch._replace(
+        key=zeros(stretch.key),
+        value=zeros(stretch.value),
+        operands=jax.tree.map(zeros, stretch.operands),
+        visible=stretch.visible & seen,
         segment=None,
         starts_segment=None,
     )
@@ -119,17 +127,18 @@ def _last_segment(chunk: Chunk) -> Chunk:
 def state_before(
     recurrence: Stretches,
     parameters: Any,
-    chunk: Chunk,
+    stretch: Stretch,
     chunk_size: int,
     axis_name: str,
 ) -> Any:
     """What earlier devices' stretches leave of the segment a device continues with."""
-    chunks = in_chunks(_last_segment(chunk), chunk_size)
+    chunks = cut(_last_segment(stretch), chunk_size)
     nothing = _before_all(recurrence, parameters, None, chunks)
 
-    def body(stretch: Any, chunk: Chunk) -> tuple[Any, None]:
-        return recurrence.merge(stretch, recurrence.stretch(parameters, chunk)), None
+    def body(before: Any, chunk: Stretch) -> tuple[Any, None]:
+        own = recurrence.stretch(parameters, chunk_of(chunk))
+        return recurrence.merge(before, own), None
 
     own, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), nothing, chunks)
-    given = recurrence.merge, own, nothing, chunk.segment, axis_name
+    given = recurrence.merge, own, nothing, stretch.segment, axis_name
     return segment_state_before(*given)[0]

@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 
-from symjax.attention.chunks import Tokens, einsum, layout, scan
+from symjax.attention.chunks import (
+    Tokens,
+    chunk_of,
+    einsum,
+    layout,
+    on_stretches,
+    scan,
+    scan_apart,
+)
 from symjax.attention.cosine import RECURRENCE, cosine_causal
 from symjax.attention.decayed_linear import Decayed, decay_causal
 from symjax.attention.delta_rule import DeltaRule, delta_causal
+from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.linear import linear_causal
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer import performer_causal
@@ -50,7 +59,7 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
     sizes = B, K, key.shape[-1], value.shape[-1]
     state = recurrence.empty(parameters, sizes, jnp.float64)
     earlier = [x[:, ::4] for x in (query, key, value, *operands)]
-    before = layout(Tokens(*earlier[:3], tuple(earlier[3:])))
+    before = chunk_of(layout(Tokens(*earlier[:3], tuple(earlier[3:]))))
     state, _ = recurrence.advance(parameters, state, before)
 
     def run(form, parameters, state, *arrays):
@@ -64,14 +73,49 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
         graded = jax.grad(partial(run, form), wanted, has_aux=True)
         return jax.tree.leaves(jax.jit(graded)(*arrays))
 
-    def in_turn(parameters, state, chunk):
-        return scan(partial(recurrence.advance, parameters), state, chunk, 5)
+    def in_turn(parameters, state, stretch):
+        advance = on_stretches(partial(recurrence.advance, parameters))
+        return scan(advance, state, stretch, 5)
 
-    def at_once(parameters, state, chunk):
-        return scan(partial(side_by_side, recurrence, parameters, 3), state, chunk, 9)
+    def at_once(parameters, state, stretch):
+        many = partial(side_by_side, recurrence, parameters, 3)
+        return scan(many, state, stretch, 9)
 
     for one, two in zip(graded(in_turn), graded(at_once), strict=True):
         close(two, one, 1e-11)
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_examples_apart_are_those_together(seen, x64):
+    """Both from the empty state, in chunks of 5, which do not divide the length."""
+    recurrence, arrays = Normalised(RANDOM["positive"]), inputs()
+    rows = np.random.default_rng(5).normal(size=(9, arrays[0].shape[-1]))
+    random = RandomFeatures(jnp.asarray(rows), jnp.asarray(0.7))
+    sizes = B, K, arrays[1].shape[-1], arrays[2].shape[-1]
+    empty = recurrence.empty(random, sizes, jnp.float64)
+    advance = on_stretches(partial(recurrence.advance, random))
+
+    def graded(form):
+        def run(query, key, value):
+            stretch = layout(Tokens(query, key, value, **SEEN[seen]))
+            rows = form(advance, empty, stretch, 5)
+            return jnp.sin(rows).sum(), rows
+
+        return jax.tree.leaves(jax.grad(run, (0, 1, 2), has_aux=True)(*arrays))
+
+    def together(*given):
+        return scan(*given)[1]
+
+    for one, two in zip(graded(together), graded(scan_apart), strict=True):
+        close(two, one, 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3, 4), (2, 0, 3, 4), (1, 1, 3, 4)], ids=str)
+@pytest.mark.parametrize("form", [performer_causal, cosine_causal])
+def test_there_may_be_no_example_and_no_token(form, shape):
+    query = jnp.ones(shape)
+    assert form(query, query, query).shape == shape
+    assert jax.grad(lambda x: form(x, x, query).sum())(query).shape == shape
 
 
 @pytest.mark.parametrize(
@@ -105,6 +149,8 @@ def cancelling(query, key, value):
     return linear_causal(query, key, value, features="squared")
 
 
+# Products of a row and a number, or of two rows to a number: no matrix is in them.
+ROWS_ALONE = r"batching_dims = \[0, 1, 2, 3"
 NARROW = {
     performer_causal: {"HIGH", "HIGHEST"},  # exponents are exact
     erasing: {"HIGH", "HIGHEST"},  # and so are inverses
@@ -127,6 +173,7 @@ def test_products_are_as_exact_as_the_inputs(form):
         graded = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
         text = graded.lower(lowering_platforms=("cuda",)).as_text()
         products = [x for x in text.splitlines() if "stablehlo.dot_general" in x]
+        products = [x for x in products if not re.search(ROWS_ALONE, x)]
         found = [re.search(r"precision = \[(\w+), (\w+)\]", x) for x in products]
         return {x for pair in found for x in (pair.groups() if pair else ("none",))}
 

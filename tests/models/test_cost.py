@@ -17,7 +17,7 @@ LENGTH = 4096
 
 
 def counted(function, *arrays) -> int:
-    """FLOPs of all matrix products; of branches the cheapest one."""
+    """FLOPs of all products with a matrix; of branches the cheapest one."""
     return of_products(jax.make_jaxpr(function)(*arrays).jaxpr)
 
 
@@ -25,9 +25,12 @@ def of_products(jaxpr) -> int:
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            sizes = [equation.invars[0].aval.shape[axis] for axis in contracted]
-            total += 2 * equation.outvars[0].aval.size * math.prod(sizes)
+            (contracted, _), (batch, _) = equation.params["dimension_numbers"]
+            one, two = (operand.aval for operand in equation.invars)
+            free = one.ndim + two.ndim - 2 * len((*contracted, *batch))
+            if contracted and free:  # else it multiplies element by element
+                sizes = [one.shape[axis] for axis in contracted]
+                total += 2 * equation.outvars[0].aval.size * math.prod(sizes)
         inner = map(of_products, jax.extend.core.jaxprs_in_params(equation.params))
         joined = min if equation.primitive.name == "cond" else sum
         times = equation.params.get("length", 1)  # of a scan

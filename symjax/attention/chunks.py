@@ -160,14 +160,8 @@ def chunk_of(stretch: Stretch) -> Chunk:
     )
 
 
-def on_stretches(advance: Callable[[Any, Chunk], tuple[Any, Any]]) -> Callable:
-    """An advance of a chunk as one of a stretch, whose rows are [B T K G …]."""
-
-    def advanced(state: Any, stretch: Stretch) -> tuple[Any, Any]:
-        state, rows = advance(state, chunk_of(stretch))
-        return state, jax.tree.map(lambda x: jnp.moveaxis(x, 3, 1), rows)
-
-    return advanced
+def time_first(rows: Float[Array, "B K G T *V"]) -> Float[Array, "B T K G *V"]:
+    return jnp.moveaxis(rows, 3, 1)
 
 
 def heads_joined(
@@ -187,8 +181,10 @@ def scan(advance: Any, state: Any, stretch: Stretch, size: int) -> tuple[Any, An
     return state, joined(rows, length)
 
 
-def scan_apart(advance: Any, empty: Any, stretch: Stretch, size: int) -> Any:
-    """Rows of all time, one example after the other, each from the empty state.
+def scan_apart(
+    advance: Any, empty: Any, stretch: Stretch, size: int
+) -> tuple[Any, Any]:
+    """`scan` from the empty state, one example after the other: that state, and rows.
 
     No array is copied to put time before examples, and what a chunk needs stays in a
     CPU's caches.
@@ -197,23 +193,23 @@ def scan_apart(advance: Any, empty: Any, stretch: Stretch, size: int) -> Any:
     parts = filled(stretch, size)
     _, count, size = parts.visible.shape
     first = jnp.arange(batch * count) % count == 0
-    empty = jax.tree.map(lambda x: x[:1], empty)
+    start = jax.tree.map(lambda x: x[:1], empty)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def body(state: Any, now: tuple[Array, Stretch]) -> tuple[Any, Any]:
         first, part = now
         if batch > 1:
-            state = jax.tree.map(partial(jnp.where, first), empty, state)
+            state = jax.tree.map(partial(jnp.where, first), start, state)
         state, rows = advance(state, jax.tree.map(lambda x: x[None], part))
         return state, jax.tree.map(lambda x: x[0], rows)
 
     in_order = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), parts)
-    _, rows = jax.lax.scan(body, empty, (first, in_order))
+    _, rows = jax.lax.scan(body, start, (first, in_order))
 
     def join(x: Array) -> Array:
         return x.reshape(batch, count * size, *x.shape[2:])[:, :length]
 
-    return jax.tree.map(join, rows)
+    return empty, jax.tree.map(join, rows)
 
 
 def even_size(stretch: Stretch, size: int) -> int:

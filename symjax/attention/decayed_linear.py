@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.chunks import Chunk, Stretch, products, sum_dtype
+from symjax.attention.chunks import (
+    Stretch,
+    chunk_of,
+    products,
+    sum_dtype,
+    time_first,
+)
 from symjax.attention.decayed_fused import FusedDecay
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own, until_end
 from symjax.attention.recurrences import attend_causal, attend_step
@@ -42,8 +48,9 @@ class Decayed:
         return decay_state(*sizes, dtype=dtype)
 
     def advance(
-        self, parameters: Array | None, state: DecayState, chunk: Chunk
-    ) -> tuple[DecayState, Float[Array, "B K G T V"]]:
+        self, parameters: Array | None, state: DecayState, stretch: Stretch
+    ) -> tuple[DecayState, Float[Array, "B T K G V"]]:
+        chunk = chunk_of(stretch)
         product = products(*chunk[:3])
         query, key, value = (x.astype(state.sums.dtype) for x in chunk[:3])
         since, until, through, scores = faded(parameters, query, key, chunk)
@@ -51,11 +58,13 @@ class Decayed:
         asking = query * jnp.exp(since)[:, :, None]
         rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
         new = product("bksh,bksv->bkhv", key * jnp.exp(until), value)
-        return DecayState(state.sums * jnp.exp(through)[..., None] + new), rows
+        sums = state.sums * jnp.exp(through)[..., None] + new
+        return DecayState(sums), time_first(rows)
 
     def stretch(
-        self, parameters: Array | None, chunk: Chunk
+        self, parameters: Array | None, stretch: Stretch
     ) -> tuple[DecayState, Float[Array, "B K F"]]:
+        chunk = chunk_of(stretch)
         dtype = sum_dtype(*chunk[:3])
         until, through = until_end(parameters, chunk, dtype)
         key, value = chunk.key.astype(dtype), chunk.value.astype(dtype)

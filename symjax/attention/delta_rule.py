@@ -20,7 +20,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import as_array, check_arrays
-from symjax.attention.chunks import Chunk, Stretch, einsum, products, sum_dtype
+from symjax.attention.chunks import (
+    Stretch,
+    chunk_of,
+    einsum,
+    products,
+    sum_dtype,
+    time_first,
+)
 from symjax.attention.decayed_fused import FusedDelta
 from symjax.attention.faded import faded, fades_by_channel, shared_or_own
 from symjax.attention.recurrences import attend_causal, attend_step
@@ -50,8 +57,9 @@ class DeltaRule:
         return delta_state(*sizes, dtype=dtype)
 
     def advance(
-        self, parameters: Array | None, state: DeltaState, chunk: Chunk
-    ) -> tuple[DeltaState, Float[Array, "B K G T V"]]:
+        self, parameters: Array | None, state: DeltaState, stretch: Stretch
+    ) -> tuple[DeltaState, Float[Array, "B T K G V"]]:
+        chunk = chunk_of(stretch)
         dtype, sums, product = state.sums.dtype, state.sums, products(*chunk[:3])
         query, key, value = (x.astype(dtype) for x in chunk[:3])
         beta = chunk.operands[0].astype(dtype)[..., None]
@@ -65,20 +73,20 @@ class DeltaRule:
         inside = product("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
         written = product("bksh,bksv->bkhv", key * jnp.exp(until), change)
         left = sums * jnp.exp(through)[..., None]
-        return DeltaState(left + written), held[:, :, :-1] + inside
+        return DeltaState(left + written), time_first(held[:, :, :-1] + inside)
 
     def stretch(
-        self, parameters: Array | None, chunk: Chunk
+        self, parameters: Array | None, stretch: Stretch
     ) -> tuple[DeltaState, Float[Array, "B K H H"]]:
         """S ↦ M S + S₀: what becomes of the state [I | 0] while 0 and v are written."""
-        dtype = sum_dtype(*chunk[:3])
-        size = chunk.key.shape[-1]
-        nothing = jnp.zeros((*chunk.key.shape[:3], size), dtype)
-        value = jnp.concatenate([nothing, chunk.value.astype(dtype)], axis=-1)
-        sums = jnp.zeros((*chunk.key.shape[:2], size, value.shape[-1]), dtype)
+        dtype = sum_dtype(*stretch[:3])
+        batch, _, heads, size = stretch.key.shape
+        nothing = jnp.zeros(stretch.key.shape, dtype)
+        value = jnp.concatenate([nothing, stretch.value.astype(dtype)], axis=-1)
+        sums = jnp.zeros((batch, heads, size, value.shape[-1]), dtype)
         sums = sums.at[..., :size].set(jnp.eye(size, dtype=dtype))
         state, _ = self.advance(
-            parameters, DeltaState(sums), chunk._replace(value=value)
+            parameters, DeltaState(sums), stretch._replace(value=value)
         )
         return DeltaState(state.sums[..., size:]), state.sums[..., :size]
 

@@ -103,8 +103,12 @@ class RandomFeatures(NamedTuple):
 
 def _project(x: Array, random: RandomFeatures) -> Array:
     """W x √scale + offset, in full precision: an error here is a factor in φ."""
-    scaled = x * jnp.sqrt(random.scale).astype(x.dtype)
-    projected = einsum("...h,mh->...m", scaled, random.rows.astype(x.dtype))
+    projected = jnp.einsum(
+        "...h,mh->...m",
+        x * jnp.sqrt(random.scale).astype(x.dtype),
+        random.rows.astype(x.dtype),
+        precision=jax.lax.Precision.HIGHEST,
+    )
     if random.offset is None:
         return projected
     offset = random.offset.astype(x.dtype)

@@ -15,11 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import chunks
 from symjax.attention.chunks import (
-    Chunk,
     Stretch,
+    chunk_of,
     heads_joined,
     layout,
-    on_stretches,
     products,
     scan,
     sum_dtype,
@@ -62,8 +61,9 @@ class Far:
     """The recurrence of the far part: a row reads the sums of the groups before it."""
 
     def advance(
-        self, parameters: None, state: Array, chunk: Chunk
-    ) -> tuple[Array, Float[Array, "B K G T V"]]:
+        self, parameters: None, state: Array, stretch: Stretch
+    ) -> tuple[Array, Float[Array, "B T K G V"]]:
+        chunk = chunk_of(stretch)
         found = through_segments(chunk, state, jnp.zeros_like(state))
         before, carried, reaches, joins = found
         query, key = chunk.query.astype(state.dtype), chunk.key
@@ -73,9 +73,10 @@ class Far:
         product = products(*chunk[:3])
         rows = product("bkgtm,bkmv->btkgv", query, before)  # as outputs lie
         carried = carried + self._sum(key, chunk.value, state.dtype)
-        return carried, jnp.moveaxis(rows, 1, 3)
+        return carried, rows
 
-    def stretch(self, parameters: None, chunk: Chunk) -> tuple[Array, None]:
+    def stretch(self, parameters: None, stretch: Stretch) -> tuple[Array, None]:
+        chunk = chunk_of(stretch)
         return self._sum(chunk.key, chunk.value, sum_dtype(*chunk[:3])), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[Array, None]:
@@ -275,8 +276,7 @@ def _earlier(
         batch, _, heads, features = stretch.key.shape
         sums = jnp.zeros((batch, heads, features, stretch.value.shape[-1]))
     sums, stretch = vary_alike((sums.astype(dtype), stretch))
-    advance = on_stretches(partial(Far().advance, None))
-    _, rows = scan(advance, sums, stretch, size)
+    _, rows = scan(partial(Far().advance, None), sums, stretch, size)
     return heads_joined(rows, dtype)
 
 

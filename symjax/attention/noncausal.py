@@ -20,8 +20,8 @@ from symjax.attention.chunks import (
     einsum,
     heads_joined,
     layout,
-    on_stretches,
     scan,
+    time_first,
 )
 from symjax.attention.features import finite
 from symjax.attention.meshes import on_any_mesh, rows_alone, vary_alike
@@ -66,34 +66,35 @@ def _attend(
     recurrence: Normalised, tokens: Tokens, parameters: Any
 ) -> Float[Array, "B T N V"]:
     stretch = layout(tokens)
-    state = recurrence.nothing(parameters, chunk_of(stretch))
+    state = recurrence.nothing(parameters, stretch)
     if stretch.segment is None:
-        _, rows = on_stretches(partial(_whole, recurrence, parameters))(state, stretch)
+        rows = _all_keys(recurrence, parameters, state, chunk_of(stretch))
+        rows = time_first(divide(rows))
     else:
         state, stretch = vary_alike((state, stretch))
-        advance = on_stretches(partial(recurrence.advance, parameters, divided=False))
-        rows = _both_sides(advance, state, stretch)
-    return heads_joined(divide(rows), tokens.value.dtype)
+        advance = partial(recurrence.advance, parameters, divided=False)
+        rows = divide(_both_sides(advance, state, stretch))
+    return heads_joined(rows, tokens.value.dtype)
 
 
-def _whole(
+def _all_keys(
     recurrence: Normalised, parameters: Any, state: LinearState, chunk: Chunk
-) -> tuple[LinearState, Rows]:
+) -> Rows:
     """Rows that see all visible keys, from an empty state."""
     query, key, value, divisor = recurrence.mapped(parameters, chunk)
     how = recurrence.arithmetic(chunk)
     length, size, features = *value.shape[2:], state.total.shape[-1]
     if length * (features + size) > features * size:
         if around := recurrence.features.around:
-            return state, _read_around(recurrence, around, chunk, value)
+            return _read_around(recurrence, around, chunk, value)
         state = update(how, state, key, value)
-        return state, query_state(how, state, query)
+        return query_state(how, state, query)
     # Few keys: their pairs cost less than sums, and no digit where signs cancel.
     highest = highest_exponent(state, key)
     row, shift = row_weights(query, highest)
     scores = recurrence.scores(chunk, row, key_weights(key, highest), divisor, how)
     state = rescale(state, highest)
-    return state, rows_of(how, state, row, shift, scores, value)
+    return rows_of(how, state, row, shift, scores, value)
 
 
 def _read_around(

@@ -39,11 +39,13 @@ from symjax.attention.centred import read_centred
 from symjax.attention.chunks import (
     Chunk,
     Stretch,
+    chunk_of,
     einsum,
     past_pairs,
     products,
     sum_dtype,
     through_segments,
+    time_first,
 )
 from symjax.attention.features import Features, LogFeatures, finite, row_shift
 from symjax.attention.rescue import exact_product, with_exact_rows
@@ -108,13 +110,18 @@ class Normalised:
         return LinearState(sums, jnp.zeros(shape, dtype), highest)
 
     def advance(
-        self, parameters: Any, state: LinearState, chunk: Chunk, divided: bool = True
+        self,
+        parameters: Any,
+        state: LinearState,
+        stretch: Stretch,
+        divided: bool = True,
     ) -> tuple[LinearState, Any]:
         """All factors of a row refer to the highest exponent in its chunk.
 
         It may lie in the row's future. It cancels, but a later key that is far larger
         pushes earlier ones out of range: their rows are computed once more, exactly.
         """
+        chunk = chunk_of(stretch)
         query, key, value, divisor = self.mapped(parameters, chunk)
         empty = forgotten(state)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
@@ -136,11 +143,12 @@ class Normalised:
         if joins is not None:
             key = key.where(joins[:, None])
         after = update(how, carried, key, value)
-        return after, divide(rows) if divided else rows
+        return after, jax.tree.map(time_first, divide(rows) if divided else rows)
 
-    def stretch(self, parameters: Any, chunk: Chunk) -> tuple[LinearState, None]:
+    def stretch(self, parameters: Any, stretch: Stretch) -> tuple[LinearState, None]:
+        chunk = chunk_of(stretch)
         _, key, value, _ = self.mapped(parameters, chunk)
-        state = self.nothing(parameters, chunk)
+        state = self.nothing(parameters, stretch)
         return update(self.arithmetic(chunk), state, key, value), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
@@ -152,11 +160,11 @@ class Normalised:
         count = leading(chunk.key.shape[-1]) if leading else 0
         return Arithmetic(product, signed, count)
 
-    def nothing(self, parameters: Any, chunk: Chunk) -> LinearState:
-        """The empty state of a chunk's sizes."""
-        batch, heads, _, size = chunk.key.shape
-        sizes = batch, heads, size, chunk.value.shape[-1]
-        return self.empty(parameters, sizes, sum_dtype(*chunk[:3]))
+    def nothing(self, parameters: Any, stretch: Stretch) -> LinearState:
+        """The empty state of a stretch's sizes."""
+        batch, _, heads, size = stretch.key.shape
+        sizes = batch, heads, size, stretch.value.shape[-1]
+        return self.empty(parameters, sizes, sum_dtype(*stretch[:3]))
 
     def mapped(
         self, parameters: Any, chunk: Chunk

@@ -27,12 +27,10 @@ from jaxtyping import Array, Float
 from symjax.attention.checks import check_count, check_heads, check_kind, check_mask
 from symjax.attention.chunks import (
     TILE,
-    Stretch,
     Tokens,
     even_size,
     heads_joined,
     layout,
-    on_stretches,
     scan,
     scan_apart,
     sum_dtype,
@@ -91,13 +89,10 @@ def attend_causal(
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
     alone = state is None and not return_state and axis_name is None
     state = _start(who, recurrence, parameters, state, tokens)
-    if alone:
-        if kernel is not None and not served(kernel, tokens, parameters):
-            kernel = None
-        static = recurrence, chunk_size, kernel
-        return _from_empty(*static, tokens, parameters, state)
-    static = recurrence, chunk_size, axis_name
-    output, state = _from_state(*static, tokens, parameters, state)
+    static = recurrence, chunk_size, axis_name, alone
+    if kernel is not None and alone and served(kernel, tokens, parameters):
+        return _on_kernel(kernel, static, tokens, parameters, state)
+    output, state = _causal(*static, tokens, parameters, state)
     return (output, state) if return_state else output
 
 
@@ -118,78 +113,18 @@ def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
     )
 
 
-@on_any_mesh(3, rows_alone)
-def _from_empty(
-    recurrence: Recurrence,
-    chunk_size: int,
-    kernel: Kernel | None,
+@on_any_mesh(2, rows_alone)
+def _on_kernel(
+    kernel: Kernel,
+    by_chunks: tuple[Recurrence, int, None, bool],
     tokens: Tokens,
     parameters: Any,
-    empty: Any,
+    state: Any,
 ) -> Float[Array, "B T N V"]:
-    """All of time; on a TPU by the kernel, if there is one."""
-    stretch = layout(tokens)
-    advance = on_stretches(partial(recurrence.advance, parameters))
-
-    def on_cpus() -> Array:
-        given = advance, empty, stretch, even_size(stretch, chunk_size)
-        if split_by_xla() or tokens.query.shape[0] == 0:  # devices share the examples
-            return scan(*given)[1]
-        return scan_apart(*given)
-
-    def on_accelerators() -> Array:
-        given = recurrence, chunk_size, parameters, empty, stretch
-        return _in_large_chunks(*given)[1]
-
-    def by_chunks() -> Array:
-        rows = jax.lax.platform_dependent(cpu=on_cpus, default=on_accelerators)
-        return heads_joined(rows, tokens.value.dtype)
-
-    if kernel is None:
-        return by_chunks()
     return jax.lax.platform_dependent(
-        tpu=lambda: kernel.attend(tokens, parameters), default=by_chunks
+        tpu=lambda: kernel.attend(tokens, parameters),
+        default=lambda: _causal(*by_chunks, tokens, parameters, state)[0],
     )
-
-
-@on_any_mesh(3)
-def _from_state(
-    recurrence: Recurrence,
-    chunk_size: int,
-    axis_name: str | None,
-    tokens: Tokens,
-    parameters: Any,
-    state: Any,
-) -> tuple[Float[Array, "B T N V"], Any]:
-    """All of time, or with an axis_name a device's own stretch of it."""
-    stretch = layout(tokens, axis_name)
-    if axis_name is not None:
-        given = parameters, stretch, chunk_size, axis_name
-        state = state_before(recurrence, *given)
-    advance = on_stretches(partial(recurrence.advance, parameters))
-    state, rows = jax.lax.platform_dependent(
-        cpu=partial(scan, advance, state, stretch, even_size(stretch, chunk_size)),
-        default=partial(
-            _in_large_chunks, recurrence, chunk_size, parameters, state, stretch
-        ),
-    )
-    return heads_joined(rows, tokens.value.dtype), state
-
-
-def _in_large_chunks(
-    recurrence: Recurrence,
-    chunk_size: int,
-    parameters: Any,
-    state: Any,
-    stretch: Stretch,
-) -> tuple[Any, Float[Array, "B T K G V"]]:
-    """Multiples of 128 tokens, and those of 4096 side by side where they can."""
-    size = -(-chunk_size // TILE) * TILE
-    if recurrence.may_stand_side_by_side(state, stretch):
-        many = partial(side_by_side, recurrence, parameters, size)
-        return scan(many, state, stretch, STRETCH)
-    advance = on_stretches(partial(recurrence.advance, parameters))
-    return scan(advance, state, stretch, size)
 
 
 def attend_step(
@@ -233,12 +168,41 @@ def _start(
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
 
 
+@on_any_mesh(4)
+def _causal(
+    recurrence: Recurrence,
+    chunk_size: int,
+    axis_name: str | None,
+    alone: bool,
+    tokens: Tokens,
+    parameters: Any,
+    state: Any,
+) -> tuple[Float[Array, "B T N V"], Any]:
+    """alone: the state given is empty, and that after the last token is not wanted."""
+    stretch = layout(tokens, axis_name)
+    if axis_name is not None:
+        given = parameters, stretch, chunk_size, axis_name
+        state = state_before(recurrence, *given)
+    size = -(-chunk_size // TILE) * TILE
+    advance = partial(recurrence.advance, parameters)
+    on_accelerators = partial(scan, advance, state, stretch, size)
+    if recurrence.may_stand_side_by_side(state, stretch):
+        many = partial(side_by_side, recurrence, parameters, size)
+        on_accelerators = partial(scan, many, state, stretch, STRETCH)
+    apart = alone and tokens.query.shape[0] > 0 and not split_by_xla()
+    by_examples, size = scan_apart if apart else scan, even_size(stretch, chunk_size)
+    state, rows = jax.lax.platform_dependent(
+        cpu=partial(by_examples, advance, state, stretch, size),
+        default=on_accelerators,
+    )
+    return heads_joined(rows, tokens.value.dtype), state
+
+
 @on_any_mesh(1)
 def _step(
     recurrence: Recurrence, tokens: Tokens, parameters: Any, state: Any
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
-    advance = on_stretches(partial(recurrence.advance, parameters))
-    state, rows = advance(state, layout(tokens))
+    state, rows = recurrence.advance(parameters, state, layout(tokens))
     return heads_joined(rows, tokens.value.dtype), state
 
 

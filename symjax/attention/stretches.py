@@ -8,12 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from symjax.attention.chunks import (
-    Chunk,
     Stretch,
-    chunk_of,
     cut,
     joined,
-    on_stretches,
 )
 from symjax.attention.meshes import vary_alike
 from symjax.attention.shards import choose, segment_state_before
@@ -27,10 +24,10 @@ class Stretches(Protocol):
     None where that state is left as it is.
     """
 
-    def stretch(self, parameters: Any, chunk: Chunk) -> tuple[Any, Any]:
-        """The state after a chunk of one segment from an empty one, and its transition.
+    def stretch(self, parameters: Any, stretch: Stretch) -> tuple[Any, Any]:
+        """The state after one segment from an empty one, and its transition.
 
-        A chunk of hidden tokens leaves any state as it is.
+        Hidden tokens leave any state as it is.
         """
         ...
 
@@ -46,8 +43,10 @@ class Recurrence(Stretches, Protocol):
         """The state that has read nothing. sizes: B K H V."""
         ...
 
-    def advance(self, parameters: Any, state: Any, chunk: Chunk) -> tuple[Any, Array]:
-        """One chunk: the state after it, and its rows [B K G T V]."""
+    def advance(
+        self, parameters: Any, state: Any, stretch: Stretch
+    ) -> tuple[Any, Array]:
+        """All of it at once: the state after it, and its rows [B T K G V]."""
         ...
 
     def may_stand_side_by_side(self, state: Any, stretch: Stretch) -> bool:
@@ -67,9 +66,8 @@ def side_by_side(
     65, as v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
     """
     length = stretch.key.shape[1]
-    advance = on_stretches(partial(recurrence.advance, parameters))
     if length <= size:
-        return advance(state, stretch)
+        return recurrence.advance(parameters, state, stretch)
     chunks = cut(stretch, size)
     ends = jax.vmap(partial(_end, recurrence, parameters))(chunks)
     state, unchanged = _before_all(recurrence, parameters, state, chunks)
@@ -80,7 +78,7 @@ def side_by_side(
         return after if anew is None else choose(anew, stretch[0], after), state
 
     after, before = jax.lax.scan(step, state, ends)
-    _, rows = jax.vmap(advance)(before, chunks)
+    _, rows = jax.vmap(partial(recurrence.advance, parameters))(before, chunks)
     return after, joined(rows, length)
 
 
@@ -90,7 +88,7 @@ def _before_all(
     """A state as a stretch to merge with those of the chunks; None: the empty one."""
     chunks = chunks._replace(segment=None, starts_segment=None)
     hidden = jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks)
-    empty, unchanged = recurrence.stretch(parameters, chunk_of(hidden))
+    empty, unchanged = recurrence.stretch(parameters, hidden)
     state = empty if state is None else state
     return vary_alike((state, unchanged, chunks))[:2]
 
@@ -99,7 +97,7 @@ def _end(
     recurrence: Stretches, parameters: Any, stretch: Stretch
 ) -> tuple[tuple[Any, Any], Bool[Array, " B"] | None]:
     """What a stretch's last segment does, and whether that starts in it."""
-    end = recurrence.stretch(parameters, chunk_of(_last_segment(stretch)))
+    end = recurrence.stretch(parameters, _last_segment(stretch))
     if stretch.starts_segment is None:
         return end, None
     return end, stretch.starts_segment.any(axis=1)
@@ -136,8 +134,7 @@ def state_before(
     nothing = _before_all(recurrence, parameters, None, chunks)
 
     def body(before: Any, chunk: Stretch) -> tuple[Any, None]:
-        own = recurrence.stretch(parameters, chunk_of(chunk))
-        return recurrence.merge(before, own), None
+        return recurrence.merge(before, recurrence.stretch(parameters, chunk)), None
 
     own, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), nothing, chunks)
     given = recurrence.merge, own, nothing, stretch.segment, axis_name

@@ -11,10 +11,8 @@ from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 
 from symjax.attention.chunks import (
     Tokens,
-    chunk_of,
     einsum,
     layout,
-    on_stretches,
     scan,
     scan_apart,
 )
@@ -59,7 +57,7 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
     sizes = B, K, key.shape[-1], value.shape[-1]
     state = recurrence.empty(parameters, sizes, jnp.float64)
     earlier = [x[:, ::4] for x in (query, key, value, *operands)]
-    before = chunk_of(layout(Tokens(*earlier[:3], tuple(earlier[3:]))))
+    before = layout(Tokens(*earlier[:3], tuple(earlier[3:])))
     state, _ = recurrence.advance(parameters, state, before)
 
     def run(form, parameters, state, *arrays):
@@ -74,8 +72,7 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
         return jax.tree.leaves(jax.jit(graded)(*arrays))
 
     def in_turn(parameters, state, stretch):
-        advance = on_stretches(partial(recurrence.advance, parameters))
-        return scan(advance, state, stretch, 5)
+        return scan(partial(recurrence.advance, parameters), state, stretch, 5)
 
     def at_once(parameters, state, stretch):
         many = partial(side_by_side, recurrence, parameters, 3)
@@ -93,20 +90,17 @@ def test_examples_apart_are_those_together(seen, x64):
     random = RandomFeatures(jnp.asarray(rows), jnp.asarray(0.7))
     sizes = B, K, arrays[1].shape[-1], arrays[2].shape[-1]
     empty = recurrence.empty(random, sizes, jnp.float64)
-    advance = on_stretches(partial(recurrence.advance, random))
+    advance = partial(recurrence.advance, random)
 
     def graded(form):
         def run(query, key, value):
             stretch = layout(Tokens(query, key, value, **SEEN[seen]))
-            rows = form(advance, empty, stretch, 5)
+            _, rows = form(advance, empty, stretch, 5)
             return jnp.sin(rows).sum(), rows
 
         return jax.tree.leaves(jax.grad(run, (0, 1, 2), has_aux=True)(*arrays))
 
-    def together(*given):
-        return scan(*given)[1]
-
-    for one, two in zip(graded(together), graded(scan_apart), strict=True):
+    for one, two in zip(graded(scan), graded(scan_apart), strict=True):
         close(two, one, 1e-12)
 
 

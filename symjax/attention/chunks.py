@@ -192,19 +192,19 @@ def scan_apart(
     batch, length = stretch.visible.shape
     parts = filled(stretch, size)
     _, count, size = parts.visible.shape
-    first = jnp.arange(batch * count) % count == 0
+    is_last = jnp.arange(1, batch * count + 1) % count == 0
     start = jax.tree.map(lambda x: x[:1], empty)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def body(state: Any, now: tuple[Array, Stretch]) -> tuple[Any, Any]:
-        first, part = now
-        if batch > 1:
-            state = jax.tree.map(partial(jnp.where, first), start, state)
+        is_last, part = now
         state, rows = advance(state, jax.tree.map(lambda x: x[None], part))
+        if batch > 1:
+            state = jax.tree.map(partial(jnp.where, is_last), start, state)
         return state, jax.tree.map(lambda x: x[0], rows)
 
     in_order = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), parts)
-    _, rows = jax.lax.scan(body, start, (first, in_order))
+    _, rows = jax.lax.scan(body, start, (is_last, in_order))
 
     def join(x: Array) -> Array:
         return x.reshape(batch, count * size, *x.shape[2:])[:, :length]
@@ -213,9 +213,10 @@ def scan_apart(
 
 
 def even_size(stretch: Stretch, size: int) -> int:
-    """The least size that cuts time in as many parts, with the fewest to fill up."""
+    """A multiple of 4 that cuts time in as many parts, with few tokens to fill up."""
     length = stretch.visible.shape[1]
-    return -(-length // max(1, -(-length // size)))
+    even = -(-length // max(1, -(-length // size)))
+    return min(size, -(-even // 4) * 4)
 
 
 def cut(stretch: Stretch, size: int) -> Stretch:

@@ -24,7 +24,13 @@ from symjax.attention.chunks import (
     time_first,
 )
 from symjax.attention.decayed_fused import FusedDecay
-from symjax.attention.faded import faded, fades_by_channel, shared_or_own, until_end
+from symjax.attention.faded import (
+    faded,
+    fades_by_channel,
+    shared_or_own,
+    times_decay,
+    until_end,
+)
 from symjax.attention.recurrences import attend_causal, attend_step
 
 
@@ -55,9 +61,9 @@ class Decayed:
         query, key, value = (x.astype(state.sums.dtype) for x in chunk[:3])
         since, until, through, scores = faded(parameters, query, key, chunk)
         rows = product("bkgts,bksv->bkgtv", scores, value)
-        asking = query * jnp.exp(since)[:, :, None]
+        asking, told = times_decay(query, since), times_decay(key, until)
         rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
-        new = product("bksh,bksv->bkhv", key * jnp.exp(until), value)
+        new = product("bksh,bksv->bkhv", told, value)
         sums = state.sums * jnp.exp(through)[..., None] + new
         return DecayState(sums), time_first(rows)
 
@@ -68,7 +74,8 @@ class Decayed:
         dtype = sum_dtype(*chunk[:3])
         until, through = until_end(parameters, chunk, dtype)
         key, value = chunk.key.astype(dtype), chunk.value.astype(dtype)
-        sums = products(*chunk[:3])("bksh,bksv->bkhv", key * jnp.exp(until), value)
+        told = times_decay(key, until)
+        sums = products(*chunk[:3])("bksh,bksv->bkhv", told, value)
         return DecayState(sums), through
 
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:

@@ -29,7 +29,12 @@ from symjax.attention.chunks import (
     time_first,
 )
 from symjax.attention.decayed_fused import FusedDelta
-from symjax.attention.faded import faded, fades_by_channel, shared_or_own
+from symjax.attention.faded import (
+    faded,
+    fades_by_channel,
+    shared_or_own,
+    times_decay,
+)
 from symjax.attention.recurrences import attend_causal, attend_step
 
 
@@ -62,16 +67,17 @@ class DeltaRule:
         chunk = chunk_of(stretch)
         dtype, sums, product = state.sums.dtype, state.sums, products(*chunk[:3])
         query, key, value = (x.astype(dtype) for x in chunk[:3])
-        beta = chunk.operands[0].astype(dtype)[..., None]
+        beta = chunk.operands[0].astype(dtype)
         # The key is read from the state as one more query head: what is held at it.
         asking = jnp.concatenate([query, key[:, :, None]], axis=2)
         since, until, through, pairs = faded(parameters, asking, key, chunk)
-        held = product("bkgth,bkhv->bkgtv", asking * jnp.exp(since)[:, :, None], sums)
+        held = product("bkgth,bkhv->bkgtv", times_decay(asking, since), sums)
         change = solve_unit_lower(
-            beta * pairs[:, :, -1], beta * (value - held[:, :, -1])
+            einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
+            einsum("bkt,bktv->bktv", beta, value - held[:, :, -1]),
         )
         inside = product("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
-        written = product("bksh,bksv->bkhv", key * jnp.exp(until), change)
+        written = product("bksh,bksv->bkhv", times_decay(key, until), change)
         left = sums * jnp.exp(through)[..., None]
         return DeltaState(left + written), time_first(held[:, :, :-1] + inside)
 

@@ -119,6 +119,16 @@ def faded(
     return Faded(since, *until_end(shared, chunk, key.dtype), scores)
 
 
+def times_decay(x: Array, log_decay: Float[Array, "#B K T F"]) -> Array:
+    """x [B K *G T H] times the decays: where F is 1 as a product, whose gradient XLA's
+    compiler for CPUs adds up faster."""
+    groups = x.ndim == 5
+    if log_decay.shape[-1] > 1 or len(log_decay) != len(x):
+        return x * jnp.exp(log_decay[:, :, None] if groups else log_decay)
+    spec = "bkgth,bkt->bkgth" if groups else "bkth,bkt->bkth"
+    return einsum(spec, x, jnp.exp(log_decay[..., 0]))
+
+
 def until_end(
     shared: Float[Array, "K 1"] | None, chunk: Chunk, dtype: Any
 ) -> tuple[Float[Array, "B K T F"], Float[Array, "B K F"]]:
@@ -149,8 +159,9 @@ def _by_head(
     padded = _to_power_of_two(log_decay)
     own = _exponents(_blocks(padded, _tile(length, TILE)))[..., 0]
     since, until, exponents = _by_halves(padded, own, across, -jnp.inf)
-    weights = jnp.exp(exponents[..., :length, :length])[:, :, None]
-    scores = product("bkgth,bksh->bkgts", query, key) * weights
+    weights = jnp.exp(exponents[..., :length, :length])
+    scores = product("bkgth,bksh->bkgts", query, key)
+    scores = einsum("bkgts,bkts->bkgts", scores, weights)
     return since[:, :, :length], until[:, :, :length], scores
 
 

@@ -125,10 +125,7 @@ def _random(features: Callable[[Array], LogFeatures], sign: int = -1) -> Feature
         return features(_project(x, random))
 
     def key(x: Array, random: RandomFeatures) -> LogFeatures:
-        square = jnp.einsum(
-            "...h,...h->...", x, x, precision=jax.lax.Precision.HIGHEST
-        )[..., None]
-        norm = 0.5 * sign * random.scale.astype(x.dtype) * square
+        norm = 0.5 * sign * random.scale.astype(x.dtype) * squared_length(x)
         return features(_project(x, random)).raised(norm)
 
     return Features(query, key, signed=sign > 0)

@@ -67,7 +67,10 @@ class LinearState(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of output before the division; all but the shift are times exp(−shift)."""
+    """Rows of output before the division; all but the shift are times exp(−shift).
+
+    Of stretches they are [B T K G …].
+    """
 
     numerator: Float[Array, "B K G T V"]
     denominator: Float[Array, "B K G T"]
@@ -299,7 +302,7 @@ def rows_of(
     return Rows(numerator, denominator, size, shift)
 
 
-def divide(rows: Rows) -> Float[Array, "B K G T V"]:
+def divide(rows: Rows) -> Float[Array, "*rows V"]:
     """numerator / denominator, and zeros where that is nothing but rounding.
 
     Both are first divided by the constant denominator: the gradient of a plain quotient
@@ -310,12 +313,7 @@ def divide(rows: Rows) -> Float[Array, "B K G T V"]:
     some = jnp.abs(constant) > tolerance * size
     scale = jnp.where(some, 1 / jnp.where(some, constant, 1), 0)
     ones = jnp.where(some, rows.denominator * scale, 1)
-    return jnp.einsum(
-        "...v,...->...v",
-        rows.numerator,
-        scale / ones,
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    return einsum("...v,...->...v", rows.numerator * scale[..., None], 1 / ones)
 
 
 def _lost(

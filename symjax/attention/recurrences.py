@@ -5,8 +5,8 @@
         state, rows = recurrence.advance(parameters, state, chunk)
 
 On accelerators the chunks of 4096 tokens stand side by side where they can, and are a
-multiple of 128 tokens long. On a CPU they are of one length, and an example follows the
-other.
+multiple of 128 tokens long. On a CPU they are of one length, and on a single one, where
+no state is given or wanted, an example follows the other.
 
 A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
 taken and given, masks, segments, and time that is split over a mesh axis. It may bring
@@ -40,7 +40,6 @@ from symjax.attention.meshes import (
     on_one_device,
     on_tpu,
     rows_alone,
-    split_by_xla,
 )
 from symjax.attention.stretches import Recurrence, side_by_side, state_before
 
@@ -189,7 +188,9 @@ def _causal(
     if recurrence.may_stand_side_by_side(state, stretch):
         many = partial(side_by_side, recurrence, parameters, size)
         on_accelerators = partial(scan, many, state, stretch, STRETCH)
-    apart = alone and tokens.query.shape[0] > 0 and not split_by_xla()
+    batch, length = stretch.visible.shape
+    # With more examples than tokens a turn would have too little to do.
+    apart = alone and 0 < batch <= length and on_one_device()
     by_examples, size = scan_apart if apart else scan, even_size(stretch, chunk_size)
     state, rows = jax.lax.platform_dependent(
         cpu=partial(by_examples, advance, state, stretch, size),

@@ -82,6 +82,30 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
         close(two, one, 1e-11)
 
 
+@pytest.mark.parametrize("features", ["relu", "relu2"])
+@pytest.mark.parametrize(
+    "keys, values, cotangents",
+    [(1e-20, 1e-10, 1e-10), (1e-30, 1, 1e-9), (1e10, 1e10, 1e18), (1e25, 1e10, 1e5)],
+)
+def test_gradients_stay_in_range_where_they_are(features, keys, values, cotangents):
+    """Products of a row's cotangent and numerator leave it; their ratios do not."""
+    if features == "relu2":
+        keys = keys**0.5
+    query, key, value = (np.abs(x[:1]) for x in inputs())
+
+    def graded(key, value, cotangent, dtype):
+        given = [jnp.asarray(x, dtype) for x in (query, key, value)]
+        attend = partial(linear_causal, features=features)
+        output, pull = jax.vjp(attend, *given)
+        return pull(jnp.full_like(output, cotangent).at[:, ::3].multiply(-2))
+
+    found = graded(key * keys, value * values, cotangents, jnp.float32)
+    with jax.enable_x64(True):
+        wanted = graded(key * keys, value * values, cotangents, jnp.float64)
+    for one, two in zip(found, wanted, strict=True):
+        close(one, two, 2e-5)
+
+
 @pytest.mark.parametrize("seen", SEEN)
 def test_examples_apart_are_those_together(seen, x64):
     """Both from the empty state, in chunks of 5, which do not divide the length."""

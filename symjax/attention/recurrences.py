@@ -35,12 +35,7 @@ from symjax.attention.chunks import (
     scan_apart,
     sum_dtype,
 )
-from symjax.attention.meshes import (
-    on_any_mesh,
-    on_one_device,
-    on_tpu,
-    rows_alone,
-)
+from symjax.attention.meshes import on_any_mesh, on_one_device, on_tpu, rows_alone
 from symjax.attention.stretches import Recurrence, side_by_side, state_before
 
 STRETCH = 4096  # tokens whose chunks are handled side by side: this bounds the memory
@@ -191,11 +186,9 @@ def _causal(
     batch, length = stretch.visible.shape
     # With more examples than tokens a turn would have too little to do.
     apart = alone and 0 < batch <= length and on_one_device()
-    by_examples, size = scan_apart if apart else scan, even_size(stretch, chunk_size)
-    state, rows = jax.lax.platform_dependent(
-        cpu=partial(by_examples, advance, state, stretch, size),
-        default=on_accelerators,
-    )
+    loop, even = scan_apart if apart else scan, even_size(stretch, chunk_size)
+    on_cpus = partial(loop, advance, state, stretch, even)
+    state, rows = jax.lax.platform_dependent(cpu=on_cpus, default=on_accelerators)
     return heads_joined(rows, tokens.value.dtype), state
 
 

@@ -107,22 +107,30 @@ def test_gradients_stay_in_range_where_they_are(features, keys, values, cotangen
 
 
 @pytest.mark.parametrize("seen", SEEN)
-def test_examples_apart_are_those_together(seen, x64):
+@pytest.mark.parametrize("case", [*CASES, "performer"])
+def test_examples_apart_are_those_together(case, seen, x64):
     """Both from the empty state, in chunks of 5, which do not divide the length."""
-    recurrence, arrays = Normalised(RANDOM["positive"]), inputs()
-    rows = np.random.default_rng(5).normal(size=(9, arrays[0].shape[-1]))
+    query, key, value = inputs()
+    rows = np.random.default_rng(5).normal(size=(9, key.shape[-1]))
     random = RandomFeatures(jnp.asarray(rows), jnp.asarray(0.7))
-    sizes = B, K, arrays[1].shape[-1], arrays[2].shape[-1]
-    empty = recurrence.empty(random, sizes, jnp.float64)
-    advance = partial(recurrence.advance, random)
+    performer = Normalised(RANDOM["positive"]), random, ()
+    recurrence, parameters, operands = CASES.get(case, performer)
+    if parameters is SHARED and seen != "all":
+        pytest.skip("decays are shared where all tokens are seen")
+    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    arrays = query, key, value, *operands
+    sizes = B, K, key.shape[-1], value.shape[-1]
+    empty = recurrence.empty(parameters, sizes, jnp.float64)
+    advance = partial(recurrence.advance, parameters)
 
     def graded(form):
-        def run(query, key, value):
-            stretch = layout(Tokens(query, key, value, **SEEN[seen]))
+        def run(*arrays):
+            stretch = layout(Tokens(*arrays[:3], arrays[3:], **SEEN[seen]))
             _, rows = form(advance, empty, stretch, 5)
             return jnp.sin(rows).sum(), rows
 
-        return jax.tree.leaves(jax.grad(run, (0, 1, 2), has_aux=True)(*arrays))
+        wanted = tuple(range(len(arrays)))
+        return jax.tree.leaves(jax.jit(jax.grad(run, wanted, has_aux=True))(*arrays))
 
     for one, two in zip(graded(scan), graded(scan_apart), strict=True):
         close(two, one, 1e-12)

@@ -170,21 +170,27 @@ def heads_joined(
     return rearrange(rows, "b t k g v -> b t (k g) v").astype(dtype)
 
 
-def scan(advance: Any, state: Any, stretch: Stretch, size: int) -> tuple[Any, Any]:
-    """All of time, a stretch of `size` after the other: the last state, and rows.
+# (parameters, state, stretch) → the state after it, and its rows.
+Advance = Callable[[Any, Any, Stretch], tuple[Any, Any]]
+
+
+def scan(
+    advance: Advance, size: int, parameters: Any, state: Any, stretch: Stretch
+) -> tuple[Any, Any]:
+    """`advance` over all of time, a stretch of `size` after the other.
 
     The backward pass recomputes a stretch from the state before it.
     """
     length = stretch.visible.shape[1]
-    body = jax.checkpoint(advance, prevent_cse=False)
+    body = jax.checkpoint(partial(advance, parameters), prevent_cse=False)
     state, rows = jax.lax.scan(body, state, cut(stretch, size))
     return state, joined(rows, length)
 
 
 def scan_apart(
-    advance: Any, empty: Any, stretch: Stretch, size: int
+    advance: Advance, size: int, parameters: Any, empty: Any, stretch: Stretch
 ) -> tuple[Any, Any]:
-    """`scan` from the empty state, one example after the other: that state, and rows.
+    """`scan` from the empty state, which is returned, one example after the other.
 
     No array is copied to put time before examples, and what a chunk needs stays in a
     CPU's caches.
@@ -198,7 +204,8 @@ def scan_apart(
     @partial(jax.checkpoint, prevent_cse=False)
     def body(state: Any, now: tuple[Array, Stretch]) -> tuple[Any, Any]:
         is_last, part = now
-        state, rows = advance(state, jax.tree.map(lambda x: x[None], part))
+        part = jax.tree.map(lambda x: x[None], part)
+        state, rows = advance(parameters, state, part)
         if batch > 1:
             state = jax.tree.map(partial(jnp.where, is_last), start, state)
         return state, jax.tree.map(lambda x: x[0], rows)

@@ -10,6 +10,7 @@
 There is no denominator. `faded.py` has the weights of pairs inside a chunk of time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,11 +26,11 @@ from symjax.attention.chunks import (
 )
 from symjax.attention.decayed_fused import FusedDecay
 from symjax.attention.faded import (
+    Faded,
     faded,
     fades_by_channel,
     shared_or_own,
     times_decay,
-    until_end,
 )
 from symjax.attention.recurrences import attend_causal, attend_step
 
@@ -43,39 +44,53 @@ class DecayState(NamedTuple):
     sums: Float[Array, "B K H V"]
 
 
+class Prepared(NamedTuple):
+    """Tokens in the dtype of the sums, heads before time, and their decays."""
+
+    product: Callable[..., Array]
+    query: Float[Array, "B K G T H"]
+    key: Float[Array, "B K T H"]
+    value: Float[Array, "B K T V"]
+    faded: Faded
+
+
 @dataclass(frozen=True)
 class Decayed:
     """The recurrence. The log-decay is what all tokens share, or an operand of each."""
 
-    def may_stand_side_by_side(self, state: DecayState, stretch: Stretch) -> bool:
-        return not fades_by_channel(stretch)
+    def may_stand_side_by_side(
+        self, state: DecayState, stretch: Stretch, on_cpu: bool
+    ) -> bool:
+        return on_cpu or not fades_by_channel(stretch)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
         return decay_state(*sizes, dtype=dtype)
 
-    def advance(
-        self, parameters: Array | None, state: DecayState, stretch: Stretch
-    ) -> tuple[DecayState, Float[Array, "B T K G V"]]:
-        chunk = chunk_of(stretch)
-        product = products(*chunk[:3])
-        query, key, value = (x.astype(state.sums.dtype) for x in chunk[:3])
-        since, until, through, scores = faded(parameters, query, key, chunk)
-        rows = product("bkgts,bksv->bkgtv", scores, value)
-        asking, told = times_decay(query, since), times_decay(key, until)
-        rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
-        new = product("bksh,bksv->bkhv", told, value)
-        sums = state.sums * jnp.exp(through)[..., None] + new
-        return DecayState(sums), time_first(rows)
-
-    def stretch(
-        self, parameters: Array | None, stretch: Stretch
-    ) -> tuple[DecayState, Float[Array, "B K F"]]:
+    def prepare(self, parameters: Array | None, stretch: Stretch) -> Prepared:
         chunk = chunk_of(stretch)
         dtype = sum_dtype(*chunk[:3])
-        until, through = until_end(parameters, chunk, dtype)
-        key, value = chunk.key.astype(dtype), chunk.value.astype(dtype)
-        told = times_decay(key, until)
-        sums = products(*chunk[:3])("bksh,bksv->bkhv", told, value)
+        query, key, value = (x.astype(dtype) for x in chunk[:3])
+        return Prepared(
+            products(*chunk[:3]),
+            query,
+            key,
+            value,
+            faded(parameters, query, key, chunk),
+        )
+
+    def advance(
+        self, state: DecayState, prepared: Prepared
+    ) -> tuple[DecayState, Float[Array, "B T K G V"]]:
+        product, query, _, value, (since, _, _, scores) = prepared
+        rows = product("bkgts,bksv->bkgtv", scores, value)
+        asking = times_decay(query, since)
+        rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
+        after, _ = self.merge((state, 0), self.effect(prepared))
+        return after, time_first(rows)
+
+    def effect(self, prepared: Prepared) -> tuple[DecayState, Float[Array, "B K F"]]:
+        product, _, key, value, (_, until, through, _) = prepared
+        sums = product("bksh,bksv->bkhv", times_decay(key, until), value)
         return DecayState(sums), through
 
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:

@@ -13,6 +13,7 @@ Without g, or with 0, it is DeltaNet; a number a head is Gated DeltaNet, and one
 channel Kimi Delta Attention.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from symjax.attention.chunks import (
 )
 from symjax.attention.decayed_fused import FusedDelta
 from symjax.attention.faded import (
+    Faded,
     faded,
     fades_by_channel,
     shared_or_own,
@@ -44,6 +46,20 @@ class DeltaState(NamedTuple):
     sums: Float[Array, "B K H V"]
 
 
+class Prepared(NamedTuple):
+    """Tokens in the dtype of the sums, heads before time, and their decays.
+
+    Keys are one more head of the queries.
+    """
+
+    product: Callable[..., Array]
+    asking: Float[Array, "B K G+1 T H"]
+    key: Float[Array, "B K T H"]
+    value: Float[Array, "B K T V"]
+    beta: Float[Array, "B K T"]
+    faded: Faded
+
+
 @dataclass(frozen=True)
 class DeltaRule:
     """The recurrence; an operand of each token is β [B K T], and the log-decay if they
@@ -55,22 +71,29 @@ class DeltaRule:
     system (the WY form). No decay is divided by another.
     """
 
-    def may_stand_side_by_side(self, state: DeltaState, stretch: Stretch) -> bool:
-        return not fades_by_channel(stretch)
+    def may_stand_side_by_side(
+        self, state: DeltaState, stretch: Stretch, on_cpu: bool
+    ) -> bool:
+        return not on_cpu and not fades_by_channel(stretch)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         return delta_state(*sizes, dtype=dtype)
 
-    def advance(
-        self, parameters: Array | None, state: DeltaState, stretch: Stretch
-    ) -> tuple[DeltaState, Float[Array, "B T K G V"]]:
+    def prepare(self, parameters: Array | None, stretch: Stretch) -> Prepared:
         chunk = chunk_of(stretch)
-        dtype, sums, product = state.sums.dtype, state.sums, products(*chunk[:3])
+        dtype = sum_dtype(*chunk[:3])
         query, key, value = (x.astype(dtype) for x in chunk[:3])
         beta = chunk.operands[0].astype(dtype)
         # The key is read from the state as one more query head: what is held at it.
         asking = jnp.concatenate([query, key[:, :, None]], axis=2)
-        since, until, through, pairs = faded(parameters, asking, key, chunk)
+        decays = faded(parameters, asking, key, chunk)
+        return Prepared(products(*chunk[:3]), asking, key, value, beta, decays)
+
+    def advance(
+        self, state: DeltaState, prepared: Prepared
+    ) -> tuple[DeltaState, Float[Array, "B T K G V"]]:
+        product, asking, key, value, beta, decays = prepared
+        (since, until, through, pairs), sums = decays, state.sums
         held = product("bkgth,bkhv->bkgtv", times_decay(asking, since), sums)
         change = solve_unit_lower(
             einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
@@ -81,20 +104,22 @@ class DeltaRule:
         left = sums * jnp.exp(through)[..., None]
         return DeltaState(left + written), time_first(held[:, :, :-1] + inside)
 
-    def stretch(
-        self, parameters: Array | None, stretch: Stretch
-    ) -> tuple[DeltaState, Float[Array, "B K H H"]]:
-        """S ↦ M S + S₀: what becomes of the state [I | 0] while 0 and v are written."""
-        dtype = sum_dtype(*stretch[:3])
-        batch, _, heads, size = stretch.key.shape
-        nothing = jnp.zeros(stretch.key.shape, dtype)
-        value = jnp.concatenate([nothing, stretch.value.astype(dtype)], axis=-1)
-        sums = jnp.zeros((batch, heads, size, value.shape[-1]), dtype)
-        sums = sums.at[..., :size].set(jnp.eye(size, dtype=dtype))
-        state, _ = self.advance(
-            parameters, DeltaState(sums), stretch._replace(value=value)
+    def effect(self, prepared: Prepared) -> tuple[DeltaState, Float[Array, "B K H H"]]:
+        """S ↦ M S + S₀. What is written is linear in S: without it from the values, and
+        for each of its rows from what the keys read of it."""
+        product, _, key, value, beta, (since, until, through, pairs) = prepared
+        size = value.shape[-1]
+        changes = solve_unit_lower(
+            einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
+            einsum(
+                "bkt,bktv->bktv",
+                beta,
+                jnp.concatenate([value, -times_decay(key, since)], axis=-1),
+            ),
         )
-        return DeltaState(state.sums[..., size:]), state.sums[..., :size]
+        written = product("bksh,bksv->bkhv", times_decay(key, until), changes)
+        left = jnp.exp(through)[..., None] * jnp.eye(key.shape[-1], dtype=key.dtype)
+        return DeltaState(written[..., :size]), left + written[..., size:]
 
     def merge(self, one: tuple, two: tuple) -> tuple[DeltaState, Array]:
         left = einsum("bkhi,bkiv->bkhv", two[1], one[0].sums)

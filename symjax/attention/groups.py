@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import chunks
 from symjax.attention.chunks import (
+    Chunk,
     Stretch,
     chunk_of,
     heads_joined,
@@ -28,7 +29,7 @@ from symjax.attention.gau import SquaredReLU
 from symjax.attention.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.scores import ScoreMechanism
 from symjax.attention.segments import starts
-from symjax.attention.stretches import state_before
+from symjax.attention.stretches import in_one, state_before
 
 
 class FlashState(NamedTuple):
@@ -60,10 +61,12 @@ class Tokens(NamedTuple):
 class Far:
     """The recurrence of the far part: a row reads the sums of the groups before it."""
 
+    def prepare(self, parameters: None, stretch: Stretch) -> Chunk:
+        return chunk_of(stretch)
+
     def advance(
-        self, parameters: None, state: Array, stretch: Stretch
+        self, state: Array, chunk: Chunk
     ) -> tuple[Array, Float[Array, "B T K G V"]]:
-        chunk = chunk_of(stretch)
         found = through_segments(chunk, state, jnp.zeros_like(state))
         before, carried, reaches, joins = found
         query, key = chunk.query.astype(state.dtype), chunk.key
@@ -75,8 +78,7 @@ class Far:
         carried = carried + self._sum(key, chunk.value, state.dtype)
         return carried, rows
 
-    def stretch(self, parameters: None, stretch: Stretch) -> tuple[Array, None]:
-        chunk = chunk_of(stretch)
+    def effect(self, chunk: Chunk) -> tuple[Array, None]:
         return self._sum(chunk.key, chunk.value, sum_dtype(*chunk[:3])), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[Array, None]:
@@ -276,7 +278,7 @@ def _earlier(
         batch, _, heads, features = stretch.key.shape
         sums = jnp.zeros((batch, heads, features, stretch.value.shape[-1]))
     sums, stretch = vary_alike((sums.astype(dtype), stretch))
-    _, rows = scan(partial(Far().advance, None), sums, stretch, size)
+    _, rows = scan(partial(in_one, Far()), size, None, sums, stretch)
     return heads_joined(rows, dtype)
 
 

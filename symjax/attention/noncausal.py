@@ -5,7 +5,6 @@ in a chunk. With segments, rows of their past and of their future are merged.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,30 +12,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.chunks import (
-    Chunk,
     Stretch,
     Tokens,
-    chunk_of,
     einsum,
     heads_joined,
     layout,
     scan,
+    sum_dtype,
     time_first,
 )
 from symjax.attention.features import finite
 from symjax.attention.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.normalised import (
     LinearState,
+    Mapped,
     Normalised,
     Rows,
     divide,
-    highest_exponent,
-    key_weights,
     query_state,
-    rescale,
-    row_weights,
-    rows_of,
-    update,
 )
 from symjax.attention.recurrences import check_tokens
 from symjax.attention.segments import starts
@@ -66,56 +59,50 @@ def _attend(
     recurrence: Normalised, tokens: Tokens, parameters: Any
 ) -> Float[Array, "B T N V"]:
     stretch = layout(tokens)
-    state = recurrence.nothing(parameters, stretch)
+    batch, _, heads, size = stretch.key.shape
+    sizes = batch, heads, size, stretch.value.shape[-1]
+    state = recurrence.empty(parameters, sizes, sum_dtype(*stretch[:3]))
     if stretch.segment is None:
-        rows = _all_keys(recurrence, parameters, state, chunk_of(stretch))
-        rows = time_first(divide(rows))
+        mapped = recurrence.prepare(parameters, stretch)
+        rows = time_first(divide(_all_keys(recurrence, state, mapped)))
     else:
         state, stretch = vary_alike((state, stretch))
-        advance = partial(recurrence.advance, parameters, divided=False)
-        rows = divide(_both_sides(advance, state, stretch))
+        rows = divide(_both_sides(recurrence, parameters, state, stretch))
     return heads_joined(rows, tokens.value.dtype)
 
 
-def _all_keys(
-    recurrence: Normalised, parameters: Any, state: LinearState, chunk: Chunk
-) -> Rows:
+def _all_keys(recurrence: Normalised, state: LinearState, mapped: Mapped) -> Rows:
     """Rows that see all visible keys, from an empty state."""
-    query, key, value, divisor = recurrence.mapped(parameters, chunk)
-    how = recurrence.arithmetic(chunk)
-    length, size, features = *value.shape[2:], state.total.shape[-1]
+    length, size, features = *mapped.value.shape[2:], state.total.shape[-1]
     if length * (features + size) > features * size:
         if around := recurrence.features.around:
-            return _read_around(recurrence, around, chunk, value)
-        state = update(how, state, key, value)
-        return query_state(how, state, query)
+            return _read_around(around, mapped)
+        state, _ = recurrence.effect(mapped)
+        return query_state(mapped.how, state, mapped.query)
     # Few keys: their pairs cost less than sums, and no digit where signs cancel.
-    highest = highest_exponent(state, key)
-    row, shift = row_weights(query, highest)
-    scores = recurrence.scores(chunk, row, key_weights(key, highest), divisor, how)
-    state = rescale(state, highest)
-    return rows_of(how, state, row, shift, scores, value)
+    return recurrence.rows(state, mapped, jnp.ones((1, 1, 1), bool))
 
 
-def _read_around(
-    recurrence: Normalised, around: Callable, chunk: Chunk, value: Array
-) -> Rows:
+def _read_around(around: Callable, mapped: Mapped) -> Rows:
     """Rows that see all keys by features that are made for these keys.
 
     They are zero where keys weigh less than the rounding error of 1 in the mean.
     """
+    chunk, value = mapped.chunk, mapped.value
     arrays = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
     query, key = around(*arrays)
     weights = key.where(chunk.visible[:, None]).weights()
     sums = einsum("bksm,bksv->bkmv", weights, value)
     state = LinearState(sums, weights.sum(axis=-2))
-    rows = query_state(recurrence.arithmetic(chunk), state, query)
+    rows = query_state(mapped.how, state, query)
     least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
     some = jax.lax.stop_gradient(rows.denominator) > least
     return rows._replace(denominator=jnp.where(some, rows.denominator, 0))
 
 
-def _both_sides(advance: Any, state: LinearState, stretch: Stretch) -> Rows:
+def _both_sides(
+    recurrence: Normalised, parameters: Any, state: LinearState, stretch: Stretch
+) -> Rows:
     """Rows that see all of their segment: the past with itself, and the future without.
 
     Seen backwards, the future without itself is a past whose keys come a token late.
@@ -130,8 +117,14 @@ def _both_sides(advance: Any, state: LinearState, stretch: Stretch) -> Rows:
         visible=jnp.roll(flipped.visible, 1, axis=1) & late,
         starts_segment=starts(segment),
     )
-    _, past = scan(advance, state, stretch, 64)
-    _, future = scan(advance, state, backwards, 64)
+
+    def advance(parameters: Any, state: LinearState, stretch: Stretch) -> tuple:
+        mapped = recurrence.prepare(parameters, stretch)
+        return recurrence.advance(state, mapped, divided=False)
+
+    past, future = (
+        scan(advance, 64, parameters, state, side)[1] for side in (stretch, backwards)
+    )
     return _merge_rows(past, jax.tree.map(lambda x: jnp.flip(x, 1), future))
 
 

@@ -29,11 +29,11 @@ a state is read as `centred.py` says.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.centred import read_centred
 from symjax.attention.chunks import (
@@ -48,7 +48,7 @@ from symjax.attention.chunks import (
     time_first,
 )
 from symjax.attention.features import Features, LogFeatures, finite, row_shift
-from symjax.attention.rescue import exact_product, with_exact_rows
+from symjax.attention.rescue import exact_product, exact_rows, rescued
 
 # Below this a chunk that refers to its highest exponent has lost its early rows.
 _LOST = 1e-20
@@ -91,14 +91,37 @@ class Arithmetic(NamedTuple):
     leading: int
 
 
+class Mapped(NamedTuple):
+    """A chunk as features, and its queries' divisor."""
+
+    how: Arithmetic
+    chunk: Chunk
+    query: LogFeatures  # [B K G T M]
+    divisor: Float[Array, "B K G T 1"] | None  # of the amplitude
+    key: LogFeatures  # [B K T M]; 0 for hidden ones
+    value: Float[Array, "B K T V"]
+
+
+class Shown(NamedTuple):
+    """What the rows of a chunk may see: keys by pairs, and the state if it reaches them
+    (None: it reaches all)."""
+
+    pairs: Bool[Array, "B T S"]
+    visible: Bool[Array, "B T"]
+    segment: Int[Array, "B T"] | None
+    reaches: Bool[Array, "B T"] | None
+
+
 @dataclass(frozen=True)
 class Normalised:
     """The recurrence, given by its features."""
 
     features: Features
 
-    def may_stand_side_by_side(self, state: LinearState, stretch: Stretch) -> bool:
-        return state.running_max is None  # nothing is rescued
+    def may_stand_side_by_side(
+        self, state: LinearState, stretch: Stretch, on_cpu: bool
+    ) -> bool:
+        return on_cpu or state.running_max is None  # nothing is rescued
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
         batch, heads, size, value_size = sizes
@@ -113,70 +136,40 @@ class Normalised:
         return LinearState(sums, jnp.zeros(shape, dtype), highest)
 
     def advance(
-        self,
-        parameters: Any,
-        state: LinearState,
-        stretch: Stretch,
-        divided: bool = True,
+        self, state: LinearState, mapped: Mapped, divided: bool = True
     ) -> tuple[LinearState, Any]:
         """All factors of a row refer to the highest exponent in its chunk.
 
         It may lie in the row's future. It cancels, but a later key that is far larger
         pushes earlier ones out of range: their rows are computed once more, exactly.
         """
-        chunk = chunk_of(stretch)
-        query, key, value, divisor = self.mapped(parameters, chunk)
+        how, chunk, query, _, key, value = mapped
         empty = forgotten(state)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
-        pairs, how = past_pairs(chunk), self.arithmetic(chunk)
-        highest = highest_exponent(before, key)
-        row, shift = row_weights(query, highest)
-        scores = self.scores(chunk, row, key_weights(key, highest), divisor, how)
-        scores = scores * pairs[:, None, None].astype(scores.dtype)
-        if reaches is not None:
-            row = jnp.where(reaches[:, None, None, :, None], row, 0)
-        rows = rows_of(how, rescale(before, highest), row, shift, scores, value)
-        if before.running_max is not None and value.shape[2] > 1:
-            sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
-            lost = _lost(rows, sees, reaches, before.running_max)
-            read = partial(rows_of, how._replace(product=exact_product), before)
-            given = read, before.running_max, query, key, value, chunk.segment, lost
-            exactly = jax.checkpoint(partial(with_exact_rows, *given))
-            rows = jax.lax.cond(lost.any(), exactly, lambda rows: rows, rows)
+        pairs = past_pairs(chunk)
+        pairs = jnp.broadcast_to(pairs, (*chunk.visible.shape, *pairs.shape[2:]))
+        if before.running_max is None or value.shape[2] == 1:
+            rows = self.rows(before, mapped, pairs, reaches)
+        else:
+            shown = Shown(pairs, chunk.visible, chunk.segment, reaches)
+            forms = partial(_quick, how), partial(_exactly, how)
+            rows = rescued(*forms, shown, before, query, key, value)
         if joins is not None:
             key = key.where(joins[:, None])
         after = update(how, carried, key, value)
         return after, jax.tree.map(time_first, divide(rows) if divided else rows)
 
-    def stretch(self, parameters: Any, stretch: Stretch) -> tuple[LinearState, None]:
-        chunk = chunk_of(stretch)
-        _, key, value, _ = self.mapped(parameters, chunk)
-        state = self.nothing(parameters, stretch)
-        return update(self.arithmetic(chunk), state, key, value), None
+    def effect(self, mapped: Mapped) -> tuple[LinearState, None]:
+        return update(mapped.how, None, mapped.key, mapped.value), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
         return merge(one[0], two[0]), None
 
-    def arithmetic(self, chunk: Chunk) -> Arithmetic:
-        signed, leading = self.features.signed, self.features.leading
-        product = einsum if signed else products(*chunk[:3])
-        count = leading(chunk.key.shape[-1]) if leading else 0
-        return Arithmetic(product, signed, count)
-
-    def nothing(self, parameters: Any, stretch: Stretch) -> LinearState:
-        """The empty state of a stretch's sizes."""
-        batch, _, heads, size = stretch.key.shape
-        sizes = batch, heads, size, stretch.value.shape[-1]
-        return self.empty(parameters, sizes, sum_dtype(*stretch[:3]))
-
-    def mapped(
-        self, parameters: Any, chunk: Chunk
-    ) -> tuple[LogFeatures, LogFeatures, Array, Array | None]:
-        """φ of queries and of keys, 0 for hidden ones; values; the queries' divisor.
-
-        The largest amplitude of a query cancels in the ratio, so it is made 1: products
-        of amplitudes would leave the range of float32 long before the amplitudes do.
+    def prepare(self, parameters: Any, stretch: Stretch) -> Mapped:
+        """The largest amplitude of a query cancels in the ratio, so it is made 1:
+        products of amplitudes would leave float32 long before the amplitudes do.
         """
+        chunk = chunk_of(stretch)
         dtype = sum_dtype(*chunk[:3])
         query = self.features.query(chunk.query.astype(dtype), parameters)
         divisor = None
@@ -186,22 +179,28 @@ class Normalised:
             query = query._replace(amplitude=query.amplitude / divisor)
         key = self.features.key(chunk.key.astype(dtype), parameters)
         key = key.where(chunk.visible[:, None])
-        return query, key, chunk.value.astype(dtype), divisor
+        signed, leading = self.features.signed, self.features.leading
+        product = einsum if signed else products(*chunk[:3])
+        count = leading(chunk.key.shape[-1]) if leading else 0
+        how = Arithmetic(product, signed, count)
+        value = chunk.value.astype(dtype)
+        return Mapped(how, chunk, query, divisor, key, value)
 
-    def scores(
+    def rows(
         self,
-        chunk: Chunk,
-        row: Array,
-        weights: Array,
-        divisor: Array | None,
-        how: Arithmetic,
-    ) -> Float[Array, "B K G T S"]:
-        """The weights of all pairs, 0 for hidden keys."""
-        if self.features.pairs is None or divisor is None:
-            return how.product("bkgtm,bksm->bkgts", row, weights)
-        query, key = (x.astype(row.dtype) for x in (chunk.query, chunk.key))
-        scores = self.features.pairs(query, key, divisor)
-        return scores * chunk.visible[:, None, None, None].astype(scores.dtype)
+        state: LinearState,
+        mapped: Mapped,
+        pairs: Bool[Array, "#B T S"],
+        reaches: Bool[Array, "B T"] | None = None,
+    ) -> Rows:
+        """Rows that see keys by pairs, and the state if it reaches them."""
+        how, chunk, query, divisor, key, value = mapped
+        scores = None
+        if self.features.pairs is not None and divisor is not None:
+            asking, asked = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
+            scores = self.features.pairs(asking, asked, divisor)
+            scores = scores * chunk.visible[:, None, None, None].astype(scores.dtype)
+        return chunk_rows(how, pairs, reaches, state, query, key, value, scores)
 
 
 def forgotten(state: LinearState) -> LinearState:
@@ -213,12 +212,14 @@ def forgotten(state: LinearState) -> LinearState:
     return LinearState(sums, total, highest)
 
 
-def highest_exponent(state: LinearState, key: LogFeatures) -> Array | None:
+def highest_exponent(state: LinearState | None, key: LogFeatures) -> Array | None:
     """The running maximum after these keys: [B K M], or [B K 1] where it is shared."""
-    if state.running_max is None:
+    if key.exponent is None:
         return None
     highest = key.exponent.max(axis=-2, initial=-jnp.inf)
-    return jax.lax.stop_gradient(jnp.maximum(state.running_max, highest))
+    if state is not None:
+        highest = jnp.maximum(cast(Array, state.running_max), highest)
+    return jax.lax.stop_gradient(highest)
 
 
 def row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
@@ -246,14 +247,17 @@ def rescale(state: LinearState, highest: Array | None) -> LinearState:
 
 
 def update(
-    how: Arithmetic, state: LinearState, key: LogFeatures, value: Array
+    how: Arithmetic, state: LinearState | None, key: LogFeatures, value: Array
 ) -> LinearState:
-    """The state after all these keys."""
+    """The state after all these keys; None: before them nothing was read."""
     highest = highest_exponent(state, key)
     weights = key_weights(key, highest)
-    state = rescale(state, highest)
-    sums = state.sums + how.product("bksm,bksv->bkmv", weights, value)
-    return LinearState(sums, state.total + weights.sum(axis=-2), highest)
+    sums = how.product("bksm,bksv->bkmv", weights, value)
+    total = weights.sum(axis=-2)
+    if state is not None:
+        before = rescale(state, highest)
+        sums, total = before.sums + sums, before.total + total
+    return LinearState(sums, total, highest)
 
 
 def merge(one: LinearState, two: LinearState) -> LinearState:
@@ -273,6 +277,31 @@ def query_state(how: Arithmetic, state: LinearState, query: LogFeatures) -> Rows
     """Rows that see the state and nothing else."""
     row, shift = row_weights(query, state.running_max)
     return rows_of(how, state, row, shift)
+
+
+def chunk_rows(
+    how: Arithmetic,
+    pairs: Bool[Array, "#B T S"],
+    reaches: Bool[Array, "B T"] | None,
+    state: LinearState,
+    query: LogFeatures,
+    key: LogFeatures,
+    value: Array,
+    scores: Float[Array, "B K G T S"] | None = None,
+) -> Rows:
+    """Rows that see keys by pairs, and the state if it reaches them (None: all).
+
+    scores: weights of pairs that are no products of features.
+    """
+    highest = highest_exponent(state, key)
+    row, shift = row_weights(query, highest)
+    if scores is None:
+        weights = key_weights(key, highest)
+        scores = how.product("bkgtm,bksm->bkgts", row, weights)
+    scores = scores * pairs[:, None, None].astype(scores.dtype)
+    if reaches is not None:
+        row = jnp.where(reaches[:, None, None, :, None], row, 0)
+    return rows_of(how, rescale(state, highest), row, shift, scores, value)
 
 
 def rows_of(
@@ -316,12 +345,33 @@ def divide(rows: Rows) -> Float[Array, "*rows V"]:
     return einsum("...v,...->...v", rows.numerator * scale[..., None], 1 / ones)
 
 
-def _lost(
-    rows: Rows, sees: Array, reaches: Array | None, running_max: Array
-) -> Bool[Array, "B K G T"]:
-    """Rows that see a key, but whose keys all left float32."""
-    remembers = ~jnp.isneginf(running_max).all(axis=-1)[..., None]
+def _quick(
+    how: Arithmetic,
+    shown: Shown,
+    state: LinearState,
+    query: LogFeatures,
+    key: LogFeatures,
+    value: Array,
+) -> tuple[Rows, Bool[Array, "B K G T"]]:
+    """Rows, and which of them see a key but have lost all of them to rounding."""
+    pairs, visible, _, reaches = shown
+    rows = chunk_rows(how, pairs, reaches, state, query, key, value)
+    remembers = ~jnp.isneginf(cast(Array, state.running_max)).all(axis=-1)[..., None]
     if reaches is not None:
         remembers = remembers & reaches[:, None]
-    some = (sees[:, None] | remembers)[:, :, None]
-    return some & (jax.lax.stop_gradient(rows.size) < _LOST)
+    sees = (pairs & visible[:, None, :]).any(axis=-1)[:, None] | remembers
+    lost = jax.lax.stop_gradient(rows.size) < _LOST
+    return rows, lost & sees[:, :, None]
+
+
+def _exactly(
+    how: Arithmetic,
+    shown: Shown,
+    state: LinearState,
+    query: LogFeatures,
+    key: LogFeatures,
+    value: Array,
+) -> Rows:
+    read = partial(rows_of, how._replace(product=exact_product), state)
+    highest = cast(Array, state.running_max)
+    return exact_rows(read, highest, query, key, value, shown.segment)

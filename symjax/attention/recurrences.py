@@ -36,9 +36,16 @@ from symjax.attention.chunks import (
     sum_dtype,
 )
 from symjax.attention.meshes import on_any_mesh, on_one_device, on_tpu, rows_alone
-from symjax.attention.stretches import Recurrence, side_by_side, state_before
+from symjax.attention.stretches import (
+    Recurrence,
+    in_one,
+    side_by_side,
+    state_before,
+    with_derivative_of,
+)
 
 STRETCH = 4096  # tokens whose chunks are handled side by side: this bounds the memory
+AT_ONCE = 300_000  # features of tokens and heads whose chunks a gradient keeps
 LARGEST_HEAD = 256  # that kernels serve
 
 
@@ -173,22 +180,30 @@ def _causal(
     state: Any,
 ) -> tuple[Float[Array, "B T N V"], Any]:
     """alone: the state given is empty, and that after the last token is not wanted."""
-    stretch = layout(tokens, axis_name)
+    stretch, value_size = layout(tokens, axis_name), tokens.value.shape[-1]
     if axis_name is not None:
         given = parameters, stretch, chunk_size, axis_name
         state = state_before(recurrence, *given)
+    given, one = (parameters, state, stretch), partial(in_one, recurrence)
     size = -(-chunk_size // TILE) * TILE
-    advance = partial(recurrence.advance, parameters)
-    on_accelerators = partial(scan, advance, state, stretch, size)
-    if recurrence.may_stand_side_by_side(state, stretch):
-        many = partial(side_by_side, recurrence, parameters, size)
-        on_accelerators = partial(scan, many, state, stretch, STRETCH)
+    on_accelerators = partial(scan, one, size)
+    if recurrence.may_stand_side_by_side(state, stretch, on_cpu=False):
+        many = partial(side_by_side, recurrence, size)
+        on_accelerators = partial(scan, many, STRETCH)
     batch, length = stretch.visible.shape
     # With more examples than tokens a turn would have too little to do.
     apart = alone and 0 < batch <= length and on_one_device()
-    loop, even = scan_apart if apart else scan, even_size(stretch, chunk_size)
-    on_cpus = partial(loop, advance, state, stretch, even)
-    state, rows = jax.lax.platform_dependent(cpu=on_cpus, default=on_accelerators)
+    size = even_size(stretch, chunk_size)
+    on_cpus = partial(scan_apart if apart else scan, one, size)
+    features = max(x.size for x in jax.tree.leaves(state)) // (value_size or 1)
+    if length * features <= AT_ONCE and recurrence.may_stand_side_by_side(
+        state, stretch, on_cpu=True
+    ):
+        many = partial(side_by_side, recurrence, size)
+        on_cpus = with_derivative_of(many, on_cpus)
+    state, rows = jax.lax.platform_dependent(
+        *given, cpu=on_cpus, default=on_accelerators
+    )
     return heads_joined(rows, tokens.value.dtype), state
 
 
@@ -196,7 +211,7 @@ def _causal(
 def _step(
     recurrence: Recurrence, tokens: Tokens, parameters: Any, state: Any
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
-    state, rows = recurrence.advance(parameters, state, layout(tokens))
+    state, rows = in_one(recurrence, parameters, state, layout(tokens))
     return heads_joined(rows, tokens.value.dtype), state
 
 

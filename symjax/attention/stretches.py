@@ -5,12 +5,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array
 
 from symjax.attention.chunks import (
+    Advance,
     Stretch,
     cut,
-    joined,
+    filled,
 )
 from symjax.attention.meshes import vary_alike
 from symjax.attention.shards import choose, segment_state_before
@@ -24,7 +25,15 @@ class Stretches(Protocol):
     None where that state is left as it is.
     """
 
-    def stretch(self, parameters: Any, stretch: Stretch) -> tuple[Any, Any]:
+    def prepare(self, parameters: Any, stretch: Stretch) -> Any:
+        """What the stretch is computed from, and needs no state."""
+        ...
+
+    def advance(self, state: Any, prepared: Any, /) -> tuple[Any, Any]:
+        """A stretch at once: the state after it, and its rows [B T K G V]."""
+        ...
+
+    def effect(self, prepared: Any, /) -> tuple[Any, Any]:
         """The state after one segment from an empty one, and its transition.
 
         Hidden tokens leave any state as it is.
@@ -43,64 +52,71 @@ class Recurrence(Stretches, Protocol):
         """The state that has read nothing. sizes: B K H V."""
         ...
 
-    def advance(
-        self, parameters: Any, state: Any, stretch: Stretch
-    ) -> tuple[Any, Array]:
-        """All of it at once: the state after it, and its rows [B T K G V]."""
+    def may_stand_side_by_side(
+        self, state: Any, stretch: Stretch, on_cpu: bool
+    ) -> bool:
+        """Whether chunks should be one product: on accelerators, if memory holds what
+        4096 tokens need at once; of few tokens on a CPU, if `effect` costs little."""
         ...
 
-    def may_stand_side_by_side(self, state: Any, stretch: Stretch) -> bool:
-        """Whether chunks may be one product: none branches by its data
-        (`jax.lax.cond`), and memory holds what all of them need at once."""
-        ...
+
+def in_one(
+    recurrence: Stretches, parameters: Any, state: Any, stretch: Stretch
+) -> tuple[Any, Any]:
+    """A stretch as one chunk: the state after it, and its rows."""
+    return recurrence.advance(state, recurrence.prepare(parameters, stretch))
+
+
+def with_derivative_of(other: Advance, advance: Advance) -> Advance:
+    """`advance`, differentiated as another form of the same."""
+    function = jax.custom_jvp(advance)
+    function.defjvp(partial(jax.jvp, other))
+    return function
 
 
 def side_by_side(
-    recurrence: Recurrence, parameters: Any, size: int, state: Any, stretch: Stretch
+    recurrence: Recurrence, size: int, parameters: Any, state: Any, stretch: Stretch
 ) -> tuple[Any, Array]:
-    """`advance` for chunks of `size` tokens, in one product: rows [B T K G V].
+    """`in_one` for chunks of `size` tokens, which are as many examples.
 
     First the state after each chunk from an empty one, then the states before all of
-    them, one after the other, then their rows. For accelerators, which are slow at many
-    small products: forward and backward, a constant decay takes 12 Mcycles instead of
-    65, as v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
+    them, one after the other, then their rows. Accelerators are slow at many small
+    products: forward and backward, a constant decay takes 12 Mcycles instead of 65, as
+    v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
     """
-    length = stretch.key.shape[1]
+    batch, length = stretch.visible.shape
     if length <= size:
-        return recurrence.advance(parameters, state, stretch)
-    chunks = cut(stretch, size)
-    ends = jax.vmap(partial(_end, recurrence, parameters))(chunks)
-    state, unchanged = _before_all(recurrence, parameters, state, chunks)
+        return in_one(recurrence, parameters, state, stretch)
+    parts = filled(stretch, size)
+    count = parts.visible.shape[1]
 
-    def step(state: Any, end: tuple[Any, Any]) -> tuple[Any, Any]:
-        stretch, anew = end
-        after, _ = recurrence.merge((state, unchanged), stretch)
-        return after if anew is None else choose(anew, stretch[0], after), state
+    def examples(x: Array) -> Array:
+        return jax.lax.collapse(x, 0, 2)
 
-    after, before = jax.lax.scan(step, state, ends)
-    _, rows = jax.vmap(partial(recurrence.advance, parameters))(before, chunks)
-    return after, joined(rows, length)
+    def in_turn(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(batch, count, *x.shape[1:]), 1, 0)
 
+    chunks = jax.tree.map(examples, parts)
+    prepared = recurrence.prepare(parameters, chunks)
+    ending, anew = prepared, None
+    if chunks.starts_segment is not None:
+        ending = recurrence.prepare(parameters, _last_segment(chunks))
+        anew = in_turn(chunks.starts_segment.any(axis=1))
+    effects = jax.tree.map(in_turn, recurrence.effect(ending))
+    state, _ = vary_alike((state, chunks))
 
-def _before_all(
-    recurrence: Stretches, parameters: Any, state: Any, chunks: Stretch
-) -> tuple[Any, Any]:
-    """A state as a stretch to merge with those of the chunks; None: the empty one."""
-    chunks = chunks._replace(segment=None, starts_segment=None)
-    hidden = jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks)
-    empty, unchanged = recurrence.stretch(parameters, hidden)
-    state = empty if state is None else state
-    return vary_alike((state, unchanged, chunks))[:2]
+    def step(state: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
+        effect, anew = now
+        before = state, effect[1]  # any transition: that of both is not wanted
+        after, _ = recurrence.merge(before, effect)
+        return after if anew is None else choose(anew, effect[0], after), state
 
-
-def _end(
-    recurrence: Stretches, parameters: Any, stretch: Stretch
-) -> tuple[tuple[Any, Any], Bool[Array, " B"] | None]:
-    """What a stretch's last segment does, and whether that starts in it."""
-    end = recurrence.stretch(parameters, _last_segment(stretch))
-    if stretch.starts_segment is None:
-        return end, None
-    return end, stretch.starts_segment.any(axis=1)
+    after, before = jax.lax.scan(step, state, (effects, anew))
+    before = jax.tree.map(lambda x: examples(jnp.moveaxis(x, 0, 1)), before)
+    _, rows = recurrence.advance(before, prepared)
+    return after, jax.tree.map(
+        lambda x: x.reshape(batch, count * size, *x.shape[2:])[:, :length], rows
+    )
 
 
 def _last_segment(stretch: Stretch) -> Stretch:
@@ -131,11 +147,15 @@ def state_before(
 ) -> Any:
     """What earlier devices' stretches leave of the segment a device continues with."""
     chunks = cut(_last_segment(stretch), chunk_size)
-    nothing = _before_all(recurrence, parameters, None, chunks)
+
+    def effect(chunk: Stretch) -> tuple[Any, Any]:
+        return recurrence.effect(recurrence.prepare(parameters, chunk))
 
     def body(before: Any, chunk: Stretch) -> tuple[Any, None]:
-        return recurrence.merge(before, recurrence.stretch(parameters, chunk)), None
+        return recurrence.merge(before, effect(chunk)), None
 
+    nothing = effect(jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks))
+    nothing, _ = vary_alike((nothing, chunks))
     own, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), nothing, chunks)
     given = recurrence.merge, own, nothing, stretch.segment, axis_name
     return segment_state_before(*given)[0]

@@ -24,7 +24,7 @@ from symjax.attention.linear import linear_causal
 from symjax.attention.normalised import Normalised
 from symjax.attention.performer import performer_causal
 from symjax.attention.plain_features import PLAIN
-from symjax.attention.stretches import side_by_side
+from symjax.attention.stretches import in_one, side_by_side
 
 LOGITS = np.random.default_rng(3).normal(size=(B, T, K, H))
 BETA = 2 / (1 + np.exp(-LOGITS[..., 0]))
@@ -58,7 +58,7 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
     state = recurrence.empty(parameters, sizes, jnp.float64)
     earlier = [x[:, ::4] for x in (query, key, value, *operands)]
     before = layout(Tokens(*earlier[:3], tuple(earlier[3:])))
-    state, _ = recurrence.advance(parameters, state, before)
+    state, _ = in_one(recurrence, parameters, state, before)
 
     def run(form, parameters, state, *arrays):
         tokens = Tokens(*arrays[:3], arrays[3:], **SEEN[seen])
@@ -71,13 +71,8 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
         graded = jax.grad(partial(run, form), wanted, has_aux=True)
         return jax.tree.leaves(jax.jit(graded)(*arrays))
 
-    def in_turn(parameters, state, stretch):
-        return scan(partial(recurrence.advance, parameters), state, stretch, 5)
-
-    def at_once(parameters, state, stretch):
-        many = partial(side_by_side, recurrence, parameters, 3)
-        return scan(many, state, stretch, 9)
-
+    in_turn = partial(scan, partial(in_one, recurrence), 5)
+    at_once = partial(scan, partial(side_by_side, recurrence, 3), 9)
     for one, two in zip(graded(in_turn), graded(at_once), strict=True):
         close(two, one, 1e-11)
 
@@ -121,12 +116,11 @@ def test_examples_apart_are_those_together(case, seen, x64):
     arrays = query, key, value, *operands
     sizes = B, K, key.shape[-1], value.shape[-1]
     empty = recurrence.empty(parameters, sizes, jnp.float64)
-    advance = partial(recurrence.advance, parameters)
 
     def graded(form):
         def run(*arrays):
             stretch = layout(Tokens(*arrays[:3], arrays[3:], **SEEN[seen]))
-            _, rows = form(advance, empty, stretch, 5)
+            _, rows = form(partial(in_one, recurrence), 5, parameters, empty, stretch)
             return jnp.sin(rows).sum(), rows
 
         wanted = tuple(range(len(arrays)))

@@ -160,6 +160,21 @@ def chunk_of(stretch: Stretch) -> Chunk:
     )
 
 
+def widened(
+    chunk: Chunk,
+) -> tuple[
+    Callable[..., Array],
+    Float[Array, "B K G T H"],
+    Float[Array, "B K T H"],
+    Float[Array, "B K T V"],
+]:
+    """How to multiply queries, keys and values, and these in the dtype of sums."""
+    query, key, value = chunk[:3]
+    dtype = sum_dtype(query, key, value)
+    given = query.astype(dtype), key.astype(dtype), value.astype(dtype)
+    return products(query, key, value), *given
+
+
 def time_first(rows: Float[Array, "B K G T *V"]) -> Float[Array, "B T K G *V"]:
     return jnp.moveaxis(rows, 3, 1)
 

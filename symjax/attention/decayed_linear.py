@@ -10,7 +10,6 @@
 There is no denominator. `faded.py` has the weights of pairs inside a chunk of time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,11 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.chunks import (
+    Chunk,
     Stretch,
     chunk_of,
-    products,
-    sum_dtype,
     time_first,
+    widened,
 )
 from symjax.attention.decayed_fused import FusedDecay
 from symjax.attention.faded import (
@@ -44,16 +43,6 @@ class DecayState(NamedTuple):
     sums: Float[Array, "B K H V"]
 
 
-class Prepared(NamedTuple):
-    """Tokens in the dtype of the sums, heads before time, and their decays."""
-
-    product: Callable[..., Array]
-    query: Float[Array, "B K G T H"]
-    key: Float[Array, "B K T H"]
-    value: Float[Array, "B K T V"]
-    faded: Faded
-
-
 @dataclass(frozen=True)
 class Decayed:
     """The recurrence. The log-decay is what all tokens share, or an operand of each."""
@@ -66,30 +55,29 @@ class Decayed:
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
         return decay_state(*sizes, dtype=dtype)
 
-    def prepare(self, parameters: Array | None, stretch: Stretch) -> Prepared:
+    def prepare(
+        self, parameters: Array | None, stretch: Stretch
+    ) -> tuple[Chunk, Faded]:
         chunk = chunk_of(stretch)
-        dtype = sum_dtype(*chunk[:3])
-        query, key, value = (x.astype(dtype) for x in chunk[:3])
-        return Prepared(
-            products(*chunk[:3]),
-            query,
-            key,
-            value,
-            faded(parameters, query, key, chunk),
-        )
+        _, query, key, _ = widened(chunk)
+        return chunk, faded(parameters, query, key, chunk)
 
     def advance(
-        self, state: DecayState, prepared: Prepared
+        self, state: DecayState, prepared: tuple[Chunk, Faded]
     ) -> tuple[DecayState, Float[Array, "B T K G V"]]:
-        product, query, _, value, (since, _, _, scores) = prepared
+        chunk, (since, _, _, scores) = prepared
+        product, query, _, value = widened(chunk)
         rows = product("bkgts,bksv->bkgtv", scores, value)
         asking = times_decay(query, since)
         rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
         after, _ = self.merge((state, 0), self.effect(prepared))
         return after, time_first(rows)
 
-    def effect(self, prepared: Prepared) -> tuple[DecayState, Float[Array, "B K F"]]:
-        product, _, key, value, (_, until, through, _) = prepared
+    def effect(
+        self, prepared: tuple[Chunk, Faded]
+    ) -> tuple[DecayState, Float[Array, "B K F"]]:
+        chunk, (_, until, through, _) = prepared
+        product, _, key, value = widened(chunk)
         sums = product("bksh,bksv->bkhv", times_decay(key, until), value)
         return DecayState(sums), through
 

@@ -13,7 +13,6 @@ Without g, or with 0, it is DeltaNet; a number a head is Gated DeltaNet, and one
 channel Kimi Delta Attention.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,18 +21,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import as_array, check_arrays
 from symjax.attention.chunks import (
+    Chunk,
     Stretch,
     chunk_of,
     einsum,
-    products,
     sum_dtype,
     time_first,
+    widened,
 )
 from symjax.attention.decayed_fused import FusedDelta
 from symjax.attention.faded import (
     Faded,
     faded,
-    fades_by_channel,
     shared_or_own,
     times_decay,
 )
@@ -47,16 +46,10 @@ class DeltaState(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """Tokens in the dtype of the sums, heads before time, and their decays.
+    """A chunk, what it asks of a state, and its decays."""
 
-    Keys are one more head of the queries.
-    """
-
-    product: Callable[..., Array]
-    asking: Float[Array, "B K G+1 T H"]
-    key: Float[Array, "B K T H"]
-    value: Float[Array, "B K T V"]
-    beta: Float[Array, "B K T"]
+    chunk: Chunk
+    asking: Float[Array, "B K G+1 T H"]  # queries, and last the keys
     faded: Faded
 
 
@@ -74,26 +67,24 @@ class DeltaRule:
     def may_stand_side_by_side(
         self, state: DeltaState, stretch: Stretch, on_cpu: bool
     ) -> bool:
-        return not on_cpu and not fades_by_channel(stretch)
+        return False  # `effect` costs as much, and its transitions are matrices
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         return delta_state(*sizes, dtype=dtype)
 
     def prepare(self, parameters: Array | None, stretch: Stretch) -> Prepared:
         chunk = chunk_of(stretch)
-        dtype = sum_dtype(*chunk[:3])
-        query, key, value = (x.astype(dtype) for x in chunk[:3])
-        beta = chunk.operands[0].astype(dtype)
+        _, query, key, _ = widened(chunk)
         # The key is read from the state as one more query head: what is held at it.
         asking = jnp.concatenate([query, key[:, :, None]], axis=2)
-        decays = faded(parameters, asking, key, chunk)
-        return Prepared(products(*chunk[:3]), asking, key, value, beta, decays)
+        return Prepared(chunk, asking, faded(parameters, asking, key, chunk))
 
     def advance(
         self, state: DeltaState, prepared: Prepared
     ) -> tuple[DeltaState, Float[Array, "B T K G V"]]:
-        product, asking, key, value, beta, decays = prepared
-        (since, until, through, pairs), sums = decays, state.sums
+        chunk, asking, (since, until, through, pairs) = prepared
+        product, _, key, value = widened(chunk)
+        beta, sums = chunk.operands[0].astype(key.dtype), state.sums
         held = product("bkgth,bkhv->bkgtv", times_decay(asking, since), sums)
         change = solve_unit_lower(
             einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
@@ -107,8 +98,9 @@ class DeltaRule:
     def effect(self, prepared: Prepared) -> tuple[DeltaState, Float[Array, "B K H H"]]:
         """S ↦ M S + S₀. What is written is linear in S: without it from the values, and
         for each of its rows from what the keys read of it."""
-        product, _, key, value, beta, (since, until, through, pairs) = prepared
-        size = value.shape[-1]
+        chunk, _, (since, until, through, pairs) = prepared
+        product, _, key, value = widened(chunk)
+        beta, size = chunk.operands[0].astype(key.dtype), value.shape[-1]
         changes = solve_unit_lower(
             einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
             einsum(
@@ -118,7 +110,8 @@ class DeltaRule:
             ),
         )
         written = product("bksh,bksv->bkhv", times_decay(key, until), changes)
-        left = jnp.exp(through)[..., None] * jnp.eye(key.shape[-1], dtype=key.dtype)
+        left = jnp.eye(key.shape[-1], dtype=key.dtype)[None, None]
+        left = left * jnp.exp(through)[..., None]
         return DeltaState(written[..., :size]), left + written[..., size:]
 
     def merge(self, one: tuple, two: tuple) -> tuple[DeltaState, Array]:

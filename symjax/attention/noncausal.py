@@ -76,14 +76,15 @@ def _all_keys(recurrence: Normalised, state: LinearState, mapped: Mapped) -> Row
     length, size, features = *mapped.value.shape[2:], state.total.shape[-1]
     if length * (features + size) > features * size:
         if around := recurrence.features.around:
-            return _read_around(around, mapped)
+            return _read_around(recurrence, around, mapped)
         state, _ = recurrence.effect(mapped)
-        return query_state(mapped.how, state, mapped.query)
+        how = recurrence.arithmetic(mapped.chunk)
+        return query_state(how, state, mapped.query)
     # Few keys: their pairs cost less than sums, and no digit where signs cancel.
     return recurrence.rows(state, mapped, jnp.ones((1, 1, 1), bool))
 
 
-def _read_around(around: Callable, mapped: Mapped) -> Rows:
+def _read_around(recurrence: Normalised, around: Callable, mapped: Mapped) -> Rows:
     """Rows that see all keys by features that are made for these keys.
 
     They are zero where keys weigh less than the rounding error of 1 in the mean.
@@ -94,7 +95,7 @@ def _read_around(around: Callable, mapped: Mapped) -> Rows:
     weights = key.where(chunk.visible[:, None]).weights()
     sums = einsum("bksm,bksv->bkmv", weights, value)
     state = LinearState(sums, weights.sum(axis=-2))
-    rows = query_state(mapped.how, state, query)
+    rows = query_state(recurrence.arithmetic(chunk), state, query)
     least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
     some = jax.lax.stop_gradient(rows.denominator) > least
     return rows._replace(denominator=jnp.where(some, rows.denominator, 0))

@@ -94,7 +94,6 @@ class Arithmetic(NamedTuple):
 class Mapped(NamedTuple):
     """A chunk as features, and its queries' divisor."""
 
-    how: Arithmetic
     chunk: Chunk
     query: LogFeatures  # [B K G T M]
     divisor: Float[Array, "B K G T 1"] | None  # of the amplitude
@@ -143,7 +142,8 @@ class Normalised:
         It may lie in the row's future. It cancels, but a later key that is far larger
         pushes earlier ones out of range: their rows are computed once more, exactly.
         """
-        how, chunk, query, _, key, value = mapped
+        chunk, query, _, key, value = mapped
+        how = self.arithmetic(chunk)
         empty = forgotten(state)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
         pairs = past_pairs(chunk)
@@ -160,7 +160,8 @@ class Normalised:
         return after, jax.tree.map(time_first, divide(rows) if divided else rows)
 
     def effect(self, mapped: Mapped) -> tuple[LinearState, None]:
-        return update(mapped.how, None, mapped.key, mapped.value), None
+        how = self.arithmetic(mapped.chunk)
+        return update(how, None, mapped.key, mapped.value), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
         return merge(one[0], two[0]), None
@@ -179,12 +180,13 @@ class Normalised:
             query = query._replace(amplitude=query.amplitude / divisor)
         key = self.features.key(chunk.key.astype(dtype), parameters)
         key = key.where(chunk.visible[:, None])
+        return Mapped(chunk, query, divisor, key, chunk.value.astype(dtype))
+
+    def arithmetic(self, chunk: Chunk) -> Arithmetic:
         signed, leading = self.features.signed, self.features.leading
         product = einsum if signed else products(*chunk[:3])
         count = leading(chunk.key.shape[-1]) if leading else 0
-        how = Arithmetic(product, signed, count)
-        value = chunk.value.astype(dtype)
-        return Mapped(how, chunk, query, divisor, key, value)
+        return Arithmetic(product, signed, count)
 
     def rows(
         self,
@@ -194,12 +196,13 @@ class Normalised:
         reaches: Bool[Array, "B T"] | None = None,
     ) -> Rows:
         """Rows that see keys by pairs, and the state if it reaches them."""
-        how, chunk, query, divisor, key, value = mapped
+        chunk, query, divisor, key, value = mapped
         scores = None
         if self.features.pairs is not None and divisor is not None:
             asking, asked = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
             scores = self.features.pairs(asking, asked, divisor)
             scores = scores * chunk.visible[:, None, None, None].astype(scores.dtype)
+        how = self.arithmetic(chunk)
         return chunk_rows(how, pairs, reaches, state, query, key, value, scores)
 
 

@@ -188,18 +188,18 @@ def _causal(
     size = -(-chunk_size // TILE) * TILE
     on_accelerators = partial(scan, one, size)
     if recurrence.may_stand_side_by_side(state, stretch, on_cpu=False):
-        many = partial(side_by_side, recurrence, size)
+        many = partial(side_by_side, recurrence, size, False)
         on_accelerators = partial(scan, many, STRETCH)
     batch, length = stretch.visible.shape
     # With more examples than tokens a turn would have too little to do.
-    apart = alone and 0 < batch <= length and on_one_device()
+    single = on_one_device()
+    apart = single and alone and 0 < batch <= length
     size = even_size(stretch, chunk_size)
     on_cpus = partial(scan_apart if apart else scan, one, size)
     features = max(x.size for x in jax.tree.leaves(state)) // (value_size or 1)
-    if length * features <= AT_ONCE and recurrence.may_stand_side_by_side(
-        state, stretch, on_cpu=True
-    ):
-        many = partial(side_by_side, recurrence, size)
+    few = single and length * features <= AT_ONCE
+    if few and recurrence.may_stand_side_by_side(state, stretch, on_cpu=True):
+        many = partial(side_by_side, recurrence, size, True)
         on_cpus = with_derivative_of(many, on_cpus)
     state, rows = jax.lax.platform_dependent(
         *given, cpu=on_cpus, default=on_accelerators

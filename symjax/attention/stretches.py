@@ -11,7 +11,7 @@ from symjax.attention.chunks import (
     Advance,
     Stretch,
     cut,
-    filled,
+    joined,
 )
 from symjax.attention.meshes import vary_alike
 from symjax.attention.shards import choose, segment_state_before
@@ -75,35 +75,46 @@ def with_derivative_of(other: Advance, advance: Advance) -> Advance:
 
 
 def side_by_side(
-    recurrence: Recurrence, size: int, parameters: Any, state: Any, stretch: Stretch
+    recurrence: Recurrence,
+    size: int,
+    as_examples: bool,
+    parameters: Any,
+    state: Any,
+    stretch: Stretch,
 ) -> tuple[Any, Array]:
-    """`in_one` for chunks of `size` tokens, which are as many examples.
+    """`in_one` for chunks of `size` tokens, in one product.
 
     First the state after each chunk from an empty one, then the states before all of
     them, one after the other, then their rows. Accelerators are slow at many small
     products: forward and backward, a constant decay takes 12 Mcycles instead of 65, as
     v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
+
+    as_examples: chunks are as many examples, which may branch by their data, and which
+        a mesh must not split; else one more axis.
     """
     batch, length = stretch.visible.shape
     if length <= size:
         return in_one(recurrence, parameters, state, stretch)
-    parts = filled(stretch, size)
-    count = parts.visible.shape[1]
 
-    def examples(x: Array) -> Array:
-        return jax.lax.collapse(x, 0, 2)
+    def every(function: Any) -> Any:
+        return function if as_examples else jax.vmap(function)
 
-    def in_turn(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(batch, count, *x.shape[1:]), 1, 0)
+    def together(x: Array) -> Array:
+        return jax.lax.collapse(x, 0, 2) if as_examples else x
 
-    chunks = jax.tree.map(examples, parts)
-    prepared = recurrence.prepare(parameters, chunks)
+    def apart(x: Array) -> Array:
+        return x.reshape(-1, batch, *x.shape[1:]) if as_examples else x
+
+    prepare = every(partial(recurrence.prepare, parameters))
+    parts = cut(stretch, size)
+    chunks = jax.tree.map(together, parts)
+    prepared = prepare(chunks)
     ending, anew = prepared, None
-    if chunks.starts_segment is not None:
-        ending = recurrence.prepare(parameters, _last_segment(chunks))
-        anew = in_turn(chunks.starts_segment.any(axis=1))
-    effects = jax.tree.map(in_turn, recurrence.effect(ending))
-    state, _ = vary_alike((state, chunks))
+    if parts.starts_segment is not None:
+        ending = prepare(every(_last_segment)(chunks))
+        anew = parts.starts_segment.any(axis=2)
+    effects = jax.tree.map(apart, every(recurrence.effect)(ending))
+    state, _ = vary_alike((state, parts))
 
     def step(state: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
         effect, anew = now
@@ -112,11 +123,9 @@ def side_by_side(
         return after if anew is None else choose(anew, effect[0], after), state
 
     after, before = jax.lax.scan(step, state, (effects, anew))
-    before = jax.tree.map(lambda x: examples(jnp.moveaxis(x, 0, 1)), before)
-    _, rows = recurrence.advance(before, prepared)
-    return after, jax.tree.map(
-        lambda x: x.reshape(batch, count * size, *x.shape[2:])[:, :length], rows
-    )
+    before = jax.tree.map(together, before)
+    _, rows = every(recurrence.advance)(before, prepared)
+    return after, joined(jax.tree.map(apart, rows), length)
 
 
 def _last_segment(stretch: Stretch) -> Stretch:

@@ -72,9 +72,11 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
         return jax.tree.leaves(jax.jit(graded)(*arrays))
 
     in_turn = partial(scan, partial(in_one, recurrence), 5)
-    at_once = partial(scan, partial(side_by_side, recurrence, 3), 9)
-    for one, two in zip(graded(in_turn), graded(at_once), strict=True):
-        close(two, one, 1e-11)
+    wanted = graded(in_turn)
+    for as_examples in (False, True):
+        many = partial(side_by_side, recurrence, 3, as_examples)
+        for one, two in zip(wanted, graded(partial(scan, many, 9)), strict=True):
+            close(two, one, 1e-11)
 
 
 @pytest.mark.parametrize("features", ["relu", "relu2"])

@@ -108,8 +108,8 @@ def performer_causal(
     Time O(T M (H + V + chunk_size)); the backward pass keeps one state a chunk. A
     change of the future leaves the rows of earlier chunks as they are, bit for bit,
     and moves earlier rows of its own chunk by rounding alone. On one TPU kernels take
-    the place of the scan for features that are powers of e (`performer_fused`); they
-    have no forward-mode derivative.
+    the place of the scan for features that are powers of e (`performer_fused`). Only
+    features without an exponent (relu) have a forward-mode derivative (`jax.jvp`).
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with

@@ -6,7 +6,8 @@
 
 On accelerators the chunks of 4096 tokens stand side by side where they can, and are a
 multiple of 128 tokens long. On a CPU they are of one length, and on a single one, where
-no state is given or wanted, an example follows the other.
+no state is given or wanted, an example follows the other. Of few tokens a gradient
+there keeps what all chunks side by side need, and computes nothing once more.
 
 A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
 taken and given, masks, segments, and time that is split over a mesh axis. It may bring

@@ -10,6 +10,7 @@ import oracles
 import pytest
 from laws import close, inputs, run, same
 
+from symjax.attention import recurrences, rescue
 from symjax.attention.chunks import einsum
 from symjax.attention.favor import Statistics, favor_statistics
 from symjax.attention.features import RANDOM, RandomFeatures, orthogonal_projection
@@ -182,8 +183,21 @@ def test_a_huge_key_leaves_earlier_steps_alone():
     same(after[:, :8], before[:, :8])
 
 
+@pytest.fixture(params=[8, 1], ids=["devices", "one device"])
+def on_devices(request, monkeypatch):
+    """Of one device chunks stand side by side, and are rescued one by one."""
+    if request.param == 1:
+        jax.clear_caches()
+        for module in (recurrences, rescue):
+            monkeypatch.setattr(module, "on_one_device", lambda: True)
+    yield
+    if request.param == 1:
+        jax.clear_caches()
+
+
+@pytest.mark.parametrize("chunk_size", [32, 12])
 @pytest.mark.parametrize("features, size", [("positive", 1), ("trigonometric", 0.02)])
-def test_the_rescue_of_lost_rows_is_exact(features, size):
+def test_the_rescue_of_lost_rows_is_exact(features, size, chunk_size, on_devices):
     """A late key lifts a peak by more than e⁹⁰, and earlier rows leave float32.
 
     Trigonometric features turn by small angles: no denominator is near zero.
@@ -197,7 +211,7 @@ def test_the_rescue_of_lost_rows_is_exact(features, size):
     segments = np.repeat([[0] * 3 + [1] * 24 + [2] * 5], 2, axis=0)
     bound = mechanism(features, rows)
     options = dict(segment_ids=segments)
-    form = partial(bound.causal, chunk_size=32, **options)
+    form = partial(bound.causal, chunk_size=chunk_size, **options)
     oracle = partial(bound.oracle, module=jnp, causal=True, **options)
     wanted = bound.oracle(query, key, value, causal=True, **options)
     close(run(form, *single), wanted, 1e-5)

@@ -106,9 +106,18 @@ class Shown(NamedTuple):
     (None: it reaches all)."""
 
     pairs: Bool[Array, "B T S"]
-    visible: Bool[Array, "B T"]
+    sees: Bool[Array, "B T"]  # a key, by pairs
     segment: Int[Array, "B T"] | None
     reaches: Bool[Array, "B T"] | None
+
+
+class Given(NamedTuple):
+    """What the rows of a chunk are computed from."""
+
+    state: LinearState
+    query: LogFeatures
+    key: LogFeatures
+    value: Float[Array, "B K S V"]
 
 
 @dataclass(frozen=True)
@@ -147,13 +156,15 @@ class Normalised:
         empty = forgotten(state)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
         pairs = past_pairs(chunk)
-        pairs = jnp.broadcast_to(pairs, (*chunk.visible.shape, *pairs.shape[2:]))
         if before.running_max is None or value.shape[2] == 1:
             rows = self.rows(before, mapped, pairs, reaches)
         else:
-            shown = Shown(pairs, chunk.visible, chunk.segment, reaches)
+            sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
+            pairs = jnp.broadcast_to(pairs, (*sees.shape, *pairs.shape[2:]))
+            shown = Shown(pairs, sees, chunk.segment, reaches)
             forms = partial(_quick, how), partial(_exactly, how)
-            rows = rescued(*forms, shown, before, query, key, value)
+            given = Given(before, query, key, value)
+            rows = cast(Rows, rescued(*forms, shown, given))
         if joins is not None:
             key = key.where(joins[:, None])
         after = update(how, carried, key, value)
@@ -202,8 +213,8 @@ class Normalised:
             asking, asked = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
             scores = self.features.pairs(asking, asked, divisor)
             scores = scores * chunk.visible[:, None, None, None].astype(scores.dtype)
-        how = self.arithmetic(chunk)
-        return chunk_rows(how, pairs, reaches, state, query, key, value, scores)
+        given = Given(state, query, key, value)
+        return _rows(self.arithmetic(chunk), pairs, reaches, given, scores)
 
 
 def forgotten(state: LinearState) -> LinearState:
@@ -282,20 +293,18 @@ def query_state(how: Arithmetic, state: LinearState, query: LogFeatures) -> Rows
     return rows_of(how, state, row, shift)
 
 
-def chunk_rows(
+def _rows(
     how: Arithmetic,
     pairs: Bool[Array, "#B T S"],
     reaches: Bool[Array, "B T"] | None,
-    state: LinearState,
-    query: LogFeatures,
-    key: LogFeatures,
-    value: Array,
+    given: Given,
     scores: Float[Array, "B K G T S"] | None = None,
 ) -> Rows:
     """Rows that see keys by pairs, and the state if it reaches them (None: all).
 
     scores: weights of pairs that are no products of features.
     """
+    state, query, key, value = given
     highest = highest_exponent(state, key)
     row, shift = row_weights(query, highest)
     if scores is None:
@@ -349,32 +358,20 @@ def divide(rows: Rows) -> Float[Array, "*rows V"]:
 
 
 def _quick(
-    how: Arithmetic,
-    shown: Shown,
-    state: LinearState,
-    query: LogFeatures,
-    key: LogFeatures,
-    value: Array,
+    how: Arithmetic, shown: Shown, given: Given
 ) -> tuple[Rows, Bool[Array, "B K G T"]]:
     """Rows, and which of them see a key but have lost all of them to rounding."""
-    pairs, visible, _, reaches = shown
-    rows = chunk_rows(how, pairs, reaches, state, query, key, value)
-    remembers = ~jnp.isneginf(cast(Array, state.running_max)).all(axis=-1)[..., None]
+    pairs, sees, _, reaches = shown
+    rows, highest = _rows(how, pairs, reaches, given), given.state.running_max
+    remembers = ~jnp.isneginf(cast(Array, highest)).all(axis=-1)[..., None]
     if reaches is not None:
         remembers = remembers & reaches[:, None]
-    sees = (pairs & visible[:, None, :]).any(axis=-1)[:, None] | remembers
-    lost = jax.lax.stop_gradient(rows.size) < _LOST
-    return rows, lost & sees[:, :, None]
+    some = (sees[:, None] | remembers)[:, :, None]
+    return rows, some & (jax.lax.stop_gradient(rows.size) < _LOST)
 
 
-def _exactly(
-    how: Arithmetic,
-    shown: Shown,
-    state: LinearState,
-    query: LogFeatures,
-    key: LogFeatures,
-    value: Array,
-) -> Rows:
+def _exactly(how: Arithmetic, shown: Shown, given: Given) -> Rows:
+    state, query, key, value = given
     read = partial(rows_of, how._replace(product=exact_product), state)
     highest = cast(Array, state.running_max)
     return exact_rows(read, highest, query, key, value, shown.segment)

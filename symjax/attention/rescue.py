@@ -25,72 +25,62 @@ from symjax.attention.meshes import backend, on_one_device
 exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def rescued(
     quick: Callable[..., tuple[Any, Array]],
     exactly: Callable[..., Any],
     shown: Any,
-    *given: Any,
+    given: Any,
 ) -> Any:
-    """Rows by quick(shown, *given) → (rows, lost), and in place of lost ones those of
-    exactly(shown, *given).
+    """Rows by quick(shown, given) → (rows, lost), and in place of lost ones those of
+    exactly(shown, given).
 
     The others stay as they are, so that no example depends on what another one needed.
     The gradient, of `given` alone, is one branch or the other as a whole. That of a
     branch between two kinds of rows would fill arrays with zeros where nothing was
     lost: a fifth of a small chunk's time on a CPU.
     """
-    if backend() == "cpu" and on_one_device():
-        exactly = partial(_one_by_one, exactly)
-    else:
-        exactly = partial(_together, exactly)
-
-    def chosen(rows: Any, lost: Array, shown: Any, given: tuple) -> Any:
-        return jax.lax.cond(
-            lost.any(), lambda: exactly(rows, lost, shown, *given), lambda: rows
-        )
-
-    @jax.custom_vjp
-    def rows(shown: Any, *given: Any) -> Any:
-        return chosen(*quick(shown, *given), shown, given)
-
-    def forward(shown: Any, *given: Any) -> tuple[Any, tuple]:
-        found, pull, lost = jax.vjp(partial(quick, shown), *given, has_aux=True)
-        return chosen(found, lost, shown, given), (pull, lost, shown, given)
-
-    def backward(saved: tuple, change: Any) -> tuple:
-        pull, lost, shown, given = saved
-
-        def exact(change: Any) -> Any:
-            nothing = jax.tree.map(jnp.zeros_like, change)
-            _, exactly_pulled = jax.vjp(partial(exactly, nothing, lost, shown), *given)
-            kept = _where(lost, nothing, change)
-            return jax.tree.map(jnp.add, exactly_pulled(change), pull(kept))
-
-        return None, *jax.lax.cond(lost.any(), exact, pull, change)
-
-    rows.defvjp(forward, backward)
-    return rows(shown, *given)
+    return _if_lost(exactly, *quick(shown, given), shown, given)
 
 
-def _together(
-    exactly: Callable[..., Any], rows: Any, lost: Array, shown: Any, *given: Any
-) -> Any:
-    """Rows, and in place of lost ones those of exactly(shown, *given)."""
-    return _where(lost, exactly(shown, *given), rows)
+def _forward(quick: Callable, exactly: Callable, shown: Any, given: Any) -> tuple:
+    rows, pull, lost = jax.vjp(partial(quick, shown), given, has_aux=True)
+    saved = pull, lost, shown, given
+    return _if_lost(exactly, rows, lost, shown, given), saved
 
 
-def _one_by_one(
-    exactly: Callable[..., Any], rows: Any, lost: Array, shown: Any, *given: Any
-) -> Any:
-    """The same, of one example after the other that lost rows: in little memory."""
+def _backward(quick: Callable, exactly: Callable, saved: tuple, change: Any) -> tuple:
+    pull, lost, shown, given = saved
+
+    def exact(change: Any) -> Any:
+        nothing = jax.tree.map(jnp.zeros_like, change)
+        form = partial(_in_place, exactly, nothing, lost, shown)
+        (one,) = jax.vjp(form, given)[1](change)
+        (two,) = pull(_where(lost, nothing, change))
+        return (jax.tree.map(jnp.add, one, two),)
+
+    return None, *jax.lax.cond(lost.any(), exact, pull, change)
+
+
+rescued.defvjp(_forward, _backward)
+
+
+def _if_lost(exactly: Callable, rows: Any, lost: Array, shown: Any, given: Any) -> Any:
+    form = partial(_in_place, exactly)
+    return jax.lax.cond(lost.any(), form, lambda *x: x[0], rows, lost, shown, given)
+
+
+def _in_place(exactly: Callable, rows: Any, lost: Array, shown: Any, given: Any) -> Any:
+    """Exact rows in place of the lost ones. On a CPU of its own, in little memory: of
+    one example after the other, and of those alone that lost rows."""
+    if backend() != "cpu" or not on_one_device():
+        return _where(lost, exactly(shown, given), rows)
 
     @jax.checkpoint
-    def one(now: Any) -> Any:
+    def one(now: tuple) -> Any:
         rows, lost, shown, given = jax.tree.map(lambda x: x[None], now)
         rows = jax.lax.cond(
-            lost.any(),
-            lambda: _together(exactly, rows, lost, shown, *given),
-            lambda: rows,
+            lost.any(), lambda: _where(lost, exactly(shown, given), rows), lambda: rows
         )
         return jax.tree.map(lambda x: x[0], rows)
 

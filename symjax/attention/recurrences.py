@@ -28,6 +28,8 @@ from jaxtyping import Array, Float
 from symjax.attention.checks import check_count, check_heads, check_kind, check_mask
 from symjax.attention.chunks import (
     TILE,
+    Advance,
+    Stretch,
     Tokens,
     even_size,
     heads_joined,
@@ -181,31 +183,49 @@ def _causal(
     state: Any,
 ) -> tuple[Float[Array, "B T N V"], Any]:
     """alone: the state given is empty, and that after the last token is not wanted."""
-    stretch, value_size = layout(tokens, axis_name), tokens.value.shape[-1]
+    stretch = layout(tokens, axis_name)
     if axis_name is not None:
         given = parameters, stretch, chunk_size, axis_name
         state = state_before(recurrence, *given)
-    given, one = (parameters, state, stretch), partial(in_one, recurrence)
-    size = -(-chunk_size // TILE) * TILE
-    on_accelerators = partial(scan, one, size)
-    if recurrence.may_stand_side_by_side(state, stretch, on_cpu=False):
-        many = partial(side_by_side, recurrence, size, False)
-        on_accelerators = partial(scan, many, STRETCH)
-    batch, length = stretch.visible.shape
-    # With more examples than tokens a turn would have too little to do.
-    single = on_one_device()
-    apart = single and alone and 0 < batch <= length
-    size = even_size(stretch, chunk_size)
-    on_cpus = partial(scan_apart if apart else scan, one, size)
-    features = max(x.size for x in jax.tree.leaves(state)) // (value_size or 1)
-    few = single and length * features <= AT_ONCE
-    if few and recurrence.may_stand_side_by_side(state, stretch, on_cpu=True):
-        many = partial(side_by_side, recurrence, size, True)
-        on_cpus = with_derivative_of(many, on_cpus)
     state, rows = jax.lax.platform_dependent(
-        *given, cpu=on_cpus, default=on_accelerators
+        parameters,
+        state,
+        stretch,
+        cpu=_on_cpus(recurrence, chunk_size, alone, state, stretch),
+        default=_on_accelerators(recurrence, chunk_size, state, stretch),
     )
     return heads_joined(rows, tokens.value.dtype), state
+
+
+def _on_accelerators(
+    recurrence: Recurrence, chunk_size: int, state: Any, stretch: Stretch
+) -> Advance:
+    size = -(-chunk_size // TILE) * TILE
+    if recurrence.may_stand_side_by_side(state, stretch, on_cpu=False):
+        many = partial(side_by_side, recurrence, size, False)
+        return partial(scan, many, STRETCH)
+    return partial(scan, partial(in_one, recurrence), size)
+
+
+def _on_cpus(
+    recurrence: Recurrence,
+    chunk_size: int,
+    alone: bool,
+    state: Any,
+    stretch: Stretch,
+) -> Advance:
+    batch, length = stretch.visible.shape
+    size, single = even_size(stretch, chunk_size), on_one_device()
+    # With more examples than tokens a turn would have too little to do.
+    apart = single and alone and 0 < batch <= length
+    one = partial(in_one, recurrence)
+    in_turn = partial(scan_apart if apart else scan, one, size)
+    numbers = length * max(x.size for x in jax.tree.leaves(state))
+    few = single and numbers <= AT_ONCE * stretch.value.shape[-1]
+    if few and recurrence.may_stand_side_by_side(state, stretch, on_cpu=True):
+        many = partial(side_by_side, recurrence, size, True)
+        return with_derivative_of(many, in_turn)
+    return in_turn
 
 
 @on_any_mesh(1)

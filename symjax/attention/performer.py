@@ -72,7 +72,8 @@ def performer(
             whether `a` differs by direction. By default those of queries and keys with
             independent entries of variance 1, a = (1 − 2s − √((1 + 2s)² + 8s)) / 16
             with s = 2 scale in all directions: then both are the same.
-        segment_ids: tokens see only their own run of equal ids; needs T = S.
+        segment_ids: tokens see only their own run of equal ids; needs T = S. With
+            them derivatives are those of `performer_causal`.
     Raises:
         ValueError: shapes that do not fit, an unknown name, statistics that the
             features do not have, or a mask that hides pairs and not keys.

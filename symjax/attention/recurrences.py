@@ -221,7 +221,7 @@ def _on_cpus(
     one = partial(in_one, recurrence)
     in_turn = partial(scan_apart if apart else scan, one, size)
     numbers = length * max(x.size for x in jax.tree.leaves(state))
-    few = single and numbers <= AT_ONCE * stretch.value.shape[-1]
+    few = single and 0 < numbers <= AT_ONCE * stretch.value.shape[-1]
     if few and recurrence.may_stand_side_by_side(state, stretch, on_cpu=True):
         many = partial(side_by_side, recurrence, size, True)
         return with_derivative_of(many, in_turn)

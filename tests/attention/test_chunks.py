@@ -132,14 +132,6 @@ def test_examples_apart_are_those_together(case, seen, x64):
         close(two, one, 1e-12)
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 3, 4), (2, 0, 3, 4), (1, 1, 3, 4)], ids=str)
-@pytest.mark.parametrize("form", [performer_causal, cosine_causal])
-def test_there_may_be_no_example_and_no_token(form, shape):
-    query = jnp.ones(shape)
-    assert form(query, query, query).shape == shape
-    assert jax.grad(lambda x: form(x, x, query).sum())(query).shape == shape
-
-
 @pytest.mark.parametrize(
     "form",
     [cosine_causal, performer_causal, partial(decay_causal, log_decay=SHARED[:, 0])],
@@ -159,6 +151,10 @@ def elu(query, key, value):
     return linear_causal(query, key, value, features="elu")
 
 
+def decays(query, key, value):
+    return decay_causal(query, key, value, -jnp.abs(key[..., 0]))
+
+
 def gates(query, key, value):
     return decay_causal(query, key, value, -jnp.abs(key))
 
@@ -169,6 +165,16 @@ def erasing(query, key, value):
 
 def cancelling(query, key, value):
     return linear_causal(query, key, value, features="squared")
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3, 4), (2, 0, 3, 4), (1, 1, 3, 4)], ids=str)
+@pytest.mark.parametrize(
+    "form", [performer_causal, cosine_causal, elu, decays, gates, erasing]
+)
+def test_there_may_be_no_example_and_no_token(form, shape, on_devices):
+    query = jnp.ones(shape)
+    assert form(query, query, query).shape == shape
+    assert jax.grad(lambda x: form(x, x, x).sum())(query).shape == shape
 
 
 # Products of a row and a number, or of two rows to a number: no matrix is in them.

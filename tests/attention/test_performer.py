@@ -10,7 +10,6 @@ import oracles
 import pytest
 from laws import close, inputs, run, same
 
-from symjax.attention import recurrences, rescue
 from symjax.attention.chunks import einsum
 from symjax.attention.favor import Statistics, favor_statistics
 from symjax.attention.features import RANDOM, RandomFeatures, orthogonal_projection
@@ -181,18 +180,6 @@ def test_a_huge_key_leaves_earlier_steps_alone():
     before = laws.stepwise(WIDE, *one, state)[0]
     after = laws.stepwise(WIDE, *two, state)[0]
     same(after[:, :8], before[:, :8])
-
-
-@pytest.fixture(params=[8, 1], ids=["devices", "one device"])
-def on_devices(request, monkeypatch):
-    """Of one device chunks stand side by side, and are rescued one by one."""
-    if request.param == 1:
-        jax.clear_caches()
-        for module in (recurrences, rescue):
-            monkeypatch.setattr(module, "on_one_device", lambda: True)
-    yield
-    if request.param == 1:
-        jax.clear_caches()
 
 
 @pytest.mark.parametrize("chunk_size", [32, 12])

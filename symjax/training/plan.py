@@ -16,6 +16,7 @@ from symjax.training import sharding, targets
 from symjax.training.chips import CHIPS
 from symjax.training.collectives import KINDS, Traffic, traffic
 from symjax.training.cycles import PARTS, estimate
+from symjax.training.exit_codes import OUT_OF_MEMORY
 from symjax.training.preflight import (
     compiled_step,
     shard_bytes,
@@ -51,10 +52,6 @@ def describe(options: config.Config, target: str | None = None) -> str:
         options = with_vocabulary(options, corpus)
     program = compile_program(options, mesh, separate=corpus.separate)
     shape = (options.batch_size, options.model.length)
-    step = compiled_step(program, shape, refuse=not (simulated or machine))
-    text, memory = step.as_text() or "", cast(Any, step.memory_analysis())
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    found = traffic(text, mesh.size)
     weights = program.state.params
     parameters = sum(weight.size for weight in jax.tree.leaves(weights))
     tokens = options.batch_size * options.model.length
@@ -72,15 +69,23 @@ def describe(options: config.Config, target: str | None = None) -> str:
         f"mesh                {dict(mesh.shape)}"
         + (" of simulated CPU devices" if simulated else "")
         + (f" of {machine.name}, by its compiler" if machine else ""),
-        _memory(program, memory),
     ]
+    try:
+        step = compiled_step(program, shape, refuse=not (simulated or machine))
+    except jax.errors.JaxRuntimeError as error:
+        if machine is None or not OUT_OF_MEMORY.search(str(error)):
+            raise
+        lines += [_memory(program, None), _chip_memory(machine, None), str(error)]
+        return "\n".join(lines)
+    text, memory = step.as_text() or "", cast(Any, step.memory_analysis())
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    found = traffic(text, mesh.size)
+    lines.append(_memory(program, memory))
     if machine is None:
         lines += _sent(found, mesh.devices.flat[0].platform)
         lines += _prospect(options, mesh.size, found, needed, flops)
     else:
-        size = machine.chip.memory
-        fits = "it fits" if needed <= size else "it does NOT fit"
-        lines.append(f"memory of a chip    {size / 1e9:.0f} GB: {fits}")
+        lines.append(_chip_memory(machine, needed))
         lines += _sent(found, machine.name)
         lines += _estimate(text, machine, found, flops, options.steps)
     return "\n".join(lines)
@@ -101,19 +106,29 @@ def _table(weights: Any) -> list[str]:
     return aligned(rows)
 
 
-def _memory(program: Program, memory: Any) -> str:
-    """Bytes of the compiled training step on each device, as the compiler plans it."""
+def _memory(program: Program, memory: Any | None) -> str:
+    """Bytes of the compiled training step on each device, as the compiler plans it;
+    None: it plans none, and the step needs more than this."""
     weights = shard_bytes((program.state.params, program.constants))
     optimizer = shard_bytes(program.state.optimizer)
-    parts = {
-        "weights": weights,
-        "optimizer": optimizer,
-        "batch": memory.argument_size_in_bytes - weights - optimizer,
-        "working": memory.temp_size_in_bytes,
-    }
-    total = sum(parts.values())
+    parts = {"weights": weights, "optimizer": optimizer}
+    if memory is not None:
+        parts["batch"] = memory.argument_size_in_bytes - weights - optimizer
+        parts["working"] = memory.temp_size_in_bytes
+    total = f"{sum(parts.values()) / MIB:,.1f} MiB"
     shown = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
-    return f"memory a device     {total / MIB:,.1f} MiB: {shown}"
+    return f"memory a device     {'over ' * (memory is None)}{total}: {shown}"
+
+
+def _chip_memory(machine: targets.Target, needed: int | None) -> str:
+    """Whether so many bytes fit; None: more than the compiler accepts."""
+    size, answer = machine.chip.memory, "it fits"
+    if needed is None or needed > size:
+        answer = (
+            "it does NOT fit: mesh.fsdp splits weights and optimizer, "
+            "model.remat=full and optimizer.accumulate keep less"
+        )
+    return f"memory of a chip    {size / 1e9:.0f} GB: {answer}"
 
 
 def _prospect(

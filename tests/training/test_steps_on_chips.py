@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from runs import preset
 
 from symjax import config
-from symjax.training import sharding, targets
+from symjax.training import plan, sharding, targets
 from symjax.training.cycles import estimate
 from symjax.training.step import compile_program
 
@@ -80,6 +80,16 @@ def test_weights_are_gathered_before_their_products():
 def test_the_smallest_preset_compiles(name):
     with_libtpu()
     check(name, "tiny", "v5e-4")
+
+
+def test_a_step_that_does_not_fit_is_reported():
+    """Weights and optimizer that no mesh word splits, and what could."""
+    with_libtpu()
+    options = preset("gpt", "tiny")
+    report = plan.describe(dataclasses.replace(options, batch_size=2**18), "v5e-4")
+    assert "memory of a chip    16 GB: it does NOT fit: mesh.fsdp splits" in report
+    assert "memory a device     over" in report and "optimizer" in report
+    assert report.splitlines()[-1].startswith("RESOURCE_EXHAUSTED")
 
 
 def test_features_lie_along_the_lanes_of_a_tpu():

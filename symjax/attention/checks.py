@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 KINDS = {  # of arrays, as errors name them
-    jnp.number: "an array of numbers",
+    jnp.number: "an array of real numbers",
     jnp.floating: "an array of floating numbers",
     jnp.integer: "an array of whole numbers",
     jnp.bool_: "a boolean array (True = attend)",
@@ -55,18 +55,25 @@ def check_kind(who: str, kind: type, **arrays: Any) -> None:
     for name, array in arrays.items():
         if array is None:
             continue
-        dtype = getattr(array, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, kind):
-            found = f"a {type(array).__name__}" if dtype is None else dtype
+        dtype: Any = getattr(array, "dtype", None)
+        if dtype is None:
+            found, fits = f"a {type(array).__name__}", False
+        else:
+            found, fits = dtype, jnp.issubdtype(dtype, kind)
+            fits = fits and not jnp.issubdtype(dtype, jnp.complexfloating)
+        if not fits:
             raise ValueError(f"{who}: {name} must be {KINDS[kind]}, got {found}")
 
 
 def as_array(who: str, name: str, value: Any) -> Array:
-    """What may be a number or a list as an array, or an error that names it."""
+    """What may be a number or a list as an array of real numbers, or an error that
+    names it."""
     try:
-        return jnp.asarray(value)
+        array = jnp.asarray(value)
     except (TypeError, ValueError):
         raise ValueError(f"{who}: {name} must be an array, got {value!r}") from None
+    check_kind(who, jnp.number, **{name: array})
+    return array
 
 
 def check_arrays(who: str, **arrays: Array) -> None:

@@ -121,9 +121,7 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Stretch:
     """
     query, key, value, operands, mask, segment_ids = tokens
     batch, length = key.shape[:2]
-    visible = jnp.ones((batch, length), bool)
-    if mask is not None:
-        visible = visible_keys(mask, batch, length)
+    visible = visible_keys(mask, batch, length)
 
     def seen(x: Array) -> Array:
         x = jnp.broadcast_to(x, (batch, length, *x.shape[2:]))

@@ -76,9 +76,9 @@ def cosine_causal(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """`cosine` over a token itself, its past, and what `state` has seen.
 
-    Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk. On
-    one TPU kernels serve it (`cosine_fused`), in chunks of 128; they have no
-    forward-mode derivative.
+    Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk, or
+    of few tokens on one CPU device what all chunks need. On one TPU kernels serve it
+    (`cosine_fused`), in chunks of 128; they have no forward-mode derivative.
 
     Args:
         state: from `cosine_state`, `cosine_step` or an earlier call.

@@ -107,10 +107,11 @@ def decay_causal(
     There is no scale and no denominator: scale the query and normalise the output.
     Query head n uses key head n // (N/K), whose decay it shares. Sums run in float32
     at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
-    O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, or
-    on accelerators one every 4096 tokens. On one TPU a kernel serves decays that
-    differ by token (`decayed_fused`); it keeps a state a query head every 128 tokens
-    and has no forward-mode derivative.
+    O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, on
+    accelerators one every 4096 tokens, and of few tokens on one CPU device what all
+    chunks need. On one TPU a kernel serves decays that differ by token
+    (`decayed_fused`); it keeps a state a query head every 128 tokens and has no
+    forward-mode derivative, nor have decays a channel on one CPU device.
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or

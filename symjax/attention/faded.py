@@ -130,13 +130,9 @@ def times_decay(x: Array, log_decay: Float[Array, "#B K T F"]) -> Array:
 
 
 def until_end(
-    shared: Float[Array, "K 1"] | None, chunk: Chunk, dtype: Any
+    shared: Float[Array, "K 1"], chunk: Chunk, dtype: Any
 ) -> tuple[Float[Array, "B K T F"], Float[Array, "B K F"]]:
     """Log-decays from after each token of a chunk through its last, and all of them."""
-    if shared is None:
-        log_decay = log_decays(chunk).astype(dtype)
-        later = jnp.pad(log_decay[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))
-        return jax.lax.cumsum(later, axis=2, reverse=True), log_decay.sum(axis=2)
     count = jnp.cumsum(chunk.visible, axis=1)[:, None, :, None]  # [B 1 T 1]
     shared, total = shared.astype(dtype)[None, :, None], count[:, :, -1:]
     return _times(shared, total - count), _times(shared, total)[:, :, 0]
@@ -178,9 +174,12 @@ def _by_channel(
         earlier = _halves(key, half)[0] * jnp.exp(until)
         return product("bkgnth,bknsh->bkgnts", later, earlier)
 
-    own = _own_scores(
-        *(_blocks(x, _tile(length, SMALL_TILE)) for x in (query, key, padded))
-    )
+    tile = _tile(length, SMALL_TILE)
+    given = [_blocks(x, tile) for x in (query, key, padded)]
+    if tile == 1:  # nothing fades
+        own = einsum("bkgnth,bknth->bkgnt", *given[:2])[..., None]
+    else:
+        own = _own_scores(*given)
     since, until, scores = _by_halves(padded, own, across, 0)
     scores = scores[..., :length, :length]
     return since[:, :, :length], until[:, :, :length], scores
@@ -227,10 +226,7 @@ def _own_scores(
     They are computed anew for each sum they are part of, since they are T times as many
     as the keys, and memory is slower.
     """
-    if log_decay.shape[-2] == 1:
-        return einsum("bkgnth,bknth->bkgnt", query, key)[..., None]
-    weights = _pair_weights(query, key, log_decay)
-    return weights.sum(axis=-1)
+    return _pair_weights(query, key, log_decay).sum(axis=-1)
 
 
 def _own_scores_forward(query: Array, key: Array, log_decay: Array) -> tuple:

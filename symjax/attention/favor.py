@@ -105,11 +105,15 @@ def adapted(
     """FAVOR++ and FAVOR# are positive features of rows W b and log factors wᵀ a w.
 
     Raises:
-        ValueError: statistics of another head size.
+        ValueError: no statistics, or those of another head size.
     """
     size = random.rows.shape[1]
     if statistics is None:
         statistics = unit_statistics(size, random.scale)
+    if not isinstance(statistics, Statistics):
+        raise ValueError(
+            f"{who}: statistics must be those of favor_statistics, got {statistics!r}"
+        )
     shapes = jnp.shape(statistics.a), jnp.shape(statistics.b)
     if shapes != ((size,), (size, size)):
         raise ValueError(

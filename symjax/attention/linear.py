@@ -93,9 +93,9 @@ def linear_causal(
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk. On
-    one TPU kernels serve elu, relu and relu2 (`performer_fused`); they have no
-    forward-mode derivative.
+    Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk, or
+    of few tokens on one CPU device what all chunks need. On one TPU kernels serve elu,
+    relu and relu2 (`performer_fused`); they have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment

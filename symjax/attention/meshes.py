@@ -1,10 +1,11 @@
-"""Functions compiled once a shape, on meshes with axes of any type."""
+"""Functions compiled once a shape, on meshes with axes of any type, and under vmap."""
 
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -24,6 +25,25 @@ def vary_alike(tree: Any) -> Any:
         return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def batched_alike(tree: Any) -> Any:
+    """The arrays, of which `jax.vmap` batches all or none, along their first axis.
+
+    Results of a function with a derivative of its own need that. Of `jax.custom_vjp`
+    the cotangent of a result that is not batched would count once an example, and of
+    what two forms of it are batched along jax looks at one (jax 0.10 and 0.11).
+    """
+    none = jnp.zeros((), bool)
+    for x in jax.tree.leaves(tree):
+        if x.size:
+            none |= x[(0,) * x.ndim] != x[(0,) * x.ndim]
+    none &= False
+
+    def alike(x: Array) -> Array:
+        return jnp.squeeze(jnp.where(none, 0, jnp.expand_dims(x, 0)), 0)
+
+    return jax.tree.map(alike, tree)
 
 
 def rows_alone(tokens: Any) -> P:

@@ -106,11 +106,12 @@ def performer_causal(
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T M (H + V + chunk_size)); the backward pass keeps one state a chunk. A
-    change of the future leaves the rows of earlier chunks as they are, bit for bit,
-    and moves earlier rows of its own chunk by rounding alone. On one TPU kernels take
-    the place of the scan for features that are powers of e (`performer_fused`). Only
-    features without an exponent (relu) have a forward-mode derivative (`jax.jvp`).
+    Time O(T M (H + V + chunk_size)); the backward pass keeps one state a chunk, or of
+    few tokens on one CPU device what all chunks need. A change of the future leaves
+    the rows of earlier chunks as they are, bit for bit, and moves earlier rows of its
+    own chunk by rounding alone. On one TPU kernels take the place of the scan for
+    features that are powers of e (`performer_fused`). Only features without an exponent
+    (relu) have a forward-mode derivative (`jax.jvp`).
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with
@@ -206,10 +207,11 @@ def _recurrence(
     size = query.shape[-1]
     if projection is None:
         projection = jnp.asarray(default_projection(size))
-    if projection.ndim != 2 or projection.shape[1] != size:
+    shape = projection.shape
+    if len(shape) != 2 or shape[1] != size or not shape[0]:
         raise ValueError(
             f"{who}: projection must be [M H] for query {query.shape} and "
-            f"key {key.shape}, got {projection.shape}"
+            f"key {key.shape}, M not 0, got {shape}"
         )
     scale = 1 / math.sqrt(size) if scale is None else scale
     if not isinstance(scale, Tracer) and not 0 < scale < math.inf:

@@ -25,7 +25,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check_count, check_heads, check_kind, check_mask
+from symjax.attention.checks import (
+    check_count,
+    check_flag,
+    check_heads,
+    check_kind,
+    check_mask,
+)
 from symjax.attention.chunks import (
     TILE,
     Advance,
@@ -90,6 +96,7 @@ def attend_causal(
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
     check_count(who, "chunk_size", chunk_size)
+    check_flag(who, "return_state", return_state)
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
     alone = state is None and not return_state and axis_name is None
     state = _start(who, recurrence, parameters, state, tokens)
@@ -222,10 +229,11 @@ def _on_cpus(
     in_turn = partial(scan_apart if apart else scan, one, size)
     numbers = length * max(x.size for x in jax.tree.leaves(state))
     few = single and 0 < numbers <= AT_ONCE * stretch.value.shape[-1]
-    if few and recurrence.may_stand_side_by_side(state, stretch, on_cpu=True):
-        many = partial(side_by_side, recurrence, size, True)
-        return with_derivative_of(many, in_turn)
-    return in_turn
+    may = partial(recurrence.may_stand_side_by_side, state, stretch)
+    if not few or not may(on_cpu=True):
+        return in_turn
+    many = partial(side_by_side, recurrence, size, True)
+    return with_derivative_of(many, in_turn, forward_mode=may(on_cpu=False))
 
 
 @on_any_mesh(1)

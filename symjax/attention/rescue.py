@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.features import LogFeatures, finite, row_shift
-from symjax.attention.meshes import backend, on_one_device
+from symjax.attention.meshes import backend, batched_alike, on_one_device
 
 # Without the other form that `chunks.einsum` has on a CPU: these rows are rare.
 exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -40,13 +40,13 @@ def rescued(
     branch between two kinds of rows would fill arrays with zeros where nothing was
     lost: a fifth of a small chunk's time on a CPU.
     """
-    return _if_lost(exactly, *quick(shown, given), shown, given)
+    return batched_alike(_if_lost(exactly, *quick(shown, given), shown, given))
 
 
 def _forward(quick: Callable, exactly: Callable, shown: Any, given: Any) -> tuple:
     rows, pull, lost = jax.vjp(partial(quick, shown), given, has_aux=True)
     saved = pull, lost, shown, given
-    return _if_lost(exactly, rows, lost, shown, given), saved
+    return batched_alike(_if_lost(exactly, rows, lost, shown, given)), saved
 
 
 def _backward(quick: Callable, exactly: Callable, saved: tuple, change: Any) -> tuple:

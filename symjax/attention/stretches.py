@@ -13,7 +13,7 @@ from symjax.attention.chunks import (
     cut,
     joined,
 )
-from symjax.attention.meshes import vary_alike
+from symjax.attention.meshes import batched_alike, vary_alike
 from symjax.attention.shards import choose, segment_state_before
 
 
@@ -56,7 +56,8 @@ class Recurrence(Stretches, Protocol):
         self, state: Any, stretch: Stretch, on_cpu: bool
     ) -> bool:
         """Whether chunks should be one product: on accelerators, if memory holds what
-        4096 tokens need at once; of few tokens on a CPU, if `effect` costs little."""
+        4096 tokens need at once, and no derivative inside is of reverse mode alone;
+        of few tokens on a CPU, if `effect` costs little."""
         ...
 
 
@@ -67,10 +68,22 @@ def in_one(
     return recurrence.advance(state, recurrence.prepare(parameters, stretch))
 
 
-def with_derivative_of(other: Advance, advance: Advance) -> Advance:
-    """`advance`, differentiated as another form of the same."""
-    function = jax.custom_jvp(advance)
-    function.defjvp(partial(jax.jvp, other))
+def with_derivative_of(other: Advance, advance: Advance, forward_mode: bool) -> Advance:
+    """`advance`, differentiated as another form of the same.
+
+    forward_mode: whether the other form has such a derivative (`jax.jvp`).
+    """
+
+    def advanced(form: Advance, *given: Any) -> tuple[Any, Any]:
+        return batched_alike(form(*given))
+
+    other, advance = partial(advanced, other), partial(advanced, advance)
+    if forward_mode:
+        function = jax.custom_jvp(advance)
+        function.defjvp(partial(jax.jvp, other))
+    else:
+        function = jax.custom_vjp(advance)
+        function.defvjp(partial(jax.vjp, other), lambda pull, change: pull(change))
     return function
 
 

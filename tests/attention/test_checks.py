@@ -55,7 +55,7 @@ WRONG = {
     "softmax: mask must be a boolean array (True = attend), got float32": lambda: (
         A.softmax(X, X, X, mask=np.ones((1, 1, T, T), np.float32))
     ),
-    "softmax: bias must be an array of numbers, got bool": lambda: A.softmax(
+    "softmax: bias must be an array of real numbers, got bool": lambda: A.softmax(
         X, X, X, bias=np.ones((1, 1, T, T), bool)
     ),
     "softmax: positions must be an array of whole numbers, got float32": lambda: (
@@ -94,6 +94,21 @@ WRONG = {
     ),
     "symmetric: attend must be a function, got 'softmax'": lambda: A.symmetric(
         X, X, attend="softmax"
+    ),
+    "decay_causal: log_decay must be an array of real numbers, got bool": lambda: (
+        A.decay_causal(X, X, X, np.ones(N, bool))
+    ),
+    "delta_causal: beta must be an array of real numbers, got complex64": lambda: (
+        A.delta_causal(X, X, X, np.ones((B, T, N), np.complex64))
+    ),
+    "linear_causal: return_state must be True or False, got no": lambda: (
+        A.linear_causal(X, X, X, return_state="no")
+    ),
+    "performer: projection must be [M H] for query": lambda: A.performer(
+        X, X, X, np.ones((0, H), np.float32)
+    ),
+    "performer: statistics must be those of favor_statistics, got 3": lambda: (
+        A.performer(X, X, X, features="favor#", statistics=3)
     ),
     "differential_v2: lam must be an array, got None": lambda: A.differential_v2(
         X[:, :, :2], X[:, :, :1], X[:, :, :1], None

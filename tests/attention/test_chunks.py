@@ -177,6 +177,48 @@ def test_there_may_be_no_example_and_no_token(form, shape, on_devices):
     assert jax.grad(lambda x: form(x, x, x).sum())(query).shape == shape
 
 
+@pytest.mark.parametrize("mapped", [(0, 1, 2), (None, None, 1), (0, None, None)])
+@pytest.mark.parametrize(
+    "form", [performer_causal, cosine_causal, elu, decays, gates, erasing]
+)
+def test_a_gradient_of_many_is_that_of_each(form, mapped, on_devices):
+    """Of two chunks, through `jax.vmap`, along any axes and of one argument alone."""
+    rng = np.random.default_rng(7)
+    arrays = [rng.normal(size=(1, 70, 2, 4)).astype(np.float32) / 4 for _ in range(3)]
+    for i, axis in enumerate(mapped):
+        if axis is not None:
+            arrays[i] = np.stack([arrays[i], arrays[i][:, ::-1]], axis)
+
+    def many(*arrays):
+        return jnp.sin(jax.vmap(form, mapped)(*arrays)).sum()
+
+    def each(*arrays):
+        chosen = [
+            [x if axis is None else jnp.take(x, n, axis) for n in range(2)]
+            for x, axis in zip(arrays, mapped, strict=True)
+        ]
+        return sum(jnp.sin(form(*one)).sum() for one in zip(*chosen, strict=True))
+
+    found, wanted = (jax.jit(jax.grad(f, (0, 1, 2)))(*arrays) for f in (many, each))
+    for one, two in zip(found, wanted, strict=True):
+        close(one, two, 1e-5)
+
+
+@pytest.mark.parametrize("form", [linear_causal, performer_causal])
+def test_a_gradient_of_many_states_is_that_of_each(form, on_devices):
+    rng = np.random.default_rng(8)
+    query, key = (rng.normal(size=(1, 70, 2, 4)).astype(np.float32) for _ in range(2))
+    values = rng.normal(size=(3, 1, 70, 2, 5)).astype(np.float32)
+
+    def loss(values, apply):
+        output, state = apply(lambda x: form(query, key, x, return_state=True), values)
+        return jnp.sin(output).sum() + jnp.sin(state.sums).sum()
+
+    many = jax.jit(jax.grad(partial(loss, apply=lambda f, x: jax.vmap(f)(x))))(values)
+    each = jax.jit(jax.grad(partial(loss, apply=jax.lax.map)))(values)
+    close(many, each, 1e-5)
+
+
 # Products of a row and a number, or of two rows to a number: no matrix is in them.
 ROWS_ALONE = r"batching_dims = \[0, 1, 2, 3"
 NARROW = {

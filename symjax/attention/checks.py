@@ -55,13 +55,9 @@ def check_kind(who: str, kind: type, **arrays: Any) -> None:
     for name, array in arrays.items():
         if array is None:
             continue
-        dtype: Any = getattr(array, "dtype", None)
-        if dtype is None:
-            found, fits = f"a {type(array).__name__}", False
-        else:
-            found, fits = dtype, jnp.issubdtype(dtype, kind)
-            fits = fits and not jnp.issubdtype(dtype, jnp.complexfloating)
-        if not fits:
+        found = getattr(array, "dtype", f"a {type(array).__name__}")
+        fits = hasattr(array, "dtype") and jnp.issubdtype(found, kind)
+        if not fits or jnp.issubdtype(found, jnp.complexfloating):
             raise ValueError(f"{who}: {name} must be {KINDS[kind]}, got {found}")
 
 

@@ -110,8 +110,8 @@ def decay_causal(
     O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, on
     accelerators one every 4096 tokens, and of few tokens on one CPU device what all
     chunks need. On one TPU a kernel serves decays that differ by token
-    (`decayed_fused`); it keeps a state a query head every 128 tokens and has no
-    forward-mode derivative, nor have decays a channel on one CPU device.
+    (`decayed_fused`), which keeps a state a query head every 128 tokens. It has no
+    forward-mode derivative; for decays a channel none is promised anywhere.
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or

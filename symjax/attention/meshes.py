@@ -30,15 +30,15 @@ def vary_alike(tree: Any) -> Any:
 def batched_alike(tree: Any) -> Any:
     """The arrays, of which `jax.vmap` batches all or none, along their first axis.
 
-    Results of a function with a derivative of its own need that. Of `jax.custom_vjp`
-    the cotangent of a result that is not batched would count once an example, and of
-    what two forms of it are batched along jax looks at one (jax 0.10 and 0.11).
+    Results of a function with a derivative of its own need that: jax counts the
+    cotangent of a result of `jax.custom_vjp` that is not batched beside others that are
+    once an example, and takes the batch axes of the function for those of its rule
+    (jax 0.10 and 0.11). XLA leaves nothing of it.
     """
+    firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size]
     none = jnp.zeros((), bool)
-    for x in jax.tree.leaves(tree):
-        if x.size:
-            none |= x[(0,) * x.ndim] != x[(0,) * x.ndim]
-    none &= False
+    for first in firsts:
+        none |= (first != first) & False
 
     def alike(x: Array) -> Array:
         return jnp.squeeze(jnp.where(none, 0, jnp.expand_dims(x, 0)), 0)

@@ -35,10 +35,10 @@ def batched_alike(tree: Any) -> Any:
     once an example, and takes the batch axes of the function for those of its rule
     (jax 0.10 and 0.11). XLA leaves nothing of it.
     """
-    firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(tree) if x.size]
     none = jnp.zeros((), bool)
-    for first in firsts:
-        none |= (first != first) & False
+    for x in jax.tree.leaves(tree):
+        one = x[(0,) * x.ndim] if x.size else x.sum()
+        none |= (one != one) & False
 
     def alike(x: Array) -> Array:
         return jnp.squeeze(jnp.where(none, 0, jnp.expand_dims(x, 0)), 0)

@@ -4,6 +4,7 @@ from functools import partial
 from types import ModuleType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from laws import close
 
 from symjax import attention as A
+from symjax.attention.meshes import batched_alike
 
 B, T, N, K, H, V = 4, 12, 4, 2, 8, 6
 CAUSAL = {"is_causal": True}
@@ -100,6 +102,29 @@ def test_axes_may_be_explicit(name, split):
     given = [jax.device_put(x, sharding) for x in arrays()]
     output = same_as_alone(name, MECHANISMS[name], given)
     assert output.sharding.spec[:3] == (*split, None)[:3]
+
+
+@pytest.mark.parametrize("width", [3, 0])
+def test_a_result_that_is_not_batched_counts_once(width):
+    """Of one function of its own derivative, through `jax.vmap` over one argument."""
+
+    def plain(one, two):
+        return jnp.sin(one @ two), one**2
+
+    def alike(*given):
+        return batched_alike(plain(*given))
+
+    own = jax.custom_vjp(alike)
+    own.defvjp(partial(jax.vjp, alike), lambda pull, change: pull(change))
+    rng = np.random.default_rng(0)
+    one, two = rng.normal(size=(5, 4)), rng.normal(size=(2, 4, width))
+
+    def loss(function, one):
+        found = jax.vmap(function, (None, 0))(one, two)
+        return sum((x**2).sum() for x in found)
+
+    found, wanted = (jax.grad(partial(loss, x))(one) for x in (own, plain))
+    close(found, np.asarray(wanted), 1e-6)
 
 
 def test_half_of_the_heads_may_be_fewer_than_devices():

@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+
+from symjax.attention.shards import device_count
 
 KINDS = {  # of arrays, as errors name them
     jnp.number: "an array of real numbers",
@@ -17,12 +21,23 @@ KINDS = {  # of arrays, as errors name them
 }
 
 
-def check_count(who: str, name: str, value: int) -> None:
-    """Raise unless the value is a positive integer that is known at trace time."""
+def check_count(who: str, name: str, value: int, least: int = 1) -> None:
+    """Raise unless the value is such an integer, known at trace time."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{who}: {name} must be an int, got {value}")
-    if value < 1:
-        raise ValueError(f"{who}: {name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{who}: {name} must be at least {least}, got {value}")
+
+
+def state_sizes(
+    who: str, batch: int, kv_heads: int, head_size: int, value_size: int
+) -> tuple[int, int, int, int]:
+    """The sizes of a state that has read nothing, or an error that names one."""
+    check_count(who, "batch", batch, least=0)
+    check_count(who, "kv_heads", kv_heads)
+    check_count(who, "head_size", head_size)
+    check_count(who, "value_size", value_size)
+    return batch, kv_heads, head_size, value_size
 
 
 def check_flag(who: str, name: str, value: bool) -> None:
@@ -129,3 +144,38 @@ def check_mask(who: str, mask: Array, key: Array) -> None:
             f"{who}: a mask may only hide keys, shape ({batch} or 1, 1, 1, {length}) "
             f"for key {key.shape}, got {mask.shape}"
         )
+
+
+def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) -> None:
+    """Time that is split over a mesh axis is all of time, from the first token on."""
+    device_count(who, axis_name)
+    for name, given in (("state", state is not None), ("return_state", return_state)):
+        if axis_name is not None and given:
+            raise ValueError(
+                f"{who}: {name} has no meaning with axis_name {axis_name!r}, whose "
+                "devices read all tokens from the first on"
+            )
+
+
+def check_state(who: str, given: str, state: Any, wanted: Any) -> None:
+    """Raise unless a state is like the wanted one, a NamedTuple of arrays.
+
+    given: what needs such a state, as errors name it.
+    """
+    shapes = partial(jax.tree.map, jnp.shape)
+    if type(state) is not type(wanted) or shapes(state) != shapes(wanted):
+        raise ValueError(
+            f"{who}: {given} need {shown_state(wanted)}, got {shown_state(state)}"
+        )
+    for name, like in wanted._asdict().items():
+        if like is not None:
+            sums = jnp.issubdtype(like.dtype, jnp.floating)
+            kind = jnp.floating if sums else jnp.integer
+            check_kind(who, kind, **{f"the state's {name}": getattr(state, name)})
+
+
+def shown_state(state: Any) -> str:
+    """A state as errors name it: its kind, and the shape of each part."""
+    parts = state._asdict() if hasattr(state, "_asdict") else {}
+    named = [f"{name} {jnp.shape(x)}" for name, x in parts.items() if x is not None]
+    return f"a {type(state).__name__}" + (f" of {', '.join(named)}" if named else "")

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.checks import state_sizes
 from symjax.attention.cosine_fused import FusedCosine
 from symjax.attention.noncausal import attend
 from symjax.attention.normalised import LinearState, Normalised
@@ -126,4 +127,5 @@ def cosine_state(
     dtype: Any = jnp.float32,
 ) -> LinearState:
     """The state of `cosine_causal` before the first token; float32 at least."""
-    return RECURRENCE.empty(None, (batch, kv_heads, head_size, value_size), dtype)
+    sizes = state_sizes("cosine_state", batch, kv_heads, head_size, value_size)
+    return RECURRENCE.empty(None, sizes, dtype)

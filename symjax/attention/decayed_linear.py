@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.checks import state_sizes
 from symjax.attention.chunks import (
     Chunk,
     Stretch,
@@ -53,7 +54,8 @@ class Decayed:
         return on_cpu or not fades_by_channel(stretch)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
-        return decay_state(*sizes, dtype=dtype)
+        dtype = jnp.promote_types(dtype, jnp.float32)
+        return DecayState(jnp.zeros(sizes, dtype))
 
     def prepare(
         self, parameters: Array | None, stretch: Stretch
@@ -179,5 +181,5 @@ def decay_state(
     dtype: Any = jnp.float32,
 ) -> DecayState:
     """The state of `decay_causal` before the first token; float32 at least."""
-    dtype = jnp.promote_types(dtype, jnp.float32)
-    return DecayState(jnp.zeros((batch, kv_heads, head_size, value_size), dtype))
+    sizes = state_sizes("decay_state", batch, kv_heads, head_size, value_size)
+    return Decayed().empty(None, sizes, dtype)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import as_array, check_arrays
+from symjax.attention.checks import as_array, check_arrays, state_sizes
 from symjax.attention.chunks import (
     Chunk,
     Stretch,
@@ -70,7 +70,8 @@ class DeltaRule:
         return False  # `effect` costs as much, and its transitions are matrices
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
-        return delta_state(*sizes, dtype=dtype)
+        dtype = jnp.promote_types(dtype, jnp.float32)
+        return DeltaState(jnp.zeros(sizes, dtype))
 
     def prepare(self, parameters: Array | None, stretch: Stretch) -> Prepared:
         chunk = chunk_of(stretch)
@@ -215,8 +216,8 @@ def delta_state(
     dtype: Any = jnp.float32,
 ) -> DeltaState:
     """The state of `delta_causal` before the first token; float32 at least."""
-    dtype = jnp.promote_types(dtype, jnp.float32)
-    return DeltaState(jnp.zeros((batch, kv_heads, head_size, value_size), dtype))
+    sizes = state_sizes("delta_state", batch, kv_heads, head_size, value_size)
+    return DeltaRule().empty(None, sizes, dtype)
 
 
 def _operands(

@@ -18,11 +18,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import groups
-from symjax.attention.checks import check_count, check_flag, check_number
+from symjax.attention.checks import (
+    check_axis,
+    check_count,
+    check_flag,
+    check_number,
+    check_state,
+    shown_state,
+)
 from symjax.attention.gau import fixed_divisor
 from symjax.attention.groups import FlashState, Rule, Tokens
 from symjax.attention.masks import only_seen, visible_keys
-from symjax.attention.recurrences import check_axis, check_tokens, shown_state
+from symjax.attention.recurrences import check_tokens
 from symjax.attention.shards import segment_runs_over
 
 
@@ -110,8 +117,8 @@ def flash_causal(
     """
     rule = _rule("flash_causal", group_size, True, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
-    tokens = _tokens("flash_causal", *arrays, mask, segment_ids, axis_name)
     check_axis("flash_causal", axis_name, state, return_state)
+    tokens = _tokens("flash_causal", *arrays, mask, segment_ids, axis_name)
     if axis_name is not None and key.shape[1] % group_size:
         raise ValueError(
             f"flash_causal: a device's {key.shape[1]} tokens, query {query.shape}, are "
@@ -175,6 +182,13 @@ def flash_state(
         dtype: of the keys and values kept; the sums are float32 at least.
     """
     linear_size = key_size if linear_size is None else linear_size
+    who = "flash_state"
+    check_count(who, "batch", batch, least=0)
+    check_count(who, "kv_heads", kv_heads)
+    check_count(who, "key_size", key_size)
+    check_count(who, "value_size", value_size)
+    check_count(who, "group_size", group_size)
+    check_count(who, "linear_size", linear_size)
     wide = jnp.promote_types(dtype, jnp.float32)
     return FlashState(
         jnp.zeros((batch, group_size, kv_heads, key_size), dtype),
@@ -248,8 +262,6 @@ def _tokens(
 def _check_state(who: str, state: FlashState, tokens: Tokens, group_size: int) -> None:
     """Raise if the state is not of these tokens' sizes, naming all of them."""
     wanted = jax.eval_shape(lambda: _empty_like(tokens, group_size))
-    if jax.tree.map(jnp.shape, state) != jax.tree.map(jnp.shape, wanted):
-        raise ValueError(
-            f"{who}: key {tokens.key.shape}, value {tokens.value.shape} and groups of "
-            f"{group_size} need {shown_state(wanted)}, got {shown_state(state)}"
-        )
+    (_, key, *_, value, _), groups = tokens, f"groups of {group_size}"
+    given = f"key {key.shape}, value {value.shape} and {groups}"
+    check_state(who, given, state, wanted)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check_mask
+from symjax.attention.checks import check_mask, state_sizes
 from symjax.attention.features import named
 from symjax.attention.masks import only_seen, visible_keys
 from symjax.attention.noncausal import attend
@@ -160,10 +160,12 @@ def linear_state(
 ) -> LinearState:
     """The state of `linear_causal` before the first token; float32 at least."""
     recurrence = _recurrence("linear_state", features)
+    sizes = state_sizes("linear_state", batch, kv_heads, head_size, value_size)
     if callable(features):
         like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
-        head_size = jax.eval_shape(features, like).shape[-1]
-    return recurrence.empty(None, (batch, kv_heads, head_size, value_size), dtype)
+        size = jax.eval_shape(features, like).shape[-1]
+        sizes = batch, kv_heads, size, value_size
+    return recurrence.empty(None, sizes, dtype)
 
 
 def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check_kind, check_number
+from symjax.attention.checks import check_kind, check_number, state_sizes
 from symjax.attention.favor import KINDS, Statistics, adapted
 from symjax.attention.features import RANDOM, RandomFeatures, default_projection, named
 from symjax.attention.noncausal import attend
@@ -185,10 +185,12 @@ def performer_state(
     dtype: Any = jnp.float32,
 ) -> LinearState:
     """The state of `performer_causal` before the first token; float32 at least."""
+    who = "performer_state"
+    sizes = state_sizes(who, batch, kv_heads, head_size, value_size)
     like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
     given = features, like, like, projection, None, statistics
-    recurrence, random = _recurrence("performer_state", *given)
-    return recurrence.empty(random, (batch, kv_heads, head_size, value_size), dtype)
+    recurrence, random = _recurrence(who, *given)
+    return recurrence.empty(random, sizes, dtype)
 
 
 def _recurrence(

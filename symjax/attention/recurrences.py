@@ -26,11 +26,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.checks import (
+    check_axis,
     check_count,
     check_flag,
     check_heads,
     check_kind,
     check_mask,
+    check_state,
 )
 from symjax.attention.chunks import (
     TILE,
@@ -170,12 +172,8 @@ def _start(
     if state is None:
         return recurrence.empty(parameters, sizes, dtype)
     wanted = jax.eval_shape(lambda: recurrence.empty(parameters, sizes, dtype))
-    fits = jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, wanted)
-    if type(state) is not type(wanted) or not fits:
-        raise ValueError(
-            f"{who}: key {key.shape} and value {value.shape} need {shown_state(wanted)}"
-            f", got {shown_state(state)}"
-        )
+    given = f"key {key.shape} and value {value.shape}"
+    check_state(who, given, state, wanted)
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
 
 
@@ -269,20 +267,3 @@ def check_tokens(
         )
     if mask is not None:
         check_mask(who, mask, key)
-
-
-def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) -> None:
-    """Time that is split over a mesh axis is all of time, from the first token on."""
-    for name, given in (("state", state is not None), ("return_state", return_state)):
-        if axis_name is not None and given:
-            raise ValueError(
-                f"{who}: {name} has no meaning with axis_name {axis_name!r}, whose "
-                "devices read all tokens from the first on"
-            )
-
-
-def shown_state(state: Any) -> str:
-    """A state as errors name it: its kind, and the shape of each part."""
-    parts = state._asdict() if hasattr(state, "_asdict") else {}
-    named = [f"{name} {jnp.shape(x)}" for name, x in parts.items() if x is not None]
-    return f"a {type(state).__name__}" + (f" of {', '.join(named)}" if named else "")

@@ -23,7 +23,12 @@ from symjax.attention.checks import (
 from symjax.attention.masks import Visibility, only_seen
 from symjax.attention.ring import attend_ring
 from symjax.attention.rows import Operands, RowWeights, Rule, attend_rows
-from symjax.attention.shards import first_token, gather, segment_runs_over
+from symjax.attention.shards import (
+    device_count,
+    first_token,
+    gather,
+    segment_runs_over,
+)
 from symjax.attention.windows import attend_window, attend_window_of_device
 
 
@@ -252,7 +257,7 @@ def check_scores(
             f"needs as many keys as queries, got {query.shape} and {key.shape}"
         )
     batch, time, heads = query.shape[:3]
-    devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    devices = device_count(who, axis_name)
     own = heads if lam is None else heads // 2
     pairs = (batch, own, time, devices * key.shape[1])
     for name, array, wanted in (

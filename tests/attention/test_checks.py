@@ -13,6 +13,9 @@ B, T, N, H = 2, 5, 3, 4
 X = np.ones((B, T, N, H), np.float32)
 TWO = np.ones(2, np.float32)
 IDS = np.ones((B, T), np.float32)
+COMPLEX = jax.tree.map(
+    lambda x: x.astype(np.complex64), A.linear_state(B, N, H, H, features="relu")
+)
 WRONG = {
     "softmax: query must be an array of floating numbers, got a list": lambda: (
         A.softmax(X.tolist(), X, X)
@@ -110,6 +113,28 @@ WRONG = {
     "performer: statistics must be those of favor_statistics, got 3": lambda: (
         A.performer(X, X, X, features="favor#", statistics=3)
     ),
+    "linear_step: the state's sums must be an array of floating numbers, got": (
+        lambda: A.linear_step(COMPLEX, *[X[:, :1]] * 3)
+    ),
+    "flash_step: the state's place must be an array of whole numbers, got float32": (
+        lambda: A.flash_step(
+            A.flash_state(B, N, H, H, group_size=3)._replace(place=TWO),
+            *[X[:, :1]] * 5,
+        )
+    ),
+    "cosine_state: head_size must be at least 1, got -4": lambda: A.cosine_state(
+        B, N, -H, H
+    ),
+    "delta_state: batch must be an int, got 2.0": lambda: A.delta_state(2.0, N, H, H),
+    "flash_state: group_size must be an int, got None": lambda: A.flash_state(
+        B, N, H, H, group_size=None
+    ),
+    "linear_causal: axis_name must be a mesh axis of a jax.shard_map around the call, "
+    "got 'time'": lambda: A.linear_causal(X, X, X, axis_name="time"),
+    "flash_causal: axis_name must be a mesh axis": lambda: A.flash_causal(
+        *[X] * 5, segment_ids=np.ones((B, T), int), axis_name="time"
+    ),
+    "softmax: axis_name must be a mesh axis": lambda: A.softmax(X, X, X, axis_name=3),
     "differential_v2: lam must be an array, got None": lambda: A.differential_v2(
         X[:, :, :2], X[:, :, :1], X[:, :, :1], None
     ),

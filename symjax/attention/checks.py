@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from symjax.attention.shards import device_count
-
 KINDS = {  # of arrays, as errors name them
     jnp.number: "an array of real numbers",
     jnp.floating: "an array of floating numbers",
@@ -144,6 +142,19 @@ def check_mask(who: str, mask: Array, key: Array) -> None:
             f"{who}: a mask may only hide keys, shape ({batch} or 1, 1, 1, {length}) "
             f"for key {key.shape}, got {mask.shape}"
         )
+
+
+def device_count(who: str, axis_name: str | None) -> int:
+    """How many devices time is split over, or an error that names the axis."""
+    if axis_name is None:
+        return 1
+    try:
+        return jax.lax.axis_size(axis_name)
+    except (NameError, TypeError, ValueError):
+        raise ValueError(
+            f"{who}: axis_name must be a mesh axis of a jax.shard_map around the call, "
+            f"got {axis_name!r}"
+        ) from None
 
 
 def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) -> None:

@@ -19,16 +19,12 @@ from symjax.attention.checks import (
     check_heads,
     check_kind,
     check_number,
+    device_count,
 )
 from symjax.attention.masks import Visibility, only_seen
 from symjax.attention.ring import attend_ring
 from symjax.attention.rows import Operands, RowWeights, Rule, attend_rows
-from symjax.attention.shards import (
-    device_count,
-    first_token,
-    gather,
-    segment_runs_over,
-)
+from symjax.attention.shards import first_token, gather, segment_runs_over
 from symjax.attention.windows import attend_window, attend_window_of_device
 
 

@@ -27,19 +27,6 @@ def gather(tree: Any, axis_name: str) -> Any:
     return jax.tree.map(whole, tree)
 
 
-def device_count(who: str, axis_name: str | None) -> int:
-    """How many devices time is split over, or an error that names the axis."""
-    if axis_name is None:
-        return 1
-    try:
-        return jax.lax.axis_size(axis_name)
-    except (NameError, TypeError, ValueError):
-        raise ValueError(
-            f"{who}: axis_name must be a mesh axis of a jax.shard_map around the call, "
-            f"got {axis_name!r}"
-        ) from None
-
-
 def first_token(query: Array, key: Array, axis_name: str) -> Int[Array, ""]:
     """The position of a device's first token.
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,22 +12,19 @@ from etils import epath
 from symjax import config
 from symjax.data.examples import Examples
 from symjax.models import cost
-from symjax.places import home, in_bucket, sent
+from symjax.places import home
 from symjax.training import chips, preflight
+from symjax.training.ahead import ahead
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.initial import initial_state
 from symjax.training.interrupt import Interrupts
-from symjax.training.launch import is_process_zero
 from symjax.training.metrics import Metrics
+from symjax.training.mirror import Mirror
 from symjax.training.processes import all_succeed, check_same, process_zero_first
 from symjax.training.profile import Profile
-from symjax.training.progress import Clock, Progress, print_warning
+from symjax.training.progress import Clock, Progress
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, State, compile_program
-
-ASK = 0.2  # seconds between the questions whether to stop waiting for a batch
-# Of what lies in `home`, that of which a bucket gets copies.
-COPIED = ("metrics.jsonl", "metrics.png", "tensorboard/**/*", "profile/**/*")
 
 
 @dataclass
@@ -42,74 +39,6 @@ class Skips:
         skipped, self.total = total > self.total, int(total)
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         return skipped
-
-
-def ahead(
-    pool: ThreadPoolExecutor,
-    make: Callable[[int], Any],
-    first: int,
-    last: int,
-    stop: Callable[[], bool] = lambda: False,
-) -> Iterator[Any]:
-    """The batches of steps first … last, each made while the step before it runs.
-
-    A batch depends on its step alone, so a resumed run needs to know nothing of this.
-
-    Args:
-        make: step → its batch; what it raises is raised where the batch is taken.
-        stop: asked while a batch is not there, as one of a stream may not be; None
-            comes in its place if it says so.
-    """
-    made = pool.submit(make, first)
-    for step in range(first, last + 1):
-        while not wait([made], ASK).done:
-            if stop():
-                yield None
-        batch = made.result()
-        if step < last:
-            made = pool.submit(make, step + 1)
-        yield batch
-
-
-class Mirror:
-    """Brings whole files from a run's `home` to its workdir, where these are two.
-
-    The first of several processes does, with the files of its machine.
-    """
-
-    def __init__(self, workdir: epath.Path):
-        self._workdir, self._home = workdir, home(workdir)
-        self._copied: dict[str, tuple[int, int]] = {}
-        self._failed = False
-
-    def copy(self) -> None:
-        """What has changed since it was copied; a store that cannot be written is said
-        in one line, and tried again the next time."""
-        if not in_bucket(self._workdir) or not is_process_zero():
-            return
-        try:
-            for name, stamp in self._stamps().items():
-                if self._copied.get(name) != stamp:
-                    sent(self._workdir, name)
-                    self._copied[name] = stamp
-        except OSError as error:
-            if not self._failed:
-                print_warning(
-                    f"metrics cannot be copied to {self._workdir} ({error.strerror}): "
-                    f"continuing, they are in {self._home}"
-                )
-            self._failed = True
-        else:
-            self._failed = False
-
-    def _stamps(self) -> dict[str, tuple[int, int]]:
-        """Size and time of each file."""
-        found = [path for name in COPIED for path in sorted(self._home.glob(name))]
-        stats = {path: path.stat() for path in found if path.is_file()}
-        return {
-            path.relative_to(self._home).as_posix(): (stat.st_size, stat.st_mtime_ns)
-            for path, stat in stats.items()
-        }
 
 
 class Run(NamedTuple):

@@ -19,7 +19,7 @@ from runs import ROOT, call, environment, train, words
 import symjax
 from symjax.evaluation.loading import load
 from symjax.places import home, place
-from symjax.training import opened, record
+from symjax.training import mirror, record
 from symjax.training.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -295,7 +295,7 @@ def test_metrics_that_cannot_be_copied_are_copied_later(
     runs, text, bucket, monkeypatch, capsys
 ):
     """The disk has them, and one line says so."""
-    workdir, sent, refused = place(f"{bucket}/late"), opened.sent, []
+    workdir, sent, refused = place(f"{bucket}/late"), mirror.sent, []
 
     def fails(workdir, name):
         if len(refused) < 2:
@@ -303,7 +303,7 @@ def test_metrics_that_cannot_be_copied_are_copied_later(
             raise OSError(0, "HttpError: 503")
         sent(workdir, name)
 
-    monkeypatch.setattr(opened, "sent", fails)
+    monkeypatch.setattr(mirror, "sent", fails)
     capsys.readouterr()
     assert train(text, workdir, steps=4, **SMALL) == 0
     said = capsys.readouterr().err

@@ -15,8 +15,8 @@ import runs
 from runs import ROOT, SECONDS, train
 
 from symjax.training import chips, interrupt, loop, preflight, progress
+from symjax.training.ahead import ahead
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.opened import ahead
 from symjax.training.progress import Clock
 
 pytestmark = pytest.mark.usefixtures("cache")

@@ -14,9 +14,10 @@ import pytest
 from runs import ROOT, call, train, words
 
 from symjax.evaluation.loading import load
-from symjax.training import loop, preflight, record
+from symjax.training import loop, record
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.step import Means
+from symjax.training.workdir import LOCK, locked
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -188,7 +189,7 @@ def test_eval_names_the_damage_in_one_line(workdir, capsys):
 
 def test_the_second_process_in_a_workdir_is_refused(workdir, text, capsys):
     before = files(workdir)
-    with preflight.locked(workdir):
+    with locked(workdir):
         capsys.readouterr()
         assert train(text, workdir, steps=9, **SMALL) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -201,11 +202,11 @@ def test_the_second_process_in_a_workdir_is_refused(workdir, text, capsys):
 
 
 def test_a_lock_that_a_kill_left_is_no_lock(workdir):
-    (workdir / preflight.LOCK).write_text("1")
-    with preflight.locked(workdir), pytest.raises(ValueError, match=f" {os.getpid()}:"):
-        with preflight.locked(workdir):
+    (workdir / LOCK).write_text("1")
+    with locked(workdir), pytest.raises(ValueError, match=f" {os.getpid()}:"):
+        with locked(workdir):
             pass
-    assert not (workdir / preflight.LOCK).exists()
+    assert not (workdir / LOCK).exists()
 
 
 FULL = """

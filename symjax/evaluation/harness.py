@@ -16,7 +16,7 @@ from symjax.optional import needed
 from symjax.places import anywhere, place
 from symjax.training.commandline import Parser
 from symjax.training.exit_codes import run_and_exit
-from symjax.training.preflight import use_compile_cache
+from symjax.training.fits import use_compile_cache
 
 NOTE = "Tasks of the harness load their data from the hub, those of --include as said."
 

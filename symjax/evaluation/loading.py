@@ -17,11 +17,11 @@ from symjax.models.build import Model, decoder_of
 from symjax.models.decoder import Decoder
 from symjax.places import place, reaching
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.fits import use_compile_cache
 from symjax.training.preflight import (
     check_data,
     data_folder,
     saved_options,
-    use_compile_cache,
     with_vocabulary,
 )
 from symjax.training.saved import check_average, restored

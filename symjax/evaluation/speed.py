@@ -21,7 +21,7 @@ from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Options, Result, Table, progress, series
 from symjax.figures import Lines
 from symjax.models.build import build
-from symjax.training.preflight import compiled_step
+from symjax.training.fits import compiled_step
 from symjax.training.sharding import make_mesh
 from symjax.training.step import batch_like, compile_program
 

@@ -18,10 +18,10 @@ from symjax.data.mixture import rounded
 from symjax.models.generate import generate
 from symjax.places import home, in_bucket
 from symjax.tables import aligned
-from symjax.training import preflight
 from symjax.training.curve import NAME as CURVE
 from symjax.training.curve import draw
 from symjax.training.exit_codes import Interrupted
+from symjax.training.fits import use_compile_cache
 from symjax.training.interrupt import Interrupts
 from symjax.training.metrics import rows_of
 from symjax.training.opened import Run, open_run
@@ -36,6 +36,7 @@ from symjax.training.profile import FOLDER as TRACES
 from symjax.training.progress import duration
 from symjax.training.saved import described
 from symjax.training.step import Means, State, means
+from symjax.training.workdir import locked, removed_on_failure
 
 MOST_SKIPPED = 20  # steps in a row, then a run ends
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
@@ -52,15 +53,15 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
         FloatingPointError: the loss or its gradient is not finite, or a spike.
         Interrupted: a signal came; after a step, a checkpoint has been saved.
     """
-    preflight.use_compile_cache()
+    use_compile_cache()
     tree = validation.to_dict(options)
     check_same(workdir=str(workdir), allow=list(allow), **tree)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
-        lock = preflight.locked(workdir)
+        lock = locked(workdir)
         # In this order: the process that makes the folder removes it, after its lock.
         process_zero_first(lambda: stack.enter_context(lock))
-        with preflight.removed_on_failure(workdir):
+        with removed_on_failure(workdir):
             opened, state = open_run(options, workdir, allow, interrupts, stack)
         train(opened, state)
 

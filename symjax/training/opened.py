@@ -13,7 +13,7 @@ from symjax import config
 from symjax.data.examples import Examples
 from symjax.models import cost
 from symjax.places import home
-from symjax.training import chips, preflight
+from symjax.training import chips, fits, preflight
 from symjax.training.ahead import ahead
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.initial import initial_state
@@ -108,7 +108,7 @@ def open_run(
     checkpoints = all_succeed(lambda: Checkpoints(folder, keep, best=best))
     stack.enter_context(checkpoints)
     shape = options.batch_size, options.model.length
-    step = all_succeed(lambda: preflight.compiled_step(program, shape))
+    step = all_succeed(lambda: fits.compiled_step(program, shape))
     state, constants, saved = all_succeed(
         lambda: initial_state(options, program, examples, checkpoints)
     )

@@ -17,12 +17,9 @@ from symjax.training.chips import CHIPS
 from symjax.training.collectives import KINDS, Traffic, traffic
 from symjax.training.cycles import PARTS, estimate
 from symjax.training.exit_codes import OUT_OF_MEMORY
-from symjax.training.preflight import (
-    compiled_step,
-    shard_bytes,
-    use_compile_cache,
-    with_vocabulary,
-)
+from symjax.training.fits import compiled_step, use_compile_cache
+from symjax.training.preflight import with_vocabulary
+from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program, compile_program
 
 MIB = 2**20

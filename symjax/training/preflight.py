@@ -1,99 +1,21 @@
-"""Checks before a run starts; a run that is refused leaves its workdir as it was."""
+"""What a run starts from: its options and data, and those of its checkpoints."""
 
-import contextlib
 import dataclasses
-import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import filelock
-import jax
 from etils import epath
 
 from symjax import config, validation
 from symjax.data.examples import Examples, open_examples
 from symjax.data.folder import arrays_in
 from symjax.data.manifest import MANIFEST
-from symjax.files import check_writable
-from symjax.places import brought, home, reaching, sent, user_cache
+from symjax.places import brought, home, reaching, sent
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
 from symjax.training.optimizer import state_layout
-from symjax.training.progress import print_warning
-from symjax.training.sharding import shard_bytes
-from symjax.training.step import Program
-
-# What a run makes inside its workdir, and while it lives the lock.
-PARTS = ("checkpoints", "data", "tensorboard", "wandb", "profile", "metrics.jsonl")
-LOCK = "lock"
-GIB = 2**30
-
-
-@contextlib.contextmanager
-def locked(workdir: epath.Path) -> Iterator[None]:
-    """Make the workdir, and keep other runs out of it until the block ends.
-
-    The lock is the kernel's, so a process that is killed leaves none. Folders that the
-    block has not filled are removed again. Reading needs no lock. A bucket has none:
-    there, only other runs of this machine are kept out.
-
-    Raises:
-        ValueError: the workdir cannot be made or written, or another process has it.
-    """
-    here = home(workdir)
-    folders = [x for x in (here, *here.parents) if not x.exists()]
-    what = f"--workdir {str(workdir)!r}"
-    check_writable(workdir, what)
-    check_writable(here, f"{here}, which {what} needs,")
-    try:
-        with _lock(workdir) if is_process_zero() else contextlib.nullcontext():
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            for folder in folders:
-                folder.rmdir()
-
-
-@contextlib.contextmanager
-def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
-    """Whatever ends the block early, the parts of a run that it made are removed."""
-    folders = {epath.Path(home(workdir)), epath.Path(workdir)}
-    parts = [folder / name for folder in folders for name in PARTS]
-    with reaching(workdir):
-        parts = [part for part in parts if not part.exists()]
-    try:
-        yield
-    except BaseException:
-        for part in parts:
-            with contextlib.suppress(OSError), reaching(workdir):
-                part.rmtree(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _lock(workdir: epath.Path) -> Iterator[None]:
-    path = home(workdir) / LOCK
-    lock = filelock.FileLock(path, blocking=False)
-    try:
-        lock.acquire()
-        path.write_text(str(os.getpid()))  # for people
-    except filelock.Timeout:
-        raise ValueError(
-            f"--workdir {str(workdir)!r} is in use by process {path.read_text()}: wait "
-            "for it, or use another"
-        ) from None
-    except OSError as error:
-        print_warning(
-            f"{path} cannot be locked ({error.strerror}): start no second run in it"
-        )
-    try:
-        yield
-    finally:
-        if lock.is_locked:
-            path.unlink(missing_ok=True)  # before it is released: it is still ours
-            lock.release()
+from symjax.training.workdir import locked, removed_on_failure
 
 
 def saved_meta(
@@ -252,58 +174,3 @@ def check_labels(model: config.Model, corpus: Examples) -> None:
         raise ValueError(
             f"model.image is {model.image}, the images of data are {corpus.image}"
         )
-
-
-def compiled_step(
-    program: Program, shape: tuple[int, int], *, refuse: bool = True
-) -> jax.stages.Compiled:
-    """The training step for batches of `shape`, compiled.
-
-    Args:
-        refuse: what does not fit; False for devices that are not there.
-    Raises:
-        ValueError: it needs more memory than there is.
-    """
-    if refuse:  # here too, since sizes beyond all bounds may end a compiler
-        state = shard_bytes((program.state, program.constants))
-        batch = 2 * 4 * math.prod(shape) // program.mesh.size
-        check_memory(state + batch, "weights, optimizer and batch alone take")
-    step = program.lower(shape).compile()
-    memory = step.memory_analysis()
-    if refuse and memory is not None:
-        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        check_memory(needed, "a training step takes")
-    return step
-
-
-def check_memory(needed: int, what: str) -> None:
-    """Refuse what a device cannot hold, instead of being killed half-way.
-
-    Raises:
-        ValueError: naming both sizes.
-    """
-    there = _memory_of_a_device()
-    if needed > there:
-        raise ValueError(
-            f"{what} {needed / GIB:,.1f} GiB a device, there are {there / GIB:,.1f}: "
-            "choose a smaller model or batch_size, a larger optimizer.accumulate, or "
-            "model.remat=full"
-        )
-
-
-def use_compile_cache() -> None:
-    """Keep compiled programs in the user's cache folder, unless jax has one set."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(user_cache("jax")))
-
-
-def _memory_of_a_device() -> float:
-    """Bytes; infinite where the platform does not tell."""
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit:
-        return limit
-    if device.platform != "cpu" or not hasattr(os, "sysconf"):
-        return math.inf
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return physical / jax.local_device_count()

@@ -14,7 +14,7 @@ import pytest
 import runs
 from runs import ROOT, SECONDS, train
 
-from symjax.training import chips, interrupt, loop, preflight, progress
+from symjax.training import chips, fits, interrupt, loop, preflight, progress
 from symjax.training.ahead import ahead
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.progress import Clock
@@ -184,7 +184,7 @@ def signalled(monkeypatch, room, name, *, after=False):
 
 
 @pytest.mark.parametrize(
-    ("room", "name"), [(preflight, "open_examples"), (preflight, "compiled_step")]
+    ("room", "name"), [(preflight, "open_examples"), (fits, "compiled_step")]
 )
 def test_a_signal_before_the_first_step_leaves_a_new_workdir_as_it_was(
     room, name, text, workdir, monkeypatch, capfd
@@ -251,14 +251,14 @@ def test_a_start_that_is_interrupted_leaves_nothing(text, workdir, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preflight, "compiled_step", interrupted)
+    monkeypatch.setattr(fits, "compiled_step", interrupted)
     assert train(text, workdir) == 130
     assert not workdir.exists()
 
 
 def poison(monkeypatch, number):
     """The weights that a step makes are not numbers, though its loss was one."""
-    compiled_step = preflight.compiled_step
+    compiled_step = fits.compiled_step
 
     def poisoned(program, shape):
         step = compiled_step(program, shape)
@@ -273,7 +273,7 @@ def poison(monkeypatch, number):
 
         return run
 
-    monkeypatch.setattr(preflight, "compiled_step", poisoned)
+    monkeypatch.setattr(fits, "compiled_step", poisoned)
 
 
 def test_a_loss_that_is_no_number_stops_and_names_the_step(

@@ -371,7 +371,7 @@ ALONE_IN_TROUBLE = """
 import errno, os, signal, sys, time
 import train
 from orbax.checkpoint._src.checkpointers import async_checkpointer
-from symjax.training import preflight, record
+from symjax.training import fits, record
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.exit_codes import run_and_exit
 
@@ -385,7 +385,7 @@ def signalled(program, shape):
     time.sleep(3)
     return compiled_step(program, shape)
 
-compiled_step = preflight.compiled_step
+compiled_step = fits.compiled_step
 trouble = os.environ["TROUBLE"]
 if sys.argv[-1] == "1":
     if trouble == "a file of another":
@@ -398,7 +398,7 @@ if sys.argv[-1] == "1":
         full = OSError(errno.ENOSPC, "No space left on device")
         async_checkpointer._background_wait_for_commit_futures = refuse(full)
     elif trouble == "a signal":
-        preflight.compiled_step = signalled
+        fits.compiled_step = signalled
 run_and_exit(lambda: train.main(sys.argv[1:]))
 """
 

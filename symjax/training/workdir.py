@@ -1,0 +1,82 @@
+"""The folder of a run: one run has it, and one that is refused leaves it as it was."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import filelock
+from etils import epath
+
+from symjax.files import check_writable
+from symjax.places import home, reaching
+from symjax.training.launch import is_process_zero
+from symjax.training.progress import print_warning
+
+# What a run makes inside its workdir, and while it lives the lock.
+PARTS = ("checkpoints", "data", "tensorboard", "wandb", "profile", "metrics.jsonl")
+LOCK = "lock"
+
+
+@contextlib.contextmanager
+def locked(workdir: epath.Path) -> Iterator[None]:
+    """Make the workdir, and keep other runs out of it until the block ends.
+
+    The lock is the kernel's, so a process that is killed leaves none. Folders that the
+    block has not filled are removed again. Reading needs no lock. A bucket has none:
+    there, only other runs of this machine are kept out.
+
+    Raises:
+        ValueError: the workdir cannot be made or written, or another process has it.
+    """
+    here = home(workdir)
+    folders = [x for x in (here, *here.parents) if not x.exists()]
+    what = f"--workdir {str(workdir)!r}"
+    check_writable(workdir, what)
+    check_writable(here, f"{here}, which {what} needs,")
+    try:
+        with _lock(workdir) if is_process_zero() else contextlib.nullcontext():
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            for folder in folders:
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
+    """Whatever ends the block early, the parts of a run that it made are removed."""
+    folders = {epath.Path(home(workdir)), epath.Path(workdir)}
+    parts = [folder / name for folder in folders for name in PARTS]
+    with reaching(workdir):
+        parts = [part for part in parts if not part.exists()]
+    try:
+        yield
+    except BaseException:
+        for part in parts:
+            with contextlib.suppress(OSError), reaching(workdir):
+                part.rmtree(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _lock(workdir: epath.Path) -> Iterator[None]:
+    path = home(workdir) / LOCK
+    lock = filelock.FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+        path.write_text(str(os.getpid()))  # for people
+    except filelock.Timeout:
+        raise ValueError(
+            f"--workdir {str(workdir)!r} is in use by process {path.read_text()}: wait "
+            "for it, or use another"
+        ) from None
+    except OSError as error:
+        print_warning(
+            f"{path} cannot be locked ({error.strerror}): start no second run in it"
+        )
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            path.unlink(missing_ok=True)  # before it is released: it is still ours
+            lock.release()

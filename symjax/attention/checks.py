@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 KINDS = {  # of arrays, as errors name them
@@ -28,13 +29,19 @@ def check_count(who: str, name: str, value: int, least: int = 1) -> None:
 
 
 def state_sizes(
-    who: str, batch: int, kv_heads: int, head_size: int, value_size: int
+    who: str, batch: int, kv_heads: int, head_size: int, value_size: int, dtype: Any
 ) -> tuple[int, int, int, int]:
-    """The sizes of a state that has read nothing, or an error that names one."""
+    """The sizes of a state that has read nothing.
+
+    Raises:
+        ValueError: one of them or the dtype is no such thing, by its name.
+    """
     check_count(who, "batch", batch, least=0)
     check_count(who, "kv_heads", kv_heads)
     check_count(who, "head_size", head_size)
     check_count(who, "value_size", value_size)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{who}: dtype must be that of floating numbers, got {dtype}")
     return batch, kv_heads, head_size, value_size
 
 
@@ -50,11 +57,24 @@ def check_number(who: str, name: str, value: Any) -> None:
     if hasattr(value, "shape"):
         one, found = value.shape == (), value.shape
     else:
-        one, found = value is None or isinstance(value, Real), repr(value)
+        real = isinstance(value, Real) and not isinstance(value, bool)
+        one, found = value is None or real, repr(value)
     if not one:
         raise ValueError(f"{who}: {name} must be one number, got {found}")
+    if hasattr(value, "dtype"):
+        check_kind(who, jnp.number, **{name: value})
     if isinstance(value, Real) and not math.isfinite(value):
         raise ValueError(f"{who}: {name} must be finite, got {value}")
+
+
+def check_positive(who: str, name: str, value: Any) -> None:
+    """Refuse what is not one number, nor one above 0 where its value is known; None is
+    left out."""
+    check_number(who, name, value)
+    if value is None or isinstance(value, Tracer):
+        return
+    if not 0 < value < math.inf:
+        raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
 
 
 def check_function(who: str, attend: Callable) -> None:
@@ -72,6 +92,14 @@ def check_kind(who: str, kind: type, **arrays: Any) -> None:
         fits = hasattr(array, "dtype") and jnp.issubdtype(found, kind)
         if not fits or jnp.issubdtype(found, jnp.complexfloating):
             raise ValueError(f"{who}: {name} must be {KINDS[kind]}, got {found}")
+
+
+def check_floating(who: str, **arrays: Any) -> None:
+    """Refuse what is no array of floating numbers, by its name, None among them."""
+    for name, array in arrays.items():
+        if array is None:
+            raise ValueError(f"{who}: {name} must be {KINDS[jnp.floating]}, got None")
+    check_kind(who, jnp.floating, **arrays)
 
 
 def as_array(who: str, name: str, value: Any) -> Array:
@@ -92,10 +120,7 @@ def check_arrays(who: str, **arrays: Array) -> None:
         ValueError: naming all of the arrays and their shapes, or the one whose numbers
             are not floating.
     """
-    for name, array in arrays.items():
-        if array is None:
-            raise ValueError(f"{who}: {name} must be {KINDS[jnp.floating]}, got None")
-    check_kind(who, jnp.floating, **arrays)
+    check_floating(who, **arrays)
     if any(x.ndim != 4 or x.shape[2] == 0 for x in arrays.values()):
         shapes = ", ".join(str(x.shape) for x in arrays.values())
         raise ValueError(

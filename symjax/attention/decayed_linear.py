@@ -181,5 +181,5 @@ def decay_state(
     dtype: Any = jnp.float32,
 ) -> DecayState:
     """The state of `decay_causal` before the first token; float32 at least."""
-    sizes = state_sizes("decay_state", batch, kv_heads, head_size, value_size)
+    sizes = state_sizes("decay_state", batch, kv_heads, head_size, value_size, dtype)
     return Decayed().empty(None, sizes, dtype)

@@ -216,7 +216,7 @@ def delta_state(
     dtype: Any = jnp.float32,
 ) -> DeltaState:
     """The state of `delta_causal` before the first token; float32 at least."""
-    sizes = state_sizes("delta_state", batch, kv_heads, head_size, value_size)
+    sizes = state_sizes("delta_state", batch, kv_heads, head_size, value_size, dtype)
     return DeltaRule().empty(None, sizes, dtype)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.checks import check_floating, check_positive
 from symjax.attention.features import RandomFeatures
 
 KINDS = ("favor#", "favor++")
@@ -46,7 +47,8 @@ def favor_statistics(
         query, key: a sample, in which every axis but the last is a number of draws.
         scale: of the scores, 1/√H by default.
     Raises:
-        ValueError: an unknown `kind`, head sizes that differ, or an empty sample.
+        ValueError: an unknown `kind`, head sizes that differ, an empty sample, or a
+            scale that is not above 0.
     Source: Likhosherstov et al. 2022, arXiv:2205.15317 (FAVOR++); 2023,
         arXiv:2302.00787 (FAVOR#).
     """
@@ -55,8 +57,10 @@ def favor_statistics(
             f"favor_statistics: kind {kind!r} is unknown: choose from "
             f"{', '.join(KINDS)}"
         )
-    size = query.shape[-1]
-    if key.shape[-1] != size:
+    check_floating("favor_statistics", query=query, key=key)
+    check_positive("favor_statistics", "scale", scale)
+    size = query.shape[-1] if query.ndim else 0
+    if not key.ndim or key.shape[-1] != size:
         raise ValueError(
             "favor_statistics: query and key must agree in head size, got query "
             f"{query.shape} and key {key.shape}"
@@ -114,7 +118,9 @@ def adapted(
         raise ValueError(
             f"{who}: statistics must be those of favor_statistics, got {statistics!r}"
         )
-    shapes = jnp.shape(statistics.a), jnp.shape(statistics.b)
+    a, b = statistics
+    check_floating(who, **{"statistics.a": a, "statistics.b": b})
+    shapes = a.shape, b.shape
     if shapes != ((size,), (size, size)):
         raise ValueError(
             f"{who}: statistics must be a ({size},) and b ({size}, {size}), "

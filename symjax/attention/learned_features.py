@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.checks import check_floating
 from symjax.attention.chunks import products
 
 
@@ -37,6 +38,7 @@ def t2r(
     Source: Kasai et al. 2021, arXiv:2103.13076.
     """
     projected = _learned("t2r", x, weight)
+    check_floating("t2r", bias=bias)
     if bias.shape != projected.shape[2:]:
         raise ValueError(
             f"t2r: bias must be [N M] of x {x.shape} and weight {weight.shape}, "
@@ -46,6 +48,7 @@ def t2r(
 
 
 def _learned(who: str, x: Array, weight: Array) -> Array:
+    check_floating(who, x=x, weight=weight)
     if x.ndim != 4 or weight.ndim != 3 or weight.shape[:2] != x.shape[2:]:
         raise ValueError(
             f"{who}: weight must be [N H M] for x [B T N H], got weight "

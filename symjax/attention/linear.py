@@ -12,6 +12,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,7 +64,8 @@ def linear(
             "identity", or a function of [B T N H] and [B S K H] that treats every token
             by itself. Pairs weigh (q·k)² with "squared", by H (H + 1)/2 features, and
             1 + s + s²/2 with s = q·k/√H with "taylor", by those and H + 1 more.
-            Features that change sign may have a denominator near zero.
+            Features that change sign may have a denominator near zero. Float32 must
+            hold squared lengths: entries up to 1e18.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, an unknown name, or a mask that hides
@@ -160,11 +162,11 @@ def linear_state(
 ) -> LinearState:
     """The state of `linear_causal` before the first token; float32 at least."""
     recurrence = _recurrence("linear_state", features)
-    sizes = state_sizes("linear_state", batch, kv_heads, head_size, value_size)
+    sizes = state_sizes("linear_state", batch, kv_heads, head_size, value_size, dtype)
     if callable(features):
         like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
-        size = jax.eval_shape(features, like).shape[-1]
-        sizes = batch, kv_heads, size, value_size
+        mapped = jax.eval_shape(partial(_applied, "linear_state", features), like)
+        sizes = batch, kv_heads, mapped.shape[-1], value_size
     return recurrence.empty(None, sizes, dtype)
 
 
@@ -188,4 +190,14 @@ def _mapped(
     if mask is not None:
         check_mask(who, mask, key)
         (key,) = only_seen(visible_keys(mask, *key.shape[:2]), key)
-    return features(query), features(key)
+    return _applied(who, features, query), _applied(who, features, key)
+
+
+def _applied(who: str, features: FeatureFunction, x: Array) -> Array:
+    mapped = features(x)
+    given, found = jnp.shape(x), jnp.shape(mapped)
+    if len(found) != 4 or found[:3] != given[:3]:
+        raise ValueError(
+            f"{who}: features must map [B T N H] {given} to [B T N M], got {found}"
+        )
+    return mapped

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from symjax.attention.checks import as_array, check_count, check_positive
 from symjax.attention.chunks import sum_dtype
 from symjax.attention.positions import alibi_slopes
 
@@ -16,7 +17,7 @@ def retention_log_decay(heads: int) -> Float[Array, "N"]:
         ValueError: fewer than 1 head.
     Source: Sun et al. 2023, arXiv:2307.08621, "multi-scale retention".
     """
-    _check_heads("retention_log_decay", heads)
+    check_count("retention_log_decay", "heads", heads)
     return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(heads)))))
 
 
@@ -35,10 +36,13 @@ def lightning_log_decay(
         ValueError: an unknown convention, fewer than 1 head, or no such layer.
     Source: Qin et al. 2023, arXiv:2307.14995.
     """
-    _check_heads("lightning_log_decay", heads)
-    if not 0 <= layer < layers:
+    who = "lightning_log_decay"
+    check_count(who, "heads", heads)
+    check_count(who, "layers", layers)
+    check_count(who, "layer", layer, least=0)
+    if layer >= layers:
         raise ValueError(
-            f"lightning_log_decay: layer must be 0 to layers - 1, got layer {layer} "
+            f"{who}: layer must be 0 to layers - 1, got layer {layer} "
             f"and layers {layers}"
         )
     if convention == "transnormer":
@@ -47,8 +51,7 @@ def lightning_log_decay(
         slopes = 8 * np.arange(heads) / heads * (1 - layer / layers)
     else:
         raise ValueError(
-            f"lightning_log_decay: convention {convention!r} is unknown: choose from "
-            "fla, transnormer"
+            f"{who}: convention {convention!r} is unknown: choose from fla, transnormer"
         )
     return jnp.asarray(-slopes)
 
@@ -62,11 +65,6 @@ def gated_log_decay(
         ValueError: a power that is not above 0, whose state would grow.
     Source: Yang et al. 2023, arXiv:2312.06635.
     """
-    if power <= 0:
-        raise ValueError(f"gated_log_decay: power must be above 0, got {power}")
+    logits = as_array("gated_log_decay", "logits", logits)
+    check_positive("gated_log_decay", "power", power)
     return power * jax.nn.log_sigmoid(logits.astype(sum_dtype(logits)))
-
-
-def _check_heads(who: str, heads: int) -> None:
-    if heads < 1:
-        raise ValueError(f"{who} needs at least 1 head, got {heads}")

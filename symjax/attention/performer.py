@@ -8,8 +8,8 @@
 
 exp(q·k) = E[φ(q)·φ(k)] over random rows w of the projection, with features that hold
 exponentials. Their exponents are kept below a running maximum, so that nothing is added
-to a feature or a denominator, at any size of the inputs, and the causal form depends on
-the past alone.
+to a feature or a denominator, at any size of the inputs whose squared lengths float32
+holds (entries up to 1e18), and the causal form depends on the past alone.
 
 The estimate is close where queries and keys are small: at head size 64 and entries of
 size 0.5 the relative output error is 0.54, 0.41 and 0.23 with 128, 256 and 1024
@@ -22,10 +22,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check_kind, check_number, state_sizes
+from symjax.attention.checks import check_kind, check_positive, state_sizes
 from symjax.attention.favor import KINDS, Statistics, adapted
 from symjax.attention.features import RANDOM, RandomFeatures, default_projection, named
 from symjax.attention.noncausal import attend
@@ -186,7 +185,7 @@ def performer_state(
 ) -> LinearState:
     """The state of `performer_causal` before the first token; float32 at least."""
     who = "performer_state"
-    sizes = state_sizes(who, batch, kv_heads, head_size, value_size)
+    sizes = state_sizes(who, batch, kv_heads, head_size, value_size, dtype)
     like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
     given = features, like, like, projection, None, statistics
     recurrence, random = _recurrence(who, *given)
@@ -205,7 +204,7 @@ def _recurrence(
     """The recurrence and its parameters."""
     recurrence = Normalised(named(who, RANDOM, features))
     check_kind(who, jnp.floating, query=query, key=key, projection=projection)
-    check_number(who, "scale", scale)
+    check_positive(who, "scale", scale)
     size = query.shape[-1]
     if projection is None:
         projection = jnp.asarray(default_projection(size))
@@ -216,8 +215,6 @@ def _recurrence(
             f"key {key.shape}, M not 0, got {shape}"
         )
     scale = 1 / math.sqrt(size) if scale is None else scale
-    if not isinstance(scale, Tracer) and not 0 < scale < math.inf:
-        raise ValueError(f"{who}: scale must be positive and finite, got {scale}")
     random = RandomFeatures(projection, jnp.asarray(scale))
     if features in KINDS:
         random = adapted(who, random, statistics)

@@ -102,7 +102,7 @@ def attend_causal(
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
     alone = state is None and not return_state and axis_name is None
     state = _start(who, recurrence, parameters, state, tokens)
-    static = recurrence, chunk_size, axis_name, alone
+    static = recurrence, int(chunk_size), axis_name, alone
     if kernel is not None and alone and served(kernel, tokens, parameters):
         return _on_kernel(kernel, static, tokens, parameters, state)
     output, state = _causal(*static, tokens, parameters, state)

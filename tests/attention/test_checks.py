@@ -125,6 +125,59 @@ WRONG = {
     "cosine_state: head_size must be at least 1, got -4": lambda: A.cosine_state(
         B, N, -H, H
     ),
+    "decay_state: dtype must be that of floating numbers, got None": lambda: (
+        A.decay_state(B, N, H, H, dtype=None)
+    ),
+    "performer_state: dtype must be that of floating numbers, got": lambda: (
+        A.performer_state(B, N, H, H, dtype=jnp.int32)
+    ),
+    "performer: scale must be an array of real numbers, got bool": lambda: A.performer(
+        X, X, X, scale=jnp.asarray(True)
+    ),
+    "softmax: scale must be one number, got True": lambda: A.softmax(
+        X, X, X, scale=True
+    ),
+    "softmax: scale must be an array of real numbers, got complex64": lambda: A.softmax(
+        X, X, X, scale=jnp.asarray(1 + 0j)
+    ),
+    "performer: statistics.a must be an array of floating numbers, got a list": (
+        lambda: A.performer(
+            X, X, X, features="favor#", statistics=A.Statistics([0.0] * H, np.eye(H))
+        )
+    ),
+    "favor_statistics: scale must be positive and finite, got -1.0": lambda: (
+        A.favor_statistics(X, X, scale=-1.0)
+    ),
+    "favor_statistics: scale must be one number, got (2,)": lambda: A.favor_statistics(
+        X, X, scale=TWO
+    ),
+    "favor_statistics: key must be an array of floating numbers, got None": lambda: (
+        A.favor_statistics(X, None)
+    ),
+    f"favor_statistics: .* head size, got query () and key {(B, T, N, H)}": lambda: (
+        A.favor_statistics(X.sum(), X)
+    ),
+    "hedgehog: x must be an array of floating numbers, got complex64": lambda: (
+        A.hedgehog(X.astype(np.complex64), np.ones((N, H, 2), np.float32))
+    ),
+    "t2r: bias must be an array of floating numbers, got None": lambda: A.t2r(
+        X, np.ones((N, H, 2), np.float32), None
+    ),
+    f"linear_causal: features must map .* to [B T N M], got {(B, T, N)}": (
+        lambda: A.linear_causal(X, X, X, features=lambda x: x.sum(axis=-1))
+    ),
+    "linear_state: features must map [B T N H]": lambda: A.linear_state(
+        B, N, H, H, features=jnp.sum
+    ),
+    "gated_log_decay: power must be finite, got nan": lambda: A.gated_log_decay(
+        X, np.nan
+    ),
+    "retention_log_decay: heads must be an int, got 2.5": lambda: A.retention_log_decay(
+        2.5
+    ),
+    "lightning_log_decay: layer must be an int, got 0.5": lambda: A.lightning_log_decay(
+        4, 0.5, 2, convention="fla"
+    ),
     "delta_state: batch must be an int, got 2.0": lambda: A.delta_state(2.0, N, H, H),
     "flash_state: group_size must be an int, got None": lambda: A.flash_state(
         B, N, H, H, group_size=None

@@ -312,9 +312,9 @@ def test_wrong_makers_are_named():
         lightning_log_decay(4, 0, 1, convention="alibi")
     with pytest.raises(ValueError, match="layer 3 and layers 3"):
         lightning_log_decay(4, 3, 3, convention="fla")
-    with pytest.raises(ValueError, match="retention.* at least 1 head, got 0"):
+    with pytest.raises(ValueError, match="retention.*heads must be at least 1, got 0"):
         retention_log_decay(0)
-    with pytest.raises(ValueError, match="lightning.* at least 1 head, got 0"):
+    with pytest.raises(ValueError, match="lightning.*heads must be at least 1, got 0"):
         lightning_log_decay(0, 0, 1, convention="fla")
     with pytest.raises(ValueError, match="-0.5"):
         gated_log_decay(np.zeros(3), power=-0.5)

@@ -128,7 +128,9 @@ class Mixer:
     ) -> tuple[Array, KeyValues]:
         """Entries written for padding are hidden until they are overwritten.
 
-        Of the cache a part is read that holds all that is filled, at most twice that.
+        Of the cache a part is read that holds all that is filled, at most twice that
+        or 511 places. What implements attention to whole rows, and may take no
+        positions, does not decode.
         """
         count, places = operands["query"].array.shape[1], cache.key.shape[1]
         check_room(places, f"a cache of {places}", position, count, padding_mask)
@@ -136,6 +138,7 @@ class Mixer:
         key = write(cache.key, operands["key"].array, positions)
         value = write(cache.value, operands["value"].array, positions)
         options = {**dict(self.options), "is_causal": True}
+        options.pop("implementation", None)
 
         def attend(size: int) -> Array:
             read = {
@@ -189,11 +192,11 @@ def _state_first(step: Any) -> Callable:
 
 
 def _parts(places: int) -> list[int]:
-    """The parts of a cache that may be read: 256, 512, 1024 … places, and all."""
-    sizes = [SMALLEST_PART]
-    while 2 * sizes[-1] <= places:
-        sizes.append(2 * sizes[-1])
-    return [*sizes[:-1], places]
+    """The parts of a cache that may be read: all, half of it … but not below 256."""
+    sizes = [places]
+    while (half := -(-sizes[0] // 2)) >= SMALLEST_PART:
+        sizes.insert(0, half)
+    return sizes
 
 
 def check_room(

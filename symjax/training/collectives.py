@@ -1,5 +1,6 @@
 """What devices send each other in a compiled program."""
 
+import math
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -14,6 +15,9 @@ KINDS = (
     "all-to-all",
     "collective-permute",
 )
+
+# Axes of a mesh, and those, or parts of them, that a group is made of.
+_BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 
 
 class Traffic(NamedTuple):
@@ -68,7 +72,11 @@ def _sent(kind: str, instruction: Instruction, devices: int) -> int:
 
 
 def _group(rest: str, devices: int) -> int:
-    """Devices that take part together, from either notation of XLA."""
+    """Devices that take part together, from each notation of XLA."""
+    if found := _BY_AXES.search(rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in parts)
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
         return int(found[1])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):

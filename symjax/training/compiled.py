@@ -84,7 +84,7 @@ def computations(text: str) -> Computations:
 def total(
     program: Computations,
     measure: Callable[[Instruction], Counter | None],
-    choose: Callable = max,
+    choose: Callable[[Instruction], Callable] = lambda condition: max,
 ) -> Counter:
     """The sum of a measure over all that one run of a program executes.
 
@@ -94,7 +94,7 @@ def total(
     Args:
         measure: of one instruction, numbers by key; None for an instruction whose
             called computations are to be measured instead.
-        choose: max or min, of the branches by the sum of their numbers.
+        choose: of a condition, max or min of its branches by the sum of their numbers.
     """
 
     @functools.cache
@@ -112,7 +112,7 @@ def total(
                 found[UNKNOWN_LOOPS] += trips is None
             parts = [*map(of, _called(instruction))]
             if instruction.operation == "conditional" and parts:
-                parts = [choose(parts, key=Counter.total)]
+                parts = [choose(instruction)(parts, key=Counter.total)]
             for part in parts:
                 _add(found, part, 1 if trips is None else trips)
         return found

@@ -151,7 +151,7 @@ SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
     ids=str,
 )
 def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice, monkeypatch):
-    """Through all parts of a cache that may be read, of 4, 8 and 21 places."""
+    """Through all parts of a cache that may be read, of 6, 11 and 21 places."""
     monkeypatch.setattr(mixer, "SMALLEST_PART", 4)
     model = small(**choice)
 
@@ -171,11 +171,32 @@ def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice, monkeypatc
     assert (cache.position == TOKENS.shape[1]).all()
 
 
+def test_of_a_cache_at_most_twice_what_is_filled_is_read():
+    for places in (1, 255, 300, 511, 512, 1023, 1024, 2047, 5000):
+        parts = mixer._parts(places)
+        assert parts == sorted(parts) and parts[-1] == places
+        for filled in range(1, places + 1):
+            read = next(part for part in parts if part >= filled)
+            assert read <= max(2 * filled, 2 * mixer.SMALLEST_PART - 1)
+
+
+@pytest.mark.parametrize("implementation", ["rows", "whole", "fused", "cudnn", "ring"])
+def test_what_implements_whole_rows_does_not_decode(implementation):
+    """A run evaluates by decoding, too, whatever it trains with."""
+
+    def decoded(**choice):
+        model = small(**choice)
+        return model.decode(TOKENS[:, :5], model.init_cache(2, 9))[0]
+
+    found = decoded(implementation=implementation)
+    np.testing.assert_array_equal(found, decoded())
+
+
 @pytest.mark.parametrize("differential", ["none", "v1", "v2"])
 def test_a_step_reads_the_part_of_a_cache_that_is_filled(differential):
     """Numbers that no row sees would make its output NaN, if they were read."""
     model = small("softmax", differential=differential)
-    _, cache = model.decode(TOKENS[:, :10], model.init_cache(2, 1200))
+    _, cache = model.decode(TOKENS[:, :10], model.init_cache(2, 1024))
     layers = jax.tree.map(lambda x: x.at[:, 256:].set(jnp.nan), cache.layers)
     step = nnx.jit(lambda model, cache: model.decode(TOKENS[:, 10:11], cache)[0])
     wanted = step(model, cache)

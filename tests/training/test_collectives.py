@@ -1,5 +1,7 @@
 """Bytes that devices send, counted in programs whose answer is known."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,9 +14,11 @@ from symjax.training.collectives import traffic
 NUMBERS = 3 * 5 * 4  # bytes of a device's part
 
 
-def text_of(function) -> str:
-    types = (AxisType.Auto,)
-    mesh = jax.make_mesh((4,), ("x",), axis_types=types, devices=jax.devices()[:4])
+def text_of(function, **axes) -> str:
+    axes = axes or {"x": 4}
+    shape, types = tuple(axes.values()), (AxisType.Auto,) * len(axes)
+    devices = jax.devices()[: math.prod(shape)]
+    mesh = jax.make_mesh(shape, tuple(axes), axis_types=types, devices=devices)
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
     )
@@ -49,6 +53,38 @@ def test_every_kind_of_collective_is_counted_once():
     found = traffic(text_of(all_kinds), 4)
     for kind in ("all-gather", "reduce-scatter", "all-to-all"):
         assert (found.count[kind], found.sent[kind]) == (1, 3 * NUMBERS), kind
+
+
+def test_of_two_axes_of_a_mesh_the_one_that_takes_part_counts():
+    """Two of eight devices, in either order of the axes."""
+
+    def both(x):
+        return jax.lax.psum(x, "x"), jax.lax.all_gather(x, "x")
+
+    for axes in ({"x": 2, "y": 4}, {"y": 4, "x": 2}):
+        found = traffic(text_of(both, **axes), 8)
+        part = 2 * NUMBERS  # 12 rows over two devices
+        assert found.sent == {"all-reduce": part, "all-gather": part}
+
+
+@pytest.mark.parametrize(
+    ("group", "size"),
+    [
+        ("[32,2]<=[64]", 2),
+        ("{{0,32},{1,33}}", 2),
+        ("mesh['fsdp'=32,'tensor'=2] {'tensor'}", 2),
+        ("mesh['fsdp'=32,'tensor'=2] {'fsdp','tensor'}", 64),
+        ("mesh['fsdp'=32,'tensor'=2] {'fsdp':(2)4,'tensor'}", 8),
+        ("{}", 64),
+    ],
+)
+def test_a_group_of_devices_is_read_in_every_notation(group, size):
+    text = (
+        "ENTRY %main (p: f32[256]) -> f32[256] {\n"
+        f"  ROOT %r = f32[256]{{0}} all-reduce(%p), replica_groups={group}, "
+        "to_apply=%add\n}"
+    )
+    assert traffic(text, 64).sent["all-reduce"] == 2 * 1024 * (size - 1) // size
 
 
 WRITTEN = """

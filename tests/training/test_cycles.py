@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from symjax import config
+from symjax.attention.rescue import SCOPE as RARE
 from symjax.training import sharding, targets
 from symjax.training.chips import Chip
 from symjax.training.cycles import PARTS, estimate
@@ -80,6 +81,31 @@ def test_the_low_sum_counts_bytes_where_nothing_is_multiplied():
         "f32[8,8]{1,0} fusion(%b)", "f32[8,8]{1,0:S(1)} fusion(%b)"
     )
     assert estimate(on_chip, chip(flops=10, bandwidth=64)).low["copies"] == 4 + 2
+
+
+@pytest.mark.parametrize(("label", "cycles"), [("visit", 100), (RARE, 11)])
+def test_the_dearer_branch_counts_but_where_it_is_for_rare_cases(label, cycles):
+    """A device of a ring that skips keys waits for one that does not."""
+    branches = """
+%dear (p.2: f32[8,8]) -> f32[8,8] {
+  %p.2 = f32[8,8]{1,0} parameter(0)
+  ROOT %b = f32[8,8]{1,0} fusion(%p.2), kind=kOutput, calls=%fused_product, \
+backend_config={"estimated_cycles":"100"}
+}
+
+%cheap (p.3: f32[8,8]) -> f32[8,8] {
+  %p.3 = f32[8,8]{1,0} parameter(0)
+  ROOT %m = f32[8,8]{1,0} fusion(%p.3), kind=kLoop, calls=%fused_move, \
+backend_config={"estimated_cycles":"11"}
+}
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  ROOT %c = f32[8,8]{1,0} conditional(%x, %x, %x), \
+branch_computations={%cheap, %dear}, metadata={op_name="jit(train)/LABEL/cond"}
+}
+"""
+    text = PROGRAM[: PROGRAM.index("ENTRY")] + branches.replace("LABEL", label)
+    assert estimate(text, chip(flops=10, bandwidth=1)).cycles.total() == cycles
 
 
 def test_what_has_no_estimate_is_named():

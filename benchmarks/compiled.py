@@ -50,8 +50,7 @@ Row = dict[str, Any]
 def main(words: list[str]) -> int:
     sys.path.insert(0, str(ROOT))  # of `configs`
     chosen = parse(words)
-    before = json.loads(chosen.against.read_text()) if chosen.against else {}
-    target: targets.Target = chosen.target
+    before, target = chosen.against or {}, chosen.target
     measure = functions if chosen.what == "functions" else steps
     found: dict[str, Row] = {}
     for name, row in measure(target, chosen.only):
@@ -70,18 +69,30 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--target", help="v5e-64, v5p-8 … (v5e-4; steps: v5e-64)")
     parser.add_argument("--only", default="", help="part of a name; configurations")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--against", type=Path, help="such a file, to compare with")
+    parser.add_argument("--against", type=_figures, help="such a file, to compare with")
     chosen = parser.parse_args(words)
     if chosen.what == "steps":
         chosen.only = chosen.only or CONFIGS
+    elif not any(chosen.only in name for name in rivals()):
+        parser.error(f"--only {chosen.only!r} is in no name: {', '.join(rivals())}")
     name = chosen.target or ("v5e-64", "v5e-4")[chosen.what == "functions"]
     try:
         chosen.target = targets.find(name)
+        if chosen.what == "steps":
+            for one in chosen.only.split(","):
+                options_of(one, len(chosen.target.devices))
     except ValueError as error:
         parser.error(str(error))
     if not chosen.target.chip.per_cycle:
         parser.error(f"--target {name}: the compiler for GPUs estimates no cycles")
     return chosen
+
+
+def _figures(path: str) -> dict[str, Row]:
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from None
 
 
 def shown(name: str, row: Row, before: Row) -> list[str]:

@@ -43,6 +43,7 @@ def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
         "cosine": rival(attention.cosine_causal, (one,) * 3, state, 3),
         "gated decay": rival(gated, (one,) * 4, state, 3),
         "delta": rival(delta, (one, one, one, one[:3]), state, 3),
+        "delta, gated channels": rival(delta, (*[one] * 3, one[:3], one), state, 3),
     }
     for chunk in (64, 128, 256):
         for name, attend, flops in (

@@ -38,7 +38,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
         ValueError: whatever else a run of this configuration would refuse; a target
             that is unknown or whose compiler is not installed.
     """
-    machine = targets.find(target) if target else None
+    machine = None if target is None else targets.find(target)
     if machine is None:  # programs for another machine cannot be read back here
         use_compile_cache()
     simulated = machine is None and sharding.simulate(options.mesh)

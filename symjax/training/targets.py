@@ -52,14 +52,14 @@ def find(name: str) -> Target:
         ValueError: no such machine, or its compiler is not installed.
     """
     kind, _, count = name.partition("-")
-    known = BY_COUNT.get(kind, {})
-    if not count.isdecimal() or int(count) not in known:
+    known = {str(count): grid for count, grid in BY_COUNT.get(kind, {}).items()}
+    if count not in known:
         choices = "; ".join(
             f"{kind}-N with N {', '.join(map(str, counts))}"
             for kind, counts in BY_COUNT.items()
         )
         raise ValueError(f"--target {name!r} is unknown: choose from {choices}")
-    grid = known[int(count)]
+    grid = known[count]
     if kind == "h200":
         needed, package = "jax's CUDA plugin", "jax[cuda13]"
         settings = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}

@@ -32,7 +32,7 @@ from symjax.attention.meshes import on_any_mesh, rows_as
 RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 KEPT = "rows of scores"  # what blocks keep for the backward pass, by checkpoint_name
-BLOCK_ROWS = 128  # of a block, about: a tile of accelerators
+BLOCK_ROWS = 128  # of a block: a tile of accelerators; on a CPU about so many
 EXTENTS = 8  # different key lengths, each compiled on its own
 
 
@@ -132,30 +132,32 @@ def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     batch, _, time, _ = operands.query.shape
     if rule.whole or time == 1:
         return _block(rule, operands, 0, size=time)
-    if _count(rule, time) > 1:
+    if time > rule.block_rows:
         operands = widened(operands)
     leaves, tree = jax.tree.flatten(operands.swapped())
     own = [x.shape[:1] == (batch,) for x in leaves]
     examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
 
     # Products of more rows are faster on CPU; in a window they would see more keys.
-    wider = rule
+    about = rule.block_rows
     if None in operands.visibility.window:
-        wider = rule._replace(block_rows=rule.block_rows * 3 // 2)
+        about = about * 3 // 2
+    even = -(-time // max(1, round(time / about)))
 
     def example(owned: list[Array]) -> Array:
         left = iter(owned)
         pairs = zip(leaves, own, strict=True)
         whole = tree.unflatten(next(left)[None] if mine else x for x, mine in pairs)
-        return jnp.swapaxes(_blocks(wider, whole.swapped())[0], 0, 1)
+        return jnp.swapaxes(_blocks(rule, whole.swapped(), even)[0], 0, 1)
 
     # On CPU one example after another, whose blocks stay in cache; axes are swapped in
     # the loop: XLA would copy them whole. Chosen where the program is lowered, not
     # where it is traced: `jax.export`. The outer checkpoint keeps no parts of the keys
     # and values, which every extent has of its own.
+    blocks = _kept(partial(_blocks, rule, rows=min(time, rule.block_rows)))
     found = jax.lax.platform_dependent(
         cpu=partial(jax.lax.map, _kept(example), examples),
-        default=lambda: jnp.swapaxes(_kept(partial(_blocks, rule))(operands), 1, 2),
+        default=lambda: jnp.swapaxes(blocks(operands), 1, 2),
     )
     return jnp.swapaxes(found, 1, 2)
 
@@ -181,11 +183,10 @@ def widened(operands: Operands) -> Operands:
     return operands
 
 
-def _blocks(rule: Rule, operands: Operands) -> Array:
-    """All rows, in blocks of equal size: few key extents outside, a loop inside."""
+def _blocks(rule: Rule, operands: Operands, rows: int) -> Array:
+    """All rows, in blocks of so many: few key extents outside, a loop inside."""
     time = operands.query.shape[2]
-    count = _count(rule, time)
-    rows = -(-time // count)
+    count = -(-time // rows)
     bounded = operands.visibility.window != (None, None) and rule.offset is not None
     per_extent = -(-count // rule.extents) if bounded else count
     outputs = []
@@ -209,11 +210,6 @@ def _blocks(rule: Rule, operands: Operands) -> Array:
         first_ones = found[:, :, :-1].reshape(*last.shape[:2], -1, last.shape[-1])
         outputs.append(jnp.concatenate([first_ones, last], axis=2))
     return jnp.concatenate(outputs, axis=2)
-
-
-def _count(rule: Rule, time: int) -> int:
-    """How many blocks so many rows are."""
-    return max(1, round(time / rule.block_rows))
 
 
 def _seen(rule: Rule, operands: Operands, start: int, stop: int) -> tuple[int, int]:

@@ -17,7 +17,9 @@ from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer
 from symjax.models.build import Model
 
-LARGEST = 2**25  # logits at once: 128 MiB in float32
+# Logits at once: 256 MiB in float32. The gradient of the output layer is read and
+# written once for each part.
+LARGEST = 2**26
 SCOPE = "token_losses"  # of operations, as compiled programs name them
 
 

@@ -18,7 +18,13 @@ from jaxtyping import Array, Float
 from symjax.attention.kernels.backward import row_sums
 from symjax.attention.kernels.blocks import Operands, Plan
 from symjax.attention.kernels.forward import EMPTY, forward
-from symjax.attention.kernels.fused import apart, by_bands, prepared, restricted
+from symjax.attention.kernels.fused import (
+    apart,
+    by_bands,
+    heads_in_lanes,
+    prepared,
+    restricted,
+)
 from symjax.attention.kernels.intervals import Seen, seen_by_rows
 from symjax.attention.masks import part
 from symjax.attention.meshes import vary_alike
@@ -32,6 +38,14 @@ class Turn(NamedTuple):
 
     plan: Plan
     axis_name: str
+    branches: int  # that a value meets
+
+
+class Keys(NamedTuple):
+    """What travels: a device's own, as they are given."""
+
+    key: Float[Array, "B S N H"]
+    value: Float[Array, "B S K V"]
 
 
 class Parts(NamedTuple):
@@ -56,7 +70,6 @@ def attend(
     order = "(k p g)" if branches == 2 else "(k g p)"
     if lam is not None:  # queries stand together at their key head
         query = rearrange(query, f"b t (k g p) h -> b t {order} h", **heads)
-        value = jnp.repeat(value, branches, axis=2)
     mask = known.mask
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], known.length))
@@ -71,13 +84,16 @@ def attend(
         exists=mask,
         runs=known.key_segments,
     )
+    met = jnp.repeat(value, branches if lam is not None else 1, axis=2)
     plan, given = prepared(
-        query, key, value, None, rule.scale, known.window, interpret=interpret
+        query, key, met, None, rule.scale, known.window, interpret=interpret
     )
     by_row = known.mask_self or known.key_segments is not None
     given = restricted(given, seen, count, rule.length_base, by_row)
-    output: Array = _ring(Turn(plan, axis_name), *vary_alike((given, seen)))
-    output = apart(plan, output, value)
+    turn = Turn(plan, axis_name, met.shape[2] // value.shape[2])
+    own = Keys(key.astype(given.key.dtype), value)
+    output: Array = _ring(turn, *vary_alike((given, own, seen)))
+    output = apart(plan, output, met)
     if lam is not None:
         one, two = rearrange(output, f"b t {order} v -> p b t (k g) v", **heads)
         output = one - jnp.swapaxes(lam, 1, 2)[..., None].astype(one.dtype) * two
@@ -85,11 +101,14 @@ def attend(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(turn: Turn, given: Operands, seen: Seen) -> Float[Array, "B T N*V"]:
-    return _forward(turn, given, seen)[0]
+def _ring(
+    turn: Turn, given: Operands, own: Keys, seen: Seen
+) -> Float[Array, "B T N*V"]:
+    """Keys and values of `given` are not read: those of all devices come by."""
+    return _forward(turn, given, own, seen)[0]
 
 
-def _forward(turn: Turn, given: Operands, seen: Seen) -> tuple[Array, tuple]:
+def _forward(turn: Turn, given: Operands, own: Keys, seen: Seen) -> tuple[Array, tuple]:
     plan, index = turn.plan, jax.lax.axis_index(turn.axis_name)
     shape = plan.batch, plan.length, plan.heads
     nothing = Parts(
@@ -98,7 +117,7 @@ def _forward(turn: Turn, given: Operands, seen: Seen) -> tuple[Array, tuple]:
     )
     nothing, _ = vary_alike((nothing, given.query))
 
-    def meet(sums: Parts, keys: tuple, source: Array) -> tuple[Parts, tuple]:
+    def meet(sums: Parts, keys: Keys, source: Array) -> tuple[Parts, Keys]:
         def visit(sums: Parts) -> Parts:
             here, who = _at(turn, given, seen, keys, source)
             output, _, normaliser = forward(plan, here, who)
@@ -110,15 +129,15 @@ def _forward(turn: Turn, given: Operands, seen: Seen) -> tuple[Array, tuple]:
         window = plan.left, plan.right
         return if_seen(window, plan.length, source - index, visit, sums), keys
 
-    sums, _ = around(turn.axis_name, meet, nothing, (given.key, given.value))
+    sums, _ = around(turn.axis_name, meet, nothing, own)
     output = sums.output.reshape(*shape[:2], -1)
     normaliser = jnp.moveaxis(sums.normaliser[..., 0], 2, 1)[:, :, None]
     normaliser = jnp.where(jnp.isneginf(normaliser), -EMPTY, normaliser)
-    return output, (given, seen, output, normaliser)
+    return output, (given, own, seen, output, normaliser)
 
 
-def _backward(turn: Turn, saved: tuple, change: Array) -> tuple[Operands, None]:
-    given, seen, output, normaliser = saved
+def _backward(turn: Turn, saved: tuple, change: Array) -> tuple[Operands, Keys, None]:
+    given, own, seen, output, normaliser = saved
     plan, index = turn.plan, jax.lax.axis_index(turn.axis_name)
     sums = row_sums(plan, change, output, None, None)
     narrow = change.astype(given.value.dtype)
@@ -129,30 +148,40 @@ def _backward(turn: Turn, saved: tuple, change: Array) -> tuple[Operands, None]:
         def visit(grown: tuple) -> tuple:
             here, who = _at(turn, given, seen, keys, source)
             wide = [jnp.float32] * 3
-            new = by_bands(plan, here, who, narrow, normaliser, sums, wide)
-            return tuple(map(jnp.add, grown, new))
+            query, *met = by_bands(plan, here, who, narrow, normaliser, sums, wide)
+            (own,) = back(tuple(met))
+            return tuple(map(jnp.add, grown, (query, *own)))
 
         window, grown = (plan.left, plan.right), (query, *gradients)
         query, *gradients = if_seen(window, plan.length, source - index, visit, grown)
         return query, (keys, tuple(gradients))
 
-    keys = given.key, given.value
-    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (given.query, *keys)]
-    start = vary_alike((zeros[0], (keys, tuple(zeros[1:]))))
+    zeros = (jnp.zeros(x.shape, jnp.float32) for x in (given.query, *own))
+    query, *zeros = vary_alike((tuple(zeros), own))[0]
+    back = jax.linear_transpose(partial(_met, turn), Keys(*zeros))
+    start = query, (own, tuple(zeros))
     query, (_, gradients) = around(turn.axis_name, meet, *start)
     key, value = pass_on(gradients, turn.axis_name)  # back on their own device
     query, key, value = (
         x.astype(like.dtype)
-        for x, like in zip((query, key, value), given[:3], strict=True)
+        for x, like in zip((query, key, value), (given.query, *own), strict=True)
     )
-    return Operands(query, key, value, None, None, None, None), None
+    return Operands(query, None, None, None, None, None, None), Keys(key, value), None
 
 
 _ring.defvjp(_forward, _backward)
 
 
+def _met(turn: Turn, keys: Keys) -> tuple[Float[Array, "B S N*H"], Array]:
+    """Keys and values as the kernel reads them, a value once for each branch."""
+    value = jnp.repeat(keys.value, turn.branches, axis=2)
+    return heads_in_lanes(keys.key, turn.plan.head_size), heads_in_lanes(
+        value, turn.plan.value_size
+    )
+
+
 def _at(
-    turn: Turn, given: Operands, seen: Seen, keys: tuple, source: Array
+    turn: Turn, given: Operands, seen: Seen, keys: Keys, source: Array
 ) -> tuple[Operands, Seen]:
     """The rows at the keys of one device, which are numbered from 0 there."""
     length = turn.plan.keys
@@ -169,9 +198,10 @@ def _at(
     )
     own_keys = partial(part, start=start, size=length)
     exists = own_keys(given.exists, 2)
+    key, value = _met(turn, keys)
     given = given._replace(
-        key=keys[0],
-        value=keys[1],
+        key=key,
+        value=value,
         rows=None if given.rows is None else rows,
         exists=exists,
     )

@@ -141,9 +141,9 @@ def prepared(
     )
     common = jnp.promote_types(query.dtype, key.dtype)
     return plan, Operands(
-        _in_lanes(query.astype(common), plan.head_size),
-        _in_lanes(key.astype(common), plan.head_size),
-        _in_lanes(value, plan.value_size),
+        heads_in_lanes(query.astype(common), plan.head_size),
+        heads_in_lanes(key.astype(common), plan.head_size),
+        heads_in_lanes(value, plan.value_size),
         None if lam is None else _by_row(lam, (batch, length, heads)),
         None,
         None,
@@ -173,7 +173,7 @@ def apart(
     return output[..., : value.shape[-1]]
 
 
-def _in_lanes(x: Float[Array, "B T n h"], size: int) -> Float[Array, "B T n*size"]:
+def heads_in_lanes(x: Float[Array, "B T n h"], size: int) -> Float[Array, "B T n*size"]:
     """Heads side by side, filled up to whole tiles."""
     filling = [(0, 0)] * 3 + [(0, size - x.shape[-1])]
     return jnp.pad(x, filling).reshape(*x.shape[:2], -1)

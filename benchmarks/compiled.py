@@ -44,6 +44,10 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = "gpt:1b,diff:1b,diff_sym:1b,diff_v2:1b,performer:1b,gla:1b,delta:1b"
 ROWS, LENGTH, HEADS, VOCABULARY = 4, 4096, 16, 256
 SCORED, LINEAR = 128, 64  # head sizes
+LEFT_OUT = (
+    "estimates of the compiler, nothing was run; kernels by what they declare; without "
+    "collectives, which may overlap with the rest"
+)
 Row = dict[str, Any]
 
 
@@ -53,6 +57,7 @@ def main(words: list[str]) -> int:
     before, target = chosen.against or {}, chosen.target
     measure = functions if chosen.what == "functions" else steps
     found: dict[str, Row] = {}
+    print(LEFT_OUT, flush=True)
     for name, row in measure(target, chosen.only):
         found[name] = row
         print("\n".join(shown(name, row, before.get(name, {}))), flush=True)

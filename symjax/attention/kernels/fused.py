@@ -68,7 +68,8 @@ def fused(
     With `lam`, sub-heads 2n and 2n+1 are the branches of head n and the weights are
     w[2n] − lam[n]·w[2n+1]; there are 2K key heads (V1) or K (V2). Products are of the
     operands as they are (float32 ones with all their bits), scores and sums are
-    float32. Blocks of keys that no row of a block sees cost nothing.
+    float32, and a score below −7e29 counts as none. Blocks of keys that no row of a
+    block sees cost nothing.
 
     Time O(T S (H + V)) a head, half of it if causal; memory O(T + S) a head.
 

@@ -262,6 +262,5 @@ def _tokens(
 def _check_state(who: str, state: FlashState, tokens: Tokens, group_size: int) -> None:
     """Raise if the state is not of these tokens' sizes, naming all of them."""
     wanted = jax.eval_shape(lambda: _empty_like(tokens, group_size))
-    (_, key, *_, value, _), groups = tokens, f"groups of {group_size}"
-    given = f"key {key.shape}, value {value.shape} and {groups}"
-    check_state(who, given, state, wanted)
+    sizes = f"key {tokens.key.shape}, value {tokens.value.shape}"
+    check_state(who, f"{sizes} and groups of {group_size}", state, wanted)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ KINDS = {  # of arrays, as errors name them
 def check_count(who: str, name: str, value: int, least: int = 1) -> None:
     """Raise unless the value is such an integer, known at trace time."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{who}: {name} must be an int, got {value}")
+        raise ValueError(f"{who}: {name} must be an int, got {value!r}")
     if value < least:
         raise ValueError(f"{who}: {name} must be at least {least}, got {value}")
 
@@ -39,10 +38,21 @@ def state_sizes(
     check_count(who, "batch", batch, least=0)
     check_count(who, "kv_heads", kv_heads)
     check_count(who, "head_size", head_size)
-    check_count(who, "value_size", value_size)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{who}: dtype must be that of floating numbers, got {dtype}")
+    check_count(who, "value_size", value_size, least=0)
+    check_dtype(who, dtype)
     return batch, kv_heads, head_size, value_size
+
+
+def check_dtype(who: str, dtype: Any) -> None:
+    """Refuse what is no dtype of floating numbers."""
+    try:
+        floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(
+            f"{who}: dtype must be that of floating numbers, got {dtype!r}"
+        )
 
 
 def check_flag(who: str, name: str, value: bool) -> None:
@@ -57,13 +67,13 @@ def check_number(who: str, name: str, value: Any) -> None:
     if hasattr(value, "shape"):
         one, found = value.shape == (), value.shape
     else:
-        real = isinstance(value, Real) and not isinstance(value, bool)
+        real = isinstance(value, int | float) and not isinstance(value, bool)
         one, found = value is None or real, repr(value)
     if not one:
         raise ValueError(f"{who}: {name} must be one number, got {found}")
     if hasattr(value, "dtype"):
         check_kind(who, jnp.number, **{name: value})
-    if isinstance(value, Real) and not math.isfinite(value):
+    if isinstance(value, int | float) and not math.isfinite(value):
         raise ValueError(f"{who}: {name} must be finite, got {value}")
 
 

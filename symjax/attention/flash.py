@@ -21,6 +21,7 @@ from symjax.attention import groups
 from symjax.attention.checks import (
     check_axis,
     check_count,
+    check_dtype,
     check_flag,
     check_number,
     check_state,
@@ -186,9 +187,10 @@ def flash_state(
     check_count(who, "batch", batch, least=0)
     check_count(who, "kv_heads", kv_heads)
     check_count(who, "key_size", key_size)
-    check_count(who, "value_size", value_size)
+    check_count(who, "value_size", value_size, least=0)
     check_count(who, "group_size", group_size)
     check_count(who, "linear_size", linear_size)
+    check_dtype(who, dtype)
     wide = jnp.promote_types(dtype, jnp.float32)
     return FlashState(
         jnp.zeros((batch, group_size, kv_heads, key_size), dtype),

@@ -65,7 +65,8 @@ def linear(
             by itself. Pairs weigh (q·k)² with "squared", by H (H + 1)/2 features, and
             1 + s + s²/2 with s = q·k/√H with "taylor", by those and H + 1 more.
             Features that change sign may have a denominator near zero. Float32 must
-            hold squared lengths: entries up to 1e18.
+            hold features and their sums: with 300 tokens of size 64 entries up to 1e18,
+            of relu2, squared and taylor up to 1e15.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, an unknown name, or a mask that hides
@@ -195,7 +196,8 @@ def _mapped(
 
 def _applied(who: str, features: FeatureFunction, x: Array) -> Array:
     mapped = features(x)
-    given, found = jnp.shape(x), jnp.shape(mapped)
+    given = jnp.shape(x)
+    found = getattr(mapped, "shape", f"a {type(mapped).__name__}")
     if len(found) != 4 or found[:3] != given[:3]:
         raise ValueError(
             f"{who}: features must map [B T N H] {given} to [B T N M], got {found}"

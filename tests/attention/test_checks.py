@@ -128,6 +128,15 @@ WRONG = {
     "decay_state: dtype must be that of floating numbers, got None": lambda: (
         A.decay_state(B, N, H, H, dtype=None)
     ),
+    "flash_state: dtype must be that of floating numbers, got 'x'": lambda: (
+        A.flash_state(B, N, H, H, dtype="x")
+    ),
+    "linear: features must map .* got a list": lambda: A.linear(
+        X, X, X, features=lambda x: [x]
+    ),
+    "retention_log_decay: heads must be an int, got Array(4": lambda: (
+        A.retention_log_decay(jnp.asarray(4))
+    ),
     "performer_state: dtype must be that of floating numbers, got": lambda: (
         A.performer_state(B, N, H, H, dtype=jnp.int32)
     ),

@@ -91,7 +91,8 @@ def attend(
     by_row = known.mask_self or known.key_segments is not None
     given = restricted(given, seen, count, rule.length_base, by_row)
     turn = Turn(plan, axis_name, met.shape[2] // value.shape[2])
-    own = Keys(key.astype(given.key.dtype), value)
+    own = Keys(key.astype(given.query.dtype), value)
+    given = given._replace(key=None, value=None)  # those of all devices come by
     output: Array = _ring(turn, *vary_alike((given, own, seen)))
     output = apart(plan, output, met)
     if lam is not None:
@@ -104,7 +105,6 @@ def attend(
 def _ring(
     turn: Turn, given: Operands, own: Keys, seen: Seen
 ) -> Float[Array, "B T N*V"]:
-    """Keys and values of `given` are not read: those of all devices come by."""
     return _forward(turn, given, own, seen)[0]
 
 
@@ -140,7 +140,7 @@ def _backward(turn: Turn, saved: tuple, change: Array) -> tuple[Operands, Keys, 
     given, own, seen, output, normaliser = saved
     plan, index = turn.plan, jax.lax.axis_index(turn.axis_name)
     sums = row_sums(plan, change, output, None, None)
-    narrow = change.astype(given.value.dtype)
+    narrow = change.astype(own.value.dtype)
 
     def meet(query: Array, moving: tuple, source: Array) -> tuple[Array, tuple]:
         keys, gradients = moving
@@ -149,8 +149,8 @@ def _backward(turn: Turn, saved: tuple, change: Array) -> tuple[Operands, Keys, 
             here, who = _at(turn, given, seen, keys, source)
             wide = [jnp.float32] * 3
             query, *met = by_bands(plan, here, who, narrow, normaliser, sums, wide)
-            (own,) = back(tuple(met))
-            return tuple(map(jnp.add, grown, (query, *own)))
+            (new,) = back(tuple(met))
+            return tuple(map(jnp.add, grown, (query, *new)))
 
         window, grown = (plan.left, plan.right), (query, *gradients)
         query, *gradients = if_seen(window, plan.length, source - index, visit, grown)

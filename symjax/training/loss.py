@@ -1,10 +1,12 @@
 """The loss of every token, without the logits of all tokens at once.
 
 Logits [B T vocabulary] are the largest array of a step where the vocabulary is large.
-Beyond a limit a device makes those of a few tokens, reduces them to losses, and makes
-them again for the backward pass, which costs one more product with the output layer.
+Beyond a limit a device makes those of a few tokens and reduces them to losses, and for
+a training step to gradients, before it makes the next ones. A backward pass of its own
+would make them again, by one more product with the output layer.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +39,7 @@ class Losses(NamedTuple):
 
     loss: Float[Array, "B T"]  # −log softmax(logits)[target], in nats
     right: Bool[Array, "B T"]  # whether the target has the highest logit
-    normaliser: Float[Array, "B T"]  # (log Σ exp(logit))², which z-loss keeps small
+    normaliser: Float[Array, "B T"]  # log Σ exp(logit), whose square is the z-loss
 
 
 def token_losses(
@@ -45,42 +47,128 @@ def token_losses(
 ) -> Losses:
     """The losses of hidden states: all logits at once, or `LARGEST` a device.
 
-    In parts each device has the whole output layer, gathered once a step, and its own
-    tokens; the gradient of the layer is added over devices once.
+    In parts each device has the whole output layer, gathered once, and its own tokens.
     """
     logits, weights = transformer.output_layer(model)
-    if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
-        return losses(logits(weights, hidden), targets)
 
-    @jax.named_scope(SCOPE)
     def own(weights: Any, hidden: Array, targets: Array) -> tuple[Array, ...]:
-        size = jax.eval_shape(logits, weights, hidden).size
-        length = hidden.shape[1]
-        count = next(n for n in range(1, length + 1) if _fits(size, n, length))
-
-        def split(x: Array) -> Array:
-            x = x.reshape(x.shape[0], count, -1, *x.shape[2:])
-            return jnp.swapaxes(x, 0, 1)
-
-        @jax.checkpoint
         def part(tokens: tuple[Array, Array]) -> Losses:
             return losses(logits(weights, tokens[0]), tokens[1])
 
+        split = _splitter(jax.eval_shape(logits, weights, hidden))
         found = jax.lax.map(part, (split(hidden), split(targets)))
         return tuple(jnp.swapaxes(x, 0, 1).reshape(targets.shape) for x in found)
 
+    if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
+        return losses(logits(weights, hidden), targets)
+    return Losses(*_per_device(own, 3, weights, hidden, targets))
+
+
+class Means(NamedTuple):
+    """Over all tokens that have a target."""
+
+    minimised: Float[Array, ""]  # loss + z_loss · normaliser²
+    loss: Float[Array, ""]  # as reported: no gradient passes through it
+
+
+def mean_losses(
+    model: Model,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    z_loss: float = 0,
+) -> Means:
+    """The means of `token_losses`, of which to take a gradient.
+
+    In parts that gradient is computed with the losses, by three products with the
+    output layer in all. There is no forward mode then.
+    """
+    logits, weights = transformer.output_layer(model)
+    count = jnp.maximum((targets >= 0).sum(), 1)
+
+    def means(found: Losses, count: Array) -> Means:
+        # A sum for each row: one over all tokens rounds to the places of thousands.
+        loss = minimised = (found.loss.sum(axis=1) / count).sum()
+        if z_loss:
+            squares = (found.normaliser**2).sum(axis=1)
+            minimised += z_loss * (squares / count).sum()
+        return Means(minimised, jax.lax.stop_gradient(loss))
+
+    if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
+        return means(losses(logits(weights, hidden), targets), count)
+
+    def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
+        made, backward = jax.vjp(logits, weights, hidden)
+        found = losses(made, targets)
+        # Else XLA shares exp(logits) with the sum, and the gradient leaves the chip.
+        made, normaliser = jax.lax.optimization_barrier((made, found.normaliser))
+        normaliser = normaliser[..., None]
+        slope = jnp.exp(made - normaliser) * (1 + 2 * z_loss * normaliser)
+        slope -= jax.nn.one_hot(targets, made.shape[-1])
+        asked = (targets >= 0)[..., None]
+        return means(found, count), backward(jnp.where(asked, slope / count, 0))
+
+    def own(weights: Any, hidden: Array, targets: Array) -> tuple[Array, ...]:
+        split = _splitter(jax.eval_shape(logits, weights, hidden))
+        found = _added_up(part)(weights, split(hidden), split(targets), count)
+        return tuple(x[None, None] for x in found)
+
+    return Means(*(x.sum() for x in _per_device(own, 2, weights, hidden, targets)))
+
+
+def _added_up(part: Callable) -> Callable[..., Means]:
+    """The sum of `part` over parts [parts B …] of hidden states and targets.
+
+    Args:
+        part: (weights, hidden, targets, count) → Means, and the gradients of the first
+            of them by weights and hidden states.
+    """
+
+    def forward(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
+        def add(sums: Any, tokens: tuple[Array, Array]) -> Any:
+            found, (by_weights, by_hidden) = part(weights, *tokens, count)
+            return jax.tree.map(jnp.add, sums, (found, by_weights)), by_hidden
+
+        zeros = Means(*jnp.zeros(2, jnp.float32)), jax.tree.map(jnp.zeros_like, weights)
+        (found, by_weights), by_hidden = jax.lax.scan(add, zeros, (hidden, targets))
+        return found, (by_weights, by_hidden)
+
+    def backward(gradients: Any, cotangent: Means) -> tuple[Any, ...]:
+        def scaled(x: Array) -> Array:
+            return (cotangent.minimised * x).astype(x.dtype)
+
+        return *jax.tree.map(scaled, gradients), None, None
+
+    total = jax.custom_vjp(lambda *operands: forward(*operands)[0])
+    total.defvjp(forward, backward)
+    return total
+
+
+def _per_device(
+    own: Callable, outputs: int, weights: Any, hidden: Array, targets: Array
+) -> Any:
+    """own(weights, hidden, targets) of each device's tokens, so many arrays [B T]; the
+    gradient of the layer is added over devices once."""
     operands = {
         "weights": Operand(weights, ""),
         "hidden": Operand(hidden, "BT"),
         "targets": Operand(targets, "BT"),
     }
+    own = jax.named_scope(SCOPE)(own)
     time = time_axis(hidden.shape[1])
-    return Losses(*per_device(own, operands, ("BT",) * 3, time=time))
+    return per_device(own, operands, ("BT",) * outputs, time=time)
 
 
-def _fits(size: int, count: int, length: int) -> bool:
-    """Whether `count` equal parts of a row are small enough, or single tokens."""
-    return length % count == 0 and (size <= LARGEST * count or count == length)
+def _splitter(logits: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
+    """[B T …] → [parts B T …], the fewest equal parts of the rows that have `LARGEST`
+    logits each, or single tokens."""
+    length = logits.shape[1]
+    counts = (n for n in range(1, length) if length % n == 0)
+    count = next((n for n in counts if logits.size <= LARGEST * n), length)
+
+    def split(x: Array) -> Array:
+        return jnp.swapaxes(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 0, 1)
+
+    return split
 
 
 def losses(
@@ -90,7 +178,7 @@ def losses(
     loss = optax.softmax_cross_entropy_with_integer_labels(
         logits, jnp.where(asked, targets, 0)
     )
-    normaliser = jax.nn.logsumexp(logits, axis=-1) ** 2
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
     return Losses(
         jnp.where(asked, loss, 0),
         logits.argmax(axis=-1) == targets,

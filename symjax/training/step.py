@@ -17,7 +17,7 @@ from symjax import config
 from symjax.data.documents import Separate, tokens_of
 from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
-from symjax.training.loss import hidden_of, token_losses
+from symjax.training.loss import hidden_of, mean_losses, token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
 from symjax.training.stacks import Stacks
 
@@ -109,13 +109,8 @@ class Steps(NamedTuple):
         hidden = hidden_of(model, inputs, key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
         costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
-        target_count = jnp.maximum((targets >= 0).sum(), 1)
-        found = token_losses(model, hidden, targets)
-        # A sum for each row: one over all tokens rounds to the places of thousands.
-        predicted = (found.loss.sum(axis=1) / target_count).sum()
-        if weight := self.options.optimizer.z_loss:
-            costs += weight * found.normaliser.sum() / target_count
-        return predicted + costs, predicted
+        found = mean_losses(model, hidden, targets, self.options.optimizer.z_loss)
+        return found.minimised + costs, found.loss
 
     def train(self, state: State, constants, inputs, targets, key):
         chosen = self.options.optimizer

@@ -1,4 +1,4 @@
-"""Losses in parts of the tokens are those of all logits at once."""
+"""Losses in parts of the tokens, and their gradients, are those of all logits."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from flax import nnx
 
 from symjax import config, models
 from symjax.training import loss, sharding
-from symjax.training.loss import token_losses
+from symjax.training.loss import mean_losses, token_losses
 
 SHAPE, VOCABULARY = (4, 12), 31
 MODEL = config.Model(vocabulary=VOCABULARY, width=16, depth=1, heads=2, length=12)
@@ -24,19 +24,19 @@ def example(model=MODEL):
     return models.Decoder(model, rngs=nnx.Rngs(0)), hidden, targets
 
 
-def gradients(model, hidden, targets):
-    """The losses, and the gradients of a sum of them by weights and hidden states."""
+def gradients(model, hidden, targets, z_loss=0.1):
+    """Losses, their means, and the gradients of these by weights and hidden states."""
     graph, weights = nnx.split(model)
-    factor = jnp.cos(jnp.arange(targets.size)).reshape(targets.shape)
 
     def total(weights, hidden):
-        found = token_losses(nnx.merge(graph, weights), hidden, targets)
-        return (factor * (found.loss + 0.1 * found.normaliser)).sum(), found
+        model = nnx.merge(graph, weights)
+        found = mean_losses(model, hidden, targets, z_loss)
+        return 3 * found.minimised, (found, token_losses(model, hidden, targets))
 
     (_, found), gradient = jax.jit(
         jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
     )(weights, hidden)
-    return found, gradient
+    return *found, gradient
 
 
 @pytest.mark.parametrize("tied", (False, True), ids=("head", "tied"))
@@ -46,14 +46,13 @@ def test_parts_have_the_losses_and_gradients_of_the_whole(monkeypatch, tied, lar
     wanted = gradients(*given)
     monkeypatch.setattr(loss, "LARGEST", largest)
     found = gradients(*given)
-    assert (wanted[0].right == found[0].right).all()
+    assert (wanted[1].right == found[1].right).all()
     for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
-def test_they_are_those_of_the_definition():
-    model, hidden, targets = example()
-    found = token_losses(model, hidden, targets)
+def definition(model, hidden, targets):
+    """Logits in float64, their log Σ exp, and which tokens have a target."""
     weights = {
         x: np.asarray(y[...], np.float64)
         for x, y in vars(model.head).items()
@@ -62,11 +61,44 @@ def test_they_are_those_of_the_definition():
     logits = np.asarray(hidden, np.float64) @ weights["kernel"] + weights.get("bias", 0)
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     normaliser = np.log(powers.sum(-1)) + logits.max(-1)
-    asked = np.asarray(targets) >= 0
+    return logits, normaliser, np.asarray(targets) >= 0, weights["kernel"]
+
+
+def test_they_are_those_of_the_definition():
+    model, hidden, targets = example()
+    found = token_losses(model, hidden, targets)
+    logits, normaliser, asked, _ = definition(model, hidden, targets)
     own = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
     np.testing.assert_allclose(found.loss, (normaliser - own) * asked, atol=2e-6)
-    np.testing.assert_allclose(found.normaliser, normaliser**2 * asked, rtol=2e-6)
+    np.testing.assert_allclose(found.normaliser, normaliser * asked, rtol=2e-6)
     assert (found.right == ((logits.argmax(-1) == targets) & asked)).all()
+
+
+@pytest.mark.parametrize("largest", (100, 2**26), ids=("parts", "whole"))
+def test_means_have_the_gradient_of_the_definition(monkeypatch, largest):
+    """∂/∂hidden of Σ (loss + z · normaliser²) / count, written out."""
+    monkeypatch.setattr(loss, "LARGEST", largest)
+    model, hidden, targets = example()
+    z = 0.1
+    means, _, (_, found) = gradients(model, hidden, targets, z)
+    logits, normaliser, asked, kernel = definition(model, hidden, targets)
+    n = normaliser[..., None]
+    slope = np.exp(logits - n) * (1 + 2 * z * n) - np.eye(VOCABULARY)[targets]
+    wanted = 3 * (slope * asked[..., None] / asked.sum()) @ kernel.T
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    own = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    each = normaliser - own
+    np.testing.assert_allclose(means.loss, each[asked].mean(), rtol=1e-6)
+    each += z * normaliser**2
+    np.testing.assert_allclose(means.minimised, each[asked].mean(), rtol=1e-6)
+
+
+def test_without_targets_there_is_no_loss_and_no_gradient(monkeypatch):
+    monkeypatch.setattr(loss, "LARGEST", 100)
+    model, hidden, targets = example()
+    means, _, found = gradients(model, 100 * hidden, jnp.full_like(targets, -1))
+    assert means == (0, 0)
+    assert not any(x.any() for x in jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize(
@@ -98,8 +130,7 @@ def test_no_array_holds_the_logits_of_all_tokens(monkeypatch):
 
     def working() -> int:
         def total(weights, hidden):
-            found = token_losses(nnx.merge(graph, weights), hidden, targets)
-            return found.loss.sum()
+            return mean_losses(nnx.merge(graph, weights), hidden, targets).minimised
 
         program = jax.jit(jax.grad(total, argnums=(0, 1))).lower(weights, hidden)
         return program.compile().memory_analysis().temp_size_in_bytes

@@ -14,7 +14,10 @@ kernel   the TPU kernel: products of bfloat16 operands, summed in float32; the
 tf32     chunks on a GPU: products of operands that its tensor cores round to 11 bits
 rows     the kernel with a projection that is rounded to bfloat16, by itself
 
-and the ratio of each to the least.
+and the ratio of each to the least. Then, for what cancels, cosine attention and the
+delta rule with unit keys and β between 0 and 1:
+
+three    chunks on a GPU: three passes of TF32, of operands in two parts of 11 bits
 """
 
 import argparse
@@ -54,10 +57,17 @@ def main(words: list[str]) -> int:
     arrays = [rng.normal(size=(1, length, HEADS, SIZE)) for _ in range(4)]
     for scale in SCALES:
         scaled = [scale * arrays[0], scale * arrays[1], arrays[2]]
-        found = errors(rows, scaled, arrays[3])
-        cells = [cell(x, found["least"]) for x in found.values()]
-        print(f"inputs × {scale:<9g}" + "".join(f"{x:>36}" for x in cells), flush=True)
+        show(f"inputs × {scale:<9g}", errors(rows, scaled, arrays[3]))
+    print(f"\n{'output, gradients':<18}{'least':>36}{'float32':>36}{'three':>36}")
+    arrays[1] /= np.linalg.norm(arrays[1], axis=-1, keepdims=True)
+    for name, attend in (("cosine", cosine), ("delta", delta)):
+        show(f"{name:<18}", cancelling(attend, arrays[:3], arrays[3]))
     return 0
+
+
+def show(name: str, found: dict) -> None:
+    cells = [cell(x, found["least"]) for x in found.values()]
+    print(name + "".join(f"{x:>36}" for x in cells), flush=True)
 
 
 def cell(error: list[float], least: list[float]) -> str:
@@ -69,8 +79,7 @@ def cell(error: list[float], least: list[float]) -> str:
 
 
 def errors(rows: np.ndarray, arrays: Arrays, weigh: np.ndarray) -> dict:
-    half = [np.asarray(x, jnp.bfloat16) for x in (*arrays, weigh)]
-    wide, single = ([x.astype(kind) for x in half] for kind in ("f8", "f4"))
+    half, wide, single = roundings(*arrays, weigh)
     wanted = graded(scan, rows, arrays, weigh)
     coarse = rows.astype(jnp.bfloat16)
     found = {
@@ -80,6 +89,27 @@ def errors(rows: np.ndarray, arrays: Arrays, weigh: np.ndarray) -> dict:
         "tf32": graded(in_tf32, rows.astype("f4"), half[:3], half[3]),
         "rows": graded(kernel, coarse.astype("f4"), half[:3], half[3]),
     }
+    return distances(found, wanted)
+
+
+def cancelling(attend: Callable, arrays: Arrays, weigh: np.ndarray) -> dict:
+    half, wide, single = roundings(*arrays, weigh)
+    found = {
+        "least": graded(attend, None, wide[:3], wide[3]),
+        "float32": graded(attend, None, single[:3], single[3]),
+        "three": graded(in_passes(attend), None, half[:3], half[3]),
+    }
+    return distances(found, graded(attend, None, arrays, weigh))
+
+
+def roundings(*arrays: np.ndarray) -> tuple[Arrays, Arrays, Arrays]:
+    """In bfloat16, and these in float64 and in float32."""
+    half = [np.asarray(x, jnp.bfloat16) for x in arrays]
+    wide, single = ([x.astype(kind) for x in half] for kind in ("f8", "f4"))
+    return half, wide, single
+
+
+def distances(found: dict, wanted: Arrays) -> dict:
     return {
         name: [
             distance(a.astype(jnp.bfloat16), b) for a, b in zip(x, wanted, strict=True)
@@ -88,33 +118,79 @@ def errors(rows: np.ndarray, arrays: Arrays, weigh: np.ndarray) -> dict:
     }
 
 
+def cosine(rows: None, *arrays: Any) -> Any:
+    return attention.cosine_causal(*arrays)
+
+
+def delta(rows: None, query: Any, key: Any, value: Any) -> Any:
+    beta = np.random.default_rng(1).uniform(size=query.shape[:3]).astype("f4")
+    return attention.delta_causal(query, key, value, beta)
+
+
 def scan(rows: Any, *arrays: Any) -> Any:
     query, key, value = arrays
     return attention.performer_causal(query, key, value, rows, chunk_size=128)
 
 
 def in_tf32(rows: Any, *arrays: Any) -> Any:
-    with mock.patch.object(chunks, "on_tensor_cores", product):
+    with mock.patch.object(chunks, "on_tensor_cores", partial(product, 1)):
         return scan(rows, *arrays)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(subscripts: str, one: jax.Array, two: jax.Array) -> jax.Array:
+def in_passes(attend: Callable) -> Callable:
+    def called(rows: Any, *arrays: Any) -> Any:
+        with (
+            mock.patch.object(chunks, "on_tensor_cores", partial(product, 1)),
+            mock.patch.object(chunks, "in_three_passes", partial(product, 3)),
+        ):
+            return attend(rows, *arrays)
+
+    return called
+
+
+def product(passes: int, subscripts: str, *arrays: jax.Array) -> jax.Array:
+    if len(arrays) == 3:  # ij,jk,kl->il
+        left, right = "...ij,...jk->...ik", "...ik,...kl->...il"
+        return pair(passes, right, pair(passes, left, *arrays[:2]), arrays[2])
+    return pair(passes, subscripts, *arrays)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def pair(passes: int, subscripts: str, one: jax.Array, two: jax.Array) -> jax.Array:
     """Of operands in TF32, forward and backward, summed in float32."""
-    return jnp.einsum(subscripts, *map(tf32, (one, two)))
+    return sum(jnp.einsum(subscripts, *x) for x in parts(passes, one, two))
 
 
-def product_forward(subscripts: str, *pair: jax.Array) -> tuple:
-    return product(subscripts, *pair), pair
+def pair_forward(passes: int, subscripts: str, *arrays: jax.Array) -> tuple:
+    return pair(passes, subscripts, *arrays), arrays
 
 
-def product_backward(subscripts: str, pair: tuple, change: jax.Array) -> tuple:
-    _, pull = jax.vjp(partial(jnp.einsum, subscripts), *map(tf32, pair))
-    return pull(tf32(change))
+def pair_backward(passes: int, subscripts: str, arrays: tuple, change: Any) -> tuple:
+    both = []
+    for i in range(2):
+
+        def by(change: Any, other: Any, i: int = i) -> Any:
+            given = [other, other]
+            given[i] = arrays[i]
+            _, pull = jax.vjp(partial(jnp.einsum, subscripts), *given)
+            return pull(change)[i]
+
+        both.append(sum(by(*x) for x in parts(passes, change, arrays[1 - i])))
+    return tuple(both)
 
 
-product.defvjp(product_forward, product_backward)
-tf32 = partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=10)
+pair.defvjp(pair_forward, pair_backward)
+
+
+def parts(passes: int, one: jax.Array, two: jax.Array) -> list:
+    high = [jax.lax.reduce_precision(x, 8, 10) for x in (one, two)]
+    if passes == 1:
+        return [high]
+    low = [
+        jax.lax.reduce_precision(x - y, 8, 10)
+        for x, y in zip((one, two), high, strict=True)
+    ]
+    return [high, [high[0], low[1]], [low[0], high[1]]]
 
 
 def kernel(rows: Any, *arrays: Any) -> Any:

@@ -16,14 +16,36 @@ from symjax.attention.segments import starts
 from symjax.attention.shards import choose, segment_runs_over
 
 
-def _einsum(precision: jax.lax.Precision, spec: str, *arrays: Array) -> Array:
+def _einsum(
+    precision: jax.lax.Precision,
+    spec: str,
+    *arrays: Array,
+    cuda: jax.lax.DotAlgorithmPreset | None = None,
+) -> Array:
     """`jnp.einsum`; on a CPU with B and K as one axis, and G and T, where they are side
     by side and no mesh may split them. It stands inside `on_any_mesh`.
 
     XLA's compiler for CPUs transposes the operands of products with two batch axes, and
     computes once more what these are made of.
+
+    Args:
+        cuda: how NVIDIA GPUs multiply, where not by `precision`.
     """
     plain = partial(jnp.einsum, spec, precision=precision)
+    forms = {}
+    if merged := _merged(precision, spec, arrays):
+        forms["cpu"] = merged
+    if cuda is not None:
+        forms["cuda"] = partial(jnp.einsum, spec, precision=cuda)
+    if not forms:
+        return plain(*arrays)
+    return jax.lax.platform_dependent(*arrays, **forms, default=plain)
+
+
+def _merged(
+    precision: jax.lax.Precision, spec: str, arrays: tuple[Array, ...]
+) -> Callable | None:
+    """The same product with pairs of axes as one, where it has such pairs."""
     *names, output = terms = re.split(",|->", spec)
     pairs = [
         pair
@@ -31,12 +53,12 @@ def _einsum(precision: jax.lax.Precision, spec: str, *arrays: Array) -> Array:
         if pair in spec and all(pair in x or not {*pair} & {*x} for x in terms)
     ]
     if not pairs or split_by_xla():
-        return plain(*arrays)
+        return None
     shapes = [n for x in arrays for n in x.shape]
     every = list(zip("".join(names), shapes, strict=True))
     sizes = dict(every)
     if any(sizes[c] != n for c, n in every):  # one of them is broadcast
-        return plain(*arrays)
+        return None
 
     def merged(*arrays: Array) -> Array:
         short, both = spec, dict(sizes)
@@ -50,11 +72,12 @@ def _einsum(precision: jax.lax.Precision, spec: str, *arrays: Array) -> Array:
         found = jnp.einsum(short, *operands, precision=precision)
         return found.reshape([sizes[c] for c in output])
 
-    return jax.lax.platform_dependent(*arrays, cpu=merged, default=plain)
+    return merged
 
 
 einsum = partial(_einsum, jax.lax.Precision.HIGHEST)
 on_tensor_cores = partial(_einsum, jax.lax.Precision.HIGH)
+in_three_passes = partial(einsum, cuda=jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
 TILE = 128  # accelerators multiply by tiles of so many rows
 
 
@@ -102,14 +125,19 @@ def sum_dtype(*arrays: Array) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-def products(*arrays: Array) -> Callable[..., Array]:
+def products(*arrays: Array, cancel: bool = False) -> Callable[..., Array]:
     """`einsum` of float32 sums, as exact as what they are sums of.
 
     Where all arrays have 16 bits that is three passes on TPUs and TF32 on GPUs, whose
     tensor cores do not multiply in full precision.
+
+    Args:
+        cancel: what is multiplied cancels: then as `einsum`, but for three passes of
+            TF32 on NVIDIA GPUs, 2⁻²² of each product.
     """
-    narrow = jnp.result_type(*arrays).itemsize == 2
-    return on_tensor_cores if narrow else einsum
+    if jnp.result_type(*arrays).itemsize > 2:
+        return einsum
+    return in_three_passes if cancel else on_tensor_cores
 
 
 def layout(tokens: Tokens, axis_name: str | None = None) -> Stretch:

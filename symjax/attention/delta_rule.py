@@ -13,6 +13,7 @@ Without g, or with 0, it is DeltaNet; a number a head is Gated DeltaNet, and one
 channel Kimi Delta Attention.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from symjax.attention.chunks import (
     Stretch,
     chunk_of,
     einsum,
+    products,
     sum_dtype,
     time_first,
     widened,
@@ -90,6 +92,7 @@ class DeltaRule:
         change = solve_unit_lower(
             einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
             einsum("bkt,bktv->bktv", beta, value - held[:, :, -1]),
+            products(*chunk[:3], cancel=True),
         )
         inside = product("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
         written = product("bksh,bksv->bkhv", times_decay(key, until), change)
@@ -109,6 +112,7 @@ class DeltaRule:
                 beta,
                 jnp.concatenate([value, -times_decay(key, since)], axis=-1),
             ),
+            products(*chunk[:3], cancel=True),
         )
         written = product("bksh,bksv->bkhv", times_decay(key, until), changes)
         left = jnp.eye(key.shape[-1], dtype=key.dtype)[None, None]
@@ -248,7 +252,9 @@ def _operands(
 
 
 def solve_unit_lower(
-    matrix: Float[Array, "*B T T"], right: Float[Array, "*B T V"]
+    matrix: Float[Array, "*B T T"],
+    right: Float[Array, "*B T V"],
+    product: Callable[..., Array] = einsum,
 ) -> Float[Array, "*B T V"]:
     """X of (I + A) X = right, A what the matrix has below its diagonal.
 
@@ -273,9 +279,9 @@ def solve_unit_lower(
         corners = jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2)
         corners = jnp.moveaxis(corners, -1, -3)
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corners = -einsum("...ij,...jk,...kl->...il", second, corners, first)
+        corners = -product("...ij,...jk,...kl->...il", second, corners, first)
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         lower = jnp.concatenate([corners, second], axis=-1)
         inverse = jnp.concatenate([above, lower], axis=-2)
         half *= 2
-    return einsum("...ts,...sv->...tv", inverse[..., 0, :length, :length], right)
+    return product("...ts,...sv->...tv", inverse[..., 0, :length, :length], right)

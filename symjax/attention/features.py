@@ -62,8 +62,8 @@ class Features(NamedTuple):
     row's ratio may be left out of the query's.
 
     Attributes:
-        pairs: (query, key, divisor) → φ(q)·φ(k) / divisor of all pairs, where a sum
-            over features that change sign would lose digits.
+        pairs: (einsum, query, key, divisor) → φ(q)·φ(k) / divisor of all pairs, where a
+            sum over features that change sign would lose digits.
         signed: whether features change sign, so that sums of products may cancel.
         leading: H → how many of the first features are never negative, where no pair
             weighs less than 0 either though other features change sign.
@@ -73,7 +73,7 @@ class Features(NamedTuple):
 
     query: Callable[[Array, Any], LogFeatures]
     key: Callable[[Array, Any], LogFeatures]
-    pairs: Callable[[Array, Array, Array], Array] | None = None
+    pairs: Callable[[Callable, Array, Array, Array], Array] | None = None
     signed: bool = False
     leading: Callable[[int], int] | None = None
     around: Callable[[Array, Array], tuple[LogFeatures, LogFeatures]] | None = None

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 from symjax.attention.chunks import (
     Stretch,
     Tokens,
-    einsum,
     heads_joined,
     layout,
     scan,
@@ -93,9 +92,10 @@ def _read_around(recurrence: Normalised, around: Callable, mapped: Mapped) -> Ro
     arrays = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
     query, key = around(*arrays)
     weights = key.where(chunk.visible[:, None]).weights()
-    sums = einsum("bksm,bksv->bkmv", weights, value)
+    how = recurrence.arithmetic(chunk)
+    sums = how.product("bksm,bksv->bkmv", weights, value)
     state = LinearState(sums, weights.sum(axis=-2))
-    rows = query_state(recurrence.arithmetic(chunk), state, query)
+    rows = query_state(how, state, query)
     least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
     some = jax.lax.stop_gradient(rows.denominator) > least
     return rows._replace(denominator=jnp.where(some, rows.denominator, 0))

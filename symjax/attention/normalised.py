@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 class Arithmetic(NamedTuple):
     """How features are multiplied and added up.
 
-    product: `einsum`, in full precision where terms may cancel.
+    product: an einsum, more exact where terms may cancel.
     signed: terms may cancel, so that the size of a denominator is another sum.
     leading: no weight is negative, nor are so many of a key's first features.
     """
@@ -195,7 +195,7 @@ class Normalised:
 
     def arithmetic(self, chunk: Chunk) -> Arithmetic:
         signed, leading = self.features.signed, self.features.leading
-        product = einsum if signed else products(*chunk[:3])
+        product = products(*chunk[:3], cancel=signed)
         count = leading(chunk.key.shape[-1]) if leading else 0
         return Arithmetic(product, signed, count)
 
@@ -208,13 +208,13 @@ class Normalised:
     ) -> Rows:
         """Rows that see keys by pairs, and the state if it reaches them."""
         chunk, query, divisor, key, value = mapped
-        scores = None
+        scores, how = None, self.arithmetic(chunk)
         if self.features.pairs is not None and divisor is not None:
             asking, asked = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
-            scores = self.features.pairs(asking, asked, divisor)
+            scores = self.features.pairs(how.product, asking, asked, divisor)
             scores = scores * chunk.visible[:, None, None, None].astype(scores.dtype)
         given = Given(state, query, key, value)
-        return _rows(self.arithmetic(chunk), pairs, reaches, given, scores)
+        return _rows(how, pairs, reaches, given, scores)
 
 
 def forgotten(state: LinearState) -> LinearState:

@@ -13,6 +13,8 @@ from symjax.attention.chunks import einsum
 from symjax.attention.features import Features, LogFeatures, squared_length
 
 _NORM_EPSILON = 1e-6
+PAIRS = "bkgth,bksh->bkgts"
+Product = Callable[..., Array]  # an einsum
 
 
 def _plain(
@@ -67,10 +69,10 @@ def _half_shortfall(x: Array) -> Array:
     return missing * (1 - missing / 2)
 
 
-def _unit_pairs(query: Array, key: Array, divisor: Array) -> Array:
+def _unit_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
     """1 + cos, and 0 where that is less than the rounding error of 1."""
     row, column = (x.amplitude for x in _unit_around(query, key))
-    scores = _products(row, column)
+    scores = product(PAIRS, row, column)
     return jnp.where(scores > jnp.finfo(scores.dtype).eps / 2, scores, 0) / divisor
 
 
@@ -99,12 +101,8 @@ def _squared(x: Array) -> Array:
     return jnp.concatenate(pairs, axis=-1)
 
 
-def _products(query: Array, key: Array) -> Float[Array, "B K G T S"]:
-    return einsum("bkgth,bksh->bkgts", query, key)
-
-
-def _squared_pairs(query: Array, key: Array, divisor: Array) -> Array:
-    products = _products(query, key)
+def _squared_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+    products = product(PAIRS, query, key)
     return products * (products / divisor)
 
 
@@ -115,8 +113,8 @@ def _taylor(x: Array) -> Array:
     return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
 
 
-def _taylor_pairs(query: Array, key: Array, divisor: Array) -> Array:
-    scores = _products(query, key) * key.shape[-1] ** -0.5
+def _taylor_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+    scores = product(PAIRS, query, key) * key.shape[-1] ** -0.5
     return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
 
 

@@ -10,7 +10,8 @@ the FLOPs and bytes that they declare. Collectives, which may overlap with the r
 not in the cycles; their time at the full speed of the links stands beside a step.
 
 functions  4 rows of 4,096 tokens, bfloat16, on one chip: those that score pairs with 16
-           heads of 128 (two branches of 64 or 128), those of linear time with 16 of 64.
+           heads of 128 (two branches of 64 or 128), those of linear time with 16 of 64,
+           gau and flash with one of 128 and values of 2,048.
            Cycles and temporary memory, forward, and forward and backward.
 steps      of configurations, over all chips of the target by `mesh.fsdp`: cycles by
            part, their share of peak, memory, and the time of the compiler.
@@ -21,6 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from device_peers import Rival, ours  # noqa: E402
 
-from symjax import config, validation  # noqa: E402
+from symjax import attention, config, validation  # noqa: E402
 from symjax.models.cost import train_flops  # noqa: E402
 from symjax.training import commandline, sharding, targets  # noqa: E402
 from symjax.training.chips import Chip  # noqa: E402
@@ -129,10 +131,21 @@ def functions(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
 
 
 def rivals() -> dict[str, Rival]:
-    """Those of device.py by the head size that suits them."""
+    """Those of device.py by the head size that suits them, and what has no peers."""
     pairs, linear = (ours(ROWS, LENGTH, HEADS, size) for size in (SCORED, LINEAR))
     scored = ("softmax", "symmetric", "differential V1", "differential V2")
-    return {x: pairs[x] if x in scored else linear[x] for x in linear}
+    found = {x: pairs[x] if x in scored else linear[x] for x in linear}
+    alone = (ROWS, LENGTH, 1, SCORED), (ROWS, LENGTH, 1, HEADS * SCORED)
+    gau = partial(attention.gau, divisor=LENGTH, is_causal=True)
+    for name, attend, shapes in (
+        ("sparsemax", partial(attention.sparsemax, is_causal=True), None),
+        ("entmax-1.5", partial(attention.entmax15, is_causal=True), None),
+        ("gau, one head", gau, (alone[0], *alone)),
+        ("flash, one head", attention.flash_causal, (*[alone[0]] * 4, alone[1])),
+    ):
+        shapes = shapes or pairs["softmax"].shapes
+        found[name] = pairs["softmax"]._replace(attend=attend, shapes=shapes)
+    return found
 
 
 def compile_for(device: Any, rival: Rival, backward: bool) -> jax.stages.Compiled:

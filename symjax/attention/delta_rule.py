@@ -152,6 +152,9 @@ def delta_causal(
     a kernel serves (`decayed_fused`), whose backward pass keeps 128 numbers a token and
     query head, and a state every 128 tokens; it has no forward-mode derivative.
 
+    Float32 loses most where the keys of a chunk are nearly equal and β is near 2: 7e-5
+    of the largest output with keys within 1e-3 of one direction, and 1e-6 by steps.
+
     Args:
         beta: how much of what a key holds is replaced.
         log_decay: None for no decay (DeltaNet); at most 0, [K] or [B or 1, T or 1, K]

@@ -77,7 +77,7 @@ def _merged(
 
 einsum = partial(_einsum, jax.lax.Precision.HIGHEST)
 on_tensor_cores = partial(_einsum, jax.lax.Precision.HIGH)
-in_three_passes = partial(einsum, cuda=jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
+in_six_passes = partial(einsum, cuda=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6)
 TILE = 128  # accelerators multiply by tiles of so many rows
 
 
@@ -132,12 +132,12 @@ def products(*arrays: Array, cancel: bool = False) -> Callable[..., Array]:
     tensor cores do not multiply in full precision.
 
     Args:
-        cancel: what is multiplied cancels: then as `einsum`, but for three passes of
-            TF32 on NVIDIA GPUs, 2⁻²² of each product.
+        cancel: what is multiplied cancels: then as `einsum`, on NVIDIA GPUs by the six
+            passes of bfloat16 parts that full precision is on TPUs.
     """
     if jnp.result_type(*arrays).itemsize > 2:
         return einsum
-    return in_three_passes if cancel else on_tensor_cores
+    return in_six_passes if cancel else on_tensor_cores
 
 
 def layout(tokens: Tokens, axis_name: str | None = None) -> Stretch:

@@ -87,13 +87,9 @@ class DeltaRule:
     ) -> tuple[DeltaState, Float[Array, "B T K G V"]]:
         chunk, asking, (since, until, through, pairs) = prepared
         product, _, key, value = widened(chunk)
-        beta, sums = chunk.operands[0].astype(key.dtype), state.sums
+        sums = state.sums
         held = product("bkgth,bkhv->bkgtv", times_decay(asking, since), sums)
-        change = solve_unit_lower(
-            einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
-            einsum("bkt,bktv->bktv", beta, value - held[:, :, -1]),
-            products(*chunk[:3], cancel=True),
-        )
+        change = _changes(chunk, pairs, value - held[:, :, -1])
         inside = product("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
         written = product("bksh,bksv->bkhv", times_decay(key, until), change)
         left = sums * jnp.exp(through)[..., None]
@@ -104,16 +100,9 @@ class DeltaRule:
         for each of its rows from what the keys read of it."""
         chunk, _, (since, until, through, pairs) = prepared
         product, _, key, value = widened(chunk)
-        beta, size = chunk.operands[0].astype(key.dtype), value.shape[-1]
-        changes = solve_unit_lower(
-            einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
-            einsum(
-                "bkt,bktv->bktv",
-                beta,
-                jnp.concatenate([value, -times_decay(key, since)], axis=-1),
-            ),
-            products(*chunk[:3], cancel=True),
-        )
+        size = value.shape[-1]
+        both = jnp.concatenate([value, -times_decay(key, since)], axis=-1)
+        changes = _changes(chunk, pairs, both)
         written = product("bksh,bksv->bkhv", times_decay(key, until), changes)
         left = jnp.eye(key.shape[-1], dtype=key.dtype)[None, None]
         left = left * jnp.exp(through)[..., None]
@@ -123,6 +112,18 @@ class DeltaRule:
         left = einsum("bkhi,bkiv->bkhv", two[1], one[0].sums)
         transition = einsum("bkhi,bkij->bkhj", two[1], one[1])
         return DeltaState(left + two[0].sums), transition
+
+
+def _changes(
+    chunk: Chunk, pairs: Float[Array, "B K G+1 T T"], missing: Float[Array, "B K T V"]
+) -> Float[Array, "B K T V"]:
+    """u of u_t = β_t (missing_t − Σ_{s<t} pairs_ts u_s), by the pairs of keys."""
+    beta = chunk.operands[0].astype(missing.dtype)
+    return solve_unit_lower(
+        einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
+        einsum("bkt,bktv->bktv", beta, missing),
+        products(*chunk[:3], cancel=True),
+    )
 
 
 def delta_causal(

@@ -102,8 +102,8 @@ def _squared(x: Array) -> Array:
 
 
 def _squared_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
-    products = product(PAIRS, query, key)
-    return products * (products / divisor)
+    scores = product(PAIRS, query, key)
+    return scores * (scores / divisor)
 
 
 def _taylor(x: Array) -> Array:

@@ -64,19 +64,19 @@ def token_losses(
     return Losses(*_per_device(own, 3, weights, hidden, targets))
 
 
-class Means(NamedTuple):
-    """Over all tokens that have a target."""
+class Objective(NamedTuple):
+    """Means over all tokens that have a target."""
 
     minimised: Float[Array, ""]  # loss + z_loss · normaliser²
     loss: Float[Array, ""]  # as reported: no gradient passes through it
 
 
-def mean_losses(
+def objective(
     model: Model,
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     z_loss: float = 0,
-) -> Means:
+) -> Objective:
     """The means of `token_losses`, of which to take a gradient.
 
     In parts that gradient is computed with the losses, by three products with the
@@ -85,13 +85,13 @@ def mean_losses(
     logits, weights = transformer.output_layer(model)
     count = jnp.maximum((targets >= 0).sum(), 1)
 
-    def means(found: Losses, count: Array) -> Means:
+    def means(found: Losses, count: Array) -> Objective:
         # A sum for each row: one over all tokens rounds to the places of thousands.
         loss = minimised = (found.loss.sum(axis=1) / count).sum()
         if z_loss:
             squares = (found.normaliser**2).sum(axis=1)
             minimised += z_loss * (squares / count).sum()
-        return Means(minimised, jax.lax.stop_gradient(loss))
+        return Objective(minimised, jax.lax.stop_gradient(loss))
 
     if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
         return means(losses(logits(weights, hidden), targets), count)
@@ -99,11 +99,15 @@ def mean_losses(
     def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
         made, backward = jax.vjp(logits, weights, hidden)
         found = losses(made, targets)
+        # By their sum: exp(logits − normaliser) has the normaliser's rounding error.
+        highest = made.max(axis=-1, keepdims=True)
+        highest = jnp.where(jnp.isfinite(highest), highest, 0)
+        total = jnp.exp(made - highest).sum(axis=-1, keepdims=True)
         # Else XLA shares exp(logits) with the sum, and the gradient leaves the chip.
-        made, normaliser = jax.lax.optimization_barrier((made, found.normaliser))
-        normaliser = normaliser[..., None]
-        slope = jnp.exp(made - normaliser) * (1 + 2 * z_loss * normaliser)
-        slope -= jax.nn.one_hot(targets, made.shape[-1])
+        made, highest, total = jax.lax.optimization_barrier((made, highest, total))
+        weight = (1 + 2 * z_loss * found.normaliser[..., None]) / total
+        slope = jnp.exp(made - highest) * weight
+        slope -= jax.nn.one_hot(targets, made.shape[-1], dtype=made.dtype)
         asked = (targets >= 0)[..., None]
         return means(found, count), backward(jnp.where(asked, slope / count, 0))
 
@@ -112,15 +116,16 @@ def mean_losses(
         found = _added_up(part)(weights, split(hidden), split(targets), count)
         return tuple(x[None, None] for x in found)
 
-    return Means(*(x.sum() for x in _per_device(own, 2, weights, hidden, targets)))
+    return Objective(*(x.sum() for x in _per_device(own, 2, weights, hidden, targets)))
 
 
-def _added_up(part: Callable) -> Callable[..., Means]:
+def _added_up(part: Callable) -> Callable[..., Objective]:
     """The sum of `part` over parts [parts B …] of hidden states and targets.
 
     Args:
-        part: (weights, hidden, targets, count) → Means, and the gradients of the first
-            of them by weights and hidden states.
+        part: (weights, hidden, targets, count) → Objective, and the gradients of what
+            is minimised by weights and hidden states. Arrays are all operands, since
+            `jax.custom_vjp` wants none in a closure.
     """
 
     def forward(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
@@ -128,11 +133,12 @@ def _added_up(part: Callable) -> Callable[..., Means]:
             found, (by_weights, by_hidden) = part(weights, *tokens, count)
             return jax.tree.map(jnp.add, sums, (found, by_weights)), by_hidden
 
-        zeros = Means(*jnp.zeros(2, jnp.float32)), jax.tree.map(jnp.zeros_like, weights)
-        (found, by_weights), by_hidden = jax.lax.scan(add, zeros, (hidden, targets))
+        nothing = Objective(*jnp.zeros(2, jnp.float32))
+        start = nothing, jax.tree.map(jnp.zeros_like, weights)
+        (found, by_weights), by_hidden = jax.lax.scan(add, start, (hidden, targets))
         return found, (by_weights, by_hidden)
 
-    def backward(gradients: Any, cotangent: Means) -> tuple[Any, ...]:
+    def backward(gradients: Any, cotangent: Objective) -> tuple[Any, ...]:
         def scaled(x: Array) -> Array:
             return (cotangent.minimised * x).astype(x.dtype)
 

@@ -17,7 +17,7 @@ from symjax import config
 from symjax.data.documents import Separate, tokens_of
 from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
-from symjax.training.loss import hidden_of, mean_losses, token_losses
+from symjax.training.loss import hidden_of, objective, token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
 from symjax.training.stacks import Stacks
 
@@ -109,7 +109,7 @@ class Steps(NamedTuple):
         hidden = hidden_of(model, inputs, key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
         costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
-        found = mean_losses(model, hidden, targets, self.options.optimizer.z_loss)
+        found = objective(model, hidden, targets, self.options.optimizer.z_loss)
         return found.minimised + costs, found.loss
 
     def train(self, state: State, constants, inputs, targets, key):

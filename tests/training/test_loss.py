@@ -10,7 +10,7 @@ from flax import nnx
 
 from symjax import config, models
 from symjax.training import loss, sharding
-from symjax.training.loss import mean_losses, token_losses
+from symjax.training.loss import objective, token_losses
 
 SHAPE, VOCABULARY = (4, 12), 31
 MODEL = config.Model(vocabulary=VOCABULARY, width=16, depth=1, heads=2, length=12)
@@ -30,7 +30,7 @@ def gradients(model, hidden, targets, z_loss=0.1):
 
     def total(weights, hidden):
         model = nnx.merge(graph, weights)
-        found = mean_losses(model, hidden, targets, z_loss)
+        found = objective(model, hidden, targets, z_loss)
         return 3 * found.minimised, (found, token_losses(model, hidden, targets))
 
     (_, found), gradient = jax.jit(
@@ -93,6 +93,33 @@ def test_means_have_the_gradient_of_the_definition(monkeypatch, largest):
     np.testing.assert_allclose(means.minimised, each[asked].mean(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("largest", (100, 2**26), ids=("parts", "whole"))
+def test_the_gradient_of_large_logits_keeps_its_digits(monkeypatch, largest):
+    """Of logits around 1000 without rounding, of which some tokens are sure."""
+    monkeypatch.setattr(loss, "LARGEST", largest)
+    model, hidden, targets = example()
+    kernel, bias = model.head.kernel, model.head.bias
+    kernel[...] = jnp.round(100 * kernel[...]) / 8
+    bias[...] = jnp.full_like(bias[...], 1000)
+    hidden = jnp.round(hidden)
+    _, _, (_, found) = gradients(model, hidden, targets, 0)
+    logits, normaliser, asked, kernel = definition(model, hidden, targets)
+    slope = np.exp(logits - normaliser[..., None]) - np.eye(VOCABULARY)[targets]
+    wanted = 3 * (slope * asked[..., None] / asked.sum()) @ kernel.T
+    np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())
+
+
+def test_parts_in_a_program_with_float64(monkeypatch, x64):
+    """The model computes in float32 there, too."""
+    given = example()
+    wanted = gradients(*given)
+    monkeypatch.setattr(loss, "LARGEST", 100)
+    found = gradients(*given)
+    for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
 def test_without_targets_there_is_no_loss_and_no_gradient(monkeypatch):
     monkeypatch.setattr(loss, "LARGEST", 100)
     model, hidden, targets = example()
@@ -130,7 +157,7 @@ def test_no_array_holds_the_logits_of_all_tokens(monkeypatch):
 
     def working() -> int:
         def total(weights, hidden):
-            return mean_losses(nnx.merge(graph, weights), hidden, targets).minimised
+            return objective(nnx.merge(graph, weights), hidden, targets).minimised
 
         program = jax.jit(jax.grad(total, argnums=(0, 1))).lower(weights, hidden)
         return program.compile().memory_analysis().temp_size_in_bytes

@@ -1,7 +1,7 @@
 """What the arguments of mechanisms must be; messages name both sides."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,25 @@ KINDS = {  # of arrays, as errors name them
 }
 
 
+def shown(value: Any) -> str:
+    """A value as errors name it: on one line, an array by its shape."""
+    if getattr(value, "shape", ()):
+        return f"an array of shape {value.shape}"
+    return " ".join(repr(value).split())
+
+
+def check_choice(who: str, name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise unless the value is one of these words, and list them."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"{who}: {name} {shown(value)} is unknown: choose from {', '.join(choices)}"
+        )
+
+
 def check_count(who: str, name: str, value: int, least: int = 1) -> None:
     """Raise unless the value is such an integer, known at trace time."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{who}: {name} must be an int, got {value!r}")
+        raise ValueError(f"{who}: {name} must be an int, got {shown(value)}")
     if value < least:
         raise ValueError(f"{who}: {name} must be at least {least}, got {value}")
 
@@ -47,28 +62,30 @@ def check_dtype(who: str, dtype: Any) -> None:
     """Refuse what is no dtype of floating numbers."""
     try:
         floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:
+    except (TypeError, ValueError):
         floating = False
     if not floating:
         raise ValueError(
-            f"{who}: dtype must be that of floating numbers, got {dtype!r}"
+            f"{who}: dtype must be that of floating numbers, got {shown(dtype)}"
         )
 
 
 def check_flag(who: str, name: str, value: bool) -> None:
     """Refuse what is not Python's True or False: programs are compiled for it."""
     if not isinstance(value, bool):
-        raise ValueError(f"{who}: {name} must be True or False, got {value}")
+        raise ValueError(f"{who}: {name} must be True or False, got {shown(value)}")
 
 
-def check_number(who: str, name: str, value: Any) -> None:
-    """Refuse what is not one number, or one of Python or numpy that is not finite; None
-    is left out."""
+def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> None:
+    """Refuse what is not one number, or one of Python or numpy that is not finite.
+
+    needed: None, which is left out, is refused, too.
+    """
     if hasattr(value, "shape"):
         one, found = value.shape == (), value.shape
     else:
         real = isinstance(value, int | float) and not isinstance(value, bool)
-        one, found = value is None or real, repr(value)
+        one, found = real or (value is None and not needed), repr(value)
     if not one:
         raise ValueError(f"{who}: {name} must be one number, got {found}")
     if hasattr(value, "dtype"):
@@ -77,10 +94,9 @@ def check_number(who: str, name: str, value: Any) -> None:
         raise ValueError(f"{who}: {name} must be finite, got {value}")
 
 
-def check_positive(who: str, name: str, value: Any) -> None:
-    """Refuse what is not one number, nor one above 0 where its value is known; None is
-    left out."""
-    check_number(who, name, value)
+def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> None:
+    """As `check_number`, and refuse what is not above 0 where its value is known."""
+    check_number(who, name, value, needed=needed)
     if value is None or isinstance(value, Tracer):
         return
     if not 0 < value < math.inf:
@@ -117,8 +133,10 @@ def as_array(who: str, name: str, value: Any) -> Array:
     names it."""
     try:
         array = jnp.asarray(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{who}: {name} must be an array, got {value!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{who}: {name} must be an array, got {shown(value)}"
+        ) from None
     check_kind(who, jnp.number, **{name: array})
     return array
 
@@ -188,7 +206,7 @@ def device_count(who: str, axis_name: str | None) -> int:
     except (NameError, TypeError, ValueError):
         raise ValueError(
             f"{who}: axis_name must be a mesh axis of a jax.shard_map around the call, "
-            f"got {axis_name!r}"
+            f"got {shown(axis_name)}"
         ) from None
 
 

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import as_array, check_arrays, check_function
+from symjax.attention.checks import (
+    as_array,
+    check_arrays,
+    check_floating,
+    check_function,
+    check_number,
+)
 from symjax.attention.scores import ScoreMechanism
 from symjax.attention.softmax import softmax
 
@@ -28,6 +34,7 @@ def lambda_initial(depth: int) -> float:
         ValueError: a depth below 0.
     Source: Ye et al. 2024, arXiv:2410.05258, section 2.1 (there from layer 1).
     """
+    check_number("lambda_initial", "depth", depth, needed=True)
     if depth < 0:
         raise ValueError(f"lambda_initial: depth must be at least 0, got {depth}")
     return 0.8 - 0.6 * math.exp(-0.3 * depth)
@@ -48,6 +55,8 @@ def differential_lambda(
         ValueError: vectors of different lengths.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 2.
     """
+    four = {"query_1": query_1, "key_1": key_1, "query_2": query_2, "key_2": key_2}
+    check_floating("differential_lambda", **four)
     shapes = [x.shape for x in (query_1, key_1, query_2, key_2)]
     if len(set(shapes)) > 1 or query_1.ndim != 1:
         raise ValueError(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check_floating, check_positive
+from symjax.attention.checks import check_choice, check_floating, check_positive
 from symjax.attention.features import RandomFeatures
 
 KINDS = ("favor#", "favor++")
@@ -52,11 +52,7 @@ def favor_statistics(
     Source: Likhosherstov et al. 2022, arXiv:2205.15317 (FAVOR++); 2023,
         arXiv:2302.00787 (FAVOR#).
     """
-    if kind not in KINDS:
-        raise ValueError(
-            f"favor_statistics: kind {kind!r} is unknown: choose from "
-            f"{', '.join(KINDS)}"
-        )
+    check_choice("favor_statistics", "kind", kind, KINDS)
     check_floating("favor_statistics", query=query, key=key)
     check_positive("favor_statistics", "scale", scale)
     size = query.shape[-1] if query.ndim else 0

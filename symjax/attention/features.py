@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from symjax.attention.checks import check_choice
 from symjax.attention.chunks import einsum
 
 
@@ -81,10 +82,7 @@ class Features(NamedTuple):
 
 def named(who: str, table: dict[str, Features], name: str) -> Features:
     """The entry of a table of features, or an error that lists the table."""
-    if not isinstance(name, str) or name not in table:
-        raise ValueError(
-            f"{who}: features {name!r} is unknown: choose from {', '.join(table)}"
-        )
+    check_choice(who, "features", name, table)
     return table[name]
 
 

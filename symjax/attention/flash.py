@@ -118,6 +118,7 @@ def flash_causal(
     """
     rule = _rule("flash_causal", group_size, True, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
+    check_flag("flash_causal", "return_state", return_state)
     check_axis("flash_causal", axis_name, state, return_state)
     tokens = _tokens("flash_causal", *arrays, mask, segment_ids, axis_name)
     if axis_name is not None and key.shape[1] % group_size:
@@ -131,8 +132,10 @@ def flash_causal(
         state = _empty_like(tokens, group_size)
     _check_state("flash_causal", state, tokens, group_size)
     visible = visible_keys(mask, *key.shape[:2])
-    output, after = groups.prefill(rule, tokens, scale, state, visible)
-    return (output, after) if return_state else output
+    places = jnp.arange(1, visible.shape[1] + 1)
+    count = jnp.where(visible, places[None], 0).max(axis=1, initial=0)
+    output, after = groups.prefill(rule, tokens, scale, state, count)
+    return (output, _moved(state, after, count)) if return_state else output
 
 
 def flash_step(
@@ -156,6 +159,11 @@ def flash_step(
     """
     if not isinstance(state, FlashState):
         raise ValueError(f"flash_step needs a FlashState, got {shown_state(state)}")
+    if getattr(state.key, "ndim", 0) != 4:
+        raise ValueError(
+            f"flash_step needs keys [B group K H] in its state, got "
+            f"{shown_state(state)}"
+        )
     group_size = state.key.shape[1]
     rule = _rule("flash_step", group_size, True, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
@@ -163,7 +171,15 @@ def flash_step(
     if query.shape[1] != 1:
         raise ValueError(f"flash_step: a step takes one token, got query {query.shape}")
     _check_state("flash_step", state, tokens, group_size)
-    return groups.step(rule, tokens, scale, state)
+    output, after = groups.step(rule, tokens, scale, state)
+    return output, _moved(state, after, 1)
+
+
+def _moved(before: FlashState, after: FlashState, count: Array | int) -> FlashState:
+    """The state with its place `count` tokens on: the same for all heads, which a mesh
+    may split, and so no part of what runs for each of them."""
+    place = (before.place + count) % before.key.shape[1]
+    return after._replace(place=place.astype(before.place.dtype))
 
 
 def flash_state(

@@ -17,12 +17,14 @@ In a causal model n may not be the length of what is read, or decoding a token w
 give what the whole sequence gave: a constant, as the length in training, or "count".
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from symjax.attention.checks import shown
 from symjax.attention.scores import ScoreMechanism
 
 DIVISORS = ("count", "squared_count")
@@ -89,12 +91,12 @@ def fixed_divisor(name: str, divisor: Any, known: tuple[str, ...] = ()) -> float
     if isinstance(divisor, str) and divisor in known:
         return divisor
     try:
-        number = 0.0 if isinstance(divisor, str) else float(divisor)
-    except TypeError:  # several numbers, none, or one that is traced
+        number = 0.0 if isinstance(divisor, str | bytes | bool) else float(divisor)
+    except (TypeError, OverflowError):  # several, none, traced, or too large a number
         number = 0.0
-    if not number > 0:
+    if not 0 < number < math.inf:
         also = f", or one of {', '.join(known)}" if known else ""
         raise ValueError(
-            f"{name} must be a constant number above 0{also}, got {divisor!r}"
+            f"{name} must be a constant number above 0{also}, got {shown(divisor)}"
         )
     return number

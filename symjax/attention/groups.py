@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from symjax.attention import chunks
 from symjax.attention.chunks import (
@@ -120,12 +120,16 @@ def prefill(
     tokens: Tokens,
     scale: Array | None,
     state: FlashState,
-    visible: Bool[Array, "B T"],
+    count: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N V"], FlashState]:
-    """The tokens put behind those of the state's group, each example at its place."""
+    """The tokens put behind those of the state's group, each example at its place.
+
+    Args:
+        count: tokens that the state is to read; the caller moves its place.
+    """
     if _is_empty(tokens):
         return _no_rows(tokens), state
-    size, length = rule.group_size, visible.shape[1]
+    size, length = rule.group_size, tokens.key.shape[1]
     total = -(-(size - 1 + length) // size) * size
 
     def behind(new: Array, old: Array | None = None) -> Array:
@@ -144,14 +148,14 @@ def prefill(
     output = _attend(rule, size, laid, scale, state.sums)
     own = state.place[:, None] + jnp.arange(length)[None]
     output = _take(output, own).astype(tokens.value.dtype)
-    count = jnp.where(visible, jnp.arange(1, length + 1)[None], 0).max(axis=1)
     return output, _as(state, _after(rule, laid, state, count))
 
 
 def _after(
     rule: Rule, laid: Tokens, state: FlashState, count: Int[Array, " B"]
 ) -> FlashState:
-    """The state `count` tokens on: of the segment of the last of them alone."""
+    """The state `count` tokens on, at the old place: of the segment of the last of them
+    alone."""
     size, total = rule.group_size, laid.key.shape[1]
     read = state.place + count
     first = read // size * size  # of the group that is not full
@@ -171,7 +175,7 @@ def _after(
         _take(laid.key, group),
         _take(laid.linear_key, group),
         _take(laid.value, group),
-        read - first,
+        state.place,
         sums + _sum(key, laid.value, sums.dtype),
     )
 
@@ -180,7 +184,8 @@ def _after(
 def step(
     rule: Rule, tokens: Tokens, scale: Array | None, state: FlashState
 ) -> tuple[Float[Array, "B 1 N V"], FlashState]:
-    """One token, which sees its group and the sums. Empty places weigh nothing."""
+    """One token, which sees its group and the sums. Empty places weigh nothing, and the
+    caller moves the state's."""
     if _is_empty(tokens):
         return _no_rows(tokens), state
     new = tokens.key, tokens.linear_key, tokens.value
@@ -202,11 +207,11 @@ def step(
             jnp.where(done, 0, key),
             jnp.where(done, 0, linear_key),
             jnp.where(done, 0, value),
-            jnp.where(full, 0, place),
+            place,
             sums + new,
         )
 
-    group = FlashState(key, linear_key, value, state.place + 1, state.sums)
+    group = FlashState(key, linear_key, value, state.place, state.sums)
     group = jax.lax.cond(full.any(), fold, lambda group: group, group)
     return (near + far).astype(tokens.value.dtype), _as(state, group)
 
@@ -236,7 +241,8 @@ def _attend(
     """Whole groups of `size` tokens, after the groups summed up in `sums`."""
     dtype = sum_dtype(*tokens[:5])
     batch, length, heads = tokens.query.shape[:3]
-    grouped = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), tokens)
+    count = batch * (length // size)
+    grouped = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[2:]), tokens)
     near = ScoreMechanism("flash", SquaredReLU(rule.divisor))(
         grouped.query,
         grouped.key,
@@ -260,7 +266,7 @@ def _attend(
         flipped = jax.tree.map(lambda x: jnp.flip(x, 1), tokens)
         later = jnp.flip(_earlier(flipped, size), 1)
         far = _earlier(tokens, size) + later + own.reshape(later.shape)
-    near = near.reshape(batch, length, heads, -1)
+    near = near.reshape(batch, length, heads, near.shape[-1])
     return near + far / rule.linear_divisor
 
 

@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import as_array, check_count, check_positive
+from symjax.attention.checks import (
+    as_array,
+    check_choice,
+    check_count,
+    check_positive,
+)
 from symjax.attention.chunks import sum_dtype
 from symjax.attention.positions import alibi_slopes
 
@@ -45,14 +50,11 @@ def lightning_log_decay(
             f"{who}: layer must be 0 to layers - 1, got layer {layer} "
             f"and layers {layers}"
         )
+    check_choice(who, "convention", convention, ("fla", "transnormer"))
     if convention == "transnormer":
         slopes = alibi_slopes(heads) * (1 - layer / max(layers - 1, 1) + 1e-5)
-    elif convention == "fla":
-        slopes = 8 * np.arange(heads) / heads * (1 - layer / layers)
     else:
-        raise ValueError(
-            f"{who}: convention {convention!r} is unknown: choose from fla, transnormer"
-        )
+        slopes = 8 * np.arange(heads) / heads * (1 - layer / layers)
     return jnp.asarray(-slopes)
 
 
@@ -66,5 +68,5 @@ def gated_log_decay(
     Source: Yang et al. 2023, arXiv:2312.06635.
     """
     logits = as_array("gated_log_decay", "logits", logits)
-    check_positive("gated_log_decay", "power", power)
+    check_positive("gated_log_decay", "power", power, needed=True)
     return power * jax.nn.log_sigmoid(logits.astype(sum_dtype(logits)))

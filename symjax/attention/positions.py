@@ -1,13 +1,22 @@
 """Positions: rotary, sinusoidal, and linear biases (ALiBi)."""
 
 import math
-import operator
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
+
+from symjax.attention.checks import (
+    as_array,
+    check_arrays,
+    check_count,
+    check_flag,
+    check_number,
+    check_positive,
+)
 
 LANES = 128  # of a TPU: numbers that lie side by side in its registers
 HEADS_LAST = Layout((0, 1, 2, 3))  # as the kernel of attention reads [B T N H]
@@ -32,9 +41,15 @@ def rotate(
             differential layers; otherwise (i, i + R/2), as in GPT-NeoX.
         share: of the features, counted from the first, that turn.
     Raises:
-        ValueError: share·H is not an even number from 2 to H.
+        ValueError: share·H is not an even number from 2 to H; no floating array
+            [B T N H], no positions of it, or a base that is not above 0.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
+    check_arrays("rotate", x=x)
+    check_positive("rotate", "base", base, needed=True)
+    check_number("rotate", "share", share, needed=True)
+    check_flag("rotate", "interleaved", interleaved)
+    positions = as_array("rotate", "positions", positions)
     size = x.shape[-1]
     turning = round(share * size)
     if turning % 2 or not 2 <= turning <= size or abs(turning - share * size) > 1e-6:
@@ -111,12 +126,14 @@ def sinusoidal(
     In the default float type, or that of the positions if it is wider.
 
     Raises:
-        ValueError: the width is odd.
+        ValueError: the width is odd or below 2, or a base that is not above 0.
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
     """
+    check_count("sinusoidal", "width", width, least=2)
     if width % 2:
         raise ValueError(f"sinusoidal positions need an even width, got {width}")
-    positions = jnp.asarray(positions)
+    check_positive("sinusoidal", "base", base, needed=True)
+    positions = as_array("sinusoidal", "positions", positions)
     wide = jnp.promote_types(positions.dtype, jnp.result_type(float))
     frequencies = _frequencies(width, base, wide)
     angles = jnp.multiply.outer(positions.astype(wide), frequencies)
@@ -134,8 +151,7 @@ def alibi_slopes(heads: int) -> Float[Array, "N"]:
         ValueError: fewer than 1 head.
     Source: Press et al. 2021, arXiv:2108.12409, section 3 and its published code.
     """
-    if heads < 1:
-        raise ValueError(f"alibi_slopes needs at least 1 head, got {heads}")
+    check_count("alibi_slopes", "heads", heads)
     power = 2 ** int(math.log2(heads))
     steps = [(h + 1) / power for h in range(power)]
     steps += [(2 * h + 1) / (2 * power) for h in range(heads - power)]
@@ -163,16 +179,20 @@ def alibi_bias(
         ValueError: positions or slopes have more than one axis.
     Source: Press et al. 2021, arXiv:2108.12409, equation 2.
     """
-    slopes = jnp.asarray(heads)
-    if slopes.ndim == 0:
-        slopes = alibi_slopes(operator.index(heads))
-    own = keys[-1:] if rows is None else rows
-    for name, array in (("slopes", slopes), ("keys", keys), ("rows", own)):
+    one = isinstance(heads, int | np.integer)
+    given = {"slopes": alibi_slopes(int(heads)) if one else heads, "keys": keys}
+    if rows is not None:
+        given["rows"] = rows
+    arrays = {name: as_array("alibi_bias", name, x) for name, x in given.items()}
+    for name, array in arrays.items():
         if array.ndim != 1:
             raise ValueError(
                 f"alibi_bias: {name} must have one axis, got {array.shape}"
             )
-    distance = jnp.abs(own[:, None] - keys[None]).astype(slopes.dtype)
+    slopes, keys = arrays["slopes"], arrays["keys"][None]
+    own = arrays.get("rows", arrays["keys"][-1:])[:, None]
+    # Not by abs: the difference of unsigned numbers wraps.
+    distance = (jnp.maximum(own, keys) - jnp.minimum(own, keys)).astype(slopes.dtype)
     return -slopes[None, :, None, None] * distance[None, None]
 
 

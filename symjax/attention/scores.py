@@ -15,11 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention import engines, rows
 from symjax.attention.checks import (
+    check_choice,
     check_flag,
     check_heads,
     check_kind,
     check_number,
     device_count,
+    shown,
 )
 from symjax.attention.masks import Visibility, only_seen
 from symjax.attention.ring import attend_ring
@@ -163,10 +165,9 @@ class ScoreMechanism:
         return jnp.swapaxes(engine(rule, operands), 1, 2)
 
     def _check_implementation(self, implementation: str | None) -> None:
-        if implementation not in (None, *self.implementations):
-            raise ValueError(
-                f"{self.name}: implementation {implementation!r} is unknown: choose "
-                f"from {', '.join(self.implementations)}"
+        if implementation is not None:
+            check_choice(
+                self.name, "implementation", implementation, self.implementations
             )
 
 
@@ -292,6 +293,10 @@ def _broadcasts(array: Array, shape: tuple[int, ...]) -> bool:
 
 def _checked_base(who: str, base: float | None) -> float | None:
     """The base of the length scale as Python's number; None is off."""
+    if base is None:
+        return None
+    if not isinstance(base, int | float | np.number):
+        raise ValueError(f"{who}: length_base must be a number, got {shown(base)}")
     if not base:
         return None
     if not 1 < base < math.inf:

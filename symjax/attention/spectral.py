@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import as_array, check_arrays, check_mask, check_number
+from symjax.attention.checks import (
+    as_array,
+    check_arrays,
+    check_mask,
+    check_number,
+    shown,
+)
 from symjax.attention.chunks import einsum
 from symjax.attention.meshes import on_any_mesh, rows_alone
 
@@ -188,7 +194,7 @@ def _check(
     if segment_ids is not None:
         raise ValueError(
             "matrix_function: segment_ids are not possible, since every segment is a "
-            f"matrix of its own; hide tokens with mask, got {segment_ids.shape}"
+            f"matrix of its own; hide tokens with mask, got {shown(segment_ids)}"
         )
     check_arrays("matrix_function", query=query, value=value)
     if query.shape[:3] != value.shape[:3]:

@@ -12,7 +12,12 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check_arrays, check_function
+from symjax.attention.checks import (
+    check_arrays,
+    check_choice,
+    check_floating,
+    check_function,
+)
 from symjax.attention.softmax import softmax
 
 NORMALISERS = ("unit", "rms")
@@ -37,14 +42,12 @@ def symmetric_key(
     Source: Courtois et al. 2024, arXiv:2406.06366 (pairwise); Kitaev et al. 2020,
         arXiv:2001.04451 (shared and normalised).
     """
-    if normalise not in (None, *NORMALISERS):
-        raise ValueError(
-            f"symmetric_key: normalise {normalise!r} is unknown: choose from "
-            f"{', '.join(NORMALISERS)}"
-        )
+    if normalise is not None:
+        check_choice("symmetric_key", "normalise", normalise, NORMALISERS)
     check_arrays("symmetric_key", query=query)
     key = query
     if metric is not None:
+        check_floating("symmetric_key", metric=metric)
         heads, size = query.shape[-2:]
         if metric.shape != (heads, size, size):
             raise ValueError(

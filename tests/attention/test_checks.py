@@ -104,7 +104,7 @@ WRONG = {
     "delta_causal: beta must be an array of real numbers, got complex64": lambda: (
         A.delta_causal(X, X, X, np.ones((B, T, N), np.complex64))
     ),
-    "linear_causal: return_state must be True or False, got no": lambda: (
+    "linear_causal: return_state must be True or False, got 'no'": lambda: (
         A.linear_causal(X, X, X, return_state="no")
     ),
     "performer: projection must be [M H] for query": lambda: A.performer(
@@ -200,6 +200,77 @@ WRONG = {
     "differential_v2: lam must be an array, got None": lambda: A.differential_v2(
         X[:, :, :2], X[:, :, :1], X[:, :, :1], None
     ),
+    "differential: lam must be an array, got 1000": lambda: A.differential(
+        X[:, :, :2], X[:, :, :2], X[:, :, :1], 10**30
+    ),
+    "differential_lambda: key_1 must be an array of floating numbers, got None": (
+        lambda: A.differential_lambda(TWO, None, TWO, TWO, 0.8)
+    ),
+    "lambda_initial: depth must be one number, got 'x'": lambda: A.lambda_initial("x"),
+    "lambda_initial: depth must be finite, got nan": lambda: A.lambda_initial(np.nan),
+    "gated_log_decay: power must be one number, got None": lambda: A.gated_log_decay(
+        X, None
+    ),
+    "lightning_log_decay: convention an array of shape (2,) is unknown: choose": (
+        lambda: A.lightning_log_decay(4, 0, 2, convention=TWO)
+    ),
+    "favor_statistics: kind an array of shape (2,) is unknown: choose from": (
+        lambda: A.favor_statistics(X, X, kind=TWO)
+    ),
+    "softmax: implementation an array of shape (2,) is unknown: choose": (
+        lambda: A.softmax(X, X, X, implementation=TWO)
+    ),
+    "softmax: length_base must be a number, got an array of shape (2,)": (
+        lambda: A.softmax(X, X, X, length_base=TWO)
+    ),
+    "sparsemax: is_causal must be True or False, got an array of shape (2,)": (
+        lambda: A.sparsemax(X, X, X, is_causal=TWO)
+    ),
+    "symmetric_key: normalise 'x' is unknown: choose": lambda: A.symmetric_key(
+        X, normalise="x"
+    ),
+    "symmetric_key: metric must be an array of floating numbers, got complex64": (
+        lambda: A.symmetric_key(X, np.ones((N, H, H), np.complex64))
+    ),
+    "matrix_function: segment_ids are not possible.* got 'x'": (
+        lambda: A.matrix_function(X, X, "exp", segment_ids="x")
+    ),
+    "flash_causal: return_state must be True or False, got 1": lambda: A.flash_causal(
+        *[X] * 5, return_state=1
+    ),
+    "flash_step needs keys [B group K H] in its state": lambda: A.flash_step(
+        A.flash_state(B, N, H, H)._replace(key=None), *[X[:, :1]] * 5
+    ),
+    "flash: divisor must be a constant number above 0, got inf": lambda: A.flash(
+        *[X] * 5, divisor=np.inf
+    ),
+    "gau: divisor must be a constant number above 0, .* got True": lambda: A.gau(
+        X, X, X, divisor=True
+    ),
+    "rotate: x must be an array of floating numbers, got int64": lambda: A.rotate(
+        X.astype(int), IDS
+    ),
+    "rotate: x must be [batch, time, heads, size]": lambda: A.rotate(X[0], IDS),
+    "rotate: positions must be an array, got None": lambda: A.rotate(X, None),
+    "rotate: base must be positive and finite, got 0": lambda: A.rotate(X, IDS, 0),
+    "rotate: share must be one number, got None": lambda: A.rotate(X, IDS, share=None),
+    "rotate: interleaved must be True or False, got 'no'": lambda: A.rotate(
+        X, IDS, interleaved="no"
+    ),
+    "sinusoidal: width must be at least 2, got 0": lambda: A.sinusoidal(IDS, 0),
+    "sinusoidal: width must be an int, got 4.0": lambda: A.sinusoidal(IDS, 4.0),
+    "sinusoidal: base must be positive and finite, got -1": lambda: A.sinusoidal(
+        IDS, 4, -1
+    ),
+    "sinusoidal: positions must be an array of real numbers, got complex64": (
+        lambda: A.sinusoidal(IDS.astype(np.complex64), 4)
+    ),
+    "alibi_slopes: heads must be an int, got 'x'": lambda: A.alibi_slopes("x"),
+    "alibi_slopes: heads must be at least 1, got 0": lambda: A.alibi_slopes(0),
+    "alibi_bias: slopes must be an array, got None": lambda: A.alibi_bias(None, TWO),
+    "alibi_bias: slopes must have one axis, got ()": lambda: A.alibi_bias(3.0, TWO),
+    "alibi_bias: keys must be an array, got None": lambda: A.alibi_bias(2, None),
+    "alibi_bias: rows must have one axis, got ()": lambda: A.alibi_bias(2, TWO, 3.0),
 }
 
 

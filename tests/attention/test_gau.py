@@ -380,6 +380,17 @@ def test_nothing_gives_nothing_and_leaves_the_state(cut):
     jax.tree.map(same, after, state)
 
 
+def test_values_may_have_no_size():
+    query, key, linear_query, linear_key, value = single(inputs())
+    arrays = query, key, linear_query, linear_key, value[..., :0]
+    rows = (*query.shape[:3], 0)
+    for is_causal in (False, True):
+        assert flash(*arrays, is_causal=is_causal, group_size=GROUP).shape == rows
+    output, state = flash_causal(*arrays, group_size=GROUP, return_state=True)
+    assert output.shape == rows
+    assert (state.place == query.shape[1] % GROUP).all()
+
+
 def test_a_step_without_examples_has_no_rows():
     arrays = [x[:0, :1] for x in single(inputs(3))]
     state = jax.tree.map(lambda x: x[:0], empty(jnp.float32))

@@ -94,6 +94,30 @@ def test_shard_map_counts_the_axes_that_arrays_vary_over(name):
     same_as_alone(name, function, arrays())
 
 
+def test_the_state_of_flash_has_one_place_for_all_heads():
+    """So that it may leave a shard_map by heads as it came."""
+
+    def read(state, *arrays):
+        query, key, value = (x[:, :-1] for x in arrays)
+        options = {"group_size": 4, "state": state, "return_state": True}
+        _, state = A.flash_causal(query, key, query, key, value, **options)
+        query, key, value = (x[:, -1:] for x in arrays)
+        return A.flash_step(state, query, key, query, key, value)
+
+    heads, example = P("x", None, "y"), P("x")
+    places = type(A.flash_state(1, 1, 1, 1))(heads, heads, heads, example, P("x", "y"))
+    function = jax.shard_map(
+        read,
+        mesh=mesh(AxisType.Auto),
+        in_specs=(places, heads, heads, heads),
+        out_specs=(heads, places),
+    )
+    given = A.flash_state(B, K, H, V, group_size=4), *arrays()
+    found, wanted = jax.jit(function)(*given), read(*given)
+    assert (wanted[1].place == T % 4).all()
+    jax.tree.map(lambda x, y: close(x, np.asarray(y), 1e-5), found, wanted)
+
+
 @pytest.mark.parametrize("split", [P("x", None, "y"), P("x", "y")], ids=str)
 @every_mechanism
 def test_axes_may_be_explicit(name, split):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check_mask, state_sizes
+from symjax.attention.checks import check_arrays, check_mask, state_sizes
 from symjax.attention.features import named
 from symjax.attention.masks import only_seen, visible_keys
 from symjax.attention.noncausal import attend
@@ -188,6 +188,7 @@ def _mapped(
     """Queries and keys after a feature function, which sees 0 for every hidden key."""
     if not callable(features):
         return query, key
+    check_arrays(who, query=query, key=key)
     if mask is not None:
         check_mask(who, mask, key)
         (key,) = only_seen(visible_keys(mask, *key.shape[:2]), key)

@@ -320,7 +320,7 @@ def checked_window(who: str, window: Any) -> tuple[int | None, int | None]:
     if len(pair) != 2 or not known:
         raise ValueError(
             f"{who}: window must be (left, right), numbers of keys or None, or one "
-            f"number above 0, got {window!r}"
+            f"number above 0, got {shown(window)}"
         )
     # Above 2³⁰, which no row reaches, differences of positions would not fit int32.
     left, right = (None if x is None else min(int(x) - least, 2**30) for x in pair)

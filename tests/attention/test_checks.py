@@ -131,6 +131,9 @@ WRONG = {
     "flash_state: dtype must be that of floating numbers, got 'x'": lambda: (
         A.flash_state(B, N, H, H, dtype="x")
     ),
+    "linear: key must be an array of floating numbers, got None": lambda: A.linear(
+        X, None, X, np.ones((B, 1, 1, T), bool), features=lambda x: x
+    ),
     "linear: features must map .* got a list": lambda: A.linear(
         X, X, X, features=lambda x: [x]
     ),

@@ -86,7 +86,7 @@ def errors(rows: np.ndarray, arrays: Arrays, weigh: np.ndarray) -> dict:
         "least": graded(scan, rows, wide[:3], wide[3]),
         "float32": graded(scan, rows.astype("f4"), single[:3], single[3]),
         "kernel": graded(kernel, rows.astype("f4"), half[:3], half[3]),
-        "tf32": graded(in_tf32, rows.astype("f4"), half[:3], half[3]),
+        "tf32": graded(as_on_a_gpu(scan), rows.astype("f4"), half[:3], half[3]),
         "rows": graded(kernel, coarse.astype("f4"), half[:3], half[3]),
     }
     return distances(found, wanted)
@@ -97,7 +97,7 @@ def cancelling(attend: Callable, arrays: Arrays, weigh: np.ndarray) -> dict:
     found = {
         "least": graded(attend, None, wide[:3], wide[3]),
         "float32": graded(attend, None, single[:3], single[3]),
-        "six": graded(in_passes(attend), None, half[:3], half[3]),
+        "six": graded(as_on_a_gpu(attend), None, half[:3], half[3]),
     }
     return distances(found, graded(attend, None, arrays, weigh))
 
@@ -132,12 +132,7 @@ def scan(rows: Any, *arrays: Any) -> Any:
     return attention.performer_causal(query, key, value, rows, chunk_size=128)
 
 
-def in_tf32(rows: Any, *arrays: Any) -> Any:
-    with mock.patch.object(chunks, "on_tensor_cores", partial(product, 1)):
-        return scan(rows, *arrays)
-
-
-def in_passes(attend: Callable) -> Callable:
+def as_on_a_gpu(attend: Callable) -> Callable:
     def called(rows: Any, *arrays: Any) -> Any:
         with (
             mock.patch.object(chunks, "on_tensor_cores", partial(product, 1)),
@@ -166,17 +161,15 @@ def pair_forward(passes: int, subscripts: str, *arrays: jax.Array) -> tuple:
 
 
 def pair_backward(passes: int, subscripts: str, arrays: tuple, change: Any) -> tuple:
-    both = []
-    for i in range(2):
-
-        def by(change: Any, other: Any, i: int = i) -> Any:
-            given = [other, other]
-            given[i] = arrays[i]
+    def gradient(i: int) -> jax.Array:
+        def by(change: jax.Array, other: jax.Array) -> jax.Array:
+            given = (other, arrays[1]) if i else (arrays[0], other)
             _, pull = jax.vjp(partial(jnp.einsum, subscripts), *given)
             return pull(change)[i]
 
-        both.append(sum(by(*x) for x in parts(passes, change, arrays[1 - i])))
-    return tuple(both)
+        return sum(by(*x) for x in parts(passes, change, arrays[1 - i]))
+
+    return gradient(0), gradient(1)
 
 
 pair.defvjp(pair_forward, pair_backward)

@@ -177,11 +177,7 @@ def orthogonal_projection(
     Source: Choromanski et al. 2021, arXiv:2009.14794; signs: Mezzadri 2007,
         arXiv:math-ph/0609050.
     """
-    if norms not in ("chi", "constant"):
-        raise ValueError(
-            f"orthogonal_projection: norms {norms!r} is unknown: "
-            "choose from chi, constant"
-        )
+    check_choice("orthogonal_projection", "norms", norms, ("chi", "constant"))
     if features < 1 or head_size < 1:
         raise ValueError(
             "orthogonal_projection: features and head_size must be at least 1, "

@@ -48,6 +48,7 @@ def token_losses(
     """The losses of hidden states: all logits at once, or `LARGEST` a device.
 
     In parts each device has the whole output layer, gathered once, and its own tokens.
+    For evaluation: a gradient would keep all logits; `objective` is for that.
     """
     logits, weights = transformer.output_layer(model)
 
@@ -99,7 +100,8 @@ def objective(
     def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
         made, backward = jax.vjp(logits, weights, hidden)
         found = losses(made, targets)
-        # By their sum: exp(logits − normaliser) has the normaliser's rounding error.
+        # By their sum, which XLA has from `losses`: exp(logits − normaliser) would have
+        # the normaliser's rounding error.
         highest = made.max(axis=-1, keepdims=True)
         highest = jnp.where(jnp.isfinite(highest), highest, 0)
         total = jnp.exp(made - highest).sum(axis=-1, keepdims=True)

@@ -264,6 +264,20 @@ def test_products_are_as_exact_as_the_inputs(form):
     assert precisions(jnp.bfloat16) == NARROW[form]
 
 
+@pytest.mark.parametrize("form", [cosine_causal, erasing])
+def test_one_export_serves_a_cpu_and_accelerators(form):
+    """A CPU must admit what GPUs multiply by, though it does not use it."""
+
+    def loss(*arrays):
+        return form(*arrays).astype(jnp.float32).sum()
+
+    arrays = [jax.ShapeDtypeStruct((1, 70, 2, 8), jnp.bfloat16)] * 3
+    platforms = "cpu", "cuda", "rocm", "tpu"
+    graded = jax.jit(jax.grad(loss, (0, 1, 2)))
+    found = jax.export.export(graded, platforms=platforms)(*arrays)
+    assert found.platforms == platforms
+
+
 @pytest.mark.parametrize("size", [2.5, jnp.int32(4), "4"], ids=str)
 @pytest.mark.parametrize("function", [linear_causal, cosine_causal, delta_causal])
 def test_a_chunk_size_that_is_no_int_is_refused(function, size):

@@ -1,5 +1,6 @@
 """Causal linear attention with decays, and the delta rule, on TPU kernels."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.blocks import RESIDUAL
-from symjax.attention.kernels.decay import DECAY, PARTS, Operands, constants
+from symjax.attention.kernels.decay import DECAY, Operands
 from symjax.attention.kernels.delta import DELTA
+from symjax.attention.kernels.fading import PARTS, constants
 from symjax.attention.kernels.lanes import apart, summed_apart
 from symjax.attention.kernels.passes import Kernels, Plan, backward, forward
 from symjax.attention.kernels.seen import Shown
@@ -22,19 +24,18 @@ NEVER = -1e30  # the logarithm of a decay that forgets all; no sum of them is Na
 
 
 class FusedDecay(NamedTuple):
-    """The kernels, as a `Kernel` of the engine."""
+    """The kernels, as a `Kernel` of the engine. The log-decay is what all tokens share,
+    or the operand of each."""
 
     interpret: Any = False
 
     def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
-        """One that all tokens share is as fast as products of XLA."""
-        return parameters is None
+        return True
 
     def attend(
         self, tokens: Tokens, parameters: Array | None = None
     ) -> Float[Array, "B T N V"]:
-        (log_decay,) = tokens.operands
-        given = _seen(tokens, log_decay, None)
+        given = _seen(tokens, _log_decay(tokens.operands, parameters), None)
         output: Array = _attend((DECAY, self.interpret), *given)
         return output.astype(tokens.value.dtype)
 
@@ -52,20 +53,28 @@ class FusedDelta(NamedTuple):
         self, tokens: Tokens, parameters: Array | None = None
     ) -> Float[Array, "B T N V"]:
         beta, *own = tokens.operands
-        if parameters is not None:
-            own = [parameters[None, None]]
-        log_decay = own[0] if self.fades or tokens.segment_ids is not None else None
+        log_decay = None
+        if self.fades or tokens.segment_ids is not None:
+            log_decay = _log_decay(own, parameters)
         given = _seen(tokens, log_decay, beta.astype(jnp.float32))
         output: Array = _attend((DELTA, self.interpret), *given)
         return output.astype(tokens.value.dtype)
 
 
+def _log_decay(
+    own: Sequence[Array], parameters: Float[Array, "K 1"] | None
+) -> Float[Array, "#B #T K F"]:
+    """Each token's own, or that of all."""
+    return own[0] if parameters is None else parameters[None, None]
+
+
 def _seen(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
-    """Query, key, value, log-decays of each channel and β, 0 for hidden tokens; the
-    first token of a segment forgets all."""
+    """Query, key, value, log-decays of each head or channel and β, 0 for hidden tokens;
+    the first token of a segment forgets all."""
     query, key, value, visible, segment = Shown.of(tokens)
     if log_decay is not None:
-        log_decay = jnp.broadcast_to(log_decay, key.shape).astype(jnp.float32)
+        shape = *key.shape[:3], log_decay.shape[3]
+        log_decay = jnp.broadcast_to(log_decay, shape).astype(jnp.float32)
     if visible is not None:
         if log_decay is not None:
             (log_decay,) = only_seen(visible, log_decay)
@@ -76,6 +85,8 @@ def _seen(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
             first = starts(segment)[:, :, None, None]
             log_decay = jnp.where(first, NEVER, log_decay)
         log_decay = jnp.maximum(log_decay, NEVER)
+        if log_decay.shape[3] == 1:
+            log_decay = log_decay[..., 0]
     return [query, key, value, log_decay, beta]
 
 
@@ -85,7 +96,7 @@ def _attend(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
-    log_decay: Float[Array, "B T K H"] | None,
+    log_decay: Float[Array, "B T K *H"] | None,
     beta: Float[Array, "B T K"] | None,
 ) -> Float[Array, "B T N V"]:
     kernels, interpret = static
@@ -105,20 +116,18 @@ def _forward(static: tuple[Kernels, Any], *given: Any) -> tuple[Array, tuple]:
 def _backward(static: tuple[Kernels, Any], saved: tuple, change: Array) -> tuple:
     kernels, interpret = static
     given, operands, kept = saved
-    query, key, value, log_decay, beta = given
-    plan = Plan.of(query, value, interpret)
+    plan = Plan.of(given[0], given[2], interpret)
     change = plan.by_query(change, plan.value_size)
     found = backward(kernels, plan, operands, [change], kept)
-    pairs = zip(found, given[:4], strict=False)
-    of_tokens = [
-        None if like is None else summed_apart(x, plan.heads, like) for x, like in pairs
-    ]
-    if beta is None:
-        return *of_tokens, None
-    rows = found[-1].reshape(plan.batch, plan.heads, plan.length)
-    rows = jnp.swapaxes(rows, 1, 2)[:, : beta.shape[1]]
-    of_beta = rows.reshape(*beta.shape, plan.groups).sum(axis=3)
-    return *of_tokens, of_beta
+    changes, gradients = iter(found), []
+    for like in given:
+        if like is None:
+            gradients.append(None)
+        elif like.ndim == 4:
+            gradients.append(summed_apart(next(changes), plan.heads, like))
+        else:
+            gradients.append(_summed_from_tiles(plan, next(changes), like))
+    return tuple(gradients)
 
 
 _attend.defvjp(_forward, _backward)
@@ -133,23 +142,38 @@ def _operands(
     beta: Array | None,
 ) -> tuple[Plan, Operands]:
     plan = Plan.of(query, value, interpret)
-    fading = constants(log_decay is not None)
-    if log_decay is not None:
-        rest = plan.by_key(log_decay, plan.head_size)
-        log_decay = _in_parts(rest, PARTS[value.dtype.name])
-    if beta is not None:
-        beta = jnp.repeat(beta, plan.groups, axis=2)
-        beta = jnp.pad(beta, ((0, 0), (0, plan.length - beta.shape[1]), (0, 0)))
-        beta = jnp.swapaxes(beta, 1, 2)
-        beta = beta.reshape(plan.batch, -1, plan.packed, plan.length)
+    by_channel = by_head = None
+    if log_decay is not None and log_decay.ndim == 4:
+        parts = PARTS[value.dtype.name]
+        by_channel = _in_parts(plan.by_key(log_decay, plan.head_size), parts)
+    elif log_decay is not None:
+        by_head = _by_tiles(plan, log_decay)
     return plan, Operands(
         plan.by_query(query, plan.head_size),
         plan.by_key(key, plan.head_size),
         plan.by_key(value, plan.value_size),
-        log_decay,
-        *fading,
-        beta,
+        by_channel,
+        by_head,
+        *constants(by_channel is not None),
+        None if beta is None else _by_tiles(plan, beta),
     )
+
+
+def _by_tiles(plan: Plan, x: Float[Array, "B T K"]) -> Float[Array, "B tiles P length"]:
+    """A number of each token and key head, for the query heads of each tile of lanes;
+    0 beyond the end."""
+    x = jnp.repeat(x, plan.heads // x.shape[2], axis=2)
+    x = jnp.pad(x, ((0, 0), (0, plan.length - x.shape[1]), (0, 0)))
+    x = jnp.swapaxes(x, 1, 2)
+    return x.reshape(plan.batch, -1, plan.packed, plan.length)
+
+
+def _summed_from_tiles(
+    plan: Plan, x: Float[Array, "B tiles P length"], like: Float[Array, "B T K"]
+) -> Float[Array, "B T K"]:
+    """The gradient of `like` by that of `_by_tiles`."""
+    x = x.reshape(*like.shape[::2], plan.groups, plan.length).sum(axis=2)
+    return jnp.swapaxes(x[:, :, : like.shape[1]], 1, 2)
 
 
 def _in_parts(x: Float[Array, "*shape"], count: int) -> Array:

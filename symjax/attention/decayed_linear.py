@@ -111,9 +111,9 @@ def decay_causal(
     at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
     O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, on
     accelerators one every 4096 tokens, and of few tokens on one CPU device what all
-    chunks need. On one TPU a kernel serves decays that differ by token
-    (`decayed_fused`), which keeps a state a query head every 128 tokens. It has no
-    forward-mode derivative; for decays a channel none is promised anywhere.
+    chunks need. On one TPU a kernel serves (`decayed_fused`), which keeps a state a
+    query head every 128 tokens. It has no forward-mode derivative; for decays a channel
+    none is promised anywhere.
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or

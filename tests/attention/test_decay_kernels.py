@@ -8,14 +8,13 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import laws
 import numpy as np
 import pytest
 from interpreted import B, K, N, differentiated, seen_by
 from laws import close, same
 
-from symjax.attention import decay_causal, meshes, recurrences
+from symjax.attention import decay_causal, meshes
 from symjax.attention.chunks import Tokens
 from symjax.attention.decayed_fused import FusedDecay
 
@@ -63,6 +62,12 @@ CASES = {
     "a head of a tile, both": (WIDE, 1, ("mask", "segment_ids")),
     "from nothing to all": (ODD, 3, ("mask",)),
     "a decay a head": (BY_HEAD, 1, ("segment_ids",)),
+    "a decay a head, from nothing to all": (
+        FOUR_IN_A_TILE._replace(channels=False),
+        3,
+        ("mask", "segment_ids"),
+    ),
+    "a decay a head of a tile": (WIDE._replace(channels=False), 1, ("mask",)),
 }
 
 
@@ -86,8 +91,9 @@ def test_it_equals_the_scan(case):
         close(one, exact, 2e-6)
 
 
-def test_a_decay_of_minus_infinity_forgets_all():
-    query, key, value, log_decay = arrays(ODD)
+@pytest.mark.parametrize("channels", [True, False])
+def test_a_decay_of_minus_infinity_forgets_all(channels):
+    query, key, value, log_decay = arrays(ODD._replace(channels=channels))
     log_decay[:, [3, 70, 131]] = -np.inf
     given = query, key, value, log_decay
     for one, exact in zip(
@@ -95,6 +101,23 @@ def test_a_decay_of_minus_infinity_forgets_all():
         differentiated(scan, given, np.float64),
         strict=True,
     ):
+        close(one, exact, 2e-6)
+
+
+def test_a_decay_that_all_tokens_share_is_one_of_each():
+    query, key, value, _ = arrays(ODD)
+    shared = -np.linspace(0.01, 0.2, K)[:, None]
+
+    def by_kernel(*given):
+        return FusedDecay(interpret=True).attend(Tokens(*given[:3]), given[3])
+
+    def by_scan(*given):
+        return decay_causal(*given[:3], given[3][:, 0])
+
+    given = query, key, value, shared
+    found = differentiated(by_kernel, given)
+    wanted = differentiated(by_scan, given, np.float64)
+    for one, exact in zip(found, wanted, strict=True):
         close(one, exact, 2e-6)
 
 
@@ -110,22 +133,13 @@ def test_hidden_tokens_may_be_anything():
     assert not any(x[hidden].any() for x in one[2:])
 
 
-@pytest.mark.parametrize("spread", [1, 3])
-def test_bfloat16_products_cost_what_rounded_inputs_do(spread):
-    graded = partial(
-        differentiated, given=[x[:1] for x in arrays(TWO_IN_A_TILE, spread)]
-    )
+@pytest.mark.parametrize(
+    "sizes, spread",
+    [(TWO_IN_A_TILE, 1), (TWO_IN_A_TILE, 3), (BY_HEAD, 1), (BY_HEAD, 3)],
+)
+def test_bfloat16_products_cost_what_rounded_inputs_do(sizes, spread):
+    graded = partial(differentiated, given=[x[:1] for x in arrays(sizes, spread)])
     laws.bfloat16_products_cost_what_rounded_inputs_do(graded, kernel, scan)
-
-
-def test_a_decay_that_all_tokens_share_takes_the_scan():
-    tokens = Tokens(*(jnp.zeros((1, 128, 2, 16)) for _ in range(3)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recurrences, "on_tpu", lambda: True)
-        patch.setattr(recurrences, "on_one_device", lambda: True)
-        assert not recurrences.served(FusedDecay(), tokens, jnp.zeros((2, 1)))
-        own = tokens._replace(operands=(jnp.zeros((1, 128, 2, 16)),))
-        assert recurrences.served(FusedDecay(), own, None)
 
 
 @pytest.mark.parametrize("kind, wide, fits", KINDS)

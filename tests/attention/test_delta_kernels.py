@@ -64,6 +64,12 @@ CASES = {
         1,
         ("mask", "segment_ids"),
     ),
+    "a decay a head, from nothing to all": (
+        Sizes(256, 128, 256, "a head"),
+        2,
+        3,
+        ("segment_ids",),
+    ),
     "a decay a channel": (Sizes(decays="a channel"), 2, 3, ()),
     ALWAYS: (
         Sizes(300, 16, 24, "a channel"),
@@ -120,7 +126,7 @@ def test_hidden_tokens_may_be_anything():
     assert not any(x[hidden].any() for x in one[2:])
 
 
-@pytest.mark.parametrize("decays, most", [("none", 2), ("a channel", 1)])
+@pytest.mark.parametrize("decays, most", [("none", 2), ("a head", 2), ("a channel", 1)])
 def test_bfloat16_products_cost_what_rounded_inputs_do(decays, most):
     given = [x[:1] for x in arrays(Sizes(decays=decays), most)]
     graded = partial(differentiated, given=given)

@@ -26,6 +26,7 @@ OF_DECAY = {"decay_forward": 1, "decay_backward": 1}
 OF_COSINE = {"cosine_forward": 1, "cosine_backward": 1}
 OF_DELTA = {"delta_forward": 1, "delta_backward": 1}
 KERNELS = {"performer": OF_PERFORMER, "linear": OF_PERFORMER, "decay": OF_DECAY}
+KERNELS |= {"decay_by_head": OF_DECAY, "delta_by_head": OF_DELTA}
 KERNELS |= {"delta": OF_DELTA, "kda": OF_DELTA, "cosine": OF_COSINE}
 # Features of linear attention, log-decays, and the inverses of the delta rule, 128
 # numbers of a token, are float32.
@@ -70,6 +71,10 @@ QUICK = {
     "kda_odd_with_all": Case(
         "kda", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
     ),
+    "decay_by_head_64": Case("decay_by_head", 4096, 64, 64),
+    "delta_by_head_odd_with_all": Case(
+        "delta_by_head", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
+    ),
     "decay_odd_with_all": Case(
         "decay", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
     ),
@@ -106,6 +111,11 @@ SLOW = {
     "decay_32k": Case("decay", 32768, 128, 256),
     "decay_float32": Case("decay", 4096, 64, 64, dtype=jnp.float32),
     "decay_grouped": Case("decay", 4096, 128, 128, heads=8, kv_heads=1),
+    "decay_by_head_32k": Case("decay_by_head", 32768, 128, 256),
+    "decay_by_head_float32": Case("decay_by_head", 4096, 64, 64, dtype=jnp.float32),
+    "decay_by_head_on_v5p": Case("decay_by_head", 4096, 32, 32, 4, 4, chip="v5p-4"),
+    "delta_by_head_float32": Case("delta_by_head", 4096, 64, 64, dtype=jnp.float32),
+    "delta_by_head_on_v6e": Case("delta_by_head", 4096, 128, 128, chip="v6e-4"),
     "delta_grouped": Case("delta", 4096, 128, 128, heads=8, kv_heads=2),
     "kda_16k": Case("kda", 16384, 128, 256),
     "kda_float32": Case("kda", 4096, 64, 64, dtype=jnp.float32),
@@ -135,11 +145,14 @@ def form(case):
     if case.kind == "v2":
         attend = attention.differential_v2
         shapes.append((batch, length, case.heads))
-    if case.kind == "decay":
-        return attention.decay_causal, [*shapes, shapes[1]]
-    if case.kind in ("delta", "kda"):
-        decays = [shapes[1]] if case.kind == "kda" else []
-        return attention.delta_causal, [*shapes, shapes[1][:3], *decays]
+    by_channel, by_head = shapes[1], shapes[1][:3]
+    decays = {"decay": by_channel, "kda": by_channel, "delta": None}
+    decay = decays.get(case.kind, by_head)
+    if case.kind in ("decay", "decay_by_head"):
+        return attention.decay_causal, [*shapes, decay]
+    if case.kind in ("delta", "kda", "delta_by_head"):
+        given = [*shapes, by_head] if decay is None else [*shapes, by_head, decay]
+        return attention.delta_causal, given
     if case.kind == "cosine":
         return attention.cosine_causal, shapes
     if case.kind == "linear":

@@ -1,46 +1,34 @@
-"""Linear attention whose state decays by channel, as TPU kernels.
+"""Linear attention whose state decays, as TPU kernels.
 
 One pass over chunks of 128 tokens, forward, and one back. The state of a head stays in
 VMEM, values × features, so that what fades by channel lies along lanes; the state
-before each chunk is saved for the backward pass, in the dtype of the products.
-
-Pairs of a chunk are those of `faded.py`: the later half of each block of 2, 4, … 128
-tokens looks at the earlier half, and both fade towards the boundary between them, so
-that no factor is above 1 and nothing is divided. The exponents of a level are sums of
-log-decays, which is a product with a matrix of 0 and 1; log-decays come in bfloat16
-parts, three for float32, which lose nothing, and two where the operands are bfloat16.
-Each level is one product of all 128 rows and keys, from which its pairs are taken.
+before each chunk is saved for the backward pass, in the dtype of the products. How
+pairs and states fade is in `fading.py`.
 
 Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diagonal
 matrix.
 """
 
 import math
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
-from symjax.attention.kernels.blocks import (
-    ACROSS,
-    LANES,
-    PLAIN,
-    TURNED,
-    in_parts,
-    product,
+from symjax.attention.kernels.blocks import ACROSS, PLAIN, TURNED, product
+from symjax.attention.kernels.fading import (
+    BLOCK,
+    DIAGONAL,
+    LEVELS,
+    SINCE,
+    UNTIL,
+    exponents,
+    fading_of,
+    pairs_of,
 )
 from symjax.attention.kernels.lanes import of_heads, own
 from symjax.attention.kernels.passes import Chunks, Kernels, Plan
-
-BLOCK = LANES  # tokens of a chunk
-LEVELS = BLOCK.bit_length() - 1
-DIAGONAL, LATER = -1, LEVELS  # levels of a token with itself, and with later ones
-ALL = -2  # levels but these
-PARTS = {"bfloat16": 2, "float32": 3}  # of log-decays
-SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its end
 
 
 class Operands(NamedTuple):
@@ -49,26 +37,11 @@ class Operands(NamedTuple):
     query: Any  # [B T N·H]
     key: Any  # [B T K·H], K = N / plan.sharing
     value: Any  # [B T K·V]
-    decay: Any  # logarithms, their bfloat16 parts: [parts B T K·H], or None
-    sums: Any  # [2 LEVELS+2 c c] of 0 and 1, and each matrix transposed, or None
-    levels: Any  # [2 c c] of rows and keys, and of keys and rows
+    by_channel: Any  # log-decays, their bfloat16 parts: [parts B T K·H], or None
+    by_head: Any  # log-decays [B N/P P T], or None
+    sums: Any  # of `fading.constants`
+    levels: Any
     beta: Any = None  # of the delta rule, [B N/P P T]
-
-
-def constants(fades: bool) -> tuple[Array | None, Array]:
-    """`sums` and `levels` of the operands."""
-    row, other = np.arange(BLOCK)[:, None], np.arange(BLOCK)
-    sums = []
-    for level in range(LEVELS):
-        same = row >> level == other >> level
-        later = (row >> level) % 2 == 1
-        sums.append(same & np.where(later, other <= row, other > row))
-    sums += [other <= row, other > row]
-    levels = np.frexp(row ^ other)[1] - 1  # the highest bit that differs; -1: none
-    levels = np.where(other <= row, levels, LATER).astype(np.int32)
-    both = np.stack([levels, levels.T])
-    sums = np.stack([np.stack(sums), np.stack([x.T for x in sums])])
-    return jnp.asarray(sums, jnp.bfloat16) if fades else None, jnp.asarray(both)
 
 
 def _forward(plan: Plan, given: Operands, output, before, state) -> None:
@@ -80,23 +53,23 @@ def _forward(plan: Plan, given: Operands, output, before, state) -> None:
     query, key, value = (x[...] for x in given[:3])
     dtype, wide = value.dtype, jnp.float32
     wide_query, wide_key = query.astype(wide), key.astype(wide)
-    heads = range(plan.packed)
+    heads, fading = range(plan.packed), fading_of(plan, given)
     queries = [own(wide_query, plan.head_size, i) for i in heads]
     scores = [_of_level(given, DIAGONAL, x.astype(dtype), key, 0) for x in queries]
-    for level in range(LEVELS):
-        fading = fade(given, level)
-        faded = (wide_key * fading).astype(dtype)
+    for level in fading.levels:
+        factor = fading.factor(level)
+        faded = (wide_key * factor).astype(dtype)
         for i in heads:
-            asking = (queries[i] * fading).astype(dtype)
+            asking = (queries[i] * factor).astype(dtype)
             scores[i] = _of_level(given, level, asking, faded, scores[i])
-    since, until = fade(given, SINCE), fade(given, UNTIL)
-    rows = product((wide_query * since).astype(dtype), before[...], ACROSS)
+    rows = product((wide_query * fading.since).astype(dtype), before[...], ACROSS)
     for i in heads:
         own_value = own(value, plan.value_size, i)
-        rows += product(scores[i].astype(dtype), own_value, PLAIN)
+        own_scores = (scores[i] * fading.of_pairs(i)).astype(dtype)
+        rows += product(own_scores, own_value, PLAIN)
     output[...] = rows.astype(output.dtype)
-    new = product(value, (wide_key * until).astype(dtype), TURNED)
-    state[...] = state[...] * through(given, since) + of_heads(plan.sizes, new)
+    new = product(value, (wide_key * fading.until).astype(dtype), TURNED)
+    state[...] = state[...] * fading.through + of_heads(plan.sizes, new)
 
 
 def _backward(
@@ -120,9 +93,15 @@ def _backward(
     dtype, wide = value.dtype, jnp.float32
     change = change.astype(dtype)
     wide_query, wide_key = query.astype(wide), key.astype(wide)
-    heads = range(plan.packed)
+    heads, fading = range(plan.packed), fading_of(plan, given)
     changes = [own(change, plan.value_size, i) for i in heads]
-    pairs = [(product(x, value, ACROSS), product(value, x, ACROSS)) for x in changes]
+    pairs = [
+        (
+            product(x, value, ACROSS) * fading.of_pairs(i),
+            product(value, x, ACROSS) * fading.of_pairs(i, turned=1),
+        )
+        for i, x in enumerate(changes)
+    ]
 
     def of_pairs(level: int, asking: Array, faded: Array, scores: list) -> tuple:
         """The gradients of these, of the pairs of a level; `scores` gets them."""
@@ -133,7 +112,7 @@ def _backward(
             )
             scores[i] = _of_level(given, level, row, past, scores[i])
             by_row, by_key = (
-                jnp.where(pairs_of(given, level, j), x, 0).astype(dtype)
+                jnp.where(pairs_of(given.levels, level, j), x, 0).astype(dtype)
                 for j, x in enumerate(pairs[i])
             )
             of_query += product(by_row, past, PLAIN)
@@ -142,80 +121,48 @@ def _backward(
 
     scores: list = [0] * plan.packed
     query_change, key_change = of_pairs(DIAGONAL, wide_query, wide_key, scores)
-    decay_change = jnp.zeros_like(query_change)
-    for level in range(LEVELS):
-        fading = fade(given, level)
-        asking, faded = wide_query * fading, wide_key * fading
+    decay_change: Any = 0.0
+    for level in fading.levels:
+        factor = fading.factor(level)
+        asking, faded = wide_query * factor, wide_key * factor
         of_query, of_key = of_pairs(level, asking, faded, scores)
-        query_change += of_query * fading
-        key_change += of_key * fading
-        decay_change += grown_by(given, level, of_query * asking + of_key * faded)
+        query_change += of_query * factor
+        key_change += of_key * factor
+        decay_change += fading.grown(level, of_query * asking + of_key * faded)
+    decay_change += fading.grown_by_pairs(
+        [x * y for x, (y, _) in zip(scores, pairs, strict=True)]
+    )
 
-    since, until = fade(given, SINCE), fade(given, UNTIL)
-    left = through(given, since)
-    asking, joining = wide_query * since, wide_key * until
+    asking, joining = wide_query * fading.since, wide_key * fading.until
     later = grown[...].astype(dtype)
     of_query = product(change, before[...], PLAIN)
     of_key = product(value, later, PLAIN)
-    query_change += of_query * since
-    key_change += of_key * until
+    query_change += of_query * fading.since
+    key_change += of_key * fading.until
     query_out[...] = query_change.astype(query_out.dtype)
     key_out[...] = key_change.astype(key_out.dtype)
-    decay_change += grown_by(given, SINCE, of_query * asking)
-    decay_change += grown_by(given, UNTIL, of_key * joining)
-    of_state = grown[...] * before[...].astype(wide) * left
-    decay_out[...] = decay_change + of_state.sum(axis=0, keepdims=True)
+    decay_change += fading.grown(SINCE, of_query * asking)
+    decay_change += fading.grown(UNTIL, of_key * joining)
+    of_state = grown[...] * before[...].astype(wide) * fading.through
+    of_state = of_state.sum(axis=0, keepdims=True)
+    decay_out[...] = decay_change + fading.grown_by_state(of_state)
     value_change = product(joining.astype(dtype), later, ACROSS)
     for i in heads:
-        value_change += product(scores[i].astype(dtype), changes[i], TURNED)
+        own_scores = (scores[i] * fading.of_pairs(i)).astype(dtype)
+        value_change += product(own_scores, changes[i], TURNED)
     value_out[...] = value_change.astype(value_out.dtype)
     here = product(change, asking.astype(dtype), TURNED)
-    grown[...] = grown[...] * left + of_heads(plan.sizes, here)
-
-
-def fade(given: Operands, level: int) -> Float[Array, "c P*H"] | float:
-    """exp of the sums of log-decays that a level's matrix takes."""
-    if given.decay is None:
-        return 1.0
-    parts = [given.decay[i] for i in range(given.decay.shape[0])]
-    return jnp.exp(_summed(given.sums[0, level], parts))
-
-
-def grown_by(
-    given: Operands, level: int, change: Array
-) -> Float[Array, "c P*H"] | float:
-    """The gradient of log-decays by that of a level's sums."""
-    if given.decay is None:
-        return 0.0
-    parts = in_parts(change, given.decay.shape[0])
-    return _summed(given.sums[1, level], parts)
-
-
-def _summed(matrix: Array, parts: list[Array]) -> Float[Array, "c P*H"]:
-    return reduce(jnp.add, [product(matrix, x, PLAIN) for x in parts])
-
-
-def pairs_of(given: Operands, level: int, turned: int = 0) -> Bool[Array, "c c"]:
-    """The pairs of a level: of rows and keys, or `turned`, of keys and rows."""
-    levels = given.levels[turned]
-    if level == ALL:
-        return (levels != DIAGONAL) & (levels != LATER)
-    return levels == level
+    grown[...] = grown[...] * fading.through + of_heads(plan.sizes, here)
 
 
 def _of_level(given: Operands, level: int, query: Array, key: Array, other: Any):
     """The products of the pairs of a level; elsewhere `other`."""
-    return jnp.where(pairs_of(given, level), product(query, key, ACROSS), other)
+    return jnp.where(pairs_of(given.levels, level), product(query, key, ACROSS), other)
 
 
-def through(given: Operands, since: Any) -> Any:
-    """The decay of all of a chunk."""
-    return since if given.decay is None else since[BLOCK - 1 :]
-
-
-def levels_of(given: Operands) -> tuple[int, ...]:
-    """Of pairs; without decays all that are not of a token with itself are one."""
-    return (ALL,) if given.decay is None else tuple(range(LEVELS))
+def levels_of(operands: Operands) -> int:
+    """How many levels of pairs there are, beside those of a token with itself."""
+    return 1 if operands.by_channel is None else LEVELS
 
 
 def passes(operands: Operands) -> int:
@@ -231,12 +178,10 @@ def recurrent(
 
     def cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
         tokens = math.prod(plan.grid) * BLOCK
-        width, taken, exponents = plan.widths[1], 0, 0
-        if operands.decay is not None:  # sums of log-decays are taken, then given back
-            taken = operands.decay.shape[0] * (LEVELS + 2)
-            exponents = tokens * width * (LEVELS + 2)
-        counts = [x + i * taken for i, x in enumerate(products(plan, operands), 1)]
-        return [(2 * tokens * x * BLOCK * width, exponents) for x in counts]
+        *sums, exponentials = exponents(plan, operands)
+        counts = [x + y for x, y in zip(products(plan, operands), sums, strict=True)]
+        flops = [2 * tokens * x * BLOCK * plan.widths[1] for x in counts]
+        return [(x, tokens * exponentials) for x in flops]
 
     def states(plan: Plan, operands: Operands) -> list[list]:
         return [[plan.widths]] * 2
@@ -248,25 +193,31 @@ def recurrent(
 
 def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
     values, keys = plan.widths
-    decay = beta = None
-    if operands.decay is not None:
-        shape = operands.decay.shape[0], None, BLOCK, keys
-        decay = pl.BlockSpec(
+    by_channel = None
+    if operands.by_channel is not None:
+        shape = operands.by_channel.shape[0], None, BLOCK, keys
+        by_channel = pl.BlockSpec(
             shape, lambda b, n, i: (0, b, chunks.turn(i), chunks.key_head(n))
         )
-    if operands.beta is not None:
-        shape = None, None, plan.packed, BLOCK
-        beta = pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, chunks.turn(i)))
-    tokens = chunks.by_query(keys), chunks.by_key(keys), chunks.by_key(values)
-    constant = chunks.whole(operands.sums), chunks.whole(operands.levels)
-    return Operands(*tokens, decay, *constant, beta)
+    return Operands(
+        chunks.by_query(keys),
+        chunks.by_key(keys),
+        chunks.by_key(values),
+        by_channel,
+        chunks.of_tiles(operands.by_head),
+        chunks.whole(operands.sums),
+        chunks.whole(operands.levels),
+        chunks.of_tiles(operands.beta),
+    )
 
 
 def _more(operands: Operands, specs: Operands) -> list[tuple]:
-    """Log-decays, by query head, and β."""
-    decay, beta = operands.decay, operands.beta
-    found = [] if decay is None else [(operands.query, specs.query)]
-    return found if beta is None else [*found, (beta, specs.beta)]
+    """Log-decays, those of channels by query head, and β."""
+    found = []
+    if operands.by_channel is not None:
+        found.append((operands.query, specs.query))
+    of_heads = (operands.by_head, specs.by_head), (operands.beta, specs.beta)
+    return found + [(x, spec) for x, spec in of_heads if x is not None]
 
 
 def _kept(plan: Plan, operands: Operands) -> list[tuple]:
@@ -275,8 +226,8 @@ def _kept(plan: Plan, operands: Operands) -> list[tuple]:
 
 
 def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
-    forward, backward = LEVELS + 2, 3 * LEVELS + 6
-    each = passes(operands)
+    levels, each = levels_of(operands), passes(operands)
+    forward, backward = levels + 2, 3 * levels + 6
     return each * (plan.packed * forward + 2), each * (plan.packed * backward + 4)
 
 

@@ -1,7 +1,7 @@
 """The delta rule as TPU kernels: one pass over chunks of 128 tokens, and one back.
 
-Chunks, pairs, decays, heads in tiles and states are those of `decay.py`. What the
-tokens of a chunk write, u of (I + A) u = β (v − k S), takes the inverse of a
+Chunks, heads in tiles and states are those of `decay.py`, decays those of `fading.py`.
+What the tokens of a chunk write, u of (I + A) u = β (v − k S), takes the inverse of a
 unit-triangular matrix, whose blocks of 2, 4, … 128 rows come from two of half the size
 as in `delta_rule.py`: each level is X − X A X, with of A only the pairs of the level.
 Inverses and the states before chunks are saved for the backward pass.
@@ -23,20 +23,16 @@ from symjax.attention.kernels.blocks import (
     in_parts,
     product,
 )
-from symjax.attention.kernels.decay import (
+from symjax.attention.kernels.decay import Operands, levels_of, passes, recurrent
+from symjax.attention.kernels.fading import (
     BLOCK,
     DIAGONAL,
     LEVELS,
     SINCE,
     UNTIL,
-    Operands,
-    fade,
-    grown_by,
-    levels_of,
+    Fading,
+    fading_of,
     pairs_of,
-    passes,
-    recurrent,
-    through,
 )
 from symjax.attention.kernels.lanes import in_lanes, of_heads, own
 from symjax.attention.kernels.passes import Plan
@@ -52,21 +48,22 @@ def _forward(
     before[...] = state[...].astype(before.dtype)
     query, key, value = (x[...].astype(jnp.float32) for x in given[:3])
     dtype = given.value.dtype
-    pairs = _pairs(plan, given, query, key)
+    fading = fading_of(plan, given)
+    pairs = _pairs(plan, given, fading, query, key)
     for i, pair in enumerate(pairs):
         matrix = column(given.beta[i : i + 1, :]) * pair[1]
         inverse[i] = _inverse(given, matrix)
-    since, until = fade(given, SINCE), fade(given, UNTIL)
     rows, held = (
-        product((x * since).astype(dtype), before[...], ACROSS) for x in (query, key)
+        product((x * fading.since).astype(dtype), before[...], ACROSS)
+        for x in (query, key)
     )
     change = _change(plan, given, inverse, value - held)
     for i, pair in enumerate(pairs):
         mine = own(change, plan.value_size, i).astype(dtype)
         rows += product(pair[0].astype(dtype), mine, PLAIN)
     output[...] = rows.astype(output.dtype)
-    new = product(change.astype(dtype), (key * until).astype(dtype), TURNED)
-    state[...] = state[...] * through(given, since) + of_heads(plan.sizes, new)
+    new = product(change.astype(dtype), (key * fading.until).astype(dtype), TURNED)
+    state[...] = state[...] * fading.through + of_heads(plan.sizes, new)
 
 
 def _backward(
@@ -84,13 +81,15 @@ def _backward(
         x[...].astype(jnp.float32) for x in (*given[:3], change)
     )
     dtype = given.value.dtype
-    since, until = fade(given, SINCE), fade(given, UNTIL)
+    fading = fading_of(plan, given)
+    since, until = fading.since, fading.until
     asking, joining = (query * since, key * since), key * until
     later = grown[...].astype(dtype)
     wanted = value - product(asking[1].astype(dtype), before[...], ACROSS)
     written = _change(plan, given, inverse, wanted)
     of_written = product(joining.astype(dtype), later, ACROSS)
-    for i, (of_query, of_key) in enumerate(_pairs(plan, given, query, key)):
+    pairs = _pairs(plan, given, fading, query, key)
+    for i, (of_query, of_key) in enumerate(pairs):
         mine = own(change, plan.value_size, i).astype(dtype)
         of_written += product(of_query.astype(dtype), mine, TURNED)
         mine = own(written, plan.value_size, i).astype(dtype)
@@ -108,7 +107,7 @@ def _backward(
     rows = change.astype(dtype), (-of_value).astype(dtype)  # of queries, and of keys
     u = written.astype(dtype)
     query_change, key_change, decay_change = _through_pairs(
-        plan, given, (query, key), rows, u
+        plan, given, fading, (query, key), rows, u, pairs
     )
     of_query, of_key = (product(x, before[...], PLAIN) for x in rows)
     of_joining = product(u, later, PLAIN)
@@ -116,38 +115,48 @@ def _backward(
     key_change += of_key * since + of_joining * until
     query_out[...] = query_change.astype(query_out.dtype)
     key_out[...] = key_change.astype(key_out.dtype)
-    left = through(given, since)
     for out in decay_out:
         of_since = of_query * asking[0] + of_key * asking[1]
-        decay_change += grown_by(given, SINCE, of_since)
-        decay_change += grown_by(given, UNTIL, of_joining * joining)
-        of_state = grown[...] * before[...].astype(jnp.float32) * left
-        out[...] = decay_change + of_state.sum(axis=0, keepdims=True)
+        decay_change += fading.grown(SINCE, of_since)
+        decay_change += fading.grown(UNTIL, of_joining * joining)
+        of_state = grown[...] * before[...].astype(jnp.float32) * fading.through
+        of_state = of_state.sum(axis=0, keepdims=True)
+        out[...] = decay_change + fading.grown_by_state(of_state)
     both = zip(rows, asking, strict=True)
     here = [product(x, y.astype(dtype), TURNED) for x, y in both]
-    grown[...] = grown[...] * left + of_heads(plan.sizes, here[0] + here[1])
+    grown[...] = grown[...] * fading.through + of_heads(plan.sizes, here[0] + here[1])
 
 
 def _through_pairs(
     plan: Plan,
     given: Operands,
+    fading: Fading,
     tokens: tuple[Array, Array],
     rows: tuple[Array, Array],
     written: Array,
-) -> tuple[Array, Array, Array]:
+    pairs: list[list[Array]],
+) -> tuple[Array, Array, Any]:
     """Gradients of queries, keys and log-decays, through the pairs of a chunk.
 
     Args:
         tokens: queries and keys.
         rows: the gradients of the rows that queries read, and of those that keys do.
+        pairs: of each head, faded.
     """
     (query, key), dtype = tokens, written.dtype
     heads = range(plan.packed)
     gradients = []  # of each head's pairs, [t s] and [s t], for queries and for keys
+    grown = []  # by the exponents of each head's pairs
     for i in heads:
         mine = [own(x, plan.value_size, i) for x in rows]
+        by_row = [product(x, written, ACROSS) for x in mine]
+        grown.append(by_row[0] * pairs[i][0] + by_row[1] * pairs[i][1])
+        here, turned = fading.of_pairs(i), fading.of_pairs(i, turned=1)
         gradients.append(
-            [(product(x, written, ACROSS), product(written, x, ACROSS)) for x in mine]
+            [
+                (x * here, product(written, y, ACROSS) * turned)
+                for x, y in zip(by_row, mine, strict=True)
+            ]
         )
 
     def of_pairs(level: int, faded: Array, *asking: Array) -> tuple[Array, list]:
@@ -158,7 +167,7 @@ def _through_pairs(
             for j, x in enumerate(asking):
                 row = own(x, plan.head_size, i).astype(dtype)
                 by_row, by_key = (
-                    jnp.where(pairs_of(given, level, turned), x, 0).astype(dtype)
+                    jnp.where(pairs_of(given.levels, level, turned), x, 0).astype(dtype)
                     for turned, x in enumerate(gradients[i][j])
                 )
                 of_asking[j] += product(by_row, past, PLAIN)
@@ -166,20 +175,21 @@ def _through_pairs(
         return of_faded, of_asking
 
     key_change, (query_change, _) = of_pairs(DIAGONAL, key, query)
-    decay_change = jnp.zeros_like(query_change)
-    for level in levels_of(given):
-        fading = fade(given, level)
-        asking, faded = query * fading, key * fading
+    decay_change: Any = 0.0
+    for level in fading.levels:
+        factor = fading.factor(level)
+        asking, faded = query * factor, key * factor
         of_faded, (of_query, of_key) = of_pairs(level, faded, asking, faded)
         of_faded += of_key
-        query_change += of_query * fading
-        key_change += of_faded * fading
-        decay_change += grown_by(given, level, of_query * asking + of_faded * faded)
+        query_change += of_query * factor
+        key_change += of_faded * factor
+        decay_change += fading.grown(level, of_query * asking + of_faded * faded)
+    decay_change += fading.grown_by_pairs(grown)
     return query_change, key_change, decay_change
 
 
 def _pairs(
-    plan: Plan, given: Operands, query: Array, key: Array
+    plan: Plan, given: Operands, fading: Fading, query: Array, key: Array
 ) -> list[list[Float[Array, "c c"]]]:
     """Of each head q_t·k_s with s ≤ t, and k_t·k_s with s < t, faded."""
     dtype, heads = given.value.dtype, range(plan.packed)
@@ -187,17 +197,17 @@ def _pairs(
     for i in heads:
         row = own(query, plan.head_size, i).astype(dtype)
         whole = product(row, key.astype(dtype), ACROSS)
-        own_pairs = jnp.where(pairs_of(given, DIAGONAL), whole, 0)
+        own_pairs = jnp.where(pairs_of(given.levels, DIAGONAL), whole, 0)
         found.append([own_pairs, jnp.zeros_like(own_pairs)])
-    for level in levels_of(given):
-        fading, keep = fade(given, level), pairs_of(given, level)
-        faded = key * fading
-        for j, asking in enumerate((query * fading, faded)):
+    for level in fading.levels:
+        factor, keep = fading.factor(level), pairs_of(given.levels, level)
+        faded = key * factor
+        for j, asking in enumerate((query * factor, faded)):
             for i in heads:
                 row = own(asking, plan.head_size, i).astype(dtype)
                 new = product(row, faded.astype(dtype), ACROSS)
                 found[i][j] = jnp.where(keep, new, found[i][j])
-    return found
+    return [[x * fading.of_pairs(i) for x in found[i]] for i in heads]
 
 
 def _close_passes(operands: Operands) -> int:
@@ -216,10 +226,10 @@ def _closely(given: Operands, a: Array, b: Array, dimensions: tuple) -> Array:
 
 def _inverse(given: Operands, matrix: Float[Array, "c c"]) -> Float[Array, "c c"]:
     """(I + A)⁻¹, of A what `matrix` has below its diagonal."""
-    first = jnp.where(pairs_of(given, 0), -matrix, 0)
-    found = jnp.where(pairs_of(given, DIAGONAL), 1.0, first)
+    first = jnp.where(pairs_of(given.levels, 0), -matrix, 0)
+    found = jnp.where(pairs_of(given.levels, DIAGONAL), 1.0, first)
     for level in range(1, LEVELS):
-        corner = jnp.where(pairs_of(given, level), matrix, 0)
+        corner = jnp.where(pairs_of(given.levels, level), matrix, 0)
         right = _closely(given, corner, found, PLAIN)
         found -= _closely(given, found, right, PLAIN)
     return found
@@ -249,7 +259,7 @@ def _kept(plan: Plan, operands: Operands) -> list[tuple]:
 
 def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
     levels, each, close = (
-        len(levels_of(operands)),
+        levels_of(operands),
         passes(operands),
         _close_passes(operands),
     )

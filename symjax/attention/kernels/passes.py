@@ -97,6 +97,12 @@ class Chunks(NamedTuple):
         place = pl.BlockSpec(shape, lambda b, n, i: (b, 0, self.turn(i)))
         return None if x is None else place
 
+    def of_tiles(self, x: Array | None) -> pl.BlockSpec | None:
+        """Of [B N/P P T], a number of each token and head."""
+        shape = None, None, self.plan.packed, self.plan.block
+        place = pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, self.turn(i)))
+        return None if x is None else place
+
     def whole(self, x: Array | None) -> pl.BlockSpec | None:
         return None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 

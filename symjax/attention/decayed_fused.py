@@ -99,26 +99,23 @@ def _attend(
     log_decay: Float[Array, "B T K *H"] | None,
     beta: Float[Array, "B T K"] | None,
 ) -> Float[Array, "B T N V"]:
-    kernels, interpret = static
-    plan, operands = _operands(interpret, query, key, value, log_decay, beta)
-    output, *_ = forward(kernels, plan, operands, keep=False)
+    plan, operands = _operands(static, query, key, value, log_decay, beta)
+    output, *_ = forward(static[0], plan, operands, keep=False)
     return apart(output, plan.heads, value)
 
 
 def _forward(static: tuple[Kernels, Any], *given: Any) -> tuple[Array, tuple]:
-    kernels, interpret = static
-    plan, operands = _operands(interpret, *given)
-    found = forward(kernels, plan, operands, keep=True)
+    plan, operands = _operands(static, *given)
+    found = forward(static[0], plan, operands, keep=True)
     output, *kept = checkpoint_name(found, RESIDUAL)
     return apart(output, plan.heads, given[2]), (given, operands, kept)
 
 
 def _backward(static: tuple[Kernels, Any], saved: tuple, change: Array) -> tuple:
-    kernels, interpret = static
     given, operands, kept = saved
-    plan = Plan.of(given[0], given[2], interpret)
+    plan = _plan(static, given[0], given[2])
     change = plan.by_query(change, plan.value_size)
-    found = backward(kernels, plan, operands, [change], kept)
+    found = backward(static[0], plan, operands, [change], kept)
     changes, gradients = iter(found), []
     for like in given:
         if like is None:
@@ -133,15 +130,20 @@ def _backward(static: tuple[Kernels, Any], saved: tuple, change: Array) -> tuple
 _attend.defvjp(_forward, _backward)
 
 
+def _plan(static: tuple[Kernels, Any], query: Array, value: Array) -> Plan:
+    kernels, interpret = static
+    return Plan.of(query, value, interpret, together=kernels.together)
+
+
 def _operands(
-    interpret: Any,
+    static: tuple[Kernels, Any],
     query: Array,
     key: Array,
     value: Array,
     log_decay: Array | None,
     beta: Array | None,
 ) -> tuple[Plan, Operands]:
-    plan = Plan.of(query, value, interpret)
+    plan = _plan(static, query, value)
     by_channel = by_head = None
     if log_decay is not None and log_decay.ndim == 4:
         parts = PARTS[value.dtype.name]

@@ -5,6 +5,11 @@ VMEM, values × features, so that what fades by channel lies along lanes; the st
 before each chunk is saved for the backward pass, in the dtype of the products. How
 pairs and states fade is in `fading.py`.
 
+What does not wait for each other stands side by side, all levels of one product before
+the next: the compiler moves no product far, and so keeps the MXU busy. With a decay a
+channel a chunk of a head of 128 then takes 1,550 bundles of v5e forward instead of
+2,393, and 2,999 backward instead of 4,557.
+
 Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diagonal
 matrix.
 """
@@ -43,6 +48,19 @@ class Operands(NamedTuple):
     levels: Any
     beta: Any = None  # of the delta rule, [B N/P P T]
 
+    def chunk(self, i: int):
+        """One chunk of blocks that hold several."""
+        here = pl.ds(i * BLOCK, BLOCK)
+        query, key, value = (x.at[here] for x in self[:3])
+        of_tokens = "by_channel", "by_head", "beta"
+        there = [x for x in of_tokens if getattr(self, x) is not None]
+        return self._replace(
+            query=query,
+            key=key,
+            value=value,
+            **{x: getattr(self, x).at[:, here] for x in there},
+        )
+
 
 def _forward(plan: Plan, given: Operands, output, before, state) -> None:
     @pl.when(pl.program_id(2) == 0)
@@ -56,12 +74,13 @@ def _forward(plan: Plan, given: Operands, output, before, state) -> None:
     heads, fading = range(plan.packed), fading_of(plan, given)
     queries = [own(wide_query, plan.head_size, i) for i in heads]
     scores = [_of_level(given, DIAGONAL, x.astype(dtype), key, 0) for x in queries]
-    for level in fading.levels:
-        factor = fading.factor(level)
-        faded = (wide_key * factor).astype(dtype)
-        for i in heads:
-            asking = (queries[i] * factor).astype(dtype)
-            scores[i] = _of_level(given, level, asking, faded, scores[i])
+    factors = [fading.factor(level) for level in fading.levels]
+    faded = [(wide_key * factor).astype(dtype) for factor in factors]
+    for i in heads:
+        asking = [(queries[i] * factor).astype(dtype) for factor in factors]
+        found = [product(x, y, ACROSS) for x, y in zip(asking, faded, strict=True)]
+        for level, x in zip(fading.levels, found, strict=True):
+            scores[i] = jnp.where(pairs_of(given.levels, level), x, scores[i])
     rows = product((wide_query * fading.since).astype(dtype), before[...], ACROSS)
     for i in heads:
         own_value = own(value, plan.value_size, i)
@@ -121,14 +140,18 @@ def _backward(
 
     scores: list = [0] * plan.packed
     query_change, key_change = of_pairs(DIAGONAL, wide_query, wide_key, scores)
-    decay_change: Any = 0.0
-    for level in fading.levels:
-        factor = fading.factor(level)
-        asking, faded = wide_query * factor, wide_key * factor
-        of_query, of_key = of_pairs(level, asking, faded, scores)
+    factors = [fading.factor(level) for level in fading.levels]
+    asked = [(wide_query * factor, wide_key * factor) for factor in factors]
+    grown_by = [
+        of_pairs(level, *x, scores)
+        for level, x in zip(fading.levels, asked, strict=True)
+    ]
+    for factor, (of_query, of_key) in zip(factors, grown_by, strict=True):
         query_change += of_query * factor
         key_change += of_key * factor
-        decay_change += fading.grown(level, of_query * asking + of_key * faded)
+    decay_change: Any = 0.0
+    for level, x, y in zip(fading.levels, asked, grown_by, strict=True):
+        decay_change += fading.grown(level, x[0] * y[0] + x[1] * y[1])
     decay_change += fading.grown_by_pairs(
         [x * y for x, (y, _) in zip(scores, pairs, strict=True)]
     )
@@ -171,13 +194,13 @@ def passes(operands: Operands) -> int:
 
 
 def recurrent(
-    name: str, forward: Any, backward: Any, kept: Any, products: Any
+    name: str, forward: Any, backward: Any, kept: Any, products: Any, together: int = 1
 ) -> Kernels:
     """The kernels of a recurrence, by the passes of the MXU that `products` counts: of
     a chunk's rows over a tile of 128 columns, forward and back."""
 
     def cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
-        tokens = math.prod(plan.grid) * BLOCK
+        tokens = math.prod(plan.grid) * plan.block
         *sums, exponentials = exponents(plan, operands)
         counts = [x + y for x, y in zip(products(plan, operands), sums, strict=True)]
         flops = [2 * tokens * x * BLOCK * plan.widths[1] for x in counts]
@@ -187,7 +210,16 @@ def recurrent(
         return [[plan.widths]] * 2
 
     return Kernels(
-        name, forward, backward, _specs, kept, states, cost, more=_more, shared=4
+        name,
+        forward,
+        backward,
+        _specs,
+        kept,
+        states,
+        cost,
+        more=_more,
+        shared=4,
+        together=together,
     )
 
 
@@ -195,7 +227,7 @@ def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
     values, keys = plan.widths
     by_channel = None
     if operands.by_channel is not None:
-        shape = operands.by_channel.shape[0], None, BLOCK, keys
+        shape = operands.by_channel.shape[0], None, plan.block, keys
         by_channel = pl.BlockSpec(
             shape, lambda b, n, i: (0, b, chunks.turn(i), chunks.key_head(n))
         )

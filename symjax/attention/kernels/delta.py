@@ -5,6 +5,10 @@ What the tokens of a chunk write, u of (I + A) u = β (v − k S), takes the inv
 unit-triangular matrix, whose blocks of 2, 4, … 128 rows come from two of half the size
 as in `delta_rule.py`: each level is X − X A X, with of A only the pairs of the level.
 Inverses and the states before chunks are saved for the backward pass.
+
+Each of the products of an inverse waits for the one before. Those of two chunks, and of
+packed heads, wait side by side: a chunk of a head of 64 then takes 1,830 bundles of v5e
+instead of 4,035, one of 128 takes 2,804 instead of 4,556.
 """
 
 from functools import reduce
@@ -37,6 +41,8 @@ from symjax.attention.kernels.fading import (
 from symjax.attention.kernels.lanes import in_lanes, of_heads, own
 from symjax.attention.kernels.passes import Plan
 
+TOGETHER = 2  # chunks of a turn forward
+
 
 def _forward(
     plan: Plan, given: Operands, output: Any, before: Any, inverse: Any, state: Any
@@ -45,18 +51,34 @@ def _forward(
     def _():
         state[...] = jnp.zeros_like(state)
 
+    chunks = [given.chunk(i) for i in range(TOGETHER)]
+    pairs, matrices = [], []
+    for chunk in chunks:
+        query, key = (x[...].astype(jnp.float32) for x in chunk[:2])
+        pairs.append(_pairs(plan, chunk, fading_of(plan, chunk), query, key))
+        for i, (_, of_key) in enumerate(pairs[-1]):
+            matrices.append(column(chunk.beta[i : i + 1, :]) * of_key)
+    for i, x in enumerate(_inverses(given, matrices)):
+        inverse[divmod(i, plan.packed)] = x
+    for i, chunk in enumerate(chunks):
+        rows = output.at[pl.ds(i * BLOCK, BLOCK)]
+        _advance(plan, chunk, pairs[i], rows, before.at[i], inverse.at[i], state)
+
+
+def _advance(
+    plan: Plan,
+    given: Operands,
+    pairs: list[list[Array]],
+    output: Any,
+    before: Any,
+    inverse: Any,
+    state: Any,
+) -> None:
     before[...] = state[...].astype(before.dtype)
     query, key, value = (x[...].astype(jnp.float32) for x in given[:3])
-    dtype = given.value.dtype
-    fading = fading_of(plan, given)
-    pairs = _pairs(plan, given, fading, query, key)
-    for i, pair in enumerate(pairs):
-        matrix = column(given.beta[i : i + 1, :]) * pair[1]
-        inverse[i] = _inverse(given, matrix)
-    rows, held = (
-        product((x * fading.since).astype(dtype), before[...], ACROSS)
-        for x in (query, key)
-    )
+    dtype, fading = given.value.dtype, fading_of(plan, given)
+    asking = [(x * fading.since).astype(dtype) for x in (query, key)]
+    rows, held = (product(x, before[...], ACROSS) for x in asking)
     change = _change(plan, given, inverse, value - held)
     for i, pair in enumerate(pairs):
         mine = own(change, plan.value_size, i).astype(dtype)
@@ -175,15 +197,19 @@ def _through_pairs(
         return of_faded, of_asking
 
     key_change, (query_change, _) = of_pairs(DIAGONAL, key, query)
+    factors = [fading.factor(level) for level in fading.levels]
+    asked = [(query * factor, key * factor) for factor in factors]
+    grown_by = [
+        of_pairs(level, faded, asking, faded)
+        for level, (asking, faded) in zip(fading.levels, asked, strict=True)
+    ]
     decay_change: Any = 0.0
-    for level in fading.levels:
-        factor = fading.factor(level)
-        asking, faded = query * factor, key * factor
-        of_faded, (of_query, of_key) = of_pairs(level, faded, asking, faded)
-        of_faded += of_key
-        query_change += of_query * factor
-        key_change += of_faded * factor
-        decay_change += fading.grown(level, of_query * asking + of_faded * faded)
+    for i, (of_faded, (of_query, of_key)) in enumerate(grown_by):
+        (asking, faded), of_faded = asked[i], of_faded + of_key
+        query_change += of_query * factors[i]
+        key_change += of_faded * factors[i]
+        of_level = of_query * asking + of_faded * faded
+        decay_change += fading.grown(fading.levels[i], of_level)
     decay_change += fading.grown_by_pairs(grown)
     return query_change, key_change, decay_change
 
@@ -199,14 +225,18 @@ def _pairs(
         whole = product(row, key.astype(dtype), ACROSS)
         own_pairs = jnp.where(pairs_of(given.levels, DIAGONAL), whole, 0)
         found.append([own_pairs, jnp.zeros_like(own_pairs)])
-    for level in fading.levels:
-        factor, keep = fading.factor(level), pairs_of(given.levels, level)
-        faded = key * factor
-        for j, asking in enumerate((query * factor, faded)):
-            for i in heads:
-                row = own(asking, plan.head_size, i).astype(dtype)
-                new = product(row, faded.astype(dtype), ACROSS)
-                found[i][j] = jnp.where(keep, new, found[i][j])
+    factors = [fading.factor(level) for level in fading.levels]
+    asked = [(query * factor, key * factor) for factor in factors]
+    for i in heads:
+        new = []
+        for asking, faded in asked:
+            rows = [own(x, plan.head_size, i).astype(dtype) for x in (asking, faded)]
+            new.append([product(x, faded.astype(dtype), ACROSS) for x in rows])
+        for level, both in zip(fading.levels, new, strict=True):
+            keep = pairs_of(given.levels, level)
+            found[i] = [
+                jnp.where(keep, x, y) for x, y in zip(both, found[i], strict=True)
+            ]
     return [[x * fading.of_pairs(i) for x in found[i]] for i in heads]
 
 
@@ -224,14 +254,22 @@ def _closely(given: Operands, a: Array, b: Array, dimensions: tuple) -> Array:
     return reduce(jnp.add, [product(x, y, dimensions) for x, y in pairs])
 
 
-def _inverse(given: Operands, matrix: Float[Array, "c c"]) -> Float[Array, "c c"]:
-    """(I + A)⁻¹, of A what `matrix` has below its diagonal."""
-    first = jnp.where(pairs_of(given.levels, 0), -matrix, 0)
-    found = jnp.where(pairs_of(given.levels, DIAGONAL), 1.0, first)
+def _inverses(given: Operands, matrices: list[Array]) -> list[Float[Array, "c c"]]:
+    """(I + A)⁻¹, of A what each matrix has below its diagonal. A level of one waits for
+    the one before, so those of all matrices are taken side by side."""
+    found = []
+    for matrix in matrices:
+        first = jnp.where(pairs_of(given.levels, 0), -matrix, 0)
+        found.append(jnp.where(pairs_of(given.levels, DIAGONAL), 1.0, first))
     for level in range(1, LEVELS):
-        corner = jnp.where(pairs_of(given.levels, level), matrix, 0)
-        right = _closely(given, corner, found, PLAIN)
-        found -= _closely(given, found, right, PLAIN)
+        keep = pairs_of(given.levels, level)
+        corners = [jnp.where(keep, x, 0) for x in matrices]
+        right = [
+            _closely(given, x, y, PLAIN) for x, y in zip(corners, found, strict=True)
+        ]
+        found = [
+            x - _closely(given, x, y, PLAIN) for x, y in zip(found, right, strict=True)
+        ]
     return found
 
 
@@ -269,4 +307,4 @@ def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
     return forward + inverse, backward + close * plan.packed * 2
 
 
-DELTA = recurrent("delta", _forward, _backward, _kept, _products)
+DELTA = recurrent("delta", _forward, _backward, _kept, _products, TOGETHER)

@@ -33,14 +33,21 @@ class Plan(NamedTuple):
     block: int  # tokens of a chunk
 
     @classmethod
-    def of(cls, query: Array, value: Array, interpret: Any, block: int = LANES):
-        """For query [B T N H] and value [B T K V]."""
+    def of(
+        cls,
+        query: Array,
+        value: Array,
+        interpret: Any,
+        block: int = LANES,
+        together: int = 1,
+    ):
+        """For query [B T N H] and value [B T K V], and `Kernels.together`."""
         (batch, length, heads, size), value_size = query.shape, value.shape[3]
         packed = heads_in_a_tile(heads, size, value_size)
         sizes = size, value_size
         if packed == 1:
             sizes = even(size), even(value_size)
-        groups, length = heads // value.shape[2], even(length, block)
+        groups, length = heads // value.shape[2], even(length, block * together)
         return cls(batch, heads, groups, packed, length, *sizes, interpret, block)
 
     @property
@@ -126,20 +133,29 @@ class Kernels(NamedTuple):
     more: Callable[[Any, Any], list] = lambda operands, specs: []  # float32 gradients,
     #   beside those of queries, keys and values: arrays of their shapes, and blocks
     shared: int = 3  # operands from the first to this one are of key heads
+    together: int = (
+        1  # chunks of a turn forward; if several, what they keep has an axis
+    )
 
 
 def forward(kernels: Kernels, plan: Plan, operands: Any, keep: bool) -> list[Array]:
     """The output [B T N·V], and if `keep` what `backward` needs of each chunk."""
+    kept, grid = kernels.kept(plan, operands), plan.grid
+    if kernels.together > 1:
+        plan = plan._replace(block=plan.block * kernels.together)
+        kept = [((kernels.together, *x), y) for x, y in kept]
     chunks = Chunks(plan, lambda i: i)
     specs = kernels.specs(plan, operands, chunks)
     shape = plan.batch, plan.length, plan.heads * plan.value_size
     rows = chunks.by_query(plan.widths[0])
-    results = [(shape, kernels.dtype(operands), rows)]
-    kept = kernels.kept(plan, operands)
+    results, scratch = [(shape, kernels.dtype(operands), rows)], kept
     if keep:
         results += [((*plan.grid, *x), y, chunks.of_kept(x)) for x, y in kept]
-        kept = []
-    return _call(kernels, 0, plan, [operands], [specs], results, kept)
+        scratch = []
+    output, *found = _call(kernels, 0, plan, [operands], [specs], results, scratch)
+    if kernels.together > 1:
+        found = [x.reshape(*grid, *x.shape[len(grid) + 1 :]) for x in found]
+    return [output, *found]
 
 
 def backward(

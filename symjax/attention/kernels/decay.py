@@ -84,7 +84,7 @@ def _forward(plan: Plan, given: Operands, output, before, state) -> None:
     rows = product((wide_query * fading.since).astype(dtype), before[...], ACROSS)
     for i in heads:
         own_value = own(value, plan.value_size, i)
-        own_scores = (scores[i] * fading.of_pairs(i)).astype(dtype)
+        own_scores = (scores[i] * fading.weights[i]).astype(dtype)
         rows += product(own_scores, own_value, PLAIN)
     output[...] = rows.astype(output.dtype)
     new = product(value, (wide_key * fading.until).astype(dtype), TURNED)
@@ -116,8 +116,8 @@ def _backward(
     changes = [own(change, plan.value_size, i) for i in heads]
     pairs = [
         (
-            product(x, value, ACROSS) * fading.of_pairs(i),
-            product(value, x, ACROSS) * fading.of_pairs(i, turned=1),
+            product(x, value, ACROSS) * fading.weights[i],
+            product(value, x, ACROSS) * fading.turned_weights[i],
         )
         for i, x in enumerate(changes)
     ]
@@ -171,7 +171,7 @@ def _backward(
     decay_out[...] = decay_change + fading.grown_by_state(of_state)
     value_change = product(joining.astype(dtype), later, ACROSS)
     for i in heads:
-        own_scores = (scores[i] * fading.of_pairs(i)).astype(dtype)
+        own_scores = (scores[i] * fading.weights[i]).astype(dtype)
         value_change += product(own_scores, changes[i], TURNED)
     value_out[...] = value_change.astype(value_out.dtype)
     here = product(change, asking.astype(dtype), TURNED)

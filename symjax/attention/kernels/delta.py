@@ -173,7 +173,7 @@ def _through_pairs(
         mine = [own(x, plan.value_size, i) for x in rows]
         by_row = [product(x, written, ACROSS) for x in mine]
         grown.append(by_row[0] * pairs[i][0] + by_row[1] * pairs[i][1])
-        here, turned = fading.of_pairs(i), fading.of_pairs(i, turned=1)
+        here, turned = fading.weights[i], fading.turned_weights[i]
         gradients.append(
             [
                 (x * here, product(written, y, ACROSS) * turned)
@@ -237,7 +237,7 @@ def _pairs(
             found[i] = [
                 jnp.where(keep, x, y) for x, y in zip(both, found[i], strict=True)
             ]
-    return [[x * fading.of_pairs(i) for x in found[i]] for i in heads]
+    return [[x * fading.weights[i] for x in found[i]] for i in heads]
 
 
 def _close_passes(operands: Operands) -> int:

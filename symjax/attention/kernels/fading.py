@@ -43,6 +43,9 @@ class Fading:
     since: Any = 1.0  # [c P·H], from the chunk's start through each token
     until: Any = 1.0  # [c P·H], after each token through the chunk's end
 
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
     @property
     def through(self) -> Any:
         """[1 P·H], of all of the chunk."""
@@ -52,9 +55,15 @@ class Fading:
         """[c P·H], of the queries and keys of a level's pairs."""
         return 1.0
 
-    def of_pairs(self, head: int, turned: int = 0) -> Any:
-        """[c c], of the scores of a head's pairs, or of these `turned`."""
-        return 1.0
+    @property
+    def weights(self) -> Sequence[Any]:
+        """[c c], of the pairs of each head, a row for each query."""
+        return [1.0] * self.plan.packed
+
+    @property
+    def turned_weights(self) -> Sequence[Any]:
+        """The same with a row for each key."""
+        return [1.0] * self.plan.packed
 
     def grown(self, level: int, change: Float[Array, "c P*H"]) -> Any:
         """By the gradient of a level's sums."""
@@ -74,7 +83,8 @@ class ByChannel(Fading):
 
     levels = range(LEVELS)
 
-    def __init__(self, parts: Any, sums: Any):
+    def __init__(self, plan: Plan, parts: Any, sums: Any):
+        super().__init__(plan)
         self.parts, self.sums = parts, sums
 
     def factor(self, level: int) -> Float[Array, "c P*H"]:
@@ -100,16 +110,20 @@ class ByHead(Fading):
     """All channels of a head fade alike."""
 
     def __init__(self, plan: Plan, rates: Any, order: Any, parts: int):
-        self.plan, self.rates, self.order, self.parts = plan, rates, order, parts
+        super().__init__(plan)
+        self.rates, self.order, self.parts = rates, order, parts
         self.up_to = order[0] != LATER  # L: row t, column u, whether u ≤ t
         self.before = pairs_of(order, ALL, 1)  # Uᵀ: row s, column u, whether s < u
 
-    def of_pairs(self, head: int, turned: int = 0) -> Float[Array, "c c"]:
-        """exp(L diag(g) U), or turned exp(Uᵀ diag(g) Lᵀ)."""
-        after, up_from = pairs_of(self.order, ALL), self.order[1] != LATER
-        first, last = ((self.up_to, after), (self.before, up_from))[turned]
-        rates = jnp.where(last, column(self._rates(head)), 0)
-        return jnp.exp(_summed(_as_numbers(first), in_parts(rates, self.parts)))
+    @cached_property
+    def weights(self) -> list[Float[Array, "c c"]]:
+        """exp(L diag(g) U)."""
+        return self._between(self.up_to, pairs_of(self.order, ALL))
+
+    @cached_property
+    def turned_weights(self) -> list[Float[Array, "c c"]]:
+        """exp(Uᵀ diag(g) Lᵀ)."""
+        return self._between(self.before, self.order[1] != LATER)
 
     @cached_property
     def since(self) -> Float[Array, "c P*H"]:
@@ -141,6 +155,13 @@ class ByHead(Fading):
     def grown_by_state(self, change: Array) -> Float[Array, "P 1"]:
         return self._rows(self._by_head(change))
 
+    def _between(
+        self, first: Bool[Array, "c c"], last: Bool[Array, "c c"]
+    ) -> list[Float[Array, "c c"]]:
+        rates = [column(self._rates(i)) for i in range(self.plan.packed)]
+        parts = [in_parts(jnp.where(last, x, 0), self.parts) for x in rates]
+        return [jnp.exp(_summed(_as_numbers(first), x)) for x in parts]
+
     def _rates(self, head: int) -> Float[Array, "1 c"]:
         return self.rates[head : head + 1, :]
 
@@ -171,9 +192,9 @@ class ByHead(Fading):
 def fading_of(plan: Plan, given: Any) -> Fading:
     """Of the operands of a kernel (`decay.Operands`)."""
     if given.by_channel is not None:
-        return ByChannel(given.by_channel, given.sums)
+        return ByChannel(plan, given.by_channel, given.sums)
     if given.by_head is None:
-        return Fading()
+        return Fading(plan)
     return ByHead(plan, given.by_head, given.levels, PARTS[given.value.dtype.name])
 
 

@@ -1,4 +1,4 @@
-"""The kernels of a decay of each token's own equal the scan, interpreted on CPU.
+"""The kernels of decays equal the scan, interpreted on CPU.
 
 Other tests hold the scan to the definition.
 """

@@ -74,10 +74,9 @@ def _forward(plan: Plan, given: Operands, output, before, state) -> None:
     heads, fading = range(plan.packed), fading_of(plan, given)
     queries = [own(wide_query, plan.head_size, i) for i in heads]
     scores = [_of_level(given, DIAGONAL, x.astype(dtype), key, 0) for x in queries]
-    factors = [fading.factor(level) for level in fading.levels]
-    faded = [(wide_key * factor).astype(dtype) for factor in factors]
+    faded = [(wide_key * x).astype(dtype) for x in fading.factors]
     for i in heads:
-        asking = [(queries[i] * factor).astype(dtype) for factor in factors]
+        asking = [(queries[i] * x).astype(dtype) for x in fading.factors]
         found = [product(x, y, ACROSS) for x, y in zip(asking, faded, strict=True)]
         for level, x in zip(fading.levels, found, strict=True):
             scores[i] = jnp.where(pairs_of(given.levels, level), x, scores[i])
@@ -140,13 +139,12 @@ def _backward(
 
     scores: list = [0] * plan.packed
     query_change, key_change = of_pairs(DIAGONAL, wide_query, wide_key, scores)
-    factors = [fading.factor(level) for level in fading.levels]
-    asked = [(wide_query * factor, wide_key * factor) for factor in factors]
+    asked = [(wide_query * x, wide_key * x) for x in fading.factors]
     grown_by = [
         of_pairs(level, *x, scores)
         for level, x in zip(fading.levels, asked, strict=True)
     ]
-    for factor, (of_query, of_key) in zip(factors, grown_by, strict=True):
+    for factor, (of_query, of_key) in zip(fading.factors, grown_by, strict=True):
         query_change += of_query * factor
         key_change += of_key * factor
     decay_change: Any = 0.0
@@ -201,10 +199,11 @@ def recurrent(
 
     def cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
         tokens = math.prod(plan.grid) * plan.block
-        *sums, exponentials = exponents(plan, operands)
-        counts = [x + y for x, y in zip(products(plan, operands), sums, strict=True)]
-        flops = [2 * tokens * x * BLOCK * plan.widths[1] for x in counts]
-        return [(x, tokens * exponentials) for x in flops]
+        counts = zip(products(plan, operands), exponents(plan, operands), strict=True)
+        return [
+            (2 * tokens * (x + sums) * BLOCK * plan.widths[1], tokens * exponentials)
+            for x, (sums, exponentials) in counts
+        ]
 
     def states(plan: Plan, operands: Operands) -> list[list]:
         return [[plan.widths]] * 2

@@ -41,7 +41,7 @@ from symjax.attention.kernels.fading import (
 from symjax.attention.kernels.lanes import in_lanes, of_heads, own
 from symjax.attention.kernels.passes import Plan
 
-TOGETHER = 2  # chunks of a turn forward
+TOGETHER = 2  # chunks of a turn forward; time is filled up to so many
 
 
 def _forward(
@@ -52,22 +52,25 @@ def _forward(
         state[...] = jnp.zeros_like(state)
 
     chunks = [given.chunk(i) for i in range(TOGETHER)]
+    fadings = [fading_of(plan, chunk) for chunk in chunks]
     pairs, matrices = [], []
-    for chunk in chunks:
+    for chunk, fading in zip(chunks, fadings, strict=True):
         query, key = (x[...].astype(jnp.float32) for x in chunk[:2])
-        pairs.append(_pairs(plan, chunk, fading_of(plan, chunk), query, key))
+        pairs.append(_pairs(plan, chunk, fading, query, key))
         for i, (_, of_key) in enumerate(pairs[-1]):
             matrices.append(column(chunk.beta[i : i + 1, :]) * of_key)
     for i, x in enumerate(_inverses(given, matrices)):
         inverse[divmod(i, plan.packed)] = x
     for i, chunk in enumerate(chunks):
         rows = output.at[pl.ds(i * BLOCK, BLOCK)]
-        _advance(plan, chunk, pairs[i], rows, before.at[i], inverse.at[i], state)
+        kept = before.at[i], inverse.at[i]
+        _advance(plan, chunk, fadings[i], pairs[i], rows, *kept, state)
 
 
 def _advance(
     plan: Plan,
     given: Operands,
+    fading: Fading,
     pairs: list[list[Array]],
     output: Any,
     before: Any,
@@ -76,7 +79,7 @@ def _advance(
 ) -> None:
     before[...] = state[...].astype(before.dtype)
     query, key, value = (x[...].astype(jnp.float32) for x in given[:3])
-    dtype, fading = given.value.dtype, fading_of(plan, given)
+    dtype = given.value.dtype
     asking = [(x * fading.since).astype(dtype) for x in (query, key)]
     rows, held = (product(x, before[...], ACROSS) for x in asking)
     change = _change(plan, given, inverse, value - held)
@@ -197,8 +200,7 @@ def _through_pairs(
         return of_faded, of_asking
 
     key_change, (query_change, _) = of_pairs(DIAGONAL, key, query)
-    factors = [fading.factor(level) for level in fading.levels]
-    asked = [(query * factor, key * factor) for factor in factors]
+    asked = [(query * x, key * x) for x in fading.factors]
     grown_by = [
         of_pairs(level, faded, asking, faded)
         for level, (asking, faded) in zip(fading.levels, asked, strict=True)
@@ -206,8 +208,8 @@ def _through_pairs(
     decay_change: Any = 0.0
     for i, (of_faded, (of_query, of_key)) in enumerate(grown_by):
         (asking, faded), of_faded = asked[i], of_faded + of_key
-        query_change += of_query * factors[i]
-        key_change += of_faded * factors[i]
+        query_change += of_query * fading.factors[i]
+        key_change += of_faded * fading.factors[i]
         of_level = of_query * asking + of_faded * faded
         decay_change += fading.grown(fading.levels[i], of_level)
     decay_change += fading.grown_by_pairs(grown)
@@ -225,8 +227,7 @@ def _pairs(
         whole = product(row, key.astype(dtype), ACROSS)
         own_pairs = jnp.where(pairs_of(given.levels, DIAGONAL), whole, 0)
         found.append([own_pairs, jnp.zeros_like(own_pairs)])
-    factors = [fading.factor(level) for level in fading.levels]
-    asked = [(query * factor, key * factor) for factor in factors]
+    asked = [(query * x, key * x) for x in fading.factors]
     for i in heads:
         new = []
         for asking, faded in asked:

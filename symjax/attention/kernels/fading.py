@@ -37,7 +37,8 @@ SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its 
 
 class Fading:
     """Factors of a chunk, each exp of a sum of log-decays, and the gradient of these,
-    which is a sum of what `grown…` return. Of this class itself: nothing fades."""
+    which is a sum of what `grown…` return: of each channel [c P·H], or of each head
+    [P c], as they were given. Of this class itself: nothing fades."""
 
     levels: Sequence[int] = (ALL,)  # of pairs, beside DIAGONAL
     since: Any = 1.0  # [c P·H], from the chunk's start through each token
@@ -51,9 +52,10 @@ class Fading:
         """[1 P·H], of all of the chunk."""
         return 1.0 if self.since is Fading.since else self.since[BLOCK - 1 :]
 
-    def factor(self, level: int) -> Any:
-        """[c P·H], of the queries and keys of a level's pairs."""
-        return 1.0
+    @property
+    def factors(self) -> Sequence[Any]:
+        """[c P·H], of the queries and keys of each level's pairs."""
+        return [1.0] * len(self.levels)
 
     @property
     def weights(self) -> Sequence[Any]:
@@ -87,17 +89,21 @@ class ByChannel(Fading):
         super().__init__(plan)
         self.parts, self.sums = parts, sums
 
-    def factor(self, level: int) -> Float[Array, "c P*H"]:
-        parts = [self.parts[i] for i in range(self.parts.shape[0])]
-        return jnp.exp(_summed(self.sums[0, level], parts))
+    @cached_property
+    def factors(self) -> list[Float[Array, "c P*H"]]:
+        return [self._factor(level) for level in self.levels]
 
     @cached_property
     def since(self) -> Float[Array, "c P*H"]:
-        return self.factor(SINCE)
+        return self._factor(SINCE)
 
     @cached_property
     def until(self) -> Float[Array, "c P*H"]:
-        return self.factor(UNTIL)
+        return self._factor(UNTIL)
+
+    def _factor(self, level: int) -> Float[Array, "c P*H"]:
+        parts = [self.parts[i] for i in range(self.parts.shape[0])]
+        return jnp.exp(_summed(self.sums[0, level], parts))
 
     def grown(self, level: int, change: Array) -> Float[Array, "c P*H"]:
         return _summed(self.sums[1, level], in_parts(change, self.parts.shape[0]))
@@ -226,17 +232,17 @@ def pairs_of(levels: Any, level: int, turned: int = 0) -> Bool[Array, "c c"]:
     return found == level
 
 
-def exponents(plan: Plan, operands: Any) -> tuple[int, int, int]:
-    """Passes of the MXU for the sums of a chunk's log-decays, forward and back, each of
-    128 rows over a tile of 128 columns; and exponentials of a token, of packed heads.
-    """
+def exponents(plan: Plan, operands: Any) -> list[tuple[int, int]]:
+    """Of a chunk's log-decays, forward and back: passes of the MXU for sums, each of
+    128 rows over a tile of 128 columns, and exponentials of a token of packed heads."""
+    width = plan.widths[1]
     if operands.by_channel is not None:
         passes = operands.by_channel.shape[0] * (LEVELS + 2)
-        return passes, 2 * passes, plan.widths[1] * (LEVELS + 2)
+        return [(passes, width * (LEVELS + 2)), (2 * passes, width * (LEVELS + 2))]
     if operands.by_head is None:
-        return 0, 0, 0
-    passes = PARTS[operands.value.dtype.name] * plan.packed
-    return passes, 3 * passes, plan.packed * BLOCK
+        return [(0, 0)] * 2
+    passes, pairs = PARTS[operands.value.dtype.name] * plan.packed, plan.packed * BLOCK
+    return [(passes, pairs + 2 * width), (3 * passes, 2 * (pairs + width))]
 
 
 def _summed(matrix: Array, parts: list[Array]) -> Float[Array, "c _"]:

@@ -133,9 +133,7 @@ class Kernels(NamedTuple):
     more: Callable[[Any, Any], list] = lambda operands, specs: []  # float32 gradients,
     #   beside those of queries, keys and values: arrays of their shapes, and blocks
     shared: int = 3  # operands from the first to this one are of key heads
-    together: int = (
-        1  # chunks of a turn forward; if several, what they keep has an axis
-    )
+    together: int = 1  # chunks of a turn forward; what several keep has an axis
 
 
 def forward(kernels: Kernels, plan: Plan, operands: Any, keep: bool) -> list[Array]:

@@ -7,7 +7,7 @@ as in `delta_rule.py`: each level is X − X A X, with of A only the pairs of th
 Inverses and the states before chunks are saved for the backward pass.
 
 Each of the products of an inverse waits for the one before. Those of two chunks, and of
-packed heads, wait side by side: a chunk of a head of 64 then takes 1,830 bundles of v5e
+packed heads, wait side by side: a chunk of a head of 64 then takes 1,796 bundles of v5e
 instead of 4,035, one of 128 takes 2,804 instead of 4,556.
 """
 
@@ -27,7 +27,14 @@ from symjax.attention.kernels.blocks import (
     in_parts,
     product,
 )
-from symjax.attention.kernels.decay import Operands, levels_of, passes, recurrent
+from symjax.attention.kernels.decay import (
+    Operands,
+    levels_of,
+    passes,
+    recurrent,
+    scores_of,
+    through_pairs,
+)
 from symjax.attention.kernels.fading import (
     BLOCK,
     DIAGONAL,
@@ -57,7 +64,7 @@ def _forward(
     for chunk, fading in zip(chunks, fadings, strict=True):
         query, key = (x[...].astype(jnp.float32) for x in chunk[:2])
         pairs.append(_pairs(plan, chunk, fading, query, key))
-        for i, (_, of_key) in enumerate(pairs[-1]):
+        for i, of_key in enumerate(pairs[-1][1]):
             matrices.append(column(chunk.beta[i : i + 1, :]) * of_key)
     for i, x in enumerate(_inverses(given, matrices)):
         inverse[divmod(i, plan.packed)] = x
@@ -83,9 +90,9 @@ def _advance(
     asking = [(x * fading.since).astype(dtype) for x in (query, key)]
     rows, held = (product(x, before[...], ACROSS) for x in asking)
     change = _change(plan, given, inverse, value - held)
-    for i, pair in enumerate(pairs):
+    for i, of_query in enumerate(pairs[0]):
         mine = own(change, plan.value_size, i).astype(dtype)
-        rows += product(pair[0].astype(dtype), mine, PLAIN)
+        rows += product(of_query.astype(dtype), mine, PLAIN)
     output[...] = rows.astype(output.dtype)
     new = product(change.astype(dtype), (key * fading.until).astype(dtype), TURNED)
     state[...] = state[...] * fading.through + of_heads(plan.sizes, new)
@@ -114,7 +121,7 @@ def _backward(
     written = _change(plan, given, inverse, wanted)
     of_written = product(joining.astype(dtype), later, ACROSS)
     pairs = _pairs(plan, given, fading, query, key)
-    for i, (of_query, of_key) in enumerate(pairs):
+    for i, (of_query, of_key) in enumerate(zip(*pairs, strict=True)):
         mine = own(change, plan.value_size, i).astype(dtype)
         of_written += product(of_query.astype(dtype), mine, TURNED)
         mine = own(written, plan.value_size, i).astype(dtype)
@@ -129,11 +136,12 @@ def _backward(
     of_value = right * _by_head(plan, given, right.shape)
     value_out[...] = of_value.astype(value_out.dtype)
 
-    rows = change.astype(dtype), (-of_value).astype(dtype)  # of queries, and of keys
+    rows = [change.astype(dtype), (-of_value).astype(dtype)]  # of queries, and of keys
     u = written.astype(dtype)
-    query_change, key_change, decay_change = _through_pairs(
-        plan, given, fading, (query, key), rows, u, pairs
+    (query_change, of_asking), key_change, decay_change = through_pairs(
+        plan, given, fading, [query, key], key, rows, u, pairs
     )
+    key_change += of_asking
     of_query, of_key = (product(x, before[...], PLAIN) for x in rows)
     of_joining = product(u, later, PLAIN)
     query_change += of_query * since
@@ -152,93 +160,12 @@ def _backward(
     grown[...] = grown[...] * fading.through + of_heads(plan.sizes, here[0] + here[1])
 
 
-def _through_pairs(
-    plan: Plan,
-    given: Operands,
-    fading: Fading,
-    tokens: tuple[Array, Array],
-    rows: tuple[Array, Array],
-    written: Array,
-    pairs: list[list[Array]],
-) -> tuple[Array, Array, Any]:
-    """Gradients of queries, keys and log-decays, through the pairs of a chunk.
-
-    Args:
-        tokens: queries and keys.
-        rows: the gradients of the rows that queries read, and of those that keys do.
-        pairs: of each head, faded.
-    """
-    (query, key), dtype = tokens, written.dtype
-    heads = range(plan.packed)
-    gradients = []  # of each head's pairs, [t s] and [s t], for queries and for keys
-    grown = []  # by the exponents of each head's pairs
-    for i in heads:
-        mine = [own(x, plan.value_size, i) for x in rows]
-        by_row = [product(x, written, ACROSS) for x in mine]
-        grown.append(by_row[0] * pairs[i][0] + by_row[1] * pairs[i][1])
-        here, turned = fading.weights[i], fading.turned_weights[i]
-        gradients.append(
-            [
-                (x * here, product(written, y, ACROSS) * turned)
-                for x, y in zip(by_row, mine, strict=True)
-            ]
-        )
-
-    def of_pairs(level: int, faded: Array, *asking: Array) -> tuple[Array, list]:
-        """Gradients of keys, and of the queries and keys that ask, by a level."""
-        of_faded, of_asking = jnp.zeros_like(faded), [jnp.zeros_like(faded)] * 2
-        for i in heads:
-            past = own(faded, plan.head_size, i).astype(dtype)
-            for j, x in enumerate(asking):
-                row = own(x, plan.head_size, i).astype(dtype)
-                by_row, by_key = (
-                    jnp.where(pairs_of(given.levels, level, turned), x, 0).astype(dtype)
-                    for turned, x in enumerate(gradients[i][j])
-                )
-                of_asking[j] += product(by_row, past, PLAIN)
-                of_faded += product(by_key, row, PLAIN)
-        return of_faded, of_asking
-
-    key_change, (query_change, _) = of_pairs(DIAGONAL, key, query)
-    asked = [(query * x, key * x) for x in fading.factors]
-    grown_by = [
-        of_pairs(level, faded, asking, faded)
-        for level, (asking, faded) in zip(fading.levels, asked, strict=True)
-    ]
-    decay_change: Any = 0.0
-    for i, (of_faded, (of_query, of_key)) in enumerate(grown_by):
-        (asking, faded), of_faded = asked[i], of_faded + of_key
-        query_change += of_query * fading.factors[i]
-        key_change += of_faded * fading.factors[i]
-        of_level = of_query * asking + of_faded * faded
-        decay_change += fading.grown(fading.levels[i], of_level)
-    decay_change += fading.grown_by_pairs(grown)
-    return query_change, key_change, decay_change
-
-
 def _pairs(
     plan: Plan, given: Operands, fading: Fading, query: Array, key: Array
 ) -> list[list[Float[Array, "c c"]]]:
-    """Of each head q_t·k_s with s ≤ t, and k_t·k_s with s < t, faded."""
-    dtype, heads = given.value.dtype, range(plan.packed)
-    found = []
-    for i in heads:
-        row = own(query, plan.head_size, i).astype(dtype)
-        whole = product(row, key.astype(dtype), ACROSS)
-        own_pairs = jnp.where(pairs_of(given.levels, DIAGONAL), whole, 0)
-        found.append([own_pairs, jnp.zeros_like(own_pairs)])
-    asked = [(query * x, key * x) for x in fading.factors]
-    for i in heads:
-        new = []
-        for asking, faded in asked:
-            rows = [own(x, plan.head_size, i).astype(dtype) for x in (asking, faded)]
-            new.append([product(x, faded.astype(dtype), ACROSS) for x in rows])
-        for level, both in zip(fading.levels, new, strict=True):
-            keep = pairs_of(given.levels, level)
-            found[i] = [
-                jnp.where(keep, x, y) for x, y in zip(both, found[i], strict=True)
-            ]
-    return [[x * fading.weights[i] for x in found[i]] for i in heads]
+    """q_t·k_s with s ≤ t, and k_t·k_s with s < t, faded, both of each head."""
+    of_keys = scores_of(plan, given, fading, key, key, with_own=False)
+    return [scores_of(plan, given, fading, query, key), of_keys]
 
 
 def _close_passes(operands: Operands) -> int:

@@ -3,8 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 B, N, K = 2, 4, 2
+# A block that does not exist is an error, where interpret=True would read the last one.
+STRICT = pltpu.InterpretParams(out_of_bounds_reads="raise")
 
 
 def padding(length):

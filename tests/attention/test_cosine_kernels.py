@@ -8,7 +8,7 @@ import laws
 import numpy as np
 import oracles
 import pytest
-from interpreted import B, K, N, antiparallel, differentiated, seen_by
+from interpreted import STRICT, B, K, N, antiparallel, differentiated, seen_by
 from laws import close, same
 
 from symjax.attention.chunks import Tokens
@@ -23,7 +23,7 @@ def arrays(length, size, value_size, seed=0):
 
 def kernel(query, key, value, mask=None, segment_ids=None):
     tokens = Tokens(query, key, value, (), mask, segment_ids)
-    return FusedCosine(interpret=True).attend(tokens)
+    return FusedCosine(interpret=STRICT).attend(tokens)
 
 
 def definition(query, key, value, module=jnp, **seen):

@@ -11,7 +11,7 @@ import jax
 import laws
 import numpy as np
 import pytest
-from interpreted import B, K, N, differentiated, seen_by
+from interpreted import STRICT, B, K, N, differentiated, seen_by
 from laws import close, same
 
 from symjax.attention import decay_causal, meshes
@@ -45,7 +45,7 @@ def arrays(sizes, spread=1.0, seed=0):
 
 def kernel(query, key, value, log_decay, mask=None, segment_ids=None):
     tokens = Tokens(query, key, value, (log_decay,), mask, segment_ids)
-    return FusedDecay(interpret=True).attend(tokens)
+    return FusedDecay(interpret=STRICT).attend(tokens)
 
 
 def scan(query, key, value, log_decay, **seen):
@@ -109,7 +109,7 @@ def test_a_decay_that_all_tokens_share_is_one_of_each():
     shared = -np.linspace(0.01, 0.2, K)[:, None]
 
     def by_kernel(*given):
-        return FusedDecay(interpret=True).attend(Tokens(*given[:3]), given[3])
+        return FusedDecay(interpret=STRICT).attend(Tokens(*given[:3]), given[3])
 
     def by_scan(*given):
         return decay_causal(*given[:3], given[3][:, 0])

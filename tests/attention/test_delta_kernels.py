@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import laws
 import numpy as np
 import pytest
-from interpreted import B, K, N, differentiated, seen_by
+from interpreted import STRICT, B, K, N, differentiated, seen_by
 from laws import close, same
 
 from symjax.attention import delta_causal
@@ -43,7 +43,7 @@ def kernel(query, key, value, beta, log_decay=None, mask=None, segment_ids=None)
     operands = (beta,) if log_decay is None else (beta, log_decay)
     parameters = jnp.zeros((K, 1)) if log_decay is None else None
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
-    fused = FusedDelta(fades=log_decay is not None, interpret=True)
+    fused = FusedDelta(fades=log_decay is not None, interpret=STRICT)
     return fused.attend(tokens, parameters)
 
 
@@ -100,7 +100,7 @@ def test_a_decay_that_all_tokens_share_is_one_of_each():
     def by_kernel(*given):
         *tokens, decay = given
         tokens = Tokens(*tokens[:3], (tokens[3],))
-        return FusedDelta(fades=True, interpret=True).attend(tokens, decay)
+        return FusedDelta(fades=True, interpret=STRICT).attend(tokens, decay)
 
     def by_scan(*given):
         return delta_causal(*given[:4], given[4][:, 0])

@@ -1,5 +1,6 @@
 """Fused attention equals its definition, interpreted on CPU."""
 
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from interpreted import STRICT
 from laws import close, same
 
 from symjax.attention.kernels import fused
@@ -20,7 +22,7 @@ from symjax.attention.kernels.intervals import (
 B = 2
 KINDS = "softmax", "v1", "v2"
 # Blocks of 128; two of them stay in VMEM, so that keys and rows are streamed.
-SMALL = {"block": 128, "resident": 256, "interpret": True}
+SMALL = {"block": 128, "resident": 256, "interpret": STRICT}
 
 
 class Sizes(NamedTuple):
@@ -199,6 +201,19 @@ def test_bfloat16_is_as_good_as_its_rounding():
     check("v1", PADDED, CAUSAL, 2**-6, jnp.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "queries, keys, options",
+    [
+        (128, 256, {"mask": np.repeat([[True], [False]], 256, axis=1)}),
+        (128, 512, {"window": (100, 0)}),
+    ],
+    ids=["an_example_without_keys", "keys_that_no_row_sees"],
+)
+def test_no_block_is_read_that_does_not_exist(queries, keys, options):
+    """`STRICT` stops there; a TPU would read beyond the array."""
+    check("softmax", Sizes(queries, keys, 1, 1, 128, 128), options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask_self", [True, False])
@@ -216,6 +231,16 @@ def test_every_combination_of_options(kind, mask_self, grown, keys):
     check(kind, PADDED, options)
 
 
+@pytest.mark.parametrize("dtype, passes", [(jnp.bfloat16, 1), (jnp.float32, 6)])
+def test_the_kernels_declare_their_products(dtype, passes):
+    """Two of each pair forward and five back; one of float32 is six of bfloat16."""
+    given = [jnp.ones((1, 128, 1, 128), dtype)] * 3
+    gradient = jax.grad(lambda *given: fused(*given).sum(dtype=jnp.float32), (0, 1, 2))
+    declared = re.findall(r"flops=(\d+)", str(jax.make_jaxpr(gradient)(*given)))
+    products = [int(x) / (2 * 128**3) for x in declared]
+    assert sorted(products) == [0, 2 * passes, 5 * passes]
+
+
 def test_the_future_and_rows_without_keys():
     """Not a bit of a later key gets into a row, and a row without keys is zero."""
     query, key, value = (np.asarray(x, np.float32) for x in arrays("softmax", PADDED))
@@ -231,7 +256,7 @@ def test_the_future_and_rows_without_keys():
     assert np.abs(one[0, 100:]).max(axis=(1, 2)).min() > 0
 
 
-@pytest.mark.parametrize("queries, keys", [(37, 45), (45, 37)])
+@pytest.mark.parametrize("queries, keys", [(37, 45), (45, 37), (16, 48), (48, 20)])
 def test_blocks_that_are_visited_are_those_that_are_seen(queries, keys):
     """None is missed, and those without a mask are seen whole; without hidden keys and
     segments no other is visited."""
@@ -263,6 +288,13 @@ def test_blocks_that_are_visited_are_those_that_are_seen(queries, keys):
         same(np.broadcast_to(count, pairs.shape[:2]), pairs.sum(-1))
         tight = not hides and seen["runs"] is None and not mask_self
         check_blocks(pairs, found, keys, tight)
+    none = np.zeros_like(pairs)
+    nowhere = {"right": 0, "mask_self": False, "runs": None}
+    hidden = seen_by_rows(queries, keys, 0, left=None, exists=none[:, 0], **nowhere)
+    later = seen_by_rows(queries, keys, keys + 9, left=9, exists=None, **nowhere)
+    for found, count in (hidden, later):
+        same(count, np.zeros_like(count))
+        check_blocks(none, found, keys, tight=True)
 
 
 def check_blocks(pairs, seen, keys, tight, rows=8, size=4):
@@ -283,6 +315,7 @@ def check_blocks(pairs, seen, keys, tight, rows=8, size=4):
             np.broadcast_to(bounds[:, i, :, None], (B, blocks.shape[1], 1))
             for i in range(4)
         )
+        assert (first < index.size).all() and (last <= index.size).all()
         visited = (index >= first) & (index < last)
         whole = (index >= start) & (index < stop)
         assert not (blocks.any(axis=(3, 4)) & ~visited).any()

@@ -9,7 +9,7 @@ import laws
 import numpy as np
 import oracles
 import pytest
-from interpreted import B, K, N, differentiated, seen_by
+from interpreted import STRICT, B, K, N, differentiated, seen_by
 from laws import close, same
 
 from symjax.attention import linear_causal, performer_causal, recurrences
@@ -51,7 +51,7 @@ def projection(sizes):
 def kernel(sizes, query, key, value, rows=None, **seen):
     features = sizes.features
     recurrence = Normalised((RANDOM if sizes.rows else PLAIN)[features])
-    fused = FusedFeatures(features, recurrence, 64, interpret=True)
+    fused = FusedFeatures(features, recurrence, 64, interpret=STRICT)
     rows = jnp.asarray(projection(sizes), jnp.float32) if rows is None else rows
     random = RandomFeatures(rows, jnp.float32(sizes.head_size**-0.5))
     random = random if sizes.rows else None

@@ -39,7 +39,7 @@ def row_sums(
         in_specs=[spec, spec, spec if both else None, lam_spec],
         out_specs=blocks.by_row(plan.maps, size, rows),
         compiler_params=blocks.compiler(3),
-        cost_estimate=blocks.cost(plan._replace(pairs=0), 0, 0, [*given, sums]),
+        cost_estimate=blocks.estimate(0, 0, [*given, sums]),
         interpret=plan.interpret,
         name="attention_row_sums",
     )(*given)
@@ -120,7 +120,7 @@ def backward(
         ),
         compiler_params=blocks.compiler(2, 3),
         cost_estimate=blocks.cost(
-            plan, 3 * plan.maps, 2, [operands, change, normaliser, sums, results]
+            plan, operands, 3 * plan.maps, 2, [change, normaliser, sums, results]
         ),
         interpret=plan.interpret,
         name="attention_backward",

@@ -148,16 +148,24 @@ def by_row(count: int, size: int, index: Callable) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, count, size), place)
 
 
-def cost(plan: Plan, by_head: int, by_value: int, arrays: list[Any]) -> pl.CostEstimate:
-    """What a kernel declares: a product of so many heads and values for each pair.
+def cost(
+    plan: Plan, operands: Operands, by_head: int, by_value: int, more: list[Any]
+) -> pl.CostEstimate:
+    """What a kernel declares: a product of so many heads and values for each pair, and
+    the bytes of the operands and of more.
 
     They count in whole tiles, since half a tile keeps all of the MXU busy.
     """
-    sizes = (-(-x // LANES) * LANES for x in (plan.head_size, plan.value_size))
-    of_head, of_value = sizes
+    of_head, of_value = (
+        count * mxu_passes(x.dtype) * -(-size // LANES) * LANES
+        for count, x, size in (
+            (by_head, operands.query, plan.head_size),
+            (by_value, operands.value, plan.value_size),
+        )
+    )
     pairs = plan.batch * plan.heads * plan.pairs
-    flops = 2 * pairs * (by_head * of_head + by_value * of_value)
-    return estimate(flops, pairs * plan.maps, arrays)
+    flops = 2 * pairs * (of_head + of_value)
+    return estimate(flops, pairs * plan.maps, [operands, more])
 
 
 def estimate(flops: int, transcendentals: int, arrays: list[Any]) -> pl.CostEstimate:
@@ -230,6 +238,11 @@ def product(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _"]:
     return jax.lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def mxu_passes(dtype: Any) -> int:
+    """Of the MXU, which multiplies bfloat16, for a product of such operands."""
+    return 6 if dtype == jnp.float32 else 1
 
 
 def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from symjax.attention.kernels.blocks import ACROSS, PLAIN, TURNED, product
+from symjax.attention.kernels.blocks import ACROSS, PLAIN, TURNED, mxu_passes, product
 from symjax.attention.kernels.fading import (
     BLOCK,
     DIAGONAL,
@@ -231,11 +231,6 @@ def levels_of(operands: Operands) -> int:
     return 1 if operands.by_channel is None else LEVELS
 
 
-def passes(operands: Operands) -> int:
-    """Of the MXU for a product of the operands."""
-    return 6 if operands.value.dtype == jnp.float32 else 1
-
-
 def recurrent(
     name: str, forward: Any, backward: Any, kept: Any, products: Any, together: int = 1
 ) -> Kernels:
@@ -302,7 +297,7 @@ def _kept(plan: Plan, operands: Operands) -> list[tuple]:
 
 
 def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
-    levels, each = levels_of(operands), passes(operands)
+    levels, each = levels_of(operands), mxu_passes(operands.value.dtype)
     forward, backward = levels + 2, 3 * levels + 6
     return each * (plan.packed * forward + 2), each * (plan.packed * backward + 4)
 

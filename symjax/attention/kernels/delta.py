@@ -30,7 +30,6 @@ from symjax.attention.kernels.blocks import (
 from symjax.attention.kernels.decay import (
     Operands,
     levels_of,
-    passes,
     recurrent,
     scores_of,
     through_pairs,
@@ -224,11 +223,8 @@ def _kept(plan: Plan, operands: Operands) -> list[tuple]:
 
 
 def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
-    levels, each, close = (
-        levels_of(operands),
-        passes(operands),
-        _close_passes(operands),
-    )
+    levels, close = levels_of(operands), _close_passes(operands)
+    each = blocks.mxu_passes(operands.value.dtype)
     forward = each * (plan.packed * (2 * levels + 2) + 3)
     backward = each * (plan.packed * (6 * levels + 9) + 7)
     inverse = close * plan.packed * (2 * LEVELS - 1)

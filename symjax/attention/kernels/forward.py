@@ -62,7 +62,7 @@ def forward(
             ],
         ),
         compiler_params=blocks.compiler(3, 1),
-        cost_estimate=blocks.cost(plan, plan.maps, plan.maps, [operands, results]),
+        cost_estimate=blocks.cost(plan, operands, plan.maps, plan.maps, results),
         interpret=plan.interpret,
         name="attention_forward",
     )(scalars, operands)

@@ -101,7 +101,7 @@ def blocks_of_rows(
         low, high = jnp.maximum(low, start), jnp.minimum(high, stop)
         whole_low = jnp.maximum(whole_low, start)
         whole_high = jnp.minimum(whole_high, gap.min(axis=1, keepdims=True))
-    return _in_blocks(low, high, whole_low, whole_high, size)
+    return _in_blocks(low, high, whole_low, whole_high, size, keys)
 
 
 def blocks_of_keys(
@@ -126,11 +126,14 @@ def blocks_of_keys(
         exists = jnp.pad(seen.exists, filling).reshape(-1, count, size)
         high = jnp.where(exists.any(-1), high, low)
         whole_high = jnp.where(exists.all(-1), whole_high, whole_low)
-    return _in_blocks(low, high, whole_low, whole_high, rows)
+    return _in_blocks(low, high, whole_low, whole_high, rows, index.size)
 
 
-def _in_blocks(low, high, whole_low, whole_high, size: int) -> Int[Array, "b 4 blocks"]:
-    first = low // size
+def _in_blocks(
+    low, high, whole_low, whole_high, size: int, length: int
+) -> Int[Array, "b 4 blocks"]:
+    # Where none is visited `low` may be the end; a kernel still reads the first block.
+    first = jnp.minimum(low, length - 1) // size
     last = jnp.where(low < high, -(-high // size), first)
     start = jnp.clip(-(-whole_low // size), first, last)
     stop = jnp.clip(whole_high // size, start, last)

@@ -246,7 +246,7 @@ def _cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
     those for chunk.exponents, for pairs and for the state."""
     tokens = plan.batch * plan.heads * plan.length
     count = features(plan, operands)
-    passes = 6 if chunk.dtype_of(operands) == jnp.float32 else 1
+    passes = blocks.mxu_passes(chunk.dtype_of(operands))
     parts = 0 if operands.rows is None else operands.rows.shape[0]
     lanes = parts * plan.widths[1]
     products = [

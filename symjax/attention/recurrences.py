@@ -120,6 +120,7 @@ def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
         on_tpu()
         and on_one_device()
         and query.shape[1] >= TILE
+        and 0 not in (*query.shape, value.shape[3])
         and max(key.shape[3], value.shape[3]) <= LARGEST_HEAD
         and jnp.result_type(query, key, value) in (jnp.bfloat16, jnp.float32)
         and kernel.serves(tokens, parameters)

@@ -126,7 +126,8 @@ class ScoreMechanism:
         check_flag(self.name, "mask_self", mask_self)
         left, right = checked_window(self.name, window)
         length_base = _checked_base(self.name, length_base)
-        if 0 in (*query.shape[:2], key.shape[1]):  # no rows, or nothing that they see
+        # No rows, nothing that they see, or nothing of it.
+        if 0 in (*query.shape[:2], key.shape[1], value.shape[3]):
             heads = query.shape[2] // (1 if lam is None else 2)
             return jnp.zeros((*query.shape[:2], heads, value.shape[-1]), value.dtype)
         visibility = replace(

@@ -301,11 +301,15 @@ def vmap_changes_nothing(mechanism):
 
 
 def nothing_gives_nothing(mechanism):
-    """No example, or no token in any, gives no row. Gradients exist."""
-    arrays = _single(inputs(3))
+    """No example, no token in any, or no number in a value gives nothing. Gradients
+    exist."""
+    query, key, value = arrays = _single(inputs(3))
     segments = np.zeros((B, 3), int)
-    for cut in (np.s_[:0], np.s_[:, :0]):
-        empty, ids = [x[cut] for x in arrays], segments[cut]
+    for empty, ids in (
+        ([x[:0] for x in arrays], segments[:0]),
+        ([x[:, :0] for x in arrays], segments[:, :0]),
+        ([query, key, value[..., :0]], segments),
+    ):
         for form in (*mechanism.both, partial(mechanism.whole, segment_ids=ids)):
 
             def graded(*arrays, form=form):
@@ -313,7 +317,7 @@ def nothing_gives_nothing(mechanism):
                 return output, back(output)
 
             output, gradients = jax.eval_shape(graded, *empty)
-            assert output.shape == (*empty[0].shape[:3], V)
+            assert output.shape == (*empty[0].shape[:3], empty[2].shape[3])
             assert [x.shape for x in gradients] == [x.shape for x in empty]
 
 

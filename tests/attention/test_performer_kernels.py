@@ -171,4 +171,7 @@ def test_other_machines_features_and_lengths_take_the_scan():
         assert not served("taylor", tokens, None)
         assert not served(jnp.abs, tokens, None)
         assert not served("positive", short, random)
+        assert not served("positive", tokens._replace(query=tokens.query[:0]), random)
+        empty = tokens.value[..., :0]
+        assert not served("positive", tokens._replace(value=empty), random)
         assert not served("positive", half, random)

@@ -40,7 +40,7 @@ from symjax.training import commandline, sharding, targets  # noqa: E402
 from symjax.training.chips import Chip  # noqa: E402
 from symjax.training.collectives import traffic  # noqa: E402
 from symjax.training.cycles import PARTS, estimate  # noqa: E402
-from symjax.training.step import compile_program  # noqa: E402
+from symjax.training.step import Program, compile_program  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = "gpt:1b,diff:1b,diff_sym:1b,diff_v2:1b,performer:1b,gla:1b,delta:1b"
@@ -85,21 +85,30 @@ def parse(words: list[str]) -> argparse.Namespace:
     name = chosen.target or ("v5e-64", "v5e-4")[chosen.what == "functions"]
     try:
         chosen.target = targets.find(name)
-        if chosen.what == "steps":
-            for one in chosen.only.split(","):
-                options_of(one, len(chosen.target.devices))
     except ValueError as error:
         parser.error(str(error))
     if not chosen.target.chip.per_cycle:
         parser.error(f"--target {name}: the compiler for GPUs estimates no cycles")
+    if chosen.json and not chosen.json.parent.is_dir():
+        parser.error(f"--json {chosen.json}: there is no folder {chosen.json.parent}")
+    for one in chosen.only.split(",") if chosen.what == "steps" else ():
+        try:  # before hours of compiling
+            program_of(one, chosen.target)
+        except ValueError as error:
+            parser.error(f"--only {one}: {error}")
     return chosen
 
 
 def _figures(path: str) -> dict[str, Row]:
     try:
-        return json.loads(Path(path).read_text())
+        rows = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from None
+    if not isinstance(rows, dict) or not all(
+        isinstance(x, dict) for x in rows.values()
+    ):
+        raise argparse.ArgumentTypeError(f"{path} has no rows of figures by name")
+    return rows
 
 
 def shown(name: str, row: Row, before: Row) -> list[str]:
@@ -184,10 +193,8 @@ def figures(compiled: jax.stages.Compiled, chip: Chip) -> Iterator[tuple[str, fl
 
 def steps(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
     for name in only.split(","):
-        options = options_of(name, len(target.devices))
-        mesh = sharding.make_mesh(options.mesh, target.devices)
         start = time.perf_counter()
-        program = compile_program(options, mesh)
+        options, program = program_of(name, target)
         shape = (options.batch_size, options.model.length)
         step = program.lower(shape).compile()
         seconds = time.perf_counter() - start
@@ -197,12 +204,19 @@ def steps(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
         yield name, {"compiler, s": seconds} | step_figures(step, target, flops)
 
 
-def options_of(name: str, chips: int) -> config.Config:
+def program_of(name: str, target: targets.Target) -> tuple[config.Config, Program]:
+    """A configuration over all chips.
+
+    Raises:
+        ValueError: there is none, or it does not fit them.
+    """
     file, _, preset = name.partition(":")
     tree = commandline.load(ROOT / "configs" / f"{file}.py", preset).to_dict()
     tree["model"]["vocabulary"] = tree["model"]["vocabulary"] or VOCABULARY
-    tree["mesh"] |= {"data": 1, "fsdp": chips}
-    return validation.from_dict(tree)
+    tree["mesh"] |= {"data": 1, "fsdp": len(target.devices)}
+    options = validation.from_dict(tree)
+    mesh = sharding.make_mesh(options.mesh, target.devices)
+    return options, compile_program(options, mesh)
 
 
 def step_figures(

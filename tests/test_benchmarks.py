@@ -190,6 +190,31 @@ def test_a_machine_without_estimates_is_refused(compiled, target, capsys):
     assert "--target" in error and "Traceback" not in error
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the wheel libtpu"
+)
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (
+            "steps --target v5e-4 --only gpt:tiny,digits:tiny",
+            "digits:tiny: model.patch",
+        ),
+        ("steps --target v5e-4 --only gpt:tine", "gpt:tine"),
+        ("functions --json {folder}/none/rows.json", "no folder"),
+        ("functions --against {folder}/rows.json", "no rows"),
+        ("functions --only sofmax", "sofmax"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_compiles(
+    compiled, words, named, tmp_path, capsys
+):
+    (tmp_path / "rows.json").write_text("[1]")
+    with pytest.raises(SystemExit, match="2"):
+        compiled.main(words.format(folder=tmp_path).split())
+    assert named in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_packing_by_symjax_and_by_hand_gives_as_many_tokens(tmp_path):
     words = ["--megabytes", "1", "--processes", "2", "--folder", str(tmp_path)]

@@ -149,7 +149,7 @@ def by_row(count: int, size: int, index: Callable) -> pl.BlockSpec:
 
 
 def cost(
-    plan: Plan, operands: Operands, by_head: int, by_value: int, more: list[Any]
+    plan: Plan, operands: Operands, by_head: int, by_value: int, more: Any
 ) -> pl.CostEstimate:
     """What a kernel declares: a product of so many heads and values for each pair, and
     the bytes of the operands and of more.

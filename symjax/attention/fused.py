@@ -1,8 +1,8 @@
 """Score mechanisms on the fused kernel, for TPUs.
 
 Forced by `implementation="fused"` it is interpreted on other machines, slowly, which
-serves to check it. Like the ring, it has no forward-mode derivative (`jax.jvp`);
-`implementation="rows"` has.
+serves to check it. Like the ring, it has no forward-mode derivative (`jax.jvp`), and no
+second one; `implementation="rows"` has both.
 """
 
 from functools import partial

@@ -147,7 +147,7 @@ def test_learned_positions_have_no_longer_windows(trained):
     learned = dataclasses.replace(model, positions="learned")
     changed = dataclasses.replace(trained.config, model=learned)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lengths, "merged", lambda trained, _: trained.model())
+        patch.setattr(lengths, "merged", lambda *_: trained.model())
         finding = lengths.length(trained._replace(config=changed), ONE)
     assert list(finding.values["length"]) == ["32"]
     assert "learned positions" in finding.text[0]

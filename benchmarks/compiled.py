@@ -57,10 +57,13 @@ def main(words: list[str]) -> int:
     sys.path.insert(0, str(ROOT))  # of `configs`
     chosen = parse(words)
     before, target = chosen.against or {}, chosen.target
-    measure = functions if chosen.what == "functions" else steps
+    if chosen.what == "functions":
+        rows = functions(target, chosen.only)
+    else:
+        rows = steps(target, chosen.programs)
     found: dict[str, Row] = {}
     print(LEFT_OUT, flush=True)
-    for name, row in measure(target, chosen.only):
+    for name, row in rows:
         found[name] = row
         print("\n".join(shown(name, row, before.get(name, {}))), flush=True)
         if chosen.json:
@@ -91,9 +94,10 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error(f"--target {name}: the compiler for GPUs estimates no cycles")
     if chosen.json and not chosen.json.parent.is_dir():
         parser.error(f"--json {chosen.json}: there is no folder {chosen.json.parent}")
+    chosen.programs = {}  # all are made before hours of compiling
     for one in chosen.only.split(",") if chosen.what == "steps" else ():
-        try:  # before hours of compiling
-            program_of(one, chosen.target)
+        try:
+            chosen.programs[one] = program_of(one, chosen.target)
         except ValueError as error:
             parser.error(f"--only {one}: {error}")
     return chosen
@@ -191,10 +195,11 @@ def figures(compiled: jax.stages.Compiled, chip: Chip) -> Iterator[tuple[str, fl
 # Training steps
 
 
-def steps(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
-    for name in only.split(","):
+def steps(
+    target: targets.Target, programs: dict[str, tuple[config.Config, Program]]
+) -> Iterator[tuple[str, Row]]:
+    for name, (options, program) in programs.items():
         start = time.perf_counter()
-        options, program = program_of(name, target)
         shape = (options.batch_size, options.model.length)
         step = program.lower(shape).compile()
         seconds = time.perf_counter() - start

@@ -144,10 +144,8 @@ def scores_of(
     dtype, found = given.value.dtype, []
     faded = [(key * factor).astype(dtype) for factor in fading.factors]
     for i in range(plan.packed):
-        mine, scores = (
-            own(asking, plan.head_size, i),
-            jnp.zeros((BLOCK, BLOCK), jnp.float32),
-        )
+        mine = own(asking, plan.head_size, i)
+        scores = jnp.zeros((BLOCK, BLOCK), jnp.float32)
         if with_own:
             whole = product(mine.astype(dtype), key.astype(dtype), ACROSS)
             scores = jnp.where(pairs_of(given.levels, DIAGONAL), whole, scores)
@@ -194,10 +192,8 @@ def through_pairs(
         )
 
     def of_level(level: int, asking: list[Array], faded: Array) -> tuple[list, Array]:
-        of_asking, of_faded = (
-            [jnp.zeros_like(faded)] * len(asking),
-            jnp.zeros_like(faded),
-        )
+        of_faded = jnp.zeros_like(faded)
+        of_asking = [of_faded] * len(asking)
         for i in heads:
             past = own(faded, plan.head_size, i).astype(dtype)
             for j, x in enumerate(asking):

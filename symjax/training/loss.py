@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.rescue import SCOPE as RARE
 from symjax.data.documents import Separate
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer
@@ -22,6 +23,9 @@ from symjax.models.build import Model
 # Logits at once: 256 MiB in float32. The gradient of the output layer is read and
 # written once for each part.
 LARGEST = 2**26
+# Sums of exponentials that need no shift: logits that are lost beside them in float32,
+# below −87, are less than 1e-8 of the sum for up to 10⁵ of them.
+TAME = 1e25
 SCOPE = "token_losses"  # of operations, as compiled programs name them
 
 
@@ -86,32 +90,33 @@ def objective(
     logits, weights = transformer.output_layer(model)
     count = jnp.maximum((targets >= 0).sum(), 1)
 
-    def means(found: Losses, count: Array) -> Objective:
+    def means(loss: Array, normaliser: Array, count: Array) -> Objective:
         # A sum for each row: one over all tokens rounds to the places of thousands.
-        loss = minimised = (found.loss.sum(axis=1) / count).sum()
+        mean = minimised = (loss.sum(axis=1) / count).sum()
         if z_loss:
-            squares = (found.normaliser**2).sum(axis=1)
+            squares = (normaliser**2).sum(axis=1)
             minimised += z_loss * (squares / count).sum()
-        return Objective(minimised, jax.lax.stop_gradient(loss))
+        return Objective(minimised, jax.lax.stop_gradient(mean))
 
     if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
-        return means(losses(logits(weights, hidden), targets), count)
+        found = losses(logits(weights, hidden), targets)
+        return means(found.loss, found.normaliser, count)
 
     def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
         made, backward = jax.vjp(logits, weights, hidden)
-        found = losses(made, targets)
-        # By their sum, which XLA has from `losses`: exp(logits − normaliser) would have
-        # the normaliser's rounding error.
-        highest = made.max(axis=-1, keepdims=True)
-        highest = jnp.where(jnp.isfinite(highest), highest, 0)
-        total = jnp.exp(made - highest).sum(axis=-1, keepdims=True)
+        shift, total = _exponentials(made)
+        targets = targets[..., None]
+        asked = targets >= 0
+        own = jnp.take_along_axis(made, jnp.where(asked, targets, 0), axis=-1)
+        each = jnp.where(asked, jnp.log(total) - (own - shift), 0)
+        normaliser = jnp.where(asked, jnp.log(total) + shift, 0)
         # Else XLA shares exp(logits) with the sum, and the gradient leaves the chip.
-        made, highest, total = jax.lax.optimization_barrier((made, highest, total))
-        weight = (1 + 2 * z_loss * found.normaliser[..., None]) / total
-        slope = jnp.exp(made - highest) * weight
-        slope -= jax.nn.one_hot(targets, made.shape[-1], dtype=made.dtype)
-        asked = (targets >= 0)[..., None]
-        return means(found, count), backward(jnp.where(asked, slope / count, 0))
+        made, shift, total = jax.lax.optimization_barrier((made, shift, total))
+        weight = (1 + 2 * z_loss * normaliser) / total
+        slope = jnp.exp(made - shift) * weight
+        slope -= jax.nn.one_hot(targets[..., 0], made.shape[-1], dtype=made.dtype)
+        slope = jnp.where(asked, slope / count, 0)
+        return means(each[..., 0], normaliser[..., 0], count), backward(slope)
 
     def own(weights: Any, hidden: Array, targets: Array) -> tuple[Array, ...]:
         split = _splitter(jax.eval_shape(logits, weights, hidden))
@@ -119,6 +124,25 @@ def objective(
         return tuple(x[None, None] for x in found)
 
     return Objective(*(x.sum() for x in _per_device(own, 2, weights, hidden, targets)))
+
+
+def _exponentials(logits: Float[Array, "B T vocabulary"]) -> tuple[Array, Array]:
+    """(shift, Σ exp(logit − shift)) of every token [B T 1], from which the gradient
+    comes too: exp(logit − normaliser) would have the normaliser's rounding error.
+
+    The shift is 0 where all sums are far from the limits of float32, and XLA adds them
+    up as it multiplies. It is the highest logit otherwise: logits are read once more.
+    """
+    total = jnp.exp(logits).sum(axis=-1, keepdims=True)
+
+    def shifted() -> tuple[Array, Array]:
+        highest = logits.max(axis=-1, keepdims=True)
+        highest = jnp.where(jnp.isfinite(highest), highest, 0)
+        return highest, jnp.exp(logits - highest).sum(axis=-1, keepdims=True)
+
+    tame = (total > 1 / TAME) & (total < TAME)
+    with jax.named_scope(RARE):
+        return jax.lax.cond(tame.all(), lambda: (jnp.zeros_like(total), total), shifted)
 
 
 def _added_up(part: Callable) -> Callable[..., Objective]:

@@ -23,8 +23,8 @@ from symjax.models.build import Model
 # Logits at once: 256 MiB in float32. The gradient of the output layer is read and
 # written once for each part.
 LARGEST = 2**26
-# Sums of exponentials that need no shift: logits that are lost beside them in float32,
-# below −87, are less than 1e-8 of the sum for up to 10⁵ of them.
+# Sums of exponentials from 1/TAME to TAME need no shift: infinity is as far, and words
+# whose exponential float32 loses, below −87, are less than 2e-8 of it for 10⁵ of them.
 TAME = 1e25
 SCOPE = "token_losses"  # of operations, as compiled programs name them
 
@@ -105,16 +105,15 @@ def objective(
     def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
         made, backward = jax.vjp(logits, weights, hidden)
         shift, total = _exponentials(made)
-        targets = targets[..., None]
-        asked = targets >= 0
-        own = jnp.take_along_axis(made, jnp.where(asked, targets, 0), axis=-1)
-        each = jnp.where(asked, jnp.log(total) - (own - shift), 0)
+        asked = (targets >= 0)[..., None]
+        target = jnp.where(asked, targets[..., None], 0)
+        logit = jnp.take_along_axis(made, target, axis=-1)
+        each = jnp.where(asked, jnp.log(total) - (logit - shift), 0)
         normaliser = jnp.where(asked, jnp.log(total) + shift, 0)
-        # Else XLA shares exp(logits) with the sum, and the gradient leaves the chip.
-        made, shift, total = jax.lax.optimization_barrier((made, shift, total))
+        # By the sum: exp(logit − normaliser) would have the normaliser's rounding.
         weight = (1 + 2 * z_loss * normaliser) / total
         slope = jnp.exp(made - shift) * weight
-        slope -= jax.nn.one_hot(targets[..., 0], made.shape[-1], dtype=made.dtype)
+        slope -= jax.nn.one_hot(targets, made.shape[-1], dtype=made.dtype)
         slope = jnp.where(asked, slope / count, 0)
         return means(each[..., 0], normaliser[..., 0], count), backward(slope)
 
@@ -127,11 +126,11 @@ def objective(
 
 
 def _exponentials(logits: Float[Array, "B T vocabulary"]) -> tuple[Array, Array]:
-    """(shift, Σ exp(logit − shift)) of every token [B T 1], from which the gradient
-    comes too: exp(logit − normaliser) would have the normaliser's rounding error.
+    """(shift, Σ exp(logit − shift)) of every token [B T 1].
 
-    The shift is 0 where all sums are far from the limits of float32, and XLA adds them
-    up as it multiplies. It is the highest logit otherwise: logits are read once more.
+    The shift is 0 where all sums are within `TAME`: a TPU then adds them up as it
+    multiplies. One sum beyond, a normaliser of ±57, and the shift of all these tokens
+    is their highest logit; logits are read twice more.
     """
     total = jnp.exp(logits).sum(axis=-1, keepdims=True)
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.features import LogFeatures, finite, row_shift
 from symjax.attention.meshes import backend, batched_alike, on_one_device
 
-SCOPE = "lost_rows"  # of branches for rare cases, as compiled programs name them
+RARE = "rare_case"  # of branches for rare cases, as compiled programs name them
 # Without the other form that `chunks.einsum` has on a CPU: these rows are rare.
 exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -60,7 +60,7 @@ def _backward(quick: Callable, exactly: Callable, saved: tuple, change: Any) -> 
         (two,) = pull(_where(lost, nothing, change))
         return (jax.tree.map(jnp.add, one, two),)
 
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(RARE):
         return None, *jax.lax.cond(lost.any(), exact, pull, change)
 
 
@@ -69,7 +69,7 @@ rescued.defvjp(_forward, _backward)
 
 def _if_lost(exactly: Callable, rows: Any, lost: Array, shown: Any, given: Any) -> Any:
     form = partial(_in_place, exactly)
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(RARE):
         return jax.lax.cond(lost.any(), form, lambda *x: x[0], rows, lost, shown, given)
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from symjax.attention.rescue import SCOPE as RARE
+from symjax.attention.rescue import RARE
 from symjax.training.chips import Chip
 from symjax.training.compiled import Instruction, buffers, computations, total
 from symjax.training.loss import SCOPE

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.rescue import SCOPE as RARE
+from symjax.attention.rescue import RARE
 from symjax.data.documents import Separate
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer

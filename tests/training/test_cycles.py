@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from symjax import config
-from symjax.attention.rescue import SCOPE as RARE
+from symjax.attention.rescue import RARE
 from symjax.training import sharding, targets
 from symjax.training.chips import Chip
 from symjax.training.cycles import PARTS, estimate

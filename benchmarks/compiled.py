@@ -4,7 +4,7 @@
     python benchmarks/compiled.py steps --target v5e-64 [--only gpt:1b,diff_sym:1b]
     python benchmarks/compiled.py functions --json now.json --against before.json
 
-No TPU is needed: pip install 'symjax[tpu-compiler]'. Nothing runs, all figures are
+No TPU is needed: pip install -e '.[tpu-compiler]'. Nothing runs, all figures are
 estimates, and low and high mean what symjax/training/cycles.py says. Kernels count by
 the FLOPs and bytes that they declare. Collectives, which may overlap with the rest, are
 not in the cycles; their time at the full speed of the links stands beside a step.

@@ -3,7 +3,7 @@
     python train.py --config configs/digits.py
     python train.py --config configs/digits.py --config.model.attention.mechanism=linear
 
-Needs scikit-learn: pip install 'symjax[digits]'. A fifth of every class is held out.
+Needs scikit-learn: pip install scikit-learn. A fifth of every class is held out.
 """
 
 from ml_collections import ConfigDict

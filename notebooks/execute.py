@@ -2,7 +2,7 @@
 
     python notebooks/execute.py [notebooks/attention.ipynb …]
 
-They need `pip install 'symjax[test]'`, import symjax from this repository, and run in
+They need `pip install -e '.[test]'`, import symjax from this repository, and run in
 an empty folder each. Times, which differ on every machine, are left
 out.
 """

@@ -72,7 +72,7 @@ Figure = Lines | Grid | Panels
 
 def check_figures() -> None:
     """Raises: ValueError: matplotlib is not installed; called before the long work."""
-    needed("matplotlib", "figures need matplotlib: pip install 'symjax[plots]'")
+    needed("matplotlib", "figures need matplotlib: pip install matplotlib")
 
 
 def png(figure: Figure, *, dpi: int = DPI) -> bytes:

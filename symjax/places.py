@@ -180,7 +180,7 @@ def _prepare_client() -> None:
         ValueError: it is not installed.
     """
     if importlib.util.find_spec("gcsfs") is None:
-        raise ValueError("gs:// needs gcsfs: pip install 'symjax[gcs]'")
+        raise ValueError("gs:// needs gcsfs: pip install gcsfs")
     import fsspec.config
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # of what it raises

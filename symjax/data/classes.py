@@ -75,7 +75,7 @@ def _digits() -> Source:
     Raises:
         ValueError: scikit-learn is not installed.
     """
-    line = "data.source=digits needs scikit-learn: pip install 'symjax[digits]'"
+    line = "data.source=digits needs scikit-learn: pip install scikit-learn"
     found = needed("sklearn.datasets", line).load_digits()
     images = list(found.images.astype(np.uint8)[..., None])
     labels = [int(label) for label in found.target]
@@ -134,7 +134,7 @@ def _examples(rows: Any, column: str, label: str) -> tuple[Any, ...]:
     if images and importlib.util.find_spec("PIL") is None:
         raise UnusableData(
             f"data.column {column!r} holds images, which need Pillow: "
-            "pip install 'symjax[images]'"
+            "pip install pillow"
         )
     names = list(getattr(labels, "names", ()))
     pairs = [

@@ -235,5 +235,5 @@ def _tokenizers() -> Any:
     return needed(
         "tokenizers",
         "data.tokenizer: bpe and tokenizer.json need the package tokenizers: "
-        "pip install 'symjax[tokenizers]'",
+        "pip install tokenizers",
     )

@@ -23,7 +23,7 @@ NOTE = "Tasks of the harness load their data from the hub, those of --include as
 
 def main(words: list[str]) -> None:
     chosen = parse(words)
-    needed("lm_eval", "the harness needs lm_eval: pip install 'symjax[harness]'")
+    needed("lm_eval", "the harness needs lm_eval: pip install lm_eval")
     if chosen.json is not None:
         report.check_file(chosen.json, "--json")
     use_compile_cache()

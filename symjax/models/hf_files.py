@@ -181,5 +181,5 @@ def check_names(
 
 
 def _safetensors() -> Any:
-    line = "folders of weights need safetensors: pip install 'symjax[exchange]'"
+    line = "folders of weights need safetensors: pip install safetensors"
     return needed("safetensors", line)

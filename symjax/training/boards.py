@@ -41,7 +41,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, log: Log, workdir: epath.Path, config: dict[str, Any]):
-        line = "log.wandb needs wandb: pip install 'symjax[wandb]'"
+        line = "log.wandb needs wandb: pip install wandb"
         wandb = needed("wandb", line)
         path = workdir / "wandb" / "id"
         if not path.exists():

@@ -65,7 +65,7 @@ def find(name: str) -> Target:
         settings = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
         request = {"platform": "cuda", "target_config": H200, "topology": grid}
     else:
-        needed, package = "libtpu", "symjax[tpu-compiler]"
+        needed, package = "libtpu", "jax[tpu]"
         settings = {  # nobody is to be asked for a machine; other programs compile too
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",

@@ -128,7 +128,7 @@ def test_an_unknown_machine_is_refused_with_the_known_ones(name):
     importlib.util.find_spec("libtpu") is not None, reason="the compiler is installed"
 )
 def test_a_missing_compiler_is_one_line_that_says_what_to_install():
-    with pytest.raises(ValueError, match="pip install 'symjax.tpu-compiler.'") as error:
+    with pytest.raises(ValueError, match="pip install 'jax.tpu.'") as error:
         targets.find("v5e-4")
     assert "\n" not in str(error.value)
 

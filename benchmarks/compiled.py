@@ -13,8 +13,9 @@ functions  4 rows of 4,096 tokens, bfloat16, on one chip: those that score pairs
            heads of 128 (two branches of 64 or 128), those of linear time with 16 of 64,
            gau and flash with one of 128 and values of 2,048.
            Cycles and temporary memory, forward, and forward and backward.
-steps      of configurations, over all chips of the target by `mesh.fsdp`: cycles by
-           part, their share of peak, memory, and the time of the compiler.
+steps      of configurations, over all chips of the target by `mesh.fsdp`, documents
+           apart: cycles by part, their share of peak, memory, and the time of the
+           compiler.
 """
 
 import argparse
@@ -221,7 +222,8 @@ def program_of(name: str, target: targets.Target) -> tuple[config.Config, Progra
     tree["mesh"] |= {"data": 1, "fsdp": len(target.devices)}
     options = validation.from_dict(tree)
     mesh = sharding.make_mesh(options.mesh, target.devices)
-    return options, compile_program(options, mesh)
+    apart = config.is_causal(options.model)  # encoders read documents joined
+    return options, compile_program(options, mesh, separate=apart)
 
 
 def step_figures(

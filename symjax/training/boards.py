@@ -41,8 +41,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, log: Log, workdir: epath.Path, config: dict[str, Any]):
-        line = "log.wandb needs wandb: pip install wandb"
-        wandb = needed("wandb", line)
+        wandb = needed("wandb", "log.wandb needs wandb: pip install wandb")
         path = workdir / "wandb" / "id"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)

@@ -225,7 +225,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="data.column 'img' holds images, which need"):
         open_labelled(hub(pictures, column="img"), tmp_path / "a")
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ValueError, match=r"pip install scikit-learn"):
+    with pytest.raises(ValueError, match="pip install scikit-learn"):
         open_labelled(config.Data("digits", cache=str(tmp_path)), tmp_path / "a")
     assert not (tmp_path / "a").exists()
 

@@ -148,7 +148,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
 
 def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"pip install tokenizers"):
+    with pytest.raises(ValueError, match="pip install tokenizers"):
         tokens.build("bpe", ["a"])
 
 

@@ -206,7 +206,7 @@ def only_ours(tasks):
     return found
 
 
-def test_without_lm_eval_the_extra_is_named(monkeypatch, capsys):
+def test_without_lm_eval_the_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(harness.sys.modules, "lm_eval", None)
     assert call("--workdir", "x", "--tasks", "y") == 2
     assert "pip install lm_eval" in capsys.readouterr().err

@@ -332,7 +332,7 @@ def test_missing_files_and_a_missing_package_are_named(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "safetensors", None)
-        with pytest.raises(ValueError, match=r"pip install safetensors"):
+        with pytest.raises(ValueError, match="pip install safetensors"):
             load_diffllama(tmp_path)
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     with pytest.raises(ValueError, match=r"model.safetensors is missing"):

@@ -212,7 +212,7 @@ def test_wandb_keeps_one_run_of_a_workdir_offline(tmp_path):
 
 def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"pip install wandb"):
+    with pytest.raises(ValueError, match="pip install wandb"):
         Metrics(tmp_path, 0, logged(wandb="sheep"))
     assert not list(tmp_path.iterdir())
 

@@ -37,7 +37,7 @@ def test_what_is_no_place_of_a_run_is_refused_in_one_line(
 
 def test_a_bucket_without_its_client_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"needs gcsfs: pip install gcsfs"):
+    with pytest.raises(ValueError, match="needs gcsfs: pip install gcsfs"):
         place("gs://models/run")
 
 

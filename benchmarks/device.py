@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,8 +130,9 @@ def chosen(found: dict[str, Any], only: str) -> dict[str, Any]:
 def correctness(sizes: Sizes, only: str) -> Iterator[Row]:
     kept = chosen(cases(sizes.tokens), only)
     with ThreadPoolExecutor() as pool:  # compiling is nearly all of the time
-        found = pool.map(lambda case: attempt(errors, case), kept.values())
-        for name, rows in zip(kept, found, strict=True):
+        found = {pool.submit(attempt, errors, case): x for x, case in kept.items()}
+        for done in as_completed(found):
+            name, rows = found[done], done.result()
             if "fault" in rows:
                 yield {"name": name, **rows}
             else:

@@ -1,9 +1,13 @@
 """Score mechanisms on cuDNN's flash attention, for NVIDIA GPUs.
 
 `jax.nn.dot_product_attention` calls it, and knows which GPUs, cuDNN versions and head
-sizes it serves. It keeps no scores in memory. Values wider than keys, as differential
-attention V1 has them, take one call for each width of a key; both maps of a head are
-heads of one call, and λ subtracts their outputs.
+sizes it serves. It keeps no scores in memory. Both maps of a differential head are
+heads of one call, and λ subtracts their outputs. Its values are as wide as its keys:
+where they are wider, as those of differential attention V1, up to `TILE` numbers,
+queries and keys are filled up with zeros, and wider ones take one call for each width
+of a key. The operations are as many, but the exponentials fewer: on an H200 an
+attention of 16 heads, halves of 64, values of 128, takes 4.26 ms forward and backward
+filled up and 5.46 in two calls (4 rows of 4096 tokens).
 
 Segments reach it as a mask of all pairs, two bytes each: memory is no longer linear in
 T, so that long rows of many examples go by blocks of rows. Not served are other masks,
@@ -23,6 +27,7 @@ from symjax.attention.meshes import on_any_mesh
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 DTYPES = "bfloat16", "float16"
+TILE = 128  # numbers of a head that its kernels are made for
 MOST_PAIRS = 2**29  # of a mask of segments: 1 GiB
 LIBRARY = "cudnn"  # jax.nn's own name; its "xla" has the same semantics anywhere
 
@@ -89,10 +94,14 @@ def _attend(
     if known.row_segments is not None and known.key_segments is not None:
         rows, keys = known.row_segments, known.key_segments
         mask = rows[:, None, :, None] == keys[:, None, None, :]
+    query = rearrange(query, "b (k g p) t h -> b t (k p g) h", **heads)
+    key = jnp.swapaxes(key, 1, 2)
+    if (wider := value.shape[3] - key.shape[3]) and value.shape[3] <= TILE:
+        query, key = (jnp.pad(x, [(0, 0)] * 3 + [(0, wider)]) for x in (query, key))
     attend = partial(
         jax.nn.dot_product_attention,
-        rearrange(query, "b (k g p) t h -> b t (k p g) h", **heads),
-        jnp.swapaxes(key, 1, 2),
+        query,
+        key,
         mask=mask,
         scale=rule.scale,
         is_causal=right == 0,

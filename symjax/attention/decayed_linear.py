@@ -49,9 +49,9 @@ class Decayed:
     """The recurrence. The log-decay is what all tokens share, or an operand of each."""
 
     def may_stand_side_by_side(
-        self, state: DecayState, stretch: Stretch, on_cpu: bool
+        self, state: DecayState, stretch: Stretch, platform: str
     ) -> bool:
-        return on_cpu or not fades_by_channel(stretch)
+        return platform != "tpu" or not fades_by_channel(stretch)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
         dtype = jnp.promote_types(dtype, jnp.float32)

@@ -15,8 +15,10 @@ channel Kimi Delta Attention.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -67,9 +69,10 @@ class DeltaRule:
     """
 
     def may_stand_side_by_side(
-        self, state: DeltaState, stretch: Stretch, on_cpu: bool
+        self, state: DeltaState, stretch: Stretch, platform: str
     ) -> bool:
-        return False  # `effect` costs as much, and its transitions are matrices
+        # `effect` costs as much, and its transitions are matrices.
+        return platform == "gpu"
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -262,20 +265,37 @@ def solve_unit_lower(
 ) -> Float[Array, "*B T V"]:
     """X of (I + A) X = right, A what the matrix has below its diagonal.
 
-    Inverses of diagonal blocks of 2, 4, 8 … rows, each from two of half the size:
-
-        [[P, 0], [A₂₁, Q]]⁻¹ with P, Q inverted = [[P, 0], [−Q A₂₁ P, Q]]
+    By the inverse, which serves the derivatives too: none is taken of its steps.
 
     Time T³/3 + T² V multiply-adds, in log₂ T steps of all blocks at once.
     `jax.scipy.linalg.solve_triangular` takes T steps on a TPU; on a CPU its calls for
     several matrices can wait for each other for ever, since each holds a thread while
     it waits for others (jaxlib 0.10.2: eight solves in one program on two cores).
     """
-    *lead, length, _ = matrix.shape
+    below = jnp.tril(matrix, -1)
+    inverse = _inverse_unit_lower(jax.lax.stop_gradient(below), product)
+    times = partial(product, "...ts,...sv->...tv")
+    return jax.lax.custom_linear_solve(
+        lambda x: x + times(below, x),
+        right,
+        lambda _, x: times(inverse, x),
+        lambda _, x: times(jnp.swapaxes(inverse, -1, -2), x),
+    )
+
+
+def _inverse_unit_lower(
+    below: Float[Array, "*B T T"], product: Callable[..., Array]
+) -> Float[Array, "*B T T"]:
+    """(I + A)⁻¹ by those of diagonal blocks of 2, 4, 8 … rows, each from two of half
+    the size:
+
+    [[P, 0], [A₂₁, Q]]⁻¹ with P, Q inverted = [[P, 0], [−Q A₂₁ P, Q]]
+    """
+    *lead, length, _ = below.shape
     size = 1 << (length - 1).bit_length()
     missing = [(0, size - length)] * 2
-    below = jnp.pad(jnp.tril(matrix, -1), [(0, 0)] * len(lead) + missing)
-    inverse = jnp.ones((*lead, size, 1, 1), matrix.dtype)
+    below = jnp.pad(below, [(0, 0)] * len(lead) + missing)
+    inverse = jnp.ones((*lead, size, 1, 1), below.dtype)
     half = 1
     while half < size:
         count = size // (2 * half)
@@ -288,4 +308,4 @@ def solve_unit_lower(
         lower = jnp.concatenate([corners, second], axis=-1)
         inverse = jnp.concatenate([above, lower], axis=-2)
         half *= 2
-    return product("...ts,...sv->...tv", inverse[..., 0, :length, :length], right)
+    return inverse[..., 0, :length, :length]

@@ -223,10 +223,16 @@ def _own_scores(
 ) -> Float[Array, "B K G n T T"]:
     """`faded` scores of blocks so short that each pair takes its own exponentials.
 
-    They are computed anew for each sum they are part of, since they are T times as many
-    as the keys, and memory is slower.
+    They are computed anew for each sum they are part of, and each group of queries,
+    since they are T times as many as the keys, and memory is slower.
     """
-    return _pair_weights(query, key, log_decay).sum(axis=-1)
+    scores = []
+    for group in range(query.shape[2]):
+        if group:
+            log_decay = jax.lax.optimization_barrier(log_decay)
+        one = query[:, :, group, None]
+        scores.append(_pair_weights(one, key, log_decay).sum(axis=-1))
+    return jnp.concatenate(scores, axis=2)
 
 
 def _own_scores_forward(query: Array, key: Array, log_decay: Array) -> tuple:
@@ -235,13 +241,20 @@ def _own_scores_forward(query: Array, key: Array, log_decay: Array) -> tuple:
 
 def _own_scores_backward(saved: tuple, scores: Array) -> tuple[Array, Array, Array]:
     """A decay's gradient is the sum of that of the exponents on both of its sides."""
-    query, key, _ = saved
-    ones = jnp.ones_like
-    to_query = _pair_weights(ones(query), key, saved[2], scores).sum(axis=-2)
-    query, key, log_decay, scores = jax.lax.optimization_barrier((*saved, scores))
-    to_key = _pair_weights(query, ones(key), log_decay, scores).sum(axis=(2, -3))
-    since = (query * to_query).sum(axis=2) - key * to_key
-    return to_query, to_key, jax.lax.cumsum(since, axis=3, reverse=True)
+    query, key, log_decay = saved
+    to_query, to_key, ones = [], jnp.zeros_like(key), jnp.ones_like
+    for group in range(query.shape[2]):
+        given = query[:, :, group, None], key, log_decay, scores[:, :, group, None]
+        one, key, log_decay, change = jax.lax.optimization_barrier(given)
+        weights = _pair_weights(ones(one), key, log_decay, change)
+        to_query.append(weights.sum(axis=-2))
+        given = one, key, log_decay, change
+        one, key, log_decay, change = jax.lax.optimization_barrier(given)
+        weights = _pair_weights(one, ones(key), log_decay, change)
+        to_key += weights.sum(axis=(2, -3))
+    by_query = jnp.concatenate(to_query, axis=2)
+    since = (query * by_query).sum(axis=2) - key * to_key
+    return by_query, to_key, jax.lax.cumsum(since, axis=3, reverse=True)
 
 
 _own_scores.defvjp(_own_scores_forward, _own_scores_backward)

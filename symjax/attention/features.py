@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from symjax.attention.checks import check_choice
-from symjax.attention.chunks import einsum
+from symjax.attention.chunks import einsum, in_six_passes
 
 
 class LogFeatures(NamedTuple):
@@ -101,12 +101,9 @@ class RandomFeatures(NamedTuple):
 
 def _project(x: Array, random: RandomFeatures) -> Array:
     """W x √scale + offset, in full precision: an error here is a factor in φ."""
-    projected = jnp.einsum(
-        "...h,mh->...m",
-        x * jnp.sqrt(random.scale).astype(x.dtype),
-        random.rows.astype(x.dtype),
-        precision=jax.lax.Precision.HIGHEST,
-    )
+    product = in_six_passes if x.dtype == jnp.float32 else einsum
+    scaled = x * jnp.sqrt(random.scale).astype(x.dtype)
+    projected = product("...h,mh->...m", scaled, random.rows.astype(x.dtype))
     if random.offset is None:
         return projected
     offset = random.offset.astype(x.dtype)

@@ -127,9 +127,9 @@ class Normalised:
     features: Features
 
     def may_stand_side_by_side(
-        self, state: LinearState, stretch: Stretch, on_cpu: bool
+        self, state: LinearState, stretch: Stretch, platform: str
     ) -> bool:
-        return on_cpu or state.running_max is None  # nothing is rescued
+        return platform != "tpu" or state.running_max is None  # nothing is rescued
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
         batch, heads, size, value_size = sizes

@@ -4,10 +4,11 @@
     for chunk in chunks:                      # jax.lax.scan of a checkpointed body
         state, rows = recurrence.advance(parameters, state, chunk)
 
-On accelerators the chunks of 4096 tokens stand side by side where they can, and are a
-multiple of 128 tokens long. On a CPU they are of one length, and on a single one, where
-no state is given or wanted, an example follows the other. Of few tokens a gradient
-there keeps what all chunks side by side need, and computes nothing once more.
+On accelerators the chunks of 4096 tokens stand side by side where they can, on GPUs of
+as many tokens as memory holds, and are a multiple of 128 tokens long. On a CPU they are
+of one length, and on a single one, where no state is given or wanted, an example
+follows the other. Of few tokens a gradient there keeps what all chunks side by side
+need, and computes nothing once more.
 
 A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
 taken and given, masks, segments, and time that is split over a mesh axis. It may bring
@@ -46,7 +47,13 @@ from symjax.attention.chunks import (
     scan_apart,
     sum_dtype,
 )
-from symjax.attention.meshes import on_any_mesh, on_one_device, on_tpu, rows_alone
+from symjax.attention.meshes import (
+    backend,
+    on_any_mesh,
+    on_one_device,
+    on_tpu,
+    rows_alone,
+)
 from symjax.attention.stretches import (
     Recurrence,
     in_one,
@@ -56,6 +63,7 @@ from symjax.attention.stretches import (
 )
 
 STRETCH = 4096  # tokens whose chunks are handled side by side: this bounds the memory
+ON_GPU = 2**18  # the same on a GPU, times examples and query heads: 3 to 6 GiB
 AT_ONCE = 300_000  # features of tokens and heads whose chunks a gradient keeps
 LARGEST_HEAD = 256  # that kernels serve
 
@@ -207,9 +215,12 @@ def _on_accelerators(
     recurrence: Recurrence, chunk_size: int, state: Any, stretch: Stretch
 ) -> Advance:
     size = -(-chunk_size // TILE) * TILE
-    if recurrence.may_stand_side_by_side(state, stretch, on_cpu=False):
-        many = partial(side_by_side, recurrence, size, False)
-        return partial(scan, many, STRETCH)
+    gpu = backend() == "gpu" and on_one_device()
+    if recurrence.may_stand_side_by_side(state, stretch, "gpu" if gpu else "tpu"):
+        batch, _, heads, _ = stretch.query.shape
+        stretch_size = ON_GPU // max(1, batch * heads) if gpu else STRETCH
+        many = partial(side_by_side, recurrence, size, gpu)
+        return partial(scan, many, max(size, stretch_size // size * size))
     return partial(scan, partial(in_one, recurrence), size)
 
 
@@ -229,10 +240,10 @@ def _on_cpus(
     numbers = length * max(x.size for x in jax.tree.leaves(state))
     few = single and 0 < numbers <= AT_ONCE * stretch.value.shape[-1]
     may = partial(recurrence.may_stand_side_by_side, state, stretch)
-    if not few or not may(on_cpu=True):
+    if not few or not may("cpu"):
         return in_turn
     many = partial(side_by_side, recurrence, size, True)
-    return with_derivative_of(many, in_turn, forward_mode=may(on_cpu=False))
+    return with_derivative_of(many, in_turn, forward_mode=may("tpu"))
 
 
 @on_any_mesh(1)

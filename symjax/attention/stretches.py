@@ -53,11 +53,12 @@ class Recurrence(Stretches, Protocol):
         ...
 
     def may_stand_side_by_side(
-        self, state: Any, stretch: Stretch, on_cpu: bool
+        self, state: Any, stretch: Stretch, platform: str
     ) -> bool:
-        """Whether chunks should be one product: on accelerators, if memory holds what
-        4096 tokens need at once, and no derivative inside is of reverse mode alone;
-        of few tokens on a CPU, if `effect` costs little."""
+        """Whether chunks should be one product: on a "tpu", if memory holds what 4096
+        tokens need at once, and no derivative inside is of reverse mode alone; on a
+        "gpu", which waits at each product of a chunk alone, wherever chunks may be
+        examples; of few tokens on a "cpu", if `effect` costs little."""
         ...
 
 

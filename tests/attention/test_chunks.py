@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 
+from symjax.attention import recurrences, stretches
 from symjax.attention.chunks import (
     Tokens,
     einsum,
@@ -30,6 +31,9 @@ LOGITS = np.random.default_rng(3).normal(size=(B, T, K, H))
 BETA = 2 / (1 + np.exp(-LOGITS[..., 0]))
 HEAD, CHANNEL = -np.exp(3 * LOGITS[..., :1]), -np.exp(3 * LOGITS)
 SHARED = -np.array([[0.0], [0.3], [np.inf]])
+PROJECTION = RandomFeatures(
+    np.random.default_rng(4).normal(size=(7, H)), np.asarray(H**-0.5)
+)
 CASES = {  # recurrence, parameters, operands
     "decay of all": (Decayed(), SHARED, ()),
     "decay of heads": (Decayed(), None, (HEAD,)),
@@ -38,6 +42,7 @@ CASES = {  # recurrence, parameters, operands
     "delta rule with gates": (DeltaRule(), None, (BETA, CHANNEL)),
     "linear": (Normalised(PLAIN["elu"]), None, ()),
     "cosine": (RECURRENCE, None, ()),
+    "performer": (Normalised(RANDOM["positive"]), PROJECTION, ()),
 }
 SEEN = {
     "all": {},
@@ -50,7 +55,7 @@ SEEN = {
 def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
     """Chunks of 3 in stretches of 9 tokens, neither of which divides the length."""
     recurrence, parameters, operands = CASES[case]
-    if parameters is not None and seen != "all":
+    if parameters is SHARED and seen != "all":
         pytest.skip("decays are shared where all tokens are seen")
     query, key, value = inputs()
     key = key / np.linalg.norm(key, axis=-1, keepdims=True)
@@ -63,11 +68,14 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
     def run(form, parameters, state, *arrays):
         tokens = Tokens(*arrays[:3], arrays[3:], **SEEN[seen])
         state, rows = form(parameters, state, layout(tokens))
-        return jnp.sin(rows).sum() + jnp.sin(state.sums).sum(), (rows, state)
+        sums = state.sums
+        if (highest := getattr(state, "running_max", None)) is not None:
+            sums = sums * jnp.exp(highest)[..., None]
+        return jnp.sin(rows).sum() + jnp.sin(sums).sum(), (rows, sums)
 
     def graded(form):
         arrays = parameters, state, query, key, value, *operands
-        wanted = tuple(i for i, x in enumerate(arrays) if x is not None)
+        wanted = tuple(i for i, x in enumerate(arrays) if jax.tree.leaves(x))
         graded = jax.grad(partial(run, form), wanted, has_aux=True)
         return jax.tree.leaves(jax.jit(graded)(*arrays))
 
@@ -221,7 +229,7 @@ def test_a_gradient_of_many_states_is_that_of_each(form, on_devices):
 
 PASSES = "6 of bf16"
 NARROW = {
-    performer_causal: {"HIGH", "HIGHEST"},  # exponents are exact
+    performer_causal: {"HIGH", "HIGHEST", PASSES},  # exponents are exact
     erasing: {"HIGH", PASSES},  # an inverse
     elu: {"HIGH"},
     gates: {"HIGH"},
@@ -260,8 +268,40 @@ def test_products_are_as_exact_as_the_inputs(form):
             return [f"{passes} of {kind}"]
         return re.search(r"precision = \[(\w+), (\w+)\]", product).groups()
 
-    assert precisions(jnp.float32) == {"HIGHEST"}
+    exponents = {PASSES} if form is performer_causal else set()
+    assert precisions(jnp.float32) == {"HIGHEST"} | exponents
     assert precisions(jnp.bfloat16) == NARROW[form]
+
+
+@pytest.mark.parametrize("form", [performer_causal, cosine_causal, gates, erasing])
+def test_on_a_gpu_the_chunks_of_a_stretch_are_one_product(form, monkeypatch, x64):
+    """As many as `ON_GPU` allows, by the device that is in sight."""
+    query, key, value = inputs(300)
+    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    taken = []
+
+    def loss(*arrays):
+        return jnp.sin(form(*arrays)).sum()
+
+    def accelerator(*operands, default, **_):
+        return default(*operands)
+
+    def side_by_side(recurrence, size, as_examples, *rest):
+        taken.append((size, as_examples, rest[-1].visible.shape[1]))
+        return stretches.side_by_side(recurrence, size, as_examples, *rest)
+
+    wanted = jax.grad(loss, (0, 1, 2))(query, key, value)
+    monkeypatch.setattr(jax.lax, "platform_dependent", accelerator)
+    monkeypatch.setattr(recurrences, "backend", lambda: "gpu")
+    monkeypatch.setattr(recurrences, "on_one_device", lambda: True)
+    monkeypatch.setattr(recurrences, "side_by_side", side_by_side)
+    monkeypatch.setattr(recurrences, "ON_GPU", 256 * query.shape[0] * query.shape[2])
+    jax.clear_caches()
+    found = jax.grad(loss, (0, 1, 2))(query, key, value)
+    jax.clear_caches()
+    assert {*taken} == {(128, True, 256)}
+    for one, two in zip(found, wanted, strict=True):
+        close(one, two, 1e-11)
 
 
 @pytest.mark.parametrize("form", [cosine_causal, erasing])

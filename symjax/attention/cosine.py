@@ -101,7 +101,7 @@ def cosine_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernel=FusedCosine(),
+        kernels=(FusedCosine(),),
     )
 
 

@@ -20,6 +20,8 @@ class FusedCosine(NamedTuple):
 
     interpret: Any = False
 
+    platform = "tpu"
+
     def serves(self, tokens: Tokens, parameters: None) -> bool:
         return True
 

@@ -29,13 +29,15 @@ class FusedDecay(NamedTuple):
 
     interpret: Any = False
 
+    platform = "tpu"
+
     def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
         return True
 
     def attend(
         self, tokens: Tokens, parameters: Array | None = None
     ) -> Float[Array, "B T N V"]:
-        given = _seen(tokens, _log_decay(tokens.operands, parameters), None)
+        given = seen_decays(tokens, log_decay_of(tokens.operands, parameters), None)
         output: Array = _attend((DECAY, self.interpret), *given)
         return output.astype(tokens.value.dtype)
 
@@ -46,6 +48,8 @@ class FusedDelta(NamedTuple):
     fades: bool
     interpret: Any = False
 
+    platform = "tpu"
+
     def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
         return True
 
@@ -55,20 +59,20 @@ class FusedDelta(NamedTuple):
         beta, *own = tokens.operands
         log_decay = None
         if self.fades or tokens.segment_ids is not None:
-            log_decay = _log_decay(own, parameters)
-        given = _seen(tokens, log_decay, beta.astype(jnp.float32))
+            log_decay = log_decay_of(own, parameters)
+        given = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
         output: Array = _attend((DELTA, self.interpret), *given)
         return output.astype(tokens.value.dtype)
 
 
-def _log_decay(
+def log_decay_of(
     own: Sequence[Array], parameters: Float[Array, "K 1"] | None
 ) -> Float[Array, "#B #T K F"]:
     """Each token's own, or that of all."""
     return own[0] if parameters is None else parameters[None, None]
 
 
-def _seen(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
+def seen_decays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
     """Query, key, value, log-decays of each head or channel and β, 0 for hidden tokens;
     the first token of a segment forgets all."""
     query, key, value, visible, segment = Shown.of(tokens)

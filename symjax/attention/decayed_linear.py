@@ -25,6 +25,7 @@ from symjax.attention.chunks import (
     widened,
 )
 from symjax.attention.decayed_fused import FusedDecay
+from symjax.attention.decayed_gpu import GpuDecay
 from symjax.attention.faded import (
     Faded,
     faded,
@@ -51,7 +52,7 @@ class Decayed:
     def may_stand_side_by_side(
         self, state: DecayState, stretch: Stretch, platform: str
     ) -> bool:
-        return platform != "tpu" or not fades_by_channel(stretch)
+        return platform == "cpu" or not fades_by_channel(stretch)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -112,8 +113,9 @@ def decay_causal(
     O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, on
     accelerators one every 4096 tokens, and of few tokens on one CPU device what all
     chunks need. On one TPU a kernel serves (`decayed_fused`), which keeps a state a
-    query head every 128 tokens. It has no forward-mode derivative; for decays a channel
-    none is promised anywhere.
+    query head every 128 tokens, and for bfloat16 on an NVIDIA GPU another
+    (`decayed_gpu`), with a state a key head every 64. They have no forward-mode
+    derivative; for decays a channel none is promised anywhere.
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or
@@ -148,7 +150,7 @@ def decay_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernel=FusedDecay(),
+        kernels=(FusedDecay(), GpuDecay()),
     )
 
 

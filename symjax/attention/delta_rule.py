@@ -193,7 +193,7 @@ def delta_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernel=FusedDelta(fades),
+        kernels=(FusedDelta(fades),),
     )
 
 

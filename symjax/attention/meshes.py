@@ -137,6 +137,17 @@ def on_tpu() -> bool:
     return not kind.startswith(("TPU v2", "TPU v3"))
 
 
+def on_cuda() -> bool:
+    """Whether the program at hand may be for an NVIDIA GPU whose tensor cores multiply
+    bfloat16 (compute capability 8.0)."""
+    if backend() != "gpu":
+        return False
+    if jax.default_backend() != "gpu":  # compiled for one that is not here
+        return True
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    return capability.replace(".", "").isdigit() and float(capability) >= 8
+
+
 def on_one_device() -> bool:
     """Whether no axis of a mesh is left for XLA to split arrays over."""
     if jax.sharding.get_abstract_mesh().empty:

@@ -144,7 +144,7 @@ def performer_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernel=FusedFeatures(features, recurrence, chunk_size),
+        kernels=(FusedFeatures(features, recurrence, chunk_size),),
     )
 
 

@@ -37,6 +37,8 @@ class FusedFeatures(NamedTuple):
     block: int = LANES
     interpret: Any = False
 
+    platform = "tpu"
+
     def serves(self, tokens: Tokens, parameters: RandomFeatures | None) -> bool:
         if parameters is None:
             return self.features in PLAIN

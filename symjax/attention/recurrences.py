@@ -12,8 +12,8 @@ need, and computes nothing once more.
 
 A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
 taken and given, masks, segments, and time that is split over a mesh axis. It may bring
-a kernel for TPUs, which takes the place of the chunks where no state is given or
-wanted, time is not split over devices, and the call is `served`.
+kernels, each of one platform, which take the place of the chunks where no state is
+given or wanted, time is not split over devices, and the call is `served`.
 
 What runs is then decided where the program is lowered. Kernels have no forward-mode
 derivative (`jax.jvp`), and no second one.
@@ -50,6 +50,7 @@ from symjax.attention.chunks import (
 from symjax.attention.meshes import (
     backend,
     on_any_mesh,
+    on_cuda,
     on_one_device,
     on_tpu,
     rows_alone,
@@ -69,7 +70,9 @@ LARGEST_HEAD = 256  # that kernels serve
 
 
 class Kernel(Protocol):
-    """A mechanism on TPUs, without chunks. Hashable."""
+    """A mechanism on one kind of accelerator. Hashable."""
+
+    platform: str  # that programs are lowered for: "tpu" or "cuda"
 
     def serves(self, tokens: Tokens, parameters: Any) -> bool:
         """Whether it may run; the engine has looked at devices and sizes."""
@@ -95,13 +98,13 @@ def attend_causal(
     return_state: bool = False,
     segment_ids: Array | None = None,
     axis_name: str | None = None,
-    kernel: Kernel | None = None,
+    kernels: tuple[Kernel, ...] = (),
 ) -> Any:
     """Every query sees the visible tokens of its segment up to its own.
 
     Args:
         operands: more arrays [#B #T K …] that the recurrence takes of each token.
-        kernel: what may take the place of the recurrence.
+        kernels: what may take the place of the recurrence.
     """
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
@@ -111,21 +114,22 @@ def attend_causal(
     alone = state is None and not return_state and axis_name is None
     state = _start(who, recurrence, parameters, state, tokens)
     static = recurrence, int(chunk_size), axis_name, alone
-    if kernel is not None and alone and served(kernel, tokens, parameters):
-        return _on_kernel(kernel, static, tokens, parameters, state)
+    for kernel in kernels:
+        if alone and served(kernel, tokens, parameters):
+            return _on_kernel(kernel, static, tokens, parameters, state)
     output, state = _causal(*static, tokens, parameters, state)
     return (output, state) if return_state else output
 
 
 def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
-    """Whether a call of these tokens is for the kernel, on a TPU.
+    """Whether a call of these tokens is for the kernel, and its device in sight.
 
     XLA cannot split a kernel: under a mesh the call is made in a `jax.shard_map`, as
     layers do.
     """
     query, key, value = tokens[:3]
     return (
-        on_tpu()
+        {"tpu": on_tpu, "cuda": on_cuda}[kernel.platform]()
         and on_one_device()
         and query.shape[1] >= TILE
         and 0 not in (*query.shape, value.shape[3])
@@ -144,7 +148,7 @@ def _on_kernel(
     state: Any,
 ) -> Float[Array, "B T N V"]:
     return jax.lax.platform_dependent(
-        tpu=lambda: kernel.attend(tokens, parameters),
+        **{kernel.platform: lambda: kernel.attend(tokens, parameters)},
         default=lambda: _causal(*by_chunks, tokens, parameters, state)[0],
     )
 

@@ -1,0 +1,170 @@
+"""What kernels of decaying states share on NVIDIA GPUs, in Pallas' Triton backend.
+
+A program has one chunk of time, `CHUNK` tokens, of one head. Decays come as sums in
+log₂ of each chunk, from its first token through each token. Each decay counts as
+2^LOWEST at least, which is 0 in float32: no sum is so large that a difference of two
+loses digits that bfloat16 has, and −∞ forgets all.
+
+jax 0.11 calls this backend deprecated: Mosaic GPU is to take its place. It compiles on
+all versions that this project allows, and needs no layout of registers by hand.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from symjax.attention.kernels.blocks import result
+from symjax.attention.meshes import vary_alike
+
+CHUNK = 64
+LOWEST = -150.0
+BLOCK = 64  # channels, and numbers of a value, of a state that a program holds
+TRANSPOSED = (0,), (0,)  # what is contracted, for `dot`
+BY_LAST = (1,), (1,)
+
+
+def dot(one: Array, two: Array, contract: tuple = ((1,), (0,))) -> Array:
+    """A product of tensor cores, added up in float32."""
+    dimensions = contract, ((), ())
+    return jax.lax.dot_general(one, two, dimensions, preferred_element_type=jnp.float32)
+
+
+def iota(axis: int) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis)
+
+
+def call(
+    kernel: Callable,
+    grid: tuple,
+    operands: list[tuple[Any, Array]],
+    results: list[tuple[Any, tuple, Any]],
+    *,
+    warps: int,
+    stages: int = 1,
+    interpret: Any,
+) -> list[Array]:
+    """What the kernel writes: `results` are its blocks, shapes and dtypes, `operands`
+    the blocks that it reads, and arrays."""
+    arrays = vary_alike([x for _, x in operands])
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[spec for spec, _ in operands],
+        out_specs=[spec for spec, *_ in results],
+        out_shape=[result(arrays[0], *shape) for _, *shape in results],
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+    )(*arrays)
+
+
+# Blocks of a grid of (parts · chunks, query heads, examples).
+
+
+def tokens(size: int, shared: int = 1, parts: int = 1, split: bool = False) -> Any:
+    """[CHUNK size] of [B T heads …], heads that `shared` query heads have in common.
+
+    split: `size` is one of the parts of a head.
+    """
+    return pl.BlockSpec(
+        (None, CHUNK, None, size),
+        lambda i, n, b: (b, i // parts, n // shared, i % parts if split else 0),
+    )
+
+
+def numbers(shared: int = 1) -> Any:
+    """[CHUNK] of [B heads T]."""
+    return pl.BlockSpec((None, None, CHUNK), lambda i, n, b: (b, n // shared, i))
+
+
+def states(size: int, width: int, shared: int = 1, parts: int = 1) -> Any:
+    """[size width] of [B heads chunks H V], one of the parts of H."""
+    return pl.BlockSpec(
+        (None, None, None, size, width),
+        lambda i, n, b: (b, n // shared, i // parts, i % parts, 0),
+    )
+
+
+def pairs(parts: int = 1) -> Any:
+    """[CHUNK CHUNK] of [B N T CHUNK]."""
+    return pl.BlockSpec(
+        (None, None, CHUNK, CHUNK), lambda i, n, b: (b, n, i // parts, 0)
+    )
+
+
+def sums_of(log_decay: Float[Array, "B T K *H"]) -> Float[Array, "B T K *H"]:
+    decay = jnp.maximum(log_decay / math.log(2), LOWEST)
+    chunks = decay.reshape(decay.shape[0], -1, CHUNK, *decay.shape[2:])
+    return jax.lax.cumsum(chunks, axis=2).reshape(decay.shape)
+
+
+def decaying_states(
+    x: Float[Array, "B T N H"],
+    y: Float[Array, "B T N V"],
+    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
+    reverse: bool,
+    interpret: Any,
+) -> Float[Array, "B N chunks H V"]:
+    """The state before each chunk, of keys x and values y; reverse: the gradient of the
+    state after it, of queries x and the output's gradient y.
+
+    Chunk after chunk, by programs for blocks of H and V.
+    """
+    batch, length, heads, head_size = x.shape
+    by_head, width = sums.ndim == 3, y.shape[3]
+    shared = heads // sums.shape[1 if by_head else 2]
+    h, v = min(BLOCK, head_size), min(BLOCK, width)
+    count, parts = length // CHUNK, width // v
+
+    def part(i: Any, which: int) -> Any:
+        return (i // parts, i % parts)[which]
+
+    def whole(size: int, which: int, heads: int = 1) -> Any:
+        return pl.BlockSpec(
+            (None, length, None, size),
+            lambda i, n, b: (b, 0, n // heads, part(i, which)),
+        )
+
+    def kernel(x_ref, y_ref, sums_ref, out_ref):
+        def step(i, state):
+            i = count - 1 - i if reverse else i
+            out_ref[i] = state.astype(out_ref.dtype)
+            here, end = pl.ds(i * CHUNK, CHUNK), i * CHUNK + CHUNK - 1
+            if by_head:
+                since, last = sums_ref[here], sums_ref[end]
+                fade = jnp.exp2(since if reverse else last - since)[:, None]
+                through = jnp.exp2(last)
+            else:
+                since, last = sums_ref[here, :], sums_ref[end, :]
+                fade = jnp.exp2(since if reverse else last[None, :] - since)
+                through = jnp.exp2(last)[:, None]
+            faded = (x_ref[here, :].astype(jnp.float32) * fade).astype(y_ref.dtype)
+            return state * through + dot(faded, y_ref[here, :], TRANSPOSED)
+
+        jax.lax.fori_loop(0, count, step, jnp.zeros((h, v), jnp.float32))
+
+    kernel.__name__ = "decaying_states_back" if reverse else "decaying_states"
+    of_sums = pl.BlockSpec((None, None, length), lambda i, n, b: (b, n // shared, 0))
+    shape = batch, heads, count, head_size, width
+    written = pl.BlockSpec(
+        (None, None, count, h, v), lambda i, n, b: (b, n, 0, part(i, 0), part(i, 1))
+    )
+    (found,) = call(
+        kernel,
+        (parts * (head_size // h), heads, batch),
+        [
+            (whole(h, 0), x),
+            (whole(v, 1), y),
+            (of_sums if by_head else whole(h, 0, shared), sums),
+        ],
+        [(written, shape, y.dtype)],
+        warps=4,
+        stages=3,
+        interpret=interpret,
+    )
+    return found

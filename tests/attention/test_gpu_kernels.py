@@ -1,0 +1,177 @@
+"""Kernels for NVIDIA GPUs, interpreted on CPU and compiled for an H200.
+
+They equal the scan, which other tests hold to the definition.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreted import B, K, N, differentiated, padding, seen_by, segments
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from laws import same
+
+from symjax.attention import decay_causal, meshes, recurrences, retention_log_decay
+from symjax.attention.chunks import Tokens
+from symjax.attention.decayed_gpu import GpuDecay
+from symjax.training import targets
+
+LENGTH = 200  # no multiple of a chunk
+
+
+def mild(rng, shape):
+    return -np.exp(rng.normal(size=shape)) / 10
+
+
+def strong(rng, shape):
+    return -50 * rng.random(shape)
+
+
+def weak(rng, shape):
+    return -np.exp(-4 - 8 * rng.random(shape))
+
+
+def forgetting(rng, shape):
+    return np.where(rng.random(shape) < 0.05, -np.inf, mild(rng, shape))
+
+
+def arrays(decays=mild, channels=True, size=32, width=64):
+    rng = np.random.default_rng(0)
+    shapes = (B, LENGTH, N, size), (B, LENGTH, K, size), (B, LENGTH, K, width)
+    query, key, value = (rng.normal(size=x).astype(jnp.bfloat16) for x in shapes)
+    log_decay = decays(rng, (B, LENGTH, K, size if channels else 1))
+    return query, key, value, log_decay.astype(np.float32)
+
+
+def kernel(query, key, value, log_decay, mask=None, segment_ids=None):
+    tokens = Tokens(query, key, value, (log_decay,), mask, segment_ids)
+    return GpuDecay(interpret=True).attend(tokens)
+
+
+def scan(query, key, value, log_decay, **seen):
+    if log_decay.shape[-1] == 1:
+        log_decay = log_decay[..., 0]
+    return decay_causal(query, key, value, log_decay, **seen)
+
+
+def agrees(given, **seen):
+    """Within what rounding to bfloat16 costs, in the length of all numbers together:
+    states, scores and products of decays are rounded, each by 2⁻⁹ at most."""
+    found = differentiated(partial(kernel, **seen), given, jnp.bfloat16)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in given]
+        wanted = differentiated(partial(scan, **seen), wide, np.float64)
+    for one, two in zip(found, wanted, strict=True):
+        one, two = np.asarray(one, np.float64), np.asarray(two)
+        assert np.linalg.norm(one - two) <= 5e-3 * np.linalg.norm(two)
+
+
+@pytest.mark.parametrize("channels", [True, False])
+@pytest.mark.parametrize("decays", [mild, strong, weak, forgetting])
+def test_it_equals_the_scan(decays, channels):
+    agrees(arrays(decays, channels))
+
+
+@pytest.mark.parametrize("channels", [True, False])
+@pytest.mark.parametrize(
+    "names", [("mask",), ("segment_ids",), ("mask", "segment_ids")]
+)
+def test_it_equals_the_scan_of_what_is_seen(names, channels):
+    agrees(arrays(channels=channels), **seen_by(LENGTH, *names))
+
+
+@pytest.mark.parametrize("channels", [True, False])
+@pytest.mark.parametrize("size, width", [(16, 16), (128, 32), (64, 128)])
+def test_it_equals_the_scan_at_other_sizes(size, width, channels):
+    agrees(arrays(channels=channels, size=size, width=width))
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_a_hidden_nan_reaches_nothing(channels):
+    given, mask = arrays(channels=channels), padding(LENGTH)
+    hidden = ~mask[:, 0, 0]
+    bad = [np.array(x) for x in given]
+    for x in bad[1:]:
+        x[hidden] = np.nan
+    form = partial(kernel, mask=mask, segment_ids=segments(LENGTH))
+    one, two = (differentiated(form, x, jnp.bfloat16) for x in (given, bad))
+    for clean, found in zip(one, two, strict=True):
+        same(np.asarray(found, np.float32), np.asarray(clean, np.float32))
+    assert not any(np.asarray(x)[hidden].any() for x in one[2:])
+
+
+def on(capability, monkeypatch):
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(meshes, "backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+@pytest.mark.parametrize(
+    "capability, fits",
+    [("9.0", True), ("12.0", True), ("7.5", False), ("gfx942", False)],
+)
+def test_kernels_are_for_gpus_that_multiply_bfloat16(capability, fits, monkeypatch):
+    on(capability, monkeypatch)
+    assert meshes.on_cuda() == fits
+
+
+SERVED = {
+    "bfloat16": ({}, True),
+    "float32": ({"dtype": np.float32}, False),
+    "short": ({"length": 100}, False),
+    "48 channels": ({"size": 48}, False),
+    "values of 256": ({"width": 256}, False),
+}
+
+
+@pytest.mark.parametrize("sizes, served", SERVED.values(), ids=SERVED)
+def test_what_it_serves(sizes, served, monkeypatch):
+    on("9.0", monkeypatch)
+    chosen = {"dtype": jnp.bfloat16, "length": 128, "size": 64, "width": 64} | sizes
+    dtype, length, size, width = chosen.values()
+    like = [
+        jax.ShapeDtypeStruct((B, length, heads, n), dtype)
+        for heads, n in ((N, size), (K, size), (K, width))
+    ]
+    assert recurrences.served(GpuDecay(), Tokens(*like), None) == served
+
+
+FORMS = {
+    "gates": lambda query, key, value, gate: decay_causal(query, key, value, gate),
+    "a decay a head": lambda query, key, value, gate: decay_causal(
+        query, key, value, gate[..., 0]
+    ),
+    "retention": lambda query, key, value, gate: decay_causal(
+        query, key, value, retention_log_decay(key.shape[2])
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("name", FORMS)
+def test_it_compiles_for_an_h200_and_is_chosen(name, size):
+    pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
+    mesh = Mesh(np.array(targets.find("h200-1").devices), ("x",))
+
+    def loss(*given):
+        return FORMS[name](*given).astype(jnp.float32).sum()
+
+    def split(*given):
+        call = jax.grad(loss, (0, 1, 2, 3))
+        return jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(*given)
+
+    def like(heads, size, dtype=jnp.bfloat16):
+        sharding = NamedSharding(mesh, P("x"))
+        return jax.ShapeDtypeStruct((1, 300, heads, size), dtype, sharding=sharding)
+
+    given = like(4, size), like(2, size), like(2, size), like(2, size, jnp.float32)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(split).trace(*given).lower().compile()
+    assert "__gpu$xla.gpu.triton" in program.as_text()

@@ -85,8 +85,8 @@ class Sizes(NamedTuple):
         bias=False,
         tie_embeddings=True,
         dtype="bfloat16",
-        remat="full",
-        scan_layers=True,
+        remat="none",  # a scan would fill, write and read stacks of all layers
+        scan_layers=False,
     )
     batch: int = 16
     contexts: tuple[int, ...] = (512, 2048, 8192, 32768)

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax import attention
-from symjax.attention import chunks
+from symjax.attention import chunks, features
 from symjax.attention.chunks import Tokens
 from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.normalised import Normalised
@@ -137,6 +137,7 @@ def as_on_a_gpu(attend: Callable) -> Callable:
         with (
             mock.patch.object(chunks, "on_tensor_cores", partial(product, 1)),
             mock.patch.object(chunks, "in_six_passes", partial(product, 6)),
+            mock.patch.object(features, "in_six_passes", partial(product, 6)),
         ):
             return attend(rows, *arrays)
 

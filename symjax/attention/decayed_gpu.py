@@ -46,7 +46,7 @@ class GpuDecay(NamedTuple):
 
 
 def _filled(x: Array, more: int) -> Array:
-    """With tokens at the end that add nothing and do not decay."""
+    """With zeros for tokens at the end: they add nothing, and do not decay."""
     return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
 
 
@@ -61,19 +61,24 @@ def _attend(
     return _forward(interpret, query, key, value, log_decay)[0]
 
 
+def _form(log_decay: Float[Array, "B T K *H"]) -> Any:
+    return gpu_heads if log_decay.ndim == 3 else gpu_channels
+
+
 def _forward(
     interpret: Any, query: Array, key: Array, value: Array, log_decay: Array
 ) -> tuple[Array, tuple]:
     given = query, key, value, log_decay
-    form = gpu_heads if given[3].ndim == 3 else gpu_channels
-    output, *kept = checkpoint_name(form.forward(interpret, *given), RESIDUAL)
+    found = _form(log_decay).forward(interpret, *given)
+    output, *kept = checkpoint_name(found, RESIDUAL)
     return output, (given, kept)
 
 
-def _backward(interpret: Any, saved: tuple, change: Array) -> tuple:
+def _backward(
+    interpret: Any, saved: tuple, change: Float[Array, "B T N V"]
+) -> tuple[Array, ...]:
     given, kept = saved
-    form = gpu_heads if given[3].ndim == 3 else gpu_channels
-    found = form.backward(interpret, given, kept, change)
+    found = _form(given[3]).backward(interpret, given, kept, change)
 
     def of_key_heads(x: Array, like: Array) -> Array:
         apart = x.reshape(*like.shape[:3], -1, *like.shape[3:])

@@ -114,8 +114,9 @@ def decay_causal(
     accelerators one every 4096 tokens, and of few tokens on one CPU device what all
     chunks need. On one TPU a kernel serves (`decayed_fused`), which keeps a state a
     query head every 128 tokens, and for bfloat16 on an NVIDIA GPU another
-    (`decayed_gpu`), with a state a key head every 64. They have no forward-mode
-    derivative; for decays a channel none is promised anywhere.
+    (`decayed_gpu`), with a state a key head every 64 and 64 numbers a token and query
+    head. They have no forward-mode derivative; for decays a channel none is promised
+    anywhere.
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or

@@ -145,7 +145,7 @@ def on_cuda() -> bool:
     if jax.default_backend() != "gpu":  # compiled for one that is not here
         return True
     capability = getattr(jax.devices()[0], "compute_capability", "")
-    return capability.replace(".", "").isdigit() and float(capability) >= 8
+    return capability[:1].isdigit() and float(capability) >= 8  # AMD's begin with gfx
 
 
 def on_one_device() -> bool:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +81,7 @@ def rotate(
 
 def _turned(
     shape: tuple[int, int],
-    others: Callable[[tuple[int, int], Array, Any], Array],
+    others: Callable[[tuple[int, int], Array], Array],
     x: Float[Array, "B T N H"],
     cos: Float[Array, "#B T 1 H/2"],
     sin: Float[Array, "#B T 1 H/2"],
@@ -100,12 +99,12 @@ def _turned(
         return stacked.reshape(*first.shape[:-1], x.shape[-1])
 
     wide = x.astype(cos.dtype)
-    turned = wide * both(cos, cos) + others(shape, wide, x.dtype) * both(-sin, sin)
+    turned = wide * both(cos, cos) + others(shape, wide) * both(-sin, sin)
     return turned.astype(x.dtype)
 
 
 def _others(
-    shape: tuple[int, int], x: Float[Array, "B T N H"], given: Any
+    shape: tuple[int, int], x: Float[Array, "B T N H"]
 ) -> Float[Array, "B T N H"]:
     pairs = x.reshape(*x.shape[:-1], *shape)
     return jnp.flip(pairs, axis=shape.index(2) - 2).reshape(x.shape)
@@ -118,18 +117,20 @@ def _turned_on_lanes(
     exact. With an axis of two, a TPU's compiler would lay time along the lanes and copy
     the result for the kernel of attention."""
     x = with_layout_constraint(x, HEADS_LAST)
-    turned = _turned(shape, _others_by_product, x, cos, sin)
+    # One pass is enough for bfloat16, whose products with 0 and 1 are exact.
+    exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    turned = _turned(shape, partial(_others_by_product, exact), x, cos, sin)
     return with_layout_constraint(turned, HEADS_LAST)
 
 
 def _others_by_product(
-    shape: tuple[int, int], x: Float[Array, "B T N H"], given: Any
+    exact: jax.lax.Precision | None,
+    shape: tuple[int, int],
+    x: Float[Array, "B T N H"],
 ) -> Float[Array, "B T N H"]:
     numbers = jnp.arange(x.shape[-1])
     others = jnp.flip(numbers.reshape(shape), axis=shape.index(2) - 2)
     swap = (numbers[:, None] == others.reshape(1, -1)).astype(x.dtype)
-    # One pass is enough for bfloat16, whose products with 0 and 1 are exact.
-    exact = None if given == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     return jnp.einsum("btnh,hk->btnk", x, swap, precision=exact)
 
 

@@ -1,6 +1,7 @@
 """The pure training and evaluation steps, compiled for one model and one mesh."""
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +21,8 @@ from symjax.training import sharding
 from symjax.training.loss import hidden_of, objective, token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
 from symjax.training.stacks import Stacks
+
+_CONFIG = threading.Lock()  # of what jax's configuration is changed for a while
 
 
 class State(NamedTuple):
@@ -177,13 +180,16 @@ def compile_program(
         lambda x, place: x.update(sharding=place), (initial, constants), (state, fixed)
     )
     jit = functools.partial(jax.jit, compiler_options=sharding.compiler_options(mesh))
+    initial_state = jit(steps.initial, out_shardings=(state, fixed))
+    if mesh.size == 1:
+        initial_state = _drawn_by_kernels(initial_state)
     return Program(
         model=options.model,
         graph=steps.graph,
         mesh=mesh,
         state=placed[0],
         constants=placed[1],
-        initial=_drawn_by_kernels(jit(steps.initial, out_shardings=(state, fixed))),
+        initial=initial_state,
         train=jit(
             steps.train,
             in_shardings=(state, fixed, inputs, targets, None),
@@ -207,18 +213,20 @@ def _drawn_by_kernels(initial: Callable) -> Callable:
     """`initial`, whose random bits come from a kernel of jax on a GPU, the same bits.
 
     XLA's compiler for GPUs writes the generator out in every draw: 152 s for 24 layers
-    of a model of 353M parameters (two cores, no GPU), and 16 s so.
+    of a model of 353M parameters (two cores, no GPU), and 16 s so. Only for one device:
+    XLA cannot split the kernel, and each would draw all of every array.
     """
     name = "jax_threefry_gpu_kernel_lowering"
 
     @functools.wraps(initial)
     def drawn(seed: int) -> tuple[State, dict]:
-        before = getattr(jax.config, name)
-        jax.config.update(name, True)
-        try:
-            return initial(seed)
-        finally:
-            jax.config.update(name, before)
+        with _CONFIG:
+            before = getattr(jax.config, name)
+            jax.config.update(name, True)
+            try:
+                return initial(seed)
+            finally:
+                jax.config.update(name, before)
 
     return drawn
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from symjax import config
+from symjax.training import step
 from symjax.training.sharding import make_mesh, weight_shardings
 from symjax.training.step import Program, State, compile_program
 
@@ -298,3 +299,21 @@ def test_what_does_not_divide_over_the_mesh_is_refused_by_name(changes, words):
     options = replace(OPTIONS, **changes)
     with pytest.raises(ValueError, match=re.escape(words)):
         compile_program(options, make_mesh(options.mesh))
+
+
+def test_one_device_draws_by_a_kernel_which_is_a_matter_of_its_call_alone():
+    name, seen = "jax_threefry_gpu_kernel_lowering", []
+
+    def initial(seed):
+        seen.append(getattr(jax.config, name))
+        raise ValueError("no weights")
+
+    with pytest.raises(ValueError, match="no weights"):
+        step._drawn_by_kernels(initial)(0)
+    assert seen == [True] and not getattr(jax.config, name)
+    options = config.Config(model=MODEL, batch_size=8)
+    for mesh, split in ((config.Mesh(data=1), False), (config.Mesh(data=2), True)):
+        program = compile_program(options, make_mesh(mesh, jax.devices()[: mesh.data]))
+        assert (
+            hasattr(program.initial, "lower") == split
+        )  # the compiled function itself

@@ -27,10 +27,10 @@ from symjax.attention.kernels.gpu_chunks import (
     decaying_states,
     dot,
     iota,
-    pairs,
-    states,
+    pair_block,
+    state_block,
     sums_of,
-    tokens,
+    token_block,
 )
 
 LEVELS = CHUNK.bit_length() - 1
@@ -52,15 +52,15 @@ def forward(
         _rows,
         (length // CHUNK, heads, batch),
         [
-            (tokens(size), query),
-            (tokens(size, shared), key),
-            (tokens(width, shared), value),
-            (tokens(size, shared), sums),
-            (states(size, width, shared), before),
+            (token_block(size), query),
+            (token_block(size, shared), key),
+            (token_block(width, shared), value),
+            (token_block(size, shared), sums),
+            (state_block(size, width, shared), before),
         ],
         [
-            (tokens(width), (batch, length, heads, width), value.dtype),
-            (pairs(), (batch, heads, length, CHUNK), value.dtype),
+            (token_block(width), (batch, length, heads, width), value.dtype),
+            (pair_block(), (batch, heads, length, CHUNK), value.dtype),
         ],
         warps=4,
         interpret=interpret,
@@ -133,35 +133,35 @@ def backward(
         _of_values_and_scores,
         (length // CHUNK, heads, batch),
         [
-            (tokens(size, shared), key),
-            (tokens(width, shared), value),
-            (tokens(size, shared), sums),
-            (tokens(width), change),
-            (pairs(), scores),
-            (states(size, width), after),
+            (token_block(size, shared), key),
+            (token_block(width, shared), value),
+            (token_block(size, shared), sums),
+            (token_block(width), change),
+            (pair_block(), scores),
+            (state_block(size, width), after),
         ],
         [
-            (tokens(width), change.shape, dtype),
-            (pairs(), scores.shape, scores.dtype),
+            (token_block(width), change.shape, dtype),
+            (pair_block(), scores.shape, scores.dtype),
         ],
         warps=8,
         interpret=interpret,
     )
     block = min(BLOCK, size)
     parts = size // block
-    mine, common = (tokens(block, x, parts, split=True) for x in (1, shared))
+    mine, common = (token_block(block, x, parts, split=True) for x in (1, shared))
     of_query, of_key, of_decay = call(
         _of_channels,
         (parts * (length // CHUNK), heads, batch),
         [
             (mine, query),
             (common, key),
-            (tokens(width, shared, parts), value),
+            (token_block(width, shared, parts), value),
             (common, sums),
-            (tokens(width, 1, parts), change),
-            (states(block, width, shared, parts), before),
-            (states(block, width, 1, parts), after),
-            (pairs(parts), of_scores),
+            (token_block(width, 1, parts), change),
+            (state_block(block, width, shared, parts), before),
+            (state_block(block, width, 1, parts), after),
+            (pair_block(parts), of_scores),
             *(
                 (pl.BlockSpec(x.shape, lambda *_: (0, 0, 0)), x)
                 for x in _tables(value.dtype)

@@ -66,7 +66,7 @@ def call(
 # Blocks of a grid of (parts · chunks, query heads, examples).
 
 
-def tokens(size: int, shared: int = 1, parts: int = 1, split: bool = False) -> Any:
+def token_block(size: int, shared: int = 1, parts: int = 1, split: bool = False) -> Any:
     """[CHUNK size] of [B T heads …], heads that `shared` query heads have in common.
 
     split: `size` is one of the parts of a head.
@@ -77,12 +77,12 @@ def tokens(size: int, shared: int = 1, parts: int = 1, split: bool = False) -> A
     )
 
 
-def numbers(shared: int = 1) -> Any:
+def number_block(shared: int = 1) -> Any:
     """[CHUNK] of [B heads T]."""
     return pl.BlockSpec((None, None, CHUNK), lambda i, n, b: (b, n // shared, i))
 
 
-def states(size: int, width: int, shared: int = 1, parts: int = 1) -> Any:
+def state_block(size: int, width: int, shared: int = 1, parts: int = 1) -> Any:
     """[size width] of [B heads chunks H V], one of the parts of H."""
     return pl.BlockSpec(
         (None, None, None, size, width),
@@ -90,7 +90,7 @@ def states(size: int, width: int, shared: int = 1, parts: int = 1) -> Any:
     )
 
 
-def pairs(parts: int = 1) -> Any:
+def pair_block(parts: int = 1) -> Any:
     """[CHUNK CHUNK] of [B N T CHUNK]."""
     return pl.BlockSpec(
         (None, None, CHUNK, CHUNK), lambda i, n, b: (b, n, i // parts, 0)

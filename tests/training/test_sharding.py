@@ -314,6 +314,5 @@ def test_one_device_draws_by_a_kernel_which_is_a_matter_of_its_call_alone():
     options = config.Config(model=MODEL, batch_size=8)
     for mesh, split in ((config.Mesh(data=1), False), (config.Mesh(data=2), True)):
         program = compile_program(options, make_mesh(mesh, jax.devices()[: mesh.data]))
-        assert (
-            hasattr(program.initial, "lower") == split
-        )  # the compiled function itself
+        compiled_itself = hasattr(program.initial, "lower")
+        assert compiled_itself == split

@@ -273,7 +273,7 @@ def test_products_are_as_exact_as_the_inputs(form):
     assert precisions(jnp.bfloat16) == NARROW[form]
 
 
-@pytest.mark.parametrize("form", [performer_causal, cosine_causal, gates, erasing])
+@pytest.mark.parametrize("form", [performer_causal, cosine_causal, decays, erasing])
 def test_on_a_gpu_the_chunks_of_a_stretch_are_one_product(form, monkeypatch, x64):
     """As many as `ON_GPU` allows, by the device that is in sight."""
     query, key, value = inputs(300)

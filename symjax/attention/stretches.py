@@ -55,10 +55,11 @@ class Recurrence(Stretches, Protocol):
     def may_stand_side_by_side(
         self, state: Any, stretch: Stretch, platform: str
     ) -> bool:
-        """Whether chunks should be one product: on a "tpu", if memory holds what 4096
-        tokens need at once, and no derivative inside is of reverse mode alone; on a
-        "gpu", which waits at each product of a chunk alone, wherever chunks may be
-        examples; of few tokens on a "cpu", if `effect` costs little."""
+        """Whether chunks should be one product: on a "tpu", which stands for all
+        accelerators but a single GPU, if memory holds what 4096 tokens need at once,
+        and no derivative inside is of reverse mode alone; on a "gpu", which waits at
+        each product of a chunk alone, wherever chunks may be examples; of few tokens on
+        a "cpu", if `effect` costs little."""
         ...
 
 

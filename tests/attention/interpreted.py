@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
+from symjax.attention import decay_causal
+
 B, N, K = 2, 4, 2
 # A block that does not exist is an error, where interpret=True would read the last one.
 STRICT = pltpu.InterpretParams(out_of_bounds_reads="raise")
@@ -27,6 +29,13 @@ def segments(length):
 def seen_by(length, *names):
     seen = {"mask": padding(length), "segment_ids": segments(length)}
     return {name: seen[name] for name in names}
+
+
+def scan(query, key, value, log_decay, **seen):
+    """By chunks, with a decay a channel or, of one, a head."""
+    if log_decay.shape[-1] == 1:
+        log_decay = log_decay[..., 0]
+    return decay_causal(query, key, value, log_decay, **seen)
 
 
 def differentiated(form, given, dtype=np.float32):

@@ -11,7 +11,7 @@ import jax
 import laws
 import numpy as np
 import pytest
-from interpreted import STRICT, B, K, N, differentiated, seen_by
+from interpreted import STRICT, B, K, N, differentiated, scan, seen_by
 from laws import close, same
 
 from symjax.attention import decay_causal, meshes
@@ -46,12 +46,6 @@ def arrays(sizes, spread=1.0, seed=0):
 def kernel(query, key, value, log_decay, mask=None, segment_ids=None):
     tokens = Tokens(query, key, value, (log_decay,), mask, segment_ids)
     return FusedDecay(interpret=STRICT).attend(tokens)
-
-
-def scan(query, key, value, log_decay, **seen):
-    if log_decay.shape[-1] == 1:
-        log_decay = log_decay[..., 0]
-    return decay_causal(query, key, value, log_decay, **seen)
 
 
 ALWAYS = "odd sizes, segments"

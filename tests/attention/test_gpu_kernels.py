@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import B, K, N, differentiated, padding, seen_by, segments
+from interpreted import (
+    B,
+    K,
+    N,
+    differentiated,
+    padding,
+    scan,
+    seen_by,
+    segments,
+)
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from laws import same
@@ -50,12 +59,6 @@ def arrays(decays=mild, channels=True, size=32, width=64):
 def kernel(query, key, value, log_decay, mask=None, segment_ids=None):
     tokens = Tokens(query, key, value, (log_decay,), mask, segment_ids)
     return GpuDecay(interpret=True).attend(tokens)
-
-
-def scan(query, key, value, log_decay, **seen):
-    if log_decay.shape[-1] == 1:
-        log_decay = log_decay[..., 0]
-    return decay_causal(query, key, value, log_decay, **seen)
 
 
 def agrees(given, **seen):

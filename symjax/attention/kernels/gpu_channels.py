@@ -28,9 +28,11 @@ from symjax.attention.kernels.gpu_chunks import (
     dot,
     iota,
     pair_block,
+    rows_of,
     state_block,
     sums_of,
     token_block,
+    wide,
 )
 
 LEVELS = CHUNK.bit_length() - 1
@@ -44,28 +46,9 @@ def forward(
     log_decay: Float[Array, "B T K H"],
 ) -> tuple[Array, Array, Array]:
     """The output, the state before each chunk, and the scores of its pairs."""
-    batch, length, heads, size = query.shape
-    width, shared = value.shape[3], heads // key.shape[2]
     sums = sums_of(log_decay)
-    before = decaying_states(key, value, sums, False, interpret)
-    output, scores = call(
-        _rows,
-        (length // CHUNK, heads, batch),
-        [
-            (token_block(size), query),
-            (token_block(size, shared), key),
-            (token_block(width, shared), value),
-            (token_block(size, shared), sums),
-            (state_block(size, width, shared), before),
-        ],
-        [
-            (token_block(width), (batch, length, heads, width), value.dtype),
-            (pair_block(), (batch, heads, length, CHUNK), value.dtype),
-        ],
-        warps=4,
-        interpret=interpret,
-    )
-    return output, before, scores
+    block = token_block(key.shape[3], query.shape[2] // key.shape[2])
+    return rows_of(_rows, interpret, query, key, value, sums, block)
 
 
 def _parts(size: int) -> list[Any]:
@@ -222,9 +205,6 @@ def _of_channels(
     """
     size, width, dtype = query.shape[1], value.shape[1], value.dtype
     time, last = jax.lax.iota(jnp.int32, CHUNK), sums[CHUNK - 1, :]
-
-    def wide(ref):
-        return ref[...].astype(jnp.float32)
 
     def through_states(i, found):
         at, (by_query, by_key, through) = pl.ds(i * block, block), found

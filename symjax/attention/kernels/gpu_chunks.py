@@ -39,6 +39,10 @@ def iota(axis: int) -> Array:
     return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis)
 
 
+def wide(ref: Any) -> Array:
+    return ref[...].astype(jnp.float32)
+
+
 def call(
     kernel: Callable,
     grid: tuple,
@@ -168,3 +172,37 @@ def decaying_states(
         interpret=interpret,
     )
     return found
+
+
+def rows_of(
+    kernel: Callable,
+    interpret: Any,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
+    block: Any,
+) -> tuple[Array, Array, Array]:
+    """The output, the state before each chunk, and the scores of its pairs, by a kernel
+    (query, key, value, sums, state, output, scores); block: of the sums."""
+    batch, length, heads, size = query.shape
+    width, shared = value.shape[3], heads // key.shape[2]
+    before = decaying_states(key, value, sums, False, interpret)
+    output, scores = call(
+        kernel,
+        (length // CHUNK, heads, batch),
+        [
+            (token_block(size), query),
+            (token_block(size, shared), key),
+            (token_block(width, shared), value),
+            (block, sums),
+            (state_block(size, width, shared), before),
+        ],
+        [
+            (token_block(width), (batch, length, heads, width), value.dtype),
+            (pair_block(), (batch, heads, length, CHUNK), value.dtype),
+        ],
+        warps=4,
+        interpret=interpret,
+    )
+    return output, before, scores

@@ -16,9 +16,11 @@ from symjax.attention.kernels.gpu_chunks import (
     iota,
     number_block,
     pair_block,
+    rows_of,
     state_block,
     sums_of,
     token_block,
+    wide,
 )
 
 
@@ -30,28 +32,9 @@ def forward(
     log_decay: Float[Array, "B T K"],
 ) -> tuple[Array, Array, Array]:
     """The output, the state before each chunk, and the scores of its pairs."""
-    batch, length, heads, size = query.shape
-    width, shared = value.shape[3], heads // key.shape[2]
     sums = jnp.swapaxes(sums_of(log_decay), 1, 2)
-    before = decaying_states(key, value, sums, False, interpret)
-    output, scores = call(
-        _rows,
-        (length // CHUNK, heads, batch),
-        [
-            (token_block(size), query),
-            (token_block(size, shared), key),
-            (token_block(width, shared), value),
-            (number_block(shared), sums),
-            (state_block(size, width, shared), before),
-        ],
-        [
-            (token_block(width), (batch, length, heads, width), value.dtype),
-            (pair_block(), (batch, heads, length, CHUNK), value.dtype),
-        ],
-        warps=4,
-        interpret=interpret,
-    )
-    return output, before, scores
+    block = number_block(query.shape[2] // key.shape[2])
+    return rows_of(_rows, interpret, query, key, value, sums, block)
 
 
 def _rows(query, key, value, sums, before, output, kept):
@@ -114,9 +97,6 @@ def _gradients(
     over what it fades: pairs across it, the state before, keys for the state after."""
     dtype, last = value.dtype, sums[CHUNK - 1]
     row, column = iota(0), iota(1)
-
-    def wide(ref):
-        return ref[...].astype(jnp.float32)
 
     def until():  # made anew where it is used: it would take registers
         return jnp.exp2(last - sums[...])[:, None]

@@ -1,5 +1,6 @@
-"""Causal linear attention with decays on kernels for NVIDIA GPUs."""
+"""Causal linear attention with decays, and the delta rule, on NVIDIA GPUs' kernels."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.decayed_fused import log_decay_of, seen_decays
-from symjax.attention.kernels import gpu_channels, gpu_heads
+from symjax.attention.kernels import gpu_channels, gpu_delta, gpu_heads
 from symjax.attention.kernels.blocks import RESIDUAL
 from symjax.attention.kernels.gpu_chunks import CHUNK
 
@@ -31,18 +32,50 @@ class GpuDecay(NamedTuple):
     platform = "cuda"
 
     def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
-        _, key, value = tokens[:3]
-        narrow = all(x.dtype == jnp.bfloat16 for x in tokens[:3])
-        return narrow and key.shape[3] in SIZES and value.shape[3] in SIZES
+        return _fits(tokens)
 
     def attend(
         self, tokens: Tokens, parameters: Array | None = None
     ) -> Float[Array, "B T N V"]:
-        given = seen_decays(tokens, log_decay_of(tokens.operands, parameters), None)
-        length = tokens.query.shape[1]
-        filled = [_filled(x, -length % CHUNK) for x in given[:4]]
-        output: Array = _attend(self.interpret, *filled)
-        return output[:, :length]
+        log_decay = log_decay_of(tokens.operands, parameters)
+        form = gpu_channels if log_decay.shape[3] > 1 else gpu_heads
+        return _attended(form, self.interpret, seen_decays(tokens, log_decay, None)[:4])
+
+
+class GpuDelta(NamedTuple):
+    """The kernels of the delta rule, as `GpuDecay`; a decay a channel has none."""
+
+    interpret: Any = False
+
+    platform = "cuda"
+
+    def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
+        log_decay = log_decay_of(tokens.operands[1:], parameters)
+        return _fits(tokens) and log_decay.shape[3] == 1
+
+    def attend(
+        self, tokens: Tokens, parameters: Array | None = None
+    ) -> Float[Array, "B T N V"]:
+        beta, *own = tokens.operands
+        log_decay = log_decay_of(own, parameters)
+        given = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
+        return _attended(gpu_delta, self.interpret, given)
+
+
+def _fits(tokens: Tokens) -> bool:
+    _, key, value = tokens[:3]
+    narrow = all(x.dtype == jnp.bfloat16 for x in tokens[:3])
+    return narrow and key.shape[3] in SIZES and value.shape[3] in SIZES
+
+
+def _attended(
+    form: Any, interpret: Any, given: Sequence[Array]
+) -> Float[Array, "B T N V"]:
+    """By one of the `form`s of kernels, from what its `forward` takes."""
+    length = given[0].shape[1]
+    filled = [_filled(x, -length % CHUNK) for x in given]
+    output: Array = _attend((form, interpret), *filled)
+    return output[:, :length]
 
 
 def _filled(x: Array, more: int) -> Array:
@@ -51,34 +84,22 @@ def _filled(x: Array, more: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    interpret: Any,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K V"],
-    log_decay: Float[Array, "B T K *H"],
-) -> Float[Array, "B T N V"]:
-    return _forward(interpret, query, key, value, log_decay)[0]
+def _attend(static: tuple[Any, Any], *given: Array) -> Float[Array, "B T N V"]:
+    return _forward(static, *given)[0]
 
 
-def _form(log_decay: Float[Array, "B T K *H"]) -> Any:
-    return gpu_heads if log_decay.ndim == 3 else gpu_channels
-
-
-def _forward(
-    interpret: Any, query: Array, key: Array, value: Array, log_decay: Array
-) -> tuple[Array, tuple]:
-    given = query, key, value, log_decay
-    found = _form(log_decay).forward(interpret, *given)
+def _forward(static: tuple[Any, Any], *given: Array) -> tuple[Array, tuple]:
+    form, interpret = static
+    found = form.forward(interpret, *given)
     output, *kept = checkpoint_name(found, RESIDUAL)
     return output, (given, kept)
 
 
 def _backward(
-    interpret: Any, saved: tuple, change: Float[Array, "B T N V"]
+    static: tuple[Any, Any], saved: tuple, change: Float[Array, "B T N V"]
 ) -> tuple[Array, ...]:
-    given, kept = saved
-    found = _form(given[3]).backward(interpret, given, kept, change)
+    (form, interpret), (given, kept) = static, saved
+    found = form.backward(interpret, given, kept, change)
 
     def of_key_heads(x: Array, like: Array) -> Array:
         apart = x.reshape(*like.shape[:3], -1, *like.shape[3:])

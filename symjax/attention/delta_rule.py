@@ -34,6 +34,7 @@ from symjax.attention.chunks import (
     widened,
 )
 from symjax.attention.decayed_fused import FusedDelta
+from symjax.attention.decayed_gpu import GpuDelta
 from symjax.attention.faded import (
     Faded,
     faded,
@@ -154,7 +155,9 @@ def delta_causal(
     Time O(T (H V + chunk_size (H + V))) and a triangular solve a chunk; the backward
     pass keeps one state a chunk, or on accelerators one every 4096 tokens. On one TPU
     a kernel serves (`decayed_fused`), whose backward pass keeps 128 numbers a token and
-    query head, and a state every 128 tokens; it has no forward-mode derivative.
+    query head, and a state every 128 tokens. For bfloat16 on an NVIDIA GPU another does
+    (`decayed_gpu`) unless each channel has its decay: it keeps 128 numbers and a value
+    a token and query head, and a state every 64. They have no forward-mode derivative.
 
     Float32 loses most where the keys of a chunk are nearly equal and β is near 2: 7e-5
     of the largest output with keys within 1e-3 of one direction, and 1e-6 by steps.
@@ -193,7 +196,7 @@ def delta_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(FusedDelta(fades),),
+        kernels=(FusedDelta(fades), GpuDelta()),
     )
 
 

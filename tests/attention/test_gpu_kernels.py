@@ -3,8 +3,10 @@
 They equal the scan, which other tests hold to the definition.
 """
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +26,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from laws import same
 
-from symjax.attention import decay_causal, meshes, recurrences, retention_log_decay
+from symjax.attention import (
+    decay_causal,
+    delta_causal,
+    meshes,
+    recurrences,
+    retention_log_decay,
+)
 from symjax.attention.chunks import Tokens
-from symjax.attention.decayed_gpu import GpuDecay
+from symjax.attention.decayed_gpu import GpuDecay, GpuDelta
 from symjax.training import targets
 
 LENGTH = 200  # no multiple of a chunk
@@ -48,60 +56,87 @@ def forgetting(rng, shape):
     return np.where(rng.random(shape) < 0.05, -np.inf, mild(rng, shape))
 
 
-def arrays(decays=mild, channels=True, size=32, width=64):
-    rng = np.random.default_rng(0)
-    shapes = (B, LENGTH, N, size), (B, LENGTH, K, size), (B, LENGTH, K, width)
-    query, key, value = (rng.normal(size=x).astype(jnp.bfloat16) for x in shapes)
-    log_decay = decays(rng, (B, LENGTH, K, size if channels else 1))
-    return query, key, value, log_decay.astype(np.float32)
+class Form(NamedTuple):
+    """A mechanism, as a kernel and as the scan that it must equal. worst: of the
+    errors, in the length of all numbers together; each of its roundings to bfloat16
+    costs 2⁻⁹ at most."""
+
+    kernel: Any
+    scan: Callable
+    channels: bool = False
+    others: tuple[str, ...] = ()
+    worst: float = 5e-3
+
+    def arrays(self, decays=mild, size=32, width=64):
+        rng = np.random.default_rng(0)
+        shapes = (B, LENGTH, N, size), (B, LENGTH, K, size), (B, LENGTH, K, width)
+        query, key, value = (rng.normal(size=x) for x in shapes)
+        made = {
+            "beta": lambda: 2 * rng.random((B, LENGTH, K)),
+            "decay": lambda: decays(
+                rng, (*key.shape[:3], size if self.channels else 1)
+            ),
+        }
+        if "beta" in self.others:
+            key /= np.linalg.norm(key, axis=-1, keepdims=True)
+        others = [made[x]().astype(np.float32) for x in self.others]
+        return [x.astype(jnp.bfloat16) for x in (query, key, value)] + others
+
+    def attend(self, query, key, value, *others, mask=None, segment_ids=None):
+        tokens = Tokens(query, key, value, others, mask, segment_ids)
+        return self.kernel.attend(tokens, None)
+
+    def agrees(self, given, **seen):
+        found = differentiated(partial(self.attend, **seen), given, jnp.bfloat16)
+        with jax.enable_x64(True):
+            wide = [np.asarray(x, np.float64) for x in given]
+            wanted = differentiated(partial(self.scan, **seen), wide, np.float64)
+        for one, two in zip(found, wanted, strict=True):
+            one, two = np.asarray(one, np.float64), np.asarray(two)
+            assert np.linalg.norm(one - two) <= self.worst * np.linalg.norm(two)
 
 
-def kernel(query, key, value, log_decay, mask=None, segment_ids=None):
-    tokens = Tokens(query, key, value, (log_decay,), mask, segment_ids)
-    return GpuDecay(interpret=True).attend(tokens)
+def delta(query, key, value, beta, log_decay, **seen):
+    return delta_causal(query, key, value, beta, log_decay[..., 0], **seen)
 
 
-def agrees(given, **seen):
-    """Within what rounding to bfloat16 costs, in the length of all numbers together:
-    states, scores and products of decays are rounded, each by 2⁻⁹ at most."""
-    found = differentiated(partial(kernel, **seen), given, jnp.bfloat16)
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) for x in given]
-        wanted = differentiated(partial(scan, **seen), wide, np.float64)
-    for one, two in zip(found, wanted, strict=True):
-        one, two = np.asarray(one, np.float64), np.asarray(two)
-        assert np.linalg.norm(one - two) <= 5e-3 * np.linalg.norm(two)
+FORMS = {
+    "channels": Form(GpuDecay(interpret=True), scan, True, ("decay",)),
+    "heads": Form(GpuDecay(interpret=True), scan, False, ("decay",)),
+    "delta": Form(GpuDelta(interpret=True), delta, False, ("beta", "decay"), 8e-3),
+}
+ALL = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-@pytest.mark.parametrize("channels", [True, False])
+@ALL
 @pytest.mark.parametrize("decays", [mild, strong, weak, forgetting])
-def test_it_equals_the_scan(decays, channels):
-    agrees(arrays(decays, channels))
+def test_it_equals_the_scan(decays, form):
+    form.agrees(form.arrays(decays))
 
 
-@pytest.mark.parametrize("channels", [True, False])
+@ALL
 @pytest.mark.parametrize(
     "names", [("mask",), ("segment_ids",), ("mask", "segment_ids")]
 )
-def test_it_equals_the_scan_of_what_is_seen(names, channels):
-    agrees(arrays(channels=channels), **seen_by(LENGTH, *names))
+def test_it_equals_the_scan_of_what_is_seen(names, form):
+    form.agrees(form.arrays(), **seen_by(LENGTH, *names))
 
 
-@pytest.mark.parametrize("channels", [True, False])
+@ALL
 @pytest.mark.parametrize("size, width", [(16, 16), (128, 32), (64, 128)])
-def test_it_equals_the_scan_at_other_sizes(size, width, channels):
-    agrees(arrays(channels=channels, size=size, width=width))
+def test_it_equals_the_scan_at_other_sizes(size, width, form):
+    form.agrees(form.arrays(size=size, width=width))
 
 
-@pytest.mark.parametrize("channels", [True, False])
-def test_a_hidden_nan_reaches_nothing(channels):
-    given, mask = arrays(channels=channels), padding(LENGTH)
+@ALL
+def test_a_hidden_nan_reaches_nothing(form):
+    given, mask = form.arrays(), padding(LENGTH)
     hidden = ~mask[:, 0, 0]
     bad = [np.array(x) for x in given]
     for x in bad[1:]:
         x[hidden] = np.nan
-    form = partial(kernel, mask=mask, segment_ids=segments(LENGTH))
-    one, two = (differentiated(form, x, jnp.bfloat16) for x in (given, bad))
+    attend = partial(form.attend, mask=mask, segment_ids=segments(LENGTH))
+    one, two = (differentiated(attend, x, jnp.bfloat16) for x in (given, bad))
     for clean, found in zip(one, two, strict=True):
         same(np.asarray(found, np.float32), np.asarray(clean, np.float32))
     assert not any(np.asarray(x)[hidden].any() for x in one[2:])
@@ -145,26 +180,32 @@ def test_what_it_serves(sizes, served, monkeypatch):
     assert recurrences.served(GpuDecay(), Tokens(*like), None) == served
 
 
-FORMS = {
-    "gates": lambda query, key, value, gate: decay_causal(query, key, value, gate),
+CALLS = {
+    "gates": decay_causal,
     "a decay a head": lambda query, key, value, gate: decay_causal(
         query, key, value, gate[..., 0]
     ),
     "retention": lambda query, key, value, gate: decay_causal(
         query, key, value, retention_log_decay(key.shape[2])
     ),
+    "delta rule": lambda query, key, value, gate: delta_causal(
+        query, key, value, jax.nn.sigmoid(gate[..., 0])
+    ),
+    "delta rule, a decay a head": lambda query, key, value, gate: delta_causal(
+        query, key, value, jax.nn.sigmoid(gate[..., 0]), gate[..., 1]
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 64, 128])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", CALLS)
 def test_it_compiles_for_an_h200_and_is_chosen(name, size):
     pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
     mesh = Mesh(np.array(targets.find("h200-1").devices), ("x",))
 
     def loss(*given):
-        return FORMS[name](*given).astype(jnp.float32).sum()
+        return CALLS[name](*given).astype(jnp.float32).sum()
 
     def split(*given):
         call = jax.grad(loss, (0, 1, 2, 3))

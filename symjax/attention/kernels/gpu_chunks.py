@@ -101,6 +101,43 @@ def pair_block(parts: int = 1) -> Any:
     )
 
 
+# Blocks of all of time, for programs that go from chunk to chunk.
+
+Part = Callable[[Any], Any]  # of a head, by the first index of the grid
+
+
+def first_part(i: Any) -> int:
+    return 0
+
+
+def own_part(i: Any) -> Any:
+    return i
+
+
+def all_tokens(length: int, size: int, shared: int, part: Part) -> Any:
+    """[T size] of [B T heads …]."""
+    return pl.BlockSpec(
+        (None, length, None, size), lambda i, n, b: (b, 0, n // shared, part(i))
+    )
+
+
+def all_numbers(length: int, shared: int) -> Any:
+    """[T] of [B heads T]."""
+    return pl.BlockSpec((None, None, length), lambda i, n, b: (b, n // shared, 0))
+
+
+def all_pairs(length: int) -> Any:
+    """[T CHUNK] of [B N T CHUNK]."""
+    return pl.BlockSpec((None, None, length, CHUNK), lambda i, n, b: (b, n, 0, 0))
+
+
+def all_states(count: int, size: int, width: int, part: Part, column: Part) -> Any:
+    """[chunks size width] of [B N chunks H V]."""
+    return pl.BlockSpec(
+        (None, None, count, size, width), lambda i, n, b: (b, n, 0, part(i), column(i))
+    )
+
+
 def sums_of(log_decay: Float[Array, "B T K *H"]) -> Float[Array, "B T K *H"]:
     decay = jnp.maximum(log_decay / math.log(2), LOWEST)
     chunks = decay.reshape(decay.shape[0], -1, CHUNK, *decay.shape[2:])
@@ -125,14 +162,11 @@ def decaying_states(
     h, v = min(BLOCK, head_size), min(BLOCK, width)
     count, parts = length // CHUNK, width // v
 
-    def part(i: Any, which: int) -> Any:
-        return (i // parts, i % parts)[which]
+    def row(i: Any) -> Any:
+        return i // parts
 
-    def whole(size: int, which: int, heads: int = 1) -> Any:
-        return pl.BlockSpec(
-            (None, length, None, size),
-            lambda i, n, b: (b, 0, n // heads, part(i, which)),
-        )
+    def column(i: Any) -> Any:
+        return i % parts
 
     def kernel(x_ref, y_ref, sums_ref, out_ref):
         def step(i, state):
@@ -153,20 +187,19 @@ def decaying_states(
         jax.lax.fori_loop(0, count, step, jnp.zeros((h, v), jnp.float32))
 
     kernel.__name__ = "decaying_states_back" if reverse else "decaying_states"
-    of_sums = pl.BlockSpec((None, None, length), lambda i, n, b: (b, n // shared, 0))
+    of_sums = all_tokens(length, h, shared, row)
+    if by_head:
+        of_sums = all_numbers(length, shared)
     shape = batch, heads, count, head_size, width
-    written = pl.BlockSpec(
-        (None, None, count, h, v), lambda i, n, b: (b, n, 0, part(i, 0), part(i, 1))
-    )
     (found,) = call(
         kernel,
         (parts * (head_size // h), heads, batch),
         [
-            (whole(h, 0), x),
-            (whole(v, 1), y),
-            (of_sums if by_head else whole(h, 0, shared), sums),
+            (all_tokens(length, h, 1, row), x),
+            (all_tokens(length, v, 1, column), y),
+            (of_sums, sums),
         ],
-        [(written, shape, y.dtype)],
+        [(all_states(count, h, v, row, column), shape, y.dtype)],
         warps=4,
         stages=3,
         interpret=interpret,

@@ -38,16 +38,20 @@ def forward(
 
 
 def _rows(query, key, value, sums, before, output, kept):
-    dtype = value.dtype
-    scores = dot(query[...], key[...], BY_LAST) * _weights(sums)
-    kept[...] = scores.astype(dtype)
+    write_rows(query, key, value[...], sums, before, output, kept)
+
+
+def write_rows(query, key, value: Array, sums, before, output, kept) -> None:
+    scores = dot(query[...], key[...], BY_LAST) * weights(sums)
+    kept[...] = scores.astype(value.dtype)
     read = dot(query[...], before[...]) * jnp.exp2(sums[...])[:, None]
-    output[...] = (read + dot(scores.astype(dtype), value[...])).astype(dtype)
+    output[...] = (read + dot(scores.astype(value.dtype), value)).astype(value.dtype)
 
 
-def _weights(sums: Any) -> Float[Array, "CHUNK CHUNK"]:
+def weights(sums: Any, since: int = 0) -> Float[Array, "CHUNK CHUNK"]:
+    """What is left at each token of each one that is so long past."""
     between = jnp.exp2(sums[...][:, None] - sums[...][None, :])
-    return jnp.where(iota(0) >= iota(1), between, 0.0)
+    return jnp.where(iota(0) - iota(1) >= since, between, 0.0)
 
 
 def backward(
@@ -95,33 +99,66 @@ def _gradients(
 ):  # fmt: skip
     """after: the gradient of the state after the chunk. A decay's gradient is the sum
     over what it fades: pairs across it, the state before, keys for the state after."""
-    dtype, last = value.dtype, sums[CHUNK - 1]
-    row, column = iota(0), iota(1)
-
-    def until():  # made anew where it is used: it would take registers
-        return jnp.exp2(last - sums[...])[:, None]
-
-    weighed = dot(change[...], value[...], BY_LAST)
-    grown = (weighed * wide(scores)).astype(dtype)
-    later = jnp.where(row <= column, 1.0, 0.0).astype(dtype)
-    fades = jnp.where(column < row, dot(later, grown), 0.0).sum(axis=1)
-    weighed = (weighed * _weights(sums)).astype(dtype)
-
-    found = dot(key[...], after[...]) * until()
+    found = dot(key[...], after[...]) * until(sums)
     found += dot(scores[...], change[...], TRANSPOSED)
     of_value[...] = found.astype(of_value.dtype)
-
-    found = dot(change[...], before[...], BY_LAST) * jnp.exp2(sums[...])[:, None]
-    read = (found * wide(query)).sum(axis=1)
-    fades += jnp.where(row <= column, read[None, :], 0.0).sum(axis=1)
-    found += dot(weighed, key[...])
+    rows, written = change[...], value[...]
+    weighed, fades = of_pairs(rows, written, wide(scores), sums)
+    found, read = of_reading(query, key, rows, weighed, sums, before)
     of_query[...] = found.astype(of_query.dtype)
-
-    found = dot(value[...], after[...], BY_LAST) * until()
-    written = (found * wide(key)).sum(axis=1)
-    fades += jnp.where(row > column, written[None, :], 0.0).sum(axis=1)
+    found, joined = of_writing(key, written, sums, before, after)
     found += dot(weighed, query[...], TRANSPOSED)
     of_key[...] = found.astype(of_key.dtype)
+    of_decay[...] = fades + read + joined
 
+
+def until(sums: Any) -> Float[Array, "CHUNK 1"]:
+    """The decays after each token; made anew where used, since it takes registers."""
+    return jnp.exp2(sums[CHUNK - 1] - sums[...])[:, None]
+
+
+def of_pairs(
+    change: Float[Array, "CHUNK V"],
+    written: Float[Array, "CHUNK V"],
+    scores: Float[Array, "CHUNK CHUNK"],
+    sums: Any,
+    since: int = 0,
+) -> tuple[Float[Array, "CHUNK CHUNK"], Float[Array, " CHUNK"]]:
+    """The gradients of products with keys `since` so many tokens, and of decays, by
+    that of the rows."""
+    row, column = iota(0), iota(1)
+    weighed = dot(change, written, BY_LAST)
+    grown = (weighed * scores).astype(written.dtype)
+    later = jnp.where(row <= column, 1.0, 0.0).astype(written.dtype)
+    fades = jnp.where(column < row, dot(later, grown), 0.0).sum(axis=1)
+    return (weighed * weights(sums, since)).astype(written.dtype), fades
+
+
+def of_reading(
+    query: Any,
+    key: Any,
+    change: Float[Array, "CHUNK V"],
+    weighed: Float[Array, "CHUNK CHUNK"],
+    sums: Any,
+    before: Any,
+) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
+    """The gradients of what asks, and of decays by what it reads of the state."""
+    found = dot(change, before[...], BY_LAST) * jnp.exp2(sums[...])[:, None]
+    read = (found * wide(query)).sum(axis=1)
+    fades = jnp.where(iota(0) <= iota(1), read[None, :], 0.0).sum(axis=1)
+    return found + dot(weighed, key[...]), fades
+
+
+def of_writing(
+    key: Any,
+    written: Float[Array, "CHUNK V"],
+    sums: Any,
+    before: Any,
+    after: Any,
+) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
+    """The gradients of keys, and of decays, by that of the state after the chunk."""
+    found = dot(written, after[...], BY_LAST) * until(sums)
+    joined = (found * wide(key)).sum(axis=1)
+    fades = jnp.where(iota(0) > iota(1), joined[None, :], 0.0).sum(axis=1)
     through = (wide(before) * wide(after)).sum(axis=1).sum(axis=0)
-    of_decay[...] = fades + through * jnp.exp2(last)
+    return found, fades + through * jnp.exp2(sums[CHUNK - 1])

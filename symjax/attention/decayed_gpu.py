@@ -43,15 +43,14 @@ class GpuDecay(NamedTuple):
 
 
 class GpuDelta(NamedTuple):
-    """The kernels of the delta rule, as `GpuDecay`; a decay a channel has none."""
+    """The kernels of the delta rule, as `GpuDecay`. Not measured."""
 
     interpret: Any = False
 
     platform = "cuda"
 
     def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
-        log_decay = log_decay_of(tokens.operands[1:], parameters)
-        return _fits(tokens) and log_decay.shape[3] == 1
+        return _fits(tokens)
 
     def attend(
         self, tokens: Tokens, parameters: Array | None = None

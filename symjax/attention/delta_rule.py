@@ -156,8 +156,8 @@ def delta_causal(
     pass keeps one state a chunk, or on accelerators one every 4096 tokens. On one TPU
     a kernel serves (`decayed_fused`), whose backward pass keeps 128 numbers a token and
     query head, and a state every 128 tokens. For bfloat16 on an NVIDIA GPU another does
-    (`decayed_gpu`) unless each channel has its decay: it keeps 128 numbers and a value
-    a token and query head, and a state every 64. They have no forward-mode derivative.
+    (`decayed_gpu`), which keeps 128 numbers and a value a token and query head, and a
+    state every 64. They have no forward-mode derivative.
 
     Float32 loses most where the keys of a chunk are nearly equal and β is near 2: 7e-5
     of the largest output with keys within 1e-3 of one direction, and 1e-6 by steps.

@@ -97,13 +97,16 @@ class Form(NamedTuple):
 
 
 def delta(query, key, value, beta, log_decay, **seen):
-    return delta_causal(query, key, value, beta, log_decay[..., 0], **seen)
+    if log_decay.shape[-1] == 1:
+        log_decay = log_decay[..., 0]
+    return delta_causal(query, key, value, beta, log_decay, **seen)
 
 
 FORMS = {
     "channels": Form(GpuDecay(interpret=True), scan, True, ("decay",)),
     "heads": Form(GpuDecay(interpret=True), scan, False, ("decay",)),
-    "delta": Form(GpuDelta(interpret=True), delta, False, ("beta", "decay"), 8e-3),
+    "delta": Form(GpuDelta(interpret=True), delta, False, ("beta", "decay"), 1.2e-2),
+    "kimi": Form(GpuDelta(interpret=True), delta, True, ("beta", "decay"), 1.2e-2),
 }
 ALL = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
@@ -190,6 +193,9 @@ CALLS = {
     ),
     "delta rule": lambda query, key, value, gate: delta_causal(
         query, key, value, jax.nn.sigmoid(gate[..., 0])
+    ),
+    "delta rule, gates": lambda query, key, value, gate: delta_causal(
+        query, key, value, jax.nn.sigmoid(gate[..., 0]), gate
     ),
     "delta rule, a decay a head": lambda query, key, value, gate: delta_causal(
         query, key, value, jax.nn.sigmoid(gate[..., 0]), gate[..., 1]

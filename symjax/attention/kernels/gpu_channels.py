@@ -9,6 +9,7 @@ takes one exponential a channel, and one matrix is both operands of the product:
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,10 +76,13 @@ def _level(query, key, sums, level: Any, at: Any) -> tuple[Array, Array, Array]:
 
 
 def _rows(query, key, value, sums, before, output, kept):
-    size, dtype = query.shape[1], value.dtype
-    time = jax.lax.iota(jnp.int32, CHUNK)
+    write_rows(query, key, value[...], sums, before, output, kept)
+
+
+def scores_of(query: Any, key: Any, sums: Any) -> Float[Array, "CHUNK CHUNK"]:
+    time, dtype = jax.lax.iota(jnp.int32, CHUNK), query.dtype
     scores = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    for at in _parts(size):
+    for at in _parts(query.shape[1]):
         own = dot(query[:, at], key[:, at], BY_LAST)
         scores += jnp.where(iota(0) == iota(1), own, 0.0)
 
@@ -90,9 +94,15 @@ def _rows(query, key, value, sums, before, output, kept):
             return scores + jnp.where(pairs, dot(x, x, BY_LAST), 0.0)
 
         scores = jax.lax.fori_loop(0, LEVELS, step, scores)
+    return scores
+
+
+def write_rows(query, key, value: Array, sums, before, output, kept) -> None:
+    dtype = value.dtype
+    scores = scores_of(query, key, sums)
     kept[...] = scores.astype(dtype)
-    found = dot(scores.astype(dtype), value[...])
-    for at in _parts(size):
+    found = dot(scores.astype(dtype), value)
+    for at in _parts(query.shape[1]):
         asking = query[:, at].astype(jnp.float32) * jnp.exp2(sums[:, at])
         found += dot(asking.astype(dtype), before[at, :])
     output[...] = found.astype(dtype)
@@ -130,19 +140,46 @@ def backward(
         warps=8,
         interpret=interpret,
     )
+    summed = query.dtype, dtype, jnp.float32
+    given = query, key, value, sums, change, before, after, of_scores
+    of_query, of_key, of_decay = of_channels(interpret, summed, *given)
+    return of_query, of_key, of_value, of_decay
+
+
+def of_channels(
+    interpret: Any,
+    dtypes: tuple,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T _ V"],
+    sums: Float[Array, "B T K H"],
+    change: Float[Array, "B T N V"],
+    before: Float[Array, "B _ chunks H V"],
+    after: Float[Array, "B N chunks H V"],
+    of_scores: Float[Array, "B N T CHUNK"],
+    *,
+    joins: bool = True,
+) -> list[Array]:
+    """The gradients of queries, keys and decays, each of query heads.
+
+    joins: with what keys and decays do to the state after a chunk.
+    """
+    _, length, heads, size = query.shape
+    width, shared = value.shape[3], heads // key.shape[2]
+    shared_values, shared_states = heads // value.shape[2], heads // before.shape[1]
     block = min(BLOCK, size)
     parts = size // block
     mine, common = (token_block(block, x, parts, split=True) for x in (1, shared))
-    of_query, of_key, of_decay = call(
-        _of_channels,
-        (parts * (length // CHUNK), heads, batch),
+    return call(
+        partial(_of_channels, joins),
+        (parts * (length // CHUNK), heads, len(query)),
         [
             (mine, query),
             (common, key),
-            (token_block(width, shared, parts), value),
+            (token_block(width, shared_values, parts), value),
             (common, sums),
             (token_block(width, 1, parts), change),
-            (state_block(block, width, shared, parts), before),
+            (state_block(block, width, shared_states, parts), before),
             (state_block(block, width, 1, parts), after),
             (pair_block(parts), of_scores),
             *(
@@ -150,24 +187,21 @@ def backward(
                 for x in _tables(value.dtype)
             ),
         ],
-        [(mine, query.shape, x) for x in (query.dtype, dtype, jnp.float32)],
+        [(mine, query.shape, x) for x in dtypes],
         warps=4,
         interpret=interpret,
     )
-    return of_query, of_key, of_value, of_decay
 
 
 def _of_values_and_scores(
     key, value, sums, change, scores, after, of_value, of_scores
 ):  # fmt: skip
-    """Gradients of values, and of scores, above the diagonal those of the same pairs.
+    """Gradients of values, and of scores as `mirrored`.
 
     after: the gradient of the state after the chunk.
     """
     dtype = change.dtype
-    below = dot(change[...], value[...], BY_LAST)
-    above = dot(value[...], change[...], BY_LAST)
-    of_scores[...] = jnp.where(iota(0) >= iota(1), below, above).astype(dtype)
+    of_scores[...] = mirrored(change[...], value[...])
     found, size = dot(scores[...], change[...], TRANSPOSED), key.shape[1]
     block = min(BLOCK, size)
 
@@ -179,6 +213,14 @@ def _of_values_and_scores(
 
     found = jax.lax.fori_loop(0, size // block, part, found)
     of_value[...] = found.astype(of_value.dtype)
+
+
+def mirrored(
+    change: Float[Array, "CHUNK V"], value: Float[Array, "CHUNK V"]
+) -> Float[Array, "CHUNK CHUNK"]:
+    """The gradients of scores, above the diagonal those of the same pairs."""
+    below, above = dot(change, value, BY_LAST), dot(value, change, BY_LAST)
+    return jnp.where(iota(0) >= iota(1), below, above).astype(change.dtype)
 
 
 def _tables(dtype: Any) -> tuple[Array, Array]:
@@ -195,7 +237,7 @@ def _tables(dtype: Any) -> tuple[Array, Array]:
 
 
 def _of_channels(
-    query, key, value, sums, change, before, after, of_scores, pairs, taken,
+    joins, query, key, value, sums, change, before, after, of_scores, pairs, taken,
     of_query, of_key, of_decay,
 ):  # fmt: skip
     """Gradients of queries, keys and decays, of one part of the channels.
@@ -208,9 +250,10 @@ def _of_channels(
 
     def through_states(i, found):
         at, (by_query, by_key, through) = pl.ds(i * block, block), found
-        through += (wide(before.at[:, at]) * wide(after.at[:, at])).sum(axis=1)
         by_query += dot(change[:, at], before[:, at], BY_LAST)
-        by_key += dot(value[:, at], after[:, at], BY_LAST)
+        if joins:
+            through += (wide(before.at[:, at]) * wide(after.at[:, at])).sum(axis=1)
+            by_key += dot(value[:, at], after[:, at], BY_LAST)
         return by_query, by_key, through
 
     block, nothing = min(BLOCK, width), jnp.zeros((CHUNK, size), jnp.float32)

@@ -1,4 +1,4 @@
-"""The delta rule with a decay a head, forward and backward, on NVIDIA GPUs.
+"""The delta rule, with a decay a head or a channel, on NVIDIA GPUs.
 
 With P the faded products of a chunk's keys with earlier ones, and X = v − k S, token t
 misses w_t at its key and writes u_t = β_t w_t:
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from symjax.attention.kernels import gpu_channels, gpu_heads
 from symjax.attention.kernels.gpu_chunks import (
     BLOCK,
     BY_LAST,
@@ -43,13 +44,6 @@ from symjax.attention.kernels.gpu_chunks import (
     token_block,
     wide,
 )
-from symjax.attention.kernels.gpu_heads import (
-    of_pairs,
-    of_reading,
-    of_writing,
-    weights,
-    write_rows,
-)
 
 LEVELS = CHUNK.bit_length() - 1
 
@@ -59,7 +53,7 @@ def forward(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K V"],
-    log_decay: Float[Array, "B T K"],
+    log_decay: Float[Array, "B T K *H"],
     beta: Float[Array, "B T K"],
 ) -> tuple[Array, ...]:
     """The output, the state before each chunk, what tokens miss, and of each chunk's
@@ -67,7 +61,8 @@ def forward(
     batch, length, heads, size = query.shape
     width, shared = value.shape[3], heads // key.shape[2]
     count, dtype = length // CHUNK, value.dtype
-    sums, beta = _by_head(log_decay, beta)
+    sums, of_sums, all_sums = _sums(log_decay, shared)
+    beta = jnp.swapaxes(beta, 1, 2)
     pairs = pair_block(), (batch, heads, length, CHUNK), dtype
     rows = batch, length, heads, width
     (resolvent,) = call(
@@ -75,7 +70,7 @@ def forward(
         (count, heads, batch),
         [
             (token_block(size, shared), key),
-            (number_block(shared), sums),
+            (of_sums, sums),
             (number_block(shared), beta),
         ],
         [pairs],
@@ -89,7 +84,7 @@ def forward(
         [
             (all_tokens(length, size, shared, first_part), key),
             (all_tokens(length, v, shared, own_part), value),
-            (all_numbers(length, shared), sums),
+            (all_sums, sums),
             (all_numbers(length, shared), beta),
             (all_pairs(length), resolvent),
         ],
@@ -97,7 +92,7 @@ def forward(
             _states(batch, count, heads, size, width, dtype),
             (all_tokens(length, v, 1, own_part), rows, dtype),
         ],
-        warps=4,
+        warps=8,
         stages=2,
         interpret=interpret,
     )
@@ -108,7 +103,7 @@ def forward(
             (token_block(size), query),
             (token_block(size, shared), key),
             (token_block(width), missing),
-            (number_block(shared), sums),
+            (of_sums, sums),
             (number_block(shared), beta),
             (state_block(size, width), before),
         ],
@@ -119,9 +114,17 @@ def forward(
     return output, before, missing, scores, resolvent
 
 
-def _by_head(*numbers: Float[Array, "B T K"]) -> list[Float[Array, "B K T"]]:
-    log_decay, beta = numbers
-    return [jnp.swapaxes(x, 1, 2) for x in (sums_of(log_decay), beta)]
+def _sums(
+    log_decay: Float[Array, "B T K *H"], shared: int
+) -> tuple[Float[Array, "B T K H"] | Float[Array, "B K T"], Any, Any]:
+    """The sums of decays, and their blocks: of a chunk, and of all time."""
+    sums, length = sums_of(log_decay), log_decay.shape[1]
+    if log_decay.ndim == 3:
+        blocks = number_block(shared), all_numbers(length, shared)
+        return jnp.swapaxes(sums, 1, 2), *blocks
+    size = log_decay.shape[3]
+    blocks = token_block(size, shared), all_tokens(length, size, shared, first_part)
+    return sums, *blocks
 
 
 def _states(
@@ -132,15 +135,23 @@ def _states(
     return block, (batch, heads, count, size, width), dtype
 
 
+def _form(sums: Any) -> Any:
+    return gpu_channels if _by_channel(sums) else gpu_heads
+
+
+def _by_channel(sums: Any) -> bool:
+    return len(sums.shape) == 2
+
+
 def _resolve(key, sums, beta, resolvent):
-    pairs = dot(key[...], key[...], BY_LAST) * weights(sums)
-    apart = iota(0) ^ iota(1)
+    pairs = _form(sums).scores_of(key, key, sums)
+    apart, strength = iota(0) ^ iota(1), beta[...][None, :]
     found = jnp.where(apart == 1, pairs, 0.0)
 
     def step(level, found):
         corner = jnp.where(apart >> level == 1, pairs, 0.0)
-        corner -= dot(corner * beta[...][None, :], found)
-        return found + corner - dot(found * beta[...][None, :], corner)
+        corner -= dot(corner * strength, found)
+        return found + corner - dot(found * strength, corner)
 
     found = jax.lax.fori_loop(1, LEVELS, step, found)
     resolvent[...] = found.astype(resolvent.dtype)
@@ -148,11 +159,20 @@ def _resolve(key, sums, beta, resolvent):
 
 def _chunk(i: Any, sums: Any, beta: Any) -> tuple[Any, Array, Array, Array, Array]:
     """Where a chunk is in time; of its tokens the decays since its start and until its
-    end [CHUNK 1], all of them, and β."""
-    here = pl.ds(i * CHUNK, CHUNK)
-    since, last = sums[here], sums[i * CHUNK + CHUNK - 1]
-    since, until = (jnp.exp2(x)[:, None] for x in (since, last - since))
-    return here, since, until, jnp.exp2(last), beta[here][:, None]
+    end, all of them, and β."""
+    here, end = pl.ds(i * CHUNK, CHUNK), i * CHUNK + CHUNK - 1
+    if _by_channel(sums):
+        since, last = sums[here, :], sums[end, :]
+        until, through = last[None, :] - since, last[:, None]
+    else:
+        since, last = sums[here][:, None], sums[end]
+        until, through = last - since, last
+    since, until, through = map(jnp.exp2, (since, until, through))
+    return here, since, until, through, beta[here][:, None]
+
+
+def _times(x: Array, factor: Array) -> Array:
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def _advance(key, value, sums, beta, resolvent, before, missing):
@@ -162,19 +182,19 @@ def _advance(key, value, sums, beta, resolvent, before, missing):
         here, since, until, through, strength = _chunk(i, sums, beta)
         keys, kept = key[here, :], state.astype(dtype)
         before[i] = kept
-        found = value[here, :].astype(jnp.float32) - since * dot(keys, kept)
+        found = value[here, :].astype(jnp.float32) - dot(_times(keys, since), kept)
         found -= dot(resolvent[here, :], (strength * found).astype(dtype))
         missing[here, :] = found.astype(dtype)
-        new = (strength * until * found).astype(dtype)
-        return state * through + dot(keys, new, TRANSPOSED)
+        new = (strength * found).astype(dtype)
+        return state * through + dot(_times(keys, until), new, TRANSPOSED)
 
     state = jnp.zeros((key.shape[1], value.shape[1]), jnp.float32)
     jax.lax.fori_loop(0, before.shape[0], step, state)
 
 
 def _rows(query, key, missing, sums, beta, before, output, kept):
-    written = (beta[...][:, None] * wide(missing)).astype(missing.dtype)
-    write_rows(query, key, written, sums, before, output, kept)
+    written = _times(missing[...], beta[...][:, None])
+    _form(sums).write_rows(query, key, written, sums, before, output, kept)
 
 
 def backward(
@@ -185,11 +205,12 @@ def backward(
 ) -> tuple[Array, ...]:
     """Gradients of the five operands given to `forward`, each of query heads."""
     query, key, value, log_decay, beta = given
-    before, missing, scores, resolvent = kept
+    *_, scores, resolvent = kept
     batch, length, heads, size = query.shape
     width, shared = value.shape[3], heads // key.shape[2]
-    count, dtype = length // CHUNK, value.dtype
-    sums, beta = _by_head(log_decay, beta)
+    dtype = value.dtype
+    sums, _, all_sums = _sums(log_decay, shared)
+    beta = jnp.swapaxes(beta, 1, 2)
     v = min(BLOCK, width)
     after, of_written = call(
         _return,
@@ -197,49 +218,113 @@ def backward(
         [
             (all_tokens(length, size, 1, first_part), query),
             (all_tokens(length, size, shared, first_part), key),
-            (all_numbers(length, shared), sums),
+            (all_sums, sums),
             (all_numbers(length, shared), beta),
             (all_tokens(length, v, 1, own_part), change),
             (all_pairs(length), scores),
             (all_pairs(length), resolvent),
         ],
         [
-            _states(batch, count, heads, size, width, dtype),
+            _states(batch, length // CHUNK, heads, size, width, dtype),
             (all_tokens(length, v, 1, own_part), change.shape, dtype),
         ],
-        warps=4,
+        warps=8,
         stages=2,
         interpret=interpret,
     )
-    summed = dtype if shared == 1 else jnp.float32
-    numbers = number_block(), (batch, heads, length), jnp.float32
-    of_query, of_key, of_value, of_decay, of_beta = call(
+    passed = sums, beta, change, of_written, after
+    found = _through_channels if log_decay.ndim == 4 else _through_heads
+    return found(interpret, given, kept, passed)
+
+
+def _blocks_of_rows(
+    given: Sequence[Array], missing: Array, beta: Array, change: Array, written: Array
+) -> tuple[tuple, list, list]:
+    """The grid, operands and first two results of kernels that begin with `_of_rows`:
+    of values, as they are added up over heads, and of β."""
+    shared = given[0].shape[2] // given[1].shape[2]
+    batch, length, heads, width = change.shape
+    numbers, rows = number_block(shared), token_block(width)
+    operands = [(rows, missing), (numbers, beta), (rows, change), (rows, written)]
+    results = [
+        (rows, change.shape, _summed(given)),
+        (number_block(), (batch, heads, length), jnp.float32),
+    ]
+    return (length // CHUNK, heads, batch), operands, results
+
+
+def _summed(given: Sequence[Array]) -> Any:
+    """The dtype of gradients that are added up over the query heads of a key head."""
+    return given[2].dtype if given[0].shape[2] == given[1].shape[2] else jnp.float32
+
+
+def _through_heads(
+    interpret: Any, given: Sequence[Array], kept: Sequence[Array], passed: tuple
+) -> tuple[Array, ...]:
+    query, key, *_ = given
+    before, missing, scores, _ = kept
+    sums, beta, change, of_written, after = passed
+    grid, operands, results = _blocks_of_rows(given, missing, beta, change, of_written)
+    size, shared = key.shape[3], query.shape[2] // key.shape[2]
+    state = state_block(size, change.shape[3])
+    of_value, of_beta, of_query, of_key, of_decay = call(
         _gradients,
-        (count, heads, batch),
+        grid,
         [
+            *operands,
             (token_block(size), query),
             (token_block(size, shared), key),
-            (token_block(width), missing),
             (number_block(shared), sums),
-            (number_block(shared), beta),
-            (token_block(width), change),
-            (token_block(width), of_written),
-            (state_block(size, width), before),
-            (state_block(size, width), after),
+            (state, before),
+            (state, after),
             (pair_block(), scores),
         ],
         [
+            *results,
             (token_block(size), query.shape, query.dtype),
-            (token_block(size), query.shape, summed),
-            (token_block(width), change.shape, summed),
-            numbers,
-            numbers,
+            (token_block(size), query.shape, _summed(given)),
+            results[1],
         ],
         warps=8,
         interpret=interpret,
     )
     of_decay, of_beta = (jnp.swapaxes(x, 1, 2) for x in (of_decay, of_beta))
     return of_query, of_key, of_value, of_decay, of_beta
+
+
+def _through_channels(
+    interpret: Any, given: Sequence[Array], kept: Sequence[Array], passed: tuple
+) -> tuple[Array, ...]:
+    query, key, *_ = given
+    before, missing, scores, _ = kept
+    sums, beta, change, of_written, after = passed
+    grid, operands, results = _blocks_of_rows(given, missing, beta, change, of_written)
+    rows = operands[0][0], change.shape, missing.dtype
+    pairs = pair_block(), scores.shape, scores.dtype
+    of_value, of_beta, written, erased, of_queries, of_keys = call(
+        _of_pairs,
+        grid,
+        operands,
+        [*results, rows, rows, pairs, pairs],
+        warps=8,
+        interpret=interpret,
+    )
+    states = before, after
+    of_query, of_key, of_decay = gpu_channels.of_channels(
+        interpret,
+        (query.dtype, jnp.float32, jnp.float32),
+        *(query, key, written, sums, change, *states, of_queries),
+    )
+    keys = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    asking, joined, decays = gpu_channels.of_channels(
+        interpret,
+        (jnp.float32,) * 3,
+        *(keys, key, written, sums, erased, *states, of_keys),
+        joins=False,
+    )
+    of_key = (of_key + asking + joined).astype(_summed(given))
+    of_beta = jnp.swapaxes(of_beta, 1, 2)
+    return of_query, of_key, of_value, of_decay + decays, of_beta
 
 
 def _return(
@@ -253,45 +338,66 @@ def _return(
         here, since, until, through, strength = _chunk(i, sums, beta)
         keys, asked, kept = key[here, :], change[here, :], grown.astype(dtype)
         after[i] = kept
-        found = until * dot(keys, kept) + dot(scores[here, :], asked, TRANSPOSED)
+        found = dot(_times(keys, until), kept)
+        found += dot(scores[here, :], asked, TRANSPOSED)
         weighed = (strength * found).astype(dtype)
         found -= dot(resolvent[here, :], weighed, TRANSPOSED)
         of_written[here, :] = found.astype(dtype)
-        asked = (since * asked.astype(jnp.float32)).astype(dtype)
-        erased = (since * strength * found).astype(dtype)
-        grown = grown * through + dot(query[here, :], asked, TRANSPOSED)
-        return grown - dot(keys, erased, TRANSPOSED)
+        erased = (strength * found).astype(dtype)
+        grown *= through
+        grown += dot(_times(query[here, :], since), asked, TRANSPOSED)
+        return grown - dot(_times(keys, since), erased, TRANSPOSED)
 
     grown = jnp.zeros((key.shape[1], change.shape[1]), jnp.float32)
     jax.lax.fori_loop(0, after.shape[0], step, grown)
 
 
+def _of_rows(
+    missing: Any, beta: Any, of_written: Any, of_value: Any, of_beta: Any
+) -> tuple[Float[Array, "CHUNK V"], Float[Array, "CHUNK V"]]:
+    """What is written, and the gradient of what keys read of the state; those of values
+    and β are done."""
+    dtype, strength = missing.dtype, beta[...][:, None]
+    missed, changed = wide(missing), wide(of_written)
+    of_beta[...] = (missed * changed).sum(axis=1)
+    of_value[...] = (strength * changed).astype(of_value.dtype)
+    return (strength * missed).astype(dtype), (-strength * changed).astype(dtype)
+
+
+def _of_pairs(
+    missing, beta, change, of_written,
+    of_value, of_beta, written, erased, of_queries, of_keys,
+):  # fmt: skip
+    u, e = _of_rows(missing, beta, of_written, of_value, of_beta)
+    written[...], erased[...] = u, e
+    of_queries[...] = gpu_channels.mirrored(change[...], u)
+    pairs = gpu_channels.mirrored(e, u)
+    of_keys[...] = jnp.where(iota(0) == iota(1), jnp.zeros_like(pairs), pairs)
+
+
 def _gradients(
-    query, key, missing, sums, beta, change, of_written, before, after, scores,
-    of_query, of_key, of_value, of_decay, of_beta,
+    missing, beta, change, of_written, query, key, sums, before, after, scores,
+    of_value, of_beta, of_query, of_key, of_decay,
 ):  # fmt: skip
     """A decay's gradient is the sum over what it fades: pairs across it, the state
     before, which queries and keys ask, and keys for the state after."""
-    dtype, strength = change.dtype, beta[...][:, None]
-    missed, written = wide(missing), wide(of_written)
-    of_beta[...] = (missed * written).sum(axis=1)
-    of_value[...] = (strength * written).astype(of_value.dtype)
-    erased = (-strength * written).astype(dtype)
-    written = (strength * missed).astype(dtype)
-    of_queries, fades = of_pairs(change[...], written, wide(scores), sums)
-    pairs = dot(key[...], key[...], BY_LAST) * weights(sums, 1)
-    of_keys, more = of_pairs(erased, written, pairs, sums, since=1)
+    written, erased = _of_rows(missing, beta, of_written, of_value, of_beta)
+    of_queries, fades = gpu_heads.of_pairs(change[...], written, wide(scores), sums)
+    pairs = dot(key[...], key[...], BY_LAST) * gpu_heads.weights(sums, 1)
+    of_keys, more = gpu_heads.of_pairs(erased, written, pairs, sums, since=1)
     block = min(BLOCK, query.shape[1])
 
     def part(i, fades):
         at = pl.ds(i * block, block)
         asking, keys, state = query.at[:, at], key.at[:, at], before.at[at, :]
-        found, read = of_reading(asking, keys, change[...], of_queries, sums, state)
+        reading = gpu_heads.of_reading
+        found, read = reading(asking, keys, change[...], of_queries, sums, state)
         of_query[:, at] = found.astype(of_query.dtype)
         whole = dot(of_queries, asking[...], TRANSPOSED)
-        found, erases = of_reading(keys, keys, erased, of_keys, sums, state)
+        found, erases = reading(keys, keys, erased, of_keys, sums, state)
         whole += found + dot(of_keys, keys[...], TRANSPOSED)
-        found, joins = of_writing(keys, written, sums, state, after.at[at, :])
+        given = keys, written, sums, state, after.at[at, :]
+        found, joins = gpu_heads.of_writing(*given)
         of_key[:, at] = (whole + found).astype(of_key.dtype)
         return fades + read + erases + joins
 

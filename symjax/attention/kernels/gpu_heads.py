@@ -41,8 +41,12 @@ def _rows(query, key, value, sums, before, output, kept):
     write_rows(query, key, value[...], sums, before, output, kept)
 
 
+def scores_of(query: Any, key: Any, sums: Any) -> Float[Array, "CHUNK CHUNK"]:
+    return dot(query[...], key[...], BY_LAST) * weights(sums)
+
+
 def write_rows(query, key, value: Array, sums, before, output, kept) -> None:
-    scores = dot(query[...], key[...], BY_LAST) * weights(sums)
+    scores = scores_of(query, key, sums)
     kept[...] = scores.astype(value.dtype)
     read = dot(query[...], before[...]) * jnp.exp2(sums[...])[:, None]
     output[...] = (read + dot(scores.astype(value.dtype), value)).astype(value.dtype)

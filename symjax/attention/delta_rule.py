@@ -161,6 +161,7 @@ def delta_causal(
 
     Float32 loses most where the keys of a chunk are nearly equal and β is near 2: 7e-5
     of the largest output with keys within 1e-3 of one direction, and 1e-6 by steps.
+    Kernels of bfloat16 lose 3e-2 there with keys within 1e-2.
 
     Args:
         beta: how much of what a key holds is replaced.

@@ -181,7 +181,7 @@ def of_channels(
             (token_block(width, 1, parts), change),
             (state_block(block, width, shared_states, parts), before),
             (state_block(block, width, 1, parts), after),
-            (pair_block(parts), of_scores),
+            (pair_block(parts=parts), of_scores),
             *(
                 (pl.BlockSpec(x.shape, lambda *_: (0, 0, 0)), x)
                 for x in _tables(value.dtype)

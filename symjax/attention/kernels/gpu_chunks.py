@@ -94,10 +94,10 @@ def state_block(size: int, width: int, shared: int = 1, parts: int = 1) -> Any:
     )
 
 
-def pair_block(parts: int = 1) -> Any:
-    """[CHUNK CHUNK] of [B N T CHUNK]."""
+def pair_block(shared: int = 1, parts: int = 1) -> Any:
+    """[CHUNK CHUNK] of [B heads T CHUNK]."""
     return pl.BlockSpec(
-        (None, None, CHUNK, CHUNK), lambda i, n, b: (b, n, i // parts, 0)
+        (None, None, CHUNK, CHUNK), lambda i, n, b: (b, n // shared, i // parts, 0)
     )
 
 
@@ -126,9 +126,11 @@ def all_numbers(length: int, shared: int) -> Any:
     return pl.BlockSpec((None, None, length), lambda i, n, b: (b, n // shared, 0))
 
 
-def all_pairs(length: int) -> Any:
-    """[T CHUNK] of [B N T CHUNK]."""
-    return pl.BlockSpec((None, None, length, CHUNK), lambda i, n, b: (b, n, 0, 0))
+def all_pairs(length: int, shared: int) -> Any:
+    """[T CHUNK] of [B heads T CHUNK]."""
+    return pl.BlockSpec(
+        (None, None, length, CHUNK), lambda i, n, b: (b, n // shared, 0, 0)
+    )
 
 
 def all_states(count: int, size: int, width: int, part: Part, column: Part) -> Any:

@@ -6,8 +6,8 @@ misses w_t at its key and writes u_t = β_t w_t:
     w + P β w = X,  so that  w = X − R β X  with the resolvent R = P (I + β P)⁻¹
 
 R of blocks of 2, 4 … 64 tokens comes from those of half the size, with C the pairs of P
-between them: R + (I − R β) C (I − β R). It has nothing on the diagonal, so that what is
-rounded of it is a part of what it corrects.
+between them: R + (I − R β) C (I − β R). Where keys are nearly equal R β X takes away
+most of X, so that these products keep 16 bits, as on a TPU.
 
 Backward, with d what changes by u in the rows of the chunk and in the state after it,
 the gradient of u is r = d − Rᵀ β d. Of values it is β r, of β r·w, and a key asks its
@@ -23,6 +23,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from symjax.attention.kernels import gpu_channels, gpu_heads
+from symjax.attention.kernels.blocks import in_parts
+from symjax.attention.kernels.gpu_channels import LEVELS
 from symjax.attention.kernels.gpu_chunks import (
     BLOCK,
     BY_LAST,
@@ -45,8 +47,6 @@ from symjax.attention.kernels.gpu_chunks import (
     wide,
 )
 
-LEVELS = CHUNK.bit_length() - 1
-
 
 def forward(
     interpret: Any,
@@ -56,44 +56,38 @@ def forward(
     log_decay: Float[Array, "B T K *H"],
     beta: Float[Array, "B T K"],
 ) -> tuple[Array, ...]:
-    """The output, the state before each chunk, what tokens miss, and of each chunk's
-    pairs the scores and the resolvent."""
+    """The output; of key heads the state before each chunk and what tokens miss; the
+    scores of a chunk's pairs; and of key heads their resolvent."""
     batch, length, heads, size = query.shape
-    width, shared = value.shape[3], heads // key.shape[2]
-    count, dtype = length // CHUNK, value.dtype
-    sums, of_sums, all_sums = _sums(log_decay, shared)
+    key_heads, width = value.shape[2:]
+    count, dtype, shared = length // CHUNK, value.dtype, heads // key_heads
+    sums, of_sums, all_sums = _sums(log_decay, 1)
     beta = jnp.swapaxes(beta, 1, 2)
-    pairs = pair_block(), (batch, heads, length, CHUNK), dtype
-    rows = batch, length, heads, width
     (resolvent,) = call(
         _resolve,
-        (count, heads, batch),
-        [
-            (token_block(size, shared), key),
-            (of_sums, sums),
-            (number_block(shared), beta),
-        ],
-        [pairs],
+        (count, key_heads, batch),
+        [(token_block(size), key), (of_sums, sums), (number_block(), beta)],
+        [(pair_block(), (batch, key_heads, length, CHUNK), jnp.float32)],
         warps=4,
         interpret=interpret,
     )
     v = min(BLOCK, width)
     before, missing = call(
         _advance,
-        (width // v, heads, batch),
+        (width // v, key_heads, batch),
         [
-            (all_tokens(length, size, shared, first_part), key),
-            (all_tokens(length, v, shared, own_part), value),
+            (all_tokens(length, size, 1, first_part), key),
+            (all_tokens(length, v, 1, own_part), value),
             (all_sums, sums),
-            (all_numbers(length, shared), beta),
-            (all_pairs(length), resolvent),
+            (all_numbers(length, 1), beta),
+            (all_pairs(length, 1), resolvent),
         ],
         [
-            _states(batch, count, heads, size, width, dtype),
-            (all_tokens(length, v, 1, own_part), rows, dtype),
+            _states(batch, count, key_heads, size, width, v, dtype),
+            (all_tokens(length, v, 1, own_part), value.shape, dtype),
         ],
         warps=8,
-        stages=2,
+        stages=_stages(log_decay),
         interpret=interpret,
     )
     output, scores = call(
@@ -102,12 +96,15 @@ def forward(
         [
             (token_block(size), query),
             (token_block(size, shared), key),
-            (token_block(width), missing),
-            (of_sums, sums),
+            (token_block(width, shared), missing),
+            (_sums(log_decay, shared)[1], sums),
             (number_block(shared), beta),
-            (state_block(size, width), before),
+            (state_block(size, width, shared), before),
         ],
-        [(token_block(width), rows, dtype), pairs],
+        [
+            (token_block(width), (batch, length, heads, width), dtype),
+            (pair_block(), (batch, heads, length, CHUNK), dtype),
+        ],
         warps=4,
         interpret=interpret,
     )
@@ -127,11 +124,16 @@ def _sums(
     return sums, *blocks
 
 
+def _stages(log_decay: Float[Array, "B T K *H"]) -> int:
+    """How many chunks are loaded at a time, in the 99 KiB that smaller GPUs have."""
+    return 2 if log_decay.ndim == 3 else 1
+
+
 def _states(
-    batch: int, count: int, heads: int, size: int, width: int, dtype: Any
+    batch: int, count: int, heads: int, size: int, width: int, v: int, dtype: Any
 ) -> tuple:
-    """Of programs that have all rows of a state and some of its columns."""
-    block = all_states(count, size, min(BLOCK, width), first_part, own_part)
+    """Of programs that have all rows of a state and v of its columns."""
+    block = all_states(count, size, v, first_part, own_part)
     return block, (batch, heads, count, size, width), dtype
 
 
@@ -150,8 +152,8 @@ def _resolve(key, sums, beta, resolvent):
 
     def step(level, found):
         corner = jnp.where(apart >> level == 1, pairs, 0.0)
-        corner -= dot(corner * strength, found)
-        return found + corner - dot(found * strength, corner)
+        corner -= _closely(corner * strength, found)
+        return found + corner - _closely(found * strength, corner)
 
     found = jax.lax.fori_loop(1, LEVELS, step, found)
     resolvent[...] = found.astype(resolvent.dtype)
@@ -171,6 +173,17 @@ def _chunk(i: Any, sums: Any, beta: Any) -> tuple[Any, Array, Array, Array, Arra
     return here, since, until, through, beta[here][:, None]
 
 
+def _closely(
+    a: Float[Array, "CHUNK CHUNK"],
+    b: Float[Array, "CHUNK _"],
+    contract: tuple = ((1,), (0,)),
+) -> Float[Array, "CHUNK _"]:
+    """The product of float32 arrays with 16 of their 24 bits, in three of bfloat16."""
+    (high, low), (much, little) = (in_parts(x, 2) for x in (a, b))
+    found = dot(high, little, contract) + dot(low, much, contract)
+    return found + dot(high, much, contract)
+
+
 def _times(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
@@ -183,7 +196,7 @@ def _advance(key, value, sums, beta, resolvent, before, missing):
         keys, kept = key[here, :], state.astype(dtype)
         before[i] = kept
         found = value[here, :].astype(jnp.float32) - dot(_times(keys, since), kept)
-        found -= dot(resolvent[here, :], (strength * found).astype(dtype))
+        found -= _closely(resolvent[here, :], strength * found)
         missing[here, :] = found.astype(dtype)
         new = (strength * found).astype(dtype)
         return state * through + dot(_times(keys, until), new, TRANSPOSED)
@@ -221,15 +234,15 @@ def backward(
             (all_sums, sums),
             (all_numbers(length, shared), beta),
             (all_tokens(length, v, 1, own_part), change),
-            (all_pairs(length), scores),
-            (all_pairs(length), resolvent),
+            (all_pairs(length, 1), scores),
+            (all_pairs(length, shared), resolvent),
         ],
         [
-            _states(batch, length // CHUNK, heads, size, width, dtype),
+            _states(batch, length // CHUNK, heads, size, width, v, dtype),
             (all_tokens(length, v, 1, own_part), change.shape, dtype),
         ],
         warps=8,
-        stages=2,
+        stages=_stages(log_decay),
         interpret=interpret,
     )
     passed = sums, beta, change, of_written, after
@@ -245,7 +258,12 @@ def _blocks_of_rows(
     shared = given[0].shape[2] // given[1].shape[2]
     batch, length, heads, width = change.shape
     numbers, rows = number_block(shared), token_block(width)
-    operands = [(rows, missing), (numbers, beta), (rows, change), (rows, written)]
+    operands = [
+        (token_block(width, shared), missing),
+        (numbers, beta),
+        (rows, change),
+        (rows, written),
+    ]
     results = [
         (rows, change.shape, _summed(given)),
         (number_block(), (batch, heads, length), jnp.float32),
@@ -266,7 +284,7 @@ def _through_heads(
     sums, beta, change, of_written, after = passed
     grid, operands, results = _blocks_of_rows(given, missing, beta, change, of_written)
     size, shared = key.shape[3], query.shape[2] // key.shape[2]
-    state = state_block(size, change.shape[3])
+    width = change.shape[3]
     of_value, of_beta, of_query, of_key, of_decay = call(
         _gradients,
         grid,
@@ -275,8 +293,8 @@ def _through_heads(
             (token_block(size), query),
             (token_block(size, shared), key),
             (number_block(shared), sums),
-            (state, before),
-            (state, after),
+            (state_block(size, width, shared), before),
+            (state_block(size, width), after),
             (pair_block(), scores),
         ],
         [
@@ -299,7 +317,7 @@ def _through_channels(
     before, missing, scores, _ = kept
     sums, beta, change, of_written, after = passed
     grid, operands, results = _blocks_of_rows(given, missing, beta, change, of_written)
-    rows = operands[0][0], change.shape, missing.dtype
+    rows = token_block(change.shape[3]), change.shape, missing.dtype
     pairs = pair_block(), scores.shape, scores.dtype
     of_value, of_beta, written, erased, of_queries, of_keys = call(
         _of_pairs,
@@ -340,8 +358,7 @@ def _return(
         after[i] = kept
         found = dot(_times(keys, until), kept)
         found += dot(scores[here, :], asked, TRANSPOSED)
-        weighed = (strength * found).astype(dtype)
-        found -= dot(resolvent[here, :], weighed, TRANSPOSED)
+        found -= _closely(resolvent[here, :], strength * found, TRANSPOSED)
         of_written[here, :] = found.astype(dtype)
         erased = (strength * found).astype(dtype)
         grown *= through

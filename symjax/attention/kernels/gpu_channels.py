@@ -31,6 +31,7 @@ from symjax.attention.kernels.gpu_chunks import (
     pair_block,
     rows_of,
     state_block,
+    summed,
     sums_of,
     token_block,
     wide,
@@ -121,7 +122,7 @@ def backward(
     width, shared = value.shape[3], heads // key.shape[2]
     sums = sums_of(log_decay)
     after = decaying_states(query, change, sums, True, interpret)
-    dtype = value.dtype if shared == 1 else jnp.float32
+    dtype = summed(value, shared)
     of_value, of_scores = call(
         _of_values_and_scores,
         (length // CHUNK, heads, batch),
@@ -140,9 +141,9 @@ def backward(
         warps=8,
         interpret=interpret,
     )
-    summed = query.dtype, dtype, jnp.float32
+    dtypes = query.dtype, dtype, jnp.float32
     given = query, key, value, sums, change, before, after, of_scores
-    of_query, of_key, of_decay = of_channels(interpret, summed, *given)
+    of_query, of_key, of_decay = of_channels(interpret, dtypes, *given)
     return of_query, of_key, of_value, of_decay
 
 

@@ -67,6 +67,11 @@ def call(
     )(*arrays)
 
 
+def summed(like: Array, shared: int) -> Any:
+    """The dtype of gradients that are added up over so many query heads."""
+    return like.dtype if shared == 1 else jnp.float32
+
+
 # Blocks of a grid of (parts · chunks, query heads, examples).
 
 

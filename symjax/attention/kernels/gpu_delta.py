@@ -10,8 +10,7 @@ between them: R + (I − R β) C (I − β R). Where keys are nearly equal R β 
 most of X, so that these products keep 16 bits, as on a TPU.
 
 Backward, with d what changes by u in the rows of the chunk and in the state after it,
-the gradient of u is r = d − Rᵀ β d. Of values it is β r, of β r·w, and a key asks its
-state like a query whose row has the gradient −β r.
+the gradient of u is r = d − Rᵀ β d. `gpu_delta_gradients` has what follows from it.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from symjax.attention.kernels.blocks import in_parts
 from symjax.attention.kernels.gpu_channels import LEVELS
 from symjax.attention.kernels.gpu_chunks import (
     BLOCK,
-    BY_LAST,
     CHUNK,
     TRANSPOSED,
     all_numbers,
@@ -44,8 +42,8 @@ from symjax.attention.kernels.gpu_chunks import (
     state_block,
     sums_of,
     token_block,
-    wide,
 )
+from symjax.attention.kernels.gpu_delta_gradients import gradients
 
 
 def forward(
@@ -61,7 +59,7 @@ def forward(
     batch, length, heads, size = query.shape
     key_heads, width = value.shape[2:]
     count, dtype, shared = length // CHUNK, value.dtype, heads // key_heads
-    sums, of_sums, all_sums = _sums(log_decay, 1)
+    sums, (of_sums, all_sums) = _sums(log_decay), _blocks(log_decay, 1)
     beta = jnp.swapaxes(beta, 1, 2)
     (resolvent,) = call(
         _resolve,
@@ -97,7 +95,7 @@ def forward(
             (token_block(size), query),
             (token_block(size, shared), key),
             (token_block(width, shared), missing),
-            (_sums(log_decay, shared)[1], sums),
+            (_blocks(log_decay, shared)[0], sums),
             (number_block(shared), beta),
             (state_block(size, width, shared), before),
         ],
@@ -112,16 +110,20 @@ def forward(
 
 
 def _sums(
-    log_decay: Float[Array, "B T K *H"], shared: int
-) -> tuple[Float[Array, "B T K H"] | Float[Array, "B K T"], Any, Any]:
-    """The sums of decays, and their blocks: of a chunk, and of all time."""
-    sums, length = sums_of(log_decay), log_decay.shape[1]
+    log_decay: Float[Array, "B T K *H"],
+) -> Float[Array, "B T K H"] | Float[Array, "B K T"]:
+    sums = sums_of(log_decay)
+    return jnp.swapaxes(sums, 1, 2) if sums.ndim == 3 else sums
+
+
+def _blocks(log_decay: Float[Array, "B T K *H"], shared: int) -> tuple[Any, Any]:
+    """Of the sums of decays: those of a chunk, and of all time."""
+    length = log_decay.shape[1]
     if log_decay.ndim == 3:
-        blocks = number_block(shared), all_numbers(length, shared)
-        return jnp.swapaxes(sums, 1, 2), *blocks
+        return number_block(shared), all_numbers(length, shared)
     size = log_decay.shape[3]
-    blocks = token_block(size, shared), all_tokens(length, size, shared, first_part)
-    return sums, *blocks
+    every = all_tokens(length, size, shared, first_part)
+    return token_block(size, shared), every
 
 
 def _stages(log_decay: Float[Array, "B T K *H"]) -> int:
@@ -156,7 +158,7 @@ def _resolve(key, sums, beta, resolvent):
         return found + corner - _closely(found * strength, corner)
 
     found = jax.lax.fori_loop(1, LEVELS, step, found)
-    resolvent[...] = found.astype(resolvent.dtype)
+    resolvent[...] = found
 
 
 def _chunk(i: Any, sums: Any, beta: Any) -> tuple[Any, Array, Array, Array, Array]:
@@ -218,11 +220,11 @@ def backward(
 ) -> tuple[Array, ...]:
     """Gradients of the five operands given to `forward`, each of query heads."""
     query, key, value, log_decay, beta = given
-    *_, scores, resolvent = kept
+    before, missing, scores, resolvent = kept
     batch, length, heads, size = query.shape
     width, shared = value.shape[3], heads // key.shape[2]
     dtype = value.dtype
-    sums, _, all_sums = _sums(log_decay, shared)
+    sums, (_, all_sums) = _sums(log_decay), _blocks(log_decay, shared)
     beta = jnp.swapaxes(beta, 1, 2)
     v = min(BLOCK, width)
     after, of_written = call(
@@ -245,104 +247,19 @@ def backward(
         stages=_stages(log_decay),
         interpret=interpret,
     )
-    passed = sums, beta, change, of_written, after
-    found = _through_channels if log_decay.ndim == 4 else _through_heads
-    return found(interpret, given, kept, passed)
-
-
-def _blocks_of_rows(
-    given: Sequence[Array], missing: Array, beta: Array, change: Array, written: Array
-) -> tuple[tuple, list, list]:
-    """The grid, operands and first two results of kernels that begin with `_of_rows`:
-    of values, as they are added up over heads, and of β."""
-    shared = given[0].shape[2] // given[1].shape[2]
-    batch, length, heads, width = change.shape
-    numbers, rows = number_block(shared), token_block(width)
-    operands = [
-        (token_block(width, shared), missing),
-        (numbers, beta),
-        (rows, change),
-        (rows, written),
-    ]
-    results = [
-        (rows, change.shape, _summed(given)),
-        (number_block(), (batch, heads, length), jnp.float32),
-    ]
-    return (length // CHUNK, heads, batch), operands, results
-
-
-def _summed(given: Sequence[Array]) -> Any:
-    """The dtype of gradients that are added up over the query heads of a key head."""
-    return given[2].dtype if given[0].shape[2] == given[1].shape[2] else jnp.float32
-
-
-def _through_heads(
-    interpret: Any, given: Sequence[Array], kept: Sequence[Array], passed: tuple
-) -> tuple[Array, ...]:
-    query, key, *_ = given
-    before, missing, scores, _ = kept
-    sums, beta, change, of_written, after = passed
-    grid, operands, results = _blocks_of_rows(given, missing, beta, change, of_written)
-    size, shared = key.shape[3], query.shape[2] // key.shape[2]
-    width = change.shape[3]
-    of_value, of_beta, of_query, of_key, of_decay = call(
-        _gradients,
-        grid,
-        [
-            *operands,
-            (token_block(size), query),
-            (token_block(size, shared), key),
-            (number_block(shared), sums),
-            (state_block(size, width, shared), before),
-            (state_block(size, width), after),
-            (pair_block(), scores),
-        ],
-        [
-            *results,
-            (token_block(size), query.shape, query.dtype),
-            (token_block(size), query.shape, _summed(given)),
-            results[1],
-        ],
-        warps=8,
-        interpret=interpret,
-    )
-    of_decay, of_beta = (jnp.swapaxes(x, 1, 2) for x in (of_decay, of_beta))
-    return of_query, of_key, of_value, of_decay, of_beta
-
-
-def _through_channels(
-    interpret: Any, given: Sequence[Array], kept: Sequence[Array], passed: tuple
-) -> tuple[Array, ...]:
-    query, key, *_ = given
-    before, missing, scores, _ = kept
-    sums, beta, change, of_written, after = passed
-    grid, operands, results = _blocks_of_rows(given, missing, beta, change, of_written)
-    rows = token_block(change.shape[3]), change.shape, missing.dtype
-    pairs = pair_block(), scores.shape, scores.dtype
-    of_value, of_beta, written, erased, of_queries, of_keys = call(
-        _of_pairs,
-        grid,
-        operands,
-        [*results, rows, rows, pairs, pairs],
-        warps=8,
-        interpret=interpret,
-    )
-    states = before, after
-    of_query, of_key, of_decay = gpu_channels.of_channels(
+    return gradients(
         interpret,
-        (query.dtype, jnp.float32, jnp.float32),
-        *(query, key, written, sums, change, *states, of_queries),
+        query,
+        key,
+        missing,
+        sums,
+        beta,
+        change,
+        of_written,
+        before,
+        after,
+        scores,
     )
-    keys = jnp.repeat(key, query.shape[2] // key.shape[2], axis=2)
-    asking, joined, decays = gpu_channels.of_channels(
-        interpret,
-        (jnp.float32,) * 3,
-        *(keys, key, written, sums, erased, *states, of_keys),
-        joins=False,
-    )
-    of_key = (of_key + asking + joined).astype(_summed(given))
-    of_beta = jnp.swapaxes(of_beta, 1, 2)
-    return of_query, of_key, of_value, of_decay + decays, of_beta
 
 
 def _return(
@@ -367,55 +284,3 @@ def _return(
 
     grown = jnp.zeros((key.shape[1], change.shape[1]), jnp.float32)
     jax.lax.fori_loop(0, after.shape[0], step, grown)
-
-
-def _of_rows(
-    missing: Any, beta: Any, of_written: Any, of_value: Any, of_beta: Any
-) -> tuple[Float[Array, "CHUNK V"], Float[Array, "CHUNK V"]]:
-    """What is written, and the gradient of what keys read of the state; those of values
-    and β are done."""
-    dtype, strength = missing.dtype, beta[...][:, None]
-    missed, changed = wide(missing), wide(of_written)
-    of_beta[...] = (missed * changed).sum(axis=1)
-    of_value[...] = (strength * changed).astype(of_value.dtype)
-    return (strength * missed).astype(dtype), (-strength * changed).astype(dtype)
-
-
-def _of_pairs(
-    missing, beta, change, of_written,
-    of_value, of_beta, written, erased, of_queries, of_keys,
-):  # fmt: skip
-    u, e = _of_rows(missing, beta, of_written, of_value, of_beta)
-    written[...], erased[...] = u, e
-    of_queries[...] = gpu_channels.mirrored(change[...], u)
-    pairs = gpu_channels.mirrored(e, u)
-    of_keys[...] = jnp.where(iota(0) == iota(1), jnp.zeros_like(pairs), pairs)
-
-
-def _gradients(
-    missing, beta, change, of_written, query, key, sums, before, after, scores,
-    of_value, of_beta, of_query, of_key, of_decay,
-):  # fmt: skip
-    """A decay's gradient is the sum over what it fades: pairs across it, the state
-    before, which queries and keys ask, and keys for the state after."""
-    written, erased = _of_rows(missing, beta, of_written, of_value, of_beta)
-    of_queries, fades = gpu_heads.of_pairs(change[...], written, wide(scores), sums)
-    pairs = dot(key[...], key[...], BY_LAST) * gpu_heads.weights(sums, 1)
-    of_keys, more = gpu_heads.of_pairs(erased, written, pairs, sums, since=1)
-    block = min(BLOCK, query.shape[1])
-
-    def part(i, fades):
-        at = pl.ds(i * block, block)
-        asking, keys, state = query.at[:, at], key.at[:, at], before.at[at, :]
-        reading = gpu_heads.of_reading
-        found, read = reading(asking, keys, change[...], of_queries, sums, state)
-        of_query[:, at] = found.astype(of_query.dtype)
-        whole = dot(of_queries, asking[...], TRANSPOSED)
-        found, erases = reading(keys, keys, erased, of_keys, sums, state)
-        whole += found + dot(of_keys, keys[...], TRANSPOSED)
-        given = keys, written, sums, state, after.at[at, :]
-        found, joins = gpu_heads.of_writing(*given)
-        of_key[:, at] = (whole + found).astype(of_key.dtype)
-        return fades + read + erases + joins
-
-    of_decay[...] = jax.lax.fori_loop(0, query.shape[1] // block, part, fades + more)

@@ -18,6 +18,7 @@ from symjax.attention.kernels.gpu_chunks import (
     pair_block,
     rows_of,
     state_block,
+    summed,
     sums_of,
     token_block,
     wide,
@@ -71,7 +72,7 @@ def backward(
     width, shared = value.shape[3], heads // key.shape[2]
     sums = jnp.swapaxes(sums_of(log_decay), 1, 2)
     after = decaying_states(query, change, sums, True, interpret)
-    dtype = value.dtype if shared == 1 else jnp.float32
+    dtype = summed(value, shared)
     of_query, of_key, of_value, of_decay = call(
         _gradients,
         (length // CHUNK, heads, batch),

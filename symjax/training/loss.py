@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.meshes import backend
 from symjax.attention.rescue import RARE
 from symjax.data.documents import Separate
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer
 from symjax.models.build import Model
 
-# Logits at once: 256 MiB in float32. The gradient of the output layer is read and
-# written once for each part.
+# Logits at once: 256 MiB in float32. For each part the gradient of the output layer is
+# read and written; a GPU, which has the memory, takes larger parts.
 LARGEST = 2**26
+ON_GPU = 2**28
 # Sums of exponentials from 1/TAME to TAME need no shift: infinity is as far, and words
 # whose exponential float32 loses, below −87, are less than 2e-8 of it for 10⁵ of them.
 TAME = 1e25
@@ -49,7 +51,7 @@ class Losses(NamedTuple):
 def token_losses(
     model: Model, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
 ) -> Losses:
-    """The losses of hidden states: all logits at once, or `LARGEST` a device.
+    """The losses of hidden states: all logits at once, or a part of them a device.
 
     In parts each device has the whole output layer, gathered once, and its own tokens.
     For evaluation: a gradient would keep all logits; `objective` is for that.
@@ -190,11 +192,11 @@ def _per_device(
 
 
 def _splitter(logits: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
-    """[B T …] → [parts B T …], the fewest equal parts of the rows that have `LARGEST`
-    logits each, or single tokens."""
-    length = logits.shape[1]
+    """[B T …] → [parts B T …], the fewest equal parts of the rows that have no more
+    logits than `LARGEST` or `ON_GPU`, or single tokens."""
+    length, most = logits.shape[1], ON_GPU if backend() == "gpu" else LARGEST
     counts = (n for n in range(1, length) if length % n == 0)
-    count = next((n for n in counts if logits.size <= LARGEST * n), length)
+    count = next((n for n in counts if logits.size <= most * n), length)
 
     def split(x: Array) -> Array:
         return jnp.swapaxes(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 0, 1)

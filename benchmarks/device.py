@@ -263,16 +263,18 @@ def step_speed(model: config.Model, sizes: Sizes) -> Row:
     text = np.random.default_rng(0).integers(0, model.vocabulary, shape, np.int32)
     batch = program.place(shape, lambda start, stop: (text[start:stop],) * 2)
     compiled = program.lower(shape).compile()
-    planned, seconds = compiled.memory_analysis(), []
+    planned, ends = compiled.memory_analysis(), []
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(0)
         count = sum(x.size for x in jax.tree.leaves(state.params))
-        for _ in range(sizes.rounds + 2):
-            start = time.perf_counter()
+        before = None
+        for _ in range(sizes.rounds + 3):
             state, metrics = compiled(state, constants, *batch, jax.random.key(0))
-            loss = float(metrics["train/loss"])
-            seconds.append(time.perf_counter() - start)
-    rate = text.size / float(np.median(seconds[2:]))
+            if before is not None:  # as in training, a step is under way by then
+                loss = float(before["train/loss"])
+                ends.append(time.perf_counter())
+            before = metrics
+    rate = text.size / float(np.median(np.diff(ends)[1:]))
     flops = rate * train_flops(model, count)
     row = {"parameters": count, "tokens_per_second": rate, "tflops": flops / 1e12}
     row |= {"mfu": flops / peak()} if peak() else {}

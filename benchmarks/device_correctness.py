@@ -33,7 +33,7 @@ def cases(tokens: int) -> dict[str, Case]:
     query, key, value = (b, t, n, h), (b, t, k, h), (b, t, k, v)
     plain = (query, key, value)
     own = (query, query, (b, t, n, v))
-    pairs = ((b, t, 2 * n, h), (b, t, 2 * k, h), value)
+    pairs = ((b, t, 2 * n, h), (b, t, 2 * k, h), (b, t, k, 2 * h))
     found = {}
     for name, causal in (("causal", True), ("bidirectional", False)):
         for mechanism in ("softmax", "sparsemax", "entmax15"):

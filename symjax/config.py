@@ -125,11 +125,12 @@ class Attention:
     implementation: str = key(
         "auto",
         "how score mechanisms run over whole rows. auto: softmax by the fused kernel "
-        "on a TPU and by cuDNN on an NVIDIA GPU where these serve, all else by blocks "
-        "of rows. Or forced: rows, the whole map, fused, cudnn, or softmax over "
+        "on a TPU, by cuDNN on an NVIDIA GPU, or its two maps on a Hopper GPU by "
+        "hopper, where these serve, all else by blocks of rows. Or forced: rows, the "
+        "whole map, fused, hopper, cudnn, or softmax over "
         "mesh.sequence by a ring, in which keys travel and are not gathered. Decoding "
         "is always auto",
-        ("auto", "rows", "whole", "fused", "cudnn", "ring"),
+        ("auto", "rows", "whole", "fused", "hopper", "cudnn", "ring"),
     )
 
 

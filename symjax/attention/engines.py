@@ -1,7 +1,7 @@
 """The engine that a call of softmax runs on: blocks of rows, or a kernel for a machine.
 
-`implementation=None` takes the kernel of a machine, "fused" on TPUs and "cudnn" on
-NVIDIA GPUs, if
+`implementation=None` takes the first kernel of a machine, "fused" on TPUs, "hopper" or
+"cudnn" on NVIDIA GPUs, if
 
 - such a device is in sight: one of the mesh, or the default backend without one; a
   TPU of v4 or later, without jax's 64-bit types;
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from symjax.attention import cudnn, fused
+from symjax.attention import cudnn, fused, hopper
 from symjax.attention.fused import FEWEST_ROWS
 from symjax.attention.meshes import backend, on_any_mesh, on_one_device
 from symjax.attention.rows import Operands, Rule, rows_spec
@@ -43,6 +43,13 @@ KERNELS = {
         fused.attend_fused,
         fused.attend_interpreted,
         fused.refusal,
+    ),
+    "hopper": Kernel(
+        "cuda",
+        "gpu",
+        hopper.attend_hopper,
+        hopper.attend_hopper,
+        hopper.refusal,
     ),
     "cudnn": Kernel(
         "cuda",

@@ -148,6 +148,16 @@ def on_cuda() -> bool:
     return capability[:1].isdigit() and float(capability) >= 8  # AMD's begin with gfx
 
 
+def on_hopper() -> bool:
+    """Whether the program at hand may be for an NVIDIA H100, H200 or the like, and this
+    jax is one whose Mosaic GPU the kernels for them are written in."""
+    if backend() != "gpu" or jax.__version_info__ < (0, 11):
+        return False
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return kind.startswith(("NVIDIA H", "NVIDIA GH"))
+
+
 def on_one_device() -> bool:
     """Whether no axis of a mesh is left for XLA to split arrays over."""
     if jax.sharding.get_abstract_mesh().empty:

@@ -43,9 +43,9 @@ class ScoreMechanism:
             visible, or a pair of weights and their divisors [B N t 1]; hashable, since
             programs are compiled for it.
         description: formula, cost and source, for `help`.
-        implementations: "rows" and "whole" serve any weights; "fused", "cudnn" and
-            "ring" add up weights of exp(score) over their sum, so only softmax names
-            them.
+        implementations: "rows" and "whole" serve any weights; "fused", "hopper",
+            "cudnn" and "ring" add up weights of exp(score) over their sum, so only
+            softmax names them.
     """
 
     name: str
@@ -103,6 +103,7 @@ class ScoreMechanism:
                 they share mask, bias and value: what `differential` runs.
             implementation: "rows", "whole" for one block of all rows, or for softmax
                 "fused", a kernel for TPUs that other machines interpret, slowly,
+                "hopper", one for the two maps of `differential` on H100 and H200,
                 "cudnn", one for NVIDIA GPUs, and "ring": over an axis keys and values
                 travel and are not gathered, see `attend_ring`; without an axis as
                 "rows". None: the machine's kernel where it serves, see

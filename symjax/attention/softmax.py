@@ -37,5 +37,5 @@ softmax = ScoreMechanism(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1.
     """,
-    implementations=("rows", "whole", "fused", "cudnn", "ring"),
+    implementations=("rows", "whole", "fused", "hopper", "cudnn", "ring"),
 )

@@ -100,7 +100,7 @@ def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
 
 def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
     chosen = options.attention
-    if chosen.implementation in ("fused", "cudnn", "ring"):
+    if chosen.implementation in ("fused", "hopper", "cudnn", "ring"):
         _check_implementation(options, names)
     if chosen.length_base == 1:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")

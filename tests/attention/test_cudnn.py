@@ -133,7 +133,7 @@ def test_it_compiles_for_an_h200_forward_and_backward(name, implementation):
     """No score is in memory: temporaries are below the scores of half an example."""
     pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
     queries, keys, wide, attend = BRANCHES[name]
-    length, size = 2048, 64
+    length, size = 2048, 32
     mesh = Mesh(np.array(targets.find("h200-8").devices), ("x",))
 
     def loss(query, key, value, ids):

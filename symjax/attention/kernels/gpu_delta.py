@@ -25,7 +25,6 @@ from symjax.attention.kernels import gpu_channels, gpu_heads
 from symjax.attention.kernels.blocks import in_parts
 from symjax.attention.kernels.gpu_channels import LEVELS
 from symjax.attention.kernels.gpu_chunks import (
-    BLOCK,
     CHUNK,
     TRANSPOSED,
     all_numbers,
@@ -44,6 +43,8 @@ from symjax.attention.kernels.gpu_chunks import (
     token_block,
 )
 from symjax.attention.kernels.gpu_delta_gradients import gradients
+
+COLUMNS = 32  # of a state that a program takes through time, one of few on the GPU
 
 
 def forward(
@@ -69,7 +70,7 @@ def forward(
         warps=4,
         interpret=interpret,
     )
-    v = min(BLOCK, width)
+    v = min(COLUMNS, width)
     before, missing = call(
         _advance,
         (width // v, key_heads, batch),
@@ -84,7 +85,7 @@ def forward(
             _states(batch, count, key_heads, size, width, v, dtype),
             (all_tokens(length, v, 1, own_part), value.shape, dtype),
         ],
-        warps=8,
+        warps=4,
         stages=_stages(log_decay),
         interpret=interpret,
     )
@@ -226,7 +227,7 @@ def backward(
     dtype = value.dtype
     sums, (_, all_sums) = _sums(log_decay), _blocks(log_decay, shared)
     beta = jnp.swapaxes(beta, 1, 2)
-    v = min(BLOCK, width)
+    v = min(COLUMNS, width)
     after, of_written = call(
         _return,
         (width // v, heads, batch),
@@ -243,7 +244,7 @@ def backward(
             _states(batch, length // CHUNK, heads, size, width, v, dtype),
             (all_tokens(length, v, 1, own_part), change.shape, dtype),
         ],
-        warps=8,
+        warps=4,
         stages=_stages(log_decay),
         interpret=interpret,
     )

@@ -80,7 +80,7 @@ def gradients(
                 (token_block(size), query.shape, dtype),
                 of_numbers,
             ],
-            warps=8,
+            warps=4,
             interpret=interpret,
         )
         of_decay = jnp.swapaxes(of_decay, 1, 2)

@@ -1,0 +1,62 @@
+"""Differential attention on a kernel of this project, for Hopper GPUs (H100, H200).
+
+Mosaic GPU, which it is written in, is imported where it runs: not every machine has it.
+"""
+
+from functools import partial
+from typing import Any, cast
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.meshes import on_any_mesh, on_hopper
+from symjax.attention.rows import Operands, Rule, rows_spec
+
+HEAD, VALUE = 64, 128  # numbers that registers and shared memory are laid out for
+OFFSET = 64  # rows of a warpgroup: they see whole blocks before the diagonal ones
+
+
+def refusal(rule: Rule, operands: Operands) -> str | None:
+    """Why the kernel does not serve a call; None if it does."""
+    query, key, value, bias, slopes, lam, _, known = operands
+    if not on_hopper():
+        return "it needs an NVIDIA GPU of the Hopper family, and jax 0.11"
+    if lam is None:
+        return "it computes two maps, and not one"
+    dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
+    if dtypes != {"bfloat16"}:
+        return f"it takes bfloat16, got {', '.join(sorted(dtypes))}"
+    if (key.shape[3], value.shape[3]) != (HEAD, VALUE):
+        return (
+            f"its keys have {HEAD} numbers and values {VALUE}, got key {key.shape[3]} "
+            f"and value {value.shape[3]}"
+        )
+    if bias is not None or slopes is not None:
+        return "it takes no bias and no alibi"
+    if known.mask is not None or known.mask_self or known.key_segments is not None:
+        return "it takes no mask, no mask_self and no segments"
+    if rule.length_base is not None or not (rule.scale and rule.scale > 0):
+        return "its scale is one number above 0 for all rows"
+    if known.window not in ((None, None), (None, 0)):
+        return f"it takes no window, got {known.window}"
+    if known.window[1] == 0 and (rule.offset is None or rule.offset % OFFSET):
+        return (
+            f"causal, it takes keys that are a multiple of {OFFSET} more than queries, "
+            f"got {query.shape[2]} and {known.length}"
+        )
+    return None
+
+
+@on_any_mesh(static=2, specs=rows_spec, inline=True)
+def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+    """`attend_rows` for the weights of softmax, by the kernel."""
+    from symjax.attention.kernels.hopper import differential
+
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
+    batch, length, heads, _ = query.shape
+    lam = jnp.broadcast_to(cast(Array, operands.lam), (batch, heads // 2, length))
+    static = interpret, rule.scale, operands.visibility.window[1] == 0
+    return jnp.swapaxes(differential(static, query, key, value, lam), 1, 2)
+
+
+attend_hopper = partial(_attend, None)

@@ -1,0 +1,178 @@
+"""Differential attention on the kernel for Hopper GPUs: against float64, interpreted;
+what it refuses; and that it is chosen, and compiles."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from symjax import attention
+from symjax.attention import hopper
+from symjax.training import targets
+
+needs_jax = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="Mosaic GPU of jax 0.11"
+)
+H, V = hopper.HEAD, hopper.VALUE
+CALLS = {  # examples, heads, value heads, queries, keys, causal
+    "causal": (1, 2, 1, 200, 200, True),
+    "all": (1, 2, 2, 97, 173, False),
+    "examples": (2, 2, 1, 257, 257, True),
+    "more keys": (1, 1, 1, 150, 214, True),
+    "few": (1, 1, 1, 33, 33, True),
+    "fewer keys": (1, 1, 1, 250, 100, False),
+}
+
+
+def drawn(batch, heads, shared, length, keys, scale=1.0):
+    """Query, key, value, λ of each row, and the gradient of the output."""
+    rng = np.random.default_rng(length)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape) * scale, jnp.bfloat16)
+
+    lam = jnp.asarray(rng.normal(size=(batch, heads, length)), jnp.float32)
+    return (
+        draw(batch, length, 2 * heads, H),
+        draw(batch, keys, 2 * shared, H),
+        draw(batch, keys, shared, V),
+        lam,
+        draw(batch, length, heads, V),
+    )
+
+
+def definition(query, key, value, lam, *, causal):
+    """The two maps of each head, whole."""
+    length, keys, group = query.shape[1], key.shape[1], lam.shape[1] // value.shape[2]
+
+    def output(branch):
+        asked = jnp.repeat(key[:, :, branch::2], group, axis=2)
+        scores = jnp.einsum("btnh,bsnh->bnts", query[:, :, branch::2], asked)
+        if causal:
+            seen = jnp.arange(keys)[None] <= jnp.arange(keys - length, keys)[:, None]
+            scores = jnp.where(seen[None, None], scores, -jnp.inf)
+        weights = jax.nn.softmax(scores / math.sqrt(H), axis=-1)
+        return jnp.einsum("bnts,bsnv->btnv", weights, jnp.repeat(value, group, axis=2))
+
+    return output(0) - jnp.swapaxes(lam, 1, 2)[..., None] * output(1)
+
+
+@needs_jax
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_output_and_gradients_are_those_of_the_definition(call, monkeypatch):
+    """As far from float64 as bfloat16 weights and a rounded output are."""
+    from mosaic import INTERPRET, complete
+
+    from symjax.attention.kernels.hopper import differential
+
+    complete(monkeypatch)
+    *sizes, causal = call
+    *given, change = drawn(*sizes)
+    static = INTERPRET, 1 / math.sqrt(H), causal
+    output, pull = jax.vjp(partial(differential, static), *given)
+    found = output, *pull(change)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in (*given, change)]
+        output, pull = jax.vjp(partial(definition, causal=causal), *exact[:4])
+        wanted = output, *pull(exact[4])
+        wanted = [np.asarray(x) for x in wanted]
+    for x, y in zip(found, wanted, strict=True):
+        x = np.asarray(x, np.float64)
+        assert np.linalg.norm(x - y) < 5e-3 * np.linalg.norm(y)
+
+
+def shapes(length=256, keys=None, maps=4, size=H, width=V, dtype=jnp.bfloat16):
+    keys = length if keys is None else keys
+    given = (2, length, maps, size), (2, keys, maps, size), (2, keys, maps // 2, width)
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in given]
+
+
+REFUSED = {
+    "bias": ({}, {"bias": jnp.ones((1, 2, 256, 256))}, "no bias"),
+    "alibi": ({}, {"alibi": jnp.ones(2)}, "no alibi"),
+    "mask": ({}, {"mask": jnp.ones((2, 1, 1, 256), bool)}, "no mask"),
+    "mask_self": ({}, {"mask_self": True}, "no mask_self"),
+    "segments": ({}, {"segment_ids": jnp.zeros((2, 256), jnp.int32)}, "no segments"),
+    "scale": ({}, {"scale": jnp.ones(())}, "one number above 0"),
+    "negative scale": ({}, {"scale": -1.0}, "one number above 0"),
+    "length_base": ({}, {"length_base": 5.0}, "one number above 0"),
+    "float32": ({"dtype": jnp.float32}, {}, "got float32"),
+    "heads": ({"size": 32}, {}, "got key 32 and value 128"),
+    "values": ({"width": 64}, {}, "got key 64 and value 64"),
+    "window": ({}, {"window": 5}, r"got \(4, 4\)"),
+    "keys": ({"keys": 257}, {"is_causal": True}, "got 256 and 257"),
+}
+
+
+@pytest.mark.parametrize("given, options, words", REFUSED.values(), ids=REFUSED)
+def test_what_it_does_not_serve_is_said(given, options, words, monkeypatch):
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    call = partial(attention.differential, lam=0.5, **options)
+    with pytest.raises(ValueError, match=f"'hopper' does not serve this call.*{words}"):
+        jax.eval_shape(partial(call, implementation="hopper"), *shapes(**given))
+
+
+def test_one_map_and_another_machine_are_refused(monkeypatch):
+    call = partial(attention.softmax, implementation="hopper")
+    arrays = shapes(maps=2, width=V)[:2]
+    with pytest.raises(ValueError, match="it needs an NVIDIA GPU of the Hopper family"):
+        jax.eval_shape(call, *arrays, arrays[1])
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    with pytest.raises(ValueError, match="it computes two maps, and not one"):
+        jax.eval_shape(call, *arrays, arrays[1])
+
+
+def loss(query, key, value, lam):
+    output = attention.differential(query, key, value, lam, is_causal=True)
+    return output.astype(jnp.float32).sum()
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    "kind, chosen", [("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100", False)]
+)
+def test_it_is_what_a_hopper_gpu_runs(kind, chosen, monkeypatch):
+    """Two kernels, one forward and one backward, in a program for it."""
+    monkeypatch.setattr(attention.cudnn, "refusal", lambda *_: "not installed here")
+    device = AbstractDevice(kind, 132, "gpu")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    lam = jax.ShapeDtypeStruct((2,), jnp.float32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*shapes(), lam)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2(") == (2 if chosen else 0)
+
+
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", (1, 8))
+@pytest.mark.parametrize("length, shared", [(2048, 4), (2048, 2), (1999, 4)])
+def test_it_compiles_for_an_h200(devices, length, shared):
+    """Forward and backward, also where a mesh is split over devices."""
+    pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
+    mesh = Mesh(np.array(targets.find(f"h200-{devices}").devices), ("x",))
+
+    def split(*arrays):
+        def call(*arrays):
+            return jax.grad(loss, (0, 1, 2))(*arrays, jnp.full(4, 0.5))
+
+        specs = {"in_specs": P("x"), "out_specs": P("x")}
+        return jax.shard_map(call, mesh=mesh, **specs)(*arrays)
+
+    arrays = [
+        jax.ShapeDtypeStruct(
+            (8, length, heads, size), jnp.bfloat16, sharding=NamedSharding(mesh, P("x"))
+        )
+        for heads, size in ((8, H), (2 * shared, H), (shared, V))
+    ]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = jax.jit(split).trace(*arrays).lower().compile()
+    text = program.as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 2
+    scores = 8 // devices * 8 * length**2 * 4
+    assert program.memory_analysis().temp_size_in_bytes < scores / 4

@@ -16,7 +16,12 @@ from symjax.layers.primitives import FEEDFORWARD, PROJECTION, Linear, dropout, k
 from symjax.layers.segments import Segments
 
 # swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.
-ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "swiglu": jax.nn.silu}
+# A gradient of gelu computes its tanh again: to keep it takes as much as its input.
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": jax.checkpoint(jax.nn.gelu),
+    "swiglu": jax.nn.silu,
+}
 
 # By the values of model.remat. What a kernel of attention gives is kept: it is about as
 # small as its input, and dear to compute (not the Performer's, whose states are large).

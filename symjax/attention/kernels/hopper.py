@@ -47,6 +47,8 @@ def _forward(static: tuple, *given: Array) -> tuple[Array, tuple]:
 def _backward(static: tuple, saved: tuple, change: Array) -> tuple[Array, ...]:
     interpret, scale, causal = static
     (query, key, value, lam), output, second, normaliser = saved
+    # Read more than once, and so as bfloat16, and not as what it was rounded from.
+    change = jax.lax.optimization_barrier(change)
 
     def by_rows(found: Array) -> Float[Array, "B N T"]:
         """Σ change · output of each row."""

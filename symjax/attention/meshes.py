@@ -10,8 +10,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-MULTIPROCESSORS = 132  # of an H100 (SXM) and an H200
-
 
 def vary_alike(tree: Any) -> Any:
     """The arrays, each varying over all mesh axes that one of them varies over.
@@ -158,14 +156,6 @@ def on_hopper() -> bool:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return kind.startswith(("NVIDIA H", "NVIDIA GH"))
-
-
-def multiprocessors() -> int:
-    """How many a Hopper GPU has that the program at hand may be for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
-        return getattr(jax.devices()[0], "core_count", MULTIPROCESSORS)
-    return device.num_cores or MULTIPROCESSORS
 
 
 def on_one_device() -> bool:

@@ -68,11 +68,9 @@ def test_output_and_gradients_are_those_of_the_definition(call, monkeypatch):
     """As far from float64 as bfloat16 weights and a rounded output are."""
     from mosaic import INTERPRET, complete
 
-    from symjax.attention.kernels import hopper_forward
     from symjax.attention.kernels.hopper import differential
 
     complete(monkeypatch)
-    monkeypatch.setattr(hopper_forward, "multiprocessors", lambda: 5)
     *sizes, causal = call
     *given, change = drawn(*sizes)
     static = INTERPRET, 1 / math.sqrt(H), causal

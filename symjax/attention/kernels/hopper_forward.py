@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
 from jaxtyping import Array, Float
 
-from symjax.attention.meshes import multiprocessors, vary_alike
+from symjax.attention.meshes import vary_alike
 
 ROWS = 64  # of a warpgroup: those of a product of tensor cores
 TILE = 2 * ROWS
@@ -61,7 +61,7 @@ def forward(
         program.run,
         out_type=[output, output, normaliser],
         scratch_types=program.scratch(value.dtype),
-        grid=(min(program.every, multiprocessors()),),
+        grid=(batch * heads * program.tiles,),
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
@@ -112,7 +112,6 @@ class _Program:
         # Blocks with keys to hide.
         self.masked = TILE // BLOCK if causal else int(self.keys % BLOCK > 0)
         self.tiles = pl.cdiv(self.length, TILE)
-        self.every = self.batch * self.heads * self.tiles
         self.beside = self._heads_beside()
 
     def _heads_beside(self) -> int:
@@ -132,29 +131,14 @@ class _Program:
             space(SLOTS, BLOCK, self.width),
             space(2, ROWS, self.width),
             gpu.Barrier(num_arrivals=2, num_barriers=2),
-            gpu.Barrier(num_arrivals=1, num_barriers=2),
             gpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
             gpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
             gpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
         ]
 
-    def turns(self, turn: Any) -> Any:
-        """turn(number, step) of each tile of this program, and the steps that all of
-        them take: blocks of the ring."""
-        first, together = lax.axis_index("program"), lax.axis_size("program")
-
-        def one(number, step):
-            number = first + number * together
-            turn(number, step)
-            *_, tile = self.place(number)
-            return step + self.blocks(tile) + 1
-
-        count = lax.div(self.every - first + together - 1, together)
-        return lax.fori_loop(0, count, one, 0)
-
-    def place(self, number: Any) -> tuple[Any, Any, Any]:
-        """Example, head and tile: of a few heads the longest first."""
-        each = self.tiles * self.beside
+    def place(self) -> tuple[Any, Any, Any]:
+        """Example, head and tile of this program: of a few heads the longest first."""
+        number, each = lax.axis_index("program"), self.tiles * self.beside
         rest = lax.rem(number, each)
         head = lax.div(number, each) * self.beside + lax.rem(rest, self.beside)
         tile = lax.div(rest, self.beside)
@@ -171,59 +155,45 @@ class _Program:
 
     def run(self, query, key, value, lam, output, second, normaliser, *scratch):
         warpgroup = lax.axis_index("warpgroup")
-        queries, keys, values, rows, asked, answered, *barriers = scratch
+        batch, head, tile = self.place()
+        queries, keys, values, rows, asked, *barriers = scratch
         ring = keys, values, *barriers
 
         @pl.when(warpgroup == 2)
         def _():
             gpu.set_max_registers(LOADERS, action="decrease")
-            to = queries, asked, answered
-            end = self.turns(partial(self.bring, (query, key, value), to, ring))
-            for step in range(SLOTS):
-                self.until_free(barriers[-1], end + step)
+            to = queries, asked
+            self.bring((query, key, value), to, ring, (batch, head, tile))
 
         @pl.when(warpgroup < 2)
         def _():
             gpu.set_max_registers(WORKERS, action="increase")
-            own = partial(self.answer, lam, (output, second, normaliser))
-            marks = asked, answered
-            self.turns(partial(own, (queries, rows, marks), ring))
+            first = tile * TILE + warpgroup * ROWS
+            gpu.barrier_wait(asked.at[warpgroup])
+            own, held = pl.ds(first, ROWS), queries.at[warpgroup]
+            outputs = []
+            for branch, found in enumerate(self.attend(first, tile, held, ring)):
+                total, highest, count = found
+                at = batch, 2 * head + branch, own
+                normaliser[at] = highest * math.log(2.0) + jnp.log(count)
+                outputs.append(total * along(1.0 / count, total))
+            one, two = outputs
+            less = lam.at[batch, head, own]
+            less = gpu.load(less, layout=BY_ROW, optimized=False)  # pyright: ignore
+            for found, to in ((one - two * along(less, two), output), (two, second)):
+                gpu.wait_smem_to_gmem(0, wait_read_only=True)
+                rows[warpgroup] = found.astype(rows.dtype)
+                gpu.commit_smem()
+                at = part(to, batch, own, head, self.width)
+                gpu.copy_smem_to_gmem(rows.at[warpgroup], at)
             gpu.wait_smem_to_gmem(0)
 
-    def answer(self, lam, outputs, own, ring, number, start):
-        """A tile's rows of a warpgroup."""
-        warpgroup = lax.axis_index("warpgroup")
-        queries, rows, (asked, answered) = own
-        *_, tile = self.place(number)
-        first = tile * TILE + warpgroup * ROWS
-        gpu.barrier_wait(asked.at[warpgroup])
-        maps = self.attend(first, tile, start, queries.at[warpgroup], ring)
-        warpgroup, number = lax.optimization_barrier((warpgroup, number))
-        batch, head, tile = self.place(number)
-        first = tile * TILE + warpgroup * ROWS
-        gpu.barrier_arrive(answered.at[warpgroup])
-        here, found = pl.ds(first, ROWS), []
-        *to, normaliser = outputs
-        for branch, (total, highest, count) in enumerate(maps):
-            at = batch, 2 * head + branch, here
-            normaliser[at] = highest * math.log(2.0) + jnp.log(count)
-            found.append(total * along(1.0 / count, total))
-        one, two = found
-        less = lam.at[batch, head, here]
-        less = gpu.load(less, layout=BY_ROW, optimized=False)  # pyright: ignore
-        for array, found in zip(to, (one - two * along(less, two), two), strict=True):
-            gpu.wait_smem_to_gmem(0, wait_read_only=True)
-            rows[warpgroup] = found.astype(rows.dtype)
-            gpu.commit_smem()
-            at = part(array, batch, here, head, self.width)
-            gpu.copy_smem_to_gmem(rows.at[warpgroup], at)
-
-    def bring(self, arrays, to, ring, number, start):
+    def bring(self, arrays, to, ring, place):
         """Queries of both warpgroups, then blocks into the ring, the last one first."""
         query, key, value = arrays
-        queries, asked, answered = to
+        queries, asked = to
         keys, values, has_keys, has_values, free = ring
-        batch, head, tile = self.place(number)
+        batch, head, tile = place
         of = lax.div(head, self.heads // self.values)
         for warpgroup in range(2):
             rows = pl.ds(tile * TILE + warpgroup * ROWS, ROWS)
@@ -233,34 +203,28 @@ class _Program:
                 gpu.copy_gmem_to_smem(source, held, asked.at[warpgroup])
         end = self.blocks(tile)
 
-        @pl.loop(0, end + 1)  # the last keys are for a barrier only
+        @pl.loop(0, end + 1 + SLOTS)
         def _(step):
-            slot, block = slot_of(start + step), jnp.maximum(end - 1 - step, 0)
+            slot, block = slot_of(step), jnp.clip(end - 1 - step, 0, end - 1)
             rows = pl.ds(block * BLOCK, BLOCK)
-            self.until_free(free, start + step)
-            for branch in range(2):
-                source = part(key, batch, rows, 2 * of + branch, self.size)
-                held = keys.at[slot, branch]
-                gpu.copy_gmem_to_smem(source, held, has_keys.at[slot])
+
+            @pl.when(step >= SLOTS)
+            def _():
+                gpu.barrier_wait(free.at[slot])
+
+            @pl.when(step <= end)  # the last keys are for a barrier only
+            def _():
+                for branch in range(2):
+                    source = part(key, batch, rows, 2 * of + branch, self.size)
+                    held = keys.at[slot, branch]
+                    gpu.copy_gmem_to_smem(source, held, has_keys.at[slot])
 
             @pl.when(step < end)
             def _():
                 source = part(value, batch, rows, of, self.width)
                 gpu.copy_gmem_to_smem(source, values.at[slot], has_values.at[slot])
 
-        for warpgroup in range(2):
-            gpu.barrier_wait(answered.at[warpgroup])
-
-    def until_free(self, free: Any, step: Any) -> None:
-        """Waits until nobody reads what was in the ring where a step goes."""
-
-        @pl.when(step >= SLOTS)
-        def _():
-            gpu.barrier_wait(free.at[slot_of(step)])
-
-    def attend(
-        self, first: Any, tile: Any, start: Any, queries: Any, ring: tuple
-    ) -> tuple:
+    def attend(self, first: Any, tile: Any, queries: Any, ring: tuple) -> tuple:
         """Of both maps: weighed values [ROWS V], and of each row the highest score and
         the sum of weights."""
         keys, values, has_keys, has_values, free = ring
@@ -293,7 +257,7 @@ class _Program:
         def visit(step, state, opening=False, masked=False):
             """One block; what the second map weighs is added in the next one."""
             one, two, weights = state
-            slot, before = slot_of(start + step), slot_of(start + step - 1)
+            slot, before = slot_of(step), slot_of(step - 1)
             hide: Callable = partial(self.hide, first, end - 1 - step)
             hide = hide if masked else lambda scores: scores
             product = () if opening else (two[0], weights, before)
@@ -303,21 +267,21 @@ class _Program:
                 two = *total, *two[1:]
                 gpu.barrier_arrive(free.at[before])
             product = one[0], weights, slot
-            then = has_keys.at[slot_of(start + step + 1)]
+            then = has_keys.at[slot_of(step + 1)]
             weights, two, total = beside(slot, 1, two, hide, then, *product)
             return (total, *one[1:]), two, weights
 
         def last(total, weights):
             def body(sums):
                 sums[...] = total
-                slot = slot_of(start + end - 1)
+                slot = slot_of(end - 1)
                 gpu.wgmma(sums, weights.astype(values.dtype), values.at[slot])
                 return sums[...]
 
             return pl.run_scoped(body, wide)
 
         empty = filled(0.0, ROWS, self.width), filled(-jnp.inf, ROWS), filled(0.0, ROWS)
-        gpu.barrier_wait(has_keys.at[slot_of(start)])
+        gpu.barrier_wait(has_keys.at[0])
         state = empty, empty, None
         state = visit(0, state, opening=True, masked=self.masked > 0)
         some = max(1, self.masked)
@@ -325,7 +289,7 @@ class _Program:
         one, two, weights = lax.fori_loop(some, end, visit, state)
         two = last(two[0], weights), *two[1:]
         for step in (end - 1, end):
-            gpu.barrier_arrive(free.at[slot_of(start + step)])
+            gpu.barrier_arrive(free.at[slot_of(step)])
         return one, two
 
     def softmax(self, scores: Array, held: tuple) -> tuple:

@@ -1,8 +1,9 @@
 """Differential attention of one pass over keys, forward and backward, on Hopper GPUs.
 
 Compared on an H200, B 4, T 4096, 16 heads of halves of 64 and values of 128, causal,
-forward and backward: docs/performance.md has the figures of this and of calls of cuDNN,
-which computes two whole attentions. Triton, by our count, loses more than it saves.
+bfloat16, forward and backward: these kernels take 2.75 ms; cuDNN, which computes two
+whole attentions, 4.26 in one call and 5.46 in two; PyTorch's SDPA by cuDNN in four
+calls 6.55. Softmax with 16 heads of 128 takes 2.16 by cuDNN.
 """
 
 from functools import partial

@@ -7,7 +7,8 @@ where they are wider, as those of differential attention V1, up to `TILE` number
 queries and keys are filled up with zeros, and wider ones take one call for each width
 of a key. The operations are as many, but the exponentials fewer: on an H200 an
 attention of 16 heads, halves of 64, values of 128, takes 4.26 ms forward and backward
-filled up and 5.46 in two calls (4 rows of 4096 tokens).
+filled up and 5.46 in two calls (4 rows of 4096 tokens). There `hopper` takes 2.75: this
+is for what it does not serve, and for other GPUs.
 
 Segments reach it as a mask of all pairs, two bytes each: memory is no longer linear in
 T, so that long rows of many examples go by blocks of rows. Not served are other masks,

@@ -4,7 +4,7 @@
 "cudnn" on NVIDIA GPUs, if
 
 - such a device is in sight: one of the mesh, or the default backend without one; a
-  TPU of v4 or later, without jax's 64-bit types;
+  TPU of v4 or later, or for "hopper" an H100 or H200, without jax's 64-bit types;
 - there are at least 128 rows, and the kernel serves the arguments (its `refusal`);
 - the call is of one device alone: in a `jax.shard_map`, as layers under a mesh make it,
   or where there is but one. XLA cannot split a kernel among devices.

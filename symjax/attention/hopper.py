@@ -1,6 +1,9 @@
 """Differential attention on a kernel of this project, for Hopper GPUs (H100, H200).
 
-Mosaic GPU, which it is written in, is imported where it runs: not every machine has it.
+Gradients of queries are added up in no fixed order: two runs differ by rounding. There
+is no forward-mode derivative (`jax.jvp`), and no second one; `implementation="rows"`
+has both. Mosaic GPU, which the kernel is written in, is imported where it runs: not
+every machine has it.
 """
 
 from functools import partial
@@ -14,13 +17,14 @@ from symjax.attention.rows import Operands, Rule, rows_spec
 
 HEAD, VALUE = 64, 128  # numbers that registers and shared memory are laid out for
 OFFSET = 64  # rows of a warpgroup: they see whole blocks before the diagonal ones
+SCALES = 2.0**-60, 2.0**20  # between them hidden scores are below all others
 
 
 def refusal(rule: Rule, operands: Operands) -> str | None:
     """Why the kernel does not serve a call; None if it does."""
     query, key, value, bias, slopes, lam, _, known = operands
     if not on_hopper():
-        return "it needs an NVIDIA GPU of the Hopper family, and jax 0.11"
+        return "it needs a Hopper GPU, and jax 0.11 without types of 64 bits"
     if lam is None:
         return "it computes two maps, and not one"
     dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
@@ -35,13 +39,15 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
         return "it takes no bias and no alibi"
     if known.mask is not None or known.mask_self or known.key_segments is not None:
         return "it takes no mask, no mask_self and no segments"
-    if rule.length_base is not None or not (rule.scale and rule.scale > 0):
-        return "its scale is one number above 0 for all rows"
+    least, most = SCALES
+    if rule.length_base is not None or not least <= (rule.scale or 0) <= most:
+        return f"its scale is one number for all rows, from {least:.0e} to {most:.0e}"
     if known.window not in ((None, None), (None, 0)):
         return f"it takes no window, got {known.window}"
-    if known.window[1] == 0 and (rule.offset is None or rule.offset % OFFSET):
+    more = rule.offset
+    if known.window[1] == 0 and (more is None or more < 0 or more % OFFSET):
         return (
-            f"causal, it takes keys that are a multiple of {OFFSET} more than queries, "
+            f"causal, it takes as many keys as queries or a multiple of {OFFSET} more, "
             f"got {query.shape[2]} and {known.length}"
         )
     return None

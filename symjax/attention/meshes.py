@@ -150,8 +150,11 @@ def on_cuda() -> bool:
 
 def on_hopper() -> bool:
     """Whether the program at hand may be for an NVIDIA H100, H200 or the like, and this
-    jax is one whose Mosaic GPU the kernels for them are written in."""
-    if backend() != "gpu" or jax.__version_info__ < (0, 11):
+    jax is one whose Mosaic GPU the kernels for them are written in, without its types
+    of 64 bits."""
+    if backend() != "gpu" or jax.config.read("jax_enable_x64"):
+        return False
+    if jax.__version_info__ < (0, 11):
         return False
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind

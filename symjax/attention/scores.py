@@ -103,7 +103,8 @@ class ScoreMechanism:
                 they share mask, bias and value: what `differential` runs.
             implementation: "rows", "whole" for one block of all rows, or for softmax
                 "fused", a kernel for TPUs that other machines interpret, slowly,
-                "hopper", one for the two maps of `differential` on H100 and H200,
+                "hopper", one for the two maps of `differential` on H100 and H200, whose
+                gradients of queries differ by rounding from run to run,
                 "cudnn", one for NVIDIA GPUs, and "ring": over an axis keys and values
                 travel and are not gathered, see `attend_ring`; without an axis as
                 "rows". None: the machine's kernel where it serves, see

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from symjax import attention
-from symjax.attention import hopper
+from symjax.attention import engines, hopper
 from symjax.training import targets
 
 needs_jax = pytest.mark.skipif(
@@ -24,7 +24,7 @@ CALLS = {  # examples, heads, value heads, queries, keys, causal
     "all": (1, 2, 2, 97, 173, False),
     "examples": (2, 2, 1, 257, 257, True),
     "more keys": (1, 1, 1, 150, 214, True),
-    "few": (1, 1, 1, 33, 33, True),
+    "few": (1, 3, 1, 33, 33, True),
     "fewer keys": (1, 1, 1, 250, 100, False),
 }
 
@@ -36,7 +36,7 @@ def drawn(batch, heads, shared, length, keys, scale=1.0):
     def draw(*shape):
         return jnp.asarray(rng.normal(size=shape) * scale, jnp.bfloat16)
 
-    lam = jnp.asarray(rng.normal(size=(batch, heads, length)), jnp.float32)
+    lam = jnp.asarray(rng.normal(size=(batch, length, heads)), jnp.float32)
     return (
         draw(batch, length, 2 * heads, H),
         draw(batch, keys, 2 * shared, H),
@@ -48,7 +48,7 @@ def drawn(batch, heads, shared, length, keys, scale=1.0):
 
 def definition(query, key, value, lam, *, causal):
     """The two maps of each head, whole."""
-    length, keys, group = query.shape[1], key.shape[1], lam.shape[1] // value.shape[2]
+    length, keys, group = query.shape[1], key.shape[1], lam.shape[2] // value.shape[2]
 
     def output(branch):
         asked = jnp.repeat(key[:, :, branch::2], group, axis=2)
@@ -59,7 +59,7 @@ def definition(query, key, value, lam, *, causal):
         weights = jax.nn.softmax(scores / math.sqrt(H), axis=-1)
         return jnp.einsum("bnts,bsnv->btnv", weights, jnp.repeat(value, group, axis=2))
 
-    return output(0) - jnp.swapaxes(lam, 1, 2)[..., None] * output(1)
+    return output(0) - lam[..., None] * output(1)
 
 
 @needs_jax
@@ -68,13 +68,19 @@ def test_output_and_gradients_are_those_of_the_definition(call, monkeypatch):
     """As far from float64 as bfloat16 weights and a rounded output are."""
     from mosaic import INTERPRET, complete
 
-    from symjax.attention.kernels.hopper import differential
-
     complete(monkeypatch)
+    interpreted = partial(hopper._attend, INTERPRET)
+    kernel = engines.KERNELS["hopper"]._replace(elsewhere=interpreted)
+    monkeypatch.setitem(engines.KERNELS, "hopper", kernel)
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
     *sizes, causal = call
     *given, change = drawn(*sizes)
-    static = INTERPRET, 1 / math.sqrt(H), causal
-    output, pull = jax.vjp(partial(differential, static), *given)
+
+    def attend(query, key, value, lam):
+        options = {"is_causal": causal, "implementation": "hopper"}
+        return attention.softmax(query, key, value, lam=lam, **options)
+
+    output, pull = jax.vjp(attend, *given)
     found = output, *pull(change)
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(x, np.float64)) for x in (*given, change)]
@@ -98,13 +104,15 @@ REFUSED = {
     "mask": ({}, {"mask": jnp.ones((2, 1, 1, 256), bool)}, "no mask"),
     "mask_self": ({}, {"mask_self": True}, "no mask_self"),
     "segments": ({}, {"segment_ids": jnp.zeros((2, 256), jnp.int32)}, "no segments"),
-    "scale": ({}, {"scale": jnp.ones(())}, "one number above 0"),
-    "negative scale": ({}, {"scale": -1.0}, "one number above 0"),
-    "length_base": ({}, {"length_base": 5.0}, "one number above 0"),
+    "scale": ({}, {"scale": jnp.ones(())}, "one number for all rows"),
+    "negative scale": ({}, {"scale": -1.0}, "one number for all rows"),
+    "length_base": ({}, {"length_base": 5.0}, "one number for all rows"),
     "float32": ({"dtype": jnp.float32}, {}, "got float32"),
     "heads": ({"size": 32}, {}, "got key 32 and value 128"),
     "values": ({"width": 64}, {}, "got key 64 and value 64"),
+    "small scale": ({}, {"scale": 1e-30}, "one number for all rows, from"),
     "window": ({}, {"window": 5}, r"got \(4, 4\)"),
+    "fewer keys": ({"keys": 128}, {"window": (None, 0)}, "got 256 and 128"),
     "keys": ({"keys": 257}, {"is_causal": True}, "got 256 and 257"),
 }
 
@@ -120,7 +128,7 @@ def test_what_it_does_not_serve_is_said(given, options, words, monkeypatch):
 def test_one_map_and_another_machine_are_refused(monkeypatch):
     call = partial(attention.softmax, implementation="hopper")
     arrays = shapes(maps=2, width=V)[:2]
-    with pytest.raises(ValueError, match="it needs an NVIDIA GPU of the Hopper family"):
+    with pytest.raises(ValueError, match="it needs a Hopper GPU"):
         jax.eval_shape(call, *arrays, arrays[1])
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
     with pytest.raises(ValueError, match="it computes two maps, and not one"):
@@ -134,15 +142,20 @@ def loss(query, key, value, lam):
 
 @needs_jax
 @pytest.mark.parametrize(
-    "kind, chosen", [("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100", False)]
+    "kind, wide, chosen",
+    [
+        ("NVIDIA H100 80GB HBM3", False, True),
+        ("NVIDIA H200", True, False),
+        ("NVIDIA A100", False, False),
+    ],
 )
-def test_it_is_what_a_hopper_gpu_runs(kind, chosen, monkeypatch):
+def test_it_is_what_a_hopper_gpu_runs(kind, wide, chosen, monkeypatch):
     """Two kernels, one forward and one backward, in a program for it."""
     monkeypatch.setattr(attention.cudnn, "refusal", lambda *_: "not installed here")
     device = AbstractDevice(kind, 132, "gpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     lam = jax.ShapeDtypeStruct((2,), jnp.float32)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), jax.enable_x64(wide):
         traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*shapes(), lam)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2(") == (2 if chosen else 0)

@@ -10,7 +10,9 @@ dV are common. A program has `BLOCK` keys of one value head: two warpgroups of `
 and a third that loads. It goes over the queries that see them, `STEP` at a time, with
 scores transposed. Gradients of keys and values stay in registers; those of queries, of
 one map by each warpgroup, are added in global memory a step late, in float32, in the
-order in which programs come there: two runs differ by rounding.
+order in which programs come there: two runs differ by rounding. D reads outputs as they
+were rounded, as in FlashAttention-2: where values have a mean that dP − D takes away,
+or maps are peaked, gradients of queries and keys lose digits (docs/performance.md).
 
 What keeps it within its registers: weights in bfloat16 between products; waits for
 barriers between products, which ptxas does not move them over; and the warpgroup asked
@@ -255,6 +257,8 @@ def _gradients(
                 gpu.barrier_wait(third.at[slot])
                 gpu.wgmma(to_values, one + less, changes.at[slot])
                 earlier = earlier(wait_n=1)
+                # No copy is left to wait for, but the threads of the warpgroup: all
+                # have read the scores whose place the sums take.
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
                 pl.when(number > 0)(lambda: add_to_queries(number - 1, earlier))
 
@@ -298,6 +302,7 @@ def _gradients(
         found = pl.run_scoped(accumulate, wide, tall, tall)
         mine = pl.ds(warpgroup() * KEYS, KEYS)
         last = of_queries(every - 1, lambda found: found(wait_n=0))
+        # As above: all threads have read the scores.
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(every > 0)(lambda: add_to_queries(every - 1, last))
         gpu.barrier_arrive(written)

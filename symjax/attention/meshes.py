@@ -125,6 +125,12 @@ def backend() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def _device_kind() -> str:
+    """The maker's name of these devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def on_tpu() -> bool:
     """Whether the program at hand may be for a TPU that kernels compile for.
 
@@ -132,9 +138,7 @@ def on_tpu() -> bool:
     """
     if backend() != "tpu" or jax.config.read("jax_enable_x64"):
         return False
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return not kind.startswith(("TPU v2", "TPU v3"))
+    return not _device_kind().startswith(("TPU v2", "TPU v3"))
 
 
 def on_cuda() -> bool:
@@ -156,9 +160,7 @@ def on_hopper() -> bool:
         return False
     if jax.__version_info__ < (0, 11):
         return False
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return kind.startswith(("NVIDIA H", "NVIDIA GH"))
+    return _device_kind().startswith(("NVIDIA H", "NVIDIA GH"))
 
 
 def on_one_device() -> bool:

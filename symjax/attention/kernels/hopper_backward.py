@@ -19,9 +19,8 @@ barriers between products, which ptxas does not move them over; and the warpgrou
 for anew each time, lest where all operands lie be kept in registers.
 """
 
-import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.kernels.hopper_forward import (
     EIGHT,
+    IN_TWO,
     LOADERS,
     OPTIONS,
     TILES,
@@ -39,8 +39,9 @@ from symjax.attention.kernels.hopper_forward import (
     in_rows,
     of_heads,
     part,
-    up,
+    place_in,
 )
+from symjax.attention.kernels.lanes import even
 from symjax.attention.meshes import vary_alike
 
 KEYS = 64  # of a warpgroup
@@ -52,7 +53,6 @@ NORMALISER, DELTA, LESS, LAST = 0, 2, 4, 5  # rows of `numbers`; two for each ma
 NUMBERS = 6
 WIDE_TILES = gpu.TilingTransform((8, 32)), gpu.SwizzleTransform(128)
 BY_QUERY = gpu.Layout.WGMMA.reduce(0)
-IN_TWO = math.log2(math.e)
 
 
 def backward(
@@ -85,7 +85,7 @@ def backward(
     )
     tiled = partial(gpu.SMEM, dtype=dtype, transforms=TILES)
     sums = gpu.SMEM((2, 2, STEP, size), jnp.float32, transforms=WIDE_TILES)
-    rows = up(keys, EIGHT)
+    rows = even(keys, EIGHT)
     found = gpu.kernel(
         program,
         out_type=[
@@ -157,110 +157,145 @@ def _product(left: Any, right: Any, then: Any) -> Any:
     return pl.run_scoped(compute, gpu.ACC((left.shape[0], right.shape[1])))
 
 
-def _gradients(
-    query, key, value, numbers, change, total, of_key, of_value,
-    *, keys, values, queries, changes, along, kept,
-    held, first, second, third, used, written,
-    lengths, sizes, shared, scale, causal,
-):  # fmt: skip
-    example, head, block = (lax.axis_index(x) for x in ("batch", "head", "block"))
-    warpgroup = partial(lax.axis_index, "warpgroup")
-    (scores, sums), (size, width), dtype = kept, sizes, values.dtype
-    steps, at = pl.cdiv(lengths[0], STEP), block * BLOCK
-    start, clear = _range(at, lengths, causal)
-    every = shared * (steps - start)
+class Scratch(NamedTuple):
+    """Shared memory of a program, and its barriers."""
 
-    def place(number):
+    keys: Any
+    values: Any
+    queries: Any
+    changes: Any
+    along: Any  # `numbers` of a step
+    kept: Any  # scores, and in their place sums of gradients
+    held: Any
+    first: Any
+    second: Any
+    third: Any
+    used: Any
+    written: Any
+
+
+class _Program:
+    """A block of keys: what it reads and writes, and what each warpgroup does."""
+
+    def __init__(
+        self, *arrays: Any, lengths, sizes, shared, scale, causal, **scratch: Any
+    ):
+        self.arrays, self.memory = arrays, Scratch(**scratch)
+        self.sizes, self.shared, self.scale = sizes, shared, scale
+        self.hides = causal or lengths[1] % BLOCK
+        places = (lax.axis_index(x) for x in ("batch", "head", "block"))
+        self.example, self.head, block = places
+        steps, self.at = pl.cdiv(lengths[0], STEP), block * BLOCK
+        self.start, self.clear = _range(self.at, lengths, causal)
+        self.steps = steps - self.start
+        self.every = shared * self.steps
+
+    def place(self, number: Any) -> tuple[Any, Any]:
         """The head of the output and the step that come `number` after the first."""
-        if shared == 1:
-            return head, start + number
-        step = lax.rem(number, steps - start)
-        return head * shared + lax.div(number, steps - start), start + step
+        if self.shared == 1:
+            return self.head, self.start + number
+        step = lax.rem(number, self.steps)
+        head = self.head * self.shared + lax.div(number, self.steps)
+        return head, self.start + step
 
-    @pl.when(warpgroup() == 2)
-    def _():
+    def bring(self) -> None:
+        """Keys and values, then queries and what comes with them, step by step."""
+        query, key, value, numbers, change = self.arrays[:5]
+        size, width = self.sizes
+        to, example = self.memory, self.example
         gpu.set_max_registers(LOADERS, action="decrease")
-        rows = pl.ds(at, BLOCK)
+        rows = pl.ds(self.at, BLOCK)
         for i in range(2):
-            source = part(key, example, rows, 2 * head + i, size)
-            gpu.copy_gmem_to_smem(source, keys.at[i], held)
-        gpu.copy_gmem_to_smem(part(value, example, rows, head, width), values, held)
+            source = part(key, example, rows, 2 * self.head + i, size)
+            gpu.copy_gmem_to_smem(source, to.keys.at[i], to.held)
+        source = part(value, example, rows, self.head, width)
+        gpu.copy_gmem_to_smem(source, to.values, to.held)
 
-        @pl.loop(0, every + SLOTS)
+        @pl.loop(0, self.every + SLOTS)
         def _(number):
             slot = lax.rem(number, SLOTS)
-            pl.when(number >= SLOTS)(lambda: gpu.barrier_wait(used.at[slot]))
+            pl.when(number >= SLOTS)(lambda: gpu.barrier_wait(to.used.at[slot]))
 
-            @pl.when(number < every)
+            @pl.when(number < self.every)
             def _():
-                own, step = place(number)
+                head, step = self.place(number)
                 rows = pl.ds(step * STEP, STEP)
                 one, two = (
-                    part(query, example, rows, 2 * own + i, size) for i in (0, 1)
+                    part(query, example, rows, 2 * head + i, size) for i in (0, 1)
                 )
-                row = part(change, example, rows, own, width)
-                for source, to, barrier in (
-                    (one, queries.at[slot, 0], first),
-                    (numbers.at[example, own, :, rows], along.at[slot], first),
-                    (two, queries.at[slot, 1], second),
-                    (row, changes.at[slot], third),
+                row = part(change, example, rows, head, width)
+                for source, held, barrier in (
+                    (one, to.queries.at[slot, 0], to.first),
+                    (numbers.at[example, head, :, rows], to.along.at[slot], to.first),
+                    (two, to.queries.at[slot, 1], to.second),
+                    (row, to.changes.at[slot], to.third),
                 ):
-                    gpu.copy_gmem_to_smem(source, to, barrier.at[slot])
+                    gpu.copy_gmem_to_smem(source, held, barrier.at[slot])
 
-    def add_to_queries(number, found):
-        """What a step's queries have of these keys, by one of the maps."""
-        (own, step), map_ = place(number), warpgroup()
-        to = sums.at[lax.rem(number, 2), map_]
-        to[...] = found
+    def compute(self) -> None:
+        """Gradients of a warpgroup's keys and values."""
+        memory, (tall, wide) = self.memory, (gpu.ACC((KEYS, x)) for x in self.sizes)
+        gpu.set_max_registers(WORKERS, action="increase")
+        gpu.barrier_wait(memory.held)
+        gpu.barrier_arrive(memory.written)
+        found = pl.run_scoped(self.accumulate, wide, tall, tall)
+        mine = _mine()
+        last = self.of_queries(self.every - 1, lambda found: found(wait_n=0))
+        # As in a step: all threads have read the scores.
+        gpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(self.every > 0)(lambda: self.add_to_queries(self.every - 1, last))
+        gpu.barrier_arrive(memory.written)
+        gpu.barrier_wait(memory.written)  # nobody reads keys and values any more
+        self.write(found, mine)
+
+    def write(self, found: list, mine: Any) -> None:
+        """To the gradients of values and of the keys of both maps."""
+        (*_, of_key, of_value), (size, width) = self.arrays, self.sizes
+        keys, values = self.memory[:2]
+        values[mine] = found[0].astype(values.dtype)
+        for i in range(2):
+            keys[i, mine] = (found[1 + i] * self.scale).astype(values.dtype)
         gpu.commit_smem()
-        rows = pl.ds(step * STEP, STEP)
-        here = part(total, example, rows, 2 * own + map_, size)
-        gpu.copy_smem_to_gmem(to, here, reduction_op="add")
+        rows = pl.ds(self.at + _warpgroup() * KEYS, KEYS)
+        to = part(of_value, self.example, rows, self.head, width)
+        gpu.copy_smem_to_gmem(values.at[mine], to)
+        for i in range(2):
+            to = part(of_key, self.example, rows, 2 * self.head + i, size)
+            gpu.copy_smem_to_gmem(keys.at[i, mine], to)
+        gpu.wait_smem_to_gmem(0)
 
-    def of_queries(number, then):
-        gpu.barrier_wait(written)
-        left = scores.at[lax.rem(number + 2, 2), warpgroup()].T
-        return _product(left, keys.at[warpgroup()], then)
+    def accumulate(self, to_values: Any, *to_keys: Any) -> list:
+        step = partial(self.step, to_values, to_keys)
+        lax.fori_loop(0, self.every, step, self.first_scores(0))
+        return [found[...] for found in (to_values, *to_keys)]
 
-    def of_step(to_values, to_keys, number, found):
+    def first_scores(self, number: Any) -> Array:
+        """Of a step and the first map."""
+        slot, memory = lax.rem(number, SLOTS), self.memory
+        left = memory.keys.at[0, _mine()]
+        pl.when(number < self.every)(lambda: gpu.barrier_wait(memory.first.at[slot]))
+        right = memory.queries.at[slot, 0].T
+        return _product(left, right, lambda found: found(wait_n=0))
+
+    def step(self, to_values: Any, to_keys: tuple, number: Any, found: Array) -> Array:
         """found: scores of the first map. Returns those of the next step."""
-        slot, now = lax.rem(number, SLOTS), lax.rem(number, 2)
-        mine = pl.ds(warpgroup() * KEYS, KEYS)
-
-        def row(index):
-            found = gpu.load(along.at[slot, index], layout=BY_QUERY)  # pyright: ignore
-            return lax.broadcast_in_dim(found, SCORES, [1])
-
-        def hide(found):
-            layout = gpu.Layout.WGMMA
-            place = gpu.broadcasted_iota(jnp.int32, SCORES, 0, layout=layout)
-            place = (place + at + warpgroup() * KEYS).astype(jnp.float32)
-            return jnp.where(place <= row(LAST), found, -jnp.inf)
-
-        def weigh(i, found):
-            if causal or lengths[1] % BLOCK:
-                found = lax.cond(place(number)[1] < clear, hide, lambda x: x, found)
-            found = jnp.exp2(found * (scale * IN_TWO) - row(NORMALISER + i))
-            found = (found * row(LESS) if i else found).astype(dtype)
-            return lax.optimization_barrier(found)
-
-        def differ(i, weights, pairs):
-            found = weights * (pairs - row(DELTA + i)).astype(dtype)
-            scores[now, i, mine] = found = lax.optimization_barrier(found)
-            gpu.wgmma(to_keys[i], found, queries.at[slot, i])
+        slot, memory, mine = lax.rem(number, SLOTS), self.memory, _mine()
+        weigh = partial(self.weigh, number)
+        differ = partial(self.differ, to_keys, number, mine)
+        changes = memory.changes.at[slot]
 
         def with_scores(two):
             one = weigh(0, found)
 
             def with_queries(earlier):
                 less = weigh(1, two(wait_n=1))
-                gpu.barrier_wait(third.at[slot])
-                gpu.wgmma(to_values, one + less, changes.at[slot])
+                gpu.barrier_wait(memory.third.at[slot])
+                gpu.wgmma(to_values, one + less, changes)
                 earlier = earlier(wait_n=1)
                 # No copy is left to wait for, but the threads of the warpgroup: all
                 # have read the scores whose place the sums take.
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
-                pl.when(number > 0)(lambda: add_to_queries(number - 1, earlier))
+                pl.when(number > 0)(lambda: self.add_to_queries(number - 1, earlier))
 
                 def with_pairs(pairs):
                     pairs = pairs(wait_n=0)
@@ -268,53 +303,81 @@ def _gradients(
                     gpu.wgmma_wait(1)
                     differ(1, less, pairs)
 
-                _product(values.at[mine], changes.at[slot].T, with_pairs)
+                _product(memory.values.at[mine], changes.T, with_pairs)
 
-            of_queries(number - 1, with_queries)
+            self.of_queries(number - 1, with_queries)
 
-        gpu.barrier_wait(second.at[slot])
-        _product(keys.at[1, mine], queries.at[slot, 1].T, with_scores)
+        gpu.barrier_wait(memory.second.at[slot])
+        _product(memory.keys.at[1, mine], memory.queries.at[slot, 1].T, with_scores)
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
         gpu.commit_smem()
-        gpu.barrier_arrive(written)
-        later = first_scores(number + 1)
+        gpu.barrier_arrive(memory.written)
+        later = self.first_scores(number + 1)
         gpu.wgmma_wait(0)
-        gpu.barrier_arrive(used.at[slot])
+        gpu.barrier_arrive(memory.used.at[slot])
         return later
 
-    def first_scores(number):
-        slot = lax.rem(number, SLOTS)
-        left = keys.at[0, pl.ds(warpgroup() * KEYS, KEYS)]
-        pl.when(number < every)(lambda: gpu.barrier_wait(first.at[slot]))
-        return _product(left, queries.at[slot, 0].T, lambda found: found(wait_n=0))
+    def row(self, number: Any, index: int) -> Array:
+        """One of the `numbers` of a step's queries, for all keys."""
+        found = self.memory.along.at[lax.rem(number, SLOTS), index]
+        found = gpu.load(found, layout=BY_QUERY)  # pyright: ignore
+        return lax.broadcast_in_dim(found, SCORES, [1])
 
-    def accumulate(to_values, *to_keys):
-        step = partial(of_step, to_values, to_keys)
-        lax.fori_loop(0, every, step, first_scores(0))
-        return [found[...] for found in (to_values, *to_keys)]
+    def weigh(self, number: Any, i: int, scores: Array) -> Array:
+        """P of the first map, or −λ P of the second."""
 
-    @pl.when(warpgroup() < 2)
-    def _():
-        gpu.set_max_registers(WORKERS, action="increase")
-        gpu.barrier_wait(held)
-        gpu.barrier_arrive(written)
-        tall, wide = (gpu.ACC((KEYS, x)) for x in sizes)
-        found = pl.run_scoped(accumulate, wide, tall, tall)
-        mine = pl.ds(warpgroup() * KEYS, KEYS)
-        last = of_queries(every - 1, lambda found: found(wait_n=0))
-        # As above: all threads have read the scores.
-        gpu.wait_smem_to_gmem(0, wait_read_only=True)
-        pl.when(every > 0)(lambda: add_to_queries(every - 1, last))
-        gpu.barrier_arrive(written)
-        gpu.barrier_wait(written)  # nobody reads keys and values any more
-        values[mine] = found[0].astype(dtype)
-        for i in range(2):
-            keys[i, mine] = (found[1 + i] * scale).astype(dtype)
+        def hide(scores):
+            key = place_in(SCORES, 0) + self.at + _warpgroup() * KEYS
+            seen = key.astype(jnp.float32) <= self.row(number, LAST)
+            return jnp.where(seen, scores, -jnp.inf)
+
+        if self.hides:
+            masked = self.place(number)[1] < self.clear
+            scores = lax.cond(masked, hide, lambda x: x, scores)
+        base = self.scale * IN_TWO
+        found = jnp.exp2(scores * base - self.row(number, NORMALISER + i))
+        found = found * self.row(number, LESS) if i else found
+        return lax.optimization_barrier(found.astype(self.memory.values.dtype))
+
+    def differ(
+        self, to_keys: tuple, number: Any, mine: Any, i: int, weights: Any, pairs: Any
+    ) -> None:
+        """dS of a map, from dP: to shared memory, and times queries to keys."""
+        scores, _ = self.memory.kept
+        found = weights * (pairs - self.row(number, DELTA + i)).astype(weights.dtype)
+        found = lax.optimization_barrier(found)
+        scores[lax.rem(number, 2), i, mine] = found
+        gpu.wgmma(to_keys[i], found, self.memory.queries.at[lax.rem(number, SLOTS), i])
+
+    def of_queries(self, number: Any, then: Any) -> Any:
+        """`then` of the product dS K of a step and one of the maps."""
+        gpu.barrier_wait(self.memory.written)
+        scores, _ = self.memory.kept
+        left = scores.at[lax.rem(number + 2, 2), _warpgroup()].T
+        return _product(left, self.memory.keys.at[_warpgroup()], then)
+
+    def add_to_queries(self, number: Any, found: Array) -> None:
+        """What a step's queries have of these keys, by one of the maps."""
+        (head, step), map_ = self.place(number), _warpgroup()
+        _, sums = self.memory.kept
+        to = sums.at[lax.rem(number, 2), map_]
+        to[...] = found
         gpu.commit_smem()
-        rows = pl.ds(at + warpgroup() * KEYS, KEYS)
-        to = part(of_value, example, rows, head, width)
-        gpu.copy_smem_to_gmem(values.at[mine], to)
-        for i in range(2):
-            to = part(of_key, example, rows, 2 * head + i, size)
-            gpu.copy_smem_to_gmem(keys.at[i, mine], to)
-        gpu.wait_smem_to_gmem(0)
+        rows, total = pl.ds(step * STEP, STEP), self.arrays[5]
+        here = part(total, self.example, rows, 2 * head + map_, self.sizes[0])
+        gpu.copy_smem_to_gmem(to, here, reduction_op="add")
+
+
+def _gradients(*arrays: Any, **options: Any) -> None:
+    program = _Program(*arrays, **options)
+    pl.when(_warpgroup() == 2)(program.bring)
+    pl.when(_warpgroup() < 2)(program.compute)
+
+
+def _warpgroup() -> Any:
+    return lax.axis_index("warpgroup")
+
+
+def _mine() -> Any:
+    """This warpgroup's keys of the block."""
+    return pl.ds(_warpgroup() * KEYS, KEYS)

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
 from jaxtyping import Array, Float
 
+from symjax.attention.kernels.lanes import even
 from symjax.attention.meshes import vary_alike
 
 ROWS = 64  # of a warpgroup: those of a product of tensor cores
@@ -31,6 +32,7 @@ SLOTS = 4  # blocks of the ring, a power of two
 SHARED = 2**24  # bytes of keys and values which running programs share in the L2 cache
 EIGHT = 8  # rows of a tile of memory, which lengths must be whole multiples of
 UNSEEN = -(2.0**100)  # score of a key that a row may not see: its scaling is exact
+IN_TWO = math.log2(math.e)  # to exponents of 2
 BY_ROW = gpu.Layout.WGMMA.reduce(1)
 TILES = gpu.TilingTransform((EIGHT, 64)), gpu.SwizzleTransform(128)
 OPTIONS = gpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
@@ -54,7 +56,7 @@ def forward(
     padded = program.tiles * TILE
     lam = jnp.pad(lam, ((0, 0), (0, 0), (0, padded - length)))
     arrays = *map(in_rows, (query, key, value)), lam
-    shape = batch, up(length, EIGHT), heads * program.width
+    shape = batch, even(length, EIGHT), heads * program.width
     output = jax.ShapeDtypeStruct(shape, value.dtype)
     normaliser = jax.ShapeDtypeStruct((batch, 2 * heads, padded), jnp.float32)
     found = gpu.kernel(
@@ -71,10 +73,6 @@ def forward(
     *outputs, normaliser, _ = vary_alike((*found, query))
     output, second = (of_heads(x, length, heads) for x in outputs)
     return output, second, normaliser[:, :, :length]
-
-
-def up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
 
 
 def in_rows(x: Float[Array, "B T N H"]) -> Float[Array, "B T' N·H"]:
@@ -108,7 +106,7 @@ class _Program:
         self.keys, self.values, self.width = value.shape[1:]
         self.heads = maps // 2
         self.offset = self.keys - self.length
-        self.base, self.causal = scale * math.log2(math.e), causal
+        self.base, self.causal = scale * IN_TWO, causal
         # Blocks with keys to hide.
         self.masked = TILE // BLOCK if causal else int(self.keys % BLOCK > 0)
         self.tiles = pl.cdiv(self.length, TILE)
@@ -305,19 +303,21 @@ class _Program:
         """UNSEEN where a row may not look. A row may see nothing of the first block:
         the first score that it does see shrinks what that has added to nothing."""
 
-        def place(axis):
-            layout = gpu.Layout.WGMMA
-            return gpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=layout)
-
-        key = place(1) + block * BLOCK
+        key = place_in(scores.shape, 1) + block * BLOCK
         if self.causal:
-            return jnp.where(key <= place(0) + (first + self.offset), scores, UNSEEN)
+            row = place_in(scores.shape, 0) + (first + self.offset)
+            return jnp.where(key <= row, scores, UNSEEN)
         return jnp.where(key < self.keys, scores, UNSEEN)
 
 
 def filled(number: float, *shape: int) -> Array:
     layout = gpu.Layout.WGMMA if shape[1:] else BY_ROW
     return gpu.layout_cast(jnp.full(shape, number, jnp.float32), layout)
+
+
+def place_in(shape: tuple[int, ...], axis: int) -> Array:
+    """Where along the axis each number of a product is."""
+    return gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)
 
 
 def along(column: Array, array: Array) -> Array:

@@ -15,7 +15,8 @@ correctness  every mechanism, forward and gradient, with float32 and bfloat16 in
 attention    causal, bfloat16, forward and forward + backward, rivals in turns: ours,
              cuDNN through jax.nn, and, where they can be imported, PyTorch's SDPA,
              flash-linear-attention (fla) and jax-linear-attention (jla)
-steps        training steps of models of 350M parameters: tokens a second and MFU
+steps        training steps of models of 350M parameters: tokens a second and MFU,
+             with all tokens of a row as one document, and with documents apart
 decode       tokens a second of these models after contexts of several lengths
 study        trains the Shakespeare study at 6 and 8 layers on --text FILE, without
              which it is skipped; runs lie in --out, and the same command resumes them
@@ -41,10 +42,11 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from device_correctness import cases, errors  # noqa: E402
 from device_jobs import Job, jax_job, job  # noqa: E402
-from device_peers import Rival, ours, peers  # noqa: E402
+from device_peers import DOCUMENT, Rival, ours, peers  # noqa: E402
 from etils import epath  # noqa: E402
 
 from symjax import config  # noqa: E402
+from symjax.data.documents import separated  # noqa: E402
 from symjax.evaluation import compare  # noqa: E402
 from symjax.evaluation.speed import decoding  # noqa: E402
 from symjax.models.cost import train_flops  # noqa: E402
@@ -252,16 +254,30 @@ def peak() -> float | None:
 
 
 def steps(sizes: Sizes, only: str) -> Iterator[Row]:
-    for name, model in chosen(models(sizes), only).items():
-        yield {"name": f"{name}, training", **attempt(step_speed, model, sizes)}
+    rows = {
+        f"{name}, training{', documents apart' * apart}": (model, apart)
+        for name, model in models(sizes).items()
+        for apart in (False, True)
+    }
+    for name, (model, apart) in chosen(rows, only).items():
+        yield {"name": name, **attempt(step_speed, model, apart, sizes)}
 
 
-def step_speed(model: config.Model, sizes: Sizes) -> Row:
+def step_speed(model: config.Model, apart: bool, sizes: Sizes) -> Row:
     options = config.Config(model=model, batch_size=sizes.batch)
-    program = compile_program(options, make_mesh(config.Mesh(data=1)))
+    mesh = make_mesh(config.Mesh(data=1))
+    program = compile_program(options, mesh, separate=apart)
     shape = (sizes.batch, model.length)
-    text = np.random.default_rng(0).integers(0, model.vocabulary, shape, np.int32)
-    batch = program.place(shape, lambda start, stop: (text[start:stop],) * 2)
+    random = np.random.default_rng(0)
+    text = random.integers(0, model.vocabulary, shape, np.int32)
+    lengths = random.geometric(1 / DOCUMENT, text.size)
+
+    def rows(start: int, stop: int) -> tuple:
+        given = text[start:stop], text[start:stop]
+        starts = np.arange(start, stop) * model.length
+        return separated(starts, *given, np.cumsum(lengths)) if apart else given
+
+    batch = program.place(shape, rows)
     compiled = program.lower(shape).compile()
     planned, ends = compiled.memory_analysis(), []
     with jax.set_mesh(program.mesh):

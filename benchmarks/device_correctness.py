@@ -47,6 +47,9 @@ def cases(tokens: int) -> dict[str, Case]:
                 over: kind(attend, plain, whole),
                 f"differential V1 over {over}": kind(v1, (*pairs, (n,)), exact),
             }
+        apart = partial(documents, t // 3, attend=attention.differential)
+        apart = partial(apart, is_causal=causal)
+        near = partial(attention.differential, window=(70, 0 if causal else 70))
         rows = partial(attention.softmax, is_causal=causal, implementation="rows")
         whole = partial(rows, implementation="whole")
         gau = partial(attention.gau, divisor="count", is_causal=causal)
@@ -63,6 +66,12 @@ def cases(tokens: int) -> dict[str, Case]:
             ),
             f"softmax, {name}, values + 4": Case(
                 partial(attention.softmax, is_causal=causal), plain, whole, mean=4.0
+            ),
+            f"differential V1 over softmax, {name}, documents": Case(
+                apart, (*pairs, (n,)), partial(apart, implementation="whole")
+            ),
+            f"differential V1 over softmax, {name}, window": Case(
+                near, (*pairs, (n,)), partial(near, implementation="whole")
             ),
             f"softmax, {name}, rows": Case(rows, plain, whole),
             f"softmax, {name}, whole": Case(whole, plain),
@@ -94,6 +103,12 @@ def cases(tokens: int) -> dict[str, Case]:
             "delta rule, gated channels": Case(delta, (*plain, (b, t, k), key)),
         }
     )
+
+
+def documents(size: int, query, key, *arrays, attend: Callable, **options):
+    """Attention of rows of several documents of `size` tokens, which see no other."""
+    ids = jnp.broadcast_to(jnp.arange(key.shape[1])[None] // size, key.shape[:2])
+    return attend(query, key, *arrays, segment_ids=ids, **options)
 
 
 def symmetric(query, value, metric=None, **options):

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from device_correctness import delta, gated, retention, symmetric
+from device_correctness import delta, documents, gated, retention, symmetric
 
 from symjax import attention
+
+DOCUMENT = 500  # tokens of one, where they are kept apart
 
 
 class Rival(NamedTuple):
@@ -29,16 +31,24 @@ def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
     score = n * t * 2 * h  # half the pairs, 2 operations a pair and feature, q·k and V
     state = 4 * n * h * h
     first = partial(attention.differential, lam=0.5, is_causal=True)
+    apart = partial(documents, DOCUMENT, is_causal=True)
+    fewer = score * min(1, DOCUMENT / t)
     second = partial(attention.differential_v2, is_causal=True)
     performer = 4 * n * 256 * 2 * h
 
-    def rival(attend, shapes, flops, backward, **options):
-        return Rival("ours", partial(attend, **options), shapes, flops, backward)
+    def rival(call, shapes, flops, backward, **options):
+        return Rival("ours", partial(call, **options), shapes, flops, backward)
 
     found = {
         "softmax": rival(attention.softmax, (one,) * 3, score, 3.5, is_causal=True),
         "symmetric": rival(symmetric, (one,) * 2, score, 3.5, is_causal=True),
         "differential V1": rival(first, (half, half, one), score, 3.5),
+        "softmax, documents": rival(
+            apart, (one,) * 3, fewer, 3.5, attend=attention.softmax
+        ),
+        "differential V1, documents": rival(
+            apart, (half, half, one), fewer, 3.5, attend=first
+        ),
         "differential V2": rival(second, (two, one, one, one[:3]), 1.5 * score, 3.5),
         "cosine": rival(attention.cosine_causal, (one,) * 3, state, 3),
         "gated decay": rival(gated, (one,) * 4, state, 3),

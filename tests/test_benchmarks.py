@@ -157,7 +157,7 @@ def test_a_row_that_cannot_run_loses_no_other(device, monkeypatch, capsys):
     monkeypatch.setattr(device, "step_speed", broken)
     assert device.main(["--small", "--part", "steps"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert sum("fault RuntimeError: out of memory" in line for line in lines) == 5
+    assert sum("fault RuntimeError: out of memory" in line for line in lines) == 10
 
 
 @pytest.mark.skipif(

@@ -12,11 +12,13 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.kernels.intervals import Seen, seen_by_rows
+from symjax.attention.masks import Visibility
 from symjax.attention.meshes import on_any_mesh, on_hopper
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 HEAD, VALUE = 64, 128  # numbers that registers and shared memory are laid out for
-OFFSET = 64  # rows of a warpgroup: they see whole blocks before the diagonal ones
+OFFSET = 64  # rows of a warpgroup
 SCALES = 2.0**-60, 2.0**20  # between them hidden scores are below all others
 
 
@@ -37,17 +39,15 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
         )
     if bias is not None or slopes is not None:
         return "it takes no bias and no alibi"
-    if known.mask is not None or known.mask_self or known.key_segments is not None:
-        return "it takes no mask, no mask_self and no segments"
+    if known.mask is not None or known.mask_self:
+        return "it takes no mask and no mask_self"
     least, most = SCALES
     if rule.length_base is not None or not least <= (rule.scale or 0) <= most:
         return f"its scale is one number for all rows, from {least:.0e} to {most:.0e}"
-    if known.window not in ((None, None), (None, 0)):
-        return f"it takes no window, got {known.window}"
-    more = rule.offset
-    if known.window[1] == 0 and (more is None or more < 0 or more % OFFSET):
+    bounded = known.window != (None, None) or known.key_segments is not None
+    if bounded and (rule.offset is None or rule.offset < 0):
         return (
-            f"causal, it takes as many keys as queries or a multiple of {OFFSET} more, "
+            "causal, in a window and with segments it takes no more queries than keys, "
             f"got {query.shape[2]} and {known.length}"
         )
     return None
@@ -61,8 +61,29 @@ def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
     batch, length, heads, _ = query.shape
     lam = jnp.broadcast_to(cast(Array, operands.lam), (batch, heads // 2, length))
+    seen = _seen(length, rule.offset or 0, operands.visibility)
     static = interpret, rule.scale, operands.visibility.window[1] == 0
-    return jnp.swapaxes(differential(static, query, key, value, lam), 1, 2)
+    return jnp.swapaxes(differential(static, query, key, value, lam, seen), 1, 2)
+
+
+def _seen(length: int, offset: int, known: Visibility) -> Seen | None:
+    """Which keys rows see; None: all, or those up to their own where all rows of a
+    warpgroup see whole blocks before the diagonal ones."""
+    (left, right), runs = known.window, known.key_segments
+    if runs is None and left is None:
+        if right is None or (right == 0 and offset % OFFSET == 0):
+            return None
+    seen, _ = seen_by_rows(
+        length,
+        known.length,
+        offset,
+        left=left,
+        right=right,
+        mask_self=False,
+        exists=None,
+        runs=runs,
+    )
+    return seen
 
 
 attend_hopper = partial(_attend, None)

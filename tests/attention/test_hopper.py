@@ -19,13 +19,14 @@ needs_jax = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic GPU of jax 0.11"
 )
 H, V = hopper.HEAD, hopper.VALUE
-CALLS = {  # examples, heads, value heads, queries, keys, causal
-    "causal": (1, 2, 1, 200, 200, True),
-    "all": (1, 2, 2, 97, 173, False),
-    "examples": (2, 2, 1, 257, 257, True),
-    "more keys": (1, 1, 1, 150, 214, True),
-    "few": (1, 3, 1, 33, 33, True),
-    "fewer keys": (1, 1, 1, 250, 100, False),
+CALLS = {  # examples, heads, value heads, queries, keys, window, lengths of segments
+    "causal": (2, 2, 1, 257, 257, (None, 0), None),
+    "all": (1, 2, 2, 173, 97, (None, None), None),
+    "more keys": (1, 1, 1, 150, 214, (None, 0), None),
+    "few": (1, 3, 1, 33, 33, (None, 0), None),
+    "segments": (2, 2, 1, 200, 200, (None, 0), [(1, 30, 33, 101, 35), (99, 101)]),
+    "segments, both ways": (1, 1, 1, 200, 200, (None, None), [(70, 130)]),
+    "window": (1, 1, 1, 333, 400, (95, 21), None),
 }
 
 
@@ -46,16 +47,28 @@ def drawn(batch, heads, shared, length, keys, scale=1.0):
     )
 
 
-def definition(query, key, value, lam, *, causal):
+def visible(length, keys, window, segments):
+    """The pairs of rows and keys that see each other, by example."""
+    rows, (left, right) = np.arange(keys - length, keys)[:, None], window
+    distance = rows - np.arange(keys)
+    seen = np.ones((1, length, keys), bool)
+    if left is not None:
+        seen &= distance <= left
+    if right is not None:
+        seen &= distance >= -right
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None])
+    return seen
+
+
+def definition(query, key, value, lam, *, seen):
     """The two maps of each head, whole."""
-    length, keys, group = query.shape[1], key.shape[1], lam.shape[2] // value.shape[2]
+    group = lam.shape[2] // value.shape[2]
 
     def output(branch):
         asked = jnp.repeat(key[:, :, branch::2], group, axis=2)
         scores = jnp.einsum("btnh,bsnh->bnts", query[:, :, branch::2], asked)
-        if causal:
-            seen = jnp.arange(keys)[None] <= jnp.arange(keys - length, keys)[:, None]
-            scores = jnp.where(seen[None, None], scores, -jnp.inf)
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
         weights = jax.nn.softmax(scores / math.sqrt(H), axis=-1)
         return jnp.einsum("bnts,bsnv->btnv", weights, jnp.repeat(value, group, axis=2))
 
@@ -73,18 +86,22 @@ def test_output_and_gradients_are_those_of_the_definition(call, monkeypatch):
     kernel = engines.KERNELS["hopper"]._replace(elsewhere=interpreted)
     monkeypatch.setitem(engines.KERNELS, "hopper", kernel)
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
-    *sizes, causal = call
+    *sizes, window, segments = call
     *given, change = drawn(*sizes)
+    options = {"window": window, "implementation": "hopper"}
+    if segments is not None:
+        segments = np.array([np.repeat(range(len(x)), x) for x in segments])
+        options["segment_ids"] = jnp.asarray(segments)
 
     def attend(query, key, value, lam):
-        options = {"is_causal": causal, "implementation": "hopper"}
         return attention.softmax(query, key, value, lam=lam, **options)
 
     output, pull = jax.vjp(attend, *given)
     found = output, *pull(change)
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(x, np.float64)) for x in (*given, change)]
-        output, pull = jax.vjp(partial(definition, causal=causal), *exact[:4])
+        seen = visible(*sizes[3:], window, segments)
+        output, pull = jax.vjp(partial(definition, seen=seen), *exact[:4])
         wanted = output, *pull(exact[4])
         wanted = [np.asarray(x) for x in wanted]
     for x, y in zip(found, wanted, strict=True):
@@ -103,7 +120,6 @@ REFUSED = {
     "alibi": ({}, {"alibi": jnp.ones(2)}, "no alibi"),
     "mask": ({}, {"mask": jnp.ones((2, 1, 1, 256), bool)}, "no mask"),
     "mask_self": ({}, {"mask_self": True}, "no mask_self"),
-    "segments": ({}, {"segment_ids": jnp.zeros((2, 256), jnp.int32)}, "no segments"),
     "scale": ({}, {"scale": jnp.ones(())}, "one number for all rows"),
     "negative scale": ({}, {"scale": -1.0}, "one number for all rows"),
     "length_base": ({}, {"length_base": 5.0}, "one number for all rows"),
@@ -111,9 +127,8 @@ REFUSED = {
     "heads": ({"size": 32}, {}, "got key 32 and value 128"),
     "values": ({"width": 64}, {}, "got key 64 and value 64"),
     "small scale": ({}, {"scale": 1e-30}, "one number for all rows, from"),
-    "window": ({}, {"window": 5}, r"got \(4, 4\)"),
     "fewer keys": ({"keys": 128}, {"window": (None, 0)}, "got 256 and 128"),
-    "keys": ({"keys": 257}, {"is_causal": True}, "got 256 and 257"),
+    "window of fewer keys": ({"keys": 128}, {"window": 5}, "got 256 and 128"),
 }
 
 
@@ -135,8 +150,8 @@ def test_one_map_and_another_machine_are_refused(monkeypatch):
         jax.eval_shape(call, *arrays, arrays[1])
 
 
-def loss(query, key, value, lam):
-    output = attention.differential(query, key, value, lam, is_causal=True)
+def loss(query, key, value, lam, **options):
+    output = attention.differential(query, key, value, lam, is_causal=True, **options)
     return output.astype(jnp.float32).sum()
 
 
@@ -164,25 +179,29 @@ def test_it_is_what_a_hopper_gpu_runs(kind, wide, chosen, monkeypatch):
 @needs_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", (1, 8))
-@pytest.mark.parametrize("length, shared", [(2048, 4), (2048, 2), (1999, 4)])
-def test_it_compiles_for_an_h200(devices, length, shared):
+@pytest.mark.parametrize(
+    "length, shared, segments",
+    [(2048, 4, False), (2048, 2, True), (1999, 4, False), (1999, 4, True)],
+)
+def test_it_compiles_for_an_h200(devices, length, shared, segments):
     """Forward and backward, also where a mesh is split over devices."""
     pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
     mesh = Mesh(np.array(targets.find(f"h200-{devices}").devices), ("x",))
 
     def split(*arrays):
-        def call(*arrays):
-            return jax.grad(loss, (0, 1, 2))(*arrays, jnp.full(4, 0.5))
+        def call(query, key, value, ids=None):
+            attend = partial(loss, segment_ids=ids)
+            return jax.grad(attend, (0, 1, 2))(query, key, value, jnp.full(4, 0.5))
 
         specs = {"in_specs": P("x"), "out_specs": P("x")}
         return jax.shard_map(call, mesh=mesh, **specs)(*arrays)
 
-    arrays = [
-        jax.ShapeDtypeStruct(
-            (8, length, heads, size), jnp.bfloat16, sharding=NamedSharding(mesh, P("x"))
-        )
-        for heads, size in ((8, H), (2 * shared, H), (shared, V))
-    ]
+    def given(*shape, dtype=jnp.bfloat16):
+        sharding = NamedSharding(mesh, P("x"))
+        return jax.ShapeDtypeStruct((8, length, *shape), dtype, sharding=sharding)
+
+    arrays = given(8, H), given(2 * shared, H), given(shared, V)
+    arrays += (given(dtype=jnp.int32),) * segments
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = jax.jit(split).trace(*arrays).lower().compile()
     text = program.as_text()

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from symjax.attention.kernels.blocks import RESIDUAL
 from symjax.attention.kernels.hopper_backward import backward
 from symjax.attention.kernels.hopper_forward import forward
+from symjax.attention.kernels.intervals import Seen
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -26,28 +27,32 @@ def differential(
     key: Float[Array, "B S 2K 64"],
     value: Float[Array, "B S K 128"],
     lam: Float[Array, "B N T"],
+    seen: Seen | None,
 ) -> Float[Array, "B T N 128"]:
     """softmax(q₁ k₁ᵀ) v − λ softmax(q₂ k₂ᵀ) v of heads side by side.
+
+    Blocks of keys that no row of a block sees cost nothing.
 
     Gradients of queries are added up in the order in which programs come to them.
 
     Args:
         static: whether to interpret, the scale of scores, whether a row sees no later
-            key (the last one sees all, and S − T is a multiple of 64).
+            (the last one sees all, and S − T is a multiple of 64).
+        seen: which keys each row sees, in place of that; one at least.
     """
-    return _forward(static, query, key, value, lam)[0]
+    return _forward(static, query, key, value, lam, seen)[0]
 
 
-def _forward(static: tuple, *given: Array) -> tuple[Array, tuple]:
+def _forward(static: tuple, *given: Any) -> tuple[Array, tuple]:
     interpret, scale, causal = static
     found = forward(interpret, *given, scale=scale, causal=causal)
     output, second, normaliser = checkpoint_name(found, RESIDUAL)
     return output, (given, output, second, normaliser)
 
 
-def _backward(static: tuple, saved: tuple, change: Array) -> tuple[Array, ...]:
+def _backward(static: tuple, saved: tuple, change: Array) -> tuple[Array | None, ...]:
     interpret, scale, causal = static
-    (query, key, value, lam), output, second, normaliser = saved
+    (query, key, value, lam, seen), output, second, normaliser = saved
     # Read more than once, and so as bfloat16, and not as what it was rounded from.
     change = jax.lax.optimization_barrier(change)
 
@@ -59,9 +64,9 @@ def _backward(static: tuple, saved: tuple, change: Array) -> tuple[Array, ...]:
     of_second = by_rows(second)
     of_first = by_rows(output) + lam * of_second
     deltas = jnp.stack([of_first, of_second], axis=2).reshape(normaliser.shape)
-    given = query, key, value, lam, normaliser, deltas, change
+    given = query, key, value, lam, normaliser, deltas, change, seen
     gradients = backward(interpret, *given, scale=scale, causal=causal)
-    return *gradients, -of_second
+    return *gradients, -of_second, None
 
 
 differential.defvjp(_forward, _backward)

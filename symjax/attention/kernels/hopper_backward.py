@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from symjax.attention.kernels.hopper_forward import (
     EIGHT,
@@ -41,6 +41,7 @@ from symjax.attention.kernels.hopper_forward import (
     part,
     place_in,
 )
+from symjax.attention.kernels.intervals import Seen, blocks_of_keys
 from symjax.attention.kernels.lanes import even
 from symjax.attention.meshes import vary_alike
 
@@ -49,8 +50,8 @@ BLOCK = 2 * KEYS  # keys of a program
 STEP = 64  # queries of a step
 SLOTS = 2  # steps in shared memory at a time
 SCORES = KEYS, STEP
-NORMALISER, DELTA, LESS, LAST = 0, 2, 4, 5  # rows of `numbers`; two for each map first
-NUMBERS = 6
+# Rows of `numbers`; two for each map first.
+NORMALISER, DELTA, LESS, LAST, FIRST = 0, 2, 4, 5, 6
 WIDE_TILES = gpu.TilingTransform((8, 32)), gpu.SwizzleTransform(128)
 BY_QUERY = gpu.Layout.WGMMA.reduce(0)
 
@@ -64,6 +65,7 @@ def backward(
     normaliser: Float[Array, "B 2N T"],
     deltas: Float[Array, "B 2N T"],
     change: Float[Array, "B T N V"],
+    seen: Seen | None,
     *,
     scale: float,
     causal: bool,
@@ -72,7 +74,12 @@ def backward(
     batch, length, maps, size = query.shape
     keys, heads, width = value.shape[1:]
     steps = pl.cdiv(length, STEP)
-    numbers = _numbers(lam, normaliser, deltas, steps, keys, causal)
+    ends = _ends(seen, length, keys, causal)
+    numbers = _numbers(lam, normaliser, deltas, ends, steps)
+    limits = None
+    if seen is not None:
+        limits = blocks_of_keys(seen, keys, STEP, BLOCK)
+        limits = jnp.broadcast_to(limits, (batch, *limits.shape[1:]))
     empty = jnp.zeros((batch, steps * STEP, maps * size), jnp.float32)
     total, dtype = jax.new_ref(empty), query.dtype
     program = partial(
@@ -97,7 +104,7 @@ def backward(
             "values": tiled((BLOCK, width)),
             "queries": tiled((SLOTS, 2, STEP, size)),
             "changes": tiled((SLOTS, STEP, width)),
-            "along": gpu.SMEM((SLOTS, NUMBERS, STEP), jnp.float32),
+            "along": gpu.SMEM((SLOTS, numbers.shape[2], STEP), jnp.float32),
             "kept": gpu.RefUnion(tiled((2, 2, BLOCK, STEP)), sums),
             "held": gpu.Barrier(num_arrivals=3),
             "first": gpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
@@ -112,7 +119,7 @@ def backward(
         thread_name="warpgroup",
         compiler_params=OPTIONS,
         interpret=interpret,
-    )(*map(in_rows, (query, key, value)), numbers, in_rows(change), total)
+    )(*map(in_rows, (query, key, value)), numbers, in_rows(change), limits, total)
     # A reference has no type that differs over a mesh.
     of_key, of_value, total, _ = vary_alike((*found, total[...], change))
     of_query = (of_heads(total, length, maps) * scale).astype(dtype)
@@ -120,17 +127,26 @@ def backward(
 
 
 def _numbers(
-    lam: Array, normaliser: Array, deltas: Array, steps: int, keys: int, causal: bool
-) -> Float[Array, "B N NUMBERS T"]:
+    lam: Array, normaliser: Array, deltas: Array, ends: Array, steps: int
+) -> Float[Array, "B N numbers T"]:
     """What a step needs of each query: the normalisers of both maps in log₂, D of both,
-    −λ, and the last key that it sees; 0 beyond the end."""
+    −λ, and the ends of what it sees; 0 beyond the last one."""
     batch, heads, length = lam.shape
     maps = batch, heads, 2, length
-    last = jnp.arange(length) + keys - length if causal else jnp.full(length, keys - 1)
-    last = jnp.broadcast_to(last, (batch, heads, 1, length))
+    ends = jnp.broadcast_to(ends[:, None], (batch, heads, *ends.shape[1:]))
     each = (normaliser * IN_TWO).reshape(maps), deltas.reshape(maps), -lam[:, :, None]
-    numbers = jnp.concatenate([*each, last], axis=2, dtype=jnp.float32)
+    numbers = jnp.concatenate([*each, ends], axis=2, dtype=jnp.float32)
     return jnp.pad(numbers, ((0, 0),) * 3 + ((0, steps * STEP - length),))
+
+
+def _ends(
+    seen: Seen | None, length: int, keys: int, causal: bool
+) -> Int[Array, "b ends T"]:
+    """The last key that each query sees, and the first, where it is not 0 for all."""
+    if seen is not None:
+        return jnp.stack([seen.rows[:, 1] - 1, seen.rows[:, 0]], axis=1)
+    last = jnp.arange(length) + keys - length if causal else jnp.full(length, keys - 1)
+    return last[None, None]
 
 
 def _range(first: Any, lengths: tuple[int, int], causal: bool) -> tuple[Any, Any]:
@@ -157,6 +173,20 @@ def _product(left: Any, right: Any, then: Any) -> Any:
     return pl.run_scoped(compute, gpu.ACC((left.shape[0], right.shape[1])))
 
 
+class Arrays(NamedTuple):
+    """In global memory: what a program reads, and the gradients."""
+
+    query: Any
+    key: Any
+    value: Any
+    numbers: Any
+    change: Any
+    limits: Any  # [B 4 blocks], as `blocks_of_keys` has them, or None
+    of_query: Any  # sums in float32
+    of_key: Any
+    of_value: Any
+
+
 class Scratch(NamedTuple):
     """Shared memory of a program, and its barriers."""
 
@@ -180,13 +210,18 @@ class _Program:
     def __init__(
         self, *arrays: Any, lengths, sizes, shared, scale, causal, **scratch: Any
     ):
-        self.arrays, self.memory = arrays, Scratch(**scratch)
+        self.arrays, self.memory = Arrays(*arrays), Scratch(**scratch)
         self.sizes, self.shared, self.scale = sizes, shared, scale
-        self.hides = causal or lengths[1] % BLOCK
         places = (lax.axis_index(x) for x in ("batch", "head", "block"))
         self.example, self.head, block = places
         steps, self.at = pl.cdiv(lengths[0], STEP), block * BLOCK
-        self.start, self.clear = _range(self.at, lengths, causal)
+        limits = self.arrays.limits
+        self.hides = causal or lengths[1] % BLOCK or limits is not None
+        if limits is None:
+            self.start, self.clear = _range(self.at, lengths, causal)
+        else:
+            ends = (limits[self.example, i, block] for i in range(4))
+            self.start, self.clear, self.until, steps = ends
         self.steps = steps - self.start
         self.every = shared * self.steps
 
@@ -325,14 +360,21 @@ class _Program:
 
     def weigh(self, number: Any, i: int, scores: Array) -> Array:
         """P of the first map, or −λ P of the second."""
+        limits = self.arrays.limits
 
         def hide(scores):
             key = place_in(SCORES, 0) + self.at + _warpgroup() * KEYS
-            seen = key.astype(jnp.float32) <= self.row(number, LAST)
+            key = key.astype(jnp.float32)
+            seen = key <= self.row(number, LAST)
+            if limits is not None:
+                seen &= key >= self.row(number, FIRST)
             return jnp.where(seen, scores, -jnp.inf)
 
         if self.hides:
-            masked = self.place(number)[1] < self.clear
+            step = self.place(number)[1]
+            masked = step < self.clear
+            if limits is not None:
+                masked |= step >= self.until
             scores = lax.cond(masked, hide, lambda x: x, scores)
         base = self.scale * IN_TWO
         found = jnp.exp2(scores * base - self.row(number, NORMALISER + i))
@@ -363,7 +405,7 @@ class _Program:
         to = sums.at[lax.rem(number, 2), map_]
         to[...] = found
         gpu.commit_smem()
-        rows, total = pl.ds(step * STEP, STEP), self.arrays[5]
+        rows, total = pl.ds(step * STEP, STEP), self.arrays.of_query
         here = part(total, self.example, rows, 2 * head + map_, self.sizes[0])
         gpu.copy_smem_to_gmem(to, here, reduction_op="add")
 

@@ -24,7 +24,7 @@ CALLS = {  # examples, heads, value heads, queries, keys, window, lengths of seg
     "all": (1, 2, 2, 173, 97, (None, None), None),
     "more keys": (1, 1, 1, 150, 214, (None, 0), None),
     "few": (1, 3, 1, 33, 33, (None, 0), None),
-    "segments": (2, 2, 1, 200, 200, (None, 0), [(1, 30, 33, 101, 35), (99, 101)]),
+    "segments": (2, 1, 1, 200, 200, (None, 0), [(1, 30, 33, 101, 35), (99, 101)]),
     "segments, both ways": (1, 1, 1, 200, 200, (None, None), [(70, 130)]),
     "window": (1, 1, 1, 333, 400, (95, 21), None),
 }

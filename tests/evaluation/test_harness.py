@@ -34,7 +34,7 @@ TASKS = {
         "metric_list": [{"metric": "exact_match"}],
     },
 }
-QUESTIONS = [TEXT[40 * i : 40 * i + 7 + 9 * i] for i in range(5)]
+QUESTIONS = [TEXT[40 * i : 40 * i + 7 + 18 * i] for i in range(3)]
 CHOICES = ["sheep", "goats, 2 crows", "fox."]
 
 

@@ -180,7 +180,7 @@ class _Program:
         tile = self.tiles - 1 - tile if self.causal else tile
         return lax.div(head, self.heads), lax.rem(head, self.heads), tile
 
-    def visits(self, tile: Any, limits: Limits | None) -> "Visits":
+    def visits(self, tile: Any, limits: Limits | None) -> Visits:
         if limits is not None:
             first, start, stop, end = (limits.blocks[i, tile] for i in range(4))
             opened = jnp.maximum(end - stop, 1)

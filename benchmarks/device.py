@@ -277,7 +277,11 @@ def step_speed(model: config.Model, apart: bool, sizes: Sizes) -> Row:
         starts = np.arange(start, stop) * model.length
         return separated(starts, *given, np.cumsum(lengths)) if apart else given
 
-    batch = program.place(shape, rows)
+    batch, seen = program.place(shape, rows), model.length
+    if apart:  # as many pairs as rows of so many tokens would have
+        ids = rows(0, sizes.batch)[0].segment_ids
+        counts = (np.unique(x, return_counts=True)[1] for x in ids)
+        seen = round(sum((x**2).sum() for x in counts) / text.size)
     compiled = program.lower(shape).compile()
     planned, ends = compiled.memory_analysis(), []
     with jax.set_mesh(program.mesh):
@@ -291,7 +295,7 @@ def step_speed(model: config.Model, apart: bool, sizes: Sizes) -> Row:
                 ends.append(time.perf_counter())
             before = metrics
     rate = text.size / float(np.median(np.diff(ends)[1:]))
-    flops = rate * train_flops(model, count)
+    flops = rate * train_flops(replace(model, length=seen), count)
     row = {"parameters": count, "tokens_per_second": rate, "tflops": flops / 1e12}
     row |= {"mfu": flops / peak()} if peak() else {}
     row |= {"loss": loss, "mib": planned and planned.temp_size_in_bytes / 2**20}

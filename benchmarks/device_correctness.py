@@ -34,6 +34,7 @@ def cases(tokens: int) -> dict[str, Case]:
     plain = (query, key, value)
     own = (query, query, (b, t, n, v))
     pairs = ((b, t, 2 * n, h), (b, t, 2 * k, h), (b, t, k, 2 * h))
+    longer = [(b, 4 * t, *shape) for _, _, *shape in pairs]
     found = {}
     for name, causal in (("causal", True), ("bidirectional", False)):
         for mechanism in ("softmax", "sparsemax", "entmax15"):
@@ -47,9 +48,9 @@ def cases(tokens: int) -> dict[str, Case]:
                 over: kind(attend, plain, whole),
                 f"differential V1 over {over}": kind(v1, (*pairs, (n,)), exact),
             }
-        apart = partial(documents, t // 3, attend=attention.differential)
+        apart = partial(documents, 2 * t - 1, attend=attention.differential)
         apart = partial(apart, is_causal=causal)
-        near = partial(attention.differential, window=(70, 0 if causal else 70))
+        near = partial(attention.differential, window=(t, 0 if causal else 70))
         rows = partial(attention.softmax, is_causal=causal, implementation="rows")
         whole = partial(rows, implementation="whole")
         gau = partial(attention.gau, divisor="count", is_causal=causal)
@@ -68,10 +69,11 @@ def cases(tokens: int) -> dict[str, Case]:
                 partial(attention.softmax, is_causal=causal), plain, whole, mean=4.0
             ),
             f"differential V1 over softmax, {name}, documents": Case(
-                apart, (*pairs, (n,)), partial(apart, implementation="whole")
+                apart, (*longer, (n,)), partial(apart, implementation="whole")
             ),
             f"differential V1 over softmax, {name}, window": Case(
-                near, (*pairs, (n,)), partial(near, implementation="whole")
+                *(near, (pairs[0], *longer[1:], (n,))),
+                partial(near, implementation="whole"),
             ),
             f"softmax, {name}, rows": Case(rows, plain, whole),
             f"softmax, {name}, whole": Case(whole, plain),

@@ -45,7 +45,9 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     if rule.length_base is not None or not least <= (rule.scale or 0) <= most:
         return f"its scale is one number for all rows, from {least:.0e} to {most:.0e}"
     bounded = known.window != (None, None) or known.key_segments is not None
-    if bounded and (rule.offset is None or rule.offset < 0):
+    if bounded and rule.offset is None:
+        return "causal, in a window and with segments it takes no positions and no axis"
+    if bounded and query.shape[2] > known.length:
         return (
             "causal, in a window and with segments it takes no more queries than keys, "
             f"got {query.shape[2]} and {known.length}"

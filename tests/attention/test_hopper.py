@@ -24,9 +24,10 @@ CALLS = {  # examples, heads, value heads, queries, keys, window, lengths of seg
     "all": (1, 2, 2, 173, 97, (None, None), None),
     "more keys": (1, 1, 1, 150, 214, (None, 0), None),
     "few": (1, 3, 1, 33, 33, (None, 0), None),
-    "segments": (2, 1, 1, 200, 200, (None, 0), [(1, 30, 33, 101, 35), (99, 101)]),
-    "segments, both ways": (1, 1, 1, 200, 200, (None, None), [(70, 130)]),
-    "window": (1, 1, 1, 333, 400, (95, 21), None),
+    # Below, blocks that all see stand between others; keys that nobody sees, at last.
+    "segments": (2, 1, 1, 380, 380, (None, 0), [(40, 300, 40), (1, 30, 33, 316)]),
+    "segments, both ways": (1, 2, 1, 380, 380, (None, None), [(40, 300, 40)]),
+    "window": (1, 2, 1, 300, 900, (300, 70), None),
 }
 
 
@@ -129,6 +130,11 @@ REFUSED = {
     "small scale": ({}, {"scale": 1e-30}, "one number for all rows, from"),
     "fewer keys": ({"keys": 128}, {"window": (None, 0)}, "got 256 and 128"),
     "window of fewer keys": ({"keys": 128}, {"window": 5}, "got 256 and 128"),
+    "positions": (
+        {},
+        {"is_causal": True, "positions": jnp.arange(256)[None]},
+        "no positions",
+    ),
 }
 
 

@@ -156,8 +156,11 @@ def _added_up(part: Callable) -> Callable[..., Objective]:
     """
 
     def forward(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
+        # As the layer rounds them, but once for all parts.
+        rounded = jax.tree.map(lambda x: x.astype(hidden.dtype), weights)
+
         def add(sums: Any, tokens: tuple[Array, Array]) -> Any:
-            found, (by_weights, by_hidden) = part(weights, *tokens, count)
+            found, (by_weights, by_hidden) = part(rounded, *tokens, count)
             return jax.tree.map(jnp.add, sums, (found, by_weights)), by_hidden
 
         nothing = Objective(*jnp.zeros(2, jnp.float32))

@@ -61,7 +61,8 @@ def _backward(static: tuple, saved: tuple, change: Array) -> tuple[Array | None,
         products = change.astype(jnp.float32) * found.astype(jnp.float32)
         return jnp.swapaxes(products.sum(axis=3), 1, 2)
 
-    of_second = by_rows(second)
+    # Else its sum, the gradient of one λ for all rows, would read both arrays again.
+    of_second = jax.lax.optimization_barrier(by_rows(second))
     of_first = by_rows(output) + lam * of_second
     deltas = jnp.stack([of_first, of_second], axis=2).reshape(normaliser.shape)
     given = query, key, value, lam, normaliser, deltas, change, seen

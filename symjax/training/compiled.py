@@ -19,6 +19,17 @@ class Instruction(NamedTuple):
     operation: str
     rest: str  # operands and attributes
 
+    @property
+    def operands(self) -> list[str]:
+        """Their names."""
+        return _OPERAND.findall(self.rest.split(")", 1)[0])
+
+    @property
+    def fusion(self) -> str | None:
+        """The name of the computation that it runs as one operation."""
+        calls = _CALLS.search(self.rest)
+        return calls and calls[1]
+
 
 class Buffer(NamedTuple):
     """One array of a shape, which is an array or a tuple of them."""
@@ -51,6 +62,8 @@ _LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$
 _CALLED = re.compile(
     r"\b(?:body|to_apply|calls|\w+_computations?)=(\{[^}]*\}|%?[\w.\-<>]+)"
 )
+_CALLS = re.compile(r"\bcalls=%?([\w.\-<>]+)")
+_OPERAND = re.compile(r"%([\w.\-<>]+)")
 _NAME = re.compile(r"[\w.\-<>]+")
 _TRIPS = re.compile(r'known_trip_count\D*"?(\d+)')
 _CONDITION = re.compile(r"condition=%?([\w.\-<>]+)")

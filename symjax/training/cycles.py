@@ -24,10 +24,8 @@ from symjax.training.loss import SCOPE
 PARTS = ("attention", "products with weights", "copies", "other")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _LABEL = re.compile(r'op_name="([^"]*)"')
-_CALLS = re.compile(r"\bcalls=%?([\w.\-<>]+)")
 _DECLARED = re.compile(r'"cost_estimate":\{([^}]*)\}')
 _NUMBER = re.compile(r'"(\w+)":"?(\d+)')
-_NAME = re.compile(r"%([\w.\-<>]+)")
 _COUNTED = ("fusion", "convolution", "sort", "custom-call")
 
 
@@ -55,8 +53,8 @@ def estimate(text: str, chip: Chip) -> Estimate:
 
     def moved(x: Instruction) -> int:
         """Bytes that an instruction reads and writes in the chip's main memory."""
-        names = _NAME.findall(x.rest.split(")", 1)[0])
-        arrays = buffers(" ".join([x.shape, *(shapes.get(y, "") for y in names)]))
+        around = x.shape, *(shapes.get(y, "") for y in x.operands)
+        arrays = buffers(" ".join(around))
         return sum(array.bytes for array in arrays if not array.on_chip)
 
     def measure(x: Instruction) -> Counter | None:
@@ -76,18 +74,17 @@ def estimate(text: str, chip: Chip) -> Estimate:
                 }
             )
         if cycles := _CYCLES.search(x.rest):
-            inside = _CALLS.search(x.rest)
-            fused = program.get(inside[1], []) if inside else [x]
+            fused = program.get(x.fusion, []) if x.fusion else [x]
             high = low = int(cycles[1])
             if not _multiplies(fused):
                 low = min(high, moved(x) / bandwidth)
-            part = _part(x, fused)
+            part = part_of(x, fused)
             return Counter({("cycles", part): high, ("low", part): low})
         if x.operation in _COUNTED:
             return Counter({("unknown", x.operation): 1})
         return None
 
-    found = total(program, measure, _of_branches)
+    found = total(program, measure, of_branches)
 
     def of(kind: str) -> Counter:
         return Counter({key[1]: n for key, n in found.items() if key[0] == kind and n})
@@ -95,14 +92,14 @@ def estimate(text: str, chip: Chip) -> Estimate:
     return Estimate(*map(of, ("cycles", "low", "kernel", "unknown")))
 
 
-def _of_branches(condition: Instruction) -> Callable:
+def of_branches(condition: Instruction) -> Callable:
     """The cheaper one where the other is for rare cases; else the one that takes
     longer, for which other devices wait."""
     label = _LABEL.search(condition.rest)
     return min if label and RARE in label[1] else max
 
 
-def _part(x: Instruction, fused: list[Instruction]) -> str:
+def part_of(x: Instruction, fused: list[Instruction]) -> str:
     """Attention is what runs inside a `shard_map`, beside the losses.
 
     Args:

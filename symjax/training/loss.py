@@ -106,7 +106,7 @@ def objective(
 
     def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
         made, backward = jax.vjp(logits, weights, hidden)
-        shift, total = _exponentials(made)
+        shift, total = _exponentials(made, hidden.dtype)
         asked = (targets >= 0)[..., None]
         target = jnp.where(asked, targets[..., None], 0)
         logit = jnp.take_along_axis(made, target, axis=-1)
@@ -127,19 +127,28 @@ def objective(
     return Objective(*(x.sum() for x in _per_device(own, 2, weights, hidden, targets)))
 
 
-def _exponentials(logits: Float[Array, "B T vocabulary"]) -> tuple[Array, Array]:
+def _exponentials(
+    logits: Float[Array, "B T vocabulary"], dtype: jnp.dtype
+) -> tuple[Array, Array]:
     """(shift, Σ exp(logit − shift)) of every token [B T 1].
 
     The shift is 0 where all sums are within `TAME`: a TPU then adds them up as it
     multiplies. One sum beyond, a normaliser of ±57, and the shift of all these tokens
     is their highest logit; logits are read twice more.
+
+    Args:
+        dtype: of the layer that made the logits, before they became float32.
     """
     total = jnp.exp(logits).sum(axis=-1, keepdims=True)
+    # A GPU keeps in memory what a branch reads: as few bytes as there were.
+    given = logits.astype(dtype) if backend() == "gpu" else logits
 
     def shifted() -> tuple[Array, Array]:
-        highest = logits.max(axis=-1, keepdims=True)
+        # Else XLA for GPUs runs both branches: it finds only sums and maxima here.
+        wide = jax.lax.optimization_barrier(given).astype(logits.dtype)
+        highest = wide.max(axis=-1, keepdims=True)
         highest = jnp.where(jnp.isfinite(highest), highest, 0)
-        return highest, jnp.exp(logits - highest).sum(axis=-1, keepdims=True)
+        return highest, jnp.exp(wide - highest).sum(axis=-1, keepdims=True)
 
     tame = (total > 1 / TAME) & (total < TAME)
     with jax.named_scope(RARE):

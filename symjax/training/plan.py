@@ -18,6 +18,7 @@ from symjax.training.collectives import KINDS, Traffic, traffic
 from symjax.training.cycles import PARTS, estimate
 from symjax.training.exit_codes import OUT_OF_MEMORY
 from symjax.training.fits import compiled_step, use_compile_cache
+from symjax.training.passes import passes
 from symjax.training.preflight import with_vocabulary
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program, compile_program
@@ -84,7 +85,8 @@ def describe(options: config.Config, target: str | None = None) -> str:
     else:
         lines.append(_chip_memory(machine, needed))
         lines += _sent(found, machine.name)
-        lines += _estimate(text, machine, found, flops, options.steps)
+        estimated = _cycles_of if machine.chip.per_cycle else _bytes_of
+        lines += estimated(text, machine, found, flops, options.steps)
     return "\n".join(lines)
 
 
@@ -157,13 +159,38 @@ def _prospect(
     ]
 
 
-def _estimate(
+def _bytes_of(
+    text: str, machine: targets.Target, found: Traffic, flops: float, steps: int
+) -> list[str]:
+    """The passes over memory of a step on a GPU."""
+    chip, devices = machine.chip, len(machine.devices)
+    moved = passes(text)
+    rows = [("part of a step", "GB", "seconds at full speed")]
+    for part, size in (*moved.items(), ("sum", moved.total())):
+        rows.append((part, f"{size / 1e9:,.1f}", f"{size / chip.bandwidth:.3g}"))
+    computing = flops / devices / chip.flops
+    rows.append(("FLOPs by formula at peak", "", f"{computing:.3g}"))
+    sending = found.sent.total() / chip.speed(devices)
+    moving = moved.total() / chip.bandwidth
+    beside = (moved.total() - moved["products with weights"]) / chip.bandwidth
+    return [
+        "",
+        *aligned(rows),
+        f"collectives         {sending:.3g} s at the full speed of the links",
+        "the run             "
+        + _hours(steps, max(computing, moving, sending), computing + beside + sending)
+        + f" for {steps:,} steps: the longest of FLOPs, bytes and collectives, to "
+        "their sum without the bytes of products",
+        "The compiler for GPUs estimates no time: these are the bytes of what it made, "
+        "each array once an operation. Real speeds are lower.",
+    ]
+
+
+def _cycles_of(
     text: str, machine: targets.Target, found: Traffic, flops: float, steps: int
 ) -> list[str]:
     """The cycles that the machine's own compiler plans."""
     chip, devices = machine.chip, len(machine.devices)
-    if not chip.per_cycle:
-        return ["", "the compiler for GPUs estimates no cycles"]
     cycles, clock = estimate(text, chip), chip.clock
     total, least = cycles.cycles.total(), flops / devices / chip.per_cycle
     low = cycles.low.total()

@@ -10,8 +10,11 @@ from jax.sharding import PartitionSpec as P
 from runs import preset
 
 from symjax import config
-from symjax.training import plan, sharding, targets
+from symjax.attention.rescue import RARE
+from symjax.training import loss, plan, sharding, targets
+from symjax.training.compiled import computations
 from symjax.training.cycles import estimate
+from symjax.training.loss import SCOPE
 from symjax.training.step import compile_program
 
 PAIRS = ("gpt", "diff_sym", "diff_v2")  # on the fused kernel
@@ -19,22 +22,22 @@ LINEAR = {"performer": "performer", "gla": "decay", "delta": "delta"}  # on its 
 KERNELS = ("attention_forward", "attention_row_sums", "attention_backward")
 
 
-def compiled(name, size, machine):
-    """The options, and the step over all chips of a machine, weights split."""
+def compiled(options, machine):
+    """The step over all chips of a machine, weights split."""
     mesh = config.Mesh(data=1, fsdp=len(machine.devices))
-    options = dataclasses.replace(preset(name, size), mesh=mesh)
-    if machine.name.startswith("h200"):  # cuDNN has no products of float32
-        model = dataclasses.replace(options.model, dtype="bfloat16")
-        options = dataclasses.replace(options, model=model)
+    options = dataclasses.replace(options, mesh=mesh)
     shape = options.batch_size, options.model.length
     program = compile_program(options, sharding.make_mesh(mesh, machine.devices))
-    return options, program.lower(shape).compile()
+    return program.lower(shape).compile()
 
 
 def check(name, size, target):
     """It fits, and runs each kernel of its attention once a layer; on a GPU cuDNN's."""
     machine = targets.find(target)
-    options, step = compiled(name, size, machine)
+    options = preset(name, size)
+    if machine.name.startswith("h200"):  # cuDNN has no products of float32
+        options = preset(name, size, {"dtype": "bfloat16"})
+    step = compiled(options, machine)
     memory = step.memory_analysis()
     needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert needed < machine.chip.memory
@@ -52,6 +55,10 @@ def check(name, size, target):
     else:
         for kernel in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
             assert (f'"{kernel}"' in step.as_text()) == (name in PAIRS)
+
+
+def with_cuda():
+    pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
 
 
 def with_libtpu():
@@ -115,8 +122,29 @@ def test_the_smallest_preset_compiles_for_other_tpus(name, target):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", (*PAIRS, *LINEAR))
 def test_the_smallest_preset_compiles_for_gpus(name):
-    pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
+    with_cuda()
     check(name, "tiny", "h200-4")
+
+
+@pytest.mark.slow
+def test_a_gpu_reads_no_array_twice_where_once_is_enough(monkeypatch):
+    """Logits whose exponentials can be added up as they are; the second map's output
+    for its part of all gradients and for that of λ."""
+    with_cuda()
+    monkeypatch.setattr(loss, "LARGEST", 2**17)
+    monkeypatch.setattr(loss, "ON_GPU", 2**17)
+    change = {"width": 256, "depth": 1, "heads": 2, "dtype": "bfloat16"}
+    options = preset("diff_sym", "tiny", change)
+    step = compiled(options, targets.find("h200-1"))
+    program = computations(step.as_text())
+    lines = {x.name: x for part in program.values() for x in part}.values()
+    (branch,) = (x for x in lines if x.operation == "conditional")
+    assert SCOPE in branch.rest and RARE in branch.rest
+    forward = next(x.name for x in lines if "mosaic_gpu" in x.rest)
+    second = f"%{forward}), index=1"
+    (output,) = (x.name for x in lines if x.rest.startswith(second))
+    readers = [x for x in lines if output in x.operands]
+    assert [x.operation for x in readers] == ["fusion"]
 
 
 @pytest.mark.slow

@@ -80,8 +80,7 @@ def test_the_whole_road_runs_at_toy_size(stand_in, tmp_path, monkeypatch, capsys
         re.search(r"training tokens in .*, 300 token types", x.out) for x in packed
     )
     assert all("tokens of the run" in x.out for x in dry)
-    assert "new run in" in trained[0].err and "new run in" in trained[1].err
-    assert "complete at step 3: a larger" in trained[2].err  # the workdir of the first
+    assert all("new run in" in x.err for x in trained)
     assert json.loads((tmp_path / "found.json").read_text())["heldout"]["bits_per_byte"]
     found = symjax.load_pretrained(tmp_path / "fineweb-350m")
     assert found.tokenizer.vocabulary == 300 and found.config.data.source == "hub"

@@ -170,6 +170,9 @@ def _added_up(part: Callable) -> Callable[..., Objective]:
 
         def add(sums: Any, tokens: tuple[Array, Array]) -> Any:
             found, (by_weights, by_hidden) = part(rounded, *tokens, count)
+            by_weights = jax.tree.map(
+                lambda x, weight: x.astype(weight.dtype), by_weights, weights
+            )
             return jax.tree.map(jnp.add, sums, (found, by_weights)), by_hidden
 
         nothing = Objective(*jnp.zeros(2, jnp.float32))

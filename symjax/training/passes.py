@@ -14,8 +14,14 @@ from symjax.training.cycles import PARTS, of_branches, part_of
 _MOVING = ("fusion", "fusion-start", "custom-call", "copy", "sort")
 _SLICES = ("dynamic-slice", "gather", "slice")
 _UPDATE = "dynamic-update-slice"  # in place
-_PRODUCTS = "__cublas"  # targets of custom calls; others are kernels of attention
-_SCRATCH = ("s8", "u8")  # memory that they work in
+# Custom calls by the beginning of their target, and the memory that they work in.
+_CALLED = {
+    "__cublas": "products with weights",
+    "__cudnn": "attention",
+    "mosaic_gpu": "attention",
+    "__gpu$xla.gpu.triton": "attention",
+}
+_SCRATCH = ("s8", "u8")
 
 
 def passes(text: str) -> Counter:
@@ -32,9 +38,9 @@ def passes(text: str) -> Counter:
             return Counter({part_of(x, fused): _of_fusion(fused)})
         around = x.shape, *(shapes.get(name, "") for name in x.operands)
         if x.operation == "custom-call":
-            product = _PRODUCTS in x.rest
-            part = "products with weights" if product else "attention"
-            return Counter({part: _bytes(*around, but=_SCRATCH)})
+            target = x.rest.partition('custom_call_target="')[2]
+            parts = (_CALLED[name] for name in _CALLED if target.startswith(name))
+            return Counter({next(parts, "other"): _bytes(*around, but=_SCRATCH)})
         return Counter({part_of(x, [x]): _bytes(*around)})
 
     found = total(program, measure, of_branches)

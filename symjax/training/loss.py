@@ -106,7 +106,11 @@ def objective(
 
     def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
         made, backward = jax.vjp(logits, weights, hidden)
-        shift, total = _exponentials(made, hidden.dtype)
+        kept = made
+        if backend() == "gpu":  # all that reads them does so in memory, and rounded
+            kept = jax.lax.optimization_barrier(made.astype(hidden.dtype))
+            made = kept.astype(made.dtype)
+        shift, total = _exponentials(kept)
         asked = (targets >= 0)[..., None]
         target = jnp.where(asked, targets[..., None], 0)
         logit = jnp.take_along_axis(made, target, axis=-1)
@@ -127,25 +131,18 @@ def objective(
     return Objective(*(x.sum() for x in _per_device(own, 2, weights, hidden, targets)))
 
 
-def _exponentials(
-    logits: Float[Array, "B T vocabulary"], dtype: jnp.dtype
-) -> tuple[Array, Array]:
-    """(shift, Σ exp(logit − shift)) of every token [B T 1].
+def _exponentials(logits: Float[Array, "B T vocabulary"]) -> tuple[Array, Array]:
+    """(shift, Σ exp(logit − shift)) of every token [B T 1], in float32.
 
     The shift is 0 where all sums are within `TAME`: a TPU then adds them up as it
     multiplies. One sum beyond, a normaliser of ±57, and the shift of all these tokens
     is their highest logit; logits are read twice more.
-
-    Args:
-        dtype: of the layer that made the logits, before they became float32.
     """
-    total = jnp.exp(logits).sum(axis=-1, keepdims=True)
-    # A GPU keeps in memory what a branch reads: as few bytes as there were.
-    given = logits.astype(dtype) if backend() == "gpu" else logits
+    total = jnp.exp(logits.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
     def shifted() -> tuple[Array, Array]:
         # Else XLA for GPUs runs both branches: it finds only sums and maxima here.
-        wide = jax.lax.optimization_barrier(given).astype(logits.dtype)
+        wide = jax.lax.optimization_barrier(logits).astype(jnp.float32)
         highest = wide.max(axis=-1, keepdims=True)
         highest = jnp.where(jnp.isfinite(highest), highest, 0)
         return highest, jnp.exp(wide - highest).sum(axis=-1, keepdims=True)
@@ -165,7 +162,7 @@ def _added_up(part: Callable) -> Callable[..., Objective]:
     """
 
     def forward(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
-        # As the layer rounds them, but once for all parts.
+        # As the layer rounds them, to the type of its inputs, but once for all parts.
         rounded = jax.tree.map(lambda x: x.astype(hidden.dtype), weights)
 
         def add(sums: Any, tokens: tuple[Array, Array]) -> Any:

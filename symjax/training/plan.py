@@ -172,15 +172,16 @@ def _bytes_of(
     rows.append(("FLOPs by formula at peak", "", f"{computing:.3g}"))
     sending = found.sent.total() / chip.speed(devices)
     moving = moved.total() / chip.bandwidth
-    beside = (moved.total() - moved["products with weights"]) / chip.bandwidth
+    products = moved["products with weights"] / chip.bandwidth
+    most = max(computing, products) + moving - products + sending
     return [
         "",
         *aligned(rows),
         f"collectives         {sending:.3g} s at the full speed of the links",
         "the run             "
-        + _hours(steps, max(computing, moving, sending), computing + beside + sending)
+        + _hours(steps, max(computing, moving, sending), most)
         + f" for {steps:,} steps: the longest of FLOPs, bytes and collectives, to "
-        "their sum without the bytes of products",
+        "their sum, with the FLOPs or the bytes of products",
         "The compiler for GPUs estimates no time: these are the bytes of what it made, "
         "each array once an operation. Real speeds are lower.",
     ]

@@ -126,6 +126,22 @@ def test_parts_in_a_program_with_float64(monkeypatch, x64):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
+def test_weights_are_rounded_once_for_all_parts(monkeypatch):
+    monkeypatch.setattr(loss, "LARGEST", 100)
+    model, hidden, targets = example(dataclasses.replace(MODEL, dtype="bfloat16"))
+    graph, weights = nnx.split(model)
+
+    def minimised(weights):
+        hidden_states = hidden.astype(jnp.bfloat16)
+        return objective(nnx.merge(graph, weights), hidden_states, targets).minimised
+
+    program = jax.make_jaxpr(jax.grad(minimised))(weights)
+    (parts,) = (x for x in program.eqns if x.primitive.name == "scan")
+    given = (x.aval for x in parts.invars)
+    found = {x.dtype.name for x in given if x.shape == model.head.kernel.shape}
+    assert found == {"bfloat16", "float32"}  # the weights, and their gradient
+
+
 def test_without_targets_there_is_no_loss_and_no_gradient(monkeypatch):
     monkeypatch.setattr(loss, "LARGEST", 100)
     model, hidden, targets = example()

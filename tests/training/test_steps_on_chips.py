@@ -12,7 +12,7 @@ from runs import preset
 from symjax import config
 from symjax.attention.rescue import RARE
 from symjax.training import loss, plan, sharding, targets
-from symjax.training.compiled import computations
+from symjax.training.compiled import buffers, computations
 from symjax.training.cycles import estimate
 from symjax.training.loss import SCOPE
 from symjax.training.step import compile_program
@@ -137,9 +137,13 @@ def test_a_gpu_reads_no_array_twice_where_once_is_enough(monkeypatch):
     options = preset("diff_sym", "tiny", change)
     step = compiled(options, targets.find("h200-1"))
     program = computations(step.as_text())
-    lines = {x.name: x for part in program.values() for x in part}.values()
-    (branch,) = (x for x in lines if x.operation == "conditional")
+    lines = {x.name: x for part in program.values() for x in part}
+    (branch,) = (x for x in lines.values() if x.operation == "conditional")
     assert SCOPE in branch.rest and RARE in branch.rest
+    given = [z for x in branch.operands[1:] for z in lines[x].operands]
+    read = buffers(" ".join(lines[x].shape for x in given))
+    assert max(read, key=lambda array: array.bytes).dtype == "bf16"
+    lines = lines.values()
     forward = next(x.name for x in lines if "mosaic_gpu" in x.rest)
     second = f"%{forward}), index=1"
     (output,) = (x.name for x in lines if x.rest.startswith(second))

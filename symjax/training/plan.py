@@ -163,15 +163,17 @@ def _bytes_of(
     text: str, machine: targets.Target, found: Traffic, flops: float, steps: int
 ) -> list[str]:
     """The passes over memory of a step on a GPU."""
-    chip, devices = machine.chip, len(machine.devices)
-    moved = passes(text)
+    chip, moved = machine.chip, passes(text)
     rows = [("part of a step", "GB", "seconds at full speed")]
     for part, size in (*moved.items(), ("sum", moved.total())):
         rows.append((part, f"{size / 1e9:,.1f}", f"{size / chip.bandwidth:.3g}"))
-    computing = flops / devices / chip.flops
+    computing, moving, sending = chip.seconds(
+        len(machine.devices),
+        flops=flops,
+        touched=moved.total(),
+        sent=found.sent.total(),
+    )
     rows.append(("FLOPs by formula at peak", "", f"{computing:.3g}"))
-    sending = found.sent.total() / chip.speed(devices)
-    moving = moved.total() / chip.bandwidth
     products = moved["products with weights"] / chip.bandwidth
     most = max(computing, products) + moving - products + sending
     return [

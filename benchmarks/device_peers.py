@@ -40,7 +40,7 @@ def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
     def rival(call, shapes, flops, backward, **options):
         return Rival("ours", partial(call, **options), shapes, flops, backward)
 
-    found = {
+    return {
         "softmax": rival(attention.softmax, (one,) * 3, score, 3.5, is_causal=True),
         "symmetric": rival(symmetric, (one,) * 2, score, 3.5, is_causal=True),
         "differential V1": rival(first, (half, half, one), score, 3.5),
@@ -51,21 +51,14 @@ def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
             apart, (half, half, one), fewer, 3.5, attend=first
         ),
         "differential V2": rival(second, (two, one, one, one[:3]), 1.5 * score, 3.5),
+        "linear": rival(attention.linear_causal, (one,) * 3, state, 3),
+        "performer": rival(attention.performer_causal, (one,) * 3, performer, 3),
         "cosine": rival(attention.cosine_causal, (one,) * 3, state, 3),
+        "retention": rival(retention, (one,) * 3, state, 3),
         "gated decay": rival(gated, (one,) * 4, state, 3),
         "delta": rival(delta, (one, one, one, one[:3]), state, 3),
         "delta, gated channels": rival(delta, (*[one] * 3, one[:3], one), state, 3),
     }
-    for chunk in (128, 256):  # on accelerators a multiple of 128
-        for name, attend, flops in (
-            ("linear", attention.linear_causal, state),
-            ("performer", attention.performer_causal, performer),
-            ("retention", retention, state),
-        ):
-            found[f"{name}, chunks of {chunk}"] = rival(
-                attend, (one,) * 3, flops, 3, chunk_size=chunk
-            )
-    return found
 
 
 def peers(mine: dict[str, Rival]) -> dict[str, Rival | str]:
@@ -172,8 +165,8 @@ def _fla() -> dict[str, tuple[str, Callable]]:
         return gated_decay(query, key, value, log_sigmoid(gate) / 16, scale=1.0)[0]
 
     return {
-        "linear, fla": ("linear, chunks of 128", features),
-        "retention, fla": ("retention, chunks of 128", retention),
+        "linear, fla": ("linear", features),
+        "retention, fla": ("retention", retention),
         "gated decay, fla": ("gated decay", gated),
     }
 
@@ -193,7 +186,7 @@ def _jla() -> dict[str, tuple[str, Callable]]:
         return run("gla", query, key, value, g=log_decay)[0]
 
     return {
-        "retention, jla": ("retention, chunks of 128", retention),
+        "retention, jla": ("retention", retention),
         "gated decay, jla": ("gated decay", gated),
     }
 

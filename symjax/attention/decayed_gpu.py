@@ -13,9 +13,7 @@ from symjax.attention.chunks import Tokens
 from symjax.attention.decayed_fused import log_decay_of, seen_decays
 from symjax.attention.kernels import gpu_channels, gpu_delta, gpu_heads
 from symjax.attention.kernels.blocks import RESIDUAL
-from symjax.attention.kernels.gpu_chunks import CHUNK
-
-SIZES = 16, 32, 64, 128  # of heads and values
+from symjax.attention.kernels.gpu_chunks import SIZES, filled
 
 
 class GpuDecay(NamedTuple):
@@ -72,15 +70,8 @@ def _attended(
     form: Any, interpret: Any, given: Sequence[Array]
 ) -> Float[Array, "B T N V"]:
     """By one of the `form`s of kernels, from what its `forward` takes."""
-    length = given[0].shape[1]
-    filled = [_filled(x, -length % CHUNK) for x in given]
-    output: Array = _attend((form, interpret), *filled)
-    return output[:, :length]
-
-
-def _filled(x: Array, more: int) -> Array:
-    """With zeros for tokens at the end: they add nothing, and do not decay."""
-    return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
+    output: Array = _attend((form, interpret), *map(filled, given))
+    return output[:, : given[0].shape[1]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

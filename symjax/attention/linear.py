@@ -24,6 +24,7 @@ from symjax.attention.features import named
 from symjax.attention.masks import only_seen, visible_keys
 from symjax.attention.noncausal import attend
 from symjax.attention.normalised import LinearState, Normalised
+from symjax.attention.normalised_gpu import GpuFeatures
 from symjax.attention.performer_fused import FusedFeatures
 from symjax.attention.plain_features import IDENTITY, PLAIN
 from symjax.attention.recurrences import attend_causal, attend_step
@@ -130,7 +131,10 @@ def linear_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(FusedFeatures(features, recurrence, chunk_size),),
+        kernels=(
+            FusedFeatures(features, recurrence, chunk_size),
+            GpuFeatures(recurrence),
+        ),
     )
 
 

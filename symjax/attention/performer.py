@@ -29,6 +29,7 @@ from symjax.attention.favor import KINDS, Statistics, adapted
 from symjax.attention.features import RANDOM, RandomFeatures, default_projection, named
 from symjax.attention.noncausal import attend
 from symjax.attention.normalised import LinearState, Normalised
+from symjax.attention.normalised_gpu import GpuFeatures
 from symjax.attention.performer_fused import FusedFeatures
 from symjax.attention.recurrences import attend_causal, attend_step
 
@@ -144,7 +145,10 @@ def performer_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(FusedFeatures(features, recurrence, chunk_size),),
+        kernels=(
+            FusedFeatures(features, recurrence, chunk_size),
+            GpuFeatures(recurrence),
+        ),
     )
 
 

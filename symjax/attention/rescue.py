@@ -90,11 +90,13 @@ def _in_place(exactly: Callable, rows: Any, lost: Array, shown: Any, given: Any)
     return jax.lax.map(one, (rows, lost, shown, given))
 
 
-def _where(lost: Bool[Array, "B K G T"], one: Any, two: Any) -> Any:
+def _where(lost: Bool[Array, "*rows"], one: Any, two: Any) -> Any:
     """Rows of one, where they are lost, or of the other."""
 
     def chosen(one: Array, two: Array) -> Array:
-        return jnp.where(lost.reshape(*lost.shape, *[1] * (two.ndim - 4)), one, two)
+        return jnp.where(
+            lost.reshape(*lost.shape, *[1] * (two.ndim - lost.ndim)), one, two
+        )
 
     return jax.tree.map(chosen, one, two)
 

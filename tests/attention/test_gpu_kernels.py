@@ -5,13 +5,13 @@ They equal the scan, which other tests hold to the definition.
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpus import compiled_for_an_h200, on
 from interpreted import (
     B,
     K,
@@ -22,8 +22,6 @@ from interpreted import (
     seen_by,
     segments,
 )
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from laws import same
 
 from symjax.attention import (
@@ -35,7 +33,6 @@ from symjax.attention import (
 )
 from symjax.attention.chunks import Tokens
 from symjax.attention.decayed_gpu import GpuDecay, GpuDelta
-from symjax.training import targets
 
 LENGTH = 200  # no multiple of a chunk
 
@@ -160,14 +157,6 @@ def test_a_hidden_nan_reaches_nothing(form):
     assert not any(np.asarray(x)[hidden].any() for x in one[2:])
 
 
-def on(capability, monkeypatch):
-    device = SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(meshes, "backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
 @pytest.mark.parametrize(
     "capability, fits",
     [("9.0", True), ("12.0", True), ("7.5", False), ("gfx942", False)],
@@ -222,21 +211,7 @@ CALLS = {
 @pytest.mark.parametrize("size", [16, 64, 128])
 @pytest.mark.parametrize("name", CALLS)
 def test_it_compiles_for_an_h200_and_is_chosen(name, size):
-    pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
-    mesh = Mesh(np.array(targets.find("h200-1").devices), ("x",))
-
-    def loss(*given):
-        return CALLS[name](*given).astype(jnp.float32).sum()
-
-    def split(*given):
-        call = jax.grad(loss, (0, 1, 2, 3))
-        return jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(*given)
-
-    def like(heads, size, dtype=jnp.bfloat16):
-        sharding = NamedSharding(mesh, P("x"))
-        return jax.ShapeDtypeStruct((1, 300, heads, size), dtype, sharding=sharding)
-
-    given = like(4, size), like(2, size), like(2, size), like(2, size, jnp.float32)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        program = jax.jit(split).trace(*given).lower().compile()
+    like = (4, size), (2, size), (2, size), (2, size)
+    dtypes = *[jnp.bfloat16] * 3, jnp.float32
+    program = compiled_for_an_h200(CALLS[name], *like, dtypes=dtypes)
     assert "__gpu$xla.gpu.triton" in program.as_text()

@@ -24,6 +24,7 @@ from symjax.attention.meshes import vary_alike
 
 CHUNK = 64
 LOWEST = -150.0
+SIZES = 16, 32, 64, 128  # of heads and values
 BLOCK = 64  # channels, and numbers of a value, of a state that a program holds
 TRANSPOSED = (0,), (0,)  # what is contracted, for `dot`
 BY_LAST = (1,), (1,)
@@ -33,6 +34,12 @@ def dot(one: Array, two: Array, contract: tuple = ((1,), (0,))) -> Array:
     """A product of tensor cores, added up in float32."""
     dimensions = contract, ((), ())
     return jax.lax.dot_general(one, two, dimensions, preferred_element_type=jnp.float32)
+
+
+def filled(x: Array) -> Array:
+    """With zeros for tokens up to a multiple of `CHUNK`."""
+    missing = -x.shape[1] % CHUNK
+    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
 def iota(axis: int) -> Array:

@@ -1,0 +1,210 @@
+"""States of normalised linear attention on NVIDIA GPUs: before each chunk of time, and
+their gradients after it.
+
+Features come as they are, or as exponents. Of exponents a state refers to the largest
+one of a key so far, feature by feature, so that every factor is at most 1.
+
+Programs for blocks of features and of values go from chunk to chunk.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from symjax.attention.features import finite
+from symjax.attention.kernels.gpu_chunks import (
+    BLOCK,
+    CHUNK,
+    TRANSPOSED,
+    all_numbers,
+    all_states,
+    all_tokens,
+    call,
+    dot,
+    wide,
+)
+
+
+def rounded(x: Array) -> Array:
+    """To the nearest number of TF32: tensor cores may cut off the bits that they do not
+    take, and what is cut off alike of all that a sum adds up stays in it."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x1000) & -0x2000, jnp.float32)
+
+
+class Form(NamedTuple):
+    """How features are given: by `exponents`, or as they are."""
+
+    exponents: bool
+    interpret: Any = False
+
+    @property
+    def nothing(self) -> float:
+        """What stands for a feature of 0, and for the largest exponent of no key."""
+        return -jnp.inf if self.exponents else 0.0
+
+    def weights(self, x: Array, shift: Array) -> Array:
+        return jnp.exp(x + shift) if self.exponents else x
+
+    def highest(self, x: Array, so_far: Array, axis: int) -> Array:
+        return jnp.maximum(so_far, x.max(axis=axis)) if self.exponents else so_far
+
+    def slope(self, weight: Array, factor: Any) -> Array:
+        """The derivative of a weight, which has this factor, by what is given."""
+        return weight if self.exponents else factor
+
+
+class States(NamedTuple):
+    """Before each chunk; the largest exponent also after the last one. Once for each
+    block of values: they are all the same."""
+
+    sums: Float[Array, "B K chunks M V"]
+    total: Float[Array, "B K blocks chunks M"]
+    highest: Float[Array, "B K blocks chunks M"]
+
+
+def _parts(x: Array, y: Array) -> tuple[int, int, Any, Any]:
+    """Blocks of features and of values, and which of them a program has."""
+    m, v = min(BLOCK, x.shape[3]), min(BLOCK, y.shape[3])
+    columns = y.shape[3] // v
+    return m, v, lambda i: i // columns, lambda i: i % columns
+
+
+def all_ids(length: int) -> Any:
+    """[T] of [B T]."""
+    return pl.BlockSpec((None, length), lambda i, n, b: (b, 0))
+
+
+def _all_numbers(count: int, size: int, shared: int, row: Any, column: Any) -> Any:
+    """[chunks M] of [B heads blocks chunks M]."""
+    return pl.BlockSpec(
+        (None, None, None, count, size),
+        lambda i, n, b: (b, n // shared, column(i), 0, row(i)),
+    )
+
+
+def states_before(
+    form: Form,
+    key: Float[Array, "B T K M"],
+    value: Float[Array, "B T K V"],
+    segment: Int[Array, "B T"],
+) -> States:
+    batch, length, heads, size = key.shape
+    m, v, row, column = _parts(key, value)
+    count, blocks = length // CHUNK, value.shape[3] // v
+
+    def numbers(count: int) -> tuple[Any, tuple, Any]:
+        spec = _all_numbers(count, m, 1, row, column)
+        return spec, (batch, heads, blocks, count, size), jnp.float32
+
+    shape = batch, heads, count, size, value.shape[3]
+    found = call(
+        partial(_before, form),
+        (blocks * (size // m), heads, batch),
+        [
+            (all_tokens(length, m, 1, row), key),
+            (all_tokens(length, v, 1, column), value),
+            (all_ids(length), segment),
+        ],
+        [
+            (all_states(count, m, v, row, column), shape, jnp.float32),
+            numbers(count),
+            numbers(count + 1),
+        ],
+        warps=4,
+        stages=3,
+        interpret=form.interpret,
+    )
+    return States(*found)
+
+
+def _before(form, key, value, segment, before, totals, maxima):
+    def step(i, state):
+        sums, total, highest, previous = state
+        before[i], totals[i], maxima[i] = rounded(sums), total, highest
+        here, last = pl.ds(i * CHUNK, CHUNK), segment[i * CHUNK + CHUNK - 1]
+        joins = (segment[here] == last)[:, None]
+        x = jnp.where(joins, key[here, :], form.nothing)
+        left = jnp.where(previous == last, highest, form.nothing)
+        highest = form.highest(x, left, 0)
+        reference = finite(highest)
+        fade = jnp.where(previous == last, jnp.exp(left - reference), 0.0)
+        weights = rounded(form.weights(x, -reference[None, :]))
+        sums = sums * fade[:, None]
+        sums += dot(weights, wide(value.at[here, :]), TRANSPOSED)
+        total = total * fade + weights.sum(axis=0)
+        return sums, total, highest, last
+
+    count, size, width = before.shape
+    start = jnp.zeros((size, width), jnp.float32), jnp.zeros((size,), jnp.float32)
+    lowest = jnp.full((size,), form.nothing, jnp.float32)
+    state = jax.lax.fori_loop(0, count, step, (*start, lowest, segment[0]))
+    maxima[count] = state[2]
+
+
+def states_after(
+    form: Form,
+    query: Float[Array, "B T N M"],
+    change: Float[Array, "B T N V"],
+    segment: Int[Array, "B T"],
+    states: States,
+    rows: tuple[Array, Array, Array],
+) -> States:
+    """The gradients of the states after each chunk, but for the largest exponents,
+    which are constants."""
+    batch, length, heads, size = query.shape
+    m, v, row, column = _parts(query, change)
+    count, blocks = length // CHUNK, change.shape[3] // v
+    shared = heads // states.highest.shape[1]
+    shape = batch, heads, count, size, change.shape[3]
+    of_sums, of_total = call(
+        partial(_after, form),
+        (blocks * (size // m), heads, batch),
+        [
+            (all_tokens(length, m, 1, row), query),
+            (all_tokens(length, v, 1, column), change),
+            *((all_numbers(length, 1), x) for x in rows),
+            (all_ids(length), segment),
+            (_all_numbers(count + 1, m, shared, row, column), states.highest),
+        ],
+        [
+            (all_states(count, m, v, row, column), shape, jnp.float32),
+            (
+                _all_numbers(count, m, 1, row, column),
+                (batch, heads, blocks, count, size),
+                jnp.float32,
+            ),
+        ],
+        warps=4,
+        stages=3,
+        interpret=form.interpret,
+    )
+    return States(of_sums, of_total, states.highest)
+
+
+def _after(
+    form, query, change, mean, shift, inverse, segment, maxima, after, totals
+):  # fmt: skip
+    count, size, width = after.shape
+
+    def step(i, state):
+        i, (sums, total) = count - 1 - i, state
+        after[i], totals[i] = rounded(sums), total
+        here, last = pl.ds(i * CHUNK, CHUNK), segment[i * CHUNK + CHUNK - 1]
+        previous = segment[jnp.maximum(i * CHUNK - 1, 0)]
+        since = maxima[i]
+        fade = jnp.exp(since - finite(maxima[i + 1]))
+        fade = jnp.where(previous == last, fade, 0.0)
+        row = form.weights(query[here, :], since[None, :] - shift[here][:, None])
+        row *= inverse[here][:, None]
+        row = jnp.where((segment[here] == previous)[:, None], row, 0.0)
+        sums = sums * fade[:, None]
+        sums += dot(rounded(row), wide(change.at[here, :]), TRANSPOSED)
+        return sums, total * fade - (row * mean[here][:, None]).sum(axis=0)
+
+    start = jnp.zeros((size, width), jnp.float32), jnp.zeros((size,), jnp.float32)
+    jax.lax.fori_loop(0, count, step, start)

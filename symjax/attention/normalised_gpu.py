@@ -1,0 +1,149 @@
+"""Causal Performer and linear attention on NVIDIA GPUs' kernels."""
+
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.chunks import TILE, Tokens, heads_joined, layout, scan
+from symjax.attention.features import Features, LogFeatures
+from symjax.attention.kernels.blocks import RESIDUAL
+from symjax.attention.kernels.gpu_chunks import BLOCK, SIZES, filled
+from symjax.attention.kernels.gpu_features import Kept, backward, forward
+from symjax.attention.kernels.gpu_states import Form
+from symjax.attention.kernels.seen import Shown
+from symjax.attention.meshes import vary_alike
+from symjax.attention.normalised import LOST, Normalised
+from symjax.attention.rescue import rescued
+from symjax.attention.segments import starts
+from symjax.attention.stretches import in_one
+
+MOST_FEATURES = 1024
+
+
+def _exponents(x: Array, _: None) -> LogFeatures:
+    return LogFeatures(None, x)
+
+
+_BY_EXPONENTS = Normalised(Features(_exponents, _exponents))
+
+
+class GpuFeatures(NamedTuple):
+    """The kernels, as a `Kernel` of the engine, of bfloat16 and of features that are
+    never negative, which XLA makes in float32."""
+
+    recurrence: Normalised
+    interpret: Any = False
+
+    platform = "cuda"
+
+    def serves(self, tokens: Tokens, parameters: Any) -> bool:
+        maps, (_, key, value) = self.recurrence.features, tokens[:3]
+        narrow = all(x.dtype == jnp.bfloat16 for x in tokens[:3])
+        if not narrow or maps.signed or maps.pairs or value.shape[3] not in SIZES:
+            return False
+        like = jax.ShapeDtypeStruct(key.shape, jnp.float32)
+        made = jax.tree.leaves(jax.eval_shape(maps.key, like, parameters))
+        return len(made) == 1 and made[0].shape[3] <= MOST_FEATURES
+
+    def attend(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
+        query, key, value, visible, segment = Shown.of(tokens)
+        batch, length = query.shape[:2]
+        if visible is None:
+            visible = jnp.ones((batch, length), bool)
+        if segment is None:
+            segment = jnp.zeros((batch, length), jnp.int32)
+        query, key = (filled(x).astype(jnp.float32) for x in (query, key))
+        shown = _Shown(filled(visible), filled(segment))
+        asking, _ = self.recurrence.asking(query, parameters)
+        asked = self.recurrence.features.key(key, parameters)
+        asked = asked.where(shown.visible[..., None])
+        form = Form(asked.exponent is not None, self.interpret)
+        asking, asked = (
+            _in_blocks(x.exponent if form.exponents else x.amplitude, form.nothing)
+            for x in (asking, asked)
+        )
+        given = asking, asked, filled(value)
+        if form.exponents:
+            rows: Array = rescued(partial(_quick, form), _exactly, shown, given)
+        else:
+            rows = cast(tuple, _attend(form, shown.segment, *given))[0]
+        return rows[:, :length]
+
+
+class _Shown(NamedTuple):
+    visible: Bool[Array, "B T"]
+    segment: Int[Array, "B T"]
+
+
+def _quick(
+    form: Form, shown: _Shown, given: tuple[Array, Array, Array]
+) -> tuple[Float[Array, "B T N V"], Bool[Array, "B T N"]]:
+    """Rows, and which of them see a key but have lost all of them to rounding."""
+    rows, denominator = cast(tuple, _attend(form, shown.segment, *given))
+    time = jnp.arange(rows.shape[1])
+    first = jax.lax.cummax(jnp.where(starts(shown.segment), time, 0), axis=1)
+    latest = jax.lax.cummax(jnp.where(shown.visible, time, -1), axis=1)
+    small = jax.lax.stop_gradient(denominator) < LOST
+    return rows, (latest >= first)[..., None] & jnp.swapaxes(small, 1, 2)
+
+
+def _exactly(
+    shown: _Shown, given: tuple[Array, Array, Array]
+) -> Float[Array, "B T N V"]:
+    """By one chunk after the other in XLA, which takes least memory."""
+    key, value = given[1:]
+    mask = shown.visible[:, None, None]
+    stretch = layout(Tokens(*given, mask=mask, segment_ids=shown.segment))
+    sizes = *key.shape[::2], key.shape[3], value.shape[3]
+    empty = _BY_EXPONENTS.empty(None, sizes, jnp.float32)
+    state, stretch = vary_alike((empty, stretch))
+    _, rows = scan(partial(in_one, _BY_EXPONENTS), TILE, None, state, stretch)
+    return heads_joined(rows, value.dtype)
+
+
+def _in_blocks(x: Float[Array, "B T N M"], nothing: float) -> Array:
+    """Filled up to a number of features that blocks divide."""
+    size = x.shape[3]
+    block = min(BLOCK, max(16, 1 << (size - 1).bit_length()))
+    missing = [(0, 0)] * 3 + [(0, -size % block)]
+    return jnp.pad(x, missing, constant_values=nothing)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    form: Form,
+    segment: Int[Array, "B T"],
+    query: Float[Array, "B T N M"],
+    key: Float[Array, "B T K M"],
+    value: Float[Array, "B T K V"],
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+    """The output, and its denominators, which have no gradient."""
+    return _forward(form, segment, query, key, value)[0]
+
+
+def _forward(
+    form: Form, segment: Array, query: Array, key: Array, value: Array
+) -> tuple[tuple, tuple]:
+    states, *rows = forward(form, query, key, value, segment)
+    kept = Kept(states, *checkpoint_name(rows, RESIDUAL))
+    output = kept.output.astype(value.dtype)
+    return (output, kept.denominator), (segment, (query, key, value), kept)
+
+
+def _backward(form: Form, saved: tuple, changes: tuple[Array, Array]) -> tuple:
+    segment, given, kept = saved
+    query, key, value = given
+    found = backward(form, query, key, value, segment, kept, changes[0])
+
+    def of_key_heads(x: Array, like: Array) -> Array:
+        apart = x.reshape(*like.shape[:3], -1, like.shape[3])
+        return apart.sum(axis=3).astype(like.dtype)
+
+    return None, *map(of_key_heads, found, given)
+
+
+_attend.defvjp(_forward, _backward)

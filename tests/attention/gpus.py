@@ -1,0 +1,43 @@
+"""NVIDIA GPUs for tests: one that seems to be here, and one to compile for."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from symjax.attention import meshes
+from symjax.training import targets
+
+
+def on(capability, monkeypatch):
+    device = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(meshes, "backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def compiled_for_an_h200(attend, *heads, dtypes=()):
+    """The gradients of a sum of `attend`, of bfloat16 arrays [1 300 heads size], or of
+    those dtypes."""
+    pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
+    mesh = Mesh(np.array(targets.find("h200-1").devices), ("x",))
+
+    def loss(*given):
+        return attend(*given).astype(jnp.float32).sum()
+
+    def split(*given):
+        call = jax.grad(loss, tuple(range(len(given))))
+        return jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(*given)
+
+    sharding = NamedSharding(mesh, P("x"))
+    given = [
+        jax.ShapeDtypeStruct((1, 300, *x), dtype, sharding=sharding)
+        for x, dtype in zip(heads, dtypes or [jnp.bfloat16] * len(heads), strict=True)
+    ]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(split).trace(*given).lower().compile()

@@ -1,0 +1,203 @@
+"""Kernels of the Performer and of linear attention for NVIDIA GPUs, interpreted on CPU
+and compiled for an H200. They equal the scan, which other tests hold to the definition.
+
+Interpreted, too, they round to what tensor cores take.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpus import compiled_for_an_h200, on
+from interpreted import B, K, N, differentiated, padding, seen_by, segments
+from laws import close, same
+
+from symjax.attention import linear_causal, performer_causal, recurrences
+from symjax.attention.chunks import Tokens
+from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.normalised import Normalised
+from symjax.attention.normalised_gpu import GpuFeatures
+from symjax.attention.plain_features import PLAIN
+
+
+class Form(NamedTuple):
+    """Features by name, of the Performer where they have rows."""
+
+    features: str
+    rows: int = 0
+    size: int = 32
+    width: int = 64
+    length: int = 200  # no multiple of a chunk
+
+    @property
+    def kernel(self):
+        table = RANDOM if self.rows else PLAIN
+        return GpuFeatures(Normalised(table[self.features]), interpret=True)
+
+    @property
+    def projection(self):
+        drawn = np.random.default_rng(4).normal(size=(self.rows, self.size))
+        return drawn.astype(np.float32)
+
+    def arrays(self, scale=1.0, mean=0.0):
+        rng = np.random.default_rng(0)
+        shape = B, self.length
+        query = rng.normal(size=(*shape, N, self.size)) * scale
+        key = rng.normal(size=(*shape, K, self.size)) * scale
+        value = rng.normal(size=(*shape, K, self.width)) + mean
+        return [x.astype(jnp.bfloat16) for x in (query, key, value)]
+
+    def attend(self, query, key, value, rows=None, *, mask=None, segment_ids=None):
+        rows = jnp.asarray(self.projection if rows is None else rows)
+        random = RandomFeatures(rows, jnp.float32(self.size**-0.5))
+        tokens = Tokens(query, key, value, (), mask, segment_ids)
+        return self.kernel.attend(tokens, random if self.rows else None)
+
+    def scan(self, *given, rows=None, **seen):
+        if not self.rows:
+            return linear_causal(*given, features=self.features, **seen)
+        rows = self.projection if rows is None else rows
+        return performer_causal(*given, rows, features=self.features, **seen)
+
+    def agrees(self, given, worst=2.5e-3, **seen):
+        found = differentiated(partial(self.attend, **seen), given, jnp.bfloat16)
+        with jax.enable_x64(True):
+            wide = [np.asarray(x, np.float64) for x in given]
+            wanted = differentiated(partial(self.scan, **seen), wide, np.float64)
+        for one, two in zip(found, wanted, strict=True):
+            one, two = np.asarray(one, np.float64), np.asarray(two)
+            assert np.linalg.norm(one - two) <= worst * np.linalg.norm(two)
+
+
+ODD = Form("positive", 70)  # features filled up to two blocks
+FORMS = {
+    "positive": ODD,
+    "hyperbolic": Form("hyperbolic", 11, 16, 32),
+    "relu of projections": Form("relu", 40, 64, 16),
+    "elu": Form("elu"),
+    "relu": Form("relu", size=24),
+    "relu2": Form("relu2", size=128, width=128, length=130),
+}
+ALL = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+SEEN = {"all": (), "mask": ("mask",), "both": ("mask", "segment_ids")}
+
+
+@ALL
+@pytest.mark.parametrize("names", SEEN.values(), ids=SEEN)
+def test_it_equals_the_scan(names, form):
+    """Rounding outputs and gradients to bfloat16 is 1.7e-3 of 2.5e-3."""
+    form.agrees(form.arrays(), **seen_by(form.length, *names))
+
+
+def test_values_with_a_mean_cost_digits_of_gradients():
+    """What is rounded of a state is of all values, and gradients are of differences."""
+    for form in (ODD, FORMS["elu"]):
+        form.agrees(form.arrays(mean=4.0), worst=8e-3)
+
+
+def test_rows_that_lost_their_keys_are_exact_all_the_same():
+    """A last key that dwarfs the others of its chunk: their rows see none of it."""
+    query, key, value = ODD.arrays(4.0)
+    key[:, 50] = (100 * ODD.projection[0]).astype(key.dtype)
+    given = query, key, value
+    seen = seen_by(ODD.length, "segment_ids")
+    rows = np.asarray(ODD.attend(*given, **seen), np.float32)
+    wanted = np.asarray(ODD.scan(*(np.float32(x) for x in given), **seen))
+    close(rows[:, :50], wanted[:, :50], 2**-8)
+    ODD.agrees(given, **seen)
+
+
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_a_hidden_nan_reaches_nothing(name):
+    form = FORMS[name]
+    given, mask = form.arrays(), padding(form.length)
+    hidden = ~mask[:, 0, 0]
+    bad = [np.array(x) for x in given]
+    for x in bad[1:]:
+        x[hidden] = np.nan
+    attend = partial(form.attend, mask=mask, segment_ids=segments(form.length))
+    one, two = (differentiated(attend, x, jnp.bfloat16) for x in (given, bad))
+    for clean, found in zip(one, two, strict=True):
+        same(np.asarray(found, np.float32), np.asarray(clean, np.float32))
+    assert not any(np.asarray(x)[hidden].any() for x in one[2:])
+    assert not np.asarray(one[0])[0, :140].any()  # rows that see nothing
+
+
+def test_a_later_token_changes_no_earlier_chunk():
+    query, key, value = ODD.arrays()
+    rows = jax.jit(ODD.attend)
+    before = np.asarray(rows(query, key, value), np.float32)
+    for x in (query, key, value):
+        x[:, 130:] = 3
+    after = np.asarray(rows(query, key, value), np.float32)
+    same(after[:, :128], before[:, :128])
+    assert np.abs(after[:, 130:] - before[:, 130:]).max() > 0.1
+
+
+def test_a_projection_gets_the_gradient_of_the_scan():
+    given = [jnp.asarray(x) for x in ODD.arrays()]
+
+    def of(form, rows):
+        return form(rows).astype(jnp.float32).sum()
+
+    rows = jnp.asarray(ODD.projection)
+    one = jax.grad(partial(of, lambda rows: ODD.attend(*given, rows)))(rows)
+    two = jax.grad(partial(of, lambda rows: ODD.scan(*given, rows=rows)))(rows)
+    assert np.linalg.norm(one - two) <= 5e-3 * np.linalg.norm(two)
+
+
+def test_many_calls_at_once_are_each_by_itself():
+    given = [jnp.asarray(x)[:, None] for x in ODD.arrays()]
+
+    def graded(*given):
+        def loss(*given):
+            return ODD.attend(*given).astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1, 2))(*given)
+
+    found = jax.jit(jax.vmap(graded))(*given)
+    for i in range(B):
+        alone = jax.jit(graded)(*(x[i] for x in given))
+        for one, two in zip(found, alone, strict=True):
+            close(np.asarray(one[i], np.float32), np.asarray(two, np.float32), 2**-8)
+
+
+LARGE = Form("positive", 1100)
+SERVED = {
+    "bfloat16": (ODD, {}, True),
+    "float32": (ODD, {"dtype": np.float32}, False),
+    "short": (ODD, {"length": 100}, False),
+    "values of 256": (ODD, {"width": 256}, False),
+    "waves": (Form("trigonometric", 20), {}, False),
+    "squares": (Form("squared"), {}, False),
+    "many features": (LARGE, {}, False),
+    "keys of 48": (Form("elu"), {"size": 48}, True),
+}
+
+
+@pytest.mark.parametrize("form, sizes, served", SERVED.values(), ids=SERVED)
+def test_what_it_serves(form, sizes, served, monkeypatch):
+    on("9.0", monkeypatch)
+    chosen = {"dtype": jnp.bfloat16, "length": 128, "size": form.size, "width": 64}
+    dtype, length, size, width = (chosen | sizes).values()
+    like = [
+        jax.ShapeDtypeStruct((B, length, heads, n), dtype)
+        for heads, n in ((N, size), (K, size), (K, width))
+    ]
+    rows = jax.ShapeDtypeStruct((form.rows, size), np.float32)
+    random = RandomFeatures(rows, jax.ShapeDtypeStruct((), np.float32))
+    kernel = GpuFeatures(form.kernel.recurrence)
+    given = Tokens(*like), random if form.rows else None
+    assert recurrences.served(kernel, *given) == served
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("name", ["performer", "elu"])
+def test_it_compiles_for_an_h200_and_is_chosen(name, size):
+    call = performer_causal if name == "performer" else linear_causal
+    program = compiled_for_an_h200(call, (4, size), (2, size), (2, size))
+    assert "__gpu$xla.gpu.triton" in program.as_text()

@@ -178,27 +178,20 @@ class Normalised:
         return merge(one[0], two[0]), None
 
     def prepare(self, parameters: Any, stretch: Stretch) -> Mapped:
+        """The largest amplitude of a query cancels in the ratio, so it is made 1:
+        products of amplitudes would leave float32 long before the amplitudes do.
+        """
         chunk = chunk_of(stretch)
         dtype = sum_dtype(*chunk[:3])
-        query, divisor = self.asking(chunk.query.astype(dtype), parameters)
+        query = self.features.query(chunk.query.astype(dtype), parameters)
+        divisor = None
+        if query.amplitude is not None:
+            divisor = jnp.abs(query.amplitude).max(axis=-1, keepdims=True)
+            divisor = jax.lax.stop_gradient(jnp.where(divisor > 0, divisor, 1))
+            query = query._replace(amplitude=query.amplitude / divisor)
         key = self.features.key(chunk.key.astype(dtype), parameters)
         key = key.where(chunk.visible[:, None])
         return Mapped(chunk, query, divisor, key, chunk.value.astype(dtype))
-
-    def asking(
-        self, query: Float[Array, "*rows H"], parameters: Any
-    ) -> tuple[LogFeatures, Float[Array, "*rows 1"] | None]:
-        """A query's features, and what they were divided by.
-
-        The largest amplitude of a query cancels in the ratio, so it is made 1: products
-        of amplitudes would leave float32 long before the amplitudes do.
-        """
-        found = self.features.query(query, parameters)
-        if found.amplitude is None:
-            return found, None
-        divisor = jnp.abs(found.amplitude).max(axis=-1, keepdims=True)
-        divisor = jax.lax.stop_gradient(jnp.where(divisor > 0, divisor, 1))
-        return found._replace(amplitude=found.amplitude / divisor), divisor
 
     def arithmetic(self, chunk: Chunk) -> Arithmetic:
         signed, leading = self.features.signed, self.features.leading

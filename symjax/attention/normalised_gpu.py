@@ -6,17 +6,18 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from symjax.attention.chunks import TILE, Tokens, heads_joined, layout, scan
 from symjax.attention.features import Features, LogFeatures
 from symjax.attention.kernels.blocks import RESIDUAL
 from symjax.attention.kernels.gpu_chunks import BLOCK, SIZES, filled
 from symjax.attention.kernels.gpu_features import Kept, backward, forward
-from symjax.attention.kernels.gpu_states import Form
+from symjax.attention.kernels.gpu_states import Form, Ids
 from symjax.attention.kernels.seen import Shown
 from symjax.attention.meshes import vary_alike
 from symjax.attention.normalised import LOST, Normalised
+from symjax.attention.plain_features import ELEMENTWISE
 from symjax.attention.rescue import rescued
 from symjax.attention.segments import starts
 from symjax.attention.stretches import in_one
@@ -33,7 +34,7 @@ _BY_EXPONENTS = Normalised(Features(_exponents, _exponents))
 
 class GpuFeatures(NamedTuple):
     """The kernels, as a `Kernel` of the engine, of bfloat16 and of features that are
-    never negative, which XLA makes in float32."""
+    never negative. XLA makes them in float32, but for those of single numbers."""
 
     recurrence: Normalised
     interpret: Any = False
@@ -56,48 +57,47 @@ class GpuFeatures(NamedTuple):
             visible = jnp.ones((batch, length), bool)
         if segment is None:
             segment = jnp.zeros((batch, length), jnp.int32)
-        query, key = (filled(x).astype(jnp.float32) for x in (query, key))
-        shown = _Shown(filled(visible), filled(segment))
-        asking, _ = self.recurrence.asking(query, parameters)
-        asked = self.recurrence.features.key(key, parameters)
-        asked = asked.where(shown.visible[..., None])
-        form = Form(asked.exponent is not None, self.interpret)
-        asking, asked = (
-            _in_blocks(x.exponent if form.exponents else x.amplitude, form.nothing)
-            for x in (asking, asked)
+        query, key, value, visible, segment = (
+            filled(x) for x in (query, key, value, visible, segment)
         )
-        given = asking, asked, filled(value)
-        if form.exponents:
-            rows: Array = rescued(partial(_quick, form), _exactly, shown, given)
+        ids = Ids(segment, jnp.where(visible, segment, -1))
+        maps = self.recurrence.features
+        if maps in ELEMENTWISE and query.shape[3] == _whole_blocks(query.shape[3]):
+            form = Form(False, maps, self.interpret)
         else:
-            rows = cast(tuple, _attend(form, shown.segment, *given))[0]
+            query, key = (x.astype(jnp.float32) for x in (query, key))
+            asking = maps.query(query, parameters)
+            asked = maps.key(key, parameters).where(visible[..., None])
+            form = Form(asked.exponent is not None, None, self.interpret)
+            query, key = (
+                _in_blocks(x.exponent if form.exponents else x.amplitude, form.nothing)
+                for x in (asking, asked)
+            )
+        if form.exponents:
+            given = query, key, value
+            rows: Array = rescued(partial(_quick, form), _exactly, ids, given)
+        else:
+            rows = cast(tuple, _attend(form, ids, query, key, value))[0]
         return rows[:, :length]
 
 
-class _Shown(NamedTuple):
-    visible: Bool[Array, "B T"]
-    segment: Int[Array, "B T"]
-
-
 def _quick(
-    form: Form, shown: _Shown, given: tuple[Array, Array, Array]
+    form: Form, ids: Ids, given: tuple[Array, Array, Array]
 ) -> tuple[Float[Array, "B T N V"], Bool[Array, "B T N"]]:
     """Rows, and which of them see a key but have lost all of them to rounding."""
-    rows, denominator = cast(tuple, _attend(form, shown.segment, *given))
+    rows, denominator = cast(tuple, _attend(form, ids, *given))
     time = jnp.arange(rows.shape[1])
-    first = jax.lax.cummax(jnp.where(starts(shown.segment), time, 0), axis=1)
-    latest = jax.lax.cummax(jnp.where(shown.visible, time, -1), axis=1)
+    first = jax.lax.cummax(jnp.where(starts(ids.query), time, 0), axis=1)
+    latest = jax.lax.cummax(jnp.where(ids.key >= 0, time, -1), axis=1)
     small = jax.lax.stop_gradient(denominator) < LOST
     return rows, (latest >= first)[..., None] & jnp.swapaxes(small, 1, 2)
 
 
-def _exactly(
-    shown: _Shown, given: tuple[Array, Array, Array]
-) -> Float[Array, "B T N V"]:
+def _exactly(ids: Ids, given: tuple[Array, Array, Array]) -> Float[Array, "B T N V"]:
     """By one chunk after the other in XLA, which takes least memory."""
     key, value = given[1:]
-    mask = shown.visible[:, None, None]
-    stretch = layout(Tokens(*given, mask=mask, segment_ids=shown.segment))
+    mask = (ids.key >= 0)[:, None, None]
+    stretch = layout(Tokens(*given, mask=mask, segment_ids=ids.query))
     sizes = *key.shape[::2], key.shape[3], value.shape[3]
     empty = _BY_EXPONENTS.empty(None, sizes, jnp.float32)
     state, stretch = vary_alike((empty, stretch))
@@ -105,39 +105,43 @@ def _exactly(
     return heads_joined(rows, value.dtype)
 
 
+def _whole_blocks(size: int) -> int:
+    """So many features at least that blocks divide them."""
+    block = min(BLOCK, max(SIZES[0], 1 << (size - 1).bit_length()))
+    return -(-size // block) * block
+
+
 def _in_blocks(x: Float[Array, "B T N M"], nothing: float) -> Array:
-    """Filled up to a number of features that blocks divide."""
-    size = x.shape[3]
-    block = min(BLOCK, max(16, 1 << (size - 1).bit_length()))
-    missing = [(0, 0)] * 3 + [(0, -size % block)]
+    missing = [(0, 0)] * 3 + [(0, _whole_blocks(x.shape[3]) - x.shape[3])]
     return jnp.pad(x, missing, constant_values=nothing)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     form: Form,
-    segment: Int[Array, "B T"],
+    ids: Ids,
     query: Float[Array, "B T N M"],
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """The output, and its denominators, which have no gradient."""
-    return _forward(form, segment, query, key, value)[0]
+    return forward(form, query, key, value, ids, keep=False)[:2]
 
 
 def _forward(
-    form: Form, segment: Array, query: Array, key: Array, value: Array
+    form: Form, ids: Ids, query: Array, key: Array, value: Array
 ) -> tuple[tuple, tuple]:
-    states, *rows = forward(form, query, key, value, segment)
-    kept = Kept(states, *checkpoint_name(rows, RESIDUAL))
-    output = kept.output.astype(value.dtype)
-    return (output, kept.denominator), (segment, (query, key, value), kept)
+    output, _, kept = forward(form, query, key, value, ids, keep=True)
+    states, *rows = cast(Kept, kept)
+    output, *rows = checkpoint_name((output, *rows), RESIDUAL)
+    kept = Kept(states, *rows)
+    return (output, kept.denominator), (ids, (query, key, value), kept)
 
 
 def _backward(form: Form, saved: tuple, changes: tuple[Array, Array]) -> tuple:
-    segment, given, kept = saved
+    ids, given, kept = saved
     query, key, value = given
-    found = backward(form, query, key, value, segment, kept, changes[0])
+    found = backward(form, query, key, value, ids, kept, changes[0])
 
     def of_key_heads(x: Array, like: Array) -> Array:
         apart = x.reshape(*like.shape[:3], -1, like.shape[3])

@@ -128,3 +128,4 @@ PLAIN = {
     "squared": _plain(_squared, _squared_pairs, True, lambda size: size),
     "taylor": _plain(_taylor, _taylor_pairs, True, lambda size: 1),
 }
+ELEMENTWISE = PLAIN["elu"], PLAIN["relu"], PLAIN["relu2"]  # and never negative

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from symjax.attention.features import finite
 from symjax.attention.kernels.gpu_chunks import (
@@ -35,8 +35,8 @@ from symjax.attention.kernels.gpu_chunks import (
 )
 from symjax.attention.kernels.gpu_states import (
     Form,
+    Ids,
     States,
-    all_ids,
     rounded,
     states_after,
     states_before,
@@ -44,12 +44,13 @@ from symjax.attention.kernels.gpu_states import (
 
 
 class Kept(NamedTuple):
-    """What the gradient needs. The denominator of a row is times exp(−shift)."""
+    """What the gradient needs. The denominator of a row is of weights that its shift
+    made at most 1."""
 
     states: States
-    output: Float[Array, "B T N V"]
     shift: Float[Array, "B N T"]
     denominator: Float[Array, "B N T"]
+    output: Float[Array, "B T N V"]
     scores: Float[Array, "B N T CHUNK"]
 
 
@@ -58,33 +59,43 @@ def forward(
     query: Float[Array, "B T N M"],
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
-    segment: Int[Array, "B T"],
-) -> Kept:
-    """T is a multiple of `CHUNK`, and M of a block. A row that sees nothing is 0."""
+    ids: Ids,
+    *,
+    keep: bool,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Kept | None]:
+    """The output, its denominators, and what to keep. A row that sees nothing is 0.
+
+    T is a multiple of `CHUNK`, and M of a block.
+    """
     batch, length, heads, size = query.shape
     width, shared = value.shape[3], heads // key.shape[2]
-    states = states_before(form, key, value, segment)
-    rows = batch, heads, length
-    found = call(
+    states = states_before(form, key, value, ids)
+    rows, shape = (batch, heads, length), (batch, length, heads, width)
+    more = [
+        (token_block(width), shape, jnp.float32),
+        (pair_block(), (*rows, CHUNK), jnp.float32),
+    ]
+    output, shift, denominator, *found = call(
         partial(_rows, form),
         (length // CHUNK, heads, batch),
         [
             (token_block(size), query),
             (token_block(size, shared), key),
             (token_block(width, shared), value),
-            (all_ids(length), segment),
+            *ids.operands(),
             *_of_states(states, shared),
         ],
         [
-            (token_block(width), (batch, length, heads, width), jnp.float32),
+            (token_block(width), shape, value.dtype),
             (number_block(), rows, jnp.float32),
             (number_block(), rows, jnp.float32),
-            (pair_block(), (*rows, CHUNK), jnp.float32),
+            *(more if keep else []),
         ],
         warps=4,
         interpret=form.interpret,
     )
-    return Kept(states, *found)
+    kept = Kept(states, shift, denominator, *found) if keep else None
+    return output, denominator, kept
 
 
 def backward(
@@ -92,17 +103,17 @@ def backward(
     query: Float[Array, "B T N M"],
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
-    segment: Int[Array, "B T"],
+    ids: Ids,
     kept: Kept,
     change: Float[Array, "B T N V"],
 ) -> list[Array]:
     """Gradients of queries, keys and values, each of query heads."""
     batch, length, heads, size = query.shape
     width, shared = value.shape[3], heads // key.shape[2]
-    mean = (change.astype(jnp.float32) * kept.output).sum(axis=3)
-    rows = jnp.swapaxes(mean, 1, 2), kept.shift, _inverse(kept.denominator)
-    after = states_after(form, query, change, segment, kept.states, rows)
-    highest = kept.states.highest
+    states, shift, denominator, output, scores = kept
+    mean = (change.astype(jnp.float32) * output).sum(axis=3)
+    rows = jnp.swapaxes(mean, 1, 2), shift, _inverse(denominator)
+    after = states_after(form, query, change, ids, states, rows)
     return call(
         partial(_gradients, form),
         (length // CHUNK, heads, batch),
@@ -112,16 +123,16 @@ def backward(
             (token_block(width, shared), value),
             (token_block(width), change),
             *((number_block(), x) for x in rows),
-            (pair_block(), kept.scores),
-            (all_ids(length), segment),
-            *_of_states(kept.states, shared),
-            (_of_chunk(size, shared, later=1), highest),
+            (pair_block(), scores),
+            *ids.operands(),
+            *_of_states(states, shared),
+            (_of_chunk(size, shared, later=1), states.highest),
             (state_block(size, width), after.sums),
             (_of_chunk(size), after.total),
         ],
         [
-            (token_block(size), query.shape, jnp.float32),
-            (token_block(size), query.shape, jnp.float32),
+            (token_block(size), query.shape, query.dtype),
+            (token_block(size), query.shape, summed(key, shared)),
             (token_block(width), change.shape, summed(value, shared)),
         ],
         warps=8,
@@ -151,59 +162,71 @@ def _inverse(denominator: Array) -> Array:
     return jnp.where(denominator > 0, 1 / denominator, 0.0)
 
 
-def _seen(segment: Any) -> tuple[Array, Array, Array]:
+def _seen(segment: Any, shown: Any) -> tuple[Array, Array, Array]:
     """Of a chunk: the pairs that see each other [CHUNK CHUNK], the rows that the state
     before reaches and the tokens that join the one after [CHUNK 1]."""
     first = pl.program_id(0) * CHUNK
-    now = segment[pl.ds(first, CHUNK)]
-    pairs = (iota(0) >= iota(1)) & (now[:, None] == now[None, :])
+    here = pl.ds(first, CHUNK)
+    row, column = segment[here], shown[here]
+    pairs = (iota(0) >= iota(1)) & (row[:, None] == column[None, :])
     before, last = segment[jnp.maximum(first - 1, 0)], segment[first + CHUNK - 1]
-    return pairs, (now == before)[:, None], (now == last)[:, None]
+    return pairs, (row == before)[:, None], (column == last)[:, None]
 
 
 def _rows(
-    form, query, key, value, segment, before, totals, maxima,
-    output, shifts, denominators, kept,
+    form, query, key, value, segment, shown, before, totals, maxima,
+    output, shifts, denominators, *kept,
 ):  # fmt: skip
     """Weights of pairs and what is read of the state, by one block of features after
     the other: where one raises a row's shift, what was found so far shrinks."""
-    pairs, reaches, _ = _seen(segment)
+    pairs, reaches, _ = _seen(segment, shown)
     block = min(BLOCK, query.shape[1])
 
     def part(i, found):
-        output, scores, denominator, shift = found
+        rows, scores, denominator, shift = found
         at = pl.ds(i * block, block)
-        x, y, since = query[:, at], key[:, at], maxima[at]
-        highest = finite(form.highest(y, since, 0))
-        raised = form.highest(x + highest[None, :], shift, 1)
-        fade = jnp.exp(shift - finite(raised))
-        row = form.weights(x, highest[None, :] - finite(raised)[:, None])
-        column = rounded(form.weights(y, -highest[None, :]))
-        scores = scores * fade[:, None] + dot(rounded(row), column, BY_LAST)
-        row *= jnp.exp(since - highest)[None, :]
-        row = rounded(jnp.where(reaches, row, 0.0))
-        output = output * fade[:, None] + dot(row, before[at, :])
+        x, y, since = wide(query.at[:, at]), wide(key.at[:, at]), maxima[at]
+        highest = finite(form.highest(y, since, 0))[None, :]
+        raised = form.highest(x + highest, shift, 1)
+        fade = jnp.exp(shift - finite(raised))[:, None]
+        row = form.asking(x, highest, finite(raised)[:, None])
+        column = rounded(form.asked(y, highest))
+        scores = scores * fade + dot(rounded(row), column, BY_LAST)
+        row = jnp.where(reaches, row * jnp.exp(since[None, :] - highest), 0.0)
+        row = rounded(row)
+        rows = rows * fade + dot(row, before[at, :])
         read = (row * totals[at][None, :]).sum(axis=1)
-        return output, scores, denominator * fade + read, raised
+        return rows, scores, denominator * fade[:, 0] + read, raised
 
     start = (
         jnp.zeros(output.shape, jnp.float32),
         jnp.zeros((CHUNK, CHUNK), jnp.float32),
         jnp.zeros((CHUNK,), jnp.float32),
-        jnp.full((CHUNK,), form.nothing, jnp.float32),
+        _first_shift(form, query),
     )
     found = jax.lax.fori_loop(0, query.shape[1] // block, part, start)
     rows, scores, denominator, shift = found
     scores = rounded(jnp.where(pairs, scores, 0.0))
-    kept[...] = scores
     rows += dot(scores, wide(value))
     denominator += scores.sum(axis=1)
-    output[...] = rows * _inverse(denominator)[:, None]
+    rows *= _inverse(denominator)[:, None]
+    output[...] = rows.astype(output.dtype)
     shifts[...], denominators[...] = finite(shift), denominator
+    for ref, x in zip(kept, (rows, scores), strict=False):
+        ref[...] = x
+
+
+def _first_shift(form, query) -> Float[Array, " CHUNK"]:
+    """The largest feature of each query, by which all are divided: products of features
+    would leave float32 long before they do. It cancels."""
+    if form.exponents:
+        return jnp.full((CHUNK,), -jnp.inf, jnp.float32)
+    largest = form.of(wide(query)).max(axis=1)
+    return jnp.where(largest > 0, largest, 1.0)
 
 
 def _gradients(
-    form, query, key, value, change, mean, shift, inverse, scores, segment,
+    form, query, key, value, change, mean, shift, inverse, scores, segment, shown,
     before, totals, maxima, until, after, of_totals,
     of_query, of_key, of_value,
 ):  # fmt: skip
@@ -211,14 +234,14 @@ def _gradients(
 
     What a program loads again, and in parts, is what registers do not hold.
     """
-    pairs, reaches, joins = _seen(segment)
+    pairs, reaches, joins = _seen(segment, shown)
     mean, shift, inverse = (x[...][:, None] for x in (mean, shift, inverse))
     weighed = dot(change[...], value[...], BY_LAST) - mean
     weighed = rounded(jnp.where(pairs, weighed, 0.0))
     block, some = min(BLOCK, query.shape[1]), min(BLOCK, value.shape[1])
 
     def joining(at):
-        fades = form.weights(key[:, at], -finite(until[at])[None, :])
+        fades = form.asked(wide(key.at[:, at]), finite(until[at])[None, :])
         return rounded(jnp.where(joins, fades, 0.0))
 
     def written(i, found):
@@ -244,17 +267,18 @@ def _gradients(
         )
         by_row = found[0] - mean * totals[at][None, :]
         by_joining = found[1] + of_totals[at][None, :]
-        y, since = key[:, at], maxima[at]
-        highest = finite(form.highest(y, since, 0))
-        row = form.weights(query[:, at], highest[None, :] - shift)
-        row = rounded(row * inverse)
-        column = rounded(form.weights(y, -highest[None, :]))
-        by_row = jnp.where(reaches, by_row * jnp.exp(since - highest)[None, :], 0.0)
+        x, y, since = wide(query.at[:, at]), wide(key.at[:, at]), maxima[at]
+        highest = finite(form.highest(y, since, 0))[None, :]
+        row = rounded(form.asking(x, highest, shift) * inverse)
+        column = rounded(form.asked(y, highest))
+        by_row = jnp.where(reaches, by_row * jnp.exp(since[None, :] - highest), 0.0)
         by_row += dot(weighed, column)
-        by_column = dot(weighed, row, TRANSPOSED)
-        of_query[:, at] = by_row * form.slope(row, inverse)
-        by_joining *= form.slope(joining(at), jnp.where(joins, 1.0, 0.0))
-        of_key[:, at] = by_column * form.slope(column, 1.0) + by_joining
+        by_row *= form.slope(x, row, inverse / shift)
+        by_column = dot(weighed, row, TRANSPOSED) * form.slope(y, column, 1.0)
+        joined = jnp.where(joins, 1.0, 0.0)
+        by_column += by_joining * form.slope(y, joining(at), joined)
+        of_query[:, at] = by_row.astype(of_query.dtype)
+        of_key[:, at] = by_column.astype(of_key.dtype)
         return 0
 
     jax.lax.fori_loop(0, query.shape[1] // block, part, 0)

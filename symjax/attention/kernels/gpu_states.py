@@ -1,8 +1,8 @@
 """States of normalised linear attention on NVIDIA GPUs: before each chunk of time, and
 their gradients after it.
 
-Features come as they are, or as exponents. Of exponents a state refers to the largest
-one of a key so far, feature by feature, so that every factor is at most 1.
+Of exponents of features a state refers to the largest one of a key so far, feature by
+feature, so that every factor is at most 1.
 
 Programs for blocks of features and of values go from chunk to chunk.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from symjax.attention.features import finite
+from symjax.attention.features import Features, finite
 from symjax.attention.kernels.gpu_chunks import (
     BLOCK,
     CHUNK,
@@ -37,25 +37,51 @@ def rounded(x: Array) -> Array:
 
 
 class Form(NamedTuple):
-    """How features are given: by `exponents`, or as they are."""
+    """How features are given: by `exponents`, as they are, or, with `features`, by what
+    these take, number by number."""
 
     exponents: bool
+    features: Features | None = None
     interpret: Any = False
 
     @property
     def nothing(self) -> float:
-        """What stands for a feature of 0, and for the largest exponent of no key."""
+        """The largest exponent of no key."""
         return -jnp.inf if self.exponents else 0.0
 
-    def weights(self, x: Array, shift: Array) -> Array:
-        return jnp.exp(x + shift) if self.exponents else x
+    def of(self, x: Array) -> Array:
+        """Features that are given without exponents."""
+        if self.features is None:
+            return x
+        return self.features.key(x, None).amplitude
+
+    def asking(self, x: Array, highest: Array, shift: Array) -> Array:
+        """The weights of a query, at most 1 with its shift, which without exponents is
+        a divisor."""
+        return jnp.exp(x + (highest - shift)) if self.exponents else self.of(x) / shift
+
+    def asked(self, x: Array, highest: Array) -> Array:
+        return jnp.exp(x - highest) if self.exponents else self.of(x)
+
+    def slope(self, x: Array, weight: Array, factor: Any) -> Array:
+        """The derivative by x of a weight, which has this factor."""
+        if self.exponents:
+            return weight
+        return jax.jvp(self.of, (x,), (jnp.ones_like(x),))[1] * factor
 
     def highest(self, x: Array, so_far: Array, axis: int) -> Array:
         return jnp.maximum(so_far, x.max(axis=axis)) if self.exponents else so_far
 
-    def slope(self, weight: Array, factor: Any) -> Array:
-        """The derivative of a weight, which has this factor, by what is given."""
-        return weight if self.exponents else factor
+
+class Ids(NamedTuple):
+    """Numbers of segments, those of hidden keys −1."""
+
+    query: Int[Array, "B T"]
+    key: Int[Array, "B T"]
+
+    def operands(self) -> list[tuple[Any, Array]]:
+        spec = pl.BlockSpec((None, self.key.shape[1]), lambda i, n, b: (b, 0))
+        return [(spec, x) for x in self]
 
 
 class States(NamedTuple):
@@ -74,11 +100,6 @@ def _parts(x: Array, y: Array) -> tuple[int, int, Any, Any]:
     return m, v, lambda i: i // columns, lambda i: i % columns
 
 
-def all_ids(length: int) -> Any:
-    """[T] of [B T]."""
-    return pl.BlockSpec((None, length), lambda i, n, b: (b, 0))
-
-
 def _all_numbers(count: int, size: int, shared: int, row: Any, column: Any) -> Any:
     """[chunks M] of [B heads blocks chunks M]."""
     return pl.BlockSpec(
@@ -91,7 +112,7 @@ def states_before(
     form: Form,
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
-    segment: Int[Array, "B T"],
+    ids: Ids,
 ) -> States:
     batch, length, heads, size = key.shape
     m, v, row, column = _parts(key, value)
@@ -108,7 +129,7 @@ def states_before(
         [
             (all_tokens(length, m, 1, row), key),
             (all_tokens(length, v, 1, column), value),
-            (all_ids(length), segment),
+            *ids.operands(),
         ],
         [
             (all_states(count, m, v, row, column), shape, jnp.float32),
@@ -122,18 +143,18 @@ def states_before(
     return States(*found)
 
 
-def _before(form, key, value, segment, before, totals, maxima):
+def _before(form, key, value, segment, shown, before, totals, maxima):
     def step(i, state):
         sums, total, highest, previous = state
         before[i], totals[i], maxima[i] = rounded(sums), total, highest
         here, last = pl.ds(i * CHUNK, CHUNK), segment[i * CHUNK + CHUNK - 1]
-        joins = (segment[here] == last)[:, None]
-        x = jnp.where(joins, key[here, :], form.nothing)
+        joins, x = (shown[here] == last)[:, None], wide(key.at[here, :])
         left = jnp.where(previous == last, highest, form.nothing)
-        highest = form.highest(x, left, 0)
+        highest = form.highest(jnp.where(joins, x, form.nothing), left, 0)
         reference = finite(highest)
         fade = jnp.where(previous == last, jnp.exp(left - reference), 0.0)
-        weights = rounded(form.weights(x, -reference[None, :]))
+        weights = form.asked(x, reference[None, :])
+        weights = rounded(jnp.where(joins, weights, 0.0))
         sums = sums * fade[:, None]
         sums += dot(weights, wide(value.at[here, :]), TRANSPOSED)
         total = total * fade + weights.sum(axis=0)
@@ -150,7 +171,7 @@ def states_after(
     form: Form,
     query: Float[Array, "B T N M"],
     change: Float[Array, "B T N V"],
-    segment: Int[Array, "B T"],
+    ids: Ids,
     states: States,
     rows: tuple[Array, Array, Array],
 ) -> States:
@@ -168,7 +189,7 @@ def states_after(
             (all_tokens(length, m, 1, row), query),
             (all_tokens(length, v, 1, column), change),
             *((all_numbers(length, 1), x) for x in rows),
-            (all_ids(length), segment),
+            *ids.operands(),
             (_all_numbers(count + 1, m, shared, row, column), states.highest),
         ],
         [
@@ -187,7 +208,7 @@ def states_after(
 
 
 def _after(
-    form, query, change, mean, shift, inverse, segment, maxima, after, totals
+    form, query, change, mean, shift, inverse, segment, _, maxima, after, totals
 ):  # fmt: skip
     count, size, width = after.shape
 
@@ -199,7 +220,8 @@ def _after(
         since = maxima[i]
         fade = jnp.exp(since - finite(maxima[i + 1]))
         fade = jnp.where(previous == last, fade, 0.0)
-        row = form.weights(query[here, :], since[None, :] - shift[here][:, None])
+        row = wide(query.at[here, :])
+        row = form.asking(row, since[None, :], shift[here][:, None])
         row *= inverse[here][:, None]
         row = jnp.where((segment[here] == previous)[:, None], row, 0.0)
         sums = sums * fade[:, None]

@@ -1,6 +1,7 @@
 """What the compiler of a TPU estimates: causal attention alone, and training steps.
 
     python benchmarks/compiled.py functions [--target v5e-4] [--only performer]
+    python benchmarks/compiled.py functions --target h200-1
     python benchmarks/compiled.py steps --target v5e-64 [--only gpt:1b,diff_sym:1b]
     python benchmarks/compiled.py functions --json now.json --against before.json
 
@@ -12,7 +13,8 @@ not in the cycles; their time at the full speed of the links stands beside a ste
 functions  4 rows of 4,096 tokens, bfloat16, on one chip: those that score pairs with 16
            heads of 128 (two branches of 64 or 128), those of linear time with 16 of 64,
            gau and flash with one of 128 and values of 2,048.
-           Cycles and temporary memory, forward, and forward and backward.
+           Cycles and temporary memory, forward, and forward and backward. On a GPU,
+           where all heads are of 128, the bytes that are read and written, by part.
 steps      of configurations, over all chips of the target by `mesh.fsdp`, documents
            apart: cycles by part, their share of peak, memory, and the time of the
            compiler.
@@ -41,6 +43,7 @@ from symjax.training import commandline, sharding, targets  # noqa: E402
 from symjax.training.chips import Chip  # noqa: E402
 from symjax.training.collectives import traffic  # noqa: E402
 from symjax.training.cycles import PARTS, estimate  # noqa: E402
+from symjax.training.passes import passes  # noqa: E402
 from symjax.training.step import Program, compile_program  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +54,7 @@ LEFT_OUT = (
     "estimates of the compiler, nothing was run; kernels by what they declare; without "
     "collectives, which may overlap with the rest"
 )
+BYTES = "bytes that the compiled program reads and writes; nothing was run"
 Row = dict[str, Any]
 
 
@@ -63,7 +67,7 @@ def main(words: list[str]) -> int:
     else:
         rows = steps(target, chosen.programs)
     found: dict[str, Row] = {}
-    print(LEFT_OUT, flush=True)
+    print(LEFT_OUT if target.chip.per_cycle else BYTES, flush=True)
     for name, row in rows:
         found[name] = row
         print("\n".join(shown(name, row, before.get(name, {}))), flush=True)
@@ -84,14 +88,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     chosen = parser.parse_args(words)
     if chosen.what == "steps":
         chosen.only = chosen.only or CONFIGS
-    elif not any(chosen.only in name for name in rivals()):
-        parser.error(f"--only {chosen.only!r} is in no name: {', '.join(rivals())}")
+    elif not any(chosen.only in name for name in rivals(LINEAR)):
+        names = ", ".join(rivals(LINEAR))
+        parser.error(f"--only {chosen.only!r} is in no name: {names}")
     name = chosen.target or ("v5e-64", "v5e-4")[chosen.what == "functions"]
     try:
         chosen.target = targets.find(name)
     except ValueError as error:
         parser.error(str(error))
-    if not chosen.target.chip.per_cycle:
+    if chosen.what == "steps" and not chosen.target.chip.per_cycle:
         parser.error(f"--target {name}: the compiler for GPUs estimates no cycles")
     if chosen.json and not chosen.json.parent.is_dir():
         parser.error(f"--json {chosen.json}: there is no folder {chosen.json.parent}")
@@ -131,7 +136,8 @@ def shown(name: str, row: Row, before: Row) -> list[str]:
 
 
 def functions(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
-    for name, rival in rivals().items():
+    size = LINEAR if target.chip.per_cycle else SCORED
+    for name, rival in rivals(size).items():
         if only not in name:
             continue
         row: Row = {}
@@ -144,9 +150,10 @@ def functions(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
         yield name, row
 
 
-def rivals() -> dict[str, Rival]:
-    """Those of device.py by the head size that suits them, and what has no peers."""
-    pairs, linear = (ours(ROWS, LENGTH, HEADS, size) for size in (SCORED, LINEAR))
+def rivals(size: int) -> dict[str, Rival]:
+    """Those of device.py, of linear time with heads of that size, and what has no
+    peers."""
+    pairs, linear = (ours(ROWS, LENGTH, HEADS, x) for x in (SCORED, size))
     scored = ("softmax", "symmetric", "differential V1", "differential V2")
     found = {x: pairs[x] if x in scored else linear[x] for x in linear}
     alone = (ROWS, LENGTH, 1, SCORED), (ROWS, LENGTH, 1, HEADS * SCORED)
@@ -177,20 +184,26 @@ def compile_for(device: Any, rival: Rival, backward: bool) -> jax.stages.Compile
     ]
     output = jax.eval_shape(rival.attend, *arrays)
     cotangent = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=place)
-    with jax.set_mesh(mesh):  # which says that the program is for a TPU
+    with jax.set_mesh(mesh):  # which says what the program is for
         if backward:
             return jax.jit(both).lower(cotangent, *arrays).compile()
         return jax.jit(rival.attend).lower(*arrays).compile()
 
 
 def figures(compiled: jax.stages.Compiled, chip: Chip) -> Iterator[tuple[str, float]]:
-    found = estimate(compiled.as_text() or "", chip)
-    yield "Mcycles, high", found.cycles.total() / 1e6
-    yield "Mcycles, low", found.low.total() / 1e6
+    text = compiled.as_text() or ""
+    if chip.per_cycle:
+        found = estimate(text, chip)
+        yield "Mcycles, high", found.cycles.total() / 1e6
+        yield "Mcycles, low", found.low.total() / 1e6
+        if found.unknown:
+            yield "operations without an estimate", found.unknown.total()
+    else:
+        moved = passes(text)
+        yield "GB", moved.total() / 1e9
+        yield from ((f"GB, {x}", moved[x] / 1e9) for x in PARTS if moved[x])
     if (memory := compiled.memory_analysis()) is not None:
         yield "temporaries, MiB", memory.temp_size_in_bytes / 2**20
-    if found.unknown:
-        yield "operations without an estimate", found.unknown.total()
 
 
 # Training steps

@@ -182,6 +182,21 @@ def test_the_compiler_of_a_tpu_estimates_functions_and_steps(
     assert "(1.00 of " in capsys.readouterr().out
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="needs jax's CUDA plugin",
+)
+def test_the_compiler_of_a_gpu_tells_the_bytes_of_functions(compiled, tmp_path):
+    file = tmp_path / "rows.json"
+    given = ["functions", "--target", "h200-1", "--only", "linear", "--json", str(file)]
+    assert compiled.main(given) == 0
+    row = json.loads(file.read_text())["linear"]
+    both, alone = (row[f"{x}: GB"] for x in ("forward + backward", "forward"))
+    least = 4 * 4096 * 16 * 128 * 2 / 1e9  # one operand
+    assert both > alone >= 4 * least
+    assert row["forward: GB, attention"] > 0.9 * alone
+
+
 @pytest.mark.parametrize("target", ("v5e-5", "h200-8"))
 def test_a_machine_without_estimates_is_refused(compiled, target, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -153,7 +153,9 @@ def all_states(count: int, size: int, width: int, part: Part, column: Part) -> A
 
 
 def sums_of(log_decay: Float[Array, "B T K *H"]) -> Float[Array, "B T K *H"]:
-    decay = jnp.maximum(log_decay / math.log(2), LOWEST)
+    # The compiler would add up a decay that all tokens share itself, for a minute.
+    decay = jax.lax.optimization_barrier(log_decay)
+    decay = jnp.maximum(decay / math.log(2), LOWEST)
     chunks = decay.reshape(decay.shape[0], -1, CHUNK, *decay.shape[2:])
     return jax.lax.cumsum(chunks, axis=2).reshape(decay.shape)
 

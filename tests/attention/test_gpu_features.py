@@ -98,6 +98,7 @@ def test_values_with_a_mean_cost_digits_of_gradients():
         form.agrees(form.arrays(mean=4.0), worst=8e-3)
 
 
+@pytest.mark.always
 def test_rows_that_lost_their_keys_are_exact_all_the_same():
     """A last key that dwarfs the others of its chunk: their rows see none of it."""
     query, key, value = ODD.arrays(4.0)

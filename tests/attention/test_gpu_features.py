@@ -18,6 +18,8 @@ from laws import close, same
 from symjax.attention import linear_causal, performer_causal, recurrences
 from symjax.attention.chunks import Tokens
 from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.kernels.gpu_states import Form as Given
+from symjax.attention.kernels.gpu_states import rounded
 from symjax.attention.normalised import Normalised
 from symjax.attention.normalised_gpu import GpuFeatures
 from symjax.attention.plain_features import PLAIN
@@ -127,6 +129,59 @@ def test_a_hidden_nan_reaches_nothing(name):
     assert not np.asarray(one[0])[0, :140].any()  # rows that see nothing
 
 
+@pytest.mark.parametrize("name", ["positive", "elu"])
+def test_a_nan_stays_in_its_segment(name):
+    """Which ends with a chunk: inside of one zeros are multiplied by it."""
+    form = FORMS[name]
+    given = form.arrays()
+    segment_ids = np.broadcast_to(np.arange(form.length) >= 128, (B, form.length))
+    bad = [np.array(x) for x in given]
+    for x in bad:
+        x[0, 20] = np.nan
+    attend = partial(form.attend, segment_ids=segment_ids.astype(np.int32))
+    one, two = (differentiated(attend, x, jnp.bfloat16) for x in (given, bad))
+    for clean, found in zip(one, two, strict=True):
+        clean, found = (np.asarray(x, np.float32) for x in (clean, found))
+        same(found[:, 128:], clean[:, 128:])
+        same(found[1], clean[1])
+        assert np.isnan(found[0, 20]).all()
+
+
+def test_rounding_keeps_what_is_no_number():
+    bits = np.array([0x7FFFFFFF, 0x7FC00000, 0x7F800000, 0x3F800FFF], np.uint32)
+    found = np.asarray(rounded(jnp.asarray(bits.view(np.float32))))
+    assert np.isnan(found[:2]).all() and np.isposinf(found[2]) and found[3] == 1
+
+
+EXTREMES = {
+    "queries and keys of 30": (ODD, 30.0, 0.0),
+    "elu far below 0": (FORMS["elu"], 1.0, -50.0),
+    "tiny relu": (FORMS["relu"], 1e-20, 0.0),
+    "tiny relu of projections": (FORMS["relu of projections"], 1e-20, 0.0),
+}
+
+
+@pytest.mark.parametrize("form, scale, shift", EXTREMES.values(), ids=EXTREMES)
+def test_extremes_are_as_in_the_scan(form, scale, shift):
+    query, key, value = form.arrays(scale)
+    query, key = (np.asarray(x + shift, jnp.bfloat16) for x in (query, key))
+    given = query, key, value
+    found = differentiated(form.attend, given, jnp.bfloat16)
+    wanted = differentiated(form.scan, given, jnp.bfloat16)
+    for one, two in zip(found, wanted, strict=True):
+        one, two = (np.asarray(x, np.float64) for x in (one, two))
+        assert np.linalg.norm(one - two) <= 5e-3 * np.linalg.norm(two)
+
+
+def test_no_weight_of_a_query_is_above_1():
+    """Where exponents are so large that their sum with the highest one is rounded."""
+    x, highest = np.random.default_rng(0).normal(size=(2, 300, 40)).astype(np.float32)
+    x, highest = x * 1e9, highest[:1] * 1e9
+    shift = (x + highest).max(axis=1, keepdims=True)
+    weights = np.asarray(Given(exponents=True).asking(x, highest, shift))
+    same(weights.max(axis=1), np.ones(300))
+
+
 def test_a_later_token_changes_no_earlier_chunk():
     query, key, value = ODD.arrays()
     rows = jax.jit(ODD.attend)
@@ -195,10 +250,21 @@ def test_what_it_serves(form, sizes, served, monkeypatch):
     assert recurrences.served(kernel, *given) == served
 
 
+def relu_of_192(query, key, value):
+    rows = jnp.ones((192, query.shape[3]))
+    return performer_causal(query, key, value, rows, features="relu")
+
+
+CALLS = {
+    "performer": performer_causal,
+    "relu of 192 projections": relu_of_192,
+    "elu": linear_causal,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [16, 64, 128])
-@pytest.mark.parametrize("name", ["performer", "elu"])
+@pytest.mark.parametrize("size", [16, 64, 192])
+@pytest.mark.parametrize("name", CALLS)
 def test_it_compiles_for_an_h200_and_is_chosen(name, size):
-    call = performer_causal if name == "performer" else linear_causal
-    program = compiled_for_an_h200(call, (4, size), (2, size), (2, size))
+    program = compiled_for_an_h200(CALLS[name], (4, size), (2, size), (2, 128))
     assert "__gpu$xla.gpu.triton" in program.as_text()

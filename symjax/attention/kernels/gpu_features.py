@@ -112,7 +112,7 @@ def backward(
     width, shared = value.shape[3], heads // key.shape[2]
     states, shift, denominator, output, scores = kept
     mean = (change.astype(jnp.float32) * output).sum(axis=3)
-    rows = jnp.swapaxes(mean, 1, 2), shift, _inverse(denominator)
+    rows = jnp.swapaxes(mean, 1, 2), shift, form.inverse(denominator)
     after = states_after(form, query, change, ids, states, rows)
     return call(
         partial(_gradients, form),
@@ -158,19 +158,17 @@ def _of_states(states: States, shared: int) -> list[tuple[Any, Array]]:
     ]
 
 
-def _inverse(denominator: Array) -> Array:
-    return jnp.where(denominator > 0, 1 / denominator, 0.0)
-
-
-def _seen(segment: Any, shown: Any) -> tuple[Array, Array, Array]:
+def _seen(segment: Any, shown: Any) -> tuple[Array, Array, Array, Array]:
     """Of a chunk: the pairs that see each other [CHUNK CHUNK], the rows that the state
-    before reaches and the tokens that join the one after [CHUNK 1]."""
+    before reaches and the tokens that join the one after [CHUNK 1], and whether any row
+    is reached. What is not may be NaN, and is not even multiplied by 0."""
     first = pl.program_id(0) * CHUNK
     here = pl.ds(first, CHUNK)
     row, column = segment[here], shown[here]
     pairs = (iota(0) >= iota(1)) & (row[:, None] == column[None, :])
     before, last = segment[jnp.maximum(first - 1, 0)], segment[first + CHUNK - 1]
-    return pairs, (row == before)[:, None], (column == last)[:, None]
+    continues = segment[first] == before
+    return pairs, (row == before)[:, None], (column == last)[:, None], continues
 
 
 def _rows(
@@ -179,13 +177,14 @@ def _rows(
 ):  # fmt: skip
     """Weights of pairs and what is read of the state, by one block of features after
     the other: where one raises a row's shift, what was found so far shrinks."""
-    pairs, reaches, _ = _seen(segment, shown)
+    pairs, reaches, _, continues = _seen(segment, shown)
     block = min(BLOCK, query.shape[1])
 
     def part(i, found):
         rows, scores, denominator, shift = found
         at = pl.ds(i * block, block)
-        x, y, since = wide(query.at[:, at]), wide(key.at[:, at]), maxima[at]
+        x, y = wide(query.at[:, at]), wide(key.at[:, at])
+        since = jnp.where(continues, maxima[at], form.nothing)
         highest = finite(form.highest(y, since, 0))[None, :]
         raised = form.highest(x + highest, shift, 1)
         fade = jnp.exp(shift - finite(raised))[:, None]
@@ -194,34 +193,41 @@ def _rows(
         scores = scores * fade + dot(rounded(row), column, BY_LAST)
         row = jnp.where(reaches, row * jnp.exp(since[None, :] - highest), 0.0)
         row = rounded(row)
-        rows = rows * fade + dot(row, before[at, :])
-        read = (row * totals[at][None, :]).sum(axis=1)
+        rows = rows * fade + dot(row, jnp.where(continues, before[at, :], 0.0))
+        read = row * jnp.where(continues, totals[at], 0.0)[None, :]
+        read = read.sum(axis=1)
         return rows, scores, denominator * fade[:, 0] + read, raised
 
     start = (
         jnp.zeros(output.shape, jnp.float32),
         jnp.zeros((CHUNK, CHUNK), jnp.float32),
         jnp.zeros((CHUNK,), jnp.float32),
-        _first_shift(form, query),
+        _first_shift(form, query, block),
     )
     found = jax.lax.fori_loop(0, query.shape[1] // block, part, start)
     rows, scores, denominator, shift = found
     scores = rounded(jnp.where(pairs, scores, 0.0))
     rows += dot(scores, wide(value))
     denominator += scores.sum(axis=1)
-    rows *= _inverse(denominator)[:, None]
+    rows *= form.inverse(denominator)[:, None]
     output[...] = rows.astype(output.dtype)
     shifts[...], denominators[...] = finite(shift), denominator
     for ref, x in zip(kept, (rows, scores), strict=False):
         ref[...] = x
 
 
-def _first_shift(form, query) -> Float[Array, " CHUNK"]:
+def _first_shift(form, query, block: int) -> Float[Array, " CHUNK"]:
     """The largest feature of each query, by which all are divided: products of features
     would leave float32 long before they do. It cancels."""
     if form.exponents:
         return jnp.full((CHUNK,), -jnp.inf, jnp.float32)
-    largest = form.of(wide(query)).max(axis=1)
+
+    def part(i, largest):
+        features = form.of(wide(query.at[:, pl.ds(i * block, block)]))
+        return jnp.maximum(largest, features.max(axis=1))
+
+    largest = jnp.zeros((CHUNK,), jnp.float32)
+    largest = jax.lax.fori_loop(0, query.shape[1] // block, part, largest)
     return jnp.where(largest > 0, largest, 1.0)
 
 
@@ -234,7 +240,7 @@ def _gradients(
 
     What a program loads again, and in parts, is what registers do not hold.
     """
-    pairs, reaches, joins = _seen(segment, shown)
+    pairs, reaches, joins, continues = _seen(segment, shown)
     mean, shift, inverse = (x[...][:, None] for x in (mean, shift, inverse))
     weighed = dot(change[...], value[...], BY_LAST) - mean
     weighed = rounded(jnp.where(pairs, weighed, 0.0))
@@ -246,7 +252,7 @@ def _gradients(
 
     def written(i, found):
         at = pl.ds(i * block, block)
-        return found + dot(joining(at), after[at, :])
+        return found + jnp.where(joins, dot(joining(at), after[at, :]), 0.0)
 
     found = dot(rounded(scores[...] * inverse), wide(change), TRANSPOSED)
     found = jax.lax.fori_loop(0, query.shape[1] // block, written, found)
@@ -267,16 +273,17 @@ def _gradients(
         )
         by_row = found[0] - mean * totals[at][None, :]
         by_joining = found[1] + of_totals[at][None, :]
-        x, y, since = wide(query.at[:, at]), wide(key.at[:, at]), maxima[at]
+        x, y = wide(query.at[:, at]), wide(key.at[:, at])
+        since = jnp.where(continues, maxima[at], form.nothing)
         highest = finite(form.highest(y, since, 0))[None, :]
         row = rounded(form.asking(x, highest, shift) * inverse)
         column = rounded(form.asked(y, highest))
         by_row = jnp.where(reaches, by_row * jnp.exp(since[None, :] - highest), 0.0)
         by_row += dot(weighed, column)
-        by_row *= form.slope(x, row, inverse / shift)
-        by_column = dot(weighed, row, TRANSPOSED) * form.slope(y, column, 1.0)
-        joined = jnp.where(joins, 1.0, 0.0)
-        by_column += by_joining * form.slope(y, joining(at), joined)
+        by_row = form.of_asking(by_row, x, row, inverse, shift)
+        by_column = form.of_asked(dot(weighed, row, TRANSPOSED), y, column)
+        by_joining = form.of_asked(by_joining, y, joining(at))
+        by_column += jnp.where(joins, by_joining, 0.0)
         of_query[:, at] = by_row.astype(of_query.dtype)
         of_key[:, at] = by_column.astype(of_key.dtype)
         return 0

@@ -27,13 +27,15 @@ from symjax.attention.kernels.gpu_chunks import (
     dot,
     wide,
 )
+from symjax.attention.normalised import LOST
 
 
 def rounded(x: Array) -> Array:
     """To the nearest number of TF32: tensor cores may cut off the bits that they do not
     take, and what is cut off alike of all that a sum adds up stays in it."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jax.lax.bitcast_convert_type((bits + 0x1000) & -0x2000, jnp.float32)
+    found = jax.lax.bitcast_convert_type((bits + 0x1000) & -0x2000, jnp.float32)
+    return jnp.where(x == x, found, x)  # the bits of a NaN may all be 1
 
 
 class Form(NamedTuple):
@@ -57,17 +59,31 @@ class Form(NamedTuple):
 
     def asking(self, x: Array, highest: Array, shift: Array) -> Array:
         """The weights of a query, at most 1 with its shift, which without exponents is
-        a divisor."""
-        return jnp.exp(x + (highest - shift)) if self.exponents else self.of(x) / shift
+        a divisor. In this order, since the shift is such a sum itself."""
+        return jnp.exp((x + highest) - shift) if self.exponents else self.of(x) / shift
 
     def asked(self, x: Array, highest: Array) -> Array:
         return jnp.exp(x - highest) if self.exponents else self.of(x)
 
-    def slope(self, x: Array, weight: Array, factor: Any) -> Array:
-        """The derivative by x of a weight, which has this factor."""
+    def of_asking(
+        self, change: Array, x: Array, row: Array, inverse: Array, shift: Array
+    ) -> Array:
+        """The gradient of x by that of its weights over the denominator, `row`. Small
+        factors meet large ones first."""
         if self.exponents:
-            return weight
-        return jax.jvp(self.of, (x,), (jnp.ones_like(x),))[1] * factor
+            return change * row
+        return change * inverse * self._slope(x) / shift
+
+    def of_asked(self, change: Array, x: Array, weights: Array) -> Array:
+        return change * (weights if self.exponents else self._slope(x))
+
+    def _slope(self, x: Array) -> Array:
+        return jax.jvp(self.of, (x,), (jnp.ones_like(x),))[1]
+
+    def inverse(self, denominator: Array) -> Array:
+        """0 for rows that see nothing, and those that lost what they see."""
+        least = LOST if self.exponents else jnp.finfo(jnp.float32).tiny
+        return jnp.where(denominator < least, 0.0, 1 / denominator)
 
     def highest(self, x: Array, so_far: Array, axis: int) -> Array:
         return jnp.maximum(so_far, x.max(axis=axis)) if self.exponents else so_far
@@ -148,16 +164,17 @@ def _before(form, key, value, segment, shown, before, totals, maxima):
         sums, total, highest, previous = state
         before[i], totals[i], maxima[i] = rounded(sums), total, highest
         here, last = pl.ds(i * CHUNK, CHUNK), segment[i * CHUNK + CHUNK - 1]
-        joins, x = (shown[here] == last)[:, None], wide(key.at[here, :])
-        left = jnp.where(previous == last, highest, form.nothing)
+        keeps, joins = previous == last, (shown[here] == last)[:, None]
+        x, y = wide(key.at[here, :]), wide(value.at[here, :])
+        left = jnp.where(keeps, highest, form.nothing)
         highest = form.highest(jnp.where(joins, x, form.nothing), left, 0)
         reference = finite(highest)
-        fade = jnp.where(previous == last, jnp.exp(left - reference), 0.0)
         weights = form.asked(x, reference[None, :])
         weights = rounded(jnp.where(joins, weights, 0.0))
-        sums = sums * fade[:, None]
-        sums += dot(weights, wide(value.at[here, :]), TRANSPOSED)
-        total = total * fade + weights.sum(axis=0)
+        fade = jnp.exp(left - reference)
+        sums = jnp.where(keeps, sums * fade[:, None], 0.0)
+        sums += dot(weights, jnp.where(joins, y, 0.0), TRANSPOSED)
+        total = jnp.where(keeps, total * fade, 0.0) + weights.sum(axis=0)
         return sums, total, highest, last
 
     count, size, width = before.shape
@@ -218,15 +235,16 @@ def _after(
         here, last = pl.ds(i * CHUNK, CHUNK), segment[i * CHUNK + CHUNK - 1]
         previous = segment[jnp.maximum(i * CHUNK - 1, 0)]
         since = maxima[i]
-        fade = jnp.exp(since - finite(maxima[i + 1]))
-        fade = jnp.where(previous == last, fade, 0.0)
+        keeps, reaches = previous == last, (segment[here] == previous)[:, None]
         row = wide(query.at[here, :])
         row = form.asking(row, since[None, :], shift[here][:, None])
-        row *= inverse[here][:, None]
-        row = jnp.where((segment[here] == previous)[:, None], row, 0.0)
-        sums = sums * fade[:, None]
-        sums += dot(rounded(row), wide(change.at[here, :]), TRANSPOSED)
-        return sums, total * fade - (row * mean[here][:, None]).sum(axis=0)
+        row = rounded(jnp.where(reaches, row * inverse[here][:, None], 0.0))
+        fade = jnp.exp(since - finite(maxima[i + 1]))
+        changed = jnp.where(reaches, wide(change.at[here, :]), 0.0)
+        less = row * jnp.where(reaches, mean[here][:, None], 0.0)
+        sums = jnp.where(keeps, sums * fade[:, None], 0.0)
+        total = jnp.where(keeps, total * fade, 0.0) - less.sum(axis=0)
+        return sums + dot(row, changed, TRANSPOSED), total
 
     start = jnp.zeros((size, width), jnp.float32), jnp.zeros((size,), jnp.float32)
     jax.lax.fori_loop(0, count, step, start)

@@ -13,7 +13,7 @@ from symjax.attention.chunks import Tokens
 from symjax.attention.decayed_fused import log_decay_of, seen_decays
 from symjax.attention.kernels import gpu_channels, gpu_delta, gpu_heads
 from symjax.attention.kernels.blocks import RESIDUAL
-from symjax.attention.kernels.gpu_chunks import SIZES, filled
+from symjax.attention.kernels.gpu_chunks import SIZES, filled, of_key_heads
 
 
 class GpuDecay(NamedTuple):
@@ -91,11 +91,6 @@ def _backward(
 ) -> tuple[Array, ...]:
     (form, interpret), (given, kept) = static, saved
     found = form.backward(interpret, given, kept, change)
-
-    def of_key_heads(x: Array, like: Array) -> Array:
-        apart = x.reshape(*like.shape[:3], -1, *like.shape[3:])
-        return apart.sum(axis=3).astype(like.dtype)
-
     return tuple(map(of_key_heads, found, given))
 
 

@@ -11,18 +11,17 @@ from jaxtyping import Array, Bool, Float
 from symjax.attention.chunks import TILE, Tokens, heads_joined, layout, scan
 from symjax.attention.features import Features, LogFeatures
 from symjax.attention.kernels.blocks import RESIDUAL
-from symjax.attention.kernels.gpu_chunks import BLOCK, SIZES, filled
+from symjax.attention.kernels.gpu_chunks import BLOCK, SIZES, filled, of_key_heads
 from symjax.attention.kernels.gpu_features import Kept, backward, forward
 from symjax.attention.kernels.gpu_states import Form, Ids
 from symjax.attention.kernels.seen import Shown
 from symjax.attention.meshes import vary_alike
 from symjax.attention.normalised import LOST, Normalised
+from symjax.attention.performer_fused import MOST_FEATURES
 from symjax.attention.plain_features import ELEMENTWISE
 from symjax.attention.rescue import rescued
 from symjax.attention.segments import starts
 from symjax.attention.stretches import in_one
-
-MOST_FEATURES = 1024
 
 
 def _exponents(x: Array, _: None) -> LogFeatures:
@@ -142,11 +141,6 @@ def _backward(form: Form, saved: tuple, changes: tuple[Array, Array]) -> tuple:
     ids, given, kept = saved
     query, key, value = given
     found = backward(form, query, key, value, ids, kept, changes[0])
-
-    def of_key_heads(x: Array, like: Array) -> Array:
-        apart = x.reshape(*like.shape[:3], -1, like.shape[3])
-        return apart.sum(axis=3).astype(like.dtype)
-
     return None, *map(of_key_heads, found, given)
 
 

@@ -94,9 +94,8 @@ def _where(lost: Bool[Array, "*rows"], one: Any, two: Any) -> Any:
     """Rows of one, where they are lost, or of the other."""
 
     def chosen(one: Array, two: Array) -> Array:
-        return jnp.where(
-            lost.reshape(*lost.shape, *[1] * (two.ndim - lost.ndim)), one, two
-        )
+        rows = jnp.expand_dims(lost, tuple(range(lost.ndim, two.ndim)))
+        return jnp.where(rows, one, two)
 
     return jax.tree.map(chosen, one, two)
 

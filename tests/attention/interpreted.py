@@ -54,6 +54,18 @@ def differentiated(form, given, dtype=np.float32):
         return [np.asarray(x) for x in found]
 
 
+def bfloat16_agrees(attend, exact, given, worst):
+    """Output and gradients of bfloat16 are those of float64 but for `worst` of the
+    length of all numbers together."""
+    found = differentiated(attend, given, jnp.bfloat16)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in given]
+        wanted = differentiated(exact, wide, np.float64)
+    for one, two in zip(found, wanted, strict=True):
+        one, two = np.asarray(one, np.float64), np.asarray(two)
+        assert np.linalg.norm(one - two) <= worst * np.linalg.norm(two)
+
+
 def antiparallel(length, spread, heads=40, size=64):
     """Keys near one direction and queries near the other, float32."""
     rng = np.random.default_rng(0)

@@ -16,6 +16,7 @@ from interpreted import (
     B,
     K,
     N,
+    bfloat16_agrees,
     differentiated,
     padding,
     scan,
@@ -84,13 +85,8 @@ class Form(NamedTuple):
         return self.kernel.attend(tokens, None)
 
     def agrees(self, given, **seen):
-        found = differentiated(partial(self.attend, **seen), given, jnp.bfloat16)
-        with jax.enable_x64(True):
-            wide = [np.asarray(x, np.float64) for x in given]
-            wanted = differentiated(partial(self.scan, **seen), wide, np.float64)
-        for one, two in zip(found, wanted, strict=True):
-            one, two = np.asarray(one, np.float64), np.asarray(two)
-            assert np.linalg.norm(one - two) <= self.worst * np.linalg.norm(two)
+        attend, exact = partial(self.attend, **seen), partial(self.scan, **seen)
+        bfloat16_agrees(attend, exact, given, self.worst)
 
 
 def delta(query, key, value, beta, log_decay, **seen):

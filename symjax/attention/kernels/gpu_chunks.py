@@ -79,6 +79,12 @@ def summed(like: Array, shared: int) -> Any:
     return like.dtype if shared == 1 else jnp.float32
 
 
+def of_key_heads(x: Float[Array, "B T N *H"], like: Float[Array, "B T K *H"]) -> Array:
+    """A gradient of each query head, added up as that of what they share."""
+    apart = x.reshape(*like.shape[:3], -1, *like.shape[3:])
+    return apart.sum(axis=3).astype(like.dtype)
+
+
 # Blocks of a grid of (parts · chunks, query heads, examples).
 
 

@@ -1,8 +1,13 @@
 """Every test runs on eight fake CPU devices, with strict shapes."""
 
+import gc
 import os
 import tempfile
 from importlib import metadata
+
+# Nearly all of the million objects here are jax's caches, which stay: looking through
+# them for garbage at the usual pace takes a tenth of the suite's time.
+gc.set_threshold(100_000, 20, 100)
 
 # Compiling is nearly all of the suite's time, and takes half as long without XLA's
 # optimisations, and half of that in one piece and without MLIR for fusions, which

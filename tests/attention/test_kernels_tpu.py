@@ -217,7 +217,7 @@ def test_the_kernels_compile_for_long_rows_and_other_chips(case):
     check(case)
 
 
-@pytest.mark.parametrize("kind", ["v1", "cosine", "decay", "delta"])
+@pytest.mark.parametrize("kind", ["softmax", "v1", "cosine", "decay", "delta"])
 def test_what_remat_keeps_saves_the_second_run_of_the_forward_kernel(kind):
     case, once = Case(kind, 512, 64, 128), KERNELS.get(kind, ONCE)
     for policy in POLICIES.values():

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.checks import state_sizes
 from symjax.attention.cosine_fused import FusedCosine
+from symjax.attention.cosine_gpu import GpuCosine
 from symjax.attention.noncausal import attend
 from symjax.attention.normalised import LinearState, Normalised
 from symjax.attention.plain_features import UNIT
@@ -80,7 +81,8 @@ def cosine_causal(
 
     Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk, or
     of few tokens on one CPU device what all chunks need. On one TPU kernels serve it
-    (`cosine_fused`), in chunks of 128; they have no forward-mode derivative.
+    (`cosine_fused`), in chunks of 128, and on one NVIDIA GPU bfloat16 (`cosine_gpu`);
+    they have no forward-mode derivative.
 
     Args:
         state: from `cosine_state`, `cosine_step` or an earlier call.
@@ -101,7 +103,7 @@ def cosine_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(FusedCosine(),),
+        kernels=(FusedCosine(), GpuCosine()),
     )
 
 

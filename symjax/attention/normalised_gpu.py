@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float
 from symjax.attention.chunks import TILE, Tokens, heads_joined, layout, scan
 from symjax.attention.features import Features, LogFeatures
 from symjax.attention.kernels.blocks import RESIDUAL
-from symjax.attention.kernels.gpu_chunks import BLOCK, SIZES, filled, of_key_heads
+from symjax.attention.kernels.gpu_chunks import SIZES, of_key_heads
 from symjax.attention.kernels.gpu_features import Kept, backward, forward
-from symjax.attention.kernels.gpu_states import Form, Ids
-from symjax.attention.kernels.seen import Shown
+from symjax.attention.kernels.gpu_normalised import Ids, in_blocks, whole_blocks
+from symjax.attention.kernels.gpu_states import Form
 from symjax.attention.meshes import vary_alike
 from symjax.attention.normalised import LOST, Normalised
 from symjax.attention.performer_fused import MOST_FEATURES
@@ -50,26 +50,17 @@ class GpuFeatures(NamedTuple):
         return len(made) == 1 and made[0].shape[3] <= MOST_FEATURES
 
     def attend(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
-        query, key, value, visible, segment = Shown.of(tokens)
-        batch, length = query.shape[:2]
-        if visible is None:
-            visible = jnp.ones((batch, length), bool)
-        if segment is None:
-            segment = jnp.zeros((batch, length), jnp.int32)
-        query, key, value, visible, segment = (
-            filled(x) for x in (query, key, value, visible, segment)
-        )
-        ids = Ids(segment, jnp.where(visible, segment, -1))
+        query, key, value, ids = Ids.of(tokens)
         maps = self.recurrence.features
-        if maps in ELEMENTWISE and query.shape[3] == _whole_blocks(query.shape[3]):
+        if maps in ELEMENTWISE and query.shape[3] == whole_blocks(query.shape[3]):
             form = Form(False, maps, self.interpret)
         else:
             query, key = (x.astype(jnp.float32) for x in (query, key))
             asking = maps.query(query, parameters)
-            asked = maps.key(key, parameters).where(visible[..., None])
+            asked = maps.key(key, parameters).where((ids.key >= 0)[..., None])
             form = Form(asked.exponent is not None, None, self.interpret)
             query, key = (
-                _in_blocks(x.exponent if form.exponents else x.amplitude, form.nothing)
+                in_blocks(x.exponent if form.exponents else x.amplitude, form.nothing)
                 for x in (asking, asked)
             )
         if form.exponents:
@@ -77,7 +68,7 @@ class GpuFeatures(NamedTuple):
             rows: Array = rescued(partial(_quick, form), _exactly, ids, given)
         else:
             rows = cast(tuple, _attend(form, ids, query, key, value))[0]
-        return rows[:, :length]
+        return rows[:, : tokens.query.shape[1]]
 
 
 def _quick(
@@ -102,17 +93,6 @@ def _exactly(ids: Ids, given: tuple[Array, Array, Array]) -> Float[Array, "B T N
     state, stretch = vary_alike((empty, stretch))
     _, rows = scan(partial(in_one, _BY_EXPONENTS), TILE, None, state, stretch)
     return heads_joined(rows, value.dtype)
-
-
-def _whole_blocks(size: int) -> int:
-    """So many features at least that blocks divide them."""
-    block = min(BLOCK, max(SIZES[0], 1 << (size - 1).bit_length()))
-    return -(-size // block) * block
-
-
-def _in_blocks(x: Float[Array, "B T N M"], nothing: float) -> Array:
-    missing = [(0, 0)] * 3 + [(0, _whole_blocks(x.shape[3]) - x.shape[3])]
-    return jnp.pad(x, missing, constant_values=nothing)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

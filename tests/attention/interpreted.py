@@ -66,11 +66,11 @@ def bfloat16_agrees(attend, exact, given, worst):
         assert np.linalg.norm(one - two) <= worst * np.linalg.norm(two)
 
 
-def antiparallel(length, spread, heads=40, size=64):
+def antiparallel(length, spread, heads=40, size=64, width=3):
     """Keys near one direction and queries near the other, float32."""
     rng = np.random.default_rng(0)
     axis = rng.normal(size=(1, 1, heads, size))
-    shapes = [(1, length, heads, n) for n in (size, size, 3)]
+    shapes = [(1, length, heads, n) for n in (size, size, width)]
     query, key, value = (rng.normal(size=shape) for shape in shapes)
     near = -axis + spread * query, axis + spread * key, value
     return [x.astype(np.float32) for x in near]

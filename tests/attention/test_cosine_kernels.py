@@ -6,31 +6,18 @@ import jax
 import jax.numpy as jnp
 import laws
 import numpy as np
-import oracles
 import pytest
-from interpreted import STRICT, B, K, N, antiparallel, differentiated, seen_by
+from cosines import arrays, definition, far_from
+from interpreted import STRICT, antiparallel, differentiated, seen_by
 from laws import close, same
 
 from symjax.attention.chunks import Tokens
 from symjax.attention.cosine_fused import FusedCosine
 
 
-def arrays(length, size, value_size, seed=0):
-    rng = np.random.default_rng(seed)
-    shapes = (B, length, N, size), (B, length, K, size), (B, length, K, value_size)
-    return [rng.normal(size=shape) for shape in shapes]
-
-
 def kernel(query, key, value, mask=None, segment_ids=None):
     tokens = Tokens(query, key, value, (), mask, segment_ids)
     return FusedCosine(interpret=STRICT).attend(tokens)
-
-
-def definition(query, key, value, module=jnp, **seen):
-    features = [oracles.cosine_features(x, module) for x in (query, key)]
-    pairs = oracles.seen(*query.shape[:2], key.shape[1], causal=True, **seen)
-    products = oracles.feature_products(*features, module)
-    return oracles.weighted_mean(*products, value, pairs, module)
 
 
 BOTH = "odd sizes, both"
@@ -83,22 +70,15 @@ def test_hidden_keys_may_be_anything_and_rows_without_keys_are_zero():
     assert not one[2][hidden].any() and not one[3][hidden].any()
 
 
-def far_from(keys, spread):
-    """Rows of a second chunk that see none but these many keys of the first."""
-    given = antiparallel(200, spread, heads=2)
-    mask = np.broadcast_to(np.arange(200) < keys, (1, 1, 1, 200))
-    return given, partial(kernel, mask=mask), partial(definition, mask=mask)
-
-
 def test_a_nearly_antiparallel_key_in_the_state_is_its_value():
-    (query, key, value), form, _ = far_from(1, 0.001)
+    (query, key, value), form, _ = far_from(kernel, 1, 0.001)
     output = jax.jit(form)(query, key, value)
     close(output[:, 128:], np.repeat(value[:, :1], 72, axis=1), 1e-6)
 
 
 def test_a_state_of_keys_that_all_point_away_gives_the_mean_of_their_values():
     """And its gradient is that of as small a weight as can be told from none."""
-    (_, key, value), form, _ = far_from(100, 0.001)
+    (_, key, value), form, _ = far_from(kernel, 100, 0.001)
     key = np.broadcast_to(10 * key[:, :1], key.shape)
     output, *gradients = differentiated(form, (-key, key, value))
     assert not output[:, :128].any()
@@ -110,6 +90,6 @@ def test_a_state_of_keys_that_all_point_away_gives_the_mean_of_their_values():
 
 def test_rows_near_the_direction_away_from_a_state_lose_what_rounding_takes():
     """A weight is off by ε, so that the output is by ε / (1 + cos)."""
-    given, form, exact = far_from(100, 0.1)
+    given, form, exact = far_from(kernel, 100, 0.1)
     wide = [x.astype(np.float64) for x in given]
     close(jax.jit(form)(*given), exact(*wide, module=np), 1e-4)

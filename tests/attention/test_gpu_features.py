@@ -27,8 +27,8 @@ from laws import close, same
 from symjax.attention import linear_causal, performer_causal, recurrences
 from symjax.attention.chunks import Tokens
 from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.kernels.gpu_normalised import rounded
 from symjax.attention.kernels.gpu_states import Form as Given
-from symjax.attention.kernels.gpu_states import rounded
 from symjax.attention.normalised import Normalised
 from symjax.attention.normalised_gpu import GpuFeatures
 from symjax.attention.plain_features import PLAIN

@@ -25,7 +25,6 @@ from symjax.attention.kernels.gpu_chunks import (
     TRANSPOSED,
     call,
     dot,
-    iota,
     number_block,
     pair_block,
     state_block,
@@ -33,11 +32,15 @@ from symjax.attention.kernels.gpu_chunks import (
     token_block,
     wide,
 )
+from symjax.attention.kernels.gpu_normalised import (
+    Ids,
+    of_chunk,
+    rounded,
+    seen_in_chunk,
+)
 from symjax.attention.kernels.gpu_states import (
     Form,
-    Ids,
     States,
-    rounded,
     states_after,
     states_before,
 )
@@ -126,9 +129,9 @@ def backward(
             (pair_block(), scores),
             *ids.operands(),
             *_of_states(states, shared),
-            (_of_chunk(size, shared, later=1), states.highest),
+            (of_chunk(size, shared, later=1), states.highest),
             (state_block(size, width), after.sums),
-            (_of_chunk(size), after.total),
+            (of_chunk(size), after.total),
         ],
         [
             (token_block(size), query.shape, query.dtype),
@@ -140,35 +143,14 @@ def backward(
     )
 
 
-def _of_chunk(size: int, shared: int = 1, later: int = 0) -> Any:
-    """[M] of [B heads blocks chunks M], `later` so many chunks."""
-    return pl.BlockSpec(
-        (None, None, None, None, size),
-        lambda i, n, b: (b, n // shared, 0, i + later, 0),
-    )
-
-
 def _of_states(states: States, shared: int) -> list[tuple[Any, Array]]:
     size, width = states.sums.shape[3:]
-    numbers = _of_chunk(size, shared)
+    numbers = of_chunk(size, shared)
     return [
         (state_block(size, width, shared), states.sums),
         (numbers, states.total),
         (numbers, states.highest),
     ]
-
-
-def _seen(segment: Any, shown: Any) -> tuple[Array, Array, Array, Array]:
-    """Of a chunk: the pairs that see each other [CHUNK CHUNK], the rows that the state
-    before reaches and the tokens that join the one after [CHUNK 1], and whether any row
-    is reached. What is not may be NaN, and is not even multiplied by 0."""
-    first = pl.program_id(0) * CHUNK
-    here = pl.ds(first, CHUNK)
-    row, column = segment[here], shown[here]
-    pairs = (iota(0) >= iota(1)) & (row[:, None] == column[None, :])
-    before, last = segment[jnp.maximum(first - 1, 0)], segment[first + CHUNK - 1]
-    continues = segment[first] == before
-    return pairs, (row == before)[:, None], (column == last)[:, None], continues
 
 
 def _rows(
@@ -177,7 +159,7 @@ def _rows(
 ):  # fmt: skip
     """Weights of pairs and what is read of the state, by one block of features after
     the other: where one raises a row's shift, what was found so far shrinks."""
-    pairs, reaches, _, continues = _seen(segment, shown)
+    pairs, reaches, _, continues = seen_in_chunk(segment, shown)
     block = min(BLOCK, query.shape[1])
 
     def part(i, found):
@@ -240,7 +222,7 @@ def _gradients(
 
     What a program loads again, and in parts, is what registers do not hold.
     """
-    pairs, reaches, joins, continues = _seen(segment, shown)
+    pairs, reaches, joins, continues = seen_in_chunk(segment, shown)
     mean, shift, inverse = (x[...][:, None] for x in (mean, shift, inverse))
     weighed = dot(change[...], value[...], BY_LAST) - mean
     weighed = rounded(jnp.where(pairs, weighed, 0.0))

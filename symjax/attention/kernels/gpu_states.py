@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from symjax.attention.features import Features, finite
 from symjax.attention.kernels.gpu_chunks import (
-    BLOCK,
     CHUNK,
     TRANSPOSED,
     all_numbers,
@@ -27,15 +26,8 @@ from symjax.attention.kernels.gpu_chunks import (
     dot,
     wide,
 )
+from symjax.attention.kernels.gpu_normalised import Ids, all_sums, parts, rounded
 from symjax.attention.normalised import LOST
-
-
-def rounded(x: Array) -> Array:
-    """To the nearest number of TF32: tensor cores may cut off the bits that they do not
-    take, and what is cut off alike of all that a sum adds up stays in it."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    found = jax.lax.bitcast_convert_type((bits + 0x1000) & -0x2000, jnp.float32)
-    return jnp.where(x == x, found, x)  # the bits of a NaN may all be 1
 
 
 class Form(NamedTuple):
@@ -89,17 +81,6 @@ class Form(NamedTuple):
         return jnp.maximum(so_far, x.max(axis=axis)) if self.exponents else so_far
 
 
-class Ids(NamedTuple):
-    """Numbers of segments, those of hidden keys −1."""
-
-    query: Int[Array, "B T"]
-    key: Int[Array, "B T"]
-
-    def operands(self) -> list[tuple[Any, Array]]:
-        spec = pl.BlockSpec((None, self.key.shape[1]), lambda i, n, b: (b, 0))
-        return [(spec, x) for x in self]
-
-
 class States(NamedTuple):
     """Before each chunk; the largest exponent also after the last one. Once for each
     block of values: they are all the same."""
@@ -109,21 +90,6 @@ class States(NamedTuple):
     highest: Float[Array, "B K blocks chunks M"]
 
 
-def _parts(x: Array, y: Array) -> tuple[int, int, Any, Any]:
-    """Blocks of features and of values, and which of them a program has."""
-    m, v = min(BLOCK, x.shape[3]), min(BLOCK, y.shape[3])
-    columns = y.shape[3] // v
-    return m, v, lambda i: i // columns, lambda i: i % columns
-
-
-def _all_numbers(count: int, size: int, shared: int, row: Any, column: Any) -> Any:
-    """[chunks M] of [B heads blocks chunks M]."""
-    return pl.BlockSpec(
-        (None, None, None, count, size),
-        lambda i, n, b: (b, n // shared, column(i), 0, row(i)),
-    )
-
-
 def states_before(
     form: Form,
     key: Float[Array, "B T K M"],
@@ -131,11 +97,11 @@ def states_before(
     ids: Ids,
 ) -> States:
     batch, length, heads, size = key.shape
-    m, v, row, column = _parts(key, value)
+    m, v, row, column = parts(key, value)
     count, blocks = length // CHUNK, value.shape[3] // v
 
     def numbers(count: int) -> tuple[Any, tuple, Any]:
-        spec = _all_numbers(count, m, 1, row, column)
+        spec = all_sums(count, m, 1, row, column)
         return spec, (batch, heads, blocks, count, size), jnp.float32
 
     shape = batch, heads, count, size, value.shape[3]
@@ -195,7 +161,7 @@ def states_after(
     """The gradients of the states after each chunk, but for the largest exponents,
     which are constants."""
     batch, length, heads, size = query.shape
-    m, v, row, column = _parts(query, change)
+    m, v, row, column = parts(query, change)
     count, blocks = length // CHUNK, change.shape[3] // v
     shared = heads // states.highest.shape[1]
     shape = batch, heads, count, size, change.shape[3]
@@ -207,12 +173,12 @@ def states_after(
             (all_tokens(length, v, 1, column), change),
             *((all_numbers(length, 1), x) for x in rows),
             *ids.operands(),
-            (_all_numbers(count + 1, m, shared, row, column), states.highest),
+            (all_sums(count + 1, m, shared, row, column), states.highest),
         ],
         [
             (all_states(count, m, v, row, column), shape, jnp.float32),
             (
-                _all_numbers(count, m, 1, row, column),
+                all_sums(count, m, 1, row, column),
                 (batch, heads, blocks, count, size),
                 jnp.float32,
             ),

@@ -36,10 +36,17 @@ def _einsum(
     if merged := _merged(precision, spec, arrays):
         forms["cpu"] = merged
     if cuda is not None:
-        forms["cuda"] = partial(jnp.einsum, spec, precision=cuda)
+        forms["cuda"] = partial(_apart, spec, cuda)
     if not forms:
         return plain(*arrays)
     return jax.lax.platform_dependent(*arrays, **forms, default=plain)
+
+
+def _apart(spec: str, precision: jax.lax.DotAlgorithmPreset, *arrays: Array) -> Array:
+    """XLA would make one of two products with one operand in common, and has no code
+    for some sizes of it."""
+    arrays = jax.lax.optimization_barrier(arrays)
+    return jnp.einsum(spec, *arrays, precision=precision)
 
 
 def _merged(

@@ -27,10 +27,11 @@ from laws import close, same
 from symjax.attention import linear_causal, performer_causal, recurrences
 from symjax.attention.chunks import Tokens
 from symjax.attention.features import RANDOM, RandomFeatures
-from symjax.attention.kernels.gpu_normalised import rounded
+from symjax.attention.kernels.gpu_chunks import filled
+from symjax.attention.kernels.gpu_normalised import Ids, in_blocks, rounded
 from symjax.attention.kernels.gpu_states import Form as Given
 from symjax.attention.normalised import Normalised
-from symjax.attention.normalised_gpu import GpuFeatures
+from symjax.attention.normalised_gpu import GpuFeatures, _quick
 from symjax.attention.plain_features import PLAIN
 
 
@@ -61,11 +62,13 @@ class Form(NamedTuple):
         value = rng.normal(size=(*shape, K, self.width)) + mean
         return [x.astype(jnp.bfloat16) for x in (query, key, value)]
 
-    def attend(self, query, key, value, rows=None, *, mask=None, segment_ids=None):
+    def random(self, rows=None):
         rows = jnp.asarray(self.projection if rows is None else rows)
-        random = RandomFeatures(rows, jnp.float32(self.size**-0.5))
+        return RandomFeatures(rows, jnp.float32(self.size**-0.5))
+
+    def attend(self, query, key, value, rows=None, *, mask=None, segment_ids=None):
         tokens = Tokens(query, key, value, (), mask, segment_ids)
-        return self.kernel.attend(tokens, random if self.rows else None)
+        return self.kernel.attend(tokens, self.random(rows) if self.rows else None)
 
     def scan(self, *given, rows=None, **seen):
         if not self.rows:
@@ -106,15 +109,32 @@ def test_values_with_a_mean_cost_digits_of_gradients():
 
 @pytest.mark.always
 def test_rows_that_lost_their_keys_are_exact_all_the_same():
-    """A last key that dwarfs the others of its chunk: their rows see none of it."""
+    """Keys that those behind them in their chunk dwarf: rows see only the former."""
     query, key, value = ODD.arrays(4.0)
-    key[:, 50] = (100 * ODD.projection[0]).astype(key.dtype)
+    key[:, :50] *= 4
+    key[:, 50:] /= 8
     given = query, key, value
+    ids = Ids(*(np.zeros((B, 256), np.int32),) * 2)
+    maps, random = ODD.kernel.recurrence.features, ODD.random()
+    exponents = (
+        in_blocks(filled(form(jnp.float32(x), random).exponent), -np.inf)
+        for form, x in ((maps.query, query), (maps.key, key))
+    )
+    quick = _quick(Given(True, None, True), ids, (*exponents, filled(value)))
+    assert quick[1][:, :50].all()
     seen = seen_by(ODD.length, "segment_ids")
     rows = np.asarray(ODD.attend(*given, **seen), np.float32)
     wanted = np.asarray(ODD.scan(*(np.float32(x) for x in given), **seen))
     close(rows[:, :50], wanted[:, :50], 2**-8)
     ODD.agrees(given, **seen)
+
+
+def test_what_fills_the_last_chunk_belongs_to_no_earlier_segment():
+    """The first one ends with a chunk, far above the exponents of the second."""
+    query, key, value = ODD.arrays()
+    key[:, 192:] *= 8
+    ids = np.broadcast_to(np.arange(ODD.length) >= 192, (B, ODD.length))
+    ODD.agrees((query, key, value), segment_ids=ids.astype(np.int32))
 
 
 @pytest.mark.parametrize("name", ["positive", "elu"])
@@ -278,3 +298,11 @@ CALLS = {
 def test_it_compiles_for_an_h200_and_is_chosen(name, size):
     program = compiled_for_an_h200(CALLS[name], (4, size), (2, size), (2, 128))
     assert "__gpu$xla.gpu.triton" in program.as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_projections_of_three_heads_compile_for_an_h200(dtype):
+    """XLA made one product of those of queries and keys, and had no code for it."""
+    heads = [(3, 16)] * 3
+    compiled_for_an_h200(performer_causal, *heads, dtypes=[dtype] * 3)

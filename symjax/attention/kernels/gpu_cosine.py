@@ -91,7 +91,7 @@ class Kept(NamedTuple):
     """What the gradient needs."""
 
     states: States
-    output: Float[Array, "B T N V"]
+    output: Float[Array, "B T N V"]  # not rounded
     weights: Float[Array, "B N T CHUNK"]  # of pairs
     past: Float[Array, "B N T"]  # the sum of the weights of what the state holds
     scale: Float[Array, "B N T"]  # 1 / the sum of all weights

@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     states: States
     shift: Float[Array, "B N T"]
     denominator: Float[Array, "B N T"]
-    output: Float[Array, "B T N V"]
+    output: Float[Array, "B T N V"]  # not rounded
     scores: Float[Array, "B N T CHUNK"]
 
 

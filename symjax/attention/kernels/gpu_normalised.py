@@ -47,9 +47,10 @@ class Ids(NamedTuple):
             visible = jnp.ones(query.shape[:2], bool)
         if segment is None:
             segment = jnp.zeros(query.shape[:2], jnp.int32)
-        query, key, value, visible, segment = (
-            filled(x) for x in (query, key, value, visible, segment)
-        )
+        query, key, value, visible = map(filled, (query, key, value, visible))
+        # In the last segment: no other one continues behind the rows.
+        missing = [(0, 0), (0, visible.shape[1] - segment.shape[1])]
+        segment = jnp.pad(segment, missing, mode="edge")
         return query, key, value, cls(segment, jnp.where(visible, segment, -1))
 
     def operands(self) -> list[tuple[Any, Array]]:
@@ -73,7 +74,7 @@ def all_sums(count: int, size: int, shared: int, row: Any, column: Any) -> Any:
 
 
 def of_chunk(size: int, shared: int = 1, later: int = 0) -> Any:
-    """[M] of [B heads blocks chunks M], `later` so many chunks."""
+    """[M] of [B heads blocks chunks M], of the chunk so many `later`."""
     return pl.BlockSpec(
         (None, None, None, None, size),
         lambda i, n, b: (b, n // shared, 0, i + later, 0),

@@ -40,7 +40,7 @@ class Form(NamedTuple):
 
     @property
     def nothing(self) -> float:
-        """The largest exponent of no key."""
+        """What stands for no key: its exponent, or its feature."""
         return -jnp.inf if self.exponents else 0.0
 
     def of(self, x: Array) -> Array:

@@ -111,8 +111,8 @@ def performer_causal(
     the rows of earlier chunks as they are, bit for bit, and moves earlier rows of its
     own chunk by rounding alone. On one TPU kernels take the place of the scan for
     features that are powers of e (`performer_fused`), on one NVIDIA GPU for bfloat16
-    and all but trigonometric ones (`normalised_gpu`), with states in float32 every 64
-    tokens and errors of TF32. Without kernels features that have no exponent (relu)
+    and all but trigonometric ones (`normalised_gpu`), up to 1024 of them and values of
+    16, 32, 64 or 128, with states in float32 every 64 tokens and errors of TF32. Without kernels features that have no exponent (relu)
     have a forward-mode derivative (`jax.jvp`).
 
     Args:

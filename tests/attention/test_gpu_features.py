@@ -178,20 +178,23 @@ def test_rounding_keeps_what_is_no_number():
 
 
 EXTREMES = {
-    "queries and keys of 30": (ODD, 30.0, 0.0),
-    "elu far below 0": (FORMS["elu"], 1.0, -50.0),
-    "tiny relu": (FORMS["relu"], 1e-20, 0.0),
-    "tiny relu of projections": (FORMS["relu of projections"], 1e-20, 0.0),
+    "queries and keys of 30": (ODD, 30.0, 0.0, 1.0),
+    "elu far below 0": (FORMS["elu"], 1.0, -50.0, 1.0),
+    "tiny relu": (FORMS["relu"], 1e-20, 0.0, 1.0),
+    "tiny relu, tiny changes": (FORMS["relu"], 1e-20, 0.0, 1e-18),
+    "tiny relu of projections": (FORMS["relu of projections"], 1e-20, 0.0, 1.0),
 }
 
 
-@pytest.mark.parametrize("form, scale, shift", EXTREMES.values(), ids=EXTREMES)
-def test_extremes_are_as_in_the_scan(form, scale, shift):
+@pytest.mark.parametrize("form, scale, shift, size", EXTREMES.values(), ids=EXTREMES)
+def test_extremes_are_as_in_the_scan(form, scale, shift, size):
     query, key, value = form.arrays(scale)
     query, key = (np.asarray(x + shift, jnp.bfloat16) for x in (query, key))
     given = query, key, value
-    found = differentiated(form.attend, given, jnp.bfloat16)
-    wanted = differentiated(form.scan, given, jnp.bfloat16)
+    found, wanted = (
+        differentiated(lambda *x, f=f: f(*x) * size, given, jnp.bfloat16)
+        for f in (form.attend, form.scan)
+    )
     for one, two in zip(found, wanted, strict=True):
         one, two = (np.asarray(x, np.float64) for x in (one, two))
         assert np.linalg.norm(one - two) <= 5e-3 * np.linalg.norm(two)

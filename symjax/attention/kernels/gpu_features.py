@@ -220,11 +220,14 @@ def _gradients(
 ):  # fmt: skip
     """maxima, until: the largest exponents before and after the chunk.
 
-    What a program loads again, and in parts, is what registers do not hold.
+    What a program loads again, and in parts, is what registers do not hold. Changes
+    meet denominators first, or their products with features would leave float32.
     """
     pairs, reaches, joins, continues = seen_in_chunk(segment, shown)
     mean, shift, inverse = (x[...][:, None] for x in (mean, shift, inverse))
-    weighed = dot(change[...], value[...], BY_LAST) - mean
+    power, rest = _in_powers(inverse)
+    mean *= power
+    weighed = dot(wide(change) * power, wide(value), BY_LAST) - mean
     weighed = rounded(jnp.where(pairs, weighed, 0.0))
     block, some = min(BLOCK, query.shape[1]), min(BLOCK, value.shape[1])
 
@@ -245,7 +248,7 @@ def _gradients(
 
         def through_states(j, found):
             here, (by_row, by_joining) = pl.ds(j * some, some), found
-            by_row += dot(wide(change.at[:, here]), before[at, here], BY_LAST)
+            by_row += dot(wide(change.at[:, here]) * power, before[at, here], BY_LAST)
             by_joining += dot(wide(value.at[:, here]), after[at, here], BY_LAST)
             return by_row, by_joining
 
@@ -258,11 +261,11 @@ def _gradients(
         x, y = wide(query.at[:, at]), wide(key.at[:, at])
         since = jnp.where(continues, maxima[at], form.nothing)
         highest = finite(form.highest(y, since, 0))[None, :]
-        row = rounded(form.asking(x, highest, shift) * inverse)
+        row = rounded(form.asking(x, highest, shift) * rest)
         column = rounded(form.asked(y, highest))
         by_row = jnp.where(reaches, by_row * jnp.exp(since[None, :] - highest), 0.0)
         by_row += dot(weighed, column)
-        by_row = form.of_asking(by_row, x, row, inverse, shift)
+        by_row = form.of_asking(by_row, x, row, rest, shift)
         by_column = form.of_asked(dot(weighed, row, TRANSPOSED), y, column)
         by_joining = form.of_asked(by_joining, y, joining(at))
         by_column += jnp.where(joins, by_joining, 0.0)
@@ -271,3 +274,10 @@ def _gradients(
         return 0
 
     jax.lax.fori_loop(0, query.shape[1] // block, part, 0)
+
+
+def _in_powers(x: Array) -> tuple[Array, Array]:
+    """A power of two, by which nothing is rounded, and what x is of it."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+    power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return power, jnp.where(power > 0, x / power, 0.0)

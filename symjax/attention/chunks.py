@@ -45,8 +45,8 @@ def _einsum(
 def _apart(spec: str, precision: jax.lax.DotAlgorithmPreset, *arrays: Array) -> Array:
     """XLA would make one of two products with one operand in common, and has no code
     for some sizes of it."""
-    arrays = jax.lax.optimization_barrier(arrays)
-    return jnp.einsum(spec, *arrays, precision=precision)
+    apart = map(jax.lax.optimization_barrier, arrays)
+    return jnp.einsum(spec, *apart, precision=precision)
 
 
 def _merged(

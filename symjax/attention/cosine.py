@@ -46,7 +46,7 @@ def cosine(
     Above that, rows nearly antiparallel to keys of one direction lose no digits, if
     those are all the keys, or all in a chunk of `cosine_causal`. Otherwise, and where
     keys are read from a state (of tokens over 64 with `segment_ids`), a weight is off
-    by about ε = 2⁻²³, so that the output is off by ε / (1 + cos) of the values' spread.
+    by about ε = 2⁻²³, so that the output is off by ε / (1 + cos) of the values.
     A row that reads less than ε a key from a state has the mean of their values.
 
     Args:

@@ -99,6 +99,8 @@ def _from_direction(
     whole = length + EPSILON
     unit = x.astype(jnp.float32) / whole
     along = (unit * change).sum(axis=3, keepdims=True)
-    along *= jnp.where(length > 0, whole / jnp.where(length > 0, length, 1.0), 0.0)
+    along *= jnp.where(
+        length > 0, 1 + EPSILON / jnp.where(length > 0, length, 1.0), 0.0
+    )
     found = (change - unit * (along + weight * (EPSILON / whole))) / whole
     return found.astype(x.dtype)

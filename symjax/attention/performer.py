@@ -112,8 +112,9 @@ def performer_causal(
     own chunk by rounding alone. On one TPU kernels take the place of the scan for
     features that are powers of e (`performer_fused`), on one NVIDIA GPU for bfloat16
     and all but trigonometric ones (`normalised_gpu`), up to 1024 of them and values of
-    16, 32, 64 or 128, with states in float32 every 64 tokens and errors of TF32. Without kernels features that have no exponent (relu)
-    have a forward-mode derivative (`jax.jvp`).
+    16, 32, 64 or 128, with states in float32 every 64 tokens and errors of TF32.
+    Without kernels features that have no exponent (relu) have a forward-mode derivative
+    (`jax.jvp`).
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with

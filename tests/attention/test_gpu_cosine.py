@@ -95,10 +95,18 @@ def test_a_state_of_keys_that_all_point_away_gives_the_mean_of_their_values():
     assert not gradients[0].any() and gradients[2][:, :100].any()
 
 
+def test_a_default_precision_changes_no_product():
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        found = jax.make_jaxpr(jax.grad(lambda *x: kernel(*x).sum()))(
+            *narrow(arrays(70, 16, 16))
+        )
+    assert "dot_general" in str(found) and "BF16_BF16_F32" not in str(found)
+
+
 @pytest.mark.slow
 def test_no_direction_has_a_finite_gradient():
     query, key, value = arrays(130, 16, 16)
-    query[:, 5], key[:, 6] = 0, 0
+    query[:, 5], key[:, 6], query[:, 7] = 0, 0, 1e20
     found = differentiated(kernel, (query, key, value), jnp.bfloat16)
     assert all(np.isfinite(x.astype(np.float32)).all() for x in found)
     rows = np.asarray(found[0], np.float32)[:, 5]

@@ -31,9 +31,15 @@ BY_LAST = (1,), (1,)
 
 
 def dot(one: Array, two: Array, contract: tuple = ((1,), (0,))) -> Array:
-    """A product of tensor cores, added up in float32."""
-    dimensions = contract, ((), ())
-    return jax.lax.dot_general(one, two, dimensions, preferred_element_type=jnp.float32)
+    """A product of tensor cores, of bfloat16 or TF32, added up in float32, whatever
+    `jax.default_matmul_precision` says."""
+    return jax.lax.dot_general(
+        one,
+        two,
+        (contract, ((), ())),
+        precision=jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def filled(x: Array) -> Array:

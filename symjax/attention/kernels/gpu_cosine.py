@@ -6,7 +6,8 @@ inputs and their lengths. A state is Σ k̂ vᵀ, Σ k̂, Σ v and the number of
 
 What cancels is taken around a centre, as on a TPU (`cosine.py`): pairs around m, here
 the mean of their keys' directions, and a state around the mean of its values. Products
-take operands of float32 in two parts of TF32 each, and lose 2⁻²².
+that cancel take operands of float32 in two parts of TF32 each, and lose 2⁻²². Weights
+of pairs meet values as TF32, and are rounded so in their sum, too.
 """
 
 from typing import Any, NamedTuple
@@ -69,8 +70,8 @@ class Given(NamedTuple):
 
 
 class States(NamedTuple):
-    """Before each chunk. The last three once for each block of values or of keys: they
-    are all the same."""
+    """Before each chunk. What a program for a block of the first finds beside it stands
+    once for each block that it does not depend on."""
 
     rest: Float[Array, "B K chunks H V"]  # Σ k̂ (v − mean)ᵀ
     total: Float[Array, "B K blocks chunks H"]  # Σ k̂
@@ -149,7 +150,7 @@ class Programs(NamedTuple):
 
     grid: tuple[int, int, int]
     tokens: list[Any]  # blocks of x and y
-    results: list[tuple[Any, tuple, Any]]  # Σ x yᵀ, Σ x and Σ y
+    results: list[tuple[Any, tuple, Any]]  # for what is like Σ x yᵀ, Σ x and Σ y
 
     @classmethod
     def of(cls, x: Float[Array, "B T N H"], y: Float[Array, "B T N V"]):

@@ -119,6 +119,7 @@ def _after(
         less = row * jnp.where(reaches, along[here], 0.0)[:, None]
         changed = change[here, :]
         changed = jnp.where(reaches[:, None], changed, jnp.zeros((), changed.dtype))
+        # Rows that do not read have ε Σ v in place of Σ v + q̂·Σ k̂ vᵀ.
         lifted = jnp.where(reads, 1.0, ROUNDING) * scale[here]
         lifted = jnp.where(reaches[:, None], wide(changed) * lifted[:, None], 0.0)
         sums = jnp.where(keeps, sums, 0.0) + exact(row, changed, TRANSPOSED)

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreted import B, K, N
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from symjax.attention import meshes
+from symjax.attention import meshes, recurrences
+from symjax.attention.chunks import Tokens
 from symjax.training import targets
 
 
@@ -19,6 +21,13 @@ def on(capability, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def served(kernel, parameters=None, *, size=64, width=64, length=128, dtype=None):
+    """Whether a kernel takes arrays of these sizes, bfloat16 unless said."""
+    heads = (N, size), (K, size), (K, width)
+    like = [jax.ShapeDtypeStruct((B, length, *x), dtype or jnp.bfloat16) for x in heads]
+    return recurrences.served(kernel, Tokens(*like), parameters)
 
 
 def compiled_for_an_h200(attend, *heads, dtypes=()):

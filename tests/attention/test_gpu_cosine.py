@@ -12,7 +12,7 @@ import laws
 import numpy as np
 import pytest
 from cosines import arrays, definition, far_from
-from gpus import compiled_for_an_h200, on
+from gpus import compiled_for_an_h200, on, served
 from interpreted import (
     B,
     K,
@@ -26,7 +26,7 @@ from interpreted import (
 )
 from laws import close, same
 
-from symjax.attention import cosine_causal, recurrences
+from symjax.attention import cosine_causal
 from symjax.attention.chunks import Tokens
 from symjax.attention.cosine_gpu import GpuCosine
 
@@ -152,16 +152,10 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("sizes, served", SERVED.values(), ids=SERVED)
-def test_what_it_serves(sizes, served, monkeypatch):
+@pytest.mark.parametrize("sizes, takes", SERVED.values(), ids=SERVED)
+def test_what_it_serves(sizes, takes, monkeypatch):
     on("9.0", monkeypatch)
-    chosen = {"dtype": jnp.bfloat16, "length": 128, "size": 64, "width": 64}
-    dtype, length, size, width = (chosen | sizes).values()
-    like = [
-        jax.ShapeDtypeStruct((B, length, heads, n), dtype)
-        for heads, n in ((N, size), (K, size), (K, width))
-    ]
-    assert recurrences.served(GpuCosine(), Tokens(*like), None) == served
+    assert served(GpuCosine(), **sizes) == takes
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpus import compiled_for_an_h200, on
+from gpus import compiled_for_an_h200, on, served
 from interpreted import (
     B,
     K,
@@ -24,7 +24,7 @@ from interpreted import (
 )
 from laws import close, same
 
-from symjax.attention import linear_causal, performer_causal, recurrences
+from symjax.attention import linear_causal, performer_causal
 from symjax.attention.chunks import Tokens
 from symjax.attention.features import RANDOM, RandomFeatures
 from symjax.attention.kernels.gpu_chunks import filled
@@ -267,20 +267,14 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("form, sizes, served", SERVED.values(), ids=SERVED)
-def test_what_it_serves(form, sizes, served, monkeypatch):
+@pytest.mark.parametrize("form, sizes, takes", SERVED.values(), ids=SERVED)
+def test_what_it_serves(form, sizes, takes, monkeypatch):
     on("9.0", monkeypatch)
-    chosen = {"dtype": jnp.bfloat16, "length": 128, "size": form.size, "width": 64}
-    dtype, length, size, width = (chosen | sizes).values()
-    like = [
-        jax.ShapeDtypeStruct((B, length, heads, n), dtype)
-        for heads, n in ((N, size), (K, size), (K, width))
-    ]
-    rows = jax.ShapeDtypeStruct((form.rows, size), np.float32)
+    sizes = {"size": form.size} | sizes
+    rows = jax.ShapeDtypeStruct((form.rows, sizes["size"]), np.float32)
     random = RandomFeatures(rows, jax.ShapeDtypeStruct((), np.float32))
     kernel = GpuFeatures(form.kernel.recurrence)
-    given = Tokens(*like), random if form.rows else None
-    assert recurrences.served(kernel, *given) == served
+    assert served(kernel, random if form.rows else None, **sizes) == takes
 
 
 def relu_of_192(query, key, value):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpus import compiled_for_an_h200, on
+from gpus import compiled_for_an_h200, on, served
 from interpreted import (
     B,
     K,
@@ -29,7 +29,6 @@ from symjax.attention import (
     decay_causal,
     delta_causal,
     meshes,
-    recurrences,
     retention_log_decay,
 )
 from symjax.attention.chunks import Tokens
@@ -171,16 +170,10 @@ SERVED = {
 }
 
 
-@pytest.mark.parametrize("sizes, served", SERVED.values(), ids=SERVED)
-def test_what_it_serves(sizes, served, monkeypatch):
+@pytest.mark.parametrize("sizes, takes", SERVED.values(), ids=SERVED)
+def test_what_it_serves(sizes, takes, monkeypatch):
     on("9.0", monkeypatch)
-    chosen = {"dtype": jnp.bfloat16, "length": 128, "size": 64, "width": 64} | sizes
-    dtype, length, size, width = chosen.values()
-    like = [
-        jax.ShapeDtypeStruct((B, length, heads, n), dtype)
-        for heads, n in ((N, size), (K, size), (K, width))
-    ]
-    assert recurrences.served(GpuDecay(), Tokens(*like), None) == served
+    assert served(GpuDecay(), **sizes) == takes
 
 
 CALLS = {

@@ -39,9 +39,9 @@ def cosine(
     out[t] = Σ_s (1 + q̂_t·k̂_s) v_s / Σ_s (1 + q̂_t·k̂_s), with x̂ = x / (|x| + 1e-6)
 
     Query head n uses key head n // (N/K). Time O((T + S) H V), with no [T S] map. Sums
-    run in float32 at least, which must hold |x|²: entries up to 1e18. A row that sees
-    no key is zero, and so is one whose keys all point away from it, as far as rounding
-    can tell: 1 + cos is below 2⁻²⁴.
+    run in float32 at least, which must hold |x|²: entries up to 1e18, and for gradients
+    lengths from 1e-18 on. A row that sees no key is zero, and so is one whose keys all
+    point away from it, as far as rounding can tell: 1 + cos is below 2⁻²⁴.
 
     Above that, rows nearly antiparallel to keys of one direction lose no digits, if
     those are all the keys, or all in a chunk of `cosine_causal`. Otherwise, and where

@@ -15,7 +15,6 @@ from symjax.attention.kernels.gpu_chunks import SIZES, of_key_heads
 from symjax.attention.kernels.gpu_cosine import Given, Kept, forward
 from symjax.attention.kernels.gpu_cosine_gradients import backward
 from symjax.attention.kernels.gpu_normalised import Ids, in_blocks
-from symjax.attention.performer_fused import MOST_FEATURES
 
 
 class GpuCosine(NamedTuple):
@@ -27,8 +26,7 @@ class GpuCosine(NamedTuple):
 
     def serves(self, tokens: Tokens, parameters: None) -> bool:
         narrow = all(x.dtype == jnp.bfloat16 for x in tokens[:3])
-        size, width = tokens.key.shape[3], tokens.value.shape[3]
-        return narrow and width in SIZES and size <= MOST_FEATURES
+        return narrow and tokens.value.shape[3] in SIZES
 
     def attend(
         self, tokens: Tokens, parameters: None = None

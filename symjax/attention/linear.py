@@ -100,7 +100,7 @@ def linear_causal(
     Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk, or
     of few tokens on one CPU device what all chunks need. On one TPU kernels serve elu,
     relu and relu2 (`performer_fused`), on one NVIDIA GPU for bfloat16
-    (`normalised_gpu`); they have no forward-mode derivative.
+    (`normalised_gpu`), with errors of TF32; they have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment

@@ -47,13 +47,19 @@ def _unit(x: Array) -> Array:
 def _unit_around(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
 ) -> tuple[LogFeatures, LogFeatures]:
-    """Features of 1 + cos that are small where it is: around m, the keys' direction.
+    """Features of 1 + cos that are small where it is: around m = Σ |k̂| k̂ / Σ |k̂|.
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
+
+    m is the direction of keys that share one, and no longer than keys far below 1e-6,
+    which would be lost beside it.
     """
     unit, other = _unit(query)[..., 1:], _unit(key)[..., 1:]
-    mean = jax.lax.stop_gradient(other.sum(axis=-2, keepdims=True))
-    mean = mean / jnp.maximum(_length(mean), jnp.finfo(mean.dtype).tiny)
+    length = _length(key)
+    weight = length / (length + _NORM_EPSILON)
+    mean = einsum("...sh,...si->...ih", other, weight)
+    mean /= jnp.maximum(weight.sum(axis=-2, keepdims=True), jnp.finfo(mean.dtype).tiny)
+    mean = jax.lax.stop_gradient(mean)
     row, column = unit + mean[:, :, None], other - mean
     one, ones = jnp.ones_like(row[..., :1]), jnp.ones_like(column[..., :1])
     rows = [squared_length(row) / 2 + _half_shortfall(query), one, row]
@@ -63,10 +69,10 @@ def _unit_around(
 
 
 def _half_shortfall(x: Array) -> Array:
-    """(1 − |x̂|²)/2 with x̂ = x / (|x| + 1e-6)."""
+    """(1 − |x̂|²)/2 with x̂ = x / (|x| + 1e-6): no form cancels, nor its derivative."""
     length = _length(x)
-    missing = _NORM_EPSILON / (length + _NORM_EPSILON)
-    return missing * (1 - missing / 2)
+    unit, missing = (y / (length + _NORM_EPSILON) for y in (length, _NORM_EPSILON))
+    return jnp.where(missing < 0.5, missing * (1 - missing / 2), (1 - unit * unit) / 2)
 
 
 def _unit_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:

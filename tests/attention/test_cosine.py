@@ -61,6 +61,21 @@ def test_lengths_of_queries_and_keys_do_not_matter(x64, scale):
     close(cosine_causal(query * 1e3 * scale, key * 1e3 * scale, value), wanted, 1e-5)
 
 
+@pytest.mark.parametrize("size", [1e-6, 1e-9, 1e-18])
+def test_short_vectors_have_the_gradients_of_the_definition(size):
+    """Far below 1e-6 directions are x / 1e-6, and weights are 1."""
+    query, key, value = inputs(dtype=np.float32)
+    short = query * np.float32(size), key * np.float32(size), value
+    for form in FORMS:
+        found = form(*short), *laws.gradient(form, *short)
+        with jax.enable_x64(True):
+            wide = [x.astype(np.float64) for x in short]
+            oracle = partial(MECHANISM.oracle, module=jnp, causal=form is not cosine)
+            wanted = oracle(*wide), *laws.gradient(oracle, *wide)
+        for part, exact in zip(found, wanted, strict=True):
+            close(part, exact, 5e-6)
+
+
 def test_a_zero_vector_has_a_finite_gradient():
     query, key, value = (x.copy() for x in inputs(dtype=np.float32))
     query[0, 3], key[1, 4] = 0, 0

@@ -22,6 +22,8 @@ from interpreted import (
     seen_by,
     segments,
 )
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from laws import close, same
 
 from symjax.attention import linear_causal, performer_causal
@@ -252,6 +254,17 @@ def test_many_calls_at_once_are_each_by_itself():
         alone = jax.jit(graded)(*(x[i] for x in given))
         for one, two in zip(found, alone, strict=True):
             close(np.asarray(one[i], np.float32), np.asarray(two, np.float32), 2**-8)
+
+
+def test_many_calls_in_a_shard_map_vary_alike(monkeypatch):
+    """Also what numbers tokens where neither a mask nor segments are given."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    on("9.0", monkeypatch)
+    call = partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    like = jax.ShapeDtypeStruct((B, 1, 128, N, 16), jnp.bfloat16)
+    traced = jax.jit(call(jax.vmap(performer_causal))).trace(like, like, like)
+    assert "pallas_call" in str(traced.jaxpr)
+    assert traced.out_info.shape == like.shape
 
 
 LARGE = Form("positive", 1100)

@@ -172,6 +172,13 @@ def sums_of(log_decay: Float[Array, "B T K *H"]) -> Float[Array, "B T K *H"]:
     return jax.lax.cumsum(chunks, axis=2).reshape(decay.shape)
 
 
+def parts(x: Array, y: Array) -> tuple[int, int, Any, Any]:
+    """Blocks of features and of values, and which of them a program has."""
+    m, v = min(BLOCK, x.shape[3]), min(BLOCK, y.shape[3])
+    columns = y.shape[3] // v
+    return m, v, lambda i: i // columns, lambda i: i % columns
+
+
 def decaying_states(
     x: Float[Array, "B T N H"],
     y: Float[Array, "B T N V"],
@@ -187,14 +194,8 @@ def decaying_states(
     batch, length, heads, head_size = x.shape
     by_head, width = sums.ndim == 3, y.shape[3]
     shared = heads // sums.shape[1 if by_head else 2]
-    h, v = min(BLOCK, head_size), min(BLOCK, width)
-    count, parts = length // CHUNK, width // v
-
-    def row(i: Any) -> Any:
-        return i // parts
-
-    def column(i: Any) -> Any:
-        return i % parts
+    h, v, row, column = parts(x, y)
+    count = length // CHUNK
 
     def kernel(x_ref, y_ref, sums_ref, out_ref):
         def step(i, state):
@@ -221,7 +222,7 @@ def decaying_states(
     shape = batch, heads, count, head_size, width
     (found,) = call(
         kernel,
-        (parts * (head_size // h), heads, batch),
+        ((head_size // h) * (width // v), heads, batch),
         [
             (all_tokens(length, h, 1, row), x),
             (all_tokens(length, v, 1, column), y),

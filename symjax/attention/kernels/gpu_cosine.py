@@ -4,10 +4,10 @@ One pass over time for the states before each chunk, then all chunks side by sid
 block to block of a head; backward the same in reverse. Directions are made in here, of
 inputs and their lengths. A state is Σ k̂ vᵀ, Σ k̂, Σ v and the number of its keys.
 
-What cancels is taken around a centre, as on a TPU (`cosine.py`): pairs around m, here
-the mean of their keys' directions, and a state around the mean of its values. Products
-that cancel take operands of float32 in two parts of TF32 each, and lose 2⁻²². Weights
-of pairs meet values as TF32, and are rounded so in their sum, too.
+What cancels is taken around a centre, as on a TPU (`cosine.py`): pairs around m, and a
+state around the mean of its values. Products that cancel take operands of float32 in
+two parts of TF32 each, and lose 2⁻²². Weights of pairs meet values as TF32, and are
+rounded so in their sum, too.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from symjax.attention.kernels.cosine import EPSILON, ROUNDING
+from symjax.attention.kernels.cosine import EPSILON, ROUNDING, TINY
 from symjax.attention.kernels.gpu_chunks import (
     BLOCK,
     BY_LAST,
@@ -30,6 +30,7 @@ from symjax.attention.kernels.gpu_chunks import (
     dot,
     number_block,
     pair_block,
+    parts,
     state_block,
     token_block,
     wide,
@@ -38,7 +39,6 @@ from symjax.attention.kernels.gpu_normalised import (
     Ids,
     all_sums,
     of_chunk,
-    parts,
     rounded,
     seen_in_chunk,
 )
@@ -237,7 +237,6 @@ def _rows(
     then the output, by one block of values after the other."""
     pairs, reaches, _, continues = seen_in_chunk(segment, shown)
     asking, asked = asking[...], asked[...]
-    visible = visible_keys(shown)
     size, number = query.shape[1], counts[pl.program_id(0)]
     block, some = min(BLOCK, size), min(BLOCK, value.shape[1])
 
@@ -245,7 +244,7 @@ def _rows(
         weights, half_rows, half_columns, along = found
         at = pl.ds(i * block, block)
         unit = direction(query.at[:, at], asking)
-        row, column = centred(unit, direction(key.at[:, at], asked), visible)
+        row, column = centred(unit, direction(key.at[:, at], asked), asked)
         weights += exact(row, column, BY_LAST)
         half_rows += (row * row).sum(axis=1) / 2
         half_columns += (column * column).sum(axis=1) / 2
@@ -289,14 +288,10 @@ def _rows(
         ref[...] = x
 
 
-def visible_keys(shown: Any) -> Float[Array, " CHUNK"]:
-    here = pl.ds(pl.program_id(0) * CHUNK, CHUNK)
-    return (shown[here] >= 0).astype(jnp.float32)
-
-
-def centred(unit: Array, keys: Array, visible: Array) -> tuple[Array, Array]:
-    """q̂ + m and k̂ − m, with m the mean of the visible keys; hidden ones are 0."""
-    mean = keys.sum(axis=0) / jnp.maximum(visible.sum(), 1)
+def centred(unit: Array, keys: Array, asked: Array) -> tuple[Array, Array]:
+    """q̂ + m and k̂ − m with m = Σ |k̂| k̂ / Σ |k̂|, by the lengths of keys."""
+    weight = (1 - EPSILON / (asked + EPSILON))[:, None]
+    mean = (keys * weight).sum(axis=0) / jnp.maximum(weight.sum(), TINY)
     return unit + mean[None, :], keys - mean[None, :]
 
 

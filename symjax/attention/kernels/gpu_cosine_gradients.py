@@ -33,7 +33,6 @@ from symjax.attention.kernels.gpu_cosine import (
     counts_block,
     direction,
     exact,
-    visible_keys,
 )
 from symjax.attention.kernels.gpu_normalised import of_chunk, rounded, seen_in_chunk
 
@@ -137,7 +136,7 @@ def _gradients(
     of_query, of_key, of_value, by_row, by_key,
 ):  # fmt: skip
     _, reaches, joins, continues = seen_in_chunk(segment, shown)
-    visible, asking, asked = visible_keys(shown), asking[...], asked[...]
+    asking, asked = asking[...], asked[...]
     number = counts[pl.program_id(0)]
     reads = reaches & (past[...] > ROUNDING * number)[:, None]
     along, scale = along[...][:, None], scale[...][:, None]
@@ -183,7 +182,7 @@ def _gradients(
 
     def around(at):
         unit = direction(query.at[:, at], asking)
-        return centred(unit, direction(key.at[:, at], asked), visible)
+        return centred(unit, direction(key.at[:, at], asked), asked)
 
     def of_asking(i, _):
         at = pl.ds(i * block, block)

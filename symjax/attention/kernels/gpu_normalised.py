@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.gpu_chunks import BLOCK, CHUNK, SIZES, filled, iota
 from symjax.attention.kernels.seen import Shown
+from symjax.attention.meshes import vary_alike
 
 
 def rounded(x: Array) -> Array:
@@ -51,18 +52,12 @@ class Ids(NamedTuple):
         # In the last segment: no other one continues behind the rows.
         missing = [(0, 0), (0, visible.shape[1] - segment.shape[1])]
         segment = jnp.pad(segment, missing, mode="edge")
-        return query, key, value, cls(segment, jnp.where(visible, segment, -1))
+        ids = cls(segment, jnp.where(visible, segment, -1))
+        return vary_alike((query, key, value, ids))
 
     def operands(self) -> list[tuple[Any, Array]]:
         spec = pl.BlockSpec((None, self.key.shape[1]), lambda i, n, b: (b, 0))
         return [(spec, x) for x in self]
-
-
-def parts(x: Array, y: Array) -> tuple[int, int, Any, Any]:
-    """Blocks of features and of values, and which of them a program has."""
-    m, v = min(BLOCK, x.shape[3]), min(BLOCK, y.shape[3])
-    columns = y.shape[3] // v
-    return m, v, lambda i: i // columns, lambda i: i % columns
 
 
 def all_sums(count: int, size: int, shared: int, row: Any, column: Any) -> Any:

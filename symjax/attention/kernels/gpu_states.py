@@ -24,9 +24,10 @@ from symjax.attention.kernels.gpu_chunks import (
     all_tokens,
     call,
     dot,
+    parts,
     wide,
 )
-from symjax.attention.kernels.gpu_normalised import Ids, all_sums, parts, rounded
+from symjax.attention.kernels.gpu_normalised import Ids, all_sums, rounded
 from symjax.attention.normalised import LOST
 
 

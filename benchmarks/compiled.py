@@ -35,6 +35,7 @@ jax.config.update("jax_platforms", "cpu")  # what runs here is tracing
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from arguments import output  # noqa: E402
 from device_peers import Rival, ours  # noqa: E402
 
 from symjax import attention, config, validation  # noqa: E402
@@ -54,6 +55,7 @@ LEFT_OUT = (
     "estimates of the compiler, nothing was run; kernels by what they declare; without "
     "collectives, which may overlap with the rest"
 )
+MADE = "made by"  # of the JSON, beside the names of rows
 BYTES = "bytes that the compiled program reads and writes; nothing was run"
 Row = dict[str, Any]
 
@@ -61,16 +63,23 @@ Row = dict[str, Any]
 def main(words: list[str]) -> int:
     sys.path.insert(0, str(ROOT))  # of `configs`
     chosen = parse(words)
-    before, target = chosen.against or {}, chosen.target
+    before, target = chosen.against, chosen.target
     if chosen.what == "functions":
         rows = functions(target, chosen.only)
     else:
         rows = steps(target, chosen.programs)
-    found: dict[str, Row] = {}
+    found: dict[str, Row] = {MADE: {"target": target.name, "jax": jax.__version__}}
     print(LEFT_OUT if target.chip.per_cycle else BYTES, flush=True)
+    if before and before.get(MADE) != found[MADE]:
+        print(f"what it is compared with was made by {before.get(MADE)}")
     for name, row in rows:
         found[name] = row
-        print("\n".join(shown(name, row, before.get(name, {}))), flush=True)
+        new = (
+            " (not in what it is compared with)"
+            if before and name not in before
+            else ""
+        )
+        print("\n".join(shown(name + new, row, before.get(name, {}))), flush=True)
         if chosen.json:
             chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
@@ -83,8 +92,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("what", choices=("functions", "steps"))
     parser.add_argument("--target", help="v5e-64, v5p-8 … (v5e-4; steps: v5e-64)")
     parser.add_argument("--only", default="", help="part of a name; configurations")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--against", type=_figures, help="such a file, to compare with")
+    parser.add_argument("--json", type=output, help="write the figures here")
+    parser.add_argument(
+        "--against", type=_figures, default={}, help="such a file, to compare with"
+    )
     chosen = parser.parse_args(words)
     if chosen.what == "steps":
         chosen.only = chosen.only or CONFIGS
@@ -98,8 +109,6 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error(str(error))
     if chosen.what == "steps" and not chosen.target.chip.per_cycle:
         parser.error(f"--target {name}: the compiler for GPUs estimates no cycles")
-    if chosen.json and not chosen.json.parent.is_dir():
-        parser.error(f"--json {chosen.json}: there is no folder {chosen.json.parent}")
     chosen.programs = {}  # all are made before hours of compiling
     for one in chosen.only.split(",") if chosen.what == "steps" else ():
         try:
@@ -115,7 +124,9 @@ def _figures(path: str) -> dict[str, Row]:
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from None
     if not isinstance(rows, dict) or not all(
-        isinstance(x, dict) for x in rows.values()
+        isinstance(row, dict)
+        and (name == MADE or all(isinstance(x, int | float) for x in row.values()))
+        for name, row in rows.items()
     ):
         raise argparse.ArgumentTypeError(f"{path} has no rows of figures by name")
     return rows

@@ -40,6 +40,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs s
 import jax  # noqa: E402  (it reads the line above)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from arguments import numbers, output, positive  # noqa: E402
 from device_correctness import cases, errors  # noqa: E402
 from device_jobs import Job, jax_job, job  # noqa: E402
 from device_peers import DOCUMENT, Rival, ours, peers  # noqa: E402
@@ -401,7 +402,7 @@ def shown(value: Any) -> str:
     )
 
 
-def run_part(part: str, sizes: Sizes, only: str, file: str | None) -> int:
+def run_part(part: str, sizes: Sizes, only: str, file: Path | None) -> int:
     """Prints its rows as they come.
 
     Returns:
@@ -416,7 +417,7 @@ def run_part(part: str, sizes: Sizes, only: str, file: str | None) -> int:
             print(f"{row['name']:64}", *figures, sep="  ", flush=True)
             if file:
                 row = {"part": part, "device": kind, **row}
-                with open(file, "a", encoding="utf-8") as lines:
+                with file.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps(row) + "\n")
     except Nothing as reason:
         print(f"{part}: {reason}", file=sys.stderr)
@@ -430,11 +431,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--only", default="", metavar="TEXT")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of part attention")
+    parser.add_argument("--lengths", type=positive, nargs="+", help="of attention")
     parser.add_argument("--text", metavar="FILE", help="of part study")
-    parser.add_argument("--seeds", default=Sizes().seeds, help="of study (%(default)s)")
+    parser.add_argument("--seeds", type=numbers, default="0", help="of study (0)")
     parser.add_argument("--out", default=Sizes().out, help="of study (%(default)s)")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=output, metavar="FILE")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
     if options.text is not None and not Path(options.text).is_file():

@@ -119,6 +119,22 @@ def test_the_study_needs_a_text(device, capsys):
     assert "nowhere.txt" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ("--lengths 0", "no positive number"),
+        ("--lengths 16 1.5", "'1.5' is no positive number"),
+        ("--json {folder}", "is a folder"),
+        ("--json {folder}/none/rows", "no folder"),
+        ("--seeds abc", "no numbers such as 0,1,2"),
+    ],
+)
+def test_wrong_arguments_are_one_line(device, words, named, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        device.main(words.format(folder=tmp_path).split())
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_table_of_the_document_has_names_of_the_command(device):
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| names of `correctness` |")
@@ -179,7 +195,13 @@ def test_the_compiler_of_a_tpu_estimates_functions_and_steps(
     assert 0 < step["% of peak, high"] <= step["% of peak, low"] < 100
     capsys.readouterr()
     assert compiled.main([*given, "--against", str(file)]) == 0
-    assert "(1.00 of " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "(1.00 of " in told and "compared with" not in told
+    other = {"made by": {"target": "v6e-4", "jax": "0"}}
+    file.write_text(json.dumps(other))
+    assert compiled.main([*given, "--against", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "v6e-4" in told and "gpt:tiny (not in what" in told
 
 
 @pytest.mark.skipif(
@@ -217,7 +239,9 @@ def test_a_machine_without_estimates_is_refused(compiled, target, capsys):
         ),
         ("steps --target v5e-4 --only gpt:tine", "gpt:tine"),
         ("functions --json {folder}/none/rows.json", "no folder"),
+        ("functions --json {folder}", "is a folder"),
         ("functions --against {folder}/rows.json", "no rows"),
+        ("functions --against {folder}/words.json", "no rows"),
         ("functions --only sofmax", "sofmax"),
     ],
 )
@@ -225,6 +249,7 @@ def test_what_is_wrong_is_named_before_anything_compiles(
     compiled, words, named, tmp_path, capsys
 ):
     (tmp_path / "rows.json").write_text("[1]")
+    (tmp_path / "words.json").write_text('{"softmax": {"Mcycles": "x"}}')
     with pytest.raises(SystemExit, match="2"):
         compiled.main(words.format(folder=tmp_path).split())
     assert named in capsys.readouterr().err

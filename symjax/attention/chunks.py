@@ -267,6 +267,32 @@ def scan_apart(
     return empty, jax.tree.map(join, rows)
 
 
+def scan_wide(
+    kind: Callable,
+    advance: Advance,
+    size: int,
+    parameters: Any,
+    state: Any,
+    stretch: Stretch,
+) -> tuple[Any, Any]:
+    """A scan of either kind that passes 16-bit numbers as float32.
+
+    Where a loop writes a part of an array of 16 bits, as that of the gradient does, the
+    compiler for CPUs of jaxlib 0.10 converts all of it in each turn.
+    """
+    dtypes = jax.tree.map(lambda x: x.dtype, stretch)
+
+    def narrow(parameters: Any, state: Any, part: Stretch) -> tuple[Any, Any]:
+        part = jax.tree.map(lambda x, dtype: x.astype(dtype), part, dtypes)
+        return advance(parameters, state, part)
+
+    def wide(x: Array) -> Array:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(sum_dtype(x)) if floating else x
+
+    return kind(narrow, size, parameters, state, jax.tree.map(wide, stretch))
+
+
 def even_size(stretch: Stretch, size: int) -> int:
     """A multiple of 4 that cuts time in as many parts, with few tokens to fill up."""
     length = stretch.visible.shape[1]

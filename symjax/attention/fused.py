@@ -12,7 +12,13 @@ from jaxtyping import Array, Float
 
 from symjax.attention.kernels import fused
 from symjax.attention.kernels.blocks import LANES
-from symjax.attention.meshes import backend, on_any_mesh, on_tpu, split_by_xla
+from symjax.attention.meshes import (
+    backend,
+    on_any_mesh,
+    on_tpu,
+    split_by_xla,
+    varying,
+)
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 LARGEST_HEAD = 512
@@ -27,6 +33,8 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
         return "it needs a TPU of v4 or later, without jax's types of 64 bits"
     if backend() == "tpu" and split_by_xla():
         return "XLA cannot split it over devices: call it in a jax.shard_map"
+    if backend() != "tpu" and varying(operands[:3]):
+        return "interpreted, it needs a jax.shard_map with check_vma=False"
     dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
     if not dtypes <= {"bfloat16", "float32"}:
         return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"

@@ -11,14 +11,19 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 
+def varying(tree: Any) -> frozenset[str]:
+    """The mesh axes of a `jax.shard_map` over which an array is known to differ."""
+    axes = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
+    return frozenset().union(*axes)
+
+
 def vary_alike(tree: Any) -> Any:
     """The arrays, each varying over all mesh axes that one of them varies over.
 
     A loop wants its carry as it will be after a turn, and `jax.shard_map` counts the
     axes over which an array differs among its type.
     """
-    varying = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
-    axes = frozenset().union(*varying)
+    axes = varying(tree)
 
     def cast(x: Array) -> Array:
         missing = axes - jax.typeof(x).manual_axis_type.varying

@@ -47,19 +47,19 @@ def _unit(x: Array) -> Array:
 def _unit_around(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
 ) -> tuple[LogFeatures, LogFeatures]:
-    """Features of 1 + cos that are small where it is: around m = Σ |k̂| k̂ / Σ |k̂|.
+    """Features of 1 + cos that are small where it is: around m, the keys' direction.
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
 
-    m is the direction of keys that share one, and no longer than keys far below 1e-6,
-    which would be lost beside it.
+    m = max |k̂| Σ k̂ / |Σ k̂|: beside it no vectors far below 1e-6 are lost.
     """
     unit, other = _unit(query)[..., 1:], _unit(key)[..., 1:]
-    length = _length(key)
-    weight = length / (length + _NORM_EPSILON)
-    mean = einsum("...sh,...si->...ih", other, weight)
-    mean /= jnp.maximum(weight.sum(axis=-2, keepdims=True), jnp.finfo(mean.dtype).tiny)
-    mean = jax.lax.stop_gradient(mean)
+    lengths = _length(key)
+    longest = (lengths / (lengths + _NORM_EPSILON)).max(-2, keepdims=True, initial=0)
+    mean = other.sum(axis=-2, keepdims=True)
+    mean, longest = jax.lax.stop_gradient((mean, longest))
+    length = _length(mean)
+    mean *= longest / jnp.where(length > 0, length, jnp.inf)
     row, column = unit + mean[:, :, None], other - mean
     one, ones = jnp.ones_like(row[..., :1]), jnp.ones_like(column[..., :1])
     rows = [squared_length(row) / 2 + _half_shortfall(query), one, row]

@@ -45,6 +45,7 @@ from symjax.attention.chunks import (
     layout,
     scan,
     scan_apart,
+    scan_wide,
     sum_dtype,
 )
 from symjax.attention.meshes import (
@@ -240,7 +241,7 @@ def _on_cpus(
     # With more examples than tokens a turn would have too little to do.
     apart = single and alone and 0 < batch <= length
     one = partial(in_one, recurrence)
-    in_turn = partial(scan_apart if apart else scan, one, size)
+    in_turn = partial(scan_wide, scan_apart if apart else scan, one, size)
     numbers = length * max(x.size for x in jax.tree.leaves(state))
     few = single and 0 < numbers <= AT_ONCE * stretch.value.shape[-1]
     may = partial(recurrence.may_stand_side_by_side, state, stretch)

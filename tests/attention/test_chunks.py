@@ -87,6 +87,20 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
             close(two, one, 1e-11)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_no_loop_on_a_cpu_writes_parts_of_arrays_of_16_bits(alone, monkeypatch):
+    """Its compiler in jaxlib 0.10 converts all of such an array in each turn."""
+    monkeypatch.setattr(recurrences, "on_one_device", lambda: alone)
+
+    def loss(*given):
+        return linear_causal(*given).astype(jnp.float32).sum()
+
+    like = jax.ShapeDtypeStruct((1, 40_000, 2, 16), jnp.bfloat16)
+    graded = jax.jit(jax.grad(loss, (0, 1, 2))).lower(like, like, like)
+    loops = re.findall(r"stablehlo\.while.*", graded.as_text())
+    assert loops and not any("bf16" in loop for loop in loops)
+
+
 @pytest.mark.parametrize("features", ["relu", "relu2"])
 @pytest.mark.parametrize(
     "keys, values, cotangents",

@@ -128,6 +128,26 @@ def test_what_the_kernel_does_not_serve_is_said_and_runs_by_rows(given, options,
     assert jax.eval_shape(call, *shapes(**given)).shape == (B, T, heads, V)
 
 
+def test_an_interpreted_kernel_asks_for_what_its_interpreter_needs():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("x",))
+    call = partial(attention.softmax, **FUSED)
+    split = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    with pytest.raises(ValueError, match="does not serve .* check_vma=False"):
+        jax.eval_shape(split, *shapes())
+
+
+def test_scores_beyond_their_rounding_have_finite_gradients():
+    """They differ by more than float32's range of exponents when computed once more."""
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        rng.normal(size=x.shape).astype(np.float32) for x in shapes(length=60)
+    )
+    call = partial(attention.softmax, **FUSED)
+    _, pull = jax.vjp(call, 1e10 * query, key, value)
+    gradients = pull(np.ones((B, 60, N, V), np.float32))
+    assert all(np.isfinite(x).all() for x in gradients)
+
+
 def test_a_mechanism_of_other_weights_has_no_such_implementation():
     with pytest.raises(ValueError, match="'fused' is unknown: choose from rows, whole"):
         jax.eval_shape(partial(attention.sparsemax, **FUSED), *shapes())

@@ -1,6 +1,7 @@
 """Training steps of configurations, compiled for chips that are not here."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from runs import preset
 
 from symjax import config
 from symjax.attention.rescue import RARE
-from symjax.training import loss, plan, sharding, targets
+from symjax.training import chips, loss, plan, sharding, targets
 from symjax.training.compiled import buffers, computations
 from symjax.training.cycles import estimate
 from symjax.training.loss import SCOPE
@@ -97,6 +98,31 @@ def test_a_step_that_does_not_fit_is_reported():
     assert "memory of a chip    16 GB: it does NOT fit: mesh.fsdp splits" in report
     assert "memory a device     over" in report and "optimizer" in report
     assert report.splitlines()[-1].startswith("RESOURCE_EXHAUSTED")
+
+
+def test_peak_is_that_of_the_chips_that_the_mesh_has():
+    with_libtpu()
+    options = dataclasses.replace(preset("gpt", "tiny"), mesh=config.Mesh(data=2))
+    report = plan.describe(options, "v5e-4")
+    assert "of v5e-4, by its compiler; 2 of its chips idle" in report
+    flops = float(re.search(r"^FLOPs a step +(\S+)", report, re.M)[1])
+    seconds = float(re.search(r"^FLOPs by formula at peak .* (\S+)", report, re.M)[1])
+    assert seconds == pytest.approx(flops / 2 / 197e12, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "kind, needed, answer",
+    [
+        ("TPU v5e", 15.9e9, "16 GB: it fits"),
+        ("TPU v5e", 16.1e9, "16 GB: it just fits"),
+        ("TPU v5e", None, "16 GB: it does NOT fit"),
+        ("H200", 141.1e9, "141 GB: it does NOT fit"),
+    ],
+)
+def test_what_a_compiler_for_tpus_accepts_fits(kind, needed, answer):
+    (chip,) = (x for x in chips.CHIPS if x.name == kind)
+    found = plan._chip_memory(targets.Target("", chip, []), needed)
+    assert found.startswith(f"memory of a chip    {answer}")
 
 
 def test_features_lie_along_the_lanes_of_a_tpu():

@@ -215,7 +215,8 @@ def _weights(
     scores = blocks.product(key, query, blocks.ACROSS) * (plan.scale * LOG2E)
     if given.factor is not None:
         scores *= given.factor[:, at]
-    weights = jnp.exp2(scores - normaliser[x : x + 1, at])
+    # Scores of 1e9 round here and in the forward kernel apart, by more than exp2 holds.
+    weights = jnp.exp2(jnp.minimum(scores - normaliser[x : x + 1, at], 0))
     return weights * -given.lam[:, at] if x == 1 else weights
 
 

@@ -5,10 +5,10 @@ and never kept in memory. The constant feature takes no lane: a state is Σ k̂ 
 Σ v and the number of its keys.
 
 What cancels is taken around a centre, as in `plain_features.py` and `centred.py`.
-Pairs of a chunk weigh |q̂ + k̂|²/2, where both are seen from m = Σ |k̂| k̂ / Σ |k̂| of its
-keys: |r|²/2 + |c|²/2 + r·c with r = q̂ + m and c = k̂ − m, and the little by which
-directions are shorter than 1. A state is read around the mean of its values: numerator
-and denominator then share their rounding.
+Pairs of a chunk weigh |q̂ + k̂|²/2, where both are seen from m, the direction of its
+keys, as long as the longest: |r|²/2 + |c|²/2 + r·c with r = q̂ + m and c = k̂ − m, and
+the little by which directions are shorter than 1. A state is read around the mean of
+its values: numerator and denominator then share their rounding.
 
 All of this is float32. Products with inputs that are bfloat16 lose nothing by taking
 the other operand in three bfloat16 parts, at half the cost of float32.
@@ -41,7 +41,7 @@ from symjax.attention.kernels.seen import VISIBLE, Seen, seen_in_chunk, where
 
 BLOCK = LANES  # tokens of a chunk
 EPSILON = 1e-6  # beside lengths
-ROUNDING, TINY = (float(getattr(jnp.finfo(jnp.float32), x)) for x in ("eps", "tiny"))
+ROUNDING = float(jnp.finfo(jnp.float32).eps)
 
 
 class Operands(NamedTuple):
@@ -189,8 +189,10 @@ def _seen(given: Operands) -> Seen:
 
 def _weights(plan: Plan, given: Operands, seen: Seen, totals: Any) -> Weights:
     query, key = (_directions(plan, x[...]) for x in (given.query, given.key))
-    weight = 1 - key.missing
-    centre = _over_time(key.unit * weight) / jnp.maximum(_over_time(weight), TINY)
+    centre = _over_time(key.unit)
+    length = _lengths(plan, centre)
+    longest = 1 - key.missing.min(axis=0, keepdims=True)
+    centre *= longest / jnp.where(length > 0, length, 1)
     row, column = query.unit + centre, key.unit - centre
     half_rows, half_columns = (
         _sums(plan, x * x / 2 + _shortfall(plan, y), plan.head_size)

@@ -4,10 +4,10 @@ One pass over time for the states before each chunk, then all chunks side by sid
 block to block of a head; backward the same in reverse. Directions are made in here, of
 inputs and their lengths. A state is Σ k̂ vᵀ, Σ k̂, Σ v and the number of its keys.
 
-What cancels is taken around a centre, as on a TPU (`cosine.py`): pairs around m, and a
-state around the mean of its values. Products that cancel take operands of float32 in
-two parts of TF32 each, and lose 2⁻²². Weights of pairs meet values as TF32, and are
-rounded so in their sum, too.
+What cancels is taken around a centre, as on a TPU (`cosine.py`): pairs around the mean
+of their keys' directions, and a state around the mean of its values. Products that
+cancel take operands of float32 in two parts of TF32 each, and lose 2⁻²². Weights of
+pairs meet values as TF32, and are rounded so in their sum, too.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from symjax.attention.kernels.cosine import EPSILON, ROUNDING, TINY
+from symjax.attention.kernels.cosine import EPSILON, ROUNDING
 from symjax.attention.kernels.gpu_chunks import (
     BLOCK,
     BY_LAST,
@@ -291,7 +291,7 @@ def _rows(
 def centred(unit: Array, keys: Array, asked: Array) -> tuple[Array, Array]:
     """q̂ + m and k̂ − m with m = Σ |k̂| k̂ / Σ |k̂|, by the lengths of keys."""
     weight = (1 - EPSILON / (asked + EPSILON))[:, None]
-    mean = (keys * weight).sum(axis=0) / jnp.maximum(weight.sum(), TINY)
+    mean = (keys * weight).sum(axis=0) / jnp.where(weight.sum() > 0, weight.sum(), 1.0)
     return unit + mean[None, :], keys - mean[None, :]
 
 

@@ -24,6 +24,7 @@ from symjax.training.loss import SCOPE
 PARTS = ("attention", "products with weights", "copies", "other")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _LABEL = re.compile(r'op_name="([^"]*)"')
+_CALLED = re.compile(r'custom_call_target="([^"]*)"')
 _DECLARED = re.compile(r'"cost_estimate":\{([^}]*)\}')
 _NUMBER = re.compile(r'"(\w+)":"?(\d+)')
 _COUNTED = ("fusion", "convolution", "sort", "custom-call")
@@ -36,7 +37,7 @@ class Estimate(NamedTuple):
         cycles: by part, the high sum; kernels are part of attention.
         low: the low sum, by part.
         kernels: how often each hand-written kernel runs.
-        unknown: operations that carry no estimate, by kind.
+        unknown: operations that carry no estimate, by kind or, of calls, by name.
     """
 
     cycles: Counter
@@ -81,7 +82,8 @@ def estimate(text: str, chip: Chip) -> Estimate:
             part = part_of(x, fused)
             return Counter({("cycles", part): high, ("low", part): low})
         if x.operation in _COUNTED:
-            return Counter({("unknown", x.operation): 1})
+            called = _CALLED.search(x.rest)
+            return Counter({("unknown", called[1] if called else x.operation): 1})
         return None
 
     found = total(program, measure, of_branches)

@@ -50,6 +50,7 @@ metadata={op_name="jit(train)/dot"}, backend_config={"estimated_cycles":"100"}
   %m = f32[8,8]{1,0} fusion(%b), kind=kLoop, calls=%fused_move, \
 backend_config={"estimated_cycles":"11"}
   %copy.1 = f32[8,8]{1,0} copy(%m), backend_config={"estimated_cycles":"2"}
+  %g = f32[8,8]{1,0} custom-call(%m), custom_call_target="AsyncCollectiveStart"
   ROOT %u = f32[8,8]{1,0} fusion(%m), kind=kLoop, calls=%fused_move
 }
 """
@@ -110,7 +111,7 @@ branch_computations={%cheap, %dear}, metadata={op_name="jit(train)/LABEL/cond"}
 
 def test_what_has_no_estimate_is_named():
     found = estimate(PROGRAM, chip(flops=10, bandwidth=1))
-    assert found.unknown == {"fusion": 1}
+    assert found.unknown == {"fusion": 1, "AsyncCollectiveStart": 1}
 
 
 def test_a_kernel_that_moves_more_than_it_computes_counts_by_its_bytes():

@@ -10,13 +10,6 @@ def positive(word: str) -> int:
     return int(word)
 
 
-def numbers(words: str) -> str:
-    """0,1,2, as other programs take them."""
-    if not all(word.isdecimal() for word in words.split(",")):
-        raise ArgumentTypeError(f"{words!r} are no numbers such as 0,1,2")
-    return words
-
-
 def output(word: str) -> Path:
     """A file that can be made."""
     path = Path(word)

@@ -55,8 +55,8 @@ LEFT_OUT = (
     "estimates of the compiler, nothing was run; kernels by what they declare; without "
     "collectives, which may overlap with the rest"
 )
-MADE = "made by"  # of the JSON, beside the names of rows
 BYTES = "bytes that the compiled program reads and writes; nothing was run"
+MADE = "made by"  # of the JSON, beside the names of rows
 Row = dict[str, Any]
 
 
@@ -74,12 +74,9 @@ def main(words: list[str]) -> int:
         print(f"what it is compared with was made by {before.get(MADE)}")
     for name, row in rows:
         found[name] = row
-        new = (
-            " (not in what it is compared with)"
-            if before and name not in before
-            else ""
-        )
-        print("\n".join(shown(name + new, row, before.get(name, {}))), flush=True)
+        old = before.get(name, {})
+        new = " (not in what it is compared with)" if before and not old else ""
+        print("\n".join(shown(name + new, row, old)), flush=True)
         if chosen.json:
             chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

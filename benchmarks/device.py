@@ -40,7 +40,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs s
 import jax  # noqa: E402  (it reads the line above)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from arguments import numbers, output, positive  # noqa: E402
+from arguments import output, positive  # noqa: E402
 from device_correctness import cases, errors  # noqa: E402
 from device_jobs import Job, jax_job, job  # noqa: E402
 from device_peers import DOCUMENT, Rival, ours, peers  # noqa: E402
@@ -49,6 +49,7 @@ from etils import epath  # noqa: E402
 from symjax import config  # noqa: E402
 from symjax.data.documents import separated  # noqa: E402
 from symjax.evaluation import compare  # noqa: E402
+from symjax.evaluation.compared_runs import items  # noqa: E402
 from symjax.evaluation.speed import decoding  # noqa: E402
 from symjax.models.cost import train_flops  # noqa: E402
 from symjax.training.chips import known  # noqa: E402
@@ -433,11 +434,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--lengths", type=positive, nargs="+", help="of attention")
     parser.add_argument("--text", metavar="FILE", help="of part study")
-    parser.add_argument("--seeds", type=numbers, default="0", help="of study (0)")
+    parser.add_argument("--seeds", default=Sizes().seeds, help="of study (%(default)s)")
     parser.add_argument("--out", default=Sizes().out, help="of study (%(default)s)")
     parser.add_argument("--json", type=output, metavar="FILE")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
+    try:
+        items("--seeds", options.seeds, int)
+    except ValueError as error:
+        parser.error(str(error))
     if options.text is not None and not Path(options.text).is_file():
         parser.error(f"--text {options.text}: there is no such file")
     if options.part is None:

@@ -126,7 +126,7 @@ def test_the_study_needs_a_text(device, capsys):
         ("--lengths 16 1.5", "'1.5' is no positive number"),
         ("--json {folder}", "is a folder"),
         ("--json {folder}/none/rows", "no folder"),
-        ("--seeds abc", "no numbers such as 0,1,2"),
+        ("--seeds abc", "--seeds must be ints with commas, got 'abc'"),
     ],
 )
 def test_wrong_arguments_are_one_line(device, words, named, tmp_path, capsys):

@@ -13,7 +13,7 @@ from symjax.data.examples import open_examples
 from symjax.models import cost
 from symjax.tables import aligned
 from symjax.training import sharding, targets
-from symjax.training.chips import CHIPS, Chip
+from symjax.training.chips import CHIPS
 from symjax.training.collectives import KINDS, Traffic, traffic
 from symjax.training.cycles import PARTS, estimate
 from symjax.training.exit_codes import OUT_OF_MEMORY
@@ -44,7 +44,10 @@ def describe(options: config.Config, target: str | None = None) -> str:
         use_compile_cache()
     simulated = machine is None and sharding.simulate(options.mesh)
     mesh = sharding.make_mesh(options.mesh, machine and machine.devices)
-    idle = len(machine.devices) - mesh.size if machine else 0
+    idle = 0
+    if machine is not None:  # from here on those of the mesh
+        idle = len(machine.devices) - mesh.size
+        machine = machine._replace(devices=[*mesh.devices.flat])
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_examples(options, Path(folder))
         corpus.check_length(options.model.length)
@@ -88,8 +91,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
         lines.append(_chip_memory(machine, needed))
         lines += _sent(found, machine.name)
         estimated = _cycles_of if machine.chip.per_cycle else _bytes_of
-        chips = machine.chip, mesh.size
-        lines += estimated(text, *chips, found, flops, options.steps)
+        lines += estimated(text, machine, found, flops, options.steps)
     return "\n".join(lines)
 
 
@@ -125,10 +127,12 @@ def _memory(program: Program, memory: Any | None) -> str:
 def _chip_memory(machine: targets.Target, needed: int | None) -> str:
     """Whether so many bytes fit; None: more than the compiler accepts, which for TPUs
     knows better than their maker's figure."""
-    size, answer = machine.chip.memory, "it fits"
-    if needed is not None and needed > size and machine.chip.per_cycle:
+    size = machine.chip.memory
+    if needed is not None and needed <= size:
+        answer = "it fits"
+    elif needed is not None and machine.chip.per_cycle:
         answer = "it just fits: the compiler counts on a little more"
-    elif needed is None or needed > size:
+    else:
         answer = (
             "it does NOT fit: mesh.fsdp splits weights and optimizer, "
             "model.remat=full and optimizer.accumulate keep less"
@@ -166,15 +170,15 @@ def _prospect(
 
 
 def _bytes_of(
-    text: str, chip: Chip, devices: int, found: Traffic, flops: float, steps: int
+    text: str, machine: targets.Target, found: Traffic, flops: float, steps: int
 ) -> list[str]:
     """The passes over memory of a step on a GPU."""
-    moved = passes(text)
+    chip, moved = machine.chip, passes(text)
     rows = [("part of a step", "GB", "seconds at full speed")]
     for part, size in (*moved.items(), ("sum", moved.total())):
         rows.append((part, f"{size / 1e9:,.1f}", f"{size / chip.bandwidth:.3g}"))
     computing, moving, sending = chip.seconds(
-        devices,
+        len(machine.devices),
         flops=flops,
         touched=moved.total(),
         sent=found.sent.total(),
@@ -196,9 +200,10 @@ def _bytes_of(
 
 
 def _cycles_of(
-    text: str, chip: Chip, devices: int, found: Traffic, flops: float, steps: int
+    text: str, machine: targets.Target, found: Traffic, flops: float, steps: int
 ) -> list[str]:
     """The cycles that the machine's own compiler plans."""
+    chip, devices = machine.chip, len(machine.devices)
     cycles, clock = estimate(text, chip), chip.clock
     total, least = cycles.cycles.total(), flops / devices / chip.per_cycle
     low = cycles.low.total()

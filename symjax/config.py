@@ -208,7 +208,10 @@ class Model:
         False, "run the blocks as one loop: compile time does not grow with depth"
     )
     ponder: float = key(
-        0.001, "weight of the ponder cost in the loss of a universal model", least=0
+        0.001,
+        "weight of the ponder cost in the loss of a universal model, a mean over all "
+        "tokens of a batch",
+        least=0,
     )
     pattern: tuple[str, ...] = key(
         (),

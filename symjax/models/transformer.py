@@ -178,6 +178,7 @@ def output_layer(model: Any) -> tuple[Callable[[Any, Array], Array], Any]:
 
     def logits(weights: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T outputs"]:
         layer = nnx.merge(graph, weights)
-        return (layer.attend if tied else layer)(x).astype(jnp.float32)
+        made = (layer.attend if tied else layer)(x)
+        return made.astype(jnp.promote_types(made.dtype, jnp.float32))
 
     return logits, weights

@@ -72,7 +72,7 @@ def token_losses(
 
 
 class Objective(NamedTuple):
-    """Means over all tokens that have a target."""
+    """Sums over tokens that have a target, divided by how many there are."""
 
     minimised: Float[Array, ""]  # loss + z_loss · normaliser²
     loss: Float[Array, ""]  # as reported: no gradient passes through it
@@ -83,14 +83,20 @@ def objective(
     hidden: Float[Array, "B T D"],
     targets: Int[Array, "B T"],
     z_loss: float = 0,
+    count: Int[Array, ""] | None = None,
 ) -> Objective:
-    """The means of `token_losses`, of which to take a gradient.
+    """Return the means of `token_losses`, of which to take a gradient.
 
     In parts that gradient is computed with the losses, by three products with the
     output layer in all. There is no forward mode then.
+
+    Args:
+        count: what sums are divided by: the targets of a whole batch, of which these
+            are a part. The results of the parts then add up to the mean over the
+            batch. None: the targets given here are all.
     """
     logits, weights = transformer.output_layer(model)
-    count = jnp.maximum((targets >= 0).sum(), 1)
+    count = target_count(targets) if count is None else count
 
     def means(loss: Array, normaliser: Array, count: Array) -> Objective:
         # A sum for each row: one over all tokens rounds to the places of thousands.
@@ -131,18 +137,24 @@ def objective(
     return Objective(*(x.sum() for x in _per_device(own, 2, weights, hidden, targets)))
 
 
+def target_count(targets: Int[Array, "*B"]) -> Int[Array, ""]:
+    """Return the number of targets, and 1 if there is none: sums are divided by it."""
+    return jnp.maximum((targets >= 0).sum(), 1)
+
+
 def _exponentials(logits: Float[Array, "B T vocabulary"]) -> tuple[Array, Array]:
-    """(shift, Σ exp(logit − shift)) of every token [B T 1], in float32.
+    """(shift, Σ exp(logit − shift)) of every token [B T 1], in float32 at least.
 
     The shift is 0 where all sums are within `TAME`: a TPU then adds them up as it
     multiplies. One sum beyond, a normaliser of ±57, and the shift of all these tokens
     is their highest logit; logits are read twice more.
     """
-    total = jnp.exp(logits.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    kind = jnp.promote_types(logits.dtype, jnp.float32)
+    total = jnp.exp(logits.astype(kind)).sum(axis=-1, keepdims=True)
 
     def shifted() -> tuple[Array, Array]:
         # Else XLA for GPUs runs both branches: it finds only sums and maxima here.
-        wide = jax.lax.optimization_barrier(logits).astype(jnp.float32)
+        wide = jax.lax.optimization_barrier(logits).astype(kind)
         highest = wide.max(axis=-1, keepdims=True)
         highest = jnp.where(jnp.isfinite(highest), highest, 0)
         return highest, jnp.exp(wide - highest).sum(axis=-1, keepdims=True)
@@ -172,7 +184,8 @@ def _added_up(part: Callable) -> Callable[..., Objective]:
             )
             return jax.tree.map(jnp.add, sums, (found, by_weights)), by_hidden
 
-        nothing = Objective(*jnp.zeros(2, jnp.float32))
+        kind = jnp.promote_types(hidden.dtype, jnp.float32)
+        nothing = Objective(*jnp.zeros(2, kind))
         start = nothing, jax.tree.map(jnp.zeros_like, weights)
         (found, by_weights), by_hidden = jax.lax.scan(add, start, (hidden, targets))
         return found, (by_weights, by_hidden)

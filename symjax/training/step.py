@@ -18,7 +18,7 @@ from symjax import config
 from symjax.data.documents import Separate, tokens_of
 from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
-from symjax.training.loss import hidden_of, objective, token_losses
+from symjax.training.loss import hidden_of, objective, target_count, token_losses
 from symjax.training.optimizer import Guarded, optimizer, schedule
 from symjax.training.stacks import Stacks
 
@@ -106,13 +106,25 @@ class Steps(NamedTuple):
         moments = self.stacks.split(self.transform.init(self.stacks.stack(params)))
         return State(jnp.zeros((), jnp.int32), params, moments), constants
 
-    def loss(self, params, constants, inputs, targets, key) -> tuple[Array, Array]:
-        """What is minimised, and the part of it that is reported."""
+    def loss(
+        self, params, constants, inputs, targets, key, count
+    ) -> tuple[Array, Array]:
+        """Return what a micro-batch adds to the batch: (minimised, reported loss).
+
+        Losses and z-losses are sums over targets, divided by those of the batch; ponder
+        costs are sums over tokens, with a target or without, divided by all tokens of
+        the batch.
+
+        Args:
+            count: the targets of the whole batch.
+        """
         model = nnx.merge(self.graph, params, constants)
         hidden = hidden_of(model, inputs, key)
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
-        costs = sum(self.options.model.ponder * cost.mean() for cost in ponder)
-        found = objective(model, hidden, targets, self.options.optimizer.z_loss)
+        chosen, weight = self.options.optimizer, self.options.model.ponder
+        # Micro-batches have equally many tokens.
+        costs = sum(weight * x.sum() / (x.size * chosen.accumulate) for x in ponder)
+        found = objective(model, hidden, targets, chosen.z_loss, count)
         return found.minimised + costs, found.loss
 
     def train(self, state: State, constants, inputs, targets, key):
@@ -120,7 +132,7 @@ class Steps(NamedTuple):
         key = jax.random.fold_in(key, state.step)
         (_, value), gradient = _accumulated(
             jax.value_and_grad(self.loss, has_aux=True), chosen.accumulate
-        )(state.params, constants, inputs, targets, key)
+        )(state.params, constants, inputs, targets, key, target_count(targets))
         # Skipped steps do not move the schedule of the optimizer.
         rate = schedule(chosen, self.options.steps)(state.optimizer.taken)
         gradient, params, moments = map(
@@ -256,8 +268,11 @@ def means(
         shape: (rows, length) of each batch.
         batches: functions that give some of the rows.
         key: turns dropout on; None is evaluation.
+    Raises:
+        ValueError: no batch has a target.
     """
     total = weight = right = 0.0
+    index = -1
     for index, batch in enumerate(batches):
         rows = program.place(shape, batch)
         here = None if key is None else jax.random.fold_in(key, index)
@@ -266,6 +281,8 @@ def means(
         total += float(part[0])
         weight += float(part[1])
         right += float(part[2])
+    if not weight:
+        raise ValueError(f"{index + 1} held-out batch(es) have no target")
     return Means(total / weight, right / weight)
 
 
@@ -288,23 +305,27 @@ def _axes(whole: tuple[int, ...], shape: tuple[int, int]) -> P:
 
 
 def _accumulated(value_and_grad: Callable, count: int) -> Callable:
-    """Mean values and gradient over `count` micro-batches, one at a time."""
+    """Return sums of values and gradients over micro-batches, one at a time.
+
+    Args:
+        value_and_grad: of a micro-batch, which has divided them by the whole batch.
+        count: micro-batches, of equally many rows.
+    """
     if count == 1:
         return value_and_grad
 
-    def accumulate(params, constants, inputs, targets, key):
+    def accumulate(params, constants, inputs, targets, key, *whole):
         def cut(x: Array) -> Array:  # every device keeps a part of each micro-batch
             return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
 
         def add(total, part):
             index, inputs, targets = part
             here = jax.random.fold_in(key, index)
-            found = value_and_grad(params, constants, inputs, targets, here)
+            found = value_and_grad(params, constants, inputs, targets, here, *whole)
             return jax.tree.map(jnp.add, total, found), None
 
         zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()),) * 2, params))
         parts = (jnp.arange(count), *jax.tree.map(cut, (inputs, targets)))
-        total, _ = jax.lax.scan(add, zero, parts)
-        return jax.tree.map(lambda x: x / count, total)
+        return jax.lax.scan(add, zero, parts)[0]
 
     return accumulate

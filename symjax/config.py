@@ -174,6 +174,12 @@ class Model:
         "relu", "of the feed-forward; swiglu adds a gate", ("relu", "gelu", "swiglu")
     )
     norm: str = key("layernorm", "before each sublayer", ("layernorm", "rmsnorm"))
+    norm_eps: float = key(
+        1e-5,
+        "added to the variance in every LayerNorm and RMSNorm of the model, those of "
+        "heads, queries and keys included",
+        least=1e-12,
+    )
     positions: str = key(
         "learned",
         "position encoding; RoPE turns pairs of features, (i, i + H/2) or "

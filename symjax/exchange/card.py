@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.loaded import Loaded
 from symjax.models.build import parts
 from symjax.places import anywhere, reaching
@@ -35,6 +36,20 @@ def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
     if not isinstance(found, dict) or not known <= found.keys():
         raise ValueError(f"results {str(path)!r} are not the JSON of eval.py")
     return found
+
+
+def no_tokenizer(loaded: Loaded) -> str:
+    """The sentence for a folder whose tokenizer transformers does not find; "" if it
+    finds one."""
+    if isinstance(loaded.tokenizer, SubwordTokenizer):
+        return ""
+    line = "AutoTokenizer of transformers finds no tokenizer in this folder"
+    if loaded.tokenizer is None:
+        return f"{line}: give the model token ids."
+    return (
+        f"{line}: the tokens are those of data.tokenizer={loaded.config.data.tokenizer}"
+        ", which symjax.load_pretrained reads."
+    )
 
 
 def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
@@ -77,6 +92,8 @@ def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
     ]
     if reason:
         head += [f"transformers does not load this folder: {reason}.", ""]
+    elif line := no_tokenizer(loaded):
+        head += [line, ""]
     table = ["| | |", "|---|---|", *(f"| {x} | {y} |" for x, y in rows.items())]
     return "\n".join([*head, *table, "", *_numbers(results)])
 

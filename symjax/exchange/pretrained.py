@@ -13,7 +13,7 @@ from symjax.config import Config
 from symjax.data import subwords
 from symjax.data.examples import tokenizer_of
 from symjax.data.subwords import SubwordTokenizer
-from symjax.exchange.card import read_results, to_card
+from symjax.exchange.card import no_tokenizer, read_results, to_card
 from symjax.exchange.loaded import Loaded
 from symjax.files import check_writable, replaced
 from symjax.models.build import merged, parts
@@ -36,6 +36,8 @@ from symjax.models.hf_files import (
     write_tensors,
 )
 from symjax.places import anywhere, copied, reaching
+from symjax.training.launch import is_process_zero
+from symjax.training.progress import print_warning
 
 CARD = "README.md"
 FORMATS = ("auto", "transformers", "symjax")
@@ -53,7 +55,8 @@ def save_pretrained(
     """Write a model as a folder: weights, configuration, tokenizer and a model card.
 
     A tokenizer of subwords is written as tokenizer.json, which AutoTokenizer of
-    transformers reads; bytes and characters are in symjax.json alone.
+    transformers reads; bytes and characters are in symjax.json alone, and a line says
+    that AutoTokenizer finds none.
 
     A softmax decoder of the right shape becomes a Llama, with learned positions a
     GPT-2, a differential one (V1) a DiffLlama: transformers computes the same logits.
@@ -70,7 +73,7 @@ def save_pretrained(
     Returns:
         What was written: llama, diffllama, gpt2, or symjax.
     Raises:
-        ValueError: transformers has no such model, naming the first key that differs;
+        ValueError: transformers has no such model, naming every key that differs;
             the results are no JSON of eval.py for these weights; or the folder cannot
             be written, or is the workdir of a run.
     """
@@ -110,6 +113,8 @@ def save_pretrained(
             (unfinished / name).write_text(text, encoding="utf-8")
     with reaching(place):
         _remove_others(place, {*shards, *texts})
+    if settings and (line := no_tokenizer(loaded)) and is_process_zero():
+        print_warning(f"{folder}: {line}")
     return kind
 
 

@@ -76,8 +76,9 @@ class Attention(nnx.Module):
                 setattr(self, name, weight)
         self.has_head_norm = chosen.differential == "v1" or self.part.head_norm
         if self.has_head_norm:
-            size, dtype = self.mixer.sizes.value_size, self.mixer.dtype
-            self.head_norm = norm("rmsnorm", size, dtype=dtype, rngs=rngs)
+            normed = {"epsilon": options.norm_eps, "dtype": self.mixer.dtype}
+            size = self.mixer.sizes.value_size
+            self.head_norm = norm("rmsnorm", size, **normed, rngs=rngs)
         if "features" in dict(self.mixer.options):
             try:
                 jax.eval_shape(lambda: self.init_cache(1, 1))
@@ -108,9 +109,10 @@ class Attention(nnx.Module):
                 made = ShortConvolution(taps, channels, **shared)
                 setattr(self, f"{kind}_convolution", made)
         if self.chosen.query_key_norm:
-            self.query_norm = norm("rmsnorm", size, **shared)
+            normed = {**shared, "epsilon": options.norm_eps}
+            self.query_norm = norm("rmsnorm", size, **normed)
             if self.symmetric == "none":
-                self.own_key_norm = norm("rmsnorm", size, **shared)
+                self.own_key_norm = norm("rmsnorm", size, **normed)
 
     def _add_lambda(self, options: config.Model, depth: int, rngs: nnx.Rngs) -> None:
         heads, dtype = self.mixer.sizes.heads, self.mixer.dtype

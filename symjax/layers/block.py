@@ -85,9 +85,10 @@ class Block(nnx.Module):
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(options.dtype)
         shared = {"bias": options.bias, "dtype": dtype, "rngs": rngs}
-        self.attention_norm = norm(options.norm, options.width, **shared)
+        normed = {**shared, "epsilon": options.norm_eps}
+        self.attention_norm = norm(options.norm, options.width, **normed)
         self.attention = Attention(options, depth, rngs=rngs)
-        self.feedforward_norm = norm(options.norm, options.width, **shared)
+        self.feedforward_norm = norm(options.norm, options.width, **normed)
         self.feedforward = FeedForward(
             options.width,
             options.feedforward or 4 * options.width,

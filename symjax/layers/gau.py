@@ -74,7 +74,8 @@ class GatedBlock(nnx.Module):
         )
         self.rotate = rotary(options, size)
         layer = {"dtype": dtype, "rngs": rngs}
-        self.norm = norm(options.norm, options.width, bias=options.bias, **layer)
+        normed = {**layer, "bias": options.bias, "epsilon": options.norm_eps}
+        self.norm = norm(options.norm, options.width, **normed)
 
         def linear(inputs: int, outputs: int) -> Linear:
             return Linear(inputs, outputs, use_bias=options.bias, **layer)

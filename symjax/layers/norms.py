@@ -2,7 +2,7 @@
 
     def layer_norm(x, scale, bias):          # RMSNorm: no mean, no bias
         distance = x - x.mean()
-        return distance / np.sqrt(np.square(distance).mean() + 1e-5) * scale + bias
+        return distance / np.sqrt(np.square(distance).mean() + epsilon) * scale + bias
 
 Sources: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
 """
@@ -42,19 +42,26 @@ def _value(parameter: nnx.Param | None) -> Array | None:
 
 
 def norm(
-    kind: str, features: int, *, bias: bool = True, dtype=jnp.float32, rngs: nnx.Rngs
+    kind: str,
+    features: int,
+    *,
+    bias: bool = True,
+    epsilon: float = EPSILON,
+    dtype=jnp.float32,
+    rngs: nnx.Rngs,
 ) -> LayerNorm | RMSNorm:
     """LayerNorm (`bias` says whether it shifts) or RMSNorm, with float32 statistics.
 
+    Args:
+        epsilon: is added to the variance, inside the root.
     Raises:
         ValueError: the kind is unknown.
     """
+    shared = {"epsilon": epsilon, "dtype": dtype, "rngs": rngs}
     if kind == "layernorm":
-        return LayerNorm(
-            features, epsilon=EPSILON, use_bias=bias, dtype=dtype, rngs=rngs
-        )
+        return LayerNorm(features, use_bias=bias, **shared)
     if kind == "rmsnorm":
-        return RMSNorm(features, epsilon=EPSILON, dtype=dtype, rngs=rngs)
+        return RMSNorm(features, **shared)
     raise ValueError(f"norm {kind!r} is unknown: choose from layernorm, rmsnorm")
 
 

@@ -6,6 +6,7 @@ symjax.json         of folders that symjax wrote: configuration, tokens, step
 """
 
 import dataclasses
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,13 @@ from symjax.layers.validate import sizes
 from symjax.models import hf_gpt2, hf_llama
 from symjax.models.build import Model, abstract, parts
 from symjax.models.convert import convert
-from symjax.models.hf_files import TENSORS, check_shapes, read_json, read_tensors
+from symjax.models.hf_files import (
+    TENSORS,
+    check_folder,
+    check_shapes,
+    read_json,
+    read_tensors,
+)
 from symjax.models.hf_weights import flat, nested
 
 # By model_type, a module: its `options_of` and `settings_of` turn a config.json into
@@ -27,8 +34,10 @@ FAMILIES: dict[str, Any] = {"llama": hf_llama, "diffllama": hf_llama, "gpt2": hf
 SETTINGS, OWN = "config.json", "symjax.json"
 SUFFIXES = ".json", ".safetensors"  # of every file that is read
 # Configuration keys that change no function of a trained model.
-FREE = ("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length")
-FREE_OF_ATTENTION = ("implementation", "chunk_size")
+FREE = (
+    *("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length"),
+    *("attention.implementation", "attention.chunk_size"),
+)
 
 
 class Folder(NamedTuple):
@@ -58,6 +67,8 @@ def read_folder(directory: str | Path) -> Folder:
             not have, or names and shapes differ from those of the configuration.
     """
     directory = Path(directory)
+    if not (directory / OWN).is_file():
+        check_folder(directory, SETTINGS)
     about = read_json(directory / OWN) if (directory / OWN).is_file() else {}
     if about.get("format") == "symjax":
         return _own(directory, about)
@@ -74,6 +85,7 @@ def read_family(
         model_types: those that are wanted; any known one by default.
         digest: of its tensors, if it is known.
     """
+    check_folder(directory, SETTINGS)
     settings = read_json(directory / SETTINGS)
     kind, known = settings.get("model_type"), model_types or tuple(FAMILIES)
     if kind not in known:
@@ -120,7 +132,7 @@ def as_family(
     Symmetric keys become keys of their own, the same function.
 
     Raises:
-        ValueError: there is none; the message names the first key that differs.
+        ValueError: there is none; the message names every key that differs.
     """
     differential = options.attention.differential == "v1"
     learned = options.positions == "learned"
@@ -175,15 +187,11 @@ def _resolved(options: config.Model) -> config.Model:
 
 
 def _check_equal(found: config.Model, theirs: config.Model, kind: str) -> None:
-    """Raises: ValueError: a key differs that changes the function, naming it."""
-    for prefix, group, other, free in (
-        ("model.", found, theirs, (*FREE, "attention")),
-        ("model.attention.", found.attention, theirs.attention, FREE_OF_ATTENTION),
-    ):
-        for field in dataclasses.fields(group):
-            one, two = getattr(group, field.name), getattr(other, field.name)
-            if field.name not in free and one != two:
-                raise ValueError(
-                    f"no model of transformers computes this: {prefix}{field.name} is "
-                    f"{one!r}, in a {kind} it is {two!r}"
-                )
+    """Raises: ValueError: keys differ that change the function, naming all."""
+    wrong = []
+    for name, _, _ in validation.fields(config.Model):
+        one, two = map(attrgetter(name), (found, theirs))
+        if name not in FREE and one != two:
+            wrong.append(f"model.{name} is {one!r}, in a {kind} it is {two!r}")
+    if wrong:
+        raise ValueError(f"no model of transformers computes this: {'; '.join(wrong)}")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from symjax.optional import needed
@@ -19,6 +20,46 @@ TENSORS = "model.safetensors"
 INDEX = f"{TENSORS}.index.json"
 FILE = re.compile(r"[\w.-]{1,200}\.safetensors")
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+ADAPTER = "adapter_config.json"  # of PEFT
+OTHER_FORMATS = "pytorch_model*.bin", "*.pth", "*.gguf"
+LFS_POINTER = b"version https://git-lfs"  # the first bytes of a file not downloaded
+# Endings of tensors that transformers computes from the configuration: it ignores them
+# in a file, where older versions wrote them.
+BUFFERS = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+    ".attn.bias",
+    "masked_bias",
+)
+
+
+def check_folder(directory: Path, name: str) -> None:
+    """Raise if a folder cannot be one of Hugging Face, with the way out.
+
+    Args:
+        name: the file that describes its model.
+    Raises:
+        ValueError: there is no such folder, or it holds no model.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no folder{from_the_hub(directory)}")
+    if not (directory / name).is_file():
+        line = "it is no checkpoint of Hugging Face"
+        if (directory / ADAPTER).is_file():
+            line = "it is an adapter: merge it into its model by merge_and_unload"
+        raise ValueError(f"{directory / name} is missing: {line}")
+
+
+def from_the_hub(name: Any) -> str:
+    """How to download what may be a model of the Hugging Face hub; "" if it is none."""
+    if not HUB_NAME.fullmatch(str(name)) or Path(name).exists():
+        return ""
+    return (
+        ": if it is a model of the Hugging Face hub, download it first, by hf download "
+        f"{name} --local-dir FOLDER"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -43,6 +84,18 @@ def check_settings(settings: dict[str, Any], only: dict[str, Any]) -> None:
             )
 
 
+def number(settings: dict[str, Any], name: str, default: float) -> float:
+    """A setting that is a finite number above 0.
+
+    Raises:
+        ValueError: it is not.
+    """
+    found = settings.get(name, default)
+    if type(found) not in (int, float) or not 0 < found < float("inf"):
+        raise ValueError(f"config.json: {name} must be a number above 0, got {found!r}")
+    return float(found)
+
+
 def check_needed(settings: dict[str, Any], *names: str) -> None:
     """Raises: ValueError: a setting is missing, or no whole number above 0."""
     for name in names:
@@ -61,30 +114,78 @@ def read_tensors(directory: Path, digest: str | None) -> dict[str, np.ndarray]:
     Args:
         digest: of the tensors that the folder should have, if it is known.
     Raises:
-        ValueError: a file is missing or damaged, files are of different models, or
-            safetensors is not installed.
+        ValueError: a file is missing or damaged, files are of different models, a
+            tensor has integers or numbers that are not finite, or safetensors is not
+            installed.
     """
-    safe_open, tensors = _safetensors().safe_open, {}
-    files = {TENSORS: None}
+    _safetensors()
+    files: dict[str, set[str] | None] = {TENSORS: None}
     if not (directory / TENSORS).is_file() and (directory / INDEX).is_file():
-        files = _files_of(directory / INDEX)
+        files = dict(_files_of(directory / INDEX))
+    missing = [file for file in sorted(files) if not (directory / file).is_file()]
+    if missing:
+        raise ValueError(_missing(directory, missing))
+    tensors = {}
     for file, names in sorted(files.items()):
-        path = directory / file
-        if not path.is_file():
-            raise ValueError(f"{path} is missing")
-        try:
-            with safe_open(path, framework="flax") as opened:  # NumPy has no bfloat16
-                found = {x: opened.get_tensor(x) for x in opened.keys()}
-        except _safetensors().SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}") from None
+        found = _read_file(directory / file)
         if names is not None and names != found.keys():
-            raise ValueError(f"{directory / INDEX} does not fit the tensors of {path}")
-        tensors |= {x: np.asarray(y, np.float32) for x, y in found.items()}
+            raise ValueError(
+                f"{directory / INDEX} does not fit the tensors of {directory / file}"
+            )
+        tensors |= found
     if digest is not None and digest != digest_of(tensors):
         raise ValueError(
             f"{directory} has not the tensors that it was written with: a save that "
             "did not end? Write the folder again"
         )
+    return tensors
+
+
+def _missing(directory: Path, files: list[str]) -> str:
+    """Say which files of weights are missing, and what to do."""
+    first = directory / files[0]
+    if files != [TENSORS]:
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        return f"{first}{more} is missing, which {INDEX} names: download it again"
+    others = [x.name for form in OTHER_FORMATS for x in directory.glob(form)]
+    if not others:
+        return f"{first} is missing"
+    return (
+        f"{directory} has {min(others)} and no {TENSORS}: load it with transformers, "
+        "and write it with its save_pretrained"
+    )
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of one file in float32, without those that are recomputed."""
+    library = _safetensors()
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(f"{path} is a pointer of Git LFS: git lfs pull gets it")
+    try:
+        with library.safe_open(path, framework="flax") as opened:  # it has bfloat16
+            found = {x: opened.get_tensor(x) for x in opened.keys()}
+    except library.SafetensorError as error:
+        raise ValueError(
+            f"{path} is damaged ({error}): download or write it again"
+        ) from None
+    tensors = {}
+    for name, tensor in found.items():
+        if name.endswith(BUFFERS):
+            continue
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise ValueError(
+                f"{path}: {name} has {tensor.dtype}, as quantised weights have: write "
+                "them as floating numbers"
+            )
+        tensors[name] = np.asarray(tensor, np.float32)
+        if not np.isfinite(tensors[name]).all():
+            count = np.size(tensor) - np.isfinite(tensors[name]).sum()
+            raise ValueError(
+                f"{path}: {name} has {count} of {np.size(tensor)} numbers that are NaN "
+                "or infinite: its training diverged or the file is damaged; take "
+                "another checkpoint"
+            )
     return tensors
 
 
@@ -95,7 +196,8 @@ def _files_of(index: Path) -> dict[str, set[str]]:
     files = places.values()
     if not files or not all(isinstance(x, str) and FILE.fullmatch(x) for x in files):
         raise ValueError(f"{index} has no weight_map that names files beside it")
-    return {x: {name for name, file in places.items() if file == x} for x in files}
+    kept = {name: file for name, file in places.items() if not name.endswith(BUFFERS)}
+    return {x: {name for name, file in kept.items() if file == x} for x in files}
 
 
 def digest_of(tensors: Mapping[str, Any]) -> str:

@@ -7,14 +7,12 @@ import numpy as np
 from einops import rearrange
 
 from symjax import config
-from symjax.layers.norms import EPSILON
-from symjax.models.hf_files import check_needed, check_settings
+from symjax.models.hf_files import check_needed, check_settings, number
 from symjax.models.hf_weights import flat, nested
 
 # By the value of activation_function; theirs of tanh is ours.
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 ONLY = {
-    "layer_norm_epsilon": EPSILON,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
@@ -63,6 +61,7 @@ def options_of(settings: dict[str, Any]) -> config.Model:
         head_size=width // heads,
         feedforward=settings.get("n_inner") or 4 * width,
         activation=ACTIVATIONS[activation],
+        norm_eps=number(settings, "layer_norm_epsilon", 1e-5),
         length=settings["n_positions"],
         tie_embeddings=True,
     )
@@ -81,7 +80,7 @@ def settings_of(options: config.Model) -> dict[str, Any]:
         "n_inner": options.feedforward,
         "n_positions": options.length,
         "activation_function": activations.get(options.activation, "gelu_new"),
-        "layer_norm_epsilon": EPSILON,
+        "layer_norm_epsilon": options.norm_eps,
         "tie_word_embeddings": True,
     }
 
@@ -112,11 +111,9 @@ def tensors_of(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
 
 
 def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint of 2019 by their names of today: without the causal
-    masks among them, and with the prefix of the model."""
-    masks = (".attn.bias", ".attn.masked_bias")
-    kept = {name: x for name, x in tensors.items() if not name.endswith(masks)}
+    """The tensors of a checkpoint of 2019 by their names of today, which have the
+    prefix of the model."""
     return {
         name if name.startswith("transformer.") else f"transformer.{name}": x
-        for name, x in kept.items()
+        for name, x in tensors.items()
     }

@@ -7,15 +7,13 @@ of torch are [out, in], our kernels [in, out].
 from typing import Any
 
 from symjax import config
-from symjax.layers.norms import EPSILON
-from symjax.models.hf_files import check_needed, check_settings
+from symjax.models.hf_files import check_needed, check_settings, number
 from symjax.models.hf_weights import diffllama_attention, flat, nested, to_diffllama
 
 RMS_NORM_EPS = {"llama": 1e-6, "diffllama": 1e-5}  # the defaults of rms_norm_eps
 # What our decoder does, by the names in config.json.
 ONLY = {
     "hidden_act": "silu",
-    "rms_norm_eps": EPSILON,
     "attention_bias": False,
     "mlp_bias": False,
     "rope_scaling": None,
@@ -54,7 +52,7 @@ def _branches(differential: str) -> int:
 def options_of(settings: dict[str, Any]) -> config.Model:
     differential = "v1" if settings["model_type"] == "diffllama" else "none"
     branches = _branches(differential)
-    settings = {"rms_norm_eps": RMS_NORM_EPS[settings["model_type"]], **settings}
+    epsilon = RMS_NORM_EPS[settings["model_type"]]
     settings |= settings.get("rope_parameters") or {}
     check_settings(settings, ONLY)
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
@@ -76,6 +74,7 @@ def options_of(settings: dict[str, Any]) -> config.Model:
         feedforward=settings["intermediate_size"],
         activation="swiglu",
         norm="rmsnorm",
+        norm_eps=number(settings, "rms_norm_eps", epsilon),
         positions="rope",
         rope_base=float(settings.get("rope_theta") or 10000.0),
         length=settings.get("max_position_embeddings", 2048),
@@ -102,7 +101,7 @@ def settings_of(options: config.Model) -> dict[str, Any]:
         "num_key_value_heads": options.kv_heads * branches,
         "head_dim": options.head_size,
         "hidden_act": "silu",
-        "rms_norm_eps": EPSILON,
+        "rms_norm_eps": options.norm_eps,
         "rope_theta": options.rope_base,
         "rope_parameters": {"rope_theta": options.rope_base, "rope_type": "default"},
         "max_position_embeddings": options.length,

@@ -71,7 +71,8 @@ def assemble(model: Any, options: config.Model, outputs: int, rngs: nnx.Rngs) ->
         model.positions = nnx.Param(draw(rngs.params(), shape))
     model.blocks = blocks(options, rngs)
     bias = options.bias
-    model.final_norm = norm(options.norm, options.width, bias=bias, **shared)
+    normed = {**shared, "bias": bias, "epsilon": options.norm_eps}
+    model.final_norm = norm(options.norm, options.width, **normed)
     model.tied = options.tie_embeddings
     if not model.tied:
         model.head = Linear(options.width, outputs, use_bias=bias, **shared)

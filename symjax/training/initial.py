@@ -15,6 +15,7 @@ from symjax.layers.validate import sizes
 from symjax.models import convert
 from symjax.models.convert import FREE, carried
 from symjax.models.folders import SUFFIXES, Folder, is_folder, read_folder
+from symjax.models.hf_files import from_the_hub
 from symjax.places import copied, place, reaching
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
@@ -83,6 +84,7 @@ def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Fo
         if not folder and not run:
             raise ValueError(
                 f"{origin} is no workdir of train.py and no model's folder"
+                f"{from_the_hub(origin)}"
             )
         if folder:
             found = _of_folder(where, target, corpus)

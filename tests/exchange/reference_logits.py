@@ -61,6 +61,12 @@ MODELS = {
         "layer_norm_epsilon": 1e-5,
     },
 }
+# The same models with an epsilon that matters.
+MODELS |= {
+    "llama-epsilon": MODELS["llama"] | {"rms_norm_eps": 0.02},
+    "diffllama-epsilon": MODELS["diffllama"] | {"rms_norm_eps": 0.01},
+    "gpt2-epsilon": MODELS["gpt2"] | {"layer_norm_epsilon": 0.04},
+}
 
 
 def shapes(settings: dict) -> dict[str, tuple[int, ...]]:

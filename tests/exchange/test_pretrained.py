@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference_logits
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import symjax
 from symjax import config
@@ -54,7 +54,11 @@ EXPORTED = {
     "sym": (like(LLAMA, symmetric="plain"), "llama"),
     "diff": (like(LLAMA, differential="v1"), "diffllama"),
     "diff_sym": (like(LLAMA, differential="v1", symmetric="plain"), "diffllama"),
-    "gpt2": (GPT2, "gpt2"),
+    "epsilon": (
+        dataclasses.replace(like(LLAMA, differential="v1"), norm_eps=0.01),
+        "diffllama",
+    ),
+    "gpt2": (dataclasses.replace(GPT2, norm_eps=0.02), "gpt2"),
     "gpt2_relu": (dataclasses.replace(GPT2, activation="relu", heads=3), "gpt2"),
 }
 
@@ -246,7 +250,12 @@ def test_every_model_has_a_folder_of_our_own_names(tmp_path, options):
             dataclasses.replace(LLAMA, positions="rope_interleaved"),
             "model.positions is 'rope_interleaved', in a llama it is 'rope'",
         ),
-        (SHAPE, "model.activation is 'relu', in a llama|tie_embeddings is False"),
+        (SHAPE, "tie_embeddings is False, in a gpt2 it is True$"),
+        (
+            dataclasses.replace(SHAPE, positions="rope"),
+            "this: model.activation is 'relu', in a llama it is 'swiglu'; model.norm is"
+            " 'layernorm', .*'rmsnorm'; model.bias is True, in a llama it is False$",
+        ),
     ],
 )
 def test_what_transformers_does_not_compute_is_refused_by_its_key(
@@ -305,9 +314,118 @@ def test_the_tokenizer_of_a_folder_has_the_tokens_of_its_model(tmp_path):
     assert symjax.load_pretrained(tmp_path).tokenizer == ByteTokenizer()
 
 
-def test_gpt2_as_it_was_stored_in_2019_is_read(tmp_path):
-    from safetensors.numpy import save_file
+@pytest.mark.parametrize(
+    ("name", "buffer"),
+    [
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("llama", "model.rotary_emb.inv_freq"),
+        ("diffllama", "model.layers.1.self_attn.rotary_emb.cos_cached"),
+        ("gpt2", "transformer.h.1.attn.masked_bias"),
+        ("gpt2", "transformer.h.0.attn.bias"),
+    ],
+)
+@pytest.mark.parametrize("shards", [False, True])
+def test_buffers_that_transformers_computes_are_ignored(tmp_path, name, buffer, shards):
+    tensors = reference_logits.write(name, tmp_path)
+    own = {buffer: np.full(6, np.nan, np.float32)}  # no number of it is used
+    if shards:
+        (tmp_path / "model.safetensors").unlink()
+        files = {"a.safetensors": tensors, "b.safetensors": own}
+        places = {x: file for file, some in files.items() for x in some}
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": places}))
+    else:
+        files = {"model.safetensors": tensors | own}
+    for file, some in files.items():
+        save_file(some, tmp_path / file)
+    assert symjax.load_pretrained(tmp_path).logits(TOKENS).shape == (2, 7, 29)
 
+
+def test_a_llama_without_an_epsilon_has_that_of_transformers(tmp_path):
+    for kind, wanted in (("llama", 1e-6), ("diffllama", 1e-5)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        reference_logits.write(kind, folder)
+        settings = dict(reference_logits.MODELS[kind])
+        del settings["rms_norm_eps"]
+        (folder / "config.json").write_text(json.dumps(settings))
+        assert read_folder(folder).options.norm_eps == wanted
+
+
+def bad_folder(folder, fault):
+    """A folder of a Llama in which one thing is wrong."""
+    tensors = reference_logits.write("llama", folder)
+    weights = folder / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "nan":
+        tensors[name][3, 4:6] = np.nan, np.inf
+        save_file(tensors, weights)
+    elif fault == "integers":
+        save_file(tensors | {name: tensors[name].astype(np.int8)}, weights)
+    elif fault == "pointer":
+        weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    elif fault == "cut":
+        weights.write_bytes(weights.read_bytes()[:-99])
+    elif fault == "shard":
+        weights.rename(folder / "a.safetensors")
+        places = dict.fromkeys(tensors, "a.safetensors") | {name: "b.safetensors"}
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": places}))
+    else:
+        weights.rename(folder / fault)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("nan", "up_proj.weight has 2 of 816 numbers that are NaN .* another checkp"),
+        ("integers", "up_proj.weight has int8, as quantised weights have: write"),
+        ("pointer", "model.safetensors is a pointer of Git LFS: git lfs pull gets it"),
+        ("cut", r"model.safetensors is damaged \(.*\): download or write it again"),
+        ("shard", "b.safetensors is missing, which .*index.json names: download it"),
+        (
+            "pytorch_model.bin",
+            "has pytorch_model.bin and no model.safetensors: load it",
+        ),
+        ("consolidated.00.pth", "has consolidated.00.pth and no model.safetensors"),
+        ("other", "model.safetensors is missing$"),
+    ],
+)
+def test_weights_that_cannot_be_read_say_what_to_do(tmp_path, fault, line):
+    with pytest.raises(ValueError, match=line) as error:
+        symjax.load_pretrained(bad_folder(tmp_path, fault))
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_of_the_hub_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = "x/Llama-3.2-1B is no folder: .* hf download x/Llama-3.2-1B --local-dir"
+    with pytest.raises(ValueError, match=line):
+        symjax.load_pretrained("x/Llama-3.2-1B")
+    with pytest.raises(ValueError, match=f"{tmp_path}/none is no folder$"):
+        symjax.load_pretrained(tmp_path / "none")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="config.json is missing: it is an adapter: m"):
+        symjax.load_pretrained(tmp_path)
+
+
+def test_an_export_without_a_tokenizer_of_transformers_says_so(tmp_path, capsys):
+    loaded = random_model(EXPORTED["diff"][0])
+    line = "AutoTokenizer of transformers finds no tokenizer in this folder: the tokens"
+    line += " are those of data.tokenizer=byte"
+    assert symjax.save_pretrained(loaded, tmp_path / "byte") == "diffllama"
+    assert capsys.readouterr().err.startswith(f"{tmp_path / 'byte'}: {line}")
+    assert line in (tmp_path / "byte" / "README.md").read_text()
+    tokenizer = subwords.train_bpe(["a sheep met a fox"], 260)
+    loaded = dataclasses.replace(loaded, tokenizer=tokenizer, language={})
+    symjax.save_pretrained(loaded, tmp_path / "bpe")
+    symjax.save_pretrained(loaded, tmp_path / "own", format="symjax")
+    assert capsys.readouterr().err == ""
+    assert "AutoTokenizer" not in (tmp_path / "bpe" / "README.md").read_text()
+
+
+def test_gpt2_as_it_was_stored_in_2019_is_read(tmp_path):
     tensors = reference_logits.write("gpt2", tmp_path)
     old = {x.removeprefix("transformer."): y for x, y in tensors.items()}
     old["h.0.attn.bias"] = np.tri(40, dtype=np.float32)[None, None]
@@ -320,7 +438,8 @@ def test_gpt2_as_it_was_stored_in_2019_is_read(tmp_path):
     ("name", "changes", "message"),
     [
         ("llama", {"model_type": "bert"}, "must be 'llama' or 'diffllama' or 'gpt2'"),
-        ("llama", {"rms_norm_eps": None}, "rms_norm_eps must be 1e-05, got 1e-06"),
+        ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, got 0"),
+        ("gpt2", {"layer_norm_epsilon": "x"}, "must be a number above 0, got 'x'"),
         ("llama", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("llama", {"hidden_size": "24"}, "hidden_size must be a whole number above"),
         ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling must be"),

@@ -10,7 +10,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from symjax.layers.norms import norm
+from symjax import validation
+from symjax.layers.norms import LayerNorm, RMSNorm, norm
+from symjax.models.build import abstract
 
 SHAPE = 3, 5, 37
 FLAX = {"layernorm": nnx.LayerNorm, "rmsnorm": nnx.RMSNorm}
@@ -126,3 +128,26 @@ def test_epsilon_is_that_of_the_module(kind):
     np.testing.assert_array_equal(one(x), other(x))
     given = [jax.grad(lambda x, m=m: (m(x) ** 3).sum())(x) for m in (one, other)]
     np.testing.assert_allclose(*given, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"attention": {"differential": "v1", "query_key_norm": True}}, 2 * 5 + 1),
+        ({"attention": {"mechanism": "decay"}, "norm": "rmsnorm"}, 2 * 3 + 1),
+        ({"attention": {"mechanism": "gau"}}, 2 + 1),
+        ({"attention": {"mechanism": "delta"}, "kind": "universal"}, 3 + 1),
+        ({"kind": "encoder", "norm": "rmsnorm"}, 2 * 2 + 1),
+    ],
+    ids=["differential", "decay", "gau", "universal", "encoder"],
+)
+def test_one_key_is_the_epsilon_of_every_norm_of_a_model(options, count):
+    sizes = {"vocabulary": 9, "width": 16, "heads": 2, "depth": 2, "norm_eps": 0.25}
+    model = validation.from_dict({"model": sizes | options}).model
+    modules = nnx.iter_modules(abstract(model))
+    found = [x.epsilon for _, x in modules if isinstance(x, LayerNorm | RMSNorm)]
+    assert found == [0.25] * count
+
+
+def test_older_configurations_keep_their_epsilon():
+    assert validation.from_dict({"model": {"norm": "rmsnorm"}}).model.norm_eps == 1e-5

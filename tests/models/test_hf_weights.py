@@ -306,7 +306,7 @@ def test_a_random_diffllama_gives_the_logits_of_transformers(tmp_path, tied):
     ("changes", "message"),
     [
         ({"model_type": "llama"}, "model_type must be 'diffllama', got 'llama'"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps must be 1e-05, got 1e-06"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a number above 0, got -1e-06"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling must be None, got .*lin"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default'"),

@@ -374,9 +374,15 @@ class Mesh:
 @dataclass(frozen=True)
 class Evaluate:
     every: int = key(
-        500, "steps between held-out evaluations and samples; 0: at the end", least=0
+        500,
+        "steps between held-out evaluations, and samples if evaluate.sample; 0: at the "
+        "end",
+        least=0,
     )
-    batches: int = key(20, "held-out batches an evaluation", least=1)
+    batches: int = key(20, "held-out batches an evaluation; 0: all", least=0)
+    sample: bool = key(
+        True, "write a sample at each evaluation, where the model continues text"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Figures as PNG: curves, and matrices of numbers as colours."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ DPI = 120
 HIDDEN = "#e4e4e4"  # where a grid has no number
 
 Curve = tuple[Sequence[float], Sequence[float | None]]
+Band = tuple[Sequence[float], Sequence[float]]
 
 
 class Lines(NamedTuple):
@@ -25,6 +27,8 @@ class Lines(NamedTuple):
         log_x: the axis is logarithmic.
         title: in words; the name if empty.
         points: of series that are smoothed, what was measured, by the same labels.
+        bands: the least and the largest y of a band around a series, by the same
+            labels; title or text say what it is.
     """
 
     name: str
@@ -34,6 +38,7 @@ class Lines(NamedTuple):
     log_x: bool = False
     title: str = ""
     points: Mapping[str, Curve] = {}
+    bands: Mapping[str, Band] = {}
 
 
 class Grid(NamedTuple):
@@ -92,6 +97,7 @@ def png(figure: Figure, *, dpi: int = DPI) -> bytes:
     else:
         _draw_grids(drawing, figure.grids, signed=figure.signed)
         drawing.suptitle(figure.title)
+    _fit_words(drawing)
     file = io.BytesIO()
     drawing.savefig(file, format="png", dpi=dpi, metadata={"Software": None})
     return file.getvalue()
@@ -136,12 +142,39 @@ def _draw_lines(axes: Any, figure: Lines) -> None:
             x, y = figure.points[label]
             colour = line.get_color()
             axes.plot(x, np.array(y, float), ".", color=colour, alpha=0.25, zorder=1)
+        if label in figure.bands:
+            x, (least, largest) = figure.series[label][0], figure.bands[label]
+            colour = line.get_color()
+            axes.fill_between(x, least, largest, color=colour, alpha=0.2, linewidth=0)
     if figure.log_x:
         axes.set_xscale("log", base=2)
     elif all(float(n).is_integer() for x, _ in figure.series.values() for n in x):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     axes.grid(alpha=0.3)
+
+
+def _fit_words(drawing: Any) -> None:
+    """Break titles and labels of axes into lines, so that none leaves the figure.
+
+    More lines leave less room for the axes, so the layout is made once more.
+    """
+    words = [(x, drawing.bbox, "width") for x in drawing.texts]
+    for axes in drawing.axes:
+        words += [
+            (axes.title, axes.bbox, "width"),
+            (axes.xaxis.label, axes.bbox, "width"),
+        ]
+        words += [(axes.yaxis.label, axes.bbox, "height")]
+    for _ in range(2):
+        drawing.draw_without_rendering()  # lays out the axes
+        for text, box, side in words:
+            taken, room = getattr(text.get_window_extent(), side), getattr(box, side)
+            line = text.get_text().replace("\n", " ")
+            if taken > room:
+                longest = max(map(len, text.get_text().split("\n")))
+                letters = max(int(0.95 * room / taken * longest), 8)
+                text.set_text(textwrap.fill(line, letters))
 
 
 def _draw_grids(drawing: Any, grids: tuple[Grid, ...], *, signed: bool) -> None:

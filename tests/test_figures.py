@@ -18,6 +18,13 @@ def shows(figure, name, *shares):
     return (np.abs(wanted - areas).max(axis=-1) < 2).any(axis=1).tolist()
 
 
+def leaves(figure):
+    """Whether something is drawn at the edge of the image, where it is cut off."""
+    image = np.array(Image.open(io.BytesIO(png(figure))).convert("L"))
+    edges = image[[0, -1]].ravel(), image[:, [0, -1]].ravel()
+    return bool((np.concatenate(edges) < 255).any())
+
+
 def grid(*values, **more):
     labels = [str(i) for i in range(len(values))]
     return Grid("grid", "key", "query", labels, ["0"], [list(values)], **more)
@@ -42,6 +49,34 @@ def test_grids_side_by_side_have_one_scale():
 
 def test_beyond_the_limit_is_the_last_colour():
     assert all(shows(grid(1.0, 9.0, limit=2.0), "Blues", 0.5, 1.0))
+
+
+LONG = "Random features against exact softmax, the model's own queries and keys, " * 3
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        Lines("lines", LONG, LONG, {"a": ([1, 2], [1.0, 2.0])}, title=LONG),
+        grid(1.0, 2.0, title=LONG)._replace(x_label=LONG, y_label=LONG),
+        Panels("both", LONG, (grid(1.0, 2.0, title=LONG), grid(0.5, 0.25))),
+    ],
+    ids=lambda figure: type(figure).__name__,
+)
+def test_long_titles_and_labels_stay_in_the_figure(figure):
+    assert not leaves(figure)
+
+
+def test_a_band_is_drawn_around_its_curve():
+    lines = Lines("lines", "x", "y", {"a": ([1, 2, 3], [1.0, 1.5, 2.0])})
+    bands = {"a": ([0.0, 1.0, 1.0], [2.0, 2.0, 4.0])}
+    image = Image.open(io.BytesIO(png(lines._replace(bands=bands)))).convert("RGB")
+    bluish = [
+        count
+        for count, (red, _, blue) in image.getcolors(1 << 20)
+        if blue - red > 25 and red > 190  # the line's colour, and much white
+    ]
+    assert sum(bluish) > 0.05 * image.width * image.height
 
 
 def test_the_same_figure_is_the_same_bytes_and_a_title_changes_them():

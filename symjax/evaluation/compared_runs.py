@@ -15,7 +15,7 @@ from symjax.data.sources import TEXT_SOURCES
 from symjax.places import in_bucket
 from symjax.training import loop
 from symjax.training.checkpoint import Checkpoints
-from symjax.training.commandline import Command, parse
+from symjax.training.commandline import Command, Parser, parse
 from symjax.training.preflight import saved_meta, saved_options
 
 Workdir = Path | epath.Path
@@ -32,12 +32,28 @@ def plan(chosen: argparse.Namespace, rest: list[str]) -> dict[str, list[Command]
     varied = [_values(text) for text in chosen.vary]
     check_words(rest, [values[0].partition("=")[0] for values in varied])
     files = items("--configs", chosen.configs, str)
+    rest = [*rest, *with_batches(chosen, rest)]
     seeds = items("--seeds", chosen.seeds or "0", int)
     runs = commands(files, varied, seeds, rest, chosen.out)
-    check_equal({name: some[0].config for name, some in runs.items()})
+    options = {name: some[0].config for name, some in runs.items()}
+    check_equal(options, part=chosen.batches is not None)
     for command in itertools.chain(*runs.values()):
         check_run(command)
     return runs
+
+
+def with_batches(chosen: argparse.Namespace, rest: list[str]) -> list[str]:
+    """The words that let runs evaluate on the batches of the table as they train.
+
+    Sets chosen.batches where only evaluate.batches of the configuration is given.
+    """
+    flag = "--config.evaluate.batches"
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="batches")
+    given = parser.parse_known_args(rest)[0].batches or ""
+    if chosen.batches is None and given.isdecimal():  # or else `parse` refuses it
+        chosen.batches = int(given) or None
+    return [f"{flag}={chosen.batches or 0}"]
 
 
 def train(runs: dict[str, list[Command]]) -> None:
@@ -146,16 +162,22 @@ def commands(
     return found
 
 
-def check_equal(options: dict[str, config.Config]) -> None:
+def check_equal(options: dict[str, config.Config], *, part: bool = False) -> None:
     """Refuse to compare runs that read other data, or another number of tokens.
 
+    Args:
+        part: they are evaluated on some of the held-out batches, which are of the same
+            text where they have one size.
     Raises:
         ValueError: naming two configurations and what they differ in.
     """
 
     def budget(one: config.Config) -> dict[str, Any]:
         tokens = one.steps * one.batch_size * one.model.length
-        return {"data": one.data, "steps · batch_size · model.length": tokens}
+        found = {"data": one.data, "steps · batch_size · model.length": tokens}
+        if part:
+            found["batch_size, which --batches counts,"] = one.batch_size
+        return found
 
     (first, one), *others = options.items()
     for name, other in others:

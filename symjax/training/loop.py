@@ -13,6 +13,7 @@ from flax import nnx
 
 from symjax import config, validation
 from symjax.data.corpus import Corpus
+from symjax.data.examples import Examples
 from symjax.data.folder import source_change
 from symjax.data.mixture import rounded
 from symjax.models.generate import generate
@@ -240,43 +241,57 @@ def stopped_at(run: Run, done: int, what: str) -> FloatingPointError:
 
 
 def heldout(run: Run, state: State, count: int) -> Means:
-    """Of the first `count` held-out batches."""
+    """Return the means over `count` held-out batches."""
     chosen = run.examples.heldout_batches(run.shape, count)
     return means(run.program, state.params, run.constants, run.shape, chosen)
 
 
 def evaluate(run: Run, state: State) -> float:
-    """The held-out loss, shown and logged; and a sample where the model writes text.
+    """Return the held-out loss; show and log it, and a sample if it is wanted.
 
     Raises:
         FloatingPointError: it is not finite.
     """
     examples, done = run.examples, int(state.step)
-    loss, accuracy = heldout(run, state, run.options.evaluate.batches)
-    values, shown = {"heldout/loss": loss}, f"{loss:.4f} nats/{examples.unit}"
-    references, unit = examples.references, ""
+    total = examples.heldout_count(run.shape)
+    count = min(run.options.evaluate.batches or total, total)
+    loss, accuracy = heldout(run, state, count)
+    values = {"heldout/loss": loss, "heldout/batches": count}
+    shown = f"{loss:.4f} nats/{examples.unit}"
     if (text := examples.text) is None:  # targets are answers
         values["heldout/accuracy"] = accuracy
         shown += f", accuracy {accuracy:.4f},"
     else:
         values["heldout/bits_per_byte"] = bits = text.bits_per_byte(loss)
         shown += f", {bits:.4f} bits/byte"
-        references = {n: text.bits_per_byte(x) for n, x in references.items()}
-        unit = "bits/byte: "
     run.metrics.write(done, values)
-    lines = unit + ", ".join(f"{n} {x:.2f}" for n, x in references.items())
-    total = examples.heldout_count(run.shape)
-    count = min(run.options.evaluate.batches, total)
     run.progress.line(
-        f"step {done}: held-out loss {shown} on {count} of {total} batches ({lines})"
+        f"step {done}: held-out loss {shown} on {count} of {total} batches "
+        f"({references(examples, count, total)})"
     )
     if not math.isfinite(loss):
         raise stopped_at(run, done, f"held-out loss is {loss}")
-    if text is not None:
+    if text is not None and run.options.evaluate.sample:
         weights = to_host((state.params, run.constants))
         shown = on_process_zero(lambda: sample(run, text, weights))
         run.progress.line(f"step {done}: sample {shown!r}")
     return loss
+
+
+def references(examples: Examples, count: int, total: int) -> str:
+    """Return the losses that need no model, and the batches they are measured on.
+
+    Tables of n-grams and frequencies of labels are measured on all held-out examples.
+    The line says so where the model was measured on `count` of `total` batches alone.
+    """
+    partial = count < total and examples.heldout_rows is not None
+    where = f"on all {total}" if partial else ""
+    found, unit = examples.references, ""
+    if text := examples.text:
+        where, unit = f"n-gram tables {where}".rstrip(), " bits/byte"
+        found = {name: text.bits_per_byte(x) for name, x in found.items()}
+    shown = ", ".join(f"{name} {x:.2f}" for name, x in found.items()) + unit
+    return f"{where}: {shown}" if where else shown
 
 
 def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:

@@ -1,5 +1,7 @@
 """Configurations against each other: equal budgets, resumable, means by hand."""
 
+import argparse
+import json
 import os
 import statistics
 import sys
@@ -12,6 +14,8 @@ from runs import ROOT, SMALL, write_text
 from symjax import config, validation
 from symjax.evaluation import compare, compared_runs
 from symjax.evaluation.compare import Evaluated
+from symjax.evaluation.language import losses
+from symjax.evaluation.loading import load
 from symjax.training.exit_codes import run_and_exit
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -38,7 +42,9 @@ def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
     said = capsys.readouterr().out
     out = tmp_path / "out"
     table = (out / "compare.csv").read_text().splitlines()
-    assert table[0].startswith("configuration,seeds,parameters,held-out,spread,")
+    assert table[0].startswith(
+        "configuration,seeds,parameters,held-out (nats/byte),std over seeds,"
+    )
     rows = [line.split(",") for line in table[1:]]
     assert [row[:2] for row in rows] == [["gpt-tiny", "2"], ["diff-tiny", "2"]]
     found = [
@@ -55,20 +61,51 @@ def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
     assert any(line.startswith("| gpt-tiny | 2 |") for line in lines)
     assert any(line.startswith("| diff-tiny | 0 | ") for line in lines)
     assert (out / "heldout.png").read_bytes().startswith(b"\x89PNG")
+    check_table_and_curves_agree(out, rows, 1)
     check_runs_that_exist(out, rows)
     before = {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")}
     assert call(*given, "--seeds", "0,1", "--batches", "1") == 0
     assert {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")} == before
 
 
+def check_table_and_curves_agree(out, rows, batches):
+    found = json.loads((out / "compare.json").read_text())["compare"]
+    assert found["unit"] == "nats/byte" and found["batches"] == batches
+    assert found["spread"] == "standard deviation over seeds, by n − 1"
+    for row in rows:
+        curve = found["curves"][row[0]]
+        assert curve["step"][-1] == 6 and curve["mean"][-1] == float(row[3])
+        least, largest = (x[-1] for x in curve["band"])
+        assert (largest - least) / 2 == pytest.approx(float(row[4]))
+
+
 def check_runs_that_exist(out, rows):
-    """The same table from workdirs, here relative ones: of two seeds one row."""
+    """The same table from workdirs, here relative ones: of two seeds one row.
+
+    On batches on which they have not evaluated as they trained, the curve is that of
+    their checkpoints.
+    """
     runs = [out / f"{name}-tiny-seed{n}" for name in ("gpt", "diff") for n in (0, 1)]
     runs = [os.path.relpath(run) for run in runs]
     given = ["--workdirs", ",".join(map(str, runs)), "--out", out / "again"]
     assert call(*given, "--batches", "1") == 0
     table = (out / "again" / "compare.csv").read_text().splitlines()
     assert [line.split(",") for line in table[1:]] == rows
+    check_table_and_curves_agree(out / "again", rows, 1)
+    assert call(*given, "--batches", "3") == 0
+    table = (out / "again" / "compare.csv").read_text().splitlines()
+    rows = [line.split(",") for line in table[1:]]
+    check_table_and_curves_agree(out / "again", rows, 3)
+    found = json.loads((out / "again" / "compare.json").read_text())["compare"]
+    for name in ("gpt-tiny", "diff-tiny"):
+        before = [loss_at(out / f"{name}-seed{n}", 4) for n in (0, 1)]
+        assert found["curves"][name]["step"] == [4, 6]
+        wanted = statistics.mean(before)
+        assert found["curves"][name]["mean"][0] == pytest.approx(wanted)
+
+
+def loss_at(workdir, step):
+    return losses(load(workdir, step), 3)["heldout"]["loss"]
 
 
 def meta(sha="a" * 64, kind="decoder", seed=0, step=1, **language):
@@ -209,6 +246,49 @@ def test_means_and_spread_are_those_of_the_seeds():
     assert table.rows[1] == ("b", 1, 7, 2.0, None, 1.0, 0.5, 100)
     assert lambdas.rows == [("b", 0, 1.5, 1.0, 0.2, pytest.approx(0.7))]
     assert found.figures[0].series["a"] == ([5.0, 9.0], [3.0, 2.0])
+
+
+def test_table_figure_and_json_name_the_batches_the_unit_and_the_spread():
+    some = {"batches": 10, "all_batches": 267, "unit": "byte"}
+    runs = [run(x, 2.0, 0)._replace(**some) for x in (1.0, 3.0)]
+    found = compare.compare({"a": runs, "b": runs[:1]})
+    assert "held-out losses on 10 of 267 held-out batches" in found.text[0]
+    assert "standard deviation over seeds, by n − 1" in found.text[1]
+    assert found.tables[0].columns[3:5] == ["held-out (nats/byte)", "std over seeds"]
+    [figure] = found.figures
+    assert figure.y_label == "nats/byte, on 10 of 267 held-out batches"
+    assert "band of one standard deviation" in figure.title
+    root = 2.0**0.5
+    assert figure.bands == {"a": ([3 - root, 2 - root], [3 + root, 2 + root])}
+    values = found.values["compare"]
+    assert values["spread"].startswith("standard deviation") and values["batches"] == 10
+
+
+def test_parts_of_what_is_held_out_are_compared_where_they_are_the_same():
+    one = run(1.0, 2.0, 0)._replace(batches=10, all_batches=20)
+    other = one._replace(all_batches=40)
+    with pytest.raises(ValueError, match="a is evaluated on 10 of 20 .* b on 10 of 40"):
+        compare.check_batches({"a": [one], "b": [other]})
+    whole = {"a": [one._replace(batches=20)], "b": [other._replace(batches=40)]}
+    compare.check_batches(whole)
+    assert "all held-out batches" in compare.compare(whole).figures[0].y_label
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "wanted", "trained"),
+    [
+        (None, [], None, 0),
+        (7, [], 7, 7),
+        (7, ["--config.evaluate.batches=3"], 7, 7),
+        (None, ["--config.evaluate.batches", "3"], 3, 3),
+        (None, ["--config.evaluate.batches=0"], None, 0),
+    ],
+)
+def test_runs_evaluate_on_the_batches_of_the_table(given, more, wanted, trained):
+    chosen = argparse.Namespace(batches=given)
+    found = compared_runs.with_batches(chosen, more)
+    assert found == [f"--config.evaluate.batches={trained}"]
+    assert chosen.batches == wanted
 
 
 def test_runs_of_other_lengths_without_their_lines_are_compared():

@@ -1,0 +1,43 @@
+"""What a run says while it runs, and what it leaves out when asked to."""
+
+import json
+
+import pytest
+from runs import train
+
+from symjax.training import loop
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def rows(workdir):
+    return [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluations(capsys):
+    lines = capsys.readouterr().err.splitlines()
+    return [x for x in lines if x.startswith("step ") and ": held-out loss " in x]
+
+
+def test_samples_can_be_turned_off(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "generate", None)  # a sample would call it
+    assert train(text, tmp_path / "run", steps=2, evaluate__sample="false") == 0
+    said = capsys.readouterr().err
+    assert "held-out loss" in said and ": sample " not in said
+
+
+def test_the_line_says_where_tables_are_of_other_batches(text, tmp_path, capsys):
+    keys = {"steps": 1, "evaluate__sample": "false", "batch_size": 2}
+    assert train(text, tmp_path / "part", **keys) == 0
+    [line] = evaluations(capsys)
+    [found] = [x for x in rows(tmp_path / "part") if "heldout/loss" in x]
+    total = line.partition(" on 2 of ")[2].partition(" ")[0]
+    assert found["heldout/batches"] == 2 < int(total)
+    assert f" on 2 of {total} batches (n-gram tables on all {total}: unigram " in line
+    assert line.endswith(" bits/byte)")
+    keys["evaluate__batches"] = 999
+    assert train(text, tmp_path / "all", **keys) == 0
+    [line] = evaluations(capsys)
+    assert f" on {total} of {total} batches (n-gram tables: unigram " in line
+    [found] = [x for x in rows(tmp_path / "all") if "heldout/loss" in x]
+    assert found["heldout/batches"] == int(total)

@@ -31,6 +31,19 @@ def key(
     )
 
 
+class Keys:
+    """A group of keys. A whole number is a float where a key is one: clip=0."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            if field.type == "float" and type(value) is int:
+                object.__setattr__(self, field.name, float(value))
+            elif field.type == "tuple[float, float]" and type(value) is tuple:
+                pair = tuple(float(x) if type(x) is int else x for x in value)
+                object.__setattr__(self, field.name, pair)
+
+
 def mechanisms() -> tuple[str, ...]:
     """The names in the table of mechanisms, which knows jax and so is read late."""
     from symjax.attention import MECHANISMS
@@ -39,7 +52,7 @@ def mechanisms() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Keys):
     """The attention layer: mechanism, keys, differential maps, execution."""
 
     mechanism: str = key(
@@ -135,7 +148,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Keys):
     kind: str = key(
         "decoder",
         "depth blocks, or one block applied depth times with halting (universal); an "
@@ -228,7 +241,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Data:
+class Data(Keys):
     source: str = key(
         "stdlib",
         "where text comes from: Python's own standard library, files, or a data set of "
@@ -288,10 +301,10 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class Optimizer(Keys):
     name: str = key(
         "adamw",
-        "optax optimizer; muon moves what is no kernel of a block as adamw does",
+        "optax optimizer; muon moves what is no matrix of a block as adamw does",
         ("adamw", "adam", "lion", "sgd", "muon"),
     )
     learning_rate: float = key(3e-4, "the peak of the schedule", least=0)
@@ -309,8 +322,8 @@ class Optimizer:
     )
     warmup: float = key(
         0.05,
-        "linear warm-up of wsd and the warmup_ schedules: steps, or below 1 a share of "
-        "decay_steps (not for wsd)",
+        "linear warm-up of wsd and the warmup_ schedules, the last step of which has "
+        "the peak: steps, or below 1 a share of decay_steps (not for wsd)",
         least=0,
     )
     cooldown: float = key(
@@ -321,7 +334,8 @@ class Optimizer:
     final: float = key(0.1, "learning rate at the end, as a share of the peak", least=0)
     decay_steps: int = key(
         0,
-        "steps after which a schedule has reached its end; 0: the run's steps",
+        "the step that has the rate at the end, and from which on it stays; 0: the "
+        "run's last",
         least=0,
     )
     weight_decay: float = key(
@@ -336,8 +350,14 @@ class Optimizer:
     embedding_weight_decay: float = key(
         -1.0, "of the same weights; 0: none, -1: as weight_decay", least=-1
     )
-    betas: tuple[float, float] = key((0.9, 0.95), "decay of the two moments")
-    eps: float = key(1e-8, "added to the root of the second moment")
+    betas: tuple[float, float] = key(
+        (0.9, 0.95),
+        "decay of the two moments; sgd takes the first as its momentum and has no "
+        "other; of muon those of what adamw moves: its own momentum is 0.95",
+    )
+    eps: float = key(
+        1e-8, "added to the root of the second moment; lion and sgd have none"
+    )
     clip: float = key(1.0, "largest norm of the whole gradient; 0: off", least=0)
     nonfinite: str = key(
         "stop",
@@ -356,15 +376,23 @@ class Optimizer:
     )
     ema: float = key(
         0.0,
-        "also keep a mean of the weights, of which each step leaves this share: "
-        "eval.py --ema; 0: none",
+        "also keep a mean of the weights after every step, whose share each later step "
+        "multiplies by this: eval.py --ema; 0: none",
         least=0,
     )
     accumulate: int = key(1, "micro-batches a step; must divide batch_size", least=1)
+    version: int = key(
+        2,
+        "rules of the optimizer; 1: those of runs that began without this key, which "
+        "continue by them: warm-up begins with a rate of 0, ema with the first "
+        "weights, and muon moves convolutions as matrices",
+        least=1,
+        most=2,
+    )
 
 
 @dataclass(frozen=True)
-class Mesh:
+class Mesh(Keys):
     data: int = key(-1, "devices that split the batch; -1: what is left")
     fsdp: int = key(1, "devices that split batch, weights and optimizer")
     tensor: int = key(1, "devices that split heads and hidden features")
@@ -372,7 +400,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Keys):
     every: int = key(
         500,
         "steps between held-out evaluations, and samples if evaluate.sample; 0: at the "
@@ -386,7 +414,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Keys):
     every: int = key(
         500,
         "steps between checkpoints; 0: only the last step, which is always saved",
@@ -399,7 +427,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Log:
+class Log(Keys):
     every: int = key(20, "steps between lines of metrics.jsonl", least=1)
     tensorboard: bool = key(False, "also write TensorBoard event files")
     wandb: str = key("", "also log to this project of Weights & Biases; empty: do not")
@@ -412,7 +440,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Keys):
     steps: int = key(3000, "optimizer steps of the run", least=1)
     batch_size: int = key(32, "rows a step, over all devices", least=1)
     seed: int = key(0, "of weights, shuffling and dropout", least=0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +14,9 @@ from symjax.config import Config
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "seed", "batch_size")
+# What keys stand for in a run that began before there were these keys, where that is
+# not their default. Such a run continues with these values.
+BEFORE = {"optimizer.version": 1}
 FREE = (  # they change no function
     "data.cache",
     "model.remat",
@@ -47,6 +51,34 @@ def from_dict(tree: dict[str, Any]) -> Config:
     """
     options = _build(Config, tree, "")
     check(options)
+    return options
+
+
+def from_stored(tree: dict[str, Any]) -> Config:
+    """Return the configuration of a run that may be older than some keys (`BEFORE`).
+
+    Raises:
+        ValueError: as `from_dict`.
+    """
+    tree = copy.deepcopy(tree)
+    for name, value in BEFORE.items():
+        group, _, key = name.rpartition(".")
+        if isinstance(found := tree.get(group), dict):
+            found.setdefault(key, value)
+    return from_dict(tree)
+
+
+def continued(options: Config, saved: Config, allow: Collection[str] = ()) -> Config:
+    """Return `options` with the values that `saved` has for the keys of `BEFORE`.
+
+    Args:
+        allow: keys that may change.
+    """
+    for name in BEFORE.keys() - set(allow):
+        group, _, key = name.rpartition(".")
+        value = attrgetter(name)(saved)
+        keys = dataclasses.replace(getattr(options, group), **{key: value})
+        options = dataclasses.replace(options, **{group: keys})
     return options
 
 
@@ -93,8 +125,6 @@ def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:
             value = tuple(value)
         elif name == "remat" and type(value) is bool:  # of older checkpoints
             value = "full" if value else "none"
-        elif kinds[name] is float and type(value) is int:
-            value = float(value)
         values[name] = value
     return kind(**values)
 

@@ -319,14 +319,17 @@ def test_the_mean_of_the_weights_is_judged_where_a_run_kept_it(
 ):
     text = write_text(tmp_path)
     keys = {"steps": 1, "optimizer__ema": 0.25, "optimizer__warmup": 0}
+    keys |= {"optimizer__schedule": "constant_schedule"}
     assert train(text, tmp_path / "run", **keys) == 0
+    first = load(tmp_path / "run")
+    assert train(text, tmp_path / "run", **keys | {"steps": 2}) == 0
     run, mean = (load(tmp_path / "run", ema=ema) for ema in (False, True))
-    first, _ = run.program.initial(run.config.seed)
+    assert (first.step, run.step) == (1, 2)
     moved = 0.0
-    for one, start, end in zip(
+    for one, start, end in zip(  # of the weights after both steps, not the first ones
         *map(jax.tree.leaves, (mean.params, first.params, run.params)), strict=True
     ):
-        np.testing.assert_allclose(one, 0.25 * start + 0.75 * end, atol=1e-7)
+        np.testing.assert_allclose(one, 0.2 * start + 0.8 * end, atol=1e-7)
         moved = max(moved, abs(np.asarray(end - start)).max())
     assert moved > 1e-6
     assert judge(tmp_path / "run", "--tasks", "lambda", "--ema") == 0

@@ -170,7 +170,7 @@ def options_of(directory: Path, about: dict[str, Any]) -> config.Config:
         ValueError: it is none of this version, or its values are out of range.
     """
     try:
-        return validation.from_dict(about["config"])
+        return validation.from_stored(about["config"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"the configuration in {directory / OWN}: {error}") from None
 

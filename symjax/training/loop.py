@@ -191,6 +191,11 @@ def introduce(run: Run, state: State) -> None:
             run.progress.line(line)
     if 0 < run.profile.last <= first:
         run.progress.line(f"no trace: log.profile {run.options.log.profile} is over")
+    if run.options.optimizer.version < config.Optimizer().version:
+        run.progress.line(
+            f"optimizer.version {run.options.optimizer.version}: the run continues by "
+            "the rules of the optimizer that it began with (docs/checkpoints.md)"
+        )
     for line in rounded(run.options.data):
         run.progress.line(line)
     if line := source_change(run.options.data, home(run.workdir) / "data"):

@@ -92,6 +92,7 @@ def open_run(
     folder = workdir / "checkpoints"
     check_same(checkpoints=Checkpoints(folder).steps())
     meta = all_succeed(lambda: preflight.saved_meta(options, workdir, allow))
+    options = preflight.as_begun(options, meta, workdir, allow)
     with interrupts.at_once():
         examples = process_zero_first(
             lambda: preflight.open_data(options, workdir, meta)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from symjax import config, validation
 
 MEMORY = 0.98  # of the running mean of gradient norms: the last 50 steps
+MUON_MOMENTUM = 0.95  # with Nesterov's step ahead
 ADAMW_RMS = 0.2  # of AdamW's updates, in units of the learning rate
 ENOUGH = 20  # steps, before which no norm counts as unusual
 EMBEDDINGS = ("embedding", "positions", "patches", "head")
@@ -27,12 +28,20 @@ def optimizer(
     """Clip the whole gradient, step by the schedule; skip harmful steps (`guarded`).
 
     `adamw` and `lion` shrink the weights themselves; `adam` and `sgd` add
-    weight_decay · weight to the clipped gradient, as PyTorch's do. `sgd` takes the
-    first of `betas` as its momentum. `muon` moves the kernels of blocks by their
-    momentum made orthogonal, in steps of AdamW's size, so that rate and decay are those
-    of AdamW, which moves all other weights. Embeddings and the output layer may have a
-    rate and a decay of their own. Moments have the paths and shapes of the weights, and
-    so has their mean over time if `ema` asks for one.
+    weight_decay · weight to the clipped gradient, as PyTorch's do. `muon` moves the
+    matrices of blocks by their momentum made orthogonal, in steps of AdamW's size, so
+    that rate and decay are those of AdamW, which moves all other weights, and
+    convolutions over taps. Embeddings and the output layer may have a rate and a decay
+    of their own. Moments have the paths and shapes of the weights, and so has their
+    mean over time if `ema` asks for one.
+
+    | name        | betas                         | eps    |
+    |-------------|-------------------------------|--------|
+    | adamw, adam | both moments                  | used   |
+    | lion        | both, of its one moment       | unused |
+    | sgd         | the first: its momentum       | unused |
+    | muon        | both moments of AdamW's part; | used   |
+    |             | its own momentum is 0.95      |        |
 
     Args:
         steps: of the run, where `decay_steps` is 0.
@@ -60,7 +69,7 @@ def optimizer(
         chain.append(optax.clip_by_global_norm(options.clip))
     chain += _moved(options, schedule(options, steps), params_abstract)
     if options.ema:
-        chain.append(averaged(options.ema))
+        chain.append(averaged(options.ema, corrected=options.version > 1))
     return guarded(optax.chain(*chain), options.spike)
 
 
@@ -85,7 +94,8 @@ def _moved(
         name: found[0] if len(found) == 1 else optax.chain(*found)
         for name, found in groups.items()
     }
-    return [optax.partition(by_label, _labels(params, rest, by_label))]
+    labels = _labels(params, rest, by_label, convolutions=options.version == 1)
+    return [optax.partition(by_label, labels)]
 
 
 def _by_name(
@@ -99,11 +109,13 @@ def _by_name(
             return [optax.adamw(rate, first, second, eps, **decayed)]
         case "lion":
             return [optax.lion(rate, first, second, **decayed)]
-        case "muon":  # of matrices alone, all of which decay
+        case "muon":  # of matrices alone
             return [
                 optax.contrib.muon(
                     rate,
+                    beta=MUON_MOMENTUM,
                     weight_decay=decay,
+                    weight_decay_mask=mask,
                     muon_weight_dimension_numbers=_matrices,
                     consistent_rms=ADAMW_RMS,
                 )
@@ -122,67 +134,84 @@ def _matrices(params: Any) -> Any:
 
 
 def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
-    """Step (from 0) → learning rate.
+    """Return the function from steps taken (0: none) to the rate of the next step.
 
-    The peak is `learning_rate`, the end `final` times the peak, reached after
-    `decay_steps` (the run's steps if 0) and held from there on. Warm-up starts at 0 and
-    is part of `decay_steps`.
+    Step n of a warm-up of w steps has n/w of the peak, `learning_rate`. From step w, or
+    from step 1 without a warm-up, the rate falls to the end, `final` times the peak. It
+    is there in step `decay_steps`, or in the last of the run if that is 0, and stays.
 
-    `wsd` warms up, stays at the peak, and decays linearly in the last `cooldown` steps.
-    More steps delay the decay and change no rate before it, so that a run can be
-    extended from a checkpoint that is older than its decay. Source: Hu et al. 2024,
-    arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
+    `wsd` warms up, stays at the peak, and decays linearly in the last `cooldown` steps;
+    without any the end begins after `decay_steps`. More steps delay the decay and
+    change no rate before it, so that a run can be extended from a checkpoint that is
+    older than its decay. Source: Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024,
+    arXiv:2405.18392.
+
+    Runs of `version` 1 count from step 0, which has the rate 0 in a warm-up; their last
+    step is the one before the end.
 
     Args:
         options: checked by `optimizer`.
     Raises:
         ValueError: there are too few steps for the warm-up and the cool-down.
     """
-    peak, warmup = options.learning_rate, options.warmup
-    end, length = peak * options.final, options.decay_steps or steps
+    name, length = options.schedule, options.decay_steps or steps
     if length < 1:
         raise ValueError(f"steps {steps} must be at least 1")
-    if options.schedule == "wsd" and 0 < warmup < 1:
+    if name == "wsd" and 0 < options.warmup < 1:
         raise ValueError(
-            f"optimizer.warmup {warmup} is a share of the steps, and would change when "
-            f"they are extended: optimizer.schedule=wsd needs a number of steps, "
-            f"for instance {math.ceil(warmup * length)}"
+            f"optimizer.warmup {options.warmup} is a share of the steps, and would "
+            "change when they are extended: optimizer.schedule=wsd needs a number of "
+            f"steps, for instance {math.ceil(options.warmup * length)}"
         )
-    warmup, cooldown = (_steps(x, length) for x in (warmup, options.cooldown))
+    warmed = name.startswith("warmup_") or name == "wsd"
+    warmup = _steps(options.warmup, length) if warmed else 0
+    if name == "warmup_cosine_decay_schedule" and warmup >= length:
+        raise ValueError(
+            f"optimizer.warmup {warmup} must be less than the {length} steps "
+            "after which optimizer.schedule has reached its end"
+        )
+    first = 0 if options.version == 1 else 1
+    warmup = max(warmup, first)
+    rising = optax.linear_schedule(0.0, options.learning_rate, warmup)
+    parts = [rising, _after_warmup(options, length, warmup)]
+    rate = optax.join_schedules(parts, [warmup])
+    return lambda taken: rate(taken + first)
+
+
+def _after_warmup(
+    options: config.Optimizer, length: int, warmup: int
+) -> optax.Schedule:
+    """Return the schedule from the last step of the warm-up on, which has the peak."""
+    peak, left = options.learning_rate, max(length - warmup, 1)
+    end = peak * options.final
     match options.schedule:
-        case "cosine_decay_schedule":
-            return optax.cosine_decay_schedule(peak, length, alpha=options.final)
+        case "cosine_decay_schedule" | "warmup_cosine_decay_schedule":
+            return optax.cosine_decay_schedule(peak, left, alpha=options.final)
         case "linear_schedule":
-            return optax.linear_schedule(peak, end, length)
-        case "warmup_constant_schedule" if warmup:
-            return optax.warmup_constant_schedule(0.0, peak, warmup)
-        case "warmup_cosine_decay_schedule":
-            if warmup >= length:
-                raise ValueError(
-                    f"optimizer.warmup {warmup} must be less than the {length} steps "
-                    "after which optimizer.schedule has reached its end"
-                )
-            return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, length, end)
+            return optax.linear_schedule(peak, end, left)
         case "wsd":
-            return _warmup_stable_decay(peak, end, warmup, length, cooldown)
-        case _:  # constant, also after no steps of warm-up, where optax would stay at 0
+            return _stable_decay(options, length, warmup)
+        case _:
             return optax.constant_schedule(peak)
 
 
-def _warmup_stable_decay(
-    peak: float, end: float, warmup: int, length: int, cooldown: int
+def _stable_decay(
+    options: config.Optimizer, length: int, warmup: int
 ) -> optax.Schedule:
-    if warmup + cooldown > length:
+    peak, cooldown = options.learning_rate, _steps(options.cooldown, length)
+    if _steps(options.warmup, length) + cooldown > length:
         raise ValueError(
             f"optimizer.warmup {warmup} and optimizer.cooldown {cooldown} must not "
             f"be more than the {length} steps of optimizer.schedule=wsd"
         )
-    parts = [
-        optax.linear_schedule(0.0, peak, warmup),
-        optax.constant_schedule(peak),
-        optax.linear_schedule(peak, end, cooldown),
-    ]
-    return optax.join_schedules(parts, [warmup, length - cooldown])
+    end = peak * options.final
+    falling, start = optax.linear_schedule(peak, end, cooldown), length - cooldown
+    if not cooldown:
+        falling, start = optax.constant_schedule(end), length + 1
+        if options.version == 1:  # it never came to its end
+            return optax.constant_schedule(peak)
+    stable = optax.constant_schedule(peak)
+    return optax.join_schedules([stable, falling], [start - warmup])
 
 
 def schedule_change(
@@ -200,6 +229,8 @@ def schedule_change(
     before, now = saved.optimizer.schedule, options.optimizer.schedule
     if before == now == "wsd" and options.steps > saved.steps:
         last -= _steps(saved.optimizer.cooldown, last)
+        if taken == last:  # the next step would be the first of the decay
+            return None
         if taken > last:
             hint = (
                 f" (the rate has decayed since step {last}: if a checkpoint up to then "
@@ -283,25 +314,40 @@ def state_layout(options: config.Config) -> Any:
 
 
 class Averaged(NamedTuple):
-    """The state of `averaged`."""
+    """State of `averaged`.
+
+    Attributes:
+        average: of the weights.
+        count: the steps that it is an average of; nothing if it is not corrected.
+    """
 
     average: Any
+    count: Any = ()
 
 
-def averaged(decay: float) -> optax.GradientTransformation:
-    """Changes no update, and keeps an exponential moving average of the weights.
+def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransformation:
+    """Change no update, and keep an exponential moving average of the weights.
 
-    Averages a_t = decay · a_{t−1} + (1 − decay) · w_t start from the first weights.
-    Source: Polyak & Juditsky 1992; exponential, for instance in arXiv:2006.11239.
+    a_t = Σ_{s≤t} decay^{t−s} w_s / Σ_{s≤t} decay^{t−s} over the weights w_s after the
+    steps that were taken, which needs no first weights: after one step it is w_1.
+
+    Args:
+        corrected: False, as of runs of `version` 1: a_t = decay · a_{t−1} +
+            (1 − decay) · w_t from the first weights on, of which decayᵗ stays.
+    Source: Polyak & Juditsky 1992; exponential, for instance in arXiv:2006.11239; the
+        correction as in Kingma & Ba 2014, arXiv:1412.6980, section 3.
     """
 
     def init(params: Any) -> Averaged:
-        return Averaged(params)
+        return Averaged(params, jnp.zeros((), jnp.int32) if corrected else ())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Averaged]:
-        weights = optax.apply_updates(params, updates)
-        average = optax.incremental_update(weights, state.average, 1 - decay)
-        return updates, Averaged(average)
+        weights, share, count = optax.apply_updates(params, updates), 1 - decay, ()
+        if corrected:
+            count = state.count + 1
+            share /= -jnp.expm1(count * math.log(decay))  # 1 − decayᵗ, to its digits
+        average = optax.incremental_update(weights, state.average, share)
+        return updates, Averaged(average, count)
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
@@ -330,16 +376,26 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays_at, params)
 
 
-def _labels(params: Any, rest: str, groups: Container[Hashable]) -> Any:
-    """The group of each weight: of muon the kernels of blocks that are matrices, with
-    more than one row and column; of embeddings tokens, positions and patches of images,
-    and the output layer."""
+def _labels(
+    params: Any, rest: str, groups: Container[Hashable], *, convolutions: bool = False
+) -> Any:
+    """Return the group of each weight.
+
+    Of muon the kernels of blocks that are matrices, with more than one row and column;
+    of embeddings tokens, positions and patches of images, and the output layer.
+
+    Args:
+        convolutions: muon has kernels [taps channels], as in runs of `version` 1. They
+            are no matrices: every channel has a filter of its own.
+    """
 
     def label(path: Any, leaf: Any) -> str:
         parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if "embeddings" in groups and parts[0] in EMBEDDINGS:
             return "embeddings"
         inside = parts[0] == "blocks" and parts[-1] == "kernel"
+        if not convolutions and any("convolution" in part for part in parts):
+            inside = False
         matrix = inside and len(leaf.shape) == 2 and min(leaf.shape) > 1
         return "muon" if "muon" in groups and matrix else rest
 

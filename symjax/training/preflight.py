@@ -34,6 +34,7 @@ def saved_meta(
         return None
     meta = checkpoints.read_meta()
     saved = saved_options(meta, workdir)
+    options = validation.continued(options, saved, allow)
     found = validation.differences(saved, options)
     if refused := [line for name, line in found.items() if name not in allow]:
         raise ValueError(
@@ -48,6 +49,23 @@ def saved_meta(
         )
     changed = [f"from step {meta['step']}: {line}" for line in found.values()]
     return {**meta, "changed": [*meta.get("changed", []), *changed]}
+
+
+def as_begun(
+    options: config.Config,
+    meta: dict[str, Any] | None,
+    workdir: epath.Path,
+    allow: Sequence[str] = (),
+) -> config.Config:
+    """Return the configuration with the rules that the run of a checkpoint began with.
+
+    Args:
+        meta: of the newest checkpoint; None: the run is new.
+        allow: keys that the run may change.
+    """
+    if meta is None:
+        return options
+    return validation.continued(options, saved_options(meta, workdir), allow)
 
 
 def data_folder(workdir: epath.Path) -> Path:
@@ -118,7 +136,7 @@ def saved_options(meta: dict[str, Any], workdir: epath.Path) -> config.Config:
     if not isinstance(tree, dict):
         raise ValueError(f"{where} has no configuration")
     try:
-        return validation.from_dict(tree)
+        return validation.from_stored(tree)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"the configuration in {where}: {error}") from None
 

@@ -14,9 +14,12 @@ import pytest
 import runs
 from runs import ROOT, SECONDS, train
 
+from symjax import config
+from symjax.evaluation.loading import load
 from symjax.training import chips, fits, interrupt, loop, preflight, progress
 from symjax.training.ahead import ahead
 from symjax.training.checkpoint import Checkpoints
+from symjax.training.optimizer import schedule
 from symjax.training.progress import Clock
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -322,7 +325,7 @@ def test_the_rate_that_is_logged_is_the_one_that_is_used(text, workdir):
     keys |= {"optimizer__schedule": "linear_schedule", "optimizer__learning_rate": 0.1}
     assert train(text, workdir, steps=60, optimizer__final=0, **keys) == 1
     rates = [row["learning_rate"] for row in rows(workdir)]
-    wanted = [0.1 * (60 - taken) / 60 for taken in [*range(20), *[20] * 20]]
+    wanted = [0.1 * (59 - taken) / 59 for taken in [*range(20), *[20] * 20]]
     assert rates == pytest.approx(wanted, rel=1e-5)
 
 
@@ -333,6 +336,55 @@ def test_other_steps_that_change_the_learning_rate_are_said(text, workdir, capsy
         lines = capsys.readouterr().err.splitlines()
         assert sum(line.startswith("learning rate of step") for line in lines) == said
     assert any("0.004 with steps 8, was 0.0004 with steps 4" in line for line in lines)
+
+
+@pytest.fixture
+def older(monkeypatch):
+    """Checkpoints are stored as they were before optimizer.version."""
+    save = Checkpoints.save
+
+    def stored(self, step, trees, meta):
+        del meta["config"]["optimizer"]["version"]
+        save(self, step, trees, meta)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", stored)
+        yield patched
+
+
+def test_an_older_run_continues_by_the_rules_it_began_with(
+    older, text, workdir, capsys
+):
+    keys = {"optimizer__ema": 0.5, "optimizer__decay_steps": 8, "log__every": 1}
+    keys |= {"optimizer__warmup": 4}
+    assert train(text, workdir, steps=2, optimizer__version=1, **keys) == 0
+    older.undo()
+    capsys.readouterr()
+    assert train(text, workdir, steps=6, **keys) == 0
+    said = capsys.readouterr().err
+    assert "resumed at step 2" in said and "optimizer.version 1: " in said
+    found = [x["learning_rate"] for x in rows(workdir) if "learning_rate" in x]
+    rate = config.Optimizer(warmup=4, decay_steps=8, version=1, learning_rate=0.004)
+    wanted = [float(schedule(rate, 6)(taken)) for taken in range(6)]
+    assert wanted[0] == 0 and found == pytest.approx(wanted, rel=1e-5)
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        assert checkpoints.read_meta()["config"]["optimizer"]["version"] == 1
+    load(workdir, ema=True)
+    assert train(text, workdir, "--allow", "optimizer.version", steps=8, **keys) == 2
+    assert "another optimizer (optimizer.version: 1 → 2)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_older_run_takes_the_new_rules_where_that_is_allowed(
+    older, text, workdir, capsys
+):
+    assert train(text, workdir, steps=2, optimizer__version=1) == 0
+    older.undo()
+    assert train(text, workdir, "--allow", "optimizer.version", steps=4) == 0
+    said = capsys.readouterr().err
+    assert "changed from step 2: optimizer.version: 1 → 2" in said
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        assert checkpoints.read_meta()["config"]["optimizer"]["version"] == 2
 
 
 def test_it_is_said_too_where_another_key_was_allowed_to_change(text, workdir, capsys):

@@ -11,7 +11,14 @@ from flax import nnx
 
 from symjax import config
 from symjax.models.build import build
-from symjax.training.optimizer import decays, optimizer, schedule, schedule_change
+from symjax.training.optimizer import (
+    average_of,
+    averaged,
+    decays,
+    optimizer,
+    schedule,
+    schedule_change,
+)
 
 NAMES = ("adamw", "adam", "lion", "sgd", "muon")
 SCHEDULES = (
@@ -239,27 +246,94 @@ def test_the_shapes_alone_decide(params):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+FALLING = set(SCHEDULES) - {"constant_schedule", "warmup_constant_schedule"}
+
+
+def rates(steps, count, **changes):
+    """Of the first `count` steps."""
+    rate = schedule(options(**changes), steps)
+    return np.array([rate(taken) for taken in range(count)])
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_the_first_step_moves_and_the_last_step_has_the_rate_of_the_end(name, warmup):
+    """Of 20 steps: step n of a warm-up of w has n/w of the peak."""
+    found = rates(20, 31, schedule=name, warmup=warmup, final=0.2)
+    rising = warmup if name.startswith("warmup") or name == "wsd" else 0
+    np.testing.assert_allclose(
+        found[:rising], 0.1 * np.arange(1, rising + 1) / max(rising, 1), rtol=1e-6
+    )
+    np.testing.assert_allclose(found[max(rising, 1) - 1], 0.1, rtol=1e-6)
+    assert (np.diff(found[max(rising, 1) - 1 :]) <= 0).all()
+    np.testing.assert_allclose(found[19:], 0.02 if name in FALLING else 0.1, rtol=1e-5)
+    if name in FALLING:
+        assert found[18] > 0.0201
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_run_of_one_step_takes_it_at_the_peak(name):
+    found = rates(1, 3, schedule=name, warmup=0, cooldown=0, final=0.2)
+    after = 0.02 if name in FALLING else 0.1
+    np.testing.assert_allclose(found, [0.1, after, after], rtol=1e-6)
+
+
+def test_without_a_cooldown_the_end_follows_the_last_step_and_is_held():
+    given = {"schedule": "wsd", "warmup": 2, "cooldown": 0, "final": 0.2}
+    found = rates(100, 30, decay_steps=10, **given)
+    np.testing.assert_allclose(found, [0.05] + [0.1] * 9 + [0.02] * 20, rtol=1e-6)
+    np.testing.assert_allclose(rates(10, 10, **given)[1:], 0.1, rtol=1e-6)
+    one = rates(10, 12, **{**given, "cooldown": 1})
+    np.testing.assert_allclose(one[7:], [0.1, 0.1, 0.02, 0.02, 0.02], rtol=1e-6)
+
+
+FORMER = {
+    "constant_schedule": lambda peak, end, warmup: optax.constant_schedule(peak),
+    "cosine_decay_schedule": lambda peak, end, warmup: optax.cosine_decay_schedule(
+        peak, 20, end / peak
+    ),
+    "linear_schedule": lambda peak, end, warmup: optax.linear_schedule(peak, end, 20),
+    "warmup_constant_schedule": lambda peak, end, warmup: (
+        optax.warmup_constant_schedule(0.0, peak, warmup)
+        if warmup
+        else optax.constant_schedule(peak)
+    ),
+    "warmup_cosine_decay_schedule": lambda peak, end, warmup: (
+        optax.warmup_cosine_decay_schedule(0.0, peak, warmup, 20, end)
+    ),
+    "wsd": lambda peak, end, warmup: optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, warmup),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, end, 5),
+        ],
+        [warmup, 15],
+    ),
+}
+
+
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_a_schedule_reaches_its_peak_and_its_end(name, warmup):
-    warmed = name.startswith("warmup") or name == "wsd"
-    falls = name not in ("constant_schedule", "warmup_constant_schedule")
-    rate = schedule(options(schedule=name, warmup=warmup, final=0.2), 20)
-    rates = np.array([rate(step) for step in range(31)])
-    start = warmup if warmed else 0
-    np.testing.assert_allclose(rates[start], 0.1, rtol=1e-6)
-    np.testing.assert_allclose(rates[:start], 0.1 * np.arange(start) / 4, atol=1e-8)
-    np.testing.assert_allclose(rates[20:], 0.02 if falls else 0.1, rtol=1e-5)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_an_older_run_keeps_the_rates_that_it_began_with(name, warmup):
+    """As they were before optimizer.version, also without a cool-down."""
+    given = {"schedule": name, "warmup": warmup, "final": 0.2, "cooldown": 0.25}
+    found = rates(20, 31, version=1, **given)
+    former = FORMER[name](0.1, 0.02, warmup)
+    wanted = np.array([former(taken) for taken in range(31)], np.float32)
+    np.testing.assert_array_equal(found, wanted)
+    if name == "wsd":
+        found = rates(20, 31, version=1, **{**given, "cooldown": 0})
+        np.testing.assert_allclose(found[warmup:], 0.1, rtol=1e-6)
 
 
 def test_more_steps_change_no_rate_before_the_decay():
     chosen = options(schedule="wsd", warmup=3, cooldown=0.25, final=0.0)
     short, long = (schedule(chosen, steps) for steps in (40, 200))
     both = np.array([[rate(step) for rate in (short, long)] for step in range(200)])
-    np.testing.assert_array_equal(both[:31, 0], both[:31, 1])
-    np.testing.assert_allclose(both[3:31], 0.1, rtol=1e-6)
-    np.testing.assert_allclose(both[30:41, 0], np.linspace(0.1, 0, 11), atol=1e-8)
-    np.testing.assert_allclose(both[30:151, 1], 0.1, rtol=1e-6)
+    np.testing.assert_array_equal(both[:30, 0], both[:30, 1])
+    np.testing.assert_allclose(both[2:30], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(both[29:40, 0], np.linspace(0.1, 0, 11), atol=1e-8)
+    np.testing.assert_allclose(both[29:150, 1], 0.1, rtol=1e-6)
 
 
 def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
@@ -274,11 +348,11 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
 
     linear = {"schedule": "linear_schedule", "final": 0.1}
     assert line(60, 300, 60, **linear) == (
-        "learning rate of step 61: 0.082 with steps 300, was 0.01 with steps 60 "
+        "learning rate of step 61: 0.0819 with steps 300, was 0.01 with steps 60 "
         "(optimizer.schedule=wsd can be extended)"
     )
     assert line(200, 100, 50, **linear).startswith(
-        "learning rate of step 100: 0.0109 with steps 100, was 0.0554 with steps 200"
+        "learning rate of step 100: 0.01 with steps 100, was 0.0552 with steps 200"
     )
     warmed = {"schedule": "warmup_cosine_decay_schedule", "warmup": 20}
     for taken in (1, 10, 20):  # in the warm-up of both the rates are alike
@@ -301,7 +375,7 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
         "without this jump)"
     )
     assert line(60, 300, 48, schedule="wsd") is None
-    assert "step 100: 0.0145 with steps 100, was 0.1" in line(
+    assert "step 100: 0.01 with steps 100, was 0.1" in line(
         300, 100, 50, schedule="wsd"
     )
 
@@ -309,8 +383,109 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
 def test_decay_steps_take_the_place_of_the_steps_of_the_run():
     decayed = options(schedule="linear_schedule", final=0.0, decay_steps=10)
     rate = schedule(decayed, 1000)
-    np.testing.assert_allclose(rate(5), 0.05, rtol=1e-6)
-    np.testing.assert_allclose(rate(500), 0.0, atol=1e-8)
+    np.testing.assert_allclose(rate(3), 0.1 * 6 / 9, rtol=1e-6)
+    np.testing.assert_allclose([rate(9), rate(500)], 0.0, atol=1e-8)
+
+
+def test_the_mean_of_the_weights_has_nothing_of_the_first_ones():
+    """Weights 0 before step 1 and 1 since have the mean 1 (0.0952 in older runs)."""
+    weights, change = {"w": jnp.zeros(3)}, {"w": jnp.ones(3)}
+    for corrected, wanted in ((True, 1.0), (False, 1 - 0.999**100)):
+        transform = averaged(0.999, corrected=corrected)
+        state = transform.init(weights)
+        _, state = transform.update(change, state, weights)
+        for _ in range(99):
+            none = jax.tree.map(jnp.zeros_like, change)
+            _, state = transform.update(none, state, change)
+        np.testing.assert_allclose(average_of(state)["w"], wanted, rtol=1e-5)
+
+
+def test_the_mean_of_the_weights_is_that_of_its_definition():
+    rng = np.random.default_rng(0)
+    weights = rng.normal(size=(30, 4))
+    params = {"embed": jnp.asarray(weights[0])}
+    plain = {"name": "sgd", "betas": (0, 0), "clip": 0, "weight_decay": 0}
+    transform = optimizer(options(**plain, learning_rate=1, ema=0.8), 30, params)
+    state = transform.init(params)
+    for target in weights[1:]:
+        gradient = {"embed": params["embed"] - target}
+        updates, state = transform.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    shares = 0.8 ** np.arange(len(weights) - 1)[::-1]
+    wanted = (shares[:, None] * weights[1:]).sum(0) / shares.sum()
+    np.testing.assert_allclose(average_of(state)["embed"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_skipped_step_is_no_part_of_the_mean_of_the_weights(params):
+    transform = optimizer(options(name="sgd", ema=0.9), 30, params)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    _, state = transform.update(bad, transform.init(params), params)
+    good = jax.tree.map(jnp.ones_like, params)
+    updates, state = transform.update(good, state, params)
+    wanted = optax.apply_updates(params, updates)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+        average_of(state),
+        wanted,
+    )
+
+
+def test_a_whole_number_is_a_float_where_a_key_is_one(params):
+    chosen = config.Optimizer(clip=0, betas=(0, 0.9), weight_decay=1, learning_rate=1)
+    optimizer(chosen, 10, params)
+    assert chosen == config.Optimizer(
+        clip=0.0, betas=(0.0, 0.9), weight_decay=1.0, learning_rate=1.0
+    )
+    for group in (config.Model, config.Attention, config.Optimizer, config.Data):
+        for field in dataclasses.fields(group):
+            if field.type == "float":
+                made = group(**{field.name: 1})
+                assert type(getattr(made, field.name)) is float
+    with pytest.raises(ValueError, match="optimizer.clip must be float, got True"):
+        optimizer(config.Optimizer(clip=True), 10, params)
+
+
+def layer_of(**changes):
+    """Weights of a decoder with one block, all 0.5."""
+    shapes = config.Model(vocabulary=7, width=8, depth=1, heads=2, length=5)
+    chosen = dataclasses.replace(shapes.attention, **changes)
+    model = build(dataclasses.replace(shapes, attention=chosen), rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return jax.tree.map(lambda x: jnp.full(x.shape, 0.5), params)
+
+
+@pytest.mark.parametrize(
+    ("name", "differential", "version"),
+    [*((name, "v2", 2) for name in NAMES), ("muon", "v2", 1), ("muon", "v1", 2)],
+)
+def test_no_optimizer_shrinks_a_lambda(name, differential, version):
+    params = layer_of(differential=differential)
+    chosen = options(name=name, learning_rate=1.0, clip=0.0, version=version)
+    after = step(optimizer(chosen, 10, params), params, zeros(params))
+    layer = after["blocks"][0]["attention"]
+    found = {x: y for x, y in layer.items() if x.startswith("lambda")}
+    assert found
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0.5), found)
+    assert jnp.all(layer["value"]["kernel"] < 0.5)
+
+
+def test_muon_leaves_convolutions_over_taps_to_adamw():
+    params = layer_of(mechanism="delta", short_convolution=4)
+    rng = np.random.default_rng(2)
+    gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
+
+    def layer(name, version=2):
+        chosen = options(name=name, version=version)
+        after = step(optimizer(chosen, 10, params), params, gradient)
+        return after["blocks"][0]["attention"]
+
+    muon, adamw, older = layer("muon"), layer("adamw"), layer("muon", 1)
+    names = [x for x in muon if x.endswith("_convolution")]
+    assert len(names) == 3
+    for each in names:
+        jax.tree.map(np.testing.assert_array_equal, muon[each], adamw[each])
+        kernels = (x[each]["kernel"] for x in (older, adamw))
+        assert np.abs(np.subtract(*kernels)).max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -350,6 +525,7 @@ def test_decay_steps_take_the_place_of_the_steps_of_the_run():
         ({"betas": (-0.1, 0.9)}, "optimizer.betas"),
         ({"betas": (0.9,)}, "optimizer.betas"),
         ({"betas": ("0.9", 0.9)}, "optimizer.betas"),
+        ({"version": 3}, "optimizer.version must be at most 2, got 3"),
         ({"name": "adamx"}, "optimizer.name 'adamx' is unknown: choose from adamw"),
         ({"schedule": "cosine"}, "optimizer.schedule 'cosine' is unknown: choose from"),
         (

@@ -6,17 +6,20 @@ The data set has a held-out split, or a fifth of every label is held out, by a h
 from __future__ import annotations
 
 import importlib.util
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from symjax import config
 from symjax.data import hub, sources, splits
+from symjax.data.columns import check_known, is_text
 from symjax.data.formats import UnusableData
 from symjax.data.opening import named
 from symjax.data.texts import read_pieces
 from symjax.optional import needed
 
+NUMBER = r"-?\d+(\.\d+)?"
 SOURCES = ("packages", "digits")  # those whose examples always have labels
 
 
@@ -124,10 +127,10 @@ def _examples(rows: Any, column: str, label: str) -> tuple[Any, ...]:
     import datasets
 
     for key, name in (("column", column), ("label", label)):
-        hub.check_known(key, name, rows.column_names)
+        check_known(key, name, rows.column_names)
     kind, labels = rows.features[column], rows.features[label]
     images = isinstance(kind, datasets.Image)
-    if not images and not hub.is_text(kind):
+    if not images and not is_text(kind):
         raise UnusableData(
             f"data.column {column!r} holds no text or images, but {kind}"
         )
@@ -144,10 +147,23 @@ def _examples(rows: Any, column: str, label: str) -> tuple[Any, ...]:
     ]
     if not pairs:
         return ()
+    for _, value in pairs:
+        if not isinstance(value, str | int | float):
+            kind = type(value).__name__
+            raise UnusableData(f"data.label {label!r} holds no labels, but {kind}")
     contents, values = map(list, zip(*pairs, strict=True))
     if names:
         return contents, [names[value] for value in values], names
-    return contents, list(map(str, values)), list(map(str, sorted(set(values))))
+    return contents, list(map(str, values)), _names(set(values), rows.info.builder_name)
+
+
+def _names(values: set[Any], kind: str) -> list[str]:
+    """The names of labels in order: numbers by their size, also those of a CSV."""
+    if kind == "csv" and all(re.fullmatch(NUMBER, value) for value in values):
+        return sorted(values, key=float)
+    if len({isinstance(value, str) for value in values}) > 1:
+        return sorted(set(map(str, values)))
+    return list(map(str, sorted(values)))
 
 
 def _pixels(image: Any) -> np.ndarray:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from symjax import config
 from symjax.data import splits
+from symjax.data.columns import check_known, is_text
+from symjax.data.damaged import is_silence
 from symjax.data.formats import UnusableData
-from symjax.data.opening import is_silence, named, one_line, opened, quiet
+from symjax.data.opening import Opened, named, one_line, opened, quiet
 from symjax.data.progress import bar
 from symjax.data.texts import Document, Texts
-
-if TYPE_CHECKING:
-    from datasets import DatasetBuilder
 
 HELDOUT = ("validation", "test")  # the first of them that there is
 ROWS = 256  # read at a time
@@ -41,7 +40,7 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
     """
     found, facts, kept = read_splits(options, lambda rows: _Texts(rows, options.column))
 
-    def documents(_: DatasetBuilder = kept) -> Iterator[Document]:
+    def documents(_: Opened = kept) -> Iterator[Document]:
         return ((text,) for texts in found.values() for text in texts)
 
     if len(found) == 1:
@@ -59,8 +58,8 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
 
 def revision(options: config.Data) -> str:
     """What a data set is at: its commit on the hub."""
-    with opened(options) as builder:
-        return builder.hash or ""
+    with opened(options, columns_of(options)) as found:
+        return found.revision
 
 
 def streams(options: config.Data, revision: str) -> tuple[list[Any], dict[str, Any]]:
@@ -70,10 +69,10 @@ def streams(options: config.Data, revision: str) -> tuple[list[Any], dict[str, A
     Args:
         revision: of `revision`; the rows are those, wherever the data set is at since.
     """
-    with opened(options, revision) as builder:
-        found = builder.as_streaming_dataset()
-        names = _choose(options, list(map(str, found)))
-        return [found[name] for name in names], _facts(options, builder, names)
+    with opened(options, columns_of(options), revision) as found:
+        names = _choose(options, found.names)
+        rows = found.read(names, stream=True)
+        return list(rows.values()), _facts(options, found, names)
 
 
 def stream(
@@ -116,38 +115,35 @@ def _text(row: dict[str, Any], column: str) -> str | None:
     return row[column]
 
 
-def check_known(key: str, column: str, known: Iterable[str]) -> None:
-    """Raises: ValueError: there is no such column."""
-    if column not in known:
-        names = ", ".join(known)
-        raise UnusableData(f"data.{key} {column!r} is unknown: choose from {names}")
-
-
 def read_splits(
     options: config.Data, convert: Callable[[Any], Any]
-) -> tuple[dict[str, Any], dict[str, Any], DatasetBuilder]:
+) -> tuple[dict[str, Any], dict[str, Any], Opened]:
     """convert(rows) of the training split and of the held-out one, if there is one, by
     name; what identifies them; and what keeps the rows of a folder on disk, as long as
     it lives."""
-    with opened(options) as builder:
-        builder.download_and_prepare()
+    with opened(options, columns_of(options)) as source:
+        names = _choose(options, source.names)
         found = {}
-        for split in _choose(options, list(builder.info.splits or ())):
-            found[split] = convert(builder.as_dataset(split=split))
+        for split, rows in source.read(names).items():
+            found[split] = convert(rows)
             if not found[split]:
                 raise UnusableData(f"{named(options)} has no text in split {split!r}")
-        return found, _facts(options, builder, list(found)), builder
+        return found, _facts(options, source, names), source
 
 
-def _facts(
-    options: config.Data, builder: DatasetBuilder, read: list[str]
-) -> dict[str, Any]:
+def columns_of(options: config.Data) -> dict[str, str]:
+    """The columns that are read, by the keys that name them."""
+    columns = {"column": options.column}
+    return columns | ({"label": options.label} if options.label else {})
+
+
+def _facts(options: config.Data, source: Opened, read: list[str]) -> dict[str, Any]:
     """What identifies a data set of which some splits are read."""
     return {
         "name": options.name,
-        "subset": builder.config.name.removesuffix("-sample_by=document"),
+        "subset": source.subset,
         "column": options.column,
-        "revision": builder.hash,
+        "revision": source.revision,
         "splits": read,
     }
 
@@ -182,7 +178,3 @@ class _Texts:
 
     def __bool__(self) -> bool:
         return next(iter(self), None) is not None
-
-
-def is_text(kind: Any) -> bool:
-    return getattr(kind, "dtype", "") in ("string", "large_string")

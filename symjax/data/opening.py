@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from symjax import config
+from symjax.data.columns import Columns, reading, restrict
+from symjax.data.damaged import causes, is_silence
 from symjax.data.formats import (
     UnusableData,
     check_all_read,
@@ -33,9 +35,41 @@ SILENCE = 10.0  # seconds
 FOLDER = "a local folder of parquet, json or text files"
 
 
+class Opened:
+    """A data set whose splits can be read.
+
+    Attributes:
+        names: of its splits.
+        subset: which of its subsets it is.
+        revision: of its content.
+    """
+
+    def __init__(self, builder: DatasetBuilder, columns: Columns, where: str):
+        self._builder = builder
+        restrict(builder, columns, where)
+        files = builder.config.data_files or {}
+        self.names = list(map(str, files or builder.info.splits or ()))
+        self.subset = builder.info.config_name or builder.config.name
+        self.revision = builder.hash or ""
+
+    def read(self, names: list[str], *, stream: bool = False) -> dict[str, Any]:
+        """The rows of splits: `Dataset`s on disk, as long as this object lives, or
+        `IterableDataset`s. Other splits are not read."""
+        files: Any = self._builder.config.data_files
+        if files:
+            kept = {name: files[name] for name in files if str(name) in names}
+            self._builder.config.data_files = type(files)(kept)
+        if stream:
+            return {name: self._builder.as_streaming_dataset(name) for name in names}
+        self._builder.download_and_prepare()
+        return {name: self._builder.as_dataset(name) for name in names}
+
+
 @contextlib.contextmanager
-def opened(options: config.Data, revision: str = "") -> Iterator[DatasetBuilder]:
-    """What reads a data set.
+def opened(
+    options: config.Data, columns: Columns, revision: str = ""
+) -> Iterator[Opened]:
+    """Open a data set for reading the asked columns.
 
     Raises:
         ValueError: there is none, or inside something about it fails.
@@ -45,17 +79,20 @@ def opened(options: config.Data, revision: str = "") -> Iterator[DatasetBuilder]
     with quiet(), one_line(options):
         if not os.path.isdir(path):
             _check_reachable(options.name)
-            yield _builder(path, options.subset, None, revision or None)
+            builder = _builder(path, options.subset, columns, None, revision or None)
+            yield Opened(builder, columns, named(options))
             return
         files = data_files(path)
         check_one_format(path, files)
         with contextlib.ExitStack() as made:
             folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-            builder = _builder(path, options.subset, made.enter_context(folder), None)
+            cache = made.enter_context(folder)
+            builder = _builder(path, options.subset, columns, cache, None)
             found = builder.config.data_files or {}
             check_all_read(path, files, itertools.chain.from_iterable(found.values()))
-            weakref.finalize(builder, made.pop_all().close)
-        yield builder
+            rows = Opened(builder, columns, named(options))
+            weakref.finalize(rows, made.pop_all().close)
+        yield rows
 
 
 def named(options: config.Data) -> str:
@@ -89,18 +126,27 @@ def _check_reachable(name: str) -> None:
 
 
 def _builder(
-    path: str, subset: str, cache: str | None, revision: str | None
+    path: str,
+    subset: str,
+    columns: Columns,
+    cache: str | None,
+    revision: str | None,
 ) -> DatasetBuilder:
     """Raises: ValueError: an unknown subset, or none where there are several."""
     import datasets
+    import huggingface_hub
 
     options: dict[str, Any] = {
         "name": subset or None,
         "cache_dir": cache,
         "revision": revision,
     }
-    with contextlib.suppress(ValueError, TypeError):  # formats other than text files
-        return datasets.load_dataset_builder(path, **options, sample_by="document")
+    if huggingface_hub.constants.HF_HUB_OFFLINE and cache is None:
+        # What is prepared is found by the options it was prepared with.
+        for kind in ("text", "parquet", "csv", "json"):
+            with contextlib.suppress(ValueError, TypeError):
+                own = reading(kind, columns, None)
+                return datasets.load_dataset_builder(path, **options, **own)
     try:
         builder = datasets.load_dataset_builder(path, **options)
     except ValueError:
@@ -111,12 +157,13 @@ def _builder(
         raise UnusableData(
             f"data.subset {problem}: choose from {', '.join(sorted(known))}"
         ) from None
-    if builder.info.builder_name == "text":
+    if builder.name == "cache" and builder.info.builder_name == "text":
         raise UnusableData(
             f"data.name {path!r} is in the local cache by lines only, without their "
             "ends: unset HF_HUB_OFFLINE once"
         )
-    return builder
+    own = reading(builder.name, columns, builder.info.features)
+    return datasets.load_dataset_builder(path, **options, **own) if own else builder
 
 
 @contextlib.contextmanager
@@ -127,6 +174,9 @@ def one_line(options: config.Data) -> Iterator[None]:
     except (UnusableData, MemoryError):
         raise
     except Exception as error:
+        for cause in causes(error):
+            if isinstance(cause, UnusableData):
+                raise cause from None
         raise ValueError(f"{named(options)} {_problem(error)}") from None
 
 
@@ -135,11 +185,7 @@ def _problem(error: BaseException) -> str:
     import huggingface_hub
     from datasets.exceptions import DatasetNotFoundError
 
-    chain, cause = [], error
-    while cause is not None:  # as a traceback would show it
-        chain.append(cause)
-        context = None if cause.__suppress_context__ else cause.__context__
-        cause = cause.__cause__ or context
+    chain = causes(error)
     hub = huggingface_hub.constants.ENDPOINT
     unknown = DatasetNotFoundError, huggingface_hub.errors.RepositoryNotFoundError
     if any(isinstance(link, unknown) for link in chain):
@@ -153,17 +199,6 @@ def _problem(error: BaseException) -> str:
     return (
         f"cannot be loaded: no answer from {hub} ({reason}): HF_HUB_OFFLINE=1 uses the "
         f"local cache, or give {FOLDER}"
-    )
-
-
-def is_silence(error: BaseException) -> bool:
-    """Whether an error is one of the connection, or of a server that is busy."""
-    response = getattr(error, "response", None)
-    if response is not None:
-        return response.status_code == 429 or response.status_code >= 500
-    library = type(error).__module__.partition(".")[0]
-    return isinstance(error, ConnectionError | TimeoutError) or library.startswith(
-        ("http", "aiohttp")
     )
 
 

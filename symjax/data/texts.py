@@ -59,6 +59,17 @@ def _part(document: Document, cut: int, *, before: bool) -> Iterator[str]:
             return
 
 
+def wide_encoding(block: bytes) -> str:
+    """Return "UTF-16" or "UTF-32" if a file begins with the mark of it, else ""."""
+    marks = {
+        codecs.BOM_UTF32_LE: "UTF-32",  # begins with the mark of UTF-16
+        codecs.BOM_UTF32_BE: "UTF-32",
+        codecs.BOM_UTF16_LE: "UTF-16",
+        codecs.BOM_UTF16_BE: "UTF-16",
+    }
+    return next((name for mark, name in marks.items() if block.startswith(mark)), "")
+
+
 def read_pieces(path: Path, key: str) -> Iterator[str]:
     """The text of a UTF-8 file.
 

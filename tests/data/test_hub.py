@@ -184,8 +184,9 @@ def test_refusals_name_what_there_is(parquet, subsets, tmp_path):
     assert "is a file: give a data set" in refused(parquet / "test.parquet")
     (tmp_path / "bare").mkdir()
     assert "cannot be loaded" in refused(tmp_path / "bare")
-    (parquet / "validation.parquet").write_bytes(b"PAR1 and no more")
-    assert "cannot be loaded (ArrowInvalid: " in refused(parquet)
+    (parquet / "train.parquet").write_bytes(b"PAR1 and no more")
+    message = refused(parquet)
+    assert "train.parquet' cannot be read: ArrowInvalid: " in message
 
 
 def test_keys_of_another_source_are_refused(parquet):

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 from typing import Any
 
+from symjax import imports
 from symjax.config import Config
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
@@ -138,12 +139,18 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
         plain is tuple and tuple(map(type, value)) != items
     ):
         raise ValueError(f"{name} must be {shown(kind)}, got {value!r}")
-    known = choices(field)
+    known, from_tables = choices(field), callable(field.metadata["choices"])
+    chosen = value if plain is tuple else (value,)
+    more = ""
+    if from_tables and not {*chosen} <= {*known}:
+        broken = imports.load_installed()
+        known, more = choices(field), "; --import FILE.py adds others"
+        more += f" ({broken})" if broken else ""
     least, most = field.metadata["least"], field.metadata["most"]
-    for one in value if plain is tuple else (value,):
+    for one in chosen:
         if known and one not in known:
             raise ValueError(
-                f"{name} {one!r} is unknown: choose from {', '.join(known)}"
+                f"{name} {one!r} is unknown: choose from {', '.join(known)}{more}"
             )
     if plain in (int, float) and not least <= value <= most:
         wanted = f"at least {least}" if least > -math.inf else "a number"

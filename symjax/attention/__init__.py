@@ -62,6 +62,7 @@ from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.spectral import matrix_function
 from symjax.attention.symmetric import symmetric, symmetric_key
+from symjax.attention.tables import TABLES
 
 __all__ = [
     "BIDIRECTIONAL",
@@ -69,6 +70,7 @@ __all__ = [
     "Mechanism",
     "ScoreMechanism",
     "Statistics",
+    "TABLES",
     "alibi_bias",
     "alibi_slopes",
     "cosine",

@@ -35,8 +35,9 @@ from symjax.evaluation.results import Result, Table, table
 from symjax.evaluation.weights import lambda_table
 from symjax.figures import Band, Curve, Lines
 from symjax.files import check_writable
+from symjax.imports import using
 from symjax.places import anywhere, place
-from symjax.training.commandline import Parser
+from symjax.training.commandline import Parser, add_imports
 from symjax.training.exit_codes import run_and_exit
 from symjax.training.metrics import rows_of
 from symjax.training.progress import print_warning
@@ -87,6 +88,7 @@ def main(words: list[str]) -> None:
     which.add_argument("--configs", help="files with presets, between commas")
     which.add_argument("--workdirs", help="runs that exist, between commas")
     add("--vary", action="append", default=[], help="KEY=VALUE,VALUE of a config")
+    add_imports(parser)
     add("--seeds", help="whole numbers, between commas (0)")
     add("--out", default="runs/compare", help="folder (%(default)s)")
     add("--batches", type=int, help="held-out batches; all by default")
@@ -94,6 +96,16 @@ def main(words: list[str]) -> None:
     if chosen.batches is not None and chosen.batches < 1:
         raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
     chosen.out = anywhere(chosen.out)
+    with using(chosen.imports):
+        run(chosen, rest)
+
+
+def run(chosen: argparse.Namespace, rest: list[str]) -> None:
+    """Train the runs that are not complete, evaluate all and write the comparison.
+
+    Args:
+        rest: words of a configuration.
+    """
     if chosen.workdirs is not None:
         check_alone(chosen, rest)
         planned = {}

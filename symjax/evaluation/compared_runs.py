@@ -34,7 +34,8 @@ def plan(chosen: argparse.Namespace, rest: list[str]) -> dict[str, list[Command]
     files = items("--configs", chosen.configs, str)
     rest = [*rest, *with_batches(chosen, rest)]
     seeds = items("--seeds", chosen.seeds or "0", int)
-    runs = commands(files, varied, seeds, rest, chosen.out)
+    words = [*(f"--import={word}" for word in chosen.imports), *rest]
+    runs = commands(files, varied, seeds, words, chosen.out)
     options = {name: some[0].config for name, some in runs.items()}
     check_equal(options, part=chosen.batches is not None)
     for command in itertools.chain(*runs.values()):

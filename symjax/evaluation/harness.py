@@ -14,7 +14,7 @@ from symjax.exchange import Loaded, load, load_pretrained
 from symjax.models.folders import is_folder
 from symjax.optional import needed
 from symjax.places import anywhere, place
-from symjax.training.commandline import Parser
+from symjax.training.commandline import Parser, add_imports
 from symjax.training.exit_codes import run_and_exit
 from symjax.training.fits import use_compile_cache
 
@@ -29,13 +29,13 @@ def main(words: list[str]) -> None:
     use_compile_cache()
     which = {"step": chosen.step, "best": chosen.best, "ema": chosen.ema}
     if not is_folder(chosen.workdir):
-        model = load(chosen.workdir, **which)
+        model = load(chosen.workdir, **which, imports=chosen.imports)
     elif given := [f"--{name}" for name, x in which.items() if x not in (None, False)]:
         raise ValueError(
             f"{given[0]} is of runs: {chosen.workdir} is a folder of save_pretrained"
         )
     else:
-        model = load_pretrained(chosen.workdir)
+        model = load_pretrained(chosen.workdir, imports=chosen.imports)
     found = evaluate(model, chosen)
     from lm_eval.utils import make_table
 
@@ -58,6 +58,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     which.add_argument("--step", type=int, help="a checkpoint; the newest by default")
     which.add_argument("--best", action="store_true", help="that of the least loss")
     add("--ema", action="store_true", help="the mean of weights of optimizer.ema")
+    add_imports(parser)
     add("--tasks", required=True, help="names joined by commas")
     add("--include", type=Path, help="a folder of tasks of your own (YAML)")
     add("--limit", type=int, help="examples of a task; all by default")

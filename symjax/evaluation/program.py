@@ -13,8 +13,9 @@ from symjax.evaluation.loading import load
 from symjax.evaluation.overview import overview
 from symjax.evaluation.results import Options
 from symjax.files import check_writable
+from symjax.imports import using
 from symjax.places import anywhere, home, place
-from symjax.training.commandline import Parser
+from symjax.training.commandline import Parser, add_imports
 from symjax.training.exit_codes import run_and_exit
 
 ABOUT = "Evaluate a checkpoint: python eval.py --workdir runs/diff_sym-tiny"
@@ -55,6 +56,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--ema", action="store_true", help="the mean of weights that optimizer.ema kept"
     )
     add("--tasks", default=tasks.USUAL, help="names, or all (%(default)s)")
+    add_imports(parser)
     add("--list", action="store_true", help="the tasks and what they measure")
     add("--json", help="also write the numbers to this file")
     add("--out", help="also write tables (CSV) and figures (PNG) there")
@@ -97,7 +99,8 @@ def evaluate(chosen: argparse.Namespace) -> None:
         check_writable(chosen.out, f"--out {chosen.out}")
     text = None if chosen.text is None else "".join(read_pieces(chosen.text, "--text"))
     which = {"best": chosen.best, "ema": chosen.ema}
-    run = load(chosen.workdir, chosen.step, **which, text=text)
+    with using(chosen.imports):
+        run = load(chosen.workdir, chosen.step, **which, text=text)
     if chosen.verify:
         verify(run.config.data, home(chosen.workdir) / "data")
     options = Options(*(getattr(chosen, name) for name in Options._fields))

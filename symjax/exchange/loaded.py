@@ -20,6 +20,7 @@ from symjax.data.examples import tokenizer_of
 from symjax.data.tokens import Tokenizer
 from symjax.exchange.continued import continued, ended
 from symjax.exchange.scores import scores
+from symjax.imports import using
 from symjax.models.build import Model, decoder_of, merged
 from symjax.models.generate import whole
 from symjax.training.saved import read_run
@@ -214,6 +215,7 @@ def load(
     *,
     best: bool = False,
     ema: bool = False,
+    imports: str | Sequence[str] = (),
 ) -> Loaded:
     """The model of a run, from its checkpoints alone: `data` is not needed.
 
@@ -225,11 +227,15 @@ def load(
         step: of a checkpoint; None: the newest whole one.
         best: the one of the least held-out loss among those that are kept.
         ema: take the mean of the weights that the run kept by optimizer.ema.
+        imports: files (my_mechanism.py) or modules to run first, which add the
+            mechanism that the run was trained with; "stored" runs the source that its
+            checkpoint stores, "show" prints it.
     Raises:
-        ValueError: there is no such run or checkpoint, it is damaged, or it has no
-            mean of the weights.
+        ValueError: there is no such run or checkpoint, it is damaged, it has no mean
+            of the weights, or it needs code that was not given.
     """
-    found = read_run(workdir, step, best=best, ema=ema)
+    with using(imports):
+        found = read_run(workdir, step, best=best, ema=ema)
     model = merged(found.config.model, found.params, found.constants)
     tokenizer, about = tokenizer_of(found.language), (found.labels, found.language)
     return Loaded(model, tokenizer, found.config, found.step, *about, ema)

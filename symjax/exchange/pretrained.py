@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.card import no_tokenizer, read_results, to_card
 from symjax.exchange.loaded import Loaded
 from symjax.files import check_writable, replaced
+from symjax.imports import to_store, using
 from symjax.models.build import merged, parts
 from symjax.models.folders import (
     OWN,
@@ -96,6 +98,7 @@ def save_pretrained(
         "language": loaded.language,
         "labels": list(loaded.labels),
         "ema": loaded.ema,
+        "imports": to_store(dataclasses.asdict(loaded.config.model)),
     }
     texts = {OWN: _json(about), CARD: to_card(loaded, reason, numbers)}
     if isinstance(tokenizer := loaded.tokenizer, SubwordTokenizer):
@@ -126,18 +129,22 @@ def _remove_others(folder: Path | epath.Path, kept: set[str]) -> None:
             path.unlink()
 
 
-def load_pretrained(folder: str | os.PathLike[str]) -> Loaded:
+def load_pretrained(
+    folder: str | os.PathLike[str], *, imports: str | Sequence[str] = ()
+) -> Loaded:
     """The model of a folder of `save_pretrained`, symjax's or that of transformers.
 
     The tokenizer of a Llama, DiffLlama or GPT-2 that transformers wrote is the
     tokenizer.json beside it; without one, `logits` and `losses` take token ids.
 
+    Args:
+        imports: as in `symjax.load`.
     Raises:
         ValueError: a file is missing or damaged, the tokenizer has more tokens than the
             model, or the model is one that the decoder does not compute, naming the
             setting.
     """
-    with copied(anywhere(folder), *SUFFIXES) as here:
+    with using(imports), copied(anywhere(folder), *SUFFIXES) as here:
         found = read_folder(here)
         options, about = Config(), found.about
         if about:

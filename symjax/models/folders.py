@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from symjax import config, validation
+from symjax import config, imports, validation
 from symjax.layers.validate import sizes
 from symjax.models import hf_gpt2, hf_llama
 from symjax.models.build import Model, abstract, parts
@@ -69,11 +69,25 @@ def read_folder(directory: str | Path) -> Folder:
     directory = Path(directory)
     if not (directory / OWN).is_file():
         check_folder(directory, SETTINGS)
-    about = read_json(directory / OWN) if (directory / OWN).is_file() else {}
+    about = require_imports(directory)
     if about.get("format") == "symjax":
         return _own(directory, about)
     options, params = read_family(directory, digest=about.get("digest"))
     return Folder(options, params, {}, about)
+
+
+def require_imports(directory: Path) -> dict[str, Any]:
+    """Return symjax.json of a folder, empty where there is none.
+
+    Raises:
+        ValueError: the model needs code that was not given (`symjax.imports`).
+    """
+    path = directory / OWN
+    about = read_json(path) if path.is_file() else {}
+    tree = about.get("config")
+    model = tree.get("model") if isinstance(tree, dict) else None
+    imports.require(about.get("imports"), model, str(path))
+    return about
 
 
 def read_family(

@@ -4,7 +4,6 @@ import argparse
 import ast
 import contextlib
 import difflib
-import importlib.util
 import inspect
 import os
 import sys
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from etils import epath
 from ml_collections import ConfigDict
 
-from symjax import config, places, validation
+from symjax import config, imports, places, validation
 from symjax.training import launch
 from symjax.training.profile import steps_of
 
@@ -30,8 +29,13 @@ symjax-train, the same from any directory
   --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset),
                            also in a bucket: gs://BUCKET/FOLDER;
                            the same command run again resumes it
+  --import FILE|MODULE     first run a file (my_mechanism.py) or a module, which adds
+                           mechanisms, feature maps or decays; may be repeated.
+                           Checkpoints store its source: "stored" runs the source that
+                           they hold, "show" prints it
   --allow KEY,KEY          keys in which a resumed run may differ from its checkpoint,
-                           for instance optimizer.learning_rate,batch_size
+                           for instance optimizer.learning_rate,batch_size; imports:
+                           the source of --import may differ
   --verify                 first compare all of the run's data with its hashes
   --pack                   pack the run's data into data.cache, where training finds
                            them, and end; needs no accelerator
@@ -55,8 +59,8 @@ input, 1 a loss that is not finite or a machine that failed, 130 and 143 interru
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 FLAGS = (
     "--config, --config.KEY, --workdir, --dry_run, --target, --coordinator, "
-    "--processes, --process, --wait, --heartbeat, --allow, --pack, --verify, "
-    "--help"
+    "--processes, --process, --wait, --heartbeat, --import, --allow, --pack, "
+    "--verify, --help"
 )
 
 
@@ -91,12 +95,43 @@ def parse(words: list[str]) -> Command:
         raise ValueError("--workdir is empty: give a folder, or leave it out")
     path, _, preset = (known.config or "").partition(":")
     name = Path(path).stem + (f"-{preset}" if preset else "")
-    tree = (
-        load(Path(path), preset) if known.config is not None else default()
-    ).to_dict()
+    workdir = places.place(known.workdir or Path("runs", name))
+    with imports.using(known.imports):
+        return _command(known, rest, Path(path), preset, workdir)
+
+
+def imported(words: list[str]) -> list[str]:
+    """Return the values of --import. Raises: ValueError: a flag lacks its value."""
+    return _known(words)[0].imports
+
+
+def add_imports(parser: argparse.ArgumentParser) -> None:
+    """Give a program the flag --import, as `imports` of what it parses."""
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="imports",
+        metavar="FILE",
+        help="first run this file or module, which adds mechanisms; stored: run the "
+        "source that a run stores, show: print it; may be repeated",
+    )
+
+
+def _command(
+    known: argparse.Namespace,
+    rest: list[str],
+    path: Path,
+    preset: str,
+    workdir: epath.Path,
+) -> Command:
+    """The command of the flags and of the words that are none."""
+    _require(workdir, known.imports)
+    tree = (load(path, preset) if known.config is not None else default()).to_dict()
     for key, text in _overrides(rest):
         _set(tree, key, text)
-    workdir = places.place(known.workdir or Path("runs", name))
+    if origin := tree.get("init_from"):
+        _require(origin, known.imports)
     if known.target is not None and not known.dry_run:
         raise ValueError(f"--target {known.target!r} is of --dry_run: give both")
     if known.dry_run and (known.pack or known.verify):
@@ -111,9 +146,21 @@ def parse(words: list[str]) -> Command:
             raise ValueError(f"init_from: {error}") from None
     allow = tuple(filter(None, map(str.strip, ",".join(known.allow).split(","))))
     for key in allow:
-        _check_known(key)
+        if key != "imports":
+            _check_known(key)
     flags = known.dry_run, known.help, known.target, known.verify
     return Command(options, workdir, *flags, allow, known.pack)
+
+
+def _require(workdir: str | epath.Path, given: list[str]) -> None:
+    """Run the source that a run stores, if that was asked for.
+
+    The configuration is checked next, and may have names which that source adds.
+    """
+    if {imports.STORED, imports.SHOW} & {*given}:
+        from symjax.training.preflight import require_stored  # it loads Orbax
+
+        require_stored(places.place(workdir))
 
 
 def place(words: list[str]) -> launch.Launch | None:
@@ -150,18 +197,9 @@ def load(path: Path, preset: str = "") -> ConfigDict:
     """
     if not path.is_file():
         raise ValueError(f"no configuration file {str(path)!r}: {_files(path.parent)}")
-    spec = importlib.util.spec_from_file_location(f"configuration_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
     try:
         with _importable(path):
-            spec.loader.exec_module(module)
-            if not hasattr(module, "get_config"):
-                raise ValueError("it has no function get_config")
-            if preset and not inspect.signature(module.get_config).parameters:
-                raise ValueError(f"it has no presets, got {preset!r}")
-            found = module.get_config(preset) if preset else module.get_config()
+            found = imports.recorded(path, lambda: _get_config(path, preset))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -169,6 +207,15 @@ def load(path: Path, preset: str = "") -> ConfigDict:
     if not isinstance(found, ConfigDict):
         raise ValueError(f"get_config of {path} must return the ConfigDict of base.py")
     return found
+
+
+def _get_config(path: Path, preset: str) -> Any:
+    module = imports.run_path(path, f"configuration_{path.stem}")
+    if not hasattr(module, "get_config"):
+        raise ValueError("it has no function get_config")
+    if preset and not inspect.signature(module.get_config).parameters:
+        raise ValueError(f"it has no presets, got {preset!r}")
+    return module.get_config(preset) if preset else module.get_config()
 
 
 @contextlib.contextmanager
@@ -215,6 +262,7 @@ def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("config", "workdir", "target", *launch.FLAGS):
         parser.add_argument(f"--{name}")
     parser.add_argument("--allow", action="append", default=[])
+    add_imports(parser)
     parser.add_argument("--wait", default=str(launch.WAIT))
     parser.add_argument("--heartbeat", default=str(launch.HEARTBEAT))
     parser.add_argument("--dry_run", action="store_true")

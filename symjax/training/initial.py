@@ -44,7 +44,8 @@ def initial_state(
     wanted = {"params": like.params, "optimizer": like.optimizer}
     trees, meta = checkpoints.restore({**wanted, "constants": program.constants})
     step = jax.device_put(jnp.int32(meta["step"]), like.step.sharding)
-    saved = saved_options(meta, checkpoints.directory.parent)
+    workdir = checkpoints.directory.parent
+    saved = saved_options(meta, workdir, warn=lambda line: None)  # said before
     state = State(step, trees["params"], trees["optimizer"])
     return state, trees["constants"], saved
 

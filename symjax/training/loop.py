@@ -1,6 +1,7 @@
 """A run from its configuration to its last checkpoint."""
 
 import contextlib
+import dataclasses
 import math
 import signal
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from etils import epath
 from flax import nnx
 
-from symjax import config, validation
+from symjax import config, imports, validation
 from symjax.data.corpus import Corpus
 from symjax.data.examples import Examples
 from symjax.data.folder import source_change
@@ -56,7 +57,8 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
     """
     use_compile_cache()
     tree = validation.to_dict(options)
-    check_same(workdir=str(workdir), allow=list(allow), **tree)
+    code = imports.to_store(tree["model"])
+    check_same(workdir=str(workdir), allow=list(allow), imports=code, **tree)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         lock = locked(workdir)
@@ -186,6 +188,11 @@ def introduce(run: Run, state: State) -> None:
     taken = int(state.optimizer.taken)
     for line in run.changed:
         run.progress.line(f"changed {line}")
+    if unknown := imports.unaccounted(dataclasses.asdict(run.options.model)):
+        run.progress.line(
+            f"not stored: the code of {', '.join(unknown)}, which --import did not "
+            "add; whoever reads this run has to add it"
+        )
     if (saved := run.saved) and saved.steps != run.options.steps:
         if line := schedule_change(saved, run.options, taken):
             run.progress.line(line)
@@ -338,6 +345,7 @@ def save_checkpoint(run: Run, state: State, loss: float | None) -> None:
         "examples": described(run.examples, run.program.model),
         "heldout_loss": loss,
         "changed": run.changed,
+        "imports": imports.to_store(dataclasses.asdict(run.options.model)),
     }
     run.mirror.copy()  # first: a checkpoint has the metrics up to its step
     run.checkpoints.save(done, trees, meta)

@@ -1,20 +1,22 @@
 """What a run starts from: its options and data, and those of its checkpoints."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from symjax import config, validation
+from symjax import config, imports, validation
 from symjax.data.examples import Examples, open_examples
 from symjax.data.folder import arrays_in
 from symjax.data.manifest import MANIFEST
-from symjax.places import brought, home, reaching, sent
+from symjax.models.folders import is_folder, require_imports
+from symjax.places import brought, copied, home, reaching, sent
 from symjax.training.checkpoint import Checkpoints
 from symjax.training.launch import is_process_zero
 from symjax.training.optimizer import state_layout
+from symjax.training.progress import print_warning
 from symjax.training.workdir import locked, removed_on_failure
 
 
@@ -33,9 +35,12 @@ def saved_meta(
     if not checkpoints.steps():
         return None
     meta = checkpoints.read_meta()
-    saved = saved_options(meta, workdir)
+    saved = saved_options(meta, workdir, warn=lambda line: None)
     options = validation.continued(options, saved, allow)
     found = validation.differences(saved, options)
+    model = dataclasses.asdict(options.model)
+    if code := imports.differences(meta.get("imports"), model, str(workdir)):
+        found["imports"] = f"imports: {', '.join(code)}"
     if refused := [line for name, line in found.items() if name not in allow]:
         raise ValueError(
             f"{workdir} holds a run of another configuration ({', '.join(refused)}): "
@@ -125,20 +130,47 @@ def pack(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ())
     return f"{examples.size} in {place}, {examples.vocabulary:,} token types"
 
 
-def saved_options(meta: dict[str, Any], workdir: epath.Path) -> config.Config:
+def saved_options(
+    meta: dict[str, Any],
+    workdir: epath.Path,
+    warn: Callable[[str], None] = print_warning,
+) -> config.Config:
     """The configuration in a checkpoint, which is data and so may hold anything.
 
+    Args:
+        warn: called with a line where code of this process is not the stored one.
     Raises:
-        ValueError: it is none of this version, or its values are out of range.
+        ValueError: it is none of this version, its values are out of range, or it
+            needs code that was not given (`symjax.imports`).
     """
     tree = meta.get("config")
     where = f"checkpoint {meta['step']} of {workdir}"
     if not isinstance(tree, dict):
         raise ValueError(f"{where} has no configuration")
+    imports.require(meta.get("imports"), tree.get("model"), where, warn)
     try:
         return validation.from_stored(tree)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"the configuration in {where}: {error}") from None
+
+
+def require_stored(where: epath.Path) -> None:
+    """Run the source that a run, or a folder of weights, stores for its model.
+
+    Nothing is done where there is neither.
+
+    Raises:
+        ValueError: the user has not asked for it (`symjax.imports`), or it fails.
+    """
+    checkpoints = Checkpoints(where / "checkpoints")
+    if checkpoints.steps():
+        saved_options(checkpoints.read_meta(), where, warn=lambda line: None)
+        return
+    with reaching(where):
+        known = is_folder(where)
+    if known:
+        with copied(where, ".json") as here:
+            require_imports(here)
 
 
 def check_data(meta: dict[str, Any], corpus: Examples, workdir: epath.Path) -> None:

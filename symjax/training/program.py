@@ -1,8 +1,10 @@
 """The program that trains: train.py, and symjax-train from any directory."""
 
+import contextlib
 import sys
 from typing import NoReturn
 
+from symjax import imports
 from symjax.data.folder import verify
 from symjax.training import commandline, launch, processes
 from symjax.training.exit_codes import run_and_exit
@@ -20,6 +22,14 @@ def main(words: list[str]) -> None:
     place = commandline.place(words)
     launch.join(place)
     processes.all_succeed(lambda: launch.check_count(place))
+    given = imports.using(commandline.imported(words))
+    with contextlib.ExitStack() as stack:
+        processes.all_succeed(lambda: stack.enter_context(given))
+        run_command(words)
+
+
+def run_command(words: list[str]) -> None:
+    """Do what the words ask for: print, pack or train."""
     command = processes.all_succeed(lambda: commandline.parse(words))
     if command.help is not None:
         print(commandline.help_text(command.config, command.help))

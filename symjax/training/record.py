@@ -7,7 +7,8 @@ A flipped bit restores silently in Orbax. So every array has a checksum, taken o
 device before the save and after the restore, and meta has one of its own.
 
 Trees are stored as nested dicts of arrays, NamedTuples and lists by field and position.
-No code is stored, and none is run.
+No Python objects are stored. meta may hold source text (`symjax.imports`), which is
+not run here.
 """
 
 from __future__ import annotations

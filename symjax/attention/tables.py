@@ -1,0 +1,17 @@
+"""Tables that users may add to: mechanisms and feature maps by name."""
+
+from typing import Any
+
+from symjax.attention.features import RANDOM
+from symjax.attention.mechanisms import MECHANISMS
+from symjax.attention.plain_features import PLAIN
+
+TABLES: dict[str, tuple[dict[str, Any], ...]] = {
+    "mechanism": (MECHANISMS,),
+    "features": (PLAIN, RANDOM),
+}
+# The names that symjax itself has: this file is imported before any code of a user.
+BUILT_IN = {
+    kind: frozenset(name for table in tables for name in table)
+    for kind, tables in TABLES.items()
+}

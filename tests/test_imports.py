@@ -1,0 +1,340 @@
+"""Code of users outlives its process: stored with the run, run only when asked for."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mechanisms_of_users import SOFTCAP, forgotten
+from runs import ROOT, SECONDS, call, environment, words, write_text
+
+import symjax
+from symjax import imports
+from symjax.attention import MECHANISMS
+from symjax.training.commandline import parse
+
+pytestmark = pytest.mark.usefixtures("cache")
+CHOSEN = {"model.attention.mechanism": "softcap", "model.attention.symmetric": "none"}
+CHOSEN |= {"model.attention.differential": "none"}
+
+
+@pytest.fixture(autouse=True)
+def new_process():
+    with forgotten():
+        yield
+
+
+@pytest.fixture
+def softcap(tmp_path):
+    path = tmp_path / "softcap.py"
+    path.write_text(SOFTCAP)
+    return path
+
+
+def given(folder, *more, **changes):
+    """Words that train a small model with the mechanism."""
+    keys = {name.replace(".", "__"): value for name, value in CHOSEN.items()}
+    keys |= {"steps": 2} | changes
+    return words(write_text(folder), folder / "run", *map(str, more), **keys)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, cache):
+    """A run of a file that is gone."""
+    folder = tmp_path_factory.mktemp("softcap")
+    path = folder / "softcap.py"
+    path.write_text(SOFTCAP)
+    with forgotten():
+        assert call("train", given(folder, "--import", path)) == 0
+    path.unlink()
+    return folder / "run"
+
+
+def program(name, *arguments, folder):
+    """A program in a process of its own, as (exit code, stdout, stderr)."""
+    command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, arguments)]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    more = {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    more |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment() | more,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.always
+def test_a_run_outlives_the_file_of_its_mechanism(softcap, tmp_path):
+    """Trained by one process, refused by the next, and read by one that may run it,
+    from another folder."""
+    arguments = given(tmp_path, "--import", "softcap.py")
+    code, out, err = program("train", *arguments, folder=tmp_path)
+    assert code == 0, err
+    softcap.unlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    asked = ["--workdir", tmp_path / "run", "--tasks", "loss", "--batches", "1"]
+    code, out, err = program("eval", *asked, folder=elsewhere)
+    hashed = imports._sha256(SOFTCAP)
+    assert code == 2 and err.count("\n") == 1 and err.startswith("error: ")
+    assert f"needs softcap.py (sha256 {hashed[:12]})" in err
+    assert "--import stored" in err
+    code, out, err = program("eval", *asked, "--import", "stored", folder=elsewhere)
+    assert code == 0 and "held-out loss" in out and err == ""
+
+
+def test_an_unknown_mechanism_names_the_flag(tmp_path):
+    with pytest.raises(ValueError, match="'softcap' is unknown: .*--import FILE"):
+        parse(given(tmp_path))
+
+
+def test_stored_code_never_runs_unasked(trained):
+    for asked in ((), "show"):
+        with pytest.raises(ValueError, match="run it with --import stored"):
+            symjax.load(trained, imports=asked)
+        assert "softcap" not in MECHANISMS
+    symjax.load(trained, imports="stored")
+    assert "softcap" in MECHANISMS
+
+
+def test_consent_ends_with_the_call(trained):
+    symjax.load(trained, imports="stored")
+    with forgotten():
+        with pytest.raises(ValueError, match="--import stored"):
+            symjax.load(trained)
+
+
+def test_the_stored_code_can_be_printed(trained, capsys):
+    asked = ["--workdir", str(trained), "--import", "show"]
+    assert call("eval", asked) == 2
+    said = capsys.readouterr()
+    assert SOFTCAP in said.out and imports._sha256(SOFTCAP) in said.out
+    assert said.err.count("\n") == 1
+
+
+def test_a_file_that_differs_from_the_stored_one_is_named(trained, softcap, capsys):
+    softcap.write_text(SOFTCAP.replace("30.0", "20.0"))
+    symjax.load(trained, imports=softcap.as_posix())
+    said = capsys.readouterr().err
+    assert "code differs from what checkpoint 2" in said and said.count("\n") == 1
+    assert imports._sha256(SOFTCAP)[:12] in said
+
+
+def test_resuming_with_other_code_is_refused_unless_allowed(softcap, tmp_path, capsys):
+    assert call("train", given(tmp_path, "--import", softcap)) == 0
+    softcap.write_text(SOFTCAP.replace("30.0", "20.0"))
+    with forgotten():
+        again = given(tmp_path, "--import", softcap, steps=3)
+        assert call("train", again) == 2
+        assert "imports: softcap.py (sha256 " in capsys.readouterr().err
+        assert call("train", [*again, "--allow", "imports"]) == 0
+        said = capsys.readouterr().err
+        assert "changed from step 2: imports: softcap.py (sha256 " in said
+
+
+def test_a_run_resumes_from_its_stored_code(softcap, tmp_path, capsys):
+    assert call("train", given(tmp_path, "--import", softcap)) == 0
+    softcap.unlink()
+    with forgotten():
+        again = given(tmp_path, steps=3)
+        assert call("train", again) == 2
+        assert call("train", [*again, "--import", "stored"]) == 0
+        assert "resumed at step 2" in capsys.readouterr().err
+
+
+def test_weights_come_from_a_run_by_its_stored_code(trained, tmp_path, capsys):
+    changes = {"init_from": trained, "model__attention__mechanism": "softmax"}
+    begun = given(tmp_path, **changes)
+    assert call("train", begun) == 2
+    said = capsys.readouterr().err
+    assert "init_from: " in said and "--import stored" in said
+    assert call("train", [*begun, "--import", "stored"]) == 0
+    own = given(tmp_path, "--import", "stored", "--workdir", str(tmp_path / "own"))
+    assert call("train", [*own, f"--config.init_from={trained}"]) == 0
+
+
+def test_a_configuration_that_adds_its_mechanism_is_stored(tmp_path, capsys):
+    """Its own helpers too, which are then not beside it."""
+    (tmp_path / "capped_scores.py").write_text(SOFTCAP)
+    path = tmp_path / "capped.py"
+    path.write_text(
+        "import sys\nsys.path.insert(0, __file__.rpartition('/')[0])\n"
+        "import capped_scores\nsys.path.pop(0)\n"
+        "from symjax.training.commandline import default\n\n\n"
+        "def get_config():\n    config = default()\n"
+        "    config.model.attention.mechanism = 'softcap'\n    return config\n"
+    )
+    sizes = [x for x in given(tmp_path) if "attention" not in x][2:]
+    assert call("train", ["--config", str(path), *sizes]) == 0
+    sys.modules.pop("capped_scores")
+    for name in ("capped_scores.py", "capped.py"):
+        (tmp_path / name).unlink()
+    with forgotten():
+        with pytest.raises(ValueError, match="needs capped.py .* adds mechanism soft"):
+            symjax.load(tmp_path / "run")
+        symjax.load(tmp_path / "run", imports="stored")
+        assert "softcap" in MECHANISMS
+    sys.modules.pop("capped_scores")
+
+
+def test_a_mechanism_that_no_import_added_is_named(softcap, tmp_path, capsys):
+    exec(SOFTCAP, {})
+    assert call("train", given(tmp_path)) == 0
+    assert "not stored: the code of mechanism softcap" in capsys.readouterr().err
+
+
+def test_a_module_is_found_from_the_current_folder(tmp_path, monkeypatch):
+    package = tmp_path / "zoo_of_users"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "capped.py").write_text("from .scores import *\n")
+    (package / "scores.py").write_text(SOFTCAP)
+    monkeypatch.chdir(tmp_path)
+    with imports.using("zoo_of_users.capped"):
+        (stored,) = imports.to_store({"attention": {"mechanism": "softcap"}})
+    names = ["zoo_of_users/capped.py", "zoo_of_users/__init__.py"]
+    assert {*stored["files"]} == {*names, "zoo_of_users/scores.py"}
+    assert next(iter(stored["files"])) == names[0] == stored["name"]
+    for name in [x for x in sys.modules if x.startswith("zoo_of_users")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.chdir(ROOT)
+    with forgotten():
+        model = {"attention": {"mechanism": "softcap"}}
+        with imports.using("stored"):
+            imports.require([stored], model, "checkpoint 1")
+        assert "softcap" in MECHANISMS
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A function that installs a package with an entry point."""
+
+    def install(name, text):
+        site = tmp_path / "site"
+        about = site / f"{name}-1.2.dist-info"
+        about.mkdir(parents=True)
+        (site / f"{name}.py").write_text(text)
+        (about / "METADATA").write_text(f"Name: {name}\nVersion: 1.2\n")
+        points = f"[{imports.GROUP}]\n{name} = {name}\n"
+        (about / "entry_points.txt").write_text(points)
+        monkeypatch.syspath_prepend(str(site))
+
+    yield install
+    for name in ("symjax_capped", "symjax_broken"):
+        sys.modules.pop(name, None)
+
+
+def test_an_installed_package_adds_mechanisms_when_a_name_is_unknown(
+    installed, tmp_path
+):
+    installed("symjax_capped", SOFTCAP)
+    assert parse(given(tmp_path, model__attention__mechanism="softmax"))
+    assert "symjax_capped" not in sys.modules
+    assert parse(given(tmp_path)).config.model.attention.mechanism == "softcap"
+    (stored,) = imports.to_store({"attention": {"mechanism": "softcap"}})
+    assert stored["package"] == "symjax_capped 1.2"
+
+
+def test_a_broken_entry_point_is_named_in_one_line(installed, tmp_path):
+    installed("symjax_broken", "import missing_module")
+    with pytest.raises(ValueError) as error:
+        parse(given(tmp_path))
+    assert "package symjax_broken 1.2: ModuleNotFoundError" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def (:", "SyntaxError"),
+        ("import missing_module", "No module named 'missing_module'"),
+        ("raise SystemExit('bye')", "SystemExit: bye"),
+        (f"{SOFTCAP}\n1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_code_that_fails_is_one_line_and_adds_nothing(text, said, softcap, tmp_path):
+    softcap.write_text(text)
+    with pytest.raises(ValueError) as error:
+        parse(given(tmp_path, "--import", softcap))
+    assert str(error.value).startswith(f"--import {softcap}: ")
+    assert said in str(error.value) and "softcap" not in MECHANISMS
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("missing.py", "there is no such file"),
+        ("missing_module.part", "No module named 'missing_module'"),
+        ("two words", "give a file (FILE.py), a module (PACKAGE.MODULE)"),
+        ("", "give a file (FILE.py)"),
+        ("itertools", "ModuleNotFoundError|has no Python source"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(word, said, tmp_path):
+    with pytest.raises(ValueError) as error:
+        parse(given(tmp_path, "--import", word))
+    assert any(x in str(error.value) for x in said.split("|"))
+
+
+def test_two_files_that_add_one_name_are_refused(softcap, tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text(SOFTCAP.replace("30.0", "20.0"))
+    with pytest.raises(ValueError, match="softcap.py both add mechanism softcap"):
+        parse(given(tmp_path, "--import", softcap, "--import", other))
+
+
+def test_a_file_runs_once_in_a_process_and_must_not_change(softcap):
+    with imports.using(str(softcap)):
+        first = MECHANISMS["softcap"]
+    with imports.using([str(softcap)]):
+        assert MECHANISMS["softcap"] is first
+    softcap.write_text(SOFTCAP.replace("30.0", "20.0"))
+    with pytest.raises(ValueError, match="has changed since this process ran it"):
+        with imports.using(str(softcap)):
+            pass
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda x: x["files"].update({"../out.py": ""}),
+        lambda x: x["files"].update({"/out.py": ""}),
+        lambda x: x["files"].update({"softcap.py": "print('other')"}),
+        lambda x: x.update(files=3),
+        lambda x: x.update(files={}),
+        lambda x: x.pop("sha256"),
+    ],
+)
+def test_damaged_stored_code_is_refused(harm, softcap):
+    model = {"attention": {"mechanism": "softcap"}}
+    with imports.using(str(softcap)):
+        stored = json.loads(json.dumps(imports.to_store(model)))
+    harm(stored[0])
+    with forgotten(), imports.using("stored"):
+        with pytest.raises(ValueError, match="are damaged"):
+            imports.require(stored, model, "checkpoint 1")
+    assert not Path("../out.py").exists()
+
+
+def test_a_run_stores_only_what_its_model_may_need(softcap):
+    with imports.using(str(softcap)):
+        assert imports.to_store({"attention": {"mechanism": "softcap"}})
+        assert not imports.to_store({"attention": {"mechanism": "softmax"}})
+        pattern = {"attention": {"mechanism": "softmax"}, "pattern": ["softcap"]}
+        assert imports.to_store(pattern)
+
+
+def test_a_folder_of_weights_stores_the_code(trained, tmp_path):
+    symjax.save_pretrained(symjax.load(trained, imports="stored"), tmp_path / "out")
+    with forgotten():
+        with pytest.raises(ValueError, match="symjax.json needs softcap.py"):
+            symjax.load_pretrained(tmp_path / "out")
+        loaded = symjax.load_pretrained(tmp_path / "out", imports="stored")
+        assert loaded.config.model.attention.mechanism == "softcap"

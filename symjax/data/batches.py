@@ -46,7 +46,9 @@ class Examples:
         vocabulary: token types; 0 of images.
         unit: what a loss is a mean over: byte, character, answer or label.
         size: how much there is, in words.
-        language: plain values; where they are equal, tokens mean the same.
+        language: plain values that describe the tokens. "document_start" is the token
+            before a document that its first token is predicted from; it is absent
+            where nothing is, as in texts that older versions packed.
         fingerprint: plain values that identify the examples, "sha256" among them.
         references: losses that need no model, by name.
         files: those that are being read.
@@ -131,6 +133,7 @@ def training_windows(
     seed: int,
     *,
     ends: Ends | None = None,
+    shared: bool = False,
     parts: Sequence[Part] = (),
     shard: int = 0,
 ) -> tuple[Any, np.ndarray]:
@@ -146,12 +149,13 @@ def training_windows(
     Args:
         numbers: int64 [B], from the first row of the first step.
         ends: of the documents, where they are kept apart.
+        shared: whether one separator stands between two documents: see `separated`.
         parts: of the text, each with windows, epochs and a share of the rows of its
             own.
         shard: of a stream, its tokens: see `shard_starts`.
     Returns:
         int32 [B, length]; targets are inputs one token later. With ends the inputs are
-        `Separate`, and the last token of a document has no target.
+        `Separate`, and targets are as `separated` has them.
     Raises:
         ValueError: the text is shorter than one window.
     """
@@ -171,7 +175,7 @@ def training_windows(
     inputs, targets = _cut(starts, tokens, length)
     if ends is None:
         return inputs, targets
-    return separated(starts, inputs, targets, ends)
+    return separated(starts, inputs, targets, ends, shared=shared)
 
 
 def windows_in(size: int, length: int) -> int:
@@ -221,7 +225,12 @@ def shard_starts(
 
 
 def heldout_windows(
-    tokens: Tokens, numbers: np.ndarray, length: int, *, ends: Ends | None = None
+    tokens: Tokens,
+    numbers: np.ndarray,
+    length: int,
+    *,
+    ends: Ends | None = None,
+    shared: bool = False,
 ) -> tuple[Any, np.ndarray, np.ndarray]:
     """Inputs, targets and weights of rows of a held-out text.
 
@@ -230,7 +239,7 @@ def heldout_windows(
     ended: the end of the last window, and rows after it.
 
     Args:
-        ends: as of `training_windows`; the first token of a document is no target.
+        ends, shared: as of `training_windows`.
     Raises:
         ValueError: the text is shorter than one window.
     """
@@ -238,7 +247,8 @@ def heldout_windows(
     inputs, targets, weights = weighted_windows(numbers * length, tokens, length)
     if ends is None:
         return inputs, targets, weights
-    rows, targets = separated(numbers * length, inputs, targets, ends)
+    places = numbers * length
+    rows, targets = separated(places, inputs, targets, ends, shared=shared)
     return rows, targets, weights * (targets >= 0)
 
 

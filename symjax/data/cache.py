@@ -21,6 +21,7 @@ import filelock
 
 from symjax import config
 from symjax.data import sources, tokens
+from symjax.data.boundaries import FORMAT
 from symjax.data.manifest import (
     MANIFEST,
     content_of,
@@ -35,10 +36,8 @@ from symjax.data.packed import LARGE, Packed, sample_of
 from symjax.files import UNFINISHED, check_writable
 from symjax.places import user_cache
 
-FORMAT = 1  # a packed corpus of another number is not found
-
-# Writes .npy files into a folder, and returns what else the manifest says.
-Pack = Callable[[config.Data, Path], dict[str, Any]]
+# Writes .npy files of a format into a folder, and returns what else the manifest says.
+Pack = Callable[[config.Data, Path, int], dict[str, Any]]
 
 
 def root(options: config.Data) -> Path:
@@ -55,10 +54,13 @@ def root(options: config.Data) -> Path:
     return Path(options.cache).expanduser() if options.cache else user_cache("data")
 
 
-def name_of(options: config.Data, revisions: list[str] | None = None) -> str:
+def name_of(
+    options: config.Data, revisions: list[str] | None = None, *, format: int = FORMAT
+) -> str:
     """The name of a corpus. Reads no text.
 
     Args:
+        format: of the corpus; one of another format has another name.
         revisions: of data sets of the hub, where they are not to be asked for.
     Raises:
         ValueError: the source is not there, or the hub does not answer.
@@ -68,12 +70,12 @@ def name_of(options: config.Data, revisions: list[str] | None = None) -> str:
     if revisions is None:
         revisions = sources.revisions(options)
     tokenizer = tokens.state(options.tokenizer)
-    parts = [FORMAT, stored(options), places, stamp_of(files), revisions, tokenizer]
+    parts = [format, stored(options), places, stamp_of(files), revisions, tokenizer]
     return f"{options.source}-{json_sha256(parts)[:20]}"
 
 
 def cached(
-    options: config.Data, pack: Pack, *, repair: bool = False
+    options: config.Data, pack: Pack, *, repair: bool = False, format: int = FORMAT
 ) -> tuple[dict[str, Any], dict[str, Packed]]:
     """The manifest and the arrays of a corpus, packed if it is not in the cache.
 
@@ -81,15 +83,16 @@ def cached(
 
     Args:
         repair: pack a damaged one again.
+        format: of the corpus.
     Raises:
         ValueError: the source or the cache cannot be read, or the cache written.
     """
-    place = root(options) / name_of(options)
+    place = root(options) / name_of(options, format=format)
     check_writable(place.parent, f"data.cache {str(place.parent)!r}")
     if not (place / MANIFEST).exists():
         with locked(place):
             if not (place / MANIFEST).exists():  # no other process was faster
-                _build(options, place, pack)
+                _build(options, place, pack, format)
     try:
         manifest = read_manifest(place)
         return manifest, opened(place, manifest)
@@ -97,7 +100,7 @@ def cached(
         if not repair:
             raise
     with locked(place):
-        _build(options, place, pack)
+        _build(options, place, pack, format)
     manifest = read_manifest(place)
     return manifest, opened(place, manifest)
 
@@ -138,7 +141,7 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(rest)
 
 
-def _build(options: config.Data, place: Path, pack: Pack) -> None:
+def _build(options: config.Data, place: Path, pack: Pack, format: int) -> None:
     """Pack into a folder of another name, which is then moved to its place."""
     files = sources.files(options)
     stamp, unfinished = stamp_of(files), place.with_name(f"{UNFINISHED}{place.name}")
@@ -146,12 +149,13 @@ def _build(options: config.Data, place: Path, pack: Pack) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     unfinished.mkdir()
     try:
-        facts = pack(options, unfinished)
+        facts = pack(options, unfinished, format)
         written = {path.name: facts_of(path) for path in sorted(unfinished.iterdir())}
         # Of files that changed meanwhile it is unknown which content was read.
         content = content_of(files) if stamp_of(files) == stamp else ""
         manifest = {
             "name": place.name,
+            "format": format,
             "options": stored(options),
             **facts,
             "origin": {"stamp": stamp, "sha256": content},

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from symjax import config
-from symjax.data import ngrams, sources, tokens
+from symjax.data import sources, tokens
+from symjax.data.boundaries import SEPARATOR, boundaries
 from symjax.data.documents import Ends
 from symjax.data.folder import SPLITS, open_folder
 from symjax.data.manifest import fingerprint
@@ -23,8 +24,9 @@ from symjax.data.packed import Packed
 from symjax.data.progress import bar
 from symjax.data.stream import Growing, Stream, open_stream
 from symjax.data.subwords import pieces
+from symjax.data.targets import measured
 from symjax.data.texts import Document, Texts
-from symjax.data.writer import SEPARATOR, SplitWriter
+from symjax.data.writer import SplitWriter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,9 +39,13 @@ class Corpus:
         fingerprint: plain values that identify the text: source, sha256, versions,
             and for each split its documents, tokens and bytes.
         references: held-out cross-entropy of "unigram", "bigram" and "trigram", nats
-            per token.
-        bytes_per_token: UTF-8 bytes a held-out token, for bits per byte. A token that
-            ends a document has none.
+            per target.
+        bytes_per_token: UTF-8 bytes a held-out target, for bits per byte. A token that
+            stands before or after a document has none, a NUL one.
+        start: the token before a document that its first token is predicted from;
+            None: nothing is.
+        shared: the documents next to each other have that token in common: see
+            `documents.separated`.
         ends: for each split, where its documents end; empty: they are joined.
         parts: of the training text, where it is a mixture of sources.
         shard: tokens of a shard, where the training text is a stream; else 0.
@@ -51,6 +57,8 @@ class Corpus:
     fingerprint: dict[str, Any]
     references: dict[str, float]
     bytes_per_token: float
+    start: int | None = None
+    shared: bool = False
     ends: Mapping[str, Ends] = dataclasses.field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     shard: int = 0
@@ -69,6 +77,12 @@ class Corpus:
     def bits_per_byte(self, nats: float) -> float:
         """Of a held-out loss in nats a token."""
         return nats / self.bytes_per_token / math.log(2)
+
+    def shown(self, ids: Any) -> str:
+        """The text of token ids [T], without the token before the first document."""
+        ids = np.asarray(ids)
+        skip = len(ids) > 0 and ids[0] == self.start
+        return self.tokenizer.decode(ids[int(skip) :])
 
     def check_length(self, length: int) -> None:
         """Refuse a model longer than the text, before anything is compiled.
@@ -98,6 +112,7 @@ def open_corpus(
     else:
         manifest, parts = open_folder(options, directory, _pack, replace=replace)
     heldout = manifest["fingerprint"]["heldout"]
+    judged = manifest.get("judged", heldout)  # format 1 took all tokens
     ends = {x: parts[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in parts}
     return Corpus(
         train=parts["train"],
@@ -106,7 +121,9 @@ def open_corpus(
         tokenizer=tokens.from_description(manifest["tokenizer"]),
         fingerprint=manifest["fingerprint"],
         references=manifest["ngrams"],
-        bytes_per_token=heldout["bytes"] / heldout["tokens"],
+        bytes_per_token=judged["bytes"] / judged["tokens"],
+        start=manifest.get("document_start"),
+        shared=manifest.get("shared", False),
         parts=tuple(
             Part(x["share"], *x["tokens"])
             for x in manifest["fingerprint"].get("mixture", [])
@@ -115,24 +132,27 @@ def open_corpus(
     )
 
 
-def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
+def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
     """Write the tokens of both splits, in memory that does not grow with them."""
     parts = entries(options)
     loaded = [sources.load(part) for _, part in parts]
     texts = [its for its, _ in loaded]
     several = any(sum(x.count(split) for x in texts) > 1 for split in SPLITS)
     tokenizer = _tokenizer(options, texts, several)
+    marks = boundaries(tokenizer, several=several, format=format)
     content, counts, stops = hashlib.sha256(), {}, {}
     with bar(sum(x.characters for x in texts), "packing") as shown:
         for split in SPLITS:
-            writer = SplitWriter(folder, split, tokenizer, content, shown.update)
+            made = folder, split, tokenizer, marks, content, shown.update
+            writer = SplitWriter(*made)
             stops[split] = [0]
             for its in texts:
                 for document in its.read(split):
                     writer.add(document)
                 stops[split].append(writer.counts.tokens)
-            counts[split] = writer.close()._asdict()
-    if options.documents == "joined" or (options.documents == "auto" and not several):
+            counts[split] = writer.close()
+    apart = options.documents == "separate" or (options.documents == "auto" and several)
+    if not apart:
         for split in SPLITS:
             Path(folder, f"{split}_ends.npy").unlink()
     facts = loaded[0][1]
@@ -142,21 +162,24 @@ def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
             {
                 "entry": getattr(part, NAMES[part.source]),
                 "share": share,
-                "tokens": list(its),
+                "tokens": [max(0, start - marks.overlap), stop],
                 **own,
             }
-            for (share, part), (_, own), its in zip(parts, loaded, edges, strict=True)
+            for (share, part), (_, own), (start, stop) in zip(
+                parts, loaded, edges, strict=True
+            )
         ]
         facts = {"mixture": mixed}
-    train, heldout = (np.load(folder / f"{x}.npy", mmap_mode="r") for x in SPLITS)
+    names = [*SPLITS, *(f"{x}_ends" for x in SPLITS if apart)]
+    arrays = {x: np.load(folder / f"{x}.npy", mmap_mode="r") for x in names}
     return {
         "tokenizer": tokenizer.describe(),
         "fingerprint": {
             **fingerprint(options.source, facts, content),
             "datasets": version("datasets"),
-            **counts,
+            **{split: its._asdict() for split, its in counts.items()},
         },
-        "ngrams": ngrams.cross_entropies(train, heldout, tokenizer.vocabulary),
+        **measured(arrays, tokenizer, marks, counts["heldout"]),
     }
 
 

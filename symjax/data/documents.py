@@ -33,15 +33,27 @@ def tokens_of(inputs: Any) -> Any:
 
 
 def separated(
-    starts: np.ndarray, inputs: np.ndarray, targets: np.ndarray, ends: Ends
+    starts: np.ndarray,
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    ends: Ends,
+    *,
+    shared: bool,
 ) -> tuple[Separate, np.ndarray]:
     """Rows [B, T] that begin at `starts` [B] of a text, with their documents apart.
 
-    The last token of a document has no target: what comes next is another document.
     Time O(log documents + T) a row.
+
+    Args:
+        shared: one separator stands between two documents. As an input it belongs to
+            the later document, whose first token is its target; as a target it ends
+            the earlier one. Otherwise a document's tokens are its own, and the last
+            one has no target.
     """
     length = inputs.shape[1]
     numbers = np.stack([_numbers(ends, start, length + 1) for start in starts.tolist()])
+    if shared:  # an input is of the document of its target
+        return Separate(inputs, numbers[:, 1:] - numbers[:, 1:2]), targets
     targets = np.where(numbers[:, 1:] == numbers[:, :-1], targets, NOTHING)
     return Separate(inputs, numbers[:, :-1]), targets
 

@@ -26,6 +26,7 @@ from symjax.data.tokens import Tokenizer, from_description
 
 SHARE = 0.15  # of the tokens of a row that are targets
 MASKED, RANDOM = 0.8, 0.1  # of these; the rest stays as it is
+START = "document_start"  # in a language: the token before a document that predicts it
 # What the fingerprint of a generated task is made of: checkpoints know it.
 SIGNED = (
     *("source", "path", "name", "subset", "column", "label", "tokenizer"),
@@ -97,28 +98,44 @@ def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
     """
     if "kind" not in language:  # images, generated tasks
         return None
-    return from_description({n: x for n, x in language.items() if n != "mask"})
+    return from_description(language)
+
+
+def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether the tokens of two `Examples.language` mean the same.
+
+    What stands before a document may differ: it is a token of both.
+    """
+    plain = ({n: x for n, x in y.items() if n != START} for y in (one, other))
+    return next(plain) == next(plain)
 
 
 def text_examples(corpus: Corpus) -> Examples:
     """Windows of a text, whose targets are the next tokens."""
     last, ends = len(corpus.heldout) - 1, corpus.ends
     arrays = corpus.train, corpus.heldout, *ends.values()
+    begin = {} if corpus.start is None else {START: corpus.start}
     return Examples(
         train=partial(
             training_windows,
             corpus.train,
             ends=ends.get("train"),
+            shared=corpus.shared,
             parts=corpus.parts,
             shard=corpus.shard,
         ),
-        heldout=partial(heldout_windows, corpus.heldout, ends=ends.get("heldout")),
+        heldout=partial(
+            heldout_windows,
+            corpus.heldout,
+            ends=ends.get("heldout"),
+            shared=corpus.shared,
+        ),
         heldout_rows=lambda length: math.ceil(last / length),
         check_length=corpus.check_length,
         vocabulary=corpus.tokenizer.vocabulary,
         unit=corpus.tokenizer.unit,
         size=corpus.size,
-        language=corpus.tokenizer.describe(),
+        language={**corpus.tokenizer.describe(), **begin},
         fingerprint=corpus.fingerprint,
         references=corpus.references,
         files=tuple(x for x in arrays if isinstance(x, Packed)),
@@ -140,6 +157,7 @@ def masked_examples(text: Examples) -> Examples:
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
     """
     mask = text.vocabulary
+    language = {n: x for n, x in text.language.items() if n != START}
 
     def train(
         numbers: np.ndarray, length: int, seed: int
@@ -161,7 +179,7 @@ def masked_examples(text: Examples) -> Examples:
         heldout=heldout,
         vocabulary=mask + 1,
         unit=f"masked {text.unit}",
-        language={**text.language, "mask": mask},
+        language={**language, "mask": mask},
         references={"unigram": text.references["unigram"]},
         text=None,
     )

@@ -17,6 +17,7 @@ from symjax.data.manifest import (
     MANIFEST,
     check_options,
     content_of,
+    format_of,
     read_manifest,
     stamp_of,
     write_manifest,
@@ -96,12 +97,12 @@ def _read(
     if _changed(options, manifest):
         raise ValueError(changed)
     try:
-        again, arrays = cached(options, pack)
+        again, arrays = cached(options, pack, format=format_of(manifest))
     except ValueError as error:
         raise ValueError(f"{gone}, and cannot be packed again: {error}") from None
     if again["files"] != manifest["files"]:
         raise ValueError(changed)
-    return again, arrays
+    return manifest, arrays
 
 
 def _changed(options: config.Data, manifest: dict[str, Any]) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from typing import Any
 
 import numpy as np
 
 from symjax.data.batches import Examples, weighted_windows
 from symjax.data.corpus import Corpus
-from symjax.data.examples import text_examples
-from symjax.data.tokens import Tokenizer
+from symjax.data.examples import START, text_examples, tokenizer_of
 
 GIVEN = "given"  # the source of such a text
 NO_DATA = (
@@ -24,24 +24,36 @@ def is_given(examples: Examples) -> bool:
     return examples.fingerprint.get("source") == GIVEN
 
 
-def given_examples(tokenizer: Tokenizer, text: str | None) -> Examples:
+def given_examples(language: dict[str, Any], text: str | None) -> Examples:
     """A text as all that is held out; there is none to train on.
 
+    Its first token is predicted from the token that stood before documents in training,
+    if one did; otherwise nothing predicts it.
+
     Args:
+        language: of the examples that the model was trained on, which have a tokenizer.
         text: None: whatever asks for held-out text is refused.
     Raises:
-        ValueError: the text has fewer than two tokens, or unknown characters.
+        ValueError: the text has no token that can be predicted, or unknown characters.
     """
+    tokenizer, start = tokenizer_of(language), language.get(START)
     ids, content = tokenizer.encode(text or ""), (text or "").encode()
-    if text is not None and len(ids) < 2:
-        raise ValueError(f"--text has {len(ids)} tokens, at least 2 are needed")
+    least = 2 if start is None else 1
+    if text is not None and len(ids) < least:
+        raise ValueError(f"--text has {len(ids)} tokens, at least {least} are needed")
+    size = len(content)
+    if text and start is None:
+        size -= tokenizer.size_of(int(ids[0]))
+    if text and start is not None:
+        ids = np.concatenate([np.array([start], ids.dtype), ids])
     corpus = Corpus(
         train=ids[:0],
         heldout=ids,
         tokenizer=tokenizer,
         fingerprint={"source": GIVEN, "sha256": hashlib.sha256(content).hexdigest()},
         references={},
-        bytes_per_token=len(content) / max(1, len(ids)),
+        bytes_per_token=size / max(1, len(ids) - 1),
+        start=start,
     )
     found = text_examples(corpus)
 

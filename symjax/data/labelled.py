@@ -142,7 +142,8 @@ def open_labelled(
     return Labelled(*open_folder(options, Path(directory), _pack, replace=replace))
 
 
-def _pack(options: config.Data, folder: Path) -> dict[str, Any]:
+def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
+    del format  # all have been packed alike so far
     found = classes.load(options)
     image = found.contents[0].shape if found.white else None
     texts = () if image else found.contents

@@ -63,6 +63,11 @@ def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any]:
     return manifest
 
 
+def format_of(manifest: dict[str, Any]) -> int:
+    """The format of a packed corpus; older manifests do not name theirs, which is 1."""
+    return manifest.get("format", 1)
+
+
 def check_options(found: dict[str, Any], options: config.Data, directory: Path) -> None:
     """Raises: ValueError: the folder holds examples of other options."""
     found = dataclasses.asdict(config.Data()) | found  # keys it did not have yet

@@ -32,11 +32,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from symjax import config
-from symjax.data import hub, ngrams, sources, splits, tokens
+from symjax.data import hub, sources, splits, tokens
+from symjax.data.boundaries import FORMAT, boundaries
 from symjax.data.cache import facts_of, locked
+from symjax.data.folder import SPLITS
 from symjax.data.manifest import (
     MANIFEST,
     fingerprint,
+    format_of,
     read_manifest,
     stamp_of,
     stored,
@@ -45,6 +48,7 @@ from symjax.data.manifest import (
 from symjax.data.packed import layout_of
 from symjax.data.progress import bar
 from symjax.data.subwords import pieces
+from symjax.data.targets import measured
 from symjax.data.writer import Counts, SplitWriter
 from symjax.files import replaced
 
@@ -60,12 +64,14 @@ class Order(NamedTuple):
         place: the folder of the corpus in the cache.
         revisions: of the data set; none of a local folder.
         shard: tokens after which what has been packed may be read.
+        format: of the corpus, where it has not been begun.
     """
 
     options: config.Data
     place: Path
     revisions: list[str]
     shard: int
+    format: int = FORMAT
 
     def as_json(self) -> str:
         options, place, *rest = self
@@ -113,11 +119,16 @@ class _Packing:
             self._resume()
         else:
             self.tokenizer = self._tokenizer()
+            self._mark(order.format)
             self.keys, self.held = self._hold_out()
+
+    def _mark(self, format: int) -> None:
+        self.marks = boundaries(self.tokenizer, several=True, format=format)
 
     def _resume(self) -> None:
         self.head = read_manifest(self.place, HEAD)
         self.tokenizer = tokens.from_description(self.head["tokenizer"])
+        self._mark(format_of(self.head))
         self.counts, self.state = read_progress(self.place)
         self.keys = set(np.load(self.place / KEYS).tolist())
 
@@ -155,8 +166,8 @@ class _Packing:
         return set(keys), writer.close()
 
     def _writer(self, split: str, counts: Counts | None = None) -> SplitWriter:
-        made = self.place, split, self.tokenizer, self.content, lambda _: None
-        return SplitWriter(*made, counts)
+        made = self.place, split, self.tokenizer, self.marks, self.content
+        return SplitWriter(*made, lambda _: None, counts)
 
     def run(self) -> None:
         """Write training documents, but copies of what is held out, and their number
@@ -205,14 +216,19 @@ class _Packing:
             raise ValueError(
                 f"data.name {self.options.name!r} has no text beside what is held out"
             )
-        files, vocabulary = sources.files(self.options), self.tokenizer.vocabulary
-        shard = (min(counts.tokens, self.order.shard),)
-        with (self.place / "train.npy").open("rb") as file:
-            _, dtype, begin = layout_of(file)
-            text = np.memmap(file, dtype, "r", begin, shard)
-        held = np.load(self.place / "heldout.npy", mmap_mode="r")
+        files = sources.files(self.options)
+        arrays = {x: np.load(self.place / x, mmap_mode="r") for x in HELD_FILES}
+        arrays = {Path(name).stem: array for name, array in arrays.items()}
+        arrays["train"] = _growing(self.place / "train.npy", counts.tokens)
+        arrays["train"] = arrays["train"][: self.order.shard]
+        arrays["train_ends"] = _growing(
+            self.place / "train_ends.npy", counts.documents - 1
+        )
+        if self.options.documents == "joined":
+            arrays = {x: arrays[x] for x in SPLITS}
         return {
             "name": self.place.name,
+            "format": self.order.format,
             "options": stored(self.options),
             "revisions": self.order.revisions,
             "shard": self.order.shard,
@@ -222,10 +238,19 @@ class _Packing:
                 "datasets": version("datasets"),
                 "heldout": self.held._asdict(),
             },
-            "ngrams": ngrams.cross_entropies(text, held, vocabulary),
+            **measured(arrays, self.tokenizer, self.marks, self.held),
             "origin": {"stamp": stamp_of(files), "sha256": ""},
             "files": {name: facts_of(self.place / name) for name in HELD_FILES},
         }
+
+
+def _growing(path: Path, length: int) -> np.ndarray:
+    """The first entries of a .npy file that is being written."""
+    with path.open("rb") as file:
+        _, dtype, begin = layout_of(file)
+        if not length:
+            return np.empty(0, dtype)  # which cannot be mapped
+        return np.memmap(file, dtype, "r", begin, (length,))
 
 
 def read_progress(place: Path) -> tuple[Counts, dict[str, Any]]:

@@ -20,9 +20,16 @@ from tqdm import tqdm
 
 from symjax import config
 from symjax.data import sources
+from symjax.data.boundaries import FORMAT
 from symjax.data.cache import name_of, opened, root
 from symjax.data.folder import source_of
-from symjax.data.manifest import MANIFEST, check_options, read_manifest, write_manifest
+from symjax.data.manifest import (
+    MANIFEST,
+    check_options,
+    format_of,
+    read_manifest,
+    write_manifest,
+)
 from symjax.data.packed import Packed, layout_of
 from symjax.data.packer import HEAD, PROGRESS, Order, read_progress
 from symjax.data.progress import bar
@@ -166,15 +173,16 @@ def open_stream(
     """
     known = _known(options, directory, replace)
     revisions = known["revisions"] if known else sources.revisions(options)
+    format = format_of(known) if known else FORMAT
     place = root(options) / (known["name"] if known else "")
     if known is None or not (place / PROGRESS).exists():
-        place = root(options) / name_of(options, revisions)
+        place = root(options) / name_of(options, revisions, format=format)
     check_writable(place.parent, f"data.cache {str(place.parent)!r}")
     if (place / MANIFEST).exists():
         manifest = read_manifest(place)
         arrays: dict[str, Packed | Growing] = {**opened(place, manifest)}
     else:
-        stream = Stream(Order(options, place, revisions, SHARD))
+        stream = Stream(Order(options, place, revisions, SHARD, format))
         stream.until(1)
         manifest = read_manifest(place, HEAD)
         names = "train", "train_ends"
@@ -187,6 +195,8 @@ def open_stream(
             f"{source_of(options)} does not begin as it did when this run was packed: "
             "use another --workdir"
         )
+    else:  # what the run has said of its targets so far
+        manifest = {**known, "fingerprint": manifest["fingerprint"]}
     return manifest, arrays
 
 

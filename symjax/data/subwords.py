@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end
 PIECE = 1 << 20  # characters of a piece of a corpus
 CUT = 1 << 16  # encoded or learned at a time: the library takes 450 bytes for each
 SAMPLE = 1 << 28  # characters that a vocabulary is learned from, at most
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of byte fallback
 FILE, ABOUT = "tokenizer.json", "tokenizer_config.json"  # as Hugging Face names them
 
 
@@ -89,6 +91,15 @@ class SubwordTokenizer:
         known = np.split(ids, unknown)  # each part but the first begins with an unknown
         parts = [known[0], *(part[1:] for part in known[1:])]
         return REPLACEMENT.join(decode(part.tolist()) for part in parts)
+
+    def size_of(self, token: int) -> int:
+        """The bytes of UTF-8 that a token at the beginning of a text stands for."""
+        spelled = self._library.id_to_token(token)
+        if isinstance(self._library.decoder, _tokenizers().decoders.ByteLevel):
+            return len(spelled)  # a letter of its alphabet is a byte
+        if BYTE.fullmatch(spelled):
+            return 1
+        return len(self.decode([token]).encode())
 
     @staticmethod
     def pieces(document: Iterable[str]) -> Iterator[str]:

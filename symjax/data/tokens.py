@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,6 +44,10 @@ class ByteTokenizer:
         ids = np.asarray(ids).reshape(-1)
         ids = np.where((ids >= 0) & (ids < 256), ids, 255)  # 0xff is never UTF-8
         return ids.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def size_of(self, token: int) -> int:
+        """The bytes of UTF-8 that a token stands for."""
+        return 1
 
     def describe(self) -> dict[str, str]:
         """What `from_description` needs, as JSON."""
@@ -100,6 +104,10 @@ class CharTokenizer:
         points = known[np.where(inside, ids, self.vocabulary)]
         return points.astype("<u4").tobytes().decode("utf-32-le")
 
+    def size_of(self, token: int) -> int:
+        """The bytes of UTF-8 that a token stands for."""
+        return len(self.alphabet[token].encode("utf-8", "surrogatepass"))
+
     def describe(self) -> dict[str, str]:
         """What `from_description` needs, as JSON."""
         return {"kind": self.kind, "alphabet": self.alphabet}
@@ -145,8 +153,8 @@ def state(kind: str) -> str:
     return subwords.state(path) if kind not in KINDS and path.exists() else ""
 
 
-def from_description(description: dict[str, str]) -> Tokenizer:
-    """The inverse of `describe`.
+def from_description(description: Mapping[str, Any]) -> Tokenizer:
+    """The inverse of `describe`; other keys are not read.
 
     Raises:
         ValueError: the kind is unknown.

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from symjax.data.boundaries import SEPARATOR, Boundaries, Piece
 from symjax.data.texts import Document
 from symjax.data.tokens import Tokenizer
 
-SEPARATOR = "\0"  # between two documents, where no token of its own ends them
 TOGETHER = 1 << 20  # characters that are encoded together, on all cores
 
 
@@ -69,10 +69,9 @@ class Counts(NamedTuple):
 class SplitWriter:
     """The documents of a split: tokens in one file, where each ends in another.
 
-    A document ends with the token for it, or has a NUL between it and the next.
-
     Args:
-        content: a hash of all text, NULs included.
+        marks: the tokens around documents.
+        content: a hash of all text and of what stands before and between documents.
         shown: called with the characters of each piece that is written.
         counts: of what is kept of files that are there.
     """
@@ -82,11 +81,13 @@ class SplitWriter:
         folder: Path,
         split: str,
         tokenizer: Tokenizer,
+        marks: Boundaries,
         content: Any,
         shown: Callable[[int], Any],
         counts: Counts | None = None,
     ):
         self._tokenizer, self._content, self._shown = tokenizer, content, shown
+        self._marks = marks
         self._waiting: list[str | int | None] = []
         self._characters = 0
         self.documents, tokens, self.bytes = counts or Counts()
@@ -101,13 +102,16 @@ class SplitWriter:
         return Counts(self.documents, self._tokens.length, self.bytes)
 
     def add(self, document: Document) -> None:
-        if self.documents and self._tokenizer.document_end is None:
-            self._put(SEPARATOR)
-        self._end_last()
+        if self.documents:
+            self._mark(self._marks.between)
+            self._end_last()
+            self._mark(self._marks.before)
+        else:
+            self._mark(self._marks.first)
         for piece in self._tokenizer.pieces(document):
             self._put(piece)
-        if self._tokenizer.document_end is not None:
-            self._waiting.append(self._tokenizer.document_end)
+        if self._marks.after is not None:
+            self._waiting.append(self._marks.after)
         self.documents += 1
 
     def sync(self) -> Counts:
@@ -127,6 +131,14 @@ class SplitWriter:
     def _end_last(self) -> None:
         if self.documents:
             self._waiting.append(None)
+
+    def _mark(self, piece: Piece) -> None:
+        """Put what stands before a document."""
+        if isinstance(piece, str):
+            self._put(piece)
+        elif piece is not None:
+            self._content.update(SEPARATOR.encode())
+            self._waiting.append(piece)
 
     def _put(self, piece: str) -> None:
         encoded = piece.encode()

@@ -154,4 +154,4 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
         jax.random.key(options.seed),
         temperature=options.temperature,
     )
-    return text.tokenizer.decode(ids), text.tokenizer.decode(tokens)
+    return text.shown(ids), text.tokenizer.decode(tokens)

@@ -9,7 +9,7 @@ from etils import epath
 from flax import nnx
 
 from symjax.config import Config, Mesh, is_causal
-from symjax.data.examples import Examples, open_examples, tokenizer_of
+from symjax.data.examples import Examples, open_examples
 from symjax.data.given import given_examples
 from symjax.data.manifest import MANIFEST
 from symjax.data.sources import TEXT_SOURCES
@@ -24,7 +24,7 @@ from symjax.training.preflight import (
     saved_options,
     with_vocabulary,
 )
-from symjax.training.saved import check_average, restored
+from symjax.training.saved import check_average, language_of, restored
 from symjax.training.sharding import make_mesh
 from symjax.training.step import Program, compile_program
 
@@ -113,15 +113,16 @@ def _examples(
             return examples
         if examples.text is None:
             raise ValueError("--text is for decoders that have learned a text")
-        return given_examples(examples.text.tokenizer, text)
+        return given_examples(
+            language_of(meta) if described else examples.language, text
+        )
     learned = is_causal(options.model) and options.data.source in TEXT_SOURCES
-    tokenizer = tokenizer_of(described["language"]) if described and learned else None
-    if tokenizer is None:
+    if not described or not learned:
         raise ValueError(
             f"{folder} has no {MANIFEST}: eval.py needs the text that train.py put "
             "there"
         )
-    return given_examples(tokenizer, text)
+    return given_examples(language_of(meta), text)
 
 
 def history(run: LoadedRun, warn: Callable[[str], None]) -> Iterator[LoadedRun]:

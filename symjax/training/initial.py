@@ -10,7 +10,7 @@ from etils import epath
 
 from symjax import config
 from symjax.attention.favor import KINDS
-from symjax.data.examples import Examples
+from symjax.data.examples import Examples, same_tokens
 from symjax.layers.validate import sizes
 from symjax.models import convert
 from symjax.models.convert import FREE, carried
@@ -100,7 +100,7 @@ def _of_run(workdir: epath.Path, corpus: Examples) -> Folder:
     """The newest weights of a workdir."""
     found = read_run(workdir)
     data, kind = found.config.data, found.config.model.kind
-    if found.language != corpus.language:
+    if not same_tokens(found.language, corpus.language):
         raise ValueError(
             f"{workdir} was trained on other tokens: data.source {data.source!r}, "
             f"data.tokenizer {data.tokenizer!r}, model.kind {kind!r}"
@@ -113,7 +113,7 @@ def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Fo
     with copied(folder, *SUFFIXES) as here:
         found = read_folder(here)
     language = found.about.get("language")
-    if language not in (None, corpus.language):
+    if language is not None and not same_tokens(language, corpus.language):
         raise ValueError(f"the model in {folder} was trained on other tokens")
     if given := _given(found.options, target):
         raise ValueError(f"{folder} needs {' '.join(given)}")

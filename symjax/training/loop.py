@@ -316,7 +316,7 @@ def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
         model = nnx.merge(run.program.graph, *weights)
         more = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
         prompt = jnp.concatenate([prompt, more], axis=1)
-    return text.tokenizer.decode(prompt[0])
+    return text.shown(prompt[0])
 
 
 def save_checkpoint(run: Run, state: State, loss: float | None) -> None:

@@ -8,8 +8,11 @@ import jax
 from etils import epath
 
 from symjax import config, validation
-from symjax.data.examples import Examples, open_examples, tokenizer_of
+from symjax.data.boundaries import boundaries
+from symjax.data.examples import START, Examples, open_examples, tokenizer_of
+from symjax.data.folder import SPLITS
 from symjax.data.manifest import MANIFEST
+from symjax.data.tokens import from_description
 from symjax.models.build import abstract, parts
 from symjax.places import place
 from symjax.training import processes
@@ -135,4 +138,24 @@ def _options(
             f"checkpoint {meta['step']} of {workdir} describes no examples: "
             f"{type(error).__name__} {error}"
         ) from None
-    return dataclasses.replace(options, model=model), about
+    return dataclasses.replace(options, model=model), {
+        **about,
+        "language": language_of(meta),
+    }
+
+
+def language_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """`Examples.language` of a checkpoint.
+
+    Older checkpoints do not name the token before a document. Where documents were
+    joined, which was so before there was a key for it, rows of training had it.
+    """
+    language, fingerprint = meta["examples"]["language"], meta.get("data") or {}
+    counts = [fingerprint.get(split) or {} for split in SPLITS]
+    several = any(its.get("documents", 1) > 1 for its in counts)
+    documents = meta["config"]["data"].get("documents", "joined")
+    text = "kind" in language and "mask" not in language
+    if START in language or not text or not several or documents != "joined":
+        return language
+    start = boundaries(from_description(language), several=True).start
+    return language if start is None else {**language, START: start}

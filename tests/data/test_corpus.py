@@ -63,12 +63,14 @@ def test_a_single_file_is_exactly_its_text(options, directory, tokenizer):
     assert opened.train.dtype == np.uint8
     sizes = [opened.fingerprint[split]["bytes"] for split in folder.SPLITS]
     assert sum(sizes) == len(TEXT.encode())
-    assert opened.bytes_per_token == sizes[1] / len(opened.heldout)
+    first = len(opened.tokenizer.decode(opened.heldout[:1]).encode())
+    targets = len(opened.heldout) - 1  # nothing predicts the first token
+    assert opened.bytes_per_token == (sizes[1] - first) / targets
     assert (opened.bytes_per_token == 1) == (tokenizer == "byte")
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char"])
-def test_documents_are_separated_by_nul(tmp_path, directory, tokenizer):
+def test_a_nul_stands_before_every_document(tmp_path, directory, tokenizer):
     for number in range(30):
         (tmp_path / f"{number}.txt").write_text(f"document {number}\n")
     options = config.Data("text", str(tmp_path / "*.txt"), tokenizer=tokenizer)
@@ -76,7 +78,8 @@ def test_documents_are_separated_by_nul(tmp_path, directory, tokenizer):
     expected = sources.text(options.path)
     for split in folder.SPLITS:
         text = opened.tokenizer.decode(getattr(opened, split))
-        assert text.split("\0") == ["".join(x) for x in expected.read(split)]
+        texts = ["".join(x) for x in expected.read(split)]
+        assert text.split("\0") == ["", *texts]
         assert opened.fingerprint[split]["documents"] == expected.count(split)
 
 

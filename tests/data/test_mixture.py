@@ -75,7 +75,7 @@ def test_held_out_is_that_of_all_sources(options, tmp_path):
     found = corpus.open_corpus(options, tmp_path / "data")
     text = bytes(np.asarray(found.heldout[0 : len(found.heldout)], np.uint8)).decode()
     wanted = [text[len(text) * 9 // 10 :] for text in TEXTS.values()]
-    assert text == "\0".join(wanted)
+    assert text == "".join("\0" + x for x in wanted)
     described = found.fingerprint["mixture"]
     assert [x["share"] for x in described] == [x.share for x in found.parts]
     assert found.parts[-1].stop == len(found.train)

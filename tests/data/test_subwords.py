@@ -152,7 +152,7 @@ def test_without_the_package_one_line_says_how_to_get_it(monkeypatch):
         tokens.build("bpe", ["a"])
 
 
-def test_documents_end_with_their_token(tmp_path):
+def test_the_token_that_ends_documents_stands_before_the_first_one_too(tmp_path):
     for number in range(30):
         (tmp_path / f"{number}.txt").write_text(f"document {number} {END}\n")
     options = config.Data(
@@ -163,10 +163,11 @@ def test_documents_end_with_their_token(tmp_path):
     for split in ("train", "heldout"):
         ids = getattr(opened, split)[:]
         counts = opened.fingerprint[split]
-        assert (ids == end).sum() == counts["documents"] and ids[-1] == end
+        assert (ids == end).sum() == counts["documents"] + 1
+        assert ids[0] == ids[-1] == end
         text = opened.tokenizer.decode(ids[ids != end])
         assert counts["bytes"] == len(text.encode())
-    assert opened.bytes_per_token == counts["bytes"] / counts["tokens"]
+    assert opened.bytes_per_token == counts["bytes"] / (counts["tokens"] - 1)
     again = corpus.open_corpus(options, tmp_path / "data")
     assert again.tokenizer == opened.tokenizer
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from symjax.data.batches import Examples, weighted_windows
 from symjax.data.corpus import Corpus
-from symjax.data.examples import START, text_examples, tokenizer_of
+from symjax.data.examples import START, text_examples
+from symjax.data.tokens import from_description
 
 GIVEN = "given"  # the source of such a text
 NO_DATA = (
@@ -36,7 +37,7 @@ def given_examples(language: dict[str, Any], text: str | None) -> Examples:
     Raises:
         ValueError: the text has no token that can be predicted, or unknown characters.
     """
-    tokenizer, start = tokenizer_of(language), language.get(START)
+    tokenizer, start = from_description(language), language.get(START)
     ids, content = tokenizer.encode(text or ""), (text or "").encode()
     least = 2 if start is None else 1
     if text is not None and len(ids) < least:

@@ -145,8 +145,8 @@ def test_rows_without_text_are_left_out(tmp_path):
 def test_a_corpus_of_a_folder_says_where_it_is_from(parquet, tmp_path):
     options = wanted(parquet, tokenizer="char")
     opened = corpus.open_corpus(options, tmp_path / "data")
-    wanted = "".join("\0" + row for row in rows("train", 9))
-    assert opened.tokenizer.decode(opened.train) == wanted
+    text = "".join("\0" + row for row in rows("train", 9))
+    assert opened.tokenizer.decode(opened.train) == text
     expected = {"source": "hub", "name": str(parquet), "column": "text"}
     assert opened.fingerprint.items() >= expected.items()
     assert opened.fingerprint["datasets"] == datasets.__version__

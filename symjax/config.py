@@ -34,6 +34,13 @@ def key(
 class Keys:
     """A group of keys. A whole number is a float where a key is one: clip=0."""
 
+    def __repr__(self) -> str:
+        """Only the keys that differ from their defaults."""
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        values = [(x, getattr(self, x.name)) for x in fields]
+        shown = [f"{x.name}={value!r}" for x, value in values if value != x.default]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, field.name)
@@ -51,7 +58,7 @@ def mechanisms() -> tuple[str, ...]:
     return tuple(MECHANISMS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attention(Keys):
     """The attention layer: mechanism, keys, differential maps, execution."""
 
@@ -147,7 +154,7 @@ class Attention(Keys):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Model(Keys):
     kind: str = key(
         "decoder",
@@ -240,7 +247,7 @@ class Model(Keys):
     attention: Attention = Attention()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Data(Keys):
     source: str = key(
         "stdlib",
@@ -300,7 +307,7 @@ class Data(Keys):
     asked: int = key(2, "needles asked, of data.items", least=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Optimizer(Keys):
     name: str = key(
         "adamw",
@@ -391,7 +398,7 @@ class Optimizer(Keys):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Mesh(Keys):
     data: int = key(-1, "devices that split the batch; -1: what is left")
     fsdp: int = key(1, "devices that split batch, weights and optimizer")
@@ -399,7 +406,7 @@ class Mesh(Keys):
     sequence: int = key(1, "devices that split the tokens of a row")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluate(Keys):
     every: int = key(
         500,
@@ -413,7 +420,7 @@ class Evaluate(Keys):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint(Keys):
     every: int = key(
         500,
@@ -426,7 +433,7 @@ class Checkpoint(Keys):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Log(Keys):
     every: int = key(20, "steps between lines of metrics.jsonl", least=1)
     tensorboard: bool = key(False, "also write TensorBoard event files")
@@ -439,7 +446,7 @@ class Log(Keys):
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Config(Keys):
     steps: int = key(3000, "optimizer steps of the run", least=1)
     batch_size: int = key(32, "rows a step, over all devices", least=1)
@@ -468,3 +475,13 @@ def mechanism_of(model: Model, depth: int) -> str:
     if model.pattern:
         return model.pattern[depth % len(model.pattern)]
     return model.attention.mechanism
+
+
+def attention_of(model: Model) -> str:
+    """The attention of a model in words: softmax, symmetric plain, differential v1."""
+    chosen = model.attention
+    words = [" and ".join(dict.fromkeys(model.pattern)) or chosen.mechanism]
+    for name in ("symmetric", "differential"):
+        if (value := getattr(chosen, name)) != "none":
+            words.append(f"{name} {value}")
+    return ", ".join(words)

@@ -83,6 +83,9 @@ class Examples:
     labels: tuple[str, ...] = ()
     image: tuple[int, int, int] | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.size}, losses in nats/{self.unit})"
+
     def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
         """The training batch of a step."""
         return lambda start, stop: self.train(

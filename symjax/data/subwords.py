@@ -46,6 +46,10 @@ class SubwordTokenizer:
     kind: ClassVar[str] = "subword"
     unit: ClassVar[str] = "token"
 
+    def __repr__(self) -> str:
+        size = f"{len(self.definition):,} characters of {FILE}"
+        return f"{type(self).__name__}({size}, end={self.end!r})"
+
     @functools.cached_property
     def _library(self) -> Any:
         loaded = _tokenizers().Tokenizer.from_str(self.definition)

@@ -65,6 +65,9 @@ class CharTokenizer:
     unit: ClassVar[str] = "character"
     document_end: ClassVar[None] = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.vocabulary:,} characters)"
+
     @property
     def vocabulary(self) -> int:
         return len(self.alphabet)

@@ -8,7 +8,7 @@ import jax
 from etils import epath
 from flax import nnx
 
-from symjax.config import Config, Mesh, is_causal
+from symjax.config import Config, Mesh, attention_of, is_causal
 from symjax.data.examples import Examples, open_examples
 from symjax.data.given import given_examples
 from symjax.data.manifest import MANIFEST
@@ -47,6 +47,12 @@ class LoadedRun(NamedTuple):
     workdir: epath.Path
     data: dict[str, Any]
     ema: bool = False
+
+    def __repr__(self) -> str:
+        """Without its arrays."""
+        what = f"{self.parameters():,} parameters, {attention_of(self.config.model)}"
+        mean = ", the mean of weights (ema)" * self.ema
+        return f"{type(self).__name__}({self.workdir}, step {self.step}: {what}{mean})"
 
     def model(self) -> Model:
         return nnx.merge(self.program.graph, self.params, self.constants)

@@ -45,6 +45,10 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Cell]]
     printed: bool = True
 
+    def __repr__(self) -> str:
+        columns = ", ".join(self.columns)
+        return f"Table({self.name}: {len(self.rows)} rows of {columns})"
+
 
 class Result(NamedTuple):
     """What one task measured on one checkpoint.
@@ -58,6 +62,17 @@ class Result(NamedTuple):
     text: list[str]
     tables: tuple[Table, ...] = ()
     figures: tuple[Figure, ...] = ()
+
+    def __repr__(self) -> str:
+        """The names of what was measured; `report.to_text` shows the numbers."""
+        parts = {
+            "values": ", ".join(self.values),
+            "text": f"{len(self.text)} lines",
+            "tables": ", ".join(x.name for x in self.tables),
+            "figures": ", ".join(x.name for x in self.figures),
+        }
+        shown = (f"{name}: {value}" for name, value in parts.items() if value)
+        return f"Result({'; '.join(shown)})"
 
 
 def none(task: str, reason: str) -> Result:

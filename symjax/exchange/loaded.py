@@ -15,13 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from symjax.config import Config, is_causal
+from symjax.config import Config, attention_of, is_causal
 from symjax.data.examples import tokenizer_of
 from symjax.data.tokens import Tokenizer
 from symjax.exchange.continued import continued, ended
 from symjax.exchange.scores import scores
 from symjax.imports import using
-from symjax.models.build import Model, decoder_of, merged
+from symjax.models.build import Model, decoder_of, merged, parts
 from symjax.models.generate import whole
 from symjax.training.saved import read_run
 
@@ -54,6 +54,23 @@ class Loaded:
     labels: tuple[str, ...] = ()
     language: dict[str, Any] = field(default_factory=dict)
     ema: bool = False
+
+    def __repr__(self) -> str:
+        """A few lines: sizes, attention, tokens and step, but no arrays."""
+        options, names = self.config.model, ", ".join(map(repr, self.labels[:4]))
+        weights = sum(x.size for x in jax.tree.leaves(parts(self.model)[0]))
+        rows = {
+            "model": f"{options.kind}, {weights:,} parameters, {options.depth} layers "
+            f"of width {options.width}, {options.heads} heads, {options.length} tokens",
+            "attention": attention_of(options),
+            "tokenizer": repr(self.tokenizer),
+            "step": f"{self.step}{', the mean of weights (ema)' * self.ema}",
+        }
+        if self.labels:
+            more = ", …" * (len(self.labels) > 4)
+            rows["labels"] = f"{len(self.labels)}: {names}{more}"
+        lines = [f"  {name:<11}{value}" for name, value in rows.items()]
+        return "\n".join([f"{type(self).__name__}(", *lines, ")"])
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids [T].

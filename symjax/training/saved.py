@@ -38,6 +38,11 @@ class Saved(NamedTuple):
     params: dict[str, Any]
     constants: dict[str, Any]
 
+    def __repr__(self) -> str:
+        """Without its arrays."""
+        what = config.attention_of(self.config.model)
+        return f"{type(self).__name__}(step {self.step}: {what})"
+
 
 def described(examples: Examples, model: config.Model) -> dict[str, Any]:
     """What a checkpoint says of the examples, so that it can be used without them."""

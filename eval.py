@@ -1,5 +1,10 @@
 """Evaluate a checkpoint: python eval.py --workdir runs/diff_sym-tiny (or --help)."""
 
+from symjax.starting import announce
+
+if __name__ == "__main__":
+    announce("eval.py")
+
 from symjax.evaluation.program import command, main, parse
 
 __all__ = ["main", "parse"]

@@ -24,6 +24,11 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from symjax.starting import announce
+
+if __name__ == "__main__":
+    announce("compare")
+
 from etils import epath
 
 from symjax import figures
@@ -31,7 +36,7 @@ from symjax.evaluation import report
 from symjax.evaluation.compared_runs import Workdir, existing, items, plan, train
 from symjax.evaluation.language import losses
 from symjax.evaluation.loading import LoadedRun, history, load
-from symjax.evaluation.results import Result, Table, table
+from symjax.evaluation.results import Result, Table, at_work, table
 from symjax.evaluation.weights import lambda_table
 from symjax.figures import Band, Curve, Lines
 from symjax.files import check_writable
@@ -117,7 +122,7 @@ def run(chosen: argparse.Namespace, rest: list[str]) -> None:
     check_writable(chosen.out, f"--out {chosen.out}")
     train(planned)
     evaluated = {
-        name: [evaluate(workdir, chosen.batches) for workdir in some]
+        name: [_announced(workdir, chosen.batches) for workdir in some]
         for name, some in runs.items()
     }
     check_documents(evaluated)
@@ -140,6 +145,11 @@ def check_alone(chosen: argparse.Namespace, rest: list[str]) -> None:
             f"{(given + rest)[0]} is for runs to train: --workdirs compares those that "
             "exist"
         )
+
+
+def _announced(workdir: Workdir, batches: int | None) -> Evaluated:
+    with at_work(f"{workdir}: compiling and measuring"):
+        return evaluate(workdir, batches)
 
 
 def evaluate(workdir: Workdir, batches: int | None = None) -> Evaluated:

@@ -8,8 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from symjax.starting import announce
+
+if __name__ == "__main__":
+    announce("harness", "jax and lm_eval")
+
 from symjax.evaluation import report
-from symjax.evaluation.results import Result
+from symjax.evaluation.results import Result, at_work
 from symjax.exchange import Loaded, load, load_pretrained
 from symjax.models.folders import is_folder
 from symjax.optional import needed
@@ -89,15 +94,17 @@ def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
 
     from symjax.evaluation.harness_model import HarnessModel
 
-    found = simple_evaluate(
-        HarnessModel(model),
-        tasks=chosen.names,
-        num_fewshot=chosen.shots,
-        limit=chosen.limit,
-        task_manager=_tasks(chosen.names, chosen.include),
-        log_samples=False,
-        torch_random_seed=None,  # pyright: ignore[reportArgumentType]
-    )
+    wrapped, tasks = HarnessModel(model), _tasks(chosen.names, chosen.include)
+    with at_work(f"{', '.join(chosen.names)}: compiling and measuring"):
+        found = simple_evaluate(
+            wrapped,
+            tasks=chosen.names,
+            num_fewshot=chosen.shots,
+            limit=chosen.limit,
+            task_manager=tasks,
+            log_samples=False,
+            torch_random_seed=None,  # pyright: ignore[reportArgumentType]
+        )
     return dict(found or {})
 
 

@@ -11,7 +11,7 @@ from symjax.data.texts import read_pieces
 from symjax.evaluation import report, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.overview import overview
-from symjax.evaluation.results import Options
+from symjax.evaluation.results import Options, at_work
 from symjax.files import check_writable
 from symjax.imports import using
 from symjax.places import anywhere, home, place
@@ -106,7 +106,8 @@ def evaluate(chosen: argparse.Namespace) -> None:
     options = Options(*(getattr(chosen, name) for name in Options._fields))
     about, results, brief = tasks.about(run), {}, False
     for name in chosen.names:
-        results[name] = tasks.measure(name, run, options)
+        with at_work(f"{name}: compiling and measuring"):
+            results[name] = tasks.measure(name, run, options)
         text, before = report.to_text(results[name]), brief
         brief = "\n" not in text  # tasks that do not apply: no empty lines between them
         print(text if brief and before else f"\n{text}", flush=True)

@@ -1,7 +1,9 @@
 """The options of every task, and its results: values, lines, tables and figures."""
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -13,6 +15,18 @@ Series = dict[str, tuple[list[float], list[float]]]
 
 # A bar on stderr that leaves nothing behind; none where stderr is no terminal.
 progress = functools.partial(tqdm, leave=False, disable=None)
+
+
+@contextlib.contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """Say what is done inside on stderr: a line that leaves nothing behind on a
+    terminal, and stays in a file."""
+    if sys.stderr.isatty():
+        with progress(desc=what, bar_format="{desc}"):
+            yield
+    else:
+        print(what, file=sys.stderr, flush=True)
+        yield
 
 
 class Options(NamedTuple):

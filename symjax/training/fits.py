@@ -6,6 +6,7 @@ import os
 import jax
 
 from symjax.places import user_cache
+from symjax.training.progress import print_line
 from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program
 
@@ -13,12 +14,13 @@ GIB = 2**30
 
 
 def compiled_step(
-    program: Program, shape: tuple[int, int], *, refuse: bool = True
+    program: Program, shape: tuple[int, int], *, refuse: bool = True, machine: str = ""
 ) -> jax.stages.Compiled:
-    """The training step for batches of `shape`, compiled.
+    """The training step for batches of `shape`, compiled; a line on stderr says so.
 
     Args:
         refuse: what does not fit; False for devices that are not there.
+        machine: the name of another machine that it is compiled for.
     Raises:
         ValueError: it needs more memory than there is.
     """
@@ -26,6 +28,7 @@ def compiled_step(
         state = shard_bytes((program.state, program.constants))
         batch = 2 * 4 * math.prod(shape) // program.mesh.size
         check_memory(state + batch, "weights, optimizer and batch alone take")
+    print_line(f"compiling the training step{machine and f' for {machine}'}")
     step = program.lower(shape).compile()
     memory = step.memory_analysis()
     if refuse and memory is not None:

@@ -254,6 +254,7 @@ def stopped_at(run: Run, done: int, what: str) -> FloatingPointError:
 
 def heldout(run: Run, state: State, count: int) -> Means:
     """Return the means over `count` held-out batches."""
+    run.progress.compiling("the evaluation")
     chosen = run.examples.heldout_batches(run.shape, count)
     return means(run.program, state.params, run.constants, run.shape, chosen)
 
@@ -284,6 +285,7 @@ def evaluate(run: Run, state: State) -> float:
     if not math.isfinite(loss):
         raise stopped_at(run, done, f"held-out loss is {loss}")
     if text is not None and run.options.evaluate.sample:
+        run.progress.compiling("the sample")
         weights = to_host((state.params, run.constants))
         shown = on_process_zero(lambda: sample(run, text, weights))
         run.progress.line(f"step {done}: sample {shown!r}")

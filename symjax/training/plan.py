@@ -74,7 +74,12 @@ def describe(options: config.Config, target: str | None = None) -> str:
         + (f"; {idle} of its chips idle" if idle else ""),
     ]
     try:
-        step = compiled_step(program, shape, refuse=not (simulated or machine))
+        step = compiled_step(
+            program,
+            shape,
+            refuse=not (simulated or machine),
+            machine=machine.name if machine else "",
+        )
     except jax.errors.JaxRuntimeError as error:
         if machine is None or not OUT_OF_MEMORY.search(str(error)):
             raise

@@ -26,6 +26,7 @@ class Progress:
             self.bar = tqdm(total=total, initial=start, unit="step", smoothing=0.1)
         self.began = time.monotonic()
         self.next = self.began
+        self.compiled: set[str] = set()
 
     def update(
         self,
@@ -57,9 +58,21 @@ class Progress:
         elif self.shown:
             print(text, file=sys.stderr, flush=True)
 
+    def compiling(self, program: str) -> None:
+        """Say, before a program runs for the first time, that it is compiled."""
+        if program not in self.compiled:
+            self.compiled.add(program)
+            self.line(f"compiling {program}")
+
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def print_line(line: str) -> None:
+    """Print a line on stderr, in process 0 alone."""
+    if is_process_zero():
+        print(line, file=sys.stderr, flush=True)
 
 
 def print_warning(line: str) -> None:

@@ -447,20 +447,23 @@ def test_what_a_run_shows_is_readable_in_a_file(text, workdir, capsys, monkeypat
     said = capsys.readouterr()
     assert said.out == "" and "\r" not in said.err and "\x1b" not in said.err
     lines = said.err.splitlines()
-    assert "parameters" in lines[0] and str(workdir) in lines[0]
-    for number, line in enumerate(lines[1:7], 1):
+    assert lines[0] == "compiling the training step"
+    assert "parameters" in lines[1] and str(workdir) in lines[1]
+    for number, line in enumerate(lines[2:8], 1):
         assert line.startswith(f"step {number}/6  loss ")
         assert "tokens/s" in line and line.endswith(" left")
-    assert lines[7].startswith("step 6: held-out loss ")
-    assert all(name in lines[7] for name in ("unigram", "bigram", "trigram"))
-    assert lines[8].startswith("step 6: sample '")
-    assert "python eval.py --workdir" in lines[9]
+    assert lines[8] == "compiling the evaluation"
+    assert lines[9].startswith("step 6: held-out loss ")
+    assert all(name in lines[9] for name in ("unigram", "bigram", "trigram"))
+    assert lines[10] == "compiling the sample"
+    assert lines[11].startswith("step 6: sample '")
+    assert "python eval.py --workdir" in lines[12]
     names = "best held-out loss", "goodput", "checkpoints", "metrics"
-    for name, line in zip(names, lines[10:], strict=True):
+    for name, line in zip(names, lines[13:], strict=True):
         assert line.startswith(name)
     best = min(x["heldout/loss"] for x in rows(workdir) if "heldout/loss" in x)
-    assert f"  {best:.4f} nats/byte at step 6" in lines[10]
-    assert re.search(r"  \d+% of \d+:\d\d were steps$", lines[11])
+    assert f"  {best:.4f} nats/byte at step 6" in lines[13]
+    assert re.search(r"  \d+% of \d+:\d\d were steps$", lines[14])
 
 
 def test_utilisation_is_shown_where_the_chip_is_known(

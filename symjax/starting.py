@@ -1,0 +1,53 @@
+"""The first line of a program, which appears before the imports that take seconds.
+
+Nothing of jax is imported here: `symjax-train`, `symjax-eval` and the scripts print the
+line first, and import their program afterwards.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+# The number of a process as its launcher says it; TPU pods number their machines.
+RANKS = (
+    *("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
+    *("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID"),
+)
+
+
+def train() -> NoReturn:
+    """The program of symjax-train."""
+    announce("symjax-train")
+    from symjax.training.program import command
+
+    command()
+
+
+def evaluate() -> NoReturn:
+    """The program of symjax-eval."""
+    announce("symjax-eval")
+    from symjax.evaluation.program import command
+
+    command()
+
+
+def announce(program: str, imported: str = "jax") -> None:
+    """Print one line on stderr, in the first process of a run alone."""
+    if is_first(sys.argv[1:], os.environ):
+        line = f"{program} starts: importing {imported}, which takes a while"
+        print(line, file=sys.stderr, flush=True)
+
+
+def is_first(words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether flags or a launcher number this process 0, or none of them does.
+
+    A guess for the first line: `training.launch` decides, once jax is there.
+    """
+    said = [environment.get(name) for name in RANKS]
+    for word, following in itertools.pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag == "--process":
+            said = [value if equals else following]
+    return next(filter(None, said), "0") == "0"

@@ -75,6 +75,12 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.fixture
+def quiet(monkeypatch):
+    """However long a measurement takes, no line says so."""
+    monkeypatch.setattr("symjax.evaluation.results.QUIET", 600.0)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """The folder of compiled programs, which runs of all tests share."""

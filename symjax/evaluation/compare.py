@@ -37,10 +37,10 @@ from symjax.evaluation.compared_runs import Workdir, existing, items, plan, trai
 from symjax.evaluation.language import losses
 from symjax.evaluation.loading import LoadedRun, history, load
 from symjax.evaluation.results import Result, Table, at_work, table
-from symjax.evaluation.weights import lambda_table
 from symjax.figures import Band, Curve, Lines
 from symjax.files import check_writable
 from symjax.imports import using
+from symjax.models.lambdas import lambda_table
 from symjax.places import anywhere, place
 from symjax.training.commandline import Parser, add_imports
 from symjax.training.exit_codes import run_and_exit

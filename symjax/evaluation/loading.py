@@ -36,6 +36,8 @@ class LoadedRun(NamedTuple):
         data: what the checkpoint says of the data of its run, as `fingerprint` of
             `examples`, in whose place a given text may stand.
         ema: whether the weights are the mean that optimizer.ema keeps.
+        changed: one line for each key that --allow has changed, and from which step.
+        sessions: the dates of its starts, and the versions that it ran with.
     """
 
     step: int
@@ -47,6 +49,8 @@ class LoadedRun(NamedTuple):
     workdir: epath.Path
     data: dict[str, Any]
     ema: bool = False
+    changed: tuple[str, ...] = ()
+    sessions: tuple[dict[str, Any], ...] = ()
 
     def __repr__(self) -> str:
         """Without its arrays."""
@@ -104,6 +108,7 @@ def load(
         like = program.state, program.constants
         trees, meta = restored(checkpoints, *like, ema, step, best=best)
     found = {"workdir": workdir, "data": meta.get("data") or {}, "ema": ema}
+    found |= {name: tuple(meta.get(name, ())) for name in ("changed", "sessions")}
     return LoadedRun(meta["step"], options, examples, program, **trees, **found)
 
 

@@ -1,4 +1,4 @@
-"""The top of a report: configuration, data and the loss curve."""
+"""The top of a report: the run, its configuration, data and loss curve."""
 
 from operator import attrgetter
 from typing import Any
@@ -14,10 +14,27 @@ from symjax.training.metrics import rows_of
 
 def overview(run: LoadedRun) -> dict[str, Result]:
     """By heading; the loss curve only where its numbers are still in the workdir."""
-    found = {"configuration": _configuration(run.config), "data": _data(run)}
+    found = {"run": _run(run), "configuration": _configuration(run.config)}
+    found |= {"data": _data(run)}
     if (figure := loss_curve(rows_of(run.workdir), run.examples.unit)) is not None:
         found["loss curve"] = Result({}, [], (), (figure,))
     return found
+
+
+def _run(run: LoadedRun) -> Result:
+    """Seed, dates and versions, and what --allow has changed."""
+    rows: list[tuple[str, ...]] = [("seed", str(run.config.seed))]
+    for session in run.sessions:
+        names = ("symjax", "jax", "flax", "python")
+        versions = ", ".join(f"{x} {session[x]}" for x in names if x in session)
+        start = f"from step {session.get('step', '-')}"
+        rows.append((start, f"{session.get('date', '-')} UTC, {versions}"))
+    if not run.sessions:
+        rows.append(("date, versions", "not in checkpoints of older versions"))
+    for line in run.changed:
+        start, _, change = line.partition(": ")
+        rows.append((f"changed {start}", change))
+    return Result({}, [], (Table("run", ("run", ""), rows),))
 
 
 def _configuration(chosen: Config) -> Result:

@@ -20,6 +20,7 @@ from symjax.layers.mechanisms import part_of
 from symjax.layers.mixer import Mixer
 from symjax.layers.sharded import Operand
 from symjax.models.build import Model
+from symjax.models.build import attentions as attentions
 
 # The tokens of a row, below 0 where there are none, or an image.
 Inputs = Int[np.ndarray, "T"] | Float[np.ndarray, "height width channels"]
@@ -52,11 +53,6 @@ class Layer(NamedTuple):
     map: Float[np.ndarray, "N T T"]
     lam: Float[np.ndarray, "T N"] | None
     hidden: Float[np.ndarray, "T D"]
-
-
-def attentions(model: Model) -> list[Any]:
-    """The attention of every layer; that of a universal model as often as it steps."""
-    return [layer for block in model.blocks for layer in block.attentions]
 
 
 def read(model: Model, inputs: Inputs) -> list[Layer]:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from tqdm import tqdm
 
 from symjax.figures import Figure
 
+QUIET = 1.0  # seconds of work before a line says what is done
 Cell = str | int | float | None
 Series = dict[str, tuple[list[float], list[float]]]
 
@@ -19,14 +21,26 @@ progress = functools.partial(tqdm, leave=False, disable=None)
 
 @contextlib.contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """Say what is done inside on stderr: a line that leaves nothing behind on a
-    terminal, and stays in a file."""
-    if sys.stderr.isatty():
-        with progress(desc=what, bar_format="{desc}"):
-            yield
-    else:
-        print(what, file=sys.stderr, flush=True)
+    """Say on stderr what is done inside, if it takes longer than `QUIET` seconds.
+
+    On a terminal the line leaves nothing behind.
+    """
+    shown = contextlib.ExitStack()
+
+    def show() -> None:
+        if sys.stderr.isatty():
+            shown.enter_context(progress(desc=what, bar_format="{desc}"))
+        else:
+            print(what, file=sys.stderr, flush=True)
+
+    timer = threading.Timer(QUIET, show)
+    timer.start()
+    try:
         yield
+    finally:
+        timer.cancel()
+        timer.join()
+        shown.close()
 
 
 class Options(NamedTuple):

@@ -9,11 +9,13 @@ from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.results import Options, Result, Table, table
 from symjax.evaluation.windows import mean_by_layer
 from symjax.figures import Lines
-from symjax.models.build import Model
+from symjax.models.lambdas import lambda_table
+from symjax.training.metrics import LAMBDA, rows_of
 
 
 def lambdas(run: LoadedRun, options: Options) -> Result:
-    """The table of λ by layer, and where several checkpoints are kept, by step.
+    """The table of λ by layer, and by step: at the evaluations during training, or at
+    the checkpoints that are kept.
 
     Differential V1 has one λ a layer; of V2, with a λ for every token, the mean over
     held-out tokens. Empty where the attention is not differential.
@@ -25,10 +27,12 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
         return Result({"lambda": []}, ["λ: none, the attention is not differential"])
     tables = [table("lambda", ("layer", "λ₁", "λ₂", "λ_init", "λ"), rows)]
     text: list[str] = []
-    steps = {
-        at.step: [row["lambda"] for row in lambda_table(at.model())]
-        for at in history(run, text.append)
-    }
+    steps = _logged(run, rows)
+    if len(steps) < 2:  # of runs that logged no λ, and of means of weights
+        steps = {
+            at.step: [row["lambda"] for row in lambda_table(at.model())]
+            for at in history(run, text.append)
+        }
     if len(steps) < 2:
         return Result({"lambda": rows}, text, tuple(tables))
     names = [f"layer {row['layer']}" for row in rows]
@@ -38,6 +42,23 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
     curves = {n: (x, list(y)) for n, *y in zip(names, *steps.values(), strict=True)}
     lines = Lines("lambda_by_step", "step", "λ", curves, title="λ of every layer")
     return Result({"lambda": rows}, text, tuple(tables), (lines,))
+
+
+def _logged(run: LoadedRun, now: list[dict[str, float]]) -> dict[int, list[float]]:
+    """Return step → λ of every layer, of the evaluations during training.
+
+    Args:
+        now: the table of the checkpoint itself.
+    """
+    if run.ema:
+        return {}
+    names = [f"{LAMBDA}{row['layer']}" for row in now]
+    found = {
+        row["step"]: [row[name] for name in names]
+        for row in rows_of(run.workdir)
+        if row["step"] < run.step and all(row.get(x) is not None for x in names)
+    }
+    return dict(sorted(found.items())) | {run.step: [row["lambda"] for row in now]}
 
 
 def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
@@ -54,25 +75,6 @@ def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
     columns = ("layer", "mean λ", "least head", "largest head")
     text = ["differential V2 has one λ per token: means over held-out tokens"]
     return Result({"lambda": rows}, text, (table("lambda", columns, rows),))
-
-
-def lambda_table(model: Model) -> list[dict[str, float]]:
-    """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with differential V1."""
-    layers = {id(layer): layer for layer in attentions(model)}  # one that is repeated
-    rows = []
-    for index, layer in enumerate(layers.values()):
-        if layer.mixer.differential == "v1":
-            first = _exponential(layer.lambda_query_1, layer.lambda_key_1)
-            second = _exponential(layer.lambda_query_2, layer.lambda_key_2)
-            row = {"layer": index, "lambda_1": first, "lambda_2": second}
-            row["lambda_initial"] = layer.lambda_initial
-            rows.append(row | {"lambda": first - second + layer.lambda_initial})
-    return rows
-
-
-def _exponential(query, key) -> float:
-    vectors = (np.asarray(x[...], np.float64) for x in (query, key))
-    return float(np.exp(np.dot(*vectors)))
 
 
 def dimension(run: LoadedRun, options: Options) -> Result:

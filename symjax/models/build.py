@@ -34,6 +34,11 @@ def parts(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
     return nnx.to_pure_dict(params), nnx.to_pure_dict(constants)
 
 
+def attentions(model: Model) -> list[Any]:
+    """The attention of every layer; that of a universal model as often as it steps."""
+    return [layer for block in model.blocks for layer in block.attentions]
+
+
 def decoder_of(model: Model) -> Decoder:
     """The model itself. Raises: ValueError: it is an encoder."""
     if not isinstance(model, Decoder):

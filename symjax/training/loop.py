@@ -18,6 +18,7 @@ from symjax.data.examples import Examples
 from symjax.data.folder import source_change
 from symjax.data.mixture import rounded
 from symjax.models.generate import generate
+from symjax.models.lambdas import lambda_table
 from symjax.places import home, in_bucket
 from symjax.tables import aligned
 from symjax.training.curve import NAME as CURVE
@@ -25,7 +26,7 @@ from symjax.training.curve import draw
 from symjax.training.exit_codes import Interrupted
 from symjax.training.fits import use_compile_cache
 from symjax.training.interrupt import Interrupts
-from symjax.training.metrics import rows_of
+from symjax.training.metrics import LAMBDA, rows_of
 from symjax.training.opened import Run, open_run
 from symjax.training.optimizer import schedule_change
 from symjax.training.processes import (
@@ -277,7 +278,7 @@ def evaluate(run: Run, state: State) -> float:
     else:
         values["heldout/bits_per_byte"] = bits = text.bits_per_byte(loss)
         shown += f", {bits:.4f} bits/byte"
-    run.metrics.write(done, values)
+    run.metrics.write(done, values | lambdas(run, state))
     run.progress.line(
         f"step {done}: held-out loss {shown} on {count} of {total} batches "
         f"({references(examples, count, total)})"
@@ -290,6 +291,14 @@ def evaluate(run: Run, state: State) -> float:
         shown = on_process_zero(lambda: sample(run, text, weights))
         run.progress.line(f"step {done}: sample {shown!r}")
     return loss
+
+
+def lambdas(run: Run, state: State) -> dict[str, float]:
+    """Return λ of every layer with differential V1, named for metrics.jsonl."""
+    if run.options.model.attention.differential != "v1":
+        return {}
+    model = nnx.merge(run.program.graph, state.params, run.constants)
+    return {f"{LAMBDA}{x['layer']}": x["lambda"] for x in lambda_table(model)}
 
 
 def references(examples: Examples, count: int, total: int) -> str:
@@ -348,6 +357,7 @@ def save_checkpoint(run: Run, state: State, loss: float | None) -> None:
         "heldout_loss": loss,
         "changed": run.changed,
         "imports": imports.to_store(dataclasses.asdict(run.options.model)),
+        "sessions": run.sessions,
     }
     run.mirror.copy()  # first: a checkpoint has the metrics up to its step
     run.checkpoints.save(done, trees, meta)

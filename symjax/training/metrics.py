@@ -28,6 +28,7 @@ from symjax.training.launch import is_process_zero
 from symjax.training.progress import print_warning
 
 NAME = "metrics.jsonl"
+LAMBDA = "lambda/"  # and the number of a layer
 
 
 class Metrics:

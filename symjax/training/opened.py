@@ -1,14 +1,18 @@
 """A run that is open: its data, compiled step, checkpoints, metrics and counters."""
 
 import contextlib
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
 from etils import epath
 
+import symjax
 from symjax import config
 from symjax.data.examples import Examples
 from symjax.models import cost
@@ -58,6 +62,7 @@ class Run(NamedTuple):
     clock: Clock
     skips: Skips
     changed: list[str]  # keys that a resumed run was allowed to change, and when
+    sessions: list[dict[str, Any]]  # its versions and dates: see `session`
     profile: Profile
     batches: Iterator  # of every step that is left, on the devices
     interrupts: Interrupts
@@ -150,12 +155,31 @@ def open_run(
         clock,
         Skips(int(state.optimizer.skipped)),
         meta["changed"] if meta else [],
+        sessions(meta, first),
         profile,
         batches,
         interrupts,
         peak_speed(program),
     )
     return opened, state
+
+
+def sessions(meta: dict[str, Any] | None, step: int) -> list[dict[str, Any]]:
+    """Return what each start of a run with other versions says of itself.
+
+    Plain values for the checkpoint: the step it starts from, when it starts (UTC), and
+    the versions of Python, symjax, jax and flax.
+
+    Args:
+        meta: of the checkpoint that a resumed run starts from.
+    """
+    now = datetime.now(UTC).isoformat(" ", "minutes").removesuffix("+00:00")
+    here = {"python": platform.python_version()}
+    here |= {"symjax": symjax.__version__, "jax": jax.__version__}
+    here |= {"flax": version("flax")}
+    before = (meta or {}).get("sessions", [])
+    known = before and all(before[-1].get(name) == x for name, x in here.items())
+    return before if known else [*before, {"step": step, "date": now, **here}]
 
 
 def peak_speed(program: Program) -> float:

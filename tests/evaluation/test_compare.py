@@ -18,7 +18,7 @@ from symjax.evaluation.language import losses
 from symjax.evaluation.loading import load
 from symjax.training.exit_codes import run_and_exit
 
-pytestmark = pytest.mark.usefixtures("cache")
+pytestmark = pytest.mark.usefixtures("cache", "quiet")
 
 
 def call(*words):

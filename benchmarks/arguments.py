@@ -1,4 +1,4 @@
-"""Arguments of these scripts: a wrong one is said before anything runs."""
+"""Types of command-line arguments that refuse wrong values before anything runs."""
 
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -10,6 +10,13 @@ def positive(word: str) -> int:
     return int(word)
 
 
+def numbers(word: str) -> str:
+    """Whole numbers between commas, as they are written."""
+    if not all(x.strip().isdecimal() for x in word.split(",")):
+        raise ArgumentTypeError(f"{word!r} must be whole numbers between commas")
+    return word
+
+
 def output(word: str) -> Path:
     """A file that can be made."""
     path = Path(word)
@@ -17,4 +24,12 @@ def output(word: str) -> Path:
         raise ArgumentTypeError(f"{word} is a folder")
     if not path.parent.is_dir():
         raise ArgumentTypeError(f"{word}: there is no folder {path.parent}")
+    return path
+
+
+def existing(word: str) -> Path:
+    """A file or a folder that exists."""
+    path = Path(word)
+    if not path.exists():
+        raise ArgumentTypeError(f"{word}: there is no such file or folder")
     return path

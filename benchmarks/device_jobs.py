@@ -1,8 +1,11 @@
 """The work that device.py times: compiled functions of jax, and functions of torch."""
 
 import importlib
-from collections.abc import Callable
-from functools import partial
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,49 +14,153 @@ import numpy as np
 from device_correctness import outcome
 from device_peers import Rival
 
+Arrays = list[np.ndarray]
+
 
 class Job(NamedTuple):
+    """Work that is ready to run."""
+
     run: Callable[[], Any]  # starts the work
     wait: Callable[[Any], Any]  # returns when all work that was started is done
-    fetch: Callable[[Any], np.ndarray]  # the output of work that was started
-    mib: float | None = None  # temporaries, as the compiler plans them
+    fetch: Callable[[Any], Arrays]  # the outputs of work that was started
+    figures: dict[str, float | bool]  # of the first call, and of memory
+
+
+class OutOfTime(Exception):
+    """A function of another library was not ready in time."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Interrupt Python code, such as Triton's tuning between two of its programs."""
+
+    def interrupt(*_: Any) -> None:
+        raise OutOfTime(f"not ready after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def job(rival: Rival, backward: bool) -> Job:
-    """Compiled, for the jax ones. Inputs are bfloat16."""
-    rng = np.random.default_rng(0)
-    draw = [rng.standard_normal(x, np.float32) for x in rival.shapes]
+    """A function that has run once, on bfloat16 inputs drawn from fixed seeds.
+
+    Its outputs are the function's and, with `backward`, the gradient of each input.
+    """
     if rival.library in ("torch", "fla"):
-        return _torch_job(rival.attend, draw, backward)
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in draw]
-    function = rival.attend
+        return _torch_job(rival, backward)
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in map(drawn, rival.shapes, SEEDS)]
+    function: Callable = rival.attend
     if backward:
         shape = jax.eval_shape(function, *arrays).shape
-        arrays.insert(0, jnp.asarray(rng.standard_normal(shape), jnp.bfloat16))
+        arrays.insert(0, jnp.asarray(drawn(shape, COTANGENT), jnp.bfloat16))
         function = partial(outcome, function)
-    compiled = jax.jit(function).lower(*arrays).compile()
+    compiled, figures = first_call(jax.jit(function), arrays)
+    return jax_job(partial(compiled, *arrays), figures)
+
+
+SEEDS, COTANGENT = range(100), 100
+
+
+@lru_cache(maxsize=8)
+def drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def first_call(function: Any, arrays: Any) -> tuple[jax.stages.Compiled, dict]:
+    """The compiled function, and the seconds that each stage took."""
+    hits = []
+
+    def listen(event: str, **_: Any) -> None:
+        hits.append(event.endswith("/cache_hits"))
+
+    jax.monitoring.register_event_listener(listen)
+    times = [time.perf_counter()]
+    traced = function.trace(*arrays)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    compiled = lowered.compile()
+    times.append(time.perf_counter())
+    jax.monitoring.unregister_event_listener(listen)
+    stages = zip(("trace_s", "lower_s", "compile_s"), np.diff(times), strict=True)
+    figures: dict[str, Any] = {x: round(float(y), 2) for x, y in stages}
+    if any(hits):
+        figures["from_cache"] = True
+    return compiled, figures | memory(compiled)
+
+
+def memory(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """MiB of temporaries, as the compiler plans them."""
     planned = compiled.memory_analysis()
-    mib = planned and planned.temp_size_in_bytes / 2**20
-    return jax_job(partial(compiled, *arrays), mib)
+    return {"mib": planned.temp_size_in_bytes / 2**20} if planned else {}
 
 
-def jax_job(run: Callable[[], Any], mib: float | None = None) -> Job:
-    return Job(run, jax.block_until_ready, lambda x: np.asarray(x, np.float32), mib)
+def jax_job(run: Callable[[], Any], figures: dict | None = None) -> Job:
+    """A job of a compiled function, which runs once."""
+
+    def fetch(found: Any) -> Arrays:
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
+
+    jax.block_until_ready(run())
+    return Job(run, jax.block_until_ready, fetch, figures or {})
 
 
-def _torch_job(attend: Callable, draw: list[np.ndarray], backward: bool) -> Job:
+def _torch_job(rival: Rival, backward: bool) -> Job:
     torch = importlib.import_module("torch")
     place = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = [torch.from_numpy(x).to(place, torch.bfloat16) for x in draw]
 
-    def run():
-        if not backward:
-            with torch.no_grad():
-                return attend(*tensors)
-        output = attend(*tensors)
-        return torch.autograd.grad(output, tensors, torch.ones_like(output))
+    def tensor(shape: tuple[int, ...], seed: int) -> Any:
+        return torch.from_numpy(drawn(shape, seed)).to(place, torch.bfloat16)
 
-    for tensor in tensors:
-        tensor.requires_grad_(backward)
+    tensors = list(map(tensor, rival.shapes, SEEDS))
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return rival.attend(*tensors)
+
+    began = time.perf_counter()
+    output = forward()
+    cotangent = tensor(tuple(output.shape), COTANGENT).to(output.dtype)
+
+    def both() -> Any:
+        output = rival.attend(*tensors)
+        # In this thread, so that `at_most` can interrupt it.
+        with torch.autograd.set_multithreading_enabled(False):
+            return output.detach(), *torch.autograd.grad(output, tensors, cotangent)
+
+    def fetch(found: Any) -> Arrays:
+        found = found if isinstance(found, tuple) else (found,)
+        return [x.float().cpu().numpy() for x in found]
+
+    for x in tensors:
+        x.requires_grad_(backward)
+    run = both if backward else forward
     done = torch.cuda.synchronize if place == "cuda" else lambda: None
-    return Job(run, lambda _: done(), lambda x: x.float().cpu().numpy())
+    run()
+    done()
+    ready = round(time.perf_counter() - began, 2)
+    return Job(run, lambda _: done(), fetch, {"ready_s": ready})
+
+
+def in_turns(jobs: dict[str, Job], rounds: int, patience: float) -> dict[str, Any]:
+    """Seconds of a call [rounds] of each job.
+
+    A job runs in its turn as often as `patience` allows, and is waited for once, so
+    that launching it costs nothing.
+    """
+
+    def turn(job: Job, count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            output = job.run()
+        job.wait(output)
+        return (time.perf_counter() - start) / count
+
+    counts = {x: int(np.clip(patience / turn(y, 1), 1, 100)) for x, y in jobs.items()}
+    times = [[turn(y, counts[x]) for x, y in jobs.items()] for _ in range(rounds)]
+    return dict(zip(jobs, np.array(times).T, strict=True))

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from device_correctness import delta, documents, gated, retention, symmetric
+from device_correctness import (
+    delta,
+    documents,
+    gated,
+    retention,
+    symmetric,
+    write_strength,
+)
 
 from symjax import attention
 
@@ -22,7 +29,6 @@ class Rival(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     flops: float  # of a token, forward
     backward: float  # forward + backward in forwards: 3.5 if scores are made again
-    twin: str = ""  # the one of ours that it must equal
 
 
 def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
@@ -57,21 +63,26 @@ def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
         "retention": rival(retention, (one,) * 3, state, 3),
         "gated decay": rival(gated, (one,) * 4, state, 3),
         "delta": rival(delta, (one, one, one, one[:3]), state, 3),
+        "gated delta": rival(delta, (*[one] * 3, *[one[:3]] * 2), state, 3),
         "delta, gated channels": rival(delta, (*[one] * 3, one[:3], one), state, 3),
     }
 
 
-def peers(mine: dict[str, Rival]) -> dict[str, Rival | str]:
-    """The same by others: rivals, or why there is none."""
+def peers(name: str, mine: Rival) -> dict[str, Rival | str]:
+    """The same function by other libraries, or why one of them is not there."""
     found: dict[str, Rival | str] = {}
-    for name, library in LIBRARIES.items():
+    for library, (load, names) in LIBRARIES.items():
+        if name not in names:
+            continue
         try:
-            for rival, (twin, attend) in library().items():
-                other = {"library": name, "attend": attend, "twin": twin}
-                found[rival] = mine[twin]._replace(**other)
+            for rival, attend in load()[name].items():
+                found[rival] = mine._replace(library=library, attend=attend)
         except Exception as error:  # what an import of CUDA code may raise
-            found[name] = f"not here: {error}"
+            found[library] = f"not here: {error}"
     return found
+
+
+Served = dict[str, dict[str, Callable]]  # the name of ours, that of theirs
 
 
 def _two_maps(call: Callable, concatenate: Callable) -> Callable:
@@ -104,7 +115,7 @@ def _pairs(call: Callable) -> Callable:
     return attend
 
 
-def _cudnn() -> dict[str, tuple[str, Callable]]:
+def _cudnn() -> Served:
     call = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
     def padded(query, key, value):
@@ -114,20 +125,21 @@ def _cudnn() -> dict[str, tuple[str, Callable]]:
         output = call(*wide, value, scale=query.shape[-1] ** -0.5)
         return output[:, :, 0::2] - 0.5 * output[:, :, 1::2]
 
-    two_maps = _two_maps(call, jnp.concatenate)
     return {
-        "softmax, cudnn": ("softmax", call),
-        "differential V1, four calls of cudnn": ("differential V1", two_maps),
-        "differential V1, one call of cudnn, padded": ("differential V1", padded),
-        "differential V2, one call of cudnn": ("differential V2", _pairs(call)),
+        "softmax": {"cudnn": call},
+        "differential V1": {
+            "one call of cudnn, padded": padded,
+            "four calls of cudnn": _two_maps(call, jnp.concatenate),
+        },
+        "differential V2": {"one call of cudnn": _pairs(call)},
     }
 
 
-def _torch() -> dict[str, tuple[str, Callable]]:
+def _torch() -> Served:
     torch = importlib.import_module("torch")
     kernels = importlib.import_module("torch.nn.attention")
-    found = {}
-    for name in ("FLASH", "CUDNN"):
+    found: Served = {"softmax": {}, "differential V1": {}, "differential V2": {}}
+    for name in ("CUDNN", "FLASH"):
         backend = getattr(kernels.SDPBackend, f"{name}_ATTENTION")
 
         def call(query, key, value, backend=backend):
@@ -140,38 +152,47 @@ def _torch() -> dict[str, tuple[str, Callable]]:
 
         kernel = f"SDPA {name.lower()}"
         two_maps = _two_maps(call, torch.cat)
-        found |= {
-            f"softmax, {kernel}": ("softmax", call),
-            f"differential V1, four calls of {kernel}": ("differential V1", two_maps),
-            f"differential V2, one call of {kernel}": ("differential V2", _pairs(call)),
-        }
+        found["softmax"][kernel] = call
+        found["differential V1"][f"four calls of {kernel}"] = two_maps
+        found["differential V2"][f"one call of {kernel}"] = _pairs(call)
     return found
 
 
-def _fla() -> dict[str, tuple[str, Callable]]:
-    elu = importlib.import_module("torch.nn.functional").elu
-    log_sigmoid = importlib.import_module("torch.nn.functional").logsigmoid
-    linear = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
-    decayed = importlib.import_module("fla.ops.retention").chunk_retention
-    gated_decay = importlib.import_module("fla.ops.gla").chunk_gla
+def _fla() -> Served:
+    library = importlib.import_module("fla.ops")
+    functions = importlib.import_module("torch.nn.functional")
 
-    def features(query, key, value):
-        return linear(elu(query) + 1, elu(key) + 1, value)[0]
+    def log_decay(gate):
+        return functions.logsigmoid(gate.float()) / 16
+
+    def linear(query, key, value):
+        query, key = (functions.elu(x) + 1 for x in (query, key))
+        return library.chunk_linear_attn(query, key, value)[0]
 
     def retention(query, key, value):
-        return decayed(query, key, value, scale=1.0)[0]
+        return library.chunk_retention(query, key, value, scale=1.0)[0]
 
     def gated(query, key, value, gate):
-        return gated_decay(query, key, value, log_sigmoid(gate) / 16, scale=1.0)[0]
+        gate = log_decay(gate)
+        return library.chunk_gla(query, key, value, gate, scale=1.0)[0]
+
+    def delta(query, key, value, beta, gate=None, *, call):
+        key = functions.normalize(key.float(), dim=-1).to(value.dtype)
+        gates = () if gate is None else (log_decay(gate),)
+        beta = beta.float().sigmoid()
+        return call(query, key, value, *gates, beta, scale=1.0)[0]
 
     return {
-        "linear, fla": ("linear", features),
-        "retention, fla": ("retention", retention),
-        "gated decay, fla": ("gated decay", gated),
+        "linear": {"fla": linear},
+        "retention": {"fla": retention},
+        "gated decay": {"fla": gated},
+        "delta": {"fla": partial(delta, call=library.chunk_delta_rule)},
+        "gated delta": {"fla": partial(delta, call=library.chunk_gated_delta_rule)},
+        "delta, gated channels": {"fla": partial(delta, call=library.chunk_kda)},
     }
 
 
-def _jla() -> dict[str, tuple[str, Callable]]:
+def _jla() -> Served:
     # Asked for by name, so that the plain form does not answer where it cannot run.
     run = importlib.import_module("jla.ops").linear_attention
     run = partial(run, impl="mosaic_gpu", scale=1.0)
@@ -185,10 +206,25 @@ def _jla() -> dict[str, tuple[str, Callable]]:
         log_decay = attention.gated_log_decay(gate)
         return run("gla", query, key, value, g=log_decay)[0]
 
+    def delta(query, key, value, beta, gate=None, *, kind):
+        key, beta = write_strength(key, beta)
+        gates = {} if gate is None else {"g": attention.gated_log_decay(gate)}
+        return run(kind, query, key, value, beta=beta, **gates)[0]
+
     return {
-        "retention, jla": ("retention", retention),
-        "gated decay, jla": ("gated decay", gated),
+        "retention": {"jla": retention},
+        "gated decay": {"jla": gated},
+        "delta": {"jla": partial(delta, kind="deltanet")},
+        "gated delta": {"jla": partial(delta, kind="gated_deltanet")},
+        "delta, gated channels": {"jla": partial(delta, kind="kda")},
     }
 
 
-LIBRARIES = {"cudnn": _cudnn, "torch": _torch, "fla": _fla, "jla": _jla}
+SCORED = ("softmax", "differential V1", "differential V2")
+DECAYED = ("retention", "gated decay", "delta", "gated delta", "delta, gated channels")
+LIBRARIES = {
+    "cudnn": (_cudnn, SCORED),
+    "torch": (_torch, SCORED),
+    "jla": (_jla, DECAYED),
+    "fla": (_fla, ("linear", *DECAYED)),
+}

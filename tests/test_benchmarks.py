@@ -1,10 +1,12 @@
-"""What measures devices runs where there is none, and finds what is wrong."""
+"""Scripts that measure devices run where there is none, and find what is wrong."""
 
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,26 +16,33 @@ from runs import ROOT, write_text
 
 from symjax import attention
 
-PARTS = ("machine", "correctness", "attention", "steps", "decode", "study")
+
+@pytest.fixture(autouse=True)
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
 
 
 @pytest.fixture
-def device(monkeypatch):
-    folder = Path(__file__).parents[1] / "benchmarks"
-    monkeypatch.syspath_prepend(str(folder))
+def device(benchmarks, monkeypatch):
     import device
 
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which it changes
+    monkeypatch.setenv("PYTHONPATH", "")
     return device
 
 
 @pytest.fixture
-def compiled(device):
+def compiled():
     import compiled
 
     return compiled
 
 
-def test_wrong_numbers_are_faults(device):
+def read(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_wrong_numbers_are_faults():
     """An output, a gradient, and what is not a number."""
     from device_correctness import Case, errors
 
@@ -42,81 +51,279 @@ def test_wrong_numbers_are_faults(device):
 
     shapes, exact = ((2, 9, 2, 8), (2, 9, 2, 4)), attend(1)
     for wrong in (attend(1.1), attend(1, 0.1), attend(float("nan"))):
-        rows = errors(Case(wrong, shapes, exact))
-        assert all("fault" in row for row in rows.values()), rows
-    rows = errors(Case(exact, shapes))
-    assert not any("fault" in row for row in rows.values()), rows
-    assert rows["float32"]["gradient"] < 1e-6 < rows["bfloat16"]["gradient"]
+        row = errors(Case(wrong, shapes, exact))
+        assert "float32" in row["fault"] and "bfloat16" in row["fault"], row
+    row = errors(Case(exact, shapes))
+    assert "fault" not in row
+    assert row["float32_gradient"] < 1e-6 < row["bfloat16_gradient"]
 
 
 @pytest.mark.parametrize(
-    ("part", "only", "figure"),
+    ("part", "subject", "tokens", "figures"),
     (
-        ("machine", "", "tflops"),
-        ("correctness", "retention", "gradient"),
-        ("attention", "cosine", "ms"),
-        ("steps", "diff_sym", "tokens_per_second"),
-        ("decode", "decay", "tokens_per_second"),
-        ("study", "diff_sym", "held-out"),
+        ("machine", "copy", 0, ("gb_per_second",)),
+        ("correctness", "retention", 0, ("float32_gradient", "bfloat16_forward")),
+        ("attention", "softmax", 4096, ("ms", "trace_s", "lower_s", "compile_s")),
+        ("attention", "cosine", 4096, ("ms", "times_softmax")),
+        ("crossover", "delta", 8192, ("ms", "times_softmax")),
+        ("steps", "diff_sym 125m", 0, ("tokens_per_second", "compile_s")),
+        ("steps", "gpt 125m, documents apart", 0, ("tokens_per_second",)),
+        ("decode", "delta", 512, ("tokens_per_second", "ready_s")),
     ),
 )
-def test_every_part_measures_on_a_cpu(part, only, figure, device, tmp_path):
-    file = tmp_path / "rows"
-    given = ["--small", "--part", part, "--only", only, "--json", str(file)]
-    out = tmp_path / "study"
-    given += ["--text", str(write_text(tmp_path)), "--out", str(out)]
-    assert device.main(given) == 0
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert all(row["part"] == part for row in rows)
-    found = [row[figure] for row in rows if figure in row]
-    assert found and all(x > 0 for x in found), rows
-    if part == "attention":  # what is not here is said
-        assert any("missing" in row for row in rows)
-    if part == "study":  # trained once
-        (metrics,) = out.glob("*/metrics.jsonl")
-        before = metrics.stat().st_mtime_ns
-        assert device.main(given) == 0 and metrics.stat().st_mtime_ns == before
+def test_every_part_measures_on_a_cpu(part, subject, tokens, figures):
+    from device_measure import measure
+    from device_rows import SMALL, Row
+
+    found = {}
+    for more in measure(Row(part, subject, tokens), SMALL, 60.0):
+        found |= more
+    assert "fault" not in found, found
+    assert all(found[figure] > 0 for figure in figures), found
+    if subject == "softmax":  # what is not here is said
+        assert "missing" in found["rivals"]["cudnn"]
 
 
-def test_the_study_is_of_four_columns_and_two_depths(device, monkeypatch, tmp_path):
-    runs = {}
-    monkeypatch.setattr(device.compare, "train", runs.update)
-    words = ["--text", str(write_text(tmp_path)), "--out", str(tmp_path)]
-    assert device.main(["--part", "study", *words]) == 1  # no run to evaluate
-    columns = ("gpt", "sym", "diff", "diff_sym")
-    assert list(runs) == [f"{x}-{depth}l" for depth in (6, 8) for x in columns]
-    for name, (run,) in runs.items():
-        assert run.config.steps == 30_000 and run.config.model.depth == int(name[-2])
+def test_the_study_runs_processes_and_resumes(monkeypatch, tmp_path):
+    import device_study
+    from device_rows import SMALL, Row
+
+    monkeypatch.setattr(device_study, "COLUMNS", ("gpt", "diff_sym"))
+    monkeypatch.setattr(device_study, "SAVING", 10)
+    text, out = str(write_text(tmp_path)), tmp_path / "study"
+    sizes = SMALL._replace(text=text, out=str(out))
+    row = Row("study", "3l")
+    assert device_study.study(row, sizes, 5)["fault"] == "0 of 2 runs are complete"
+    found = device_study.study(row, sizes, 600)
+    assert set(found) == {"gpt-3l_heldout", "diff_sym-3l_heldout"}
+    metrics = [*out.glob("*/metrics.jsonl")]
+    before = [x.stat().st_mtime_ns for x in metrics]
+    assert len(metrics) == 2 and device_study.study(row, sizes, 600) == found
+    assert [x.stat().st_mtime_ns for x in metrics] == before
 
 
-@pytest.mark.parametrize("part", (None, *PARTS))
-def test_a_name_that_does_not_exist_is_no_success(part, device, monkeypatch, capsys):
-    def run(command):
-        return SimpleNamespace(returncode=device.main(command[2:]))
+def test_the_rows_have_names_of_their_parts():
+    import device_models
+    import device_peers
+    import device_rows
+    from device_correctness import cases
 
-    monkeypatch.setattr(device.subprocess, "run", run)
-    given = ["--small", "--only", "sofmax"] + (["--part", part] if part else [])
-    assert device.main(given) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [x.partition(":")[0] for x in lines] == ([part] if part else list(PARTS))
-    assert all(": no name contains 'sofmax': choose from " in x for x in lines)
+    rows = device_rows.ROWS
+    assert len({x.name for x in rows}) == len(rows)
+    models = device_models.models("350m", device_rows.SMALL)
+    checked = set(cases(70))
+    known = {
+        "attention": device_peers.ours(1, 8, 2, 4),
+        "crossover": device_peers.ours(1, 8, 2, 4),
+        "correctness": checked,
+        "decode": models,
+    }
+    for part, names in known.items():
+        assert {x.subject for x in rows if x.part == part} <= set(names)
+    assert {x.subject for x in rows if x.part == "correctness"} == checked
+    trained = {x.subject.partition(" ")[0] for x in rows if x.part == "steps"}
+    assert trained == set(models) and {x.part for x in rows} == set(device_rows.PARTS)
 
 
-@pytest.mark.parametrize(("code", "wanted"), ((0, 0), (1, 1), (-11, 139), (2, 2)))
-def test_parts_with_nothing_to_run_hide_no_other(code, wanted, device, monkeypatch):
-    def run(command):
-        return SimpleNamespace(returncode=code if command[-1] == "steps" else 2)
+@pytest.mark.parametrize("library", ("cudnn", "torch", "jla", "fla"))
+def test_a_library_serves_the_rivals_of_its_names(library):
+    import device_peers
 
-    monkeypatch.setattr(device.subprocess, "run", run)
-    assert device.main([]) == wanted
+    needed = {"torch": "torch", "jla": "jla", "fla": "fla.ops"}
+    if library in needed:
+        pytest.importorskip(needed[library], exc_type=ImportError)
+    load, names = device_peers.LIBRARIES[library]
+    assert set(load()) == set(names) <= set(device_peers.ours(1, 8, 2, 4))
+
+
+@pytest.mark.always
+def test_a_second_call_continues(device, monkeypatch, tmp_path, capfd):
+    file = tmp_path / "rows.json"
+    names = [("machine", "copy"), ("attention", "softmax", 4096), ("machine", "no")]
+    rows = [device.Row(*x) for x in names]
+    monkeypatch.setattr(device, "ROWS", rows)
+    given = ["--small", "--seconds", "60", "--json", str(file)]
+    assert device.main(given) == 1
+    first = read(file)
+    assert [x["name"] for x in first] == [x.name for x in rows]
+    assert ["fault" in x for x in first] == [False, False, True]
+    assert "KeyError: 'no'" in capfd.readouterr().out
+    assert device.main(given) == 1
+    assert [x["name"] for x in read(file)[3:]] == [rows[2].name]
+    assert "1 rows, 2 more are in the file already" in capfd.readouterr().out
+
+
+class Worker:
+    """Measures in a second of a clock of its own."""
+
+    def __init__(self, clock, faults=()):
+        self.clock, self.faults, self.limits = clock, faults, []
+
+    def measure(self, row, limit):
+        self.limits.append(limit)
+        self.clock.now += 10
+        fault = {"fault": "no"} if row.subject in self.faults else {}
+        return {"seconds": 10.0, "ms": 1.0, **fault}
+
+
+@pytest.fixture
+def clock(device, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(device, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_rows_that_do_not_fit_are_skipped_and_named(device, clock, capsys):
+    rows = [device.Row("steps", f"model {x}") for x in range(5)]
+    records = device.Records(None, {"small": False})
+    worker = Worker(clock, faults=("model 0",))
+    assert device.measure(rows, records, worker, 105.0) == 1
+    assert len(records.rows) == 5  # by the estimate of the first, not by 80 s
+    told = capsys.readouterr().out.splitlines()
+    assert [x.split()[:3] for x in told] == [
+        ["steps:", "model", str(x)] for x in range(5)
+    ]
+    assert worker.limits == [105.0, 95.0, 85.0, 75.0, 65.0]
+    clock.now = 0.0
+    records = device.Records(None, {"small": False})
+    assert device.measure(rows, records, worker, 79.0) == 0 and not records.rows
+    clock.now = 0.0
+    assert device.measure(rows, records, worker, 95.0) == 1
+    assert list(records.rows) == [x.name for x in rows]
+    assert "did not fit" in capsys.readouterr().out
+
+
+def test_a_row_that_the_end_cuts_off_is_not_recorded(device, clock, capsys):
+    rows = [device.Row("machine", "copy"), device.Row("steps", "gpt 125m")]
+    worker = SimpleNamespace(
+        measure=lambda row, limit: {"seconds": limit, "fault": "no", "late": True}
+    )
+    for end, recorded in ((100.0, False), (1000.0, True)):
+        records = device.Records(None, {"small": False})
+        device.measure(rows, records, worker, end)
+        assert bool(records.rows) == recorded
+        assert ("did not fit" in capsys.readouterr().out) == (not recorded)
+
+
+def test_rows_of_other_sources_and_devices_are_measured_again(device, tmp_path):
+    file, row = tmp_path / "rows.json", device.Row("steps", "gpt 125m")
+    common = {"device": "one", "revision": "1", "small": False}
+    device.Records(file, common).add(row, {"seconds": 1.0})
+    assert device.Records(file, common).complete(row)
+    for name, other in (("device", "two"), ("revision", "2"), ("small", True)):
+        assert not device.Records(file, common | {name: other}).complete(row)
+    before = device.revision()
+    assert before == device.revision() and len(before) == 12
+
+
+def test_what_has_a_fault_is_tried_after_all_others(device, clock):
+    rows = [device.Row("steps", x) for x in ("one", "two", "three")]
+    records = device.Records(None, {"small": False})
+    records.add(rows[0], {"seconds": 1.0, "fault": "no"})
+    device.measure(rows, records, Worker(clock), 1000.0)
+    assert [x for x in records.rows][1:] == [rows[1].name, rows[2].name]
+    assert records.complete(rows[0])
+
+
+HANGS = """
+import os, time
+def serve(connection, sizes):
+    connection.send("a device")
+    while True:
+        row, seconds = connection.recv()
+        if row == "hangs":
+            time.sleep(60)
+        if row == "dies":
+            os._exit(7)
+        if row == "loses":
+            connection.send(({"fault": "no"}, False))
+            connection.send(({"lost": True}, True))
+            continue
+        connection.send(({"pid": os.getpid()}, row != "half"))
+        if row == "half":
+            time.sleep(60)
+"""
+
+
+def test_a_row_that_hangs_or_dies_costs_no_other(device, monkeypatch, tmp_path):
+    import device_process
+
+    (tmp_path / "hanging.py").write_text(HANGS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import hanging
+
+    monkeypatch.setattr(device_process, "serve", hanging.serve)
+    worker = device_process.Measuring(None)
+    try:
+        assert worker.device == "a device"
+        pids = [worker.measure("fine", 20.0)["pid"] for _ in range(2)]
+        assert pids[0] == pids[1]
+        faults = {"hangs": "not finished after 1 s", "loses": "no"}
+        faults["dies"] = "ended its process, exit code 7"
+        for row, fault in faults.items():
+            found = worker.measure(row, 20.0 if row != "hangs" else 1.0)
+            assert found["fault"] == fault and ("late" in found) == (row == "hangs")
+            pids.append(worker.measure("fine", 20.0)["pid"])
+        found = worker.measure("half", 1.0)  # its own figures are there
+        assert found["pid"] == pids[-1] and "fault" not in found
+        assert found["rivals"]["others"]["missing"] == "not finished after 1 s"
+        assert len(set(pids)) == 4
+    finally:
+        worker.end()
+
+
+def test_functions_of_others_are_interrupted():
+    from device_jobs import OutOfTime, at_most
+
+    began = time.monotonic()
+    with pytest.raises(OutOfTime, match="not ready after"), at_most(0.1):
+        while time.monotonic() < began + 20:
+            pass
+    assert time.monotonic() < began + 10
+    with at_most(0.1):
+        pass
+    time.sleep(0.2)
+
+
+def test_missing_wheels_are_installed_for_this_call(device, tmp_path):
+    name = "symjax_nothing"
+    with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "answer = 42")
+        about = f"{name}-1.0.dist-info"
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        wheel.writestr(f"{about}/METADATA", head)
+        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        wheel.writestr(f"{about}/WHEEL", tags)
+        wheel.writestr(f"{about}/RECORD", "")
+    before = [*sys.path]
+    device.install(tmp_path)
+    assert importlib.import_module(name).answer == 42
+    assert len(sys.path) == len(before) + 1
+    device.install(tmp_path)  # it is there
+    assert len(sys.path) == len(before) + 1
+
+
+def test_a_name_that_does_not_exist_is_no_success(device, capsys):
+    for given in ([], ["--part", "steps"]):
+        assert device.main(["--small", "--only", "sofmax", *given]) == 2
+        told = capsys.readouterr().err
+        assert "no name contains 'sofmax': choose from" in told
+        assert "steps: gpt 125m" in told
+        assert ("correctness: softmax, causal\n" in told) == (not given)
 
 
 def test_the_study_needs_a_text(device, capsys):
     assert device.main(["--small", "--part", "study"]) == 2
     assert "--text FILE" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        device.main(["--text", "nowhere.txt"])
-    assert "nowhere.txt" in capsys.readouterr().err
+    assert not any(x.part == "study" for x in device.chosen(device.parse([])))
+    rows = device.chosen(device.parse(["--text", __file__]))
+    assert [x.subject for x in rows if x.part == "study"] == ["3l", "6l", "8l"]
+
+
+def test_lengths_are_those_of_attention(device):
+    rows = device.chosen(device.parse(["--lengths", "64", "128"]))
+    assert {x.tokens for x in rows if x.part == "attention"} == {64, 128}
+    assert {x.tokens for x in rows if x.part == "crossover"} == {8192, 16384, 32768}
 
 
 @pytest.mark.parametrize(
@@ -124,9 +331,12 @@ def test_the_study_needs_a_text(device, capsys):
     [
         ("--lengths 0", "no positive number"),
         ("--lengths 16 1.5", "'1.5' is no positive number"),
+        ("--seconds 0", "no positive number"),
         ("--json {folder}", "is a folder"),
         ("--json {folder}/none/rows", "no folder"),
-        ("--seeds abc", "--seeds must be ints with commas, got 'abc'"),
+        ("--seeds abc", "'abc' must be whole numbers between commas"),
+        ("--text nowhere.txt", "nowhere.txt: there is no such file"),
+        ("--wheels nowhere", "nowhere: there is no such file or folder"),
     ],
 )
 def test_wrong_arguments_are_one_line(device, words, named, tmp_path, capsys):
@@ -135,11 +345,13 @@ def test_wrong_arguments_are_one_line(device, words, named, tmp_path, capsys):
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_table_of_the_document_has_names_of_the_command(device):
+def test_the_table_of_the_document_has_names_of_the_command():
+    from device_correctness import cases
+
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| names of `correctness` |")
     rows = re.findall(r"^\| (.*?) \|", table.partition("\n\n")[0], re.M)
-    names, known = re.findall("`(.*?)`", " ".join(rows)), device.cases(70)
+    names, known = re.findall("`(.*?)`", " ".join(rows)), cases(70)
     assert len(names) > 20
     assert not [name for name in names if not any(name in x for x in known)]
 
@@ -154,26 +366,21 @@ def test_the_table_of_the_document_has_names_of_the_command(device):
         ("cpu", None),
     ),
 )
-def test_the_peak_is_that_of_the_chip(kind, flops, device, monkeypatch):
+def test_the_peak_is_that_of_the_chip(kind, flops, monkeypatch):
+    import device_models
+
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)])
-    assert device.peak() == flops
+    assert device_models.peak() == flops
 
 
-def test_a_long_name_stands_apart_from_its_figures(device, monkeypatch, capsys):
-    name = "x" * 70
-    monkeypatch.setitem(device.PARTS, "steps", lambda *_: [{"name": name, "ms": 1.0}])
-    assert device.main(["--part", "steps"]) == 0
-    assert f"{name}  ms 1\n" in capsys.readouterr().out
-
-
-def test_a_row_that_cannot_run_loses_no_other(device, monkeypatch, capsys):
-    def broken(*_):
-        raise RuntimeError("out of memory\nand more")
-
-    monkeypatch.setattr(device, "step_speed", broken)
-    assert device.main(["--small", "--part", "steps"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("fault RuntimeError: out of memory" in line for line in lines) == 10
+def test_a_row_is_printed_with_its_rivals(device):
+    name, rivals = "x" * 70, {"theirs": {"speed": 1.5}, "others": {"missing": "no"}}
+    first, *others = device.shown(name, {"ms": 1.0, "rivals": rivals})
+    assert first == f"{name}  ms 1"
+    assert [x.split() for x in others] == [
+        ["theirs", "speed", "1.5"],
+        ["others", "missing", "no"],
+    ]
 
 
 @pytest.mark.skipif(

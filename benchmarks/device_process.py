@@ -1,0 +1,79 @@
+"""A process that measures rows: one that hangs or dies costs its own row alone."""
+
+import multiprocessing
+import sys
+import time
+from typing import Any
+
+from device_rows import Row, Sizes
+
+Found = dict[str, Any]
+
+
+class Measuring:
+    """Starts the process again after a row that ended it or lost its device."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        self.start()
+
+    def start(self) -> None:
+        """Raises: EOFError: it cannot start; it has said why."""
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        given = (other, self.sizes)
+        self.process = context.Process(target=serve, args=given, daemon=True)
+        self.process.start()
+        other.close()
+        self.device: str = self.connection.recv()
+
+    def measure(self, row: Row, limit: float) -> Found:
+        """The figures of a row, or its fault; `late` if it took longer than `limit`.
+
+        A row that has told its own figures keeps them, whatever its rivals do.
+        """
+        if not self.process.is_alive():
+            self.start()
+        began = time.monotonic()
+        found: Found = {}
+        trouble = f"not finished after {limit:.0f} s"
+        late = last = False
+        try:
+            self.connection.send((row, limit))
+            while not (late or last):
+                left = max(0.0, began + limit - time.monotonic())
+                late = not self.connection.poll(left)
+                if not late:
+                    more, last = self.connection.recv()
+                    found |= more
+        except (EOFError, OSError):
+            self.process.join()
+            trouble = f"ended its process, exit code {self.process.exitcode}"
+        if not last:
+            if found:
+                found["rivals"] = {"others": {"missing": trouble}}
+            else:
+                found = {"fault": trouble} | ({"late": True} if late else {})
+        if found.pop("lost", not last):
+            self.end()
+        return {"seconds": round(time.monotonic() - began, 1), **found}
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def serve(connection: Any, sizes: Sizes) -> None:
+    """Measure what is asked for until the other end closes."""
+    import device_measure
+
+    connection.send(device_measure.device_kind())
+    while True:
+        try:
+            row, seconds = connection.recv()
+        except EOFError:
+            return
+        for found in device_measure.measure(row, sizes, seconds):
+            connection.send((found, False))
+        sys.stdout.flush()
+        connection.send(({} if device_measure.healthy() else {"lost": True}, True))

@@ -2,20 +2,32 @@
 
 import itertools
 import math
-from typing import Any
+import sys
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 
-from symjax.data.corpus import SEPARATOR
 from symjax.exchange import Loaded
-from symjax.exchange.continued import continued, ended
-from symjax.exchange.scores import scores
+from symjax.exchange.continued import texts
+from symjax.exchange.scores import scores, text_losses
 from symjax.models.build import decoder_of
 
 TOKENS = 256  # of an answer, where a task does not say
+
+
+class Sampling(NamedTuple):
+    """The options of a request that are the same for a whole batch."""
+
+    count: int
+    until: tuple[str, ...]
+    temperature: float
+    top_k: int
+    top_p: float
 
 
 class HarnessModel(TemplateLM):
@@ -23,8 +35,15 @@ class HarnessModel(TemplateLM):
 
     A context is cut on the left where it and its continuation are longer than the
     model's length, and a continuation that is longer is read in windows of that length.
-    Whole texts are read as by `Loaded.losses`, after the first token. Sampled answers
-    are draws of their own, and the same in another run.
+    Before an answer at least half of the length stays for the context. Whole texts are
+    read as by `Loaded.losses`.
+
+    A text without a context is scored after the token that stood before documents in
+    training. If the model has not learned one, the first token of such a text is left
+    out of the sums, which is said once on stderr.
+
+    Answers end at the end of the document. Sampled answers are draws of their own, and
+    the same in another run.
 
     Args:
         loaded: a decoder with a tokenizer.
@@ -38,19 +57,65 @@ class HarnessModel(TemplateLM):
         if loaded.tokenizer is None:
             raise ValueError("the model has no tokenizer: the harness gives it texts")
         self.text = loaded.tokenizer
-        self.first_token = self._first_token()
+        self.delimiters = loaded.delimiters
         self.asked = itertools.count()  # a number for each answer
+        self.said = False  # that first tokens are left out
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text without a context."""
-        return self.first_token
+        """The token that ends a document; −1 where there is none."""
+        return -1 if self.delimiters.end is None else self.delimiters.end
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        del add_special_tokens  # there are none
-        return self.text.encode(string).tolist()
+        """Token ids; after the token that begins every document (data.bos), if the
+        model has learned one, unless `add_special_tokens` is False."""
+        ids = self.text.encode(string)
+        if self.delimiters.every and add_special_tokens is not False:
+            ids = self.delimiters.begun(ids)
+        return ids.tolist()
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """(Σ log p of the continuation, whether it is what greedy decoding writes).
+
+        Raises:
+            ValueError: nothing is left of a continuation without a context.
+        """
+        asked = []
+        for context, wanted in _arguments(requests):
+            if context:
+                before, ids = self._encode_pair(context, wanted)
+            else:
+                before, ids = [], self.tok_encode(wanted, add_special_tokens=False)
+            if not before:
+                before, ids = self._without_context(ids)
+            asked.append(((context, wanted), before, ids))
+        return self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm)
+
+    def _without_context(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """(what stands before, what is scored) of the tokens of a whole text.
+
+        Raises:
+            ValueError: nothing is left to score.
+        """
+        if self.delimiters.start is not None:
+            return [self.delimiters.start], ids
+        if len(ids) == 1:
+            raise ValueError(
+                f"{self.text.decode(ids)!r} has one token and no context: nothing is "
+                "left to score, as the model has not learned how a document begins"
+            )
+        if ids and not self.said:
+            self.said = True
+            line = (
+                "the model has not learned how a document begins: the first token of a "
+                "text without a context is left out of the sums"
+            )
+            print(line, file=sys.stderr)
+        return ids[:1], ids[1:]
 
     def _loglikelihood_tokens(
         self, requests: list, **_: Any
@@ -75,43 +140,71 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Σ log p of whole texts."""
         del disable_tqdm
-        texts = (self.tok_encode(*request.args) for request in requests)
-        rows = ([self.first_token, *ids] for ids in texts)
-        return [-math.fsum(self.loaded.losses(np.array(row))) for row in rows]
+        tokens = (self.tok_encode(*x.args, add_special_tokens=False) for x in requests)
+        pairs = (self._without_context(ids) for ids in tokens)
+        rows = [np.array([*before, *ids], np.int32) for before, ids in pairs]
+        found = text_losses(self.decoder, rows, self.loaded.config.model.length)
+        return [-math.fsum(losses) for losses in found]
 
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
-        """What the model writes after each context, up to one of the task's strings."""
+        """What the model writes after each context, up to one of the task's strings or
+        the end of the document.
+
+        Raises:
+            ValueError: a context is empty, and the model has not learned how a document
+                begins; or a number of the task is outside its range.
+        """
         del disable_tqdm
-        return [self._answer(*request.args) for request in requests]
+        answers, groups = [""] * len(requests), {}
+        key = jax.random.key(0)
+        for i, (context, wanted) in enumerate(_arguments(requests)):
+            sampling = _sampling(wanted)
+            one = self._context(context, sampling.count), next(self.asked)
+            groups.setdefault(sampling, []).append((i, *one))
+        ends = [] if self.delimiters.end is None else [self.delimiters.end]
+        for sampling, asked in groups.items():
+            places, contexts, numbers = zip(*asked, strict=True)
+            found = texts(
+                self.decoder,
+                self.text,
+                contexts,
+                sampling.count,
+                jax.vmap(partial(jax.random.fold_in, key))(np.array(numbers)),
+                stop=[*ends, *sampling.until],
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+            )
+            for place, text in zip(places, found, strict=True):
+                answers[place] = text
+        return answers
 
-    def _answer(self, context: str, wanted: dict[str, Any]) -> str:
-        until = wanted.get("until") or []
-        stop = [until] if isinstance(until, str) else list(until)
-        count = int(wanted.get("max_gen_toks", TOKENS))
-        ids = np.array(self.tok_encode(context) or [self.first_token])
-        if self.decoder.learned_positions:
-            ids = ids[-max(1, self.decoder.length - count) :]
-        warm = wanted.get("temperature", 0.0) if wanted.get("do_sample") else 0.0
-        (row,) = continued(
-            self.decoder,
-            [ids],
-            count,
-            jax.random.fold_in(jax.random.key(0), next(self.asked)),
-            temperature=warm,
-            top_k=int(wanted.get("top_k", 0)),
-            top_p=float(wanted.get("top_p", 1.0)),
-        )
-        return ended(row, self.text, stop)
+    def _context(self, text: str, count: int) -> np.ndarray:
+        """Token ids of a context, cut on the left to leave room for `count` tokens."""
+        ids = self.delimiters.prompt(self.text.encode(text))
+        if not len(ids):
+            raise ValueError(
+                "a context is empty, and the model has not learned how a document "
+                "begins: there is nothing to continue"
+            )
+        length = self.loaded.config.model.length
+        return ids[-max(length - count, (length + 1) // 2) :]
 
-    def _first_token(self) -> int:
-        """The token that ends a document, a line's end, or the first of all."""
-        if self.text.document_end is not None:
-            return self.text.document_end
-        for text in (SEPARATOR, "\n"):
-            try:
-                return int(self.text.encode(text)[-1])
-            except ValueError:  # not in the alphabet
-                continue
-        return 0
+
+def _arguments(requests: list[Instance]) -> list[Any]:
+    """The arguments of each request."""
+    return [request.args for request in requests]
+
+
+def _sampling(wanted: dict[str, Any]) -> Sampling:
+    """The options of a request, by the names and rules of lm_eval."""
+    known: dict[str, Any] = {**normalize_gen_kwargs(wanted, TOKENS)}
+    return Sampling(
+        int(known["max_gen_toks"]),
+        tuple(x for x in known["until"] if x),
+        float(known.get("temperature", 0.0)) if known["do_sample"] else 0.0,
+        int(known.get("top_k", 0)),
+        float(known.get("top_p", 1.0)),
+    )

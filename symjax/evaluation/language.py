@@ -14,10 +14,13 @@ import numpy as np
 
 from symjax.data.batches import Rows, Shape
 from symjax.data.corpus import Corpus
+from symjax.data.delimiters import delimiters
 from symjax.data.given import NO_DATA
+from symjax.data.subwords import REPLACEMENT
+from symjax.data.tokens import Tokenizer
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Options, Result, Table, progress
-from symjax.exchange.continued import continued
+from symjax.exchange.continued import row_keys, texts
 from symjax.training.step import Means, means
 
 MODES = {"training": "loss", "evaluation": "loss_eval_mode"}  # of training text
@@ -135,23 +138,41 @@ def sample(run: LoadedRun, options: Options) -> Result:
 
 
 def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, str]:
-    """(prompt, its continuation), at most as far as the model has positions.
+    """(prompt, its continuation), up to the end of the document, and at most as far as
+    the model has positions.
 
     Raises:
-        ValueError: the prompt is empty, too long, or has unknown characters.
+        ValueError: the prompt is empty and the model has not learned how a document
+            begins; or it is too long, or has unknown characters.
     """
-    ids = text.heldout[:PROMPT]
+    tokenizer = text.tokenizer
+    language, documents = run.examples.language, run.config.data.documents
+    known = delimiters(tokenizer, language, documents)
     if options.prompt is not None:
-        ids = text.tokenizer.encode(options.prompt)
-    elif not len(ids):
+        ids = known.prompt(tokenizer.encode(options.prompt))
+        if not len(ids):
+            raise ValueError("--prompt is empty: give text to continue")
+        shown = options.prompt
+    elif not len(text.heldout):
         raise ValueError(NO_DATA)
-    if not len(ids):
-        raise ValueError("--prompt is empty: give text to continue")
-    (tokens,) = continued(
+    else:
+        ids = _whole_characters(text.heldout[:PROMPT], tokenizer)
+        shown = text.shown(ids)
+    (more,) = texts(
         run.decoder(),
+        tokenizer,
         [ids],
         options.tokens,
-        jax.random.key(options.seed),
+        row_keys(jax.random.key(options.seed), 1),
+        stop=[] if known.end is None else [known.end],
         temperature=options.temperature,
     )
-    return text.shown(ids), text.tokenizer.decode(tokens)
+    return shown, more
+
+
+def _whole_characters(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Token ids without those at the end that are a part of a character."""
+    for cut in range(min(4, len(ids))):
+        if not tokenizer.decode(ids[: len(ids) - cut]).endswith(REPLACEMENT):
+            return ids[: len(ids) - cut]
+    return ids

@@ -1,50 +1,200 @@
-"""Prompts of different lengths continued side by side, as far as positions go."""
+"""Prompts of different lengths continued in batches, and the text of continuations."""
 
-from collections.abc import Sequence
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Key
 
+from symjax.data.subwords import REPLACEMENT
 from symjax.data.tokens import Tokenizer
 from symjax.models.decoder import Decoder
-from symjax.models.generate import generate, whole
+from symjax.models.generate import ROOM, before_stop, bucket, generate, whole
+
+BATCH = 32  # rows of one batch, at most
+CACHE = 2**30  # bytes of the cache of one batch, if it has several rows
 
 
-def continued(
-    model: Decoder, prompts: Sequence[np.ndarray], count: int, key: Array, **sampling
-) -> Int[np.ndarray, "B count"]:
-    """The tokens that follow each prompt: `count`, or fewer where learned positions
-    end.
+def row_keys(key: Array, rows: int) -> Key[Array, "rows"]:
+    """A key for each row: the first is `key`, so that it is the one of a row alone."""
+    others = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(1, rows))
+    return jnp.concatenate([key[None], others])
+
+
+def texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[np.ndarray],
+    count: int,
+    keys: Key[Array, "B"],
+    *,
+    stop: Sequence[int | str] = (),
+    **sampling,
+) -> list[str]:
+    """The text that follows each prompt, up to the first token or string of `stop`.
 
     Args:
         prompts: token ids [P], each of its own length.
+        count: the most tokens.
+        keys: one for each prompt. A prompt with its key has the same continuation in
+            any batch, up to rounding.
         sampling: as `generate`.
+    Raises:
+        ValueError: as `continued`.
+    """
+    strings = [x for x in stop if isinstance(x, str)]
+    end_tokens = [x for x in stop if not isinstance(x, str)]
+    found = [""] * len(prompts)
+    for batch in _batches(model, prompts, count):
+        some = [prompts[i] for i in batch]
+
+        def ended_all(rows: np.ndarray, some: list[np.ndarray] = some) -> bool:
+            return all(
+                len(before_stop(row, end_tokens)) < len(row)
+                or any(x in difference(tokenizer, ids, row) for x in strings)
+                for row, ids in zip(rows, some, strict=True)
+            )
+
+        rows = _one_batch(
+            model,
+            some,
+            count,
+            keys[np.array(batch)],
+            stop=end_tokens,
+            until=ended_all if strings else None,
+            **sampling,
+        )
+        for i, row in zip(batch, rows, strict=True):
+            found[i] = ended(row, tokenizer, stop, prompts[i])
+    return found
+
+
+def continued(
+    model: Decoder,
+    prompts: Sequence[np.ndarray],
+    count: int,
+    keys: Key[Array, "B"],
+    **sampling,
+) -> list[np.ndarray]:
+    """The token ids that follow each prompt: `count`, or fewer where learned positions
+    end.
+
+    Args:
+        prompts, keys, sampling: as `texts`; `stop` as `generate`.
     Raises:
         ValueError: a prompt is empty or fills the learned positions; or as `generate`.
     """
-    lengths = [len(ids) for ids in prompts]
+    found = [np.zeros(0, np.int32)] * len(prompts)
+    for batch in _batches(model, prompts, count):
+        some = [prompts[i] for i in batch]
+        rows = _one_batch(model, some, count, keys[np.array(batch)], **sampling)
+        for i, row in zip(batch, rows, strict=True):
+            found[i] = row
+    return found
+
+
+def _batches(
+    model: Decoder, prompts: Sequence[np.ndarray], count: int
+) -> Iterator[list[int]]:
+    """The numbers of prompts of about one length, for which the cache has memory.
+
+    Raises:
+        ValueError: a prompt is empty or fills the learned positions; count is no whole
+            number.
+    """
+    count, lengths = whole("count", count, 1), [len(ids) for ids in prompts]
     if not lengths or not min(lengths):
         raise ValueError("the prompt is empty: give text to continue")
+    if model.learned_positions and (longest := max(lengths)) >= model.length:
+        raise ValueError(
+            f"a prompt of {longest} tokens fills the model's {model.length} "
+            "learned positions"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for _, group in itertools.groupby(order, lambda i: _room(model, lengths[i], count)):
+        left = list(group)
+        while left:
+            size = _most_rows(model, bucket(lengths[left[0]] + count, ROOM))
+            yield left[:size]
+            left = left[size:]
+
+
+def _room(model: Decoder, length: int, count: int) -> int:
+    """The new tokens after a prompt: all, or as many as learned positions are left."""
+    return min(count, model.length - length) if model.learned_positions else count
+
+
+def _most_rows(model: Decoder, room: int) -> int:
+    """The rows whose cache for so many tokens fits: a power of two."""
+    cache = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, room)))
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in cache)
+    return min(BATCH, 1 << max(0, (CACHE // size).bit_length() - 1))
+
+
+def _one_batch(
+    model: Decoder,
+    prompts: Sequence[np.ndarray],
+    count: int,
+    keys: Key[Array, "B"],
+    **sampling,
+) -> np.ndarray:
+    lengths = [len(ids) for ids in prompts]
     longest = max(lengths)
-    if model.learned_positions:
-        count = min(whole("count", count, 1), model.length - longest)
-        if count < 1:
-            raise ValueError(
-                f"a prompt of {longest} tokens fills the model's {model.length} "
-                "learned positions"
-            )
     rows = np.zeros((len(prompts), longest), np.int32)
     for row, ids in zip(rows, prompts, strict=True):
         row[longest - len(ids) :] = ids
-    ragged = jnp.asarray(lengths) if min(lengths) < longest else None
-    found = generate(model, jnp.asarray(rows), count, key, lengths=ragged, **sampling)
+    count = _room(model, longest, count)
+    found = generate(model, rows, count, keys, lengths=np.array(lengths), **sampling)
     return np.asarray(found)
 
 
-def ended(row: np.ndarray, tokenizer: Tokenizer, stop: Sequence[int | str]) -> str:
-    """The text of a continuation, up to the first token or string that stops it."""
-    tokens = np.isin(row, [x for x in stop if not isinstance(x, str)])
-    text = tokenizer.decode(row[: tokens.argmax()] if tokens.any() else row)
+def ended(
+    row: np.ndarray,
+    tokenizer: Tokenizer,
+    stop: Sequence[int | str],
+    prompt: Sequence[int] | np.ndarray = (),
+) -> str:
+    """The text of a continuation, up to the first token or string that stops it.
+
+    Args:
+        prompt: the token ids before it, which decide how its first ones are written.
+    """
+    row = before_stop(row, [x for x in stop if not isinstance(x, str)])
+    text = difference(tokenizer, prompt, row)
     ends = (text.find(x) for x in stop if isinstance(x, str) and x in text)
     return text[: min(ends, default=len(text))]
+
+
+def difference(
+    tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, more: np.ndarray
+) -> str:
+    """The text that token ids add to that of a prompt.
+
+    Both are decoded together: a decoder may remove a space at the beginning, and a
+    character may have bytes in both.
+    """
+
+    def decode(count: int) -> str:
+        return tokenizer.decode(np.concatenate([before, more[:count]]))
+
+    before = np.asarray(prompt, np.int64).reshape(-1)
+    start, whole = decode(0), decode(len(more))
+    if whole.endswith(REPLACEMENT):
+        # Byte fallback makes a whole run of bytes unreadable if its last character is
+        # cut off. The characters before it are those without its bytes.
+        for cut in range(1, min(3, len(more)) + 1):
+            shorter = decode(len(more) - cut)
+            if not shorter.endswith(REPLACEMENT):
+                if not whole.startswith(shorter):
+                    whole = shorter + REPLACEMENT
+                break
+    if whole.startswith(start):
+        return whole[len(start) :]
+    if start.endswith(REPLACEMENT):  # the end of its last character came later
+        return whole[len(os.path.commonprefix([start, whole])) :]
+    return tokenizer.decode(more)  # the new tokens changed how the prompt is written

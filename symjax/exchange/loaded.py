@@ -16,10 +16,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from symjax.config import Config, attention_of, is_causal
+from symjax.data.delimiters import Delimiters, delimiters
 from symjax.data.examples import tokenizer_of
+from symjax.data.subwords import utf8
 from symjax.data.tokens import Tokenizer
-from symjax.exchange.continued import continued, ended
-from symjax.exchange.scores import scores
+from symjax.exchange.continued import row_keys, texts
+from symjax.exchange.scores import text_losses
 from symjax.imports import using
 from symjax.models.build import Model, decoder_of, merged, parts
 from symjax.models.generate import whole
@@ -27,7 +29,11 @@ from symjax.training.saved import read_run
 
 
 class TextLoss(NamedTuple):
-    """The mean loss of a text, its first token left out, which nothing predicts."""
+    """The mean loss of a text.
+
+    Its first token is left out unless the model knows what stands before a document:
+    nothing else predicts it.
+    """
 
     nats_per_token: float
     bits_per_byte: float  # of the bytes that these tokens stand for
@@ -72,6 +78,16 @@ class Loaded:
         lines = [f"  {name:<11}{value}" for name, value in rows.items()]
         return "\n".join([f"{type(self).__name__}(", *lines, ")"])
 
+    @property
+    def delimiters(self) -> Delimiters:
+        """The tokens before and after a document.
+
+        Raises:
+            ValueError: the model has no tokenizer.
+        """
+        documents = self.config.data.documents
+        return delimiters(self._known_tokenizer(), self.language, documents)
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids [T].
 
@@ -101,45 +117,55 @@ class Loaded:
         top_k: int = 0,
         top_p: float = 1.0,
         stop: int | str | Sequence[int | str] = (),
+        ignore_end: bool = False,
         seed: int = 0,
     ) -> Any:
-        """What the model writes after a prompt, or after each of several.
+        """Continue a prompt, or each of several, up to the end of the document.
 
-        Several prompts are continued side by side, each as it would be alone at
-        temperature 0. Without learned positions a prompt may be longer than the rows of
-        training, and is read whole.
+        Several prompts are continued in batches, each as it would be alone: the first
+        of them has the draws of a single prompt, each of the others draws of its own,
+        which its place in the list decides. Without learned positions a prompt may be
+        longer than the rows of training, and is read whole. An empty prompt asks for a
+        whole document, if the model has learned how a document begins.
 
         Args:
             count: tokens; fewer where learned positions end.
             temperature, top_k, top_p: as in `symjax.models.generate`.
-            stop: what ends a continuation and is left out of it, one or several:
-                tokens, which end the work too, and strings, at which the text is cut.
+            stop: one or several tokens and strings. The first of them ends a
+                continuation and is left out of it.
+            ignore_end: go on past the token that ends a document, which is part of the
+                text then.
             seed: equal arguments give the same text.
         Returns:
             a string, or a list of them for a list of prompts.
         Raises:
             ValueError: the model is an encoder or has no tokenizer; no prompt, an empty
-                one, or one that fills the learned positions; an empty string to stop
-                at, or what is no token or string; a number outside its range.
+                one where nothing is known to stand before a document, or one that fills
+                the learned positions; an empty string to stop at, or what is no token
+                or string; a number outside its range.
         """
         stop = _several(stop)
         if "" in stop:
             raise ValueError("stop: every text holds the empty string, got ''")
         prompts = _several(prompt)
         tokenizer, model = self._known_tokenizer(), decoder_of(self.model)
-        ids = [self.encode(text) for text in prompts]
-        rows = continued(
+        known = self.delimiters
+        if known.end is not None and not ignore_end:
+            stop.append(known.end)
+        ids = [known.prompt(self.encode(text)) for text in prompts]
+        key = jax.random.key(whole("seed", seed, 0))
+        found = texts(
             model,
+            tokenizer,
             ids,
             count,
-            jax.random.key(whole("seed", seed, 0)),
+            row_keys(key, len(ids)),
+            stop=stop,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            stop=[x for x in stop if not isinstance(x, str)],
         )
-        texts = [ended(row, tokenizer, stop) for row in rows]
-        return texts[0] if isinstance(prompt, str) else texts
+        return found[0] if isinstance(prompt, str) else found
 
     def logits(self, tokens: Any) -> Float[Array, "*B T vocabulary"]:
         """Logits at every place, in float32.
@@ -162,6 +188,10 @@ class Loaded:
     def losses(self, tokens: Any) -> np.ndarray:
         """−log p of every token but the first, given those before it: nats [T − 1].
 
+        A text is read as a whole document: if the model knows what stands before one,
+        that token is put before the text, and the text's first token is scored too
+        [T]. Token ids are taken as they are.
+
         A text longer than the model's length is read in windows of that many tokens,
         as held-out text is in evaluation: a token is given those of its window.
 
@@ -171,23 +201,29 @@ class Loaded:
             ValueError: the model is an encoder, or the vocabulary does not have these
                 ids.
         """
-        model, length = decoder_of(self.model), self.config.model.length
-        ids = self._ids(tokens, axes=(1,))
-        starts = range(0, len(ids) - 1, length)
-        found = scores(model, [ids[start : start + length + 1] for start in starts])
-        return np.concatenate([np.zeros(0, np.float32), *(x.losses for x in found)])
+        model, ids = decoder_of(self.model), self._ids(tokens, axes=(1,))
+        if isinstance(tokens, str):
+            ids = self.delimiters.begun(ids)
+        (found,) = text_losses(model, [ids], self.config.model.length)
+        return found
 
     def loss(self, text: str) -> TextLoss:
         """The mean of `losses` over a text.
 
         Raises:
-            ValueError: it has fewer than two tokens.
+            ValueError: no token is left to score.
         """
-        ids = self.encode(text)
-        if len(ids) < 2:
-            raise ValueError(f"a loss needs 2 tokens or more, {text!r} has {len(ids)}")
-        losses = self.losses(ids).astype(np.float64)
-        size = len(text.encode()) - len(self.decode(ids[:1]).encode())
+        losses = self.losses(text).astype(np.float64)
+        if not len(losses):
+            needed = 2 if self.delimiters.start is None else 1
+            raise ValueError(
+                f"a loss needs {needed} tokens or more, {text!r} has "
+                f"{len(self.encode(text))}"
+            )
+        size = len(utf8(text, "surrogateescape"))
+        if self.delimiters.start is None:
+            first = int(self.encode(text)[0])
+            size -= self._known_tokenizer().size_of(first)
         return TextLoss(
             float(losses.mean()), float(losses.sum() / max(size, 1) / math.log(2))
         )

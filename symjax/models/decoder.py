@@ -116,6 +116,16 @@ class Decoder(nnx.Module):
                 for. Under `jax.jit` the tokens of one call are counted, not those
                 read before.
         """
+        hidden, cache = self.read(tokens, cache, lengths)
+        return transformer.logits(self, hidden), cache
+
+    def read(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        lengths: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """As `decode`, but with what the output layer is given in place of logits."""
         count = tokens.shape[1]
         padding_mask = None
         if lengths is not None:
@@ -127,4 +137,4 @@ class Decoder(nnx.Module):
             x, state = block.decode(x, state, cache.position, padding_mask)
             layers.append(state)
         read = cache.position + (count if lengths is None else lengths)
-        return transformer.logits(self, self.final_norm(x)), Cache(read, layers)
+        return self.final_norm(x), Cache(read, layers)

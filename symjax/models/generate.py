@@ -1,78 +1,182 @@
-"""Sampling: the prompt is read once, then each token costs one step."""
+"""Sampling: the prompt is read once, then each token costs one step.
 
-from collections.abc import Iterable, Sequence
+Shapes are rounded up to powers of two, so that a program is compiled for a range of
+sizes and not for each: rows, tokens of the longest prompt, and room in the cache.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from symjax.config import LARGEST
+from symjax.models import transformer
 from symjax.models.decoder import Decoder
 
 MOST = 2**20  # new tokens of one call, whose cache stands in memory as a whole
+PROMPT, ROOM = 16, 64  # the smallest sizes of prompts and caches, in tokens
+PIECE = 16  # tokens between two looks at the text, at most
+GREEDY = 1e-6  # temperatures below it take the likeliest token
+HOTTEST = 1e30  # of temperatures: the inverse of 3e38 is 0 in XLA
+SLACK = 1e-6  # of a sum of probabilities in float32
+
+Given = Array | np.ndarray
 
 
 def generate(
     model: Decoder,
-    prompt: Int[Array, "B P"],
+    prompt: Int[Given, "B P"],
     count: int,
     key: Array,
     *,
-    lengths: Int[Array, "B"] | None = None,
+    lengths: Int[Given, "B"] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     stop: Sequence[int] = (),
+    until: Callable[[np.ndarray], bool] | None = None,
 ) -> Int[Array, "B count"]:
     """The `count` tokens that follow each prompt, drawn one after another.
 
     Decodes with the model's cache: keys and values of every layer, or a state whose
-    size does not depend on the length. One compiled loop for a shape of prompt, a top_k
-    and a set of stop tokens; it ends early where every row has stopped.
+    size does not depend on the length. Two programs are compiled for each top_k and
+    each size of batch, of prompts and of prompt + count, all rounded up to powers of
+    two. The loop ends early where every row has stopped.
 
     Args:
         count: at most 2²⁰.
+        key: one for all rows, or one for each row [B]. With a key of its own a row has
+            the same draws in any batch.
         lengths: how many tokens each prompt has, where they differ: prompts end
             together and are filled up on the left with any token. Each is continued
             as it would be alone.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the likeliest so many tokens; 0: from all.
+        temperature: divides the logits; 0, or less than 1e-6, takes the likeliest
+            token.
+        top_k: draw from exactly so many of the likeliest tokens; 0: from all. Of equal
+            logits those of lower ids are taken, here and by top_p.
         top_p: draw from the fewest likeliest tokens whose probabilities, after the
-            temperature and among those of top_k, sum up to at least this much.
+            temperature and among those of top_k, sum up to at least this much (to
+            within 1e-6).
         stop: tokens that end a row: after the first of them it is filled up with it.
+        until: is given the tokens so far [B, t] after 1, 2, 4, 8, 16, 32, 48 … tokens
+            and ends the loop by returning True; rows are then filled up with their last
+            token. Not under `jax.jit`.
     Raises:
         ValueError: an empty prompt, one without an axis of examples or with tokens
             outside the vocabulary, lengths that do not fit the prompts, more tokens
             than learned positions, a temperature that is below 0 or not finite, a
             count, a top_k or a token to stop at that is no whole number of its range,
-            or a top_p outside (0, 1].
+            a top_p outside (0, 1], or keys that are not one or one a row.
     Source: top_p is nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751.
     """
+    count = whole("count", count, 1, MOST)
+    _check_prompt(model, prompt, count)
+    if lengths is not None:
+        lengths = lengths if isinstance(lengths, Tracer) else np.asarray(lengths)
+        _check_lengths(lengths, prompt)
+    _check_sampling(temperature, top_p)
+    top_k, last = whole("top_k", top_k, 0), model.embedding.num_embeddings - 1
+    if not isinstance(stop, Iterable) or getattr(stop, "ndim", 1) == 0:
+        raise ValueError(f"stop must be a sequence of tokens, got {stop!r}")
+    ends = tuple(whole("a token to stop at", x, 0, last) for x in stop)
+    if not isinstance(prompt, Tracer):
+        _check_tokens(prompt, lengths, last)
+    graph, weights = nnx.split(model)
+    rows, columns = prompt.shape
+    room = bucket(columns + count, ROOM)
+    if model.learned_positions:
+        room = min(room, model.length)
+    kept = top_k if top_k <= last else 0
+    stops = np.zeros(last + 1, bool)
+    stops[list(ends)] = True
+    filled = _padded(prompt, lengths, min(bucket(columns, PROMPT), room))
+    keys = _padded_keys(key, rows, len(filled[0]))
+    draws = keys, jnp.float32(temperature), jnp.float32(top_p)
+    state = _read(graph, room, kept, weights, *filled, rows, stops, *draws)
+    index = 1
+    while index < count and not (until and until(_so_far(state, rows, index))):
+        index = min(count, index + min(index, PIECE)) if until else count
+        cache, state = state.cache, state._replace(cache=None)
+        state = _write(graph, kept, weights, cache, state, index, stops, *draws)
+        if until and int(state.index) < index:  # every row has met a stop token
+            break
+    if isinstance(state.tokens, Tracer):
+        return state.tokens[:rows, :count]
+    return jnp.asarray(_so_far(state, rows, count))
+
+
+def before_stop(row: np.ndarray, stop: Sequence[int]) -> np.ndarray:
+    """The tokens of a row before the first that stops it."""
+    stopped = np.isin(row, list(stop))
+    return row[: stopped.argmax()] if stopped.any() else row
+
+
+def bucket(size: int, least: int) -> int:
+    """The smallest power of two that is no smaller than `size` and `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _padded(prompt: Given, lengths: Given | None, columns: int) -> tuple[Given, Given]:
+    """(prompts, lengths) with so many columns and a power of two of rows.
+
+    Prompts are padded on the left. Arrays stay on the host where they can, since JAX
+    would compile the padding for every shape.
+    """
+    traced = isinstance(prompt, Tracer) or isinstance(lengths, Tracer)
+    module: Any = jnp if traced else np
+    rows = bucket(len(prompt), 1) - len(prompt)
+    if lengths is None:
+        lengths = np.full(len(prompt), prompt.shape[1])
+    prompt = module.asarray(prompt).astype(np.int32)
+    prompt = module.pad(prompt, ((0, rows), (columns - prompt.shape[1], 0)))
+    lengths = module.asarray(lengths).astype(np.int32)
+    return prompt, module.pad(lengths, (0, rows), constant_values=1)
+
+
+def _padded_keys(key: Array, rows: int, padded: int) -> Array:
+    """One key, or as many as there are padded rows; of the new type.
+
+    Raises:
+        ValueError: there is another number of keys.
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.shape not in ((), (rows,)):
+        raise ValueError(
+            f"key must be one, or one for each of {rows} rows, got {key.shape}"
+        )
+    if not key.ndim or rows == padded:
+        return key
+    data = jax.random.key_data(key)
+    data = jnp.pad(data, ((0, padded - rows), (0, 0)))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+
+
+def _check_prompt(model: Decoder, prompt: Given, count: int) -> None:
     if prompt.ndim != 2:
         raise ValueError(
             f"generation needs prompts [examples, tokens], got {prompt.shape}"
         )
-    count = whole("count", count, 1, MOST)
-    length = prompt.shape[1] + count
     if prompt.size < 1:
         raise ValueError(
             f"generation needs prompts of at least 1 token, got {prompt.shape}"
         )
     if not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise ValueError(f"the tokens of a prompt must be ints, got {prompt.dtype}")
-    if model.learned_positions and length > model.length:
+    if model.learned_positions and prompt.shape[1] + count > model.length:
         raise ValueError(
             f"a prompt of {prompt.shape[1]} and {count} new tokens do not fit the "
             f"{model.length} learned positions of the model"
         )
-    if lengths is not None:
-        lengths = jnp.asarray(lengths)
-        _check_lengths(lengths, prompt)
+
+
+def _check_sampling(temperature: Any, top_p: Any) -> None:
     if not isinstance(temperature, Tracer) and not (
         _is_number(temperature) and 0 <= temperature < float("inf")
     ):
@@ -81,15 +185,6 @@ def generate(
         )
     if not isinstance(top_p, Tracer) and not (_is_number(top_p) and 0 < top_p <= 1):
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p!r}")
-    top_k, last = whole("top_k", top_k, 0), model.embedding.num_embeddings - 1
-    if not isinstance(stop, Iterable) or getattr(stop, "ndim", 1) == 0:
-        raise ValueError(f"stop must be a sequence of tokens, got {stop!r}")
-    ends = tuple(whole("a token to stop at", x, 0, last) for x in stop)
-    if not isinstance(prompt, Tracer):
-        _check_tokens(prompt, lengths, last)
-    graph, weights = nnx.split(model)
-    chosen = jnp.float32(temperature), jnp.float32(top_p)
-    return _generate(graph, count, top_k, ends, weights, prompt, lengths, key, *chosen)
 
 
 def _is_number(value: Any) -> bool:
@@ -110,7 +205,7 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST) -> int:
     return int(number)
 
 
-def _check_lengths(lengths: Array, prompt: Array) -> None:
+def _check_lengths(lengths: Given, prompt: Given) -> None:
     known = not isinstance(lengths, Tracer)
     if lengths.shape != prompt.shape[:1] or (
         known and not all(1 <= length <= prompt.shape[1] for length in lengths)
@@ -121,7 +216,7 @@ def _check_lengths(lengths: Array, prompt: Array) -> None:
         )
 
 
-def _check_tokens(prompt: Array, lengths: Array | None, last: int) -> None:
+def _check_tokens(prompt: Given, lengths: Given | None, last: int) -> None:
     tokens = np.asarray(prompt)
     if lengths is not None and not isinstance(lengths, Tracer):
         first = tokens.shape[1] - np.asarray(lengths)[:, None]
@@ -133,57 +228,128 @@ def _check_tokens(prompt: Array, lengths: Array | None, last: int) -> None:
         )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _generate(
-    graph, count, top_k, stop, weights, prompt, lengths, key, temperature, top_p
-):
+class _State(NamedTuple):
+    """State of the loop over new tokens.
+
+    Attributes:
+        index: the number of tokens that are written.
+        stopped: rows that have met a stop token, and padding.
+        tokens: of every row; from `index` on the last token is repeated.
+        cache: of the model, which has read all tokens but the last.
+    """
+
+    index: Int[Array, ""]
+    stopped: Bool[Array, "B"]
+    tokens: Int[Array, "B room"]
+    cache: Any
+
+
+def _so_far(state: _State, rows: int, count: int) -> np.ndarray:
+    """The first `count` tokens, without the rows that are padding."""
+    return np.asarray(state.tokens)[:rows, :count]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _read(
+    graph, room, top_k, weights, prompt, lengths, rows, stops, keys, temperature, top_p
+) -> _State:
+    """Read the prompts and draw the first token of each."""
     model = nnx.merge(graph, weights)
-    cache = model.init_cache(prompt.shape[0], prompt.shape[1] + count)
-    if lengths is None:
-        logits, cache = model.decode(prompt, cache)
-        logits = logits[:, -1]
-    else:  # padding moves to the end, where causal attention ignores it
-        prompt = jax.vmap(jnp.roll)(prompt, lengths - prompt.shape[1])
-        logits, cache = model.decode(prompt, cache, lengths)
-        last = (lengths - 1)[:, None, None]
-        logits = jnp.take_along_axis(logits, last, axis=1)[:, 0]
-    keys, stops = jax.random.split(key, count), jnp.array(stop, jnp.int32)
+    cache = model.init_cache(prompt.shape[0], room)
+    # Padding moves to the end, where causal attention ignores it.
+    prompt = jax.vmap(jnp.roll)(prompt, lengths - prompt.shape[1])
+    hidden, cache = model.read(prompt, cache, lengths)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+    logits = transformer.logits(model, last)[:, 0]
+    first = _draw(logits, _keys(keys, room)[0], top_k, temperature, top_p)
+    padding = jnp.arange(len(first)) >= rows
+    tokens = jnp.broadcast_to(first[:, None], (len(first), room))
+    return _State(jnp.int32(1), stops[first] | padding, tokens, cache)
 
-    def draw(logits, key):
-        warm = logits / jnp.where(temperature > 0, temperature, 1)
-        drawn = jax.random.categorical(key, _likely(warm, top_k, top_p), axis=-1)
-        return jnp.where(temperature > 0, drawn, logits.argmax(axis=-1))
 
-    def going(carry):
-        index, token, *_ = carry
-        return (index < count) & ~jnp.isin(token, stops).all()
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _write(
+    graph, top_k, weights, cache, state, count, stops, keys, temperature, top_p
+) -> _State:
+    """Draw tokens until there are `count`, or until every row has stopped."""
+    model, room = nnx.merge(graph, weights), state.tokens.shape[1]
+    keys = _keys(keys, room)
 
-    def step(carry):
-        index, before, tokens, cache = carry
+    def going(state: _State) -> Array:
+        return (state.index < count) & ~state.stopped.all()
+
+    def step(state: _State) -> _State:
+        index, stopped, tokens, cache = state
+        before = tokens[:, index - 1]
         logits, cache = model.decode(before[:, None], cache)
-        drawn = draw(logits[:, -1], keys[index])
-        token = jnp.where(jnp.isin(before, stops), before, drawn)
-        return index + 1, token, tokens.at[:, index].set(token), cache
+        drawn = _draw(logits[:, -1], keys[index], top_k, temperature, top_p)
+        token = jnp.where(stopped, before, drawn)
+        tokens = tokens.at[:, index].set(token)
+        return _State(index + 1, stopped | stops[token], tokens, cache)
 
-    first = draw(logits, keys[0])
-    tokens = jnp.broadcast_to(first[:, None], (len(first), count))
-    end, last, tokens, _ = jax.lax.while_loop(going, step, (1, first, tokens, cache))
-    return jnp.where(jnp.arange(count)[None] < end, tokens, last[:, None])
+    state = jax.lax.while_loop(going, step, state._replace(cache=cache))
+    written = jnp.arange(room) < state.index
+    last = state.tokens[:, state.index - 1]
+    return state._replace(tokens=jnp.where(written, state.tokens, last[:, None]))
+
+
+def _keys(keys: Array, count: int) -> Array:
+    """The keys of every token, [count] or [count B]; more of them change none."""
+    if not keys.ndim:
+        return jax.random.split(keys, count)
+    return jax.vmap(partial(jax.random.split, num=count), out_axes=1)(keys)
+
+
+def _draw(
+    logits: Float[Array, "B vocabulary"],
+    keys: Array,
+    top_k: int,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+) -> Int[Array, "B"]:
+    """A token of each row, by one key for all rows or one for each."""
+    logits = logits.astype(jnp.float32)
+    warm = temperature >= GREEDY
+    divisor = jnp.where(warm, temperature.clip(max=HOTTEST), 1)
+    highest = logits.max(axis=-1, keepdims=True)
+    # With the highest logit at 0 a small temperature makes the others −∞, never NaN.
+    shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0)
+    likely = _likely(shifted / divisor, top_k, top_p)
+    draw = jax.vmap(jax.random.categorical) if keys.ndim else jax.random.categorical
+    drawn = draw(keys, likely)
+    return jnp.where(warm, drawn, logits.argmax(axis=-1)).astype(jnp.int32)
 
 
 def _likely(
     logits: Float[Array, "B vocabulary"], top_k: int, top_p: Float[Array, ""]
 ) -> Float[Array, "B vocabulary"]:
-    """The logits of the likeliest tokens; those of the others are −∞."""
+    """The logits of the likeliest tokens, in float32; those of the others are −∞."""
+    logits = logits.astype(jnp.float32)
     if 0 < top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
+        logits = _highest(logits, least, jnp.int32(top_k))
 
-    def nucleus(logits):
+    def nucleus(logits: Array) -> Array:
         ordered = jnp.sort(logits, axis=-1, descending=True)
-        share = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(share, axis=-1) - share  # of those that are likelier
-        least = jnp.where(before < top_p, ordered, jnp.inf).min(axis=-1, keepdims=True)
-        return jnp.where(logits < least, -jnp.inf, logits)
+        reached = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1)
+        count = 1 + (reached < top_p - SLACK).sum(axis=-1, keepdims=True)
+        count = jnp.minimum(count, logits.shape[-1])
+        least = jnp.take_along_axis(ordered, count - 1, axis=-1)
+        return _highest(logits, least, count)
 
     return jax.lax.cond(top_p < 1, nucleus, lambda logits: logits, logits)
+
+
+def _highest(
+    logits: Float[Array, "B vocabulary"],
+    least: Float[Array, "B 1"],
+    count: Int[Array, "..."],
+) -> Float[Array, "B vocabulary"]:
+    """The `count` highest logits, the last of which is `least`; others become −∞.
+
+    Of logits that equal `least` those of the lowest ids are taken.
+    """
+    above, equal = logits > least, logits == least
+    rest = count - above.sum(axis=-1, keepdims=True)
+    chosen = above | (equal & (jnp.cumsum(equal, axis=-1) <= rest))
+    return jnp.where(chosen, logits, -jnp.inf)

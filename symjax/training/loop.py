@@ -9,15 +9,17 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from etils import epath
 from flax import nnx
 
 from symjax import config, imports, validation
 from symjax.data.corpus import Corpus
+from symjax.data.delimiters import delimiters
 from symjax.data.examples import Examples
 from symjax.data.folder import source_change
 from symjax.data.mixture import rounded
-from symjax.models.generate import generate
+from symjax.models.generate import before_stop, generate
 from symjax.models.lambdas import lambda_table
 from symjax.places import home, in_bucket
 from symjax.tables import aligned
@@ -318,16 +320,19 @@ def references(examples: Examples, count: int, total: int) -> str:
 
 
 def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
-    """What the model writes after the first words of the held-out text."""
+    """The first words of the held-out text, continued to the end of the document."""
     length = run.options.model.length
     start = min(SAMPLE_PROMPT, (length + 1) // 2)
     count = min(SAMPLE_LENGTH, length - start)
-    prompt = jnp.asarray(text.heldout[:start][None], jnp.int32)
+    tokens = np.asarray(text.heldout[:start], np.int32)
     if count:
+        end = delimiters(text.tokenizer, run.examples.language).end
+        stop = [] if end is None else [end]
         model = nnx.merge(run.program.graph, *weights)
-        more = generate(model, prompt, count, jax.random.key(0), temperature=0.8)
-        prompt = jnp.concatenate([prompt, more], axis=1)
-    return text.shown(prompt[0])
+        key, prompts = jax.random.key(0), jnp.asarray(tokens[None])
+        more = generate(model, prompts, count, key, temperature=0.8, stop=stop)
+        tokens = np.concatenate([tokens, before_stop(np.asarray(more[0]), stop)])
+    return text.shown(tokens)
 
 
 def save_checkpoint(run: Run, state: State, loss: float | None) -> None:

@@ -5,11 +5,16 @@ import math
 
 import numpy as np
 import pytest
+from hand_made import byte_fallback, hand_made
+from lm_eval.api.instance import Instance
 from runs import TEXT, compile_cache, train, write_text
 
 import symjax
-from symjax.evaluation import harness
+from symjax.data import subwords
+from symjax.data.tokens import ByteTokenizer
+from symjax.evaluation import harness, harness_model
 from symjax.evaluation.harness_model import HarnessModel
+from symjax.models.generate import _read
 from symjax.training.exit_codes import run_and_exit
 
 TASKS = {
@@ -51,7 +56,9 @@ def model(tmp_path_factory):
                 "choices": CHOICES,
                 "answer": i % 3,
                 "story": TEXT[50 * i : 50 * i + 100],
-                "written": loaded.generate(question, 9, temperature=0, stop=["e"]),
+                "written": loaded.generate(
+                    question[-23:], 9, temperature=0, stop=["e"]
+                ),
             }
             for i, question in enumerate(QUESTIONS)
         ]
@@ -106,8 +113,7 @@ def test_scores_are_our_own_losses(model, tmp_path, capsys):
         for row in rows
     ]
     assert found["harness"]["crows"]["acc,none"] == pytest.approx(np.mean(right))
-    first = loaded.encode("\0")
-    losses = [loaded.losses(np.append(first, loaded.encode(x["story"]))) for x in rows]
+    losses = [loaded.losses(x["story"]) for x in rows]
     size = sum(len(row["story"].encode()) for row in rows)
     wanted = np.concatenate(losses).astype(np.float64).sum() / size
     story = found["harness"]["story"]
@@ -119,12 +125,12 @@ def test_scores_are_our_own_losses(model, tmp_path, capsys):
 def test_a_continuation_is_judged_after_its_context(model):
     _, loaded, _ = model
     long = "9 " * 40 + "9"
-    asked = [("7 sheep", ", 49 goats"), ("", "8"), (long, " crows"), ("1", "23")]
+    asked = [("7 sheep", ", 49 goats"), (long, " crows"), ("1", "23")]
     answers = HarnessModel(loaded).loglikelihood(
         [request(*pair) for pair in asked], disable_tqdm=True
     )
     for (context, text), (total, _) in zip(asked, answers, strict=True):
-        context = (context or "\0")[-(33 - len(text)) :]
+        context = context[-(33 - len(text)) :]
         wanted = loss_after(loaded, context, text)
         assert total == pytest.approx(-wanted, rel=1e-5)
     greedy = loaded.generate("7 sheep", 4, temperature=0)
@@ -154,6 +160,154 @@ def test_sampled_answers_are_draws_of_their_own_and_the_same_again(model):
     answers = HarnessModel(loaded).generate_until(some, disable_tqdm=True)
     assert len(set(answers)) == 3
     assert HarnessModel(loaded).generate_until(some, disable_tqdm=True) == answers
+
+
+BPE = subwords.train_bpe(["the quick brown fox. " * 50], 280)
+BYTES = ByteTokenizer()
+
+
+def answers(loaded, *pairs):
+    some = [Instance("generate_until", {}, pair, 0) for pair in pairs]
+    return HarnessModel(loaded).generate_until(some, disable_tqdm=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"]
+)
+def test_an_answer_has_as_many_tokens_as_asked_by_any_name_for_it(name):
+    quick = int(BPE.encode(" quick")[0])
+    loaded = hand_made(BPE, {None: quick})
+    (text,) = answers(loaded, ("the", {"until": ["\n\n"], name: 4}))
+    assert text == BPE.decode([quick] * 4)
+
+
+def test_empty_strings_end_no_answer():
+    loaded = hand_made(BYTES, {None: ord("x")})
+    for until in ([""], "", [], None, ["", "y"]):
+        (text,) = answers(loaded, ("a", {"until": until, "max_gen_toks": 3}))
+        assert text == "xxx"
+
+
+def test_an_answer_ends_before_the_end_of_the_document():
+    quick, end = int(BPE.encode(" quick")[0]), BPE.document_end
+    wanted = {"until": ["\n"], "max_gen_toks": 5}
+    loaded = hand_made(BPE, {None: quick, quick: end})
+    assert answers(loaded, ("the", wanted)) == [BPE.decode([quick])]
+    loaded = hand_made(BYTES, {None: 0, ord("a"): ord("b")})
+    assert answers(loaded, ("a", wanted), ("x", wanted)) == ["b", ""]
+
+
+def test_a_temperature_is_read_by_the_rules_of_lm_eval():
+    loaded = hand_made(BYTES)
+
+    def drawn(**wanted):
+        wanted = {"until": [], "max_gen_toks": 6} | wanted
+        return set(answers(loaded, *[("the quick", wanted)] * 3))
+
+    greedy = drawn(temperature=0.0)
+    assert len(greedy) == 1
+    assert len(drawn(temperature=1.0)) == 3
+    assert len(drawn(temperature=1.0, do_sample=True)) == 3
+    for wanted in ({}, {"do_sample": False}, {"do_sample": True}):
+        assert drawn(**wanted) == greedy
+    assert drawn(temperature=1.0, do_sample=False) == greedy
+    assert drawn(temperature=1.0, top_k=1) == greedy
+
+
+@pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
+def test_a_long_context_is_cut_on_the_left(positions, monkeypatch):
+    given = []
+
+    def watched(model, tokenizer, prompts, count, *_, **__):
+        given.extend((len(ids), BYTES.decode(ids)[-3:], count) for ids in prompts)
+        return [""] * len(prompts)
+
+    monkeypatch.setattr(harness_model, "texts", watched)
+    loaded = hand_made(BYTES, positions=positions, length=64)
+    for count in (16, 60, 256):
+        answers(loaded, ("x" * 497 + "end", {"max_gen_toks": count}))
+    # At least half of the length stays for the context.
+    assert given == [(48, "end", 16), (32, "end", 60), (32, "end", 256)]
+
+
+def test_requests_of_many_lengths_are_answered_in_batches_and_in_their_order():
+    loaded = hand_made(BYTES)
+    contexts = ["x" * (1 + 5 * i % 20) + chr(65 + i) for i in range(24)]
+    pairs = [
+        (x, {"until": [], "max_gen_toks": 3 + i % 2}) for i, x in enumerate(contexts)
+    ]
+    alone = [
+        loaded.generate(x, 3 + i % 2, temperature=0) for i, x in enumerate(contexts)
+    ]
+    before = _read._cache_size()
+    assert answers(loaded, *pairs) == alone
+    assert _read._cache_size() - before <= 2
+
+
+def test_a_draw_does_not_depend_on_the_other_requests():
+    loaded = hand_made(BYTES)
+    warm = {"temperature": 1.0, "until": [], "max_gen_toks": 9}
+    cold = {"until": [], "max_gen_toks": 9}
+    (alone,) = answers(loaded, ("a", warm))
+    for others in ([("bcd", warm)], [("bcd", cold), ("e" * 30, warm)]):
+        assert answers(loaded, ("a", warm), *others)[0] == alone
+
+
+FOLLOWS = {0: ord("Q"), ord("Q"): ord("a"), ord("a"): ord("b")}
+
+
+def test_a_text_without_a_context_is_scored_after_what_stands_before_a_document():
+    loaded = hand_made(BYTES, FOLLOWS, {"document_start": 0})
+    asked = HarnessModel(loaded)
+    pairs = [
+        request("", "Qab"),
+        request("", "aab"),
+        request(" ", "Q"),
+        request("", "Q"),
+    ]
+    found = asked.loglikelihood(pairs, disable_tqdm=True)
+    assert found[0] == (pytest.approx(0, abs=1e-5), True)
+    assert found[1][0] < -20 and not found[1][1]
+    assert found[3][0] == pytest.approx(0, abs=1e-5)
+    rolled = asked.loglikelihood_rolling([request("Qab"), request("aab"), request("")])
+    assert rolled == [pytest.approx(x, abs=1e-5) for x in (0, found[1][0], 0)]
+    assert answers(loaded, ("", {"max_gen_toks": 3})) == ["Qab"]
+
+
+def test_where_nothing_stands_before_a_document_first_tokens_are_left_out(capsys):
+    loaded = hand_made(BYTES, FOLLOWS)
+    asked = HarnessModel(loaded)
+    pairs = [request("", "Qab"), request("", "ab"), request("Q", "ab")]
+    found = asked.loglikelihood(pairs, disable_tqdm=True)
+    assert [x for x, _ in found] == [pytest.approx(0, abs=1e-5)] * 3
+    (rolled,) = asked.loglikelihood_rolling([request("Qab")])
+    assert rolled == -math.fsum(loaded.losses("Qab"))
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "has not learned how a document begins" in said
+    for call_it in (asked.loglikelihood, asked.loglikelihood_rolling):
+        pair = request("", "Q") if call_it == asked.loglikelihood else request("Q")
+        with pytest.raises(ValueError, match="'Q' has one token and no context"):
+            call_it([pair], disable_tqdm=True)
+    with pytest.raises(ValueError, match="a context is empty"):
+        answers(loaded, ("", {"max_gen_toks": 3}))
+
+
+def test_contexts_begin_with_bos_where_all_documents_did():
+    tokens = byte_fallback()
+    loaded = hand_made(tokens, None, {"document_start": 1, "bos": True})
+    asked = HarnessModel(loaded)
+    ids = tokens.encode("the cat sat").tolist()
+    assert asked.tok_encode("the cat sat") == [1, *ids]
+    assert asked.tok_encode("the cat sat", add_special_tokens=False) == ids
+    losses = loaded.losses("the cat sat")
+    count = len(tokens.encode("the cat"))
+    pairs = [request("the cat", " sat"), request("", "the cat sat")]
+    (after, _), (whole, _) = asked.loglikelihood(pairs, disable_tqdm=True)
+    assert whole == pytest.approx(-losses.sum(), rel=1e-5)
+    assert after == pytest.approx(-losses[count:].sum(), rel=1e-5)
+    assert asked.loglikelihood_rolling([request("the cat sat")]) == [
+        pytest.approx(whole, rel=1e-6)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hand_made import byte_fallback, hand_made
 from runs import TEXT, call, train, write_text
 
 import symjax
+from symjax.data import subwords
+from symjax.data.tokens import ByteTokenizer
 from symjax.evaluation.language import losses
 from symjax.evaluation.loading import load as load_run
 from symjax.models import generate
@@ -225,6 +228,65 @@ def test_a_continuation_keeps_to_learned_positions(bare, tmp_path):
         found.generate(["x", ""])
     with pytest.raises(ValueError, match="count must be a whole number from 1 to"):
         found.generate("x", None)
+
+
+BYTES = ByteTokenizer()
+
+
+@pytest.mark.parametrize("text", ["你好", "é!", "😀 ok", "日本語テキスト", "abcd"])
+def test_bits_per_byte_are_of_the_bytes_of_the_text(text):
+    loaded = hand_made(BYTES)
+    bits = loaded.losses(text).astype(float).sum() / np.log(2)
+    size = len(text.encode())
+    wanted = pytest.approx(bits / (size - 1), rel=1e-6)
+    assert loaded.loss(text).bits_per_byte == wanted
+    begun = hand_made(BYTES, language={"document_start": 0})
+    bits = begun.losses(text).astype(float).sum() / np.log(2)
+    wanted = pytest.approx(bits / size, rel=1e-6)
+    assert begun.loss(text).bits_per_byte == wanted
+
+
+def test_a_text_is_scored_after_what_stands_before_a_document():
+    follows = {0: ord("Q"), ord("Q"): ord("a"), ord("a"): 0}
+    known = hand_made(BYTES, follows, {"document_start": 0})
+    found = known.losses("Qab")
+    assert found.shape == (3,) and found[:2].max() < 1e-6 < 20 < found[2]
+    np.testing.assert_array_equal(known.losses(BYTES.encode("Qab")), found[1:])
+    np.testing.assert_array_equal(known.losses(BYTES.encode("\0Qab")), found)
+    assert known.loss("Q").nats_per_token < 1e-6
+    with pytest.raises(ValueError, match="a loss needs 1 tokens or more, '' has 0"):
+        known.loss("")
+    assert known.generate("", 9, temperature=0) == "Qa"
+    assert known.generate(["", "Q"], 9, temperature=0) == ["Qa", "a"]
+    unknown = hand_made(BYTES, follows)
+    np.testing.assert_array_equal(unknown.losses("Qab"), found[1:])
+    with pytest.raises(ValueError, match="prompt is empty"):
+        unknown.generate("", 9)
+
+
+def test_prompts_begin_with_bos_where_all_documents_did():
+    tokens = byte_fallback()
+    bos, end = 1, tokens.document_end
+    the, cat = tokens.encode("the cat").tolist()
+    language = {"document_start": bos, "bos": True}
+    loaded = hand_made(tokens, {None: end, bos: the, the: cat}, language)
+    assert loaded.generate(["", "the"], 9, temperature=0) == [" the cat", " cat"]
+    losses = loaded.losses("the cat")
+    assert losses.shape == (2,) and losses.max() < 1e-6
+    assert loaded.delimiters.prompt(tokens.encode("the")).tolist() == [bos, the]
+
+
+def test_generation_stops_at_the_end_of_the_document():
+    bpe = subwords.train_bpe(["the quick brown fox. " * 50], 280)
+    quick, end = int(bpe.encode(" quick")[0]), bpe.document_end
+    loaded = hand_made(bpe, {None: quick, quick: end, end: end})
+    shown = {"count": 4, "temperature": 0}
+    assert loaded.generate("the", **shown) == bpe.decode([quick])
+    went_on = loaded.generate("the", ignore_end=True, **shown)
+    assert went_on == bpe.decode([quick, end, end, end])
+    assert hand_made(BYTES, {None: 0}).generate("x", **shown) == ""
+    nul = hand_made(BYTES, {None: 0}).generate("x", ignore_end=True, **shown)
+    assert nul == "\0" * 4
 
 
 def test_a_model_without_text_says_so(tmp_path):

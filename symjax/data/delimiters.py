@@ -1,0 +1,71 @@
+"""The tokens before and after a document, as a model has learned them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from symjax.data.tokens import Tokenizer
+from symjax.data.writer import SEPARATOR
+
+
+class Delimiters(NamedTuple):
+    """Tokens before and after a document.
+
+    Attributes:
+        start: the token that stands before a document; None: the model has not learned
+            how a document begins.
+        end: the token that ends a document; None: there is none.
+        every: every document of training began with `start` (data.bos), so that every
+            prompt does.
+    """
+
+    start: int | None
+    end: int | None
+    every: bool
+
+    def prompt(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids of a prompt with `start` before them: where every prompt has it,
+        and where there are no others."""
+        if self.start is None or (len(ids) and not self.every):
+            return ids
+        return self.begun(ids)
+
+    def begun(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids of a whole document, after `start` if it is known."""
+        if self.start is None:
+            return ids
+        return np.concatenate([[self.start], ids]).astype(np.int32)
+
+
+def delimiters(
+    tokenizer: Tokenizer, language: Mapping[str, Any], documents: str = "auto"
+) -> Delimiters:
+    """The delimiters of documents for a model, as its training had them.
+
+    A document ends with the tokenizer's own token for it, or else with a NUL, if that
+    is a token.
+
+    Args:
+        language: as `Examples.language`; its "document_start" is the token that stood
+            before documents in training, and "bos" says that all began with it.
+        documents: data.documents. If it is "joined", the end of a document stands
+            before the next one, also in runs whose language does not say so.
+    """
+    end, start = tokenizer.document_end, language.get("document_start")
+    begun = bool(language.get("bos")) and start is not None
+    if end is None:
+        end = _nul(tokenizer)
+    if start is None and documents == "joined":
+        start = end
+    return Delimiters(start, end, begun)
+
+
+def _nul(tokenizer: Tokenizer) -> int | None:
+    """The token of a NUL; None where there is none."""
+    try:
+        ids = tokenizer.encode(SEPARATOR)
+    except ValueError:  # not in the alphabet
+        return None
+    known = len(ids) == 1 and tokenizer.decode(ids) == SEPARATOR
+    return int(ids[0]) if known else None

@@ -1,0 +1,63 @@
+"""The tokens before and after documents, of every kind of tokenizer."""
+
+import numpy as np
+import pytest
+from hand_made import byte_fallback
+
+from symjax.data import subwords
+from symjax.data.delimiters import delimiters
+from symjax.data.tokens import ByteTokenizer, CharTokenizer
+
+BPE = subwords.train_bpe(["the quick brown fox. " * 50], 280)
+
+
+def test_a_document_ends_with_the_token_for_it_or_with_a_nul_if_there_is_one():
+    assert delimiters(BPE, {}).end == BPE.document_end
+    assert delimiters(ByteTokenizer(), {}).end == 0
+    assert delimiters(CharTokenizer("\0ab"), {}).end == 0
+    assert delimiters(CharTokenizer("ab"), {}).end is None
+
+
+def test_what_stands_before_a_document_is_what_the_run_says():
+    for tokenizer in (BPE, ByteTokenizer(), CharTokenizer("ab")):
+        assert delimiters(tokenizer, {}).start is None
+        found = delimiters(tokenizer, {"document_start": 1})
+        assert found.start == 1 and not found.every
+    assert delimiters(BPE, {"document_start": 1, "bos": True}).every
+    assert not delimiters(BPE, {"bos": True}).every
+
+
+def test_before_joined_documents_stands_the_end_of_the_one_before():
+    assert delimiters(ByteTokenizer(), {}, "joined").start == 0
+    assert delimiters(BPE, {}, "joined").start == BPE.document_end
+    assert delimiters(BPE, {"document_start": 3}, "joined").start == 3
+    assert delimiters(CharTokenizer("ab"), {}, "joined").start is None
+
+
+def test_prompts_begin_as_the_documents_of_training_did():
+    ids = np.array([5, 6], np.uint8)
+    known = delimiters(ByteTokenizer(), {"document_start": 0})
+    assert known.prompt(ids).tolist() == [5, 6]
+    assert known.prompt(ids[:0]).tolist() == [0]
+    assert known.begun(ids).tolist() == [0, 5, 6]
+    bos = delimiters(byte_fallback(), {"document_start": 258, "bos": True})
+    assert bos.prompt(ids).tolist() == [258, 5, 6]
+    nothing = delimiters(ByteTokenizer(), {})
+    assert nothing.begun(ids).tolist() == [5, 6]
+    assert nothing.prompt(ids[:0]).tolist() == []
+
+
+FIRST = {
+    "a byte": (ByteTokenizer(), "a", 1),
+    "a byte of a character": (ByteTokenizer(), "你好", 1),
+    "a character": (CharTokenizer("你好"), "你好", 3),
+    "a word": (BPE, "the quick", 3),
+    "a byte of a character in byte-level BPE": (BPE, "你好", 1),
+    "an added space": (byte_fallback(), "你好", 0),
+    "a word after an added space": (byte_fallback(), "the cat", 3),
+}
+
+
+@pytest.mark.parametrize(("tokenizer", "text", "size"), FIRST.values(), ids=FIRST)
+def test_the_first_token_of_a_text_stands_for_some_of_its_bytes(tokenizer, text, size):
+    assert tokenizer.size_of(int(tokenizer.encode(text)[0])) == size

@@ -15,6 +15,7 @@ from symjax import config
 from symjax.data import hub, sources, splits
 from symjax.data.columns import check_known, is_text
 from symjax.data.formats import UnusableData
+from symjax.data.left_out import LeftOut
 from symjax.data.opening import named
 from symjax.data.texts import read_pieces
 from symjax.optional import needed
@@ -89,15 +90,21 @@ def _digits() -> Source:
 def _hub(options: config.Data) -> Source:
     """Texts or images of a data set with their labels; its splits as in `hub.load`.
 
-    Rows without content or label are left out. Images are of one size, with 1 or 3
-    channels.
+    Rows without content or label are left out, and counted. Images are of one size,
+    with 1 or 3 channels.
 
     Raises:
         ValueError: as `hub.load`; no such label column, a held-out label that training
             does not have, images of several sizes, or no Pillow for images.
     """
     columns = options.column, options.label
-    found, facts, _ = hub.read_splits(options, lambda rows: _examples(rows, *columns))
+    left_out = LeftOut()
+
+    def examples(rows: Any, split: str) -> tuple[Any, ...]:
+        return _examples(rows, *columns, split, left_out)
+
+    found, facts, _ = hub.read_splits(options, examples)
+    left_out.say(named(options))
     names = next(iter(found.values()))[2]  # those of training
     numbers = {name: number for number, name in enumerate(names)}
     contents, labels, held = [], [], []
@@ -122,7 +129,9 @@ def _hub(options: config.Data) -> Source:
     return Source(contents, labels, held, names, 255 if shapes else 0, facts)
 
 
-def _examples(rows: Any, column: str, label: str) -> tuple[Any, ...]:
+def _examples(
+    rows: Any, column: str, label: str, split: str, left_out: LeftOut
+) -> tuple[Any, ...]:
     """Contents, the names of their labels, and all names in order; () if no rows."""
     import datasets
 
@@ -140,11 +149,18 @@ def _examples(rows: Any, column: str, label: str) -> tuple[Any, ...]:
             "pip install pillow"
         )
     names = list(getattr(labels, "names", ()))
-    pairs = [
-        (_pixels(content) if images else content, value)
-        for content, value in zip(rows[column], rows[label], strict=True)
-        if content and value is not None and not (names and value < 0)
-    ]
+    if images:
+        rows = rows.cast_column(column, datasets.Image(decode=False))
+    pairs = []
+    both = zip(rows[column], rows[label], strict=True)
+    for number, (content, value) in enumerate(both, 1):
+        row = f"row {number} of {split!r}"
+        if not content:
+            left_out.add(f"rows without content in {column!r}", row)
+        elif value is None or value == "" or (names and value < 0):
+            left_out.add(f"rows without label in {label!r}", row)
+        else:
+            pairs.append((_pixels(content, row) if images else content, value))
     if not pairs:
         return ()
     for _, value in pairs:
@@ -166,8 +182,20 @@ def _names(values: set[Any], kind: str) -> list[str]:
     return list(map(str, sorted(values)))
 
 
-def _pixels(image: Any) -> np.ndarray:
-    """Of a Pillow image; shades of grey stay one channel."""
+def _pixels(content: Any, row: str) -> np.ndarray:
+    """The pixels of an image file; shades of grey stay one channel.
+
+    Raises:
+        ValueError: Pillow cannot read it.
+    """
+    import datasets
+
+    try:
+        image = datasets.Image().decode_example(content)
+    except Exception as error:
+        file = f"{content['path']!r}, " if content.get("path") else ""
+        why = " ".join(str(error).split())
+        raise UnusableData(f"{file}{row} is no image: {why}") from None
     gray = image.mode in ("1", "L")
     pixels = np.asarray(image.convert("L" if gray else "RGB"), np.uint8)
     return pixels[..., None] if gray else pixels

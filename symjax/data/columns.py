@@ -9,11 +9,13 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from symjax.data.damaged import DamagedFile, naming
 from symjax.data.formats import UnusableData
 from symjax.data.json_rows import Row, read_rows
+from symjax.data.zstd import check_whole
 
 if TYPE_CHECKING:
     import pandas
@@ -115,12 +117,14 @@ def _file_by_file(read: Any, asked: _Asked) -> Any:
         for index in range(max(map(len, shards.values()))):
             one = {name: its[index : index + 1] for name, its in shards.items()}
             path = _path(one.get("base_files") or one["files"])
+            if asked.kind in ("text", "csv", "json") and _is_empty(path):
+                continue  # the folder it is in names it
             try:
+                if os.path.isfile(path):
+                    check_whole(Path(path))
                 for key, table in read(**one):
                     yield Key(index, key.item_or_batch_id), table
             except Exception as error:
-                if asked.kind == "csv" and _is_empty(path):
-                    continue
                 raise _naming(error, path, asked) from None
 
     return tables
@@ -172,14 +176,18 @@ def _schema(path: str, kind: str) -> pyarrow.Schema:
 
 def _csv_tables(builder: Any, asked: _Asked) -> Any:
     """Tables of the asked columns of CSV files, as text."""
+    import pandas
     from datasets.builder import Key
-    from datasets.utils.file_utils import xpandas_read_csv
+    from datasets.utils.file_utils import xopen
 
     def tables(files_iterables: Any, **_: Any) -> Iterator[tuple[Key, pyarrow.Table]]:
-        options, number = builder.config.pd_read_csv_kwargs, itertools.count()
-        for file in (file for files in files_iterables for file in files):
-            for rows in xpandas_read_csv(file, iterator=True, dtype=str, **options):
-                yield Key(0, next(number)), _csv_table(builder, rows, asked)
+        number, options = itertools.count(), builder.config.pd_read_csv_kwargs
+        options |= {"dtype": str, "compression": None, "iterator": True}
+        for path in (path for files in files_iterables for path in files):
+            file: Any
+            with xopen(path, "rb") as file:
+                for rows in pandas.read_csv(file, **options):
+                    yield Key(0, next(number)), _csv_table(builder, rows, asked)
 
     return tables
 

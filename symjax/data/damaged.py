@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from symjax.data.formats import UnusableData
+from symjax.data.formats import ZSTANDARD, UnusableData
 from symjax.data.texts import wide_encoding
-
-ZSTANDARD = "compressed by zstd, which needs: pip install zstandard"
 
 
 class DamagedFile(UnusableData):
@@ -59,7 +57,7 @@ def _reason(chain: list[BaseException], path: str) -> str:
             return found
     said = " ".join(str(chain[-1]).split())
     if "zstd" in said and "not supported" in said or "zstandard" in said:
-        return ZSTANDARD
+        return f"it is {ZSTANDARD}"
     return f"{type(chain[-1]).__name__}: {said}"
 
 

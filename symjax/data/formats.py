@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+
+from symjax.data.left_out import LeftOut
 
 FORMATS = {
     ".parquet": "parquet",
@@ -12,13 +15,21 @@ FORMATS = {
     ".jsonl": "json",
     ".ndjson": "json",
     ".csv": "csv",
-    ".tsv": "csv",
+    ".tsv": "tsv",
     ".arrow": "arrow",
     ".txt": "text",
 }
-PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+# Endings of compressed files, and what fsspec calls each.
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+ZSTANDARD = "compressed by zstd, which needs: pip install zstandard"
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 CARD = "README.md"  # may say which files are which subset
 ABOUT = "config", "dataset_info", "dataset_infos", "dataset_dict", "metadata"  # no rows
+# Of these, the files that are about every data set; that they are not read is no news.
+DESCRIPTIONS = frozenset(
+    f"{name}.json" for name in ("dataset_info", "dataset_infos", "dataset_dict")
+)
+STATE = "state.json"  # what Dataset.save_to_disk writes beside its arrow files
 
 
 class UnusableData(ValueError):
@@ -26,10 +37,29 @@ class UnusableData(ValueError):
 
 
 def table_format(name: str) -> str:
-    """What a file is that is no plain text: "parquet", "compressed"; else ""."""
-    suffix = Path(name).suffix.lower()
-    found = FORMATS.get(suffix, "compressed" if suffix in PACKED else "")
+    """Return what a file is that is no plain text by its name: "parquet", "an archive",
+    "compressed" where nothing says what is inside; else ""."""
+    path = Path(name)
+    inside = path.with_suffix("") if compression(path) else path
+    if inside.suffix.lower() in ARCHIVES:
+        return "an archive"
+    if inside != path and not inside.suffix:
+        return "compressed"
+    found = _format(path)
     return "" if found == "text" else found
+
+
+def compression(path: Path) -> str:
+    """Return what fsspec calls the compression of a file, by its ending; else ""."""
+    return PACKED.get(path.suffix.lower(), "")
+
+
+def _format(path: Path) -> str:
+    """The format of a file by its endings, in capitals too; "" if it is unknown."""
+    plain = path
+    if path.suffix.lower() in (*PACKED, ".zip"):
+        plain = path.with_suffix("")
+    return FORMATS.get(plain.suffix.lower(), "")
 
 
 def data_files(folder: str) -> dict[Path, str]:
@@ -37,20 +67,78 @@ def data_files(folder: str) -> dict[Path, str]:
 
     None of a folder whose data card says which files to read: it is read as it says.
     """
-    from huggingface_hub import DatasetCard
-
-    card, found = Path(folder, CARD), {}
-    if card.is_file() and DatasetCard.load(card).data.get("configs"):
+    found = {}
+    if has_card(folder):
         return {}
     for path in Path(folder).rglob("*"):
         parts = path.relative_to(folder).parts
         hidden = any(part.startswith((".", "__")) for part in parts)
         if hidden or path.stem in ABOUT or not path.is_file():
             continue
-        plain = path.with_suffix("") if path.suffix.lower() in PACKED else path
-        if kind := FORMATS.get(plain.suffix.lower()):
+        if path.name == STATE and any(path.parent.glob("*.arrow")):
+            continue
+        if kind := _format(path):
             found[path] = kind
     return found
+
+
+def has_card(folder: str) -> bool:
+    """Whether a folder has a data card that says which files to read."""
+    from huggingface_hub import DatasetCard
+
+    card = Path(folder, CARD)
+    return card.is_file() and bool(DatasetCard.load(card).data.get("configs"))
+
+
+def in_capitals(files: Iterable[Path]) -> bool:
+    """Whether an ending of a file has capitals, which `datasets` does not know."""
+    return any(x != x.lower() for path in files for x in path.suffixes[-2:])
+
+
+def add_unread(folder: str, read: Iterable[str], left_out: LeftOut) -> None:
+    """Count the entries of a folder that are not read, and empty files.
+
+    Args:
+        read: the paths of the files that are read.
+    """
+    found = {Path(path).resolve() for path in read}
+    above = {folder for path in found for folder in path.parents}
+    other = "files that README.md does not choose" if has_card(folder) else ""
+    for place, folders, names in os.walk(folder):
+        inside = Path(place).relative_to(folder)
+        descended = []
+        for name in sorted(folders):
+            path = Path(place, name)
+            if path.resolve() in above:
+                descended.append(name)
+            elif name.startswith((".", "__")):
+                left_out.add("hidden folders", repr(str(inside / name)))
+            elif path.is_symlink():
+                left_out.add("links to folders", repr(str(inside / name)))
+            else:
+                descended.append(name)
+        folders[:] = descended
+        if not folders and not names and place != folder:
+            left_out.add("folders without files", repr(str(inside)))
+        for name in sorted(names):
+            path = Path(place, name)
+            if path.resolve() in found:
+                if not path.stat().st_size:
+                    left_out.add("empty files", repr(str(inside / name)))
+            elif name not in (CARD, STATE, *DESCRIPTIONS):
+                left_out.add(_why(path) or other or OTHER, repr(str(inside / name)))
+
+
+OTHER = "files of no known format"
+
+
+def _why(path: Path) -> str:
+    """The kind of a file that no data set has rows in; "" for others."""
+    if path.name.startswith("."):
+        return "hidden files"
+    if not path.is_file():
+        return "entries that are no files"
+    return "" if path.stat().st_size else "empty files"
 
 
 def check_one_format(folder: str, files: dict[Path, str]) -> None:

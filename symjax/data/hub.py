@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ from symjax.data import splits
 from symjax.data.columns import check_known, is_text
 from symjax.data.damaged import is_silence
 from symjax.data.formats import UnusableData
+from symjax.data.left_out import LeftOut
 from symjax.data.opening import Opened, named, one_line, opened, quiet
 from symjax.data.progress import bar
+from symjax.data.saved import Saved
 from symjax.data.texts import Document, Texts
 
 HELDOUT = ("validation", "test")  # the first of them that there is
@@ -38,20 +41,30 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
         ValueError: the hub is silent, or there is no such data set, subset, column or
             text in it; the message names what there is.
     """
-    found, facts, kept = read_splits(options, lambda rows: _Texts(rows, options.column))
+    left_out = LeftOut()
 
-    def documents(_: Opened = kept) -> Iterator[Document]:
+    def texts(rows: Any, split: str) -> _Texts:
+        return _Texts(rows, options.column, split)
+
+    found, facts, kept = read_splits(options, texts)
+
+    def documents(_: Opened | Saved = kept) -> Iterator[Document]:
         return ((text,) for texts in found.values() for text in texts)
 
     if len(found) == 1:
         [rows] = found.values()
         scanned = []
         with bar(len(rows), "reading", " rows") as shown:
-            for text in rows:
+            for text in rows.counting(left_out):
                 scanned.append(splits.scan([text]))
                 shown.update()
+        left_out.say(named(options))
         return splits.by_content(documents, scanned, named(options), "rows"), facts
-    sizes = [np.array([len(text) for text in texts]) for texts in found.values()]
+    sizes = [
+        np.array([len(text) for text in texts.counting(left_out)])
+        for texts in found.values()
+    ]
+    left_out.say(named(options))
     held = np.repeat([False, True], [len(own) for own in sizes])
     return Texts(documents, held, int(sum(own.sum() for own in sizes))), facts
 
@@ -76,23 +89,32 @@ def streams(options: config.Data, revision: str) -> tuple[list[Any], dict[str, A
 
 
 def stream(
-    options: config.Data, rows: Any, state: dict[str, Any] | None = None
+    options: config.Data,
+    rows: Any,
+    state: dict[str, Any] | None = None,
+    left_out: LeftOut | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The texts of a split of `streams`, each with the state that is to be given to go
     on after it. Where the connection breaks it is taken up again.
 
+    Args:
+        left_out: counts rows without text.
     Raises:
         ValueError: the data set has no such column, or cannot be read.
     """
-    failed = 0
+    failed, number = 0, 0
+    went_on = " since it went on" if state else ""
     with quiet(), one_line(options):
         while True:
             rows.load_state_dict(state)
             try:
                 for row in rows:
-                    state, failed = rows.state_dict(), 0
+                    state, failed, number = rows.state_dict(), 0, number + 1
                     if text := _text(row, options.column):
                         yield text, rows.state_dict()
+                    elif left_out is not None:
+                        kind = f"rows without text in {options.column!r}"
+                        left_out.add(kind, f"row {number}{went_on}")
                 return
             except Exception as error:
                 if failed == len(PAUSES) or not is_silence(error):
@@ -116,16 +138,16 @@ def _text(row: dict[str, Any], column: str) -> str | None:
 
 
 def read_splits(
-    options: config.Data, convert: Callable[[Any], Any]
-) -> tuple[dict[str, Any], dict[str, Any], Opened]:
-    """convert(rows) of the training split and of the held-out one, if there is one, by
-    name; what identifies them; and what keeps the rows of a folder on disk, as long as
-    it lives."""
+    options: config.Data, convert: Callable[[Any, str], Any]
+) -> tuple[dict[str, Any], dict[str, Any], Opened | Saved]:
+    """convert(rows, split) of the training split and of the held-out one, if there is
+    one, by name; what identifies them; and what keeps the rows of a folder on disk, as
+    long as it lives."""
     with opened(options, columns_of(options)) as source:
         names = _choose(options, source.names)
         found = {}
         for split, rows in source.read(names).items():
-            found[split] = convert(rows)
+            found[split] = convert(rows, split)
             if not found[split]:
                 raise UnusableData(f"{named(options)} has no text in split {split!r}")
         return found, _facts(options, source, names), source
@@ -137,7 +159,9 @@ def columns_of(options: config.Data) -> dict[str, str]:
     return columns | ({"label": options.label} if options.label else {})
 
 
-def _facts(options: config.Data, source: Opened, read: list[str]) -> dict[str, Any]:
+def _facts(
+    options: config.Data, source: Opened | Saved, read: list[str]
+) -> dict[str, Any]:
     """What identifies a data set of which some splits are read."""
     return {
         "name": options.name,
@@ -149,28 +173,46 @@ def _facts(options: config.Data, source: Opened, read: list[str]) -> dict[str, A
 
 
 def _choose(options: config.Data, names: list[str]) -> list[str]:
-    """The split to train on, and the one to hold out, if there is one."""
+    """The split to train on, and the one to hold out, if there is one; the others are
+    named."""
     if len(names) == 1:
         return names
     if "train" not in names:
         only = ", ".join(names)
         raise UnusableData(f"{named(options)} has no split 'train', only {only}")
-    return ["train", *[name for name in HELDOUT if name in names][:1]]
+    chosen = ["train", *[name for name in HELDOUT if name in names][:1]]
+    left_out = LeftOut()
+    for name in names:
+        if name not in chosen:
+            left_out.add("splits", repr(name))
+    left_out.say(named(options))
+    return chosen
 
 
 class _Texts:
     """The column of a `Dataset` on disk, without rows that have no text."""
 
-    def __init__(self, rows: Any, column: str):
+    def __init__(self, rows: Any, column: str, split: str):
         check_known("column", column, rows.column_names)
         kind = rows.features[column]
         if not is_text(kind):
             raise UnusableData(f"data.column {column!r} holds no text, but {kind}")
         self._rows, self._column = rows.select_columns(column), column
+        self._split = split
 
     def __iter__(self) -> Iterator[str]:
         for batch in self._rows.iter(ROWS):
             yield from filter(None, batch[self._column])
+
+    def counting(self, left_out: LeftOut) -> Iterator[str]:
+        """The same texts; rows that have none are counted."""
+        batches = (batch[self._column] for batch in self._rows.iter(ROWS))
+        for number, text in enumerate(itertools.chain.from_iterable(batches), 1):
+            if text:
+                yield text
+            else:
+                kind = f"rows without text in {self._column!r}"
+                left_out.add(kind, f"row {number} of {self._split!r}")
 
     def __len__(self) -> int:
         """Of all rows, also those without text."""

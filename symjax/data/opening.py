@@ -15,6 +15,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -23,10 +24,15 @@ from symjax.data.columns import Columns, reading, restrict
 from symjax.data.damaged import causes, is_silence
 from symjax.data.formats import (
     UnusableData,
+    add_unread,
     check_all_read,
     check_one_format,
     data_files,
+    in_capitals,
 )
+from symjax.data.left_out import LeftOut
+from symjax.data.manifest import stamp_of
+from symjax.data.saved import Saved, is_saved
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -68,31 +74,87 @@ class Opened:
 @contextlib.contextmanager
 def opened(
     options: config.Data, columns: Columns, revision: str = ""
-) -> Iterator[Opened]:
+) -> Iterator[Opened | Saved]:
     """Open a data set for reading the asked columns.
+
+    Entries of a folder that are not read are named, one line a kind.
 
     Raises:
         ValueError: there is none, or inside something about it fails.
     """
     _check_name(options.name)
-    path = os.path.expanduser(options.name)
+    path, where = os.path.expanduser(options.name), named(options)
     with quiet(), one_line(options):
         if not os.path.isdir(path):
             _check_reachable(options.name)
             builder = _builder(path, options.subset, columns, None, revision or None)
-            yield Opened(builder, columns, named(options))
+            yield Opened(builder, columns, where)
             return
-        files = data_files(path)
-        check_one_format(path, files)
-        with contextlib.ExitStack() as made:
-            folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-            cache = made.enter_context(folder)
-            builder = _builder(path, options.subset, columns, cache, None)
-            found = builder.config.data_files or {}
-            check_all_read(path, files, itertools.chain.from_iterable(found.values()))
-            rows = Opened(builder, columns, named(options))
-            weakref.finalize(rows, made.pop_all().close)
+        left_out = LeftOut()
+        if is_saved(path):
+            _check_no_subset(options.subset)
+            rows = Saved(path, columns, where)
+            add_unread(path, rows.files, left_out)
+        else:
+            rows = _opened_folder(path, options.subset, columns, where, left_out)
+        left_out.say(where)
         yield rows
+
+
+def _opened_folder(
+    path: str, subset: str, columns: Columns, where: str, left_out: LeftOut
+) -> Opened:
+    """The rows of a folder of files, which are copied to where they can be mapped."""
+    files = data_files(path)
+    check_one_format(path, files)
+    with contextlib.ExitStack() as made:
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        cache = made.enter_context(folder)
+        if in_capitals(files):
+            _check_no_subset(subset)
+            builder = _capitals_builder(path, files, columns, cache)
+        else:
+            builder = _builder(path, subset, columns, cache, None)
+        found = builder.config.data_files or {}
+        read = list(itertools.chain.from_iterable(found.values()))
+        check_all_read(path, files, read)
+        add_unread(path, read, left_out)
+        rows = Opened(builder, columns, where)
+        weakref.finalize(rows, made.pop_all().close)
+    return rows
+
+
+def _check_no_subset(subset: str) -> None:
+    if subset not in ("", "default"):
+        raise UnusableData(f"data.subset {subset!r} is unknown: choose from default")
+
+
+def _capitals_builder(
+    path: str, files: dict[Path, str], columns: Columns, cache: str
+) -> DatasetBuilder:
+    """What reads files with endings in capitals, which `datasets` would not find."""
+    import datasets
+    from datasets.data_files import DataFilesDict, DataFilesList, get_data_patterns
+
+    [kind] = set(files.values())
+    base = Path(path).resolve().as_posix()
+    found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    known = {str(file.resolve()) for file in files}
+    kept = {
+        split: DataFilesList([x for x in its if x in known], its.origin_metadata)
+        for split, its in found.items()
+    }
+    options = {"sep": "\t"} if kind == "tsv" else {}
+    kind = {"tsv": "csv"}.get(kind, kind)
+    builder = datasets.load_dataset_builder(
+        kind,
+        data_files=DataFilesDict({x: its for x, its in kept.items() if its}),
+        cache_dir=cache,
+        **options,
+        **reading(kind, columns, None),
+    )
+    builder.hash = stamp_of({str(file.relative_to(path)): file for file in files})
+    return builder
 
 
 def named(options: config.Data) -> str:

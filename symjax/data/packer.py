@@ -36,6 +36,7 @@ from symjax.data import hub, sources, splits, tokens
 from symjax.data.boundaries import FORMAT, boundaries
 from symjax.data.cache import facts_of, locked
 from symjax.data.folder import SPLITS
+from symjax.data.left_out import LeftOut
 from symjax.data.manifest import (
     MANIFEST,
     fingerprint,
@@ -45,6 +46,7 @@ from symjax.data.manifest import (
     stored,
     write_manifest,
 )
+from symjax.data.opening import named
 from symjax.data.packed import layout_of
 from symjax.data.progress import bar
 from symjax.data.subwords import pieces
@@ -115,6 +117,7 @@ class _Packing:
         self.content = hashlib.sha256()  # of what is held out and the first shard
         self.state: dict[str, Any] | None = None
         self.counts, self.head = Counts(), None
+        self.left_out = LeftOut()
         if (self.place / PROGRESS).exists():
             self._resume()
         else:
@@ -132,13 +135,17 @@ class _Packing:
         self.counts, self.state = read_progress(self.place)
         self.keys = set(np.load(self.place / KEYS).tolist())
 
-    def _documents(self, split: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        return hub.stream(self.options, self.rows[split], self.state)
+    def _documents(
+        self, split: int, left_out: LeftOut | None = None
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        return hub.stream(self.options, self.rows[split], self.state, left_out)
 
-    def _held_out(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _held_out(
+        self, left_out: LeftOut | None = None
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Documents of the held-out split, or else the first ones of training."""
         left = min(HELD, self.options.tokens * HELD_SHARE)
-        for text, state in self._documents(-1):
+        for text, state in self._documents(-1, left_out):
             yield text, state
             left -= len(text)
             if left <= 0:
@@ -156,7 +163,7 @@ class _Packing:
         """Write what is held out: the hashes of its documents, and how much it is."""
         writer = self._writer("heldout")
         keys, after = [], None
-        for text, state in self._held_out():
+        for text, state in self._held_out(self.left_out):
             writer.add([text])
             keys.append(splits.scan([text])[0])
             after = state
@@ -175,11 +182,12 @@ class _Packing:
         shard, wanted = self.order.shard, self.options.tokens
         writer = self._writer("train", self.counts)
         with bar(min(shard, wanted), "packing the first tokens", " tokens") as shown:
-            for text, state in self._documents(0):
+            for text, state in self._documents(0, self.left_out):
                 if writer.counts.tokens >= wanted:
                     break
                 self.state = state
                 if splits.scan([text])[0] in self.keys:
+                    self.left_out.add("copies of held-out texts", repr(text[:40]))
                     continue
                 before = writer.counts.tokens // shard
                 writer.add([text])
@@ -189,6 +197,7 @@ class _Packing:
                 if size // shard > before:
                     self._advance(writer)
                     shown.close()
+        self.left_out.say(named(self.options))
         if self.head is None:
             self._advance(writer)
         self._finish(writer.close())

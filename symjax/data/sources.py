@@ -18,6 +18,7 @@ import numpy as np
 from symjax import config
 from symjax.data import hub, mixture, splits
 from symjax.data.formats import table_format
+from symjax.data.left_out import LeftOut
 from symjax.data.progress import bar
 from symjax.data.texts import Document, Texts, read_pieces
 
@@ -76,7 +77,9 @@ def files(options: config.Data) -> dict[str, Path]:
     if options.source == "packages":
         return {n: path for files in packages().values() for n, path in files.items()}
     if options.source == "text":
-        return {name: file for name, (file, _) in _files(options.path).items()}
+        return {
+            name: file for name, (file, _) in _files(options.path, LeftOut()).items()
+        }
     folder = Path(options.name).expanduser()
     found = sorted(folder.rglob("*")) if options.name else []
     return {str(path.relative_to(folder)): path for path in found if path.is_file()}
@@ -216,7 +219,8 @@ def text(path: str | Path) -> Texts:
 
     A single file holds out its last tenth, cut between two characters. Of several
     files, whole ones are held out by the sha256 of their content, so two copies of a
-    file are on the same side. Empty files that match a glob are left out.
+    file are on the same side. Empty files that match a glob are left out. What is left
+    out is named, one line a kind.
 
     Args:
         path: a file, a folder (all files below it, but hidden ones), a glob (`**`
@@ -225,19 +229,29 @@ def text(path: str | Path) -> Texts:
         ValueError: nothing is found, a file is empty, cannot be read or is not UTF-8, a
             folder holds tables, or all files are copies of one.
     """
-    found = _files(str(path))
+    left_out, where = LeftOut(), f"data.path {str(path)!r}"
+    found = _files(str(path), left_out)
     for name, (file, named) in found.items():
         if named and not file.stat().st_size:
             raise ValueError(f"data.path {name!r} is an empty file")
-    kept = [file for file, _ in found.values() if file.stat().st_size]
+    kept = []
+    for name, (file, _) in found.items():
+        if file.stat().st_size:
+            kept.append(file)
+        else:
+            left_out.add("empty files", repr(name))
     if not kept:
-        raise ValueError(f"data.path {str(path)!r} matches only empty files")
-    where = f"data.path {str(path)!r}"
+        raise ValueError(f"{where} matches only empty files")
+    left_out.say(where)
     return splits.by_content(*_scanned(kept, "data.path"), where, "files")
 
 
-def _files(path: str) -> dict[str, tuple[Path, bool]]:
-    """Each file once, by name: where it is, and whether it was named or matched."""
+def _files(path: str, left_out: LeftOut) -> dict[str, tuple[Path, bool]]:
+    """Each file once, by name: where it is, and whether it was named or matched.
+
+    Args:
+        left_out: counts entries of folders, and matches of globs, that are no files.
+    """
     files: dict[str, tuple[Path, bool]] = {}
     met = set()
     whole = os.path.isfile(path)
@@ -251,15 +265,18 @@ def _files(path: str) -> dict[str, tuple[Path, bool]]:
         named = os.path.exists(piece) or not glob.has_magic(piece)
         found = [piece] if named else sorted(glob.glob(piece, recursive=True))
         if os.path.isdir(piece):
-            named, found = False, _texts_below(piece)
+            named, found = False, _texts_below(piece, left_out)
         elif named and not os.path.exists(piece):
             raise ValueError(f"data.path {piece!r} does not exist")
         elif named and not os.path.isfile(piece):
             raise ValueError(f"data.path {piece!r} is not a regular file")
-        found = [name for name in found if os.path.isfile(name)]
-        if not found:
+        if not any(map(os.path.isfile, found)):
             raise ValueError(f"data.path {piece!r} matches no file")
         for name in found:
+            if not os.path.isfile(name):
+                kind = "folders" if os.path.isdir(name) else "entries that are no files"
+                left_out.add(kind, repr(name))
+                continue
             resolved = Path(name).resolve()
             if resolved not in met:
                 met.add(resolved)
@@ -267,8 +284,8 @@ def _files(path: str) -> dict[str, tuple[Path, bool]]:
     return files
 
 
-def _texts_below(folder: str) -> list[str]:
-    """All files of a folder, in order; hidden ones are left out.
+def _texts_below(folder: str, left_out: LeftOut) -> list[str]:
+    """All files of a folder, in order; hidden ones are left out, and counted.
 
     Raises:
         ValueError: one is no plain text by its name, so that the folder would not be
@@ -276,9 +293,21 @@ def _texts_below(folder: str) -> list[str]:
     """
     found = []
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
+        descended = []
+        for name in sorted(folders):
             path = os.path.join(place, name)
+            if name.startswith("."):
+                left_out.add("hidden folders", repr(path))
+            elif os.path.islink(path):
+                left_out.add("links to folders", repr(path))
+            else:
+                descended.append(name)
+        folders[:] = descended
+        for name in sorted(names):
+            path = os.path.join(place, name)
+            if name.startswith("."):
+                left_out.add("hidden files", repr(path))
+                continue
             if kind := table_format(path):
                 raise ValueError(
                     f"data.path {folder!r} has {path!r}, which is {kind} and no plain "

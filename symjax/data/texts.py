@@ -9,8 +9,12 @@ import codecs
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from symjax.data.formats import ZSTANDARD, compression
+from symjax.data.zstd import check_whole
 
 BLOCK = 1 << 20  # bytes read at a time
 
@@ -71,7 +75,7 @@ def wide_encoding(block: bytes) -> str:
 
 
 def read_pieces(path: Path, key: str) -> Iterator[str]:
-    """The text of a UTF-8 file.
+    """The text of a UTF-8 file, which may be compressed; a byte order mark is no text.
 
     Args:
         key: what names the file, for messages.
@@ -80,21 +84,45 @@ def read_pieces(path: Path, key: str) -> Iterator[str]:
     """
     decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        with path.open("rb") as file:
+        with _opened(path, key) as file:
+            block = file.read(BLOCK)
+            if name := wide_encoding(block):
+                raise ValueError(f"{key}: {str(path)!r} is {name}: convert it to UTF-8")
+            if block.startswith(codecs.BOM_UTF8):
+                before = len(codecs.BOM_UTF8)
+                block = block[before:]
             while True:
-                block = file.read(BLOCK)
                 begun = before - len(decoder.getstate()[0])
                 if text := decoder.decode(block, final=not block):
                     yield text
                 if not block:
                     return
                 before += len(block)
+                block = file.read(BLOCK)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{key}: {str(path)!r} is not UTF-8 (byte 0x{error.object[error.start]:02x}"
             f" at offset {begun + error.start}): convert it first"
         ) from None
-    except OSError as error:
-        raise ValueError(
-            f"{key}: {str(path)!r} cannot be read ({error.strerror})"
-        ) from None
+    except ValueError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not compression(path):
+            raise
+        why = (isinstance(error, OSError) and error.strerror) or error
+        raise ValueError(f"{key}: {str(path)!r} cannot be read ({why})") from None
+
+
+def _opened(path: Path, key: str) -> Any:
+    """The bytes of a file; of a compressed one those that were compressed."""
+    kind = compression(path)
+    if not kind:
+        return path.open("rb")
+    import fsspec
+    import fsspec.compression
+
+    if kind not in fsspec.compression.compr:
+        raise ValueError(f"{key}: {str(path)!r} is {ZSTANDARD}")
+    check_whole(path)
+    files: Any = fsspec.open(str(path), "rb", compression=kind)
+    return files.open()

@@ -155,6 +155,47 @@ class Attention(Keys):
 
 
 @dataclass(frozen=True, repr=False)
+class RopeScaling(Keys):
+    """How RoPE reads texts longer than those it was trained on; kind=none: as it is."""
+
+    kind: str = key(
+        "none",
+        "linear: positions in smaller steps; dynamic: a base that grows with the text; "
+        "yarn and llama3: slow pairs of features in smaller steps, fast ones as they "
+        "are",
+        ("none", "linear", "dynamic", "yarn", "llama3"),
+    )
+    factor: float = key(1.0, "how many times longer texts become", least=1)
+    original_length: int = key(
+        0, "of dynamic, yarn and llama3: tokens of context before the scaling", least=0
+    )
+    low_frequency_factor: float = key(
+        1.0,
+        "of llama3: pairs with fewer turns in original_length tokens are slow",
+        least=0,
+    )
+    high_frequency_factor: float = key(
+        4.0,
+        "of llama3: pairs with more turns in original_length tokens are fast",
+        least=0,
+    )
+    beta_fast: float = key(
+        32.0, "of yarn: pairs with more turns in original_length tokens are fast"
+    )
+    beta_slow: float = key(
+        1.0, "of yarn: pairs with fewer turns in original_length tokens are slow"
+    )
+    attention_factor: float = key(
+        0.0,
+        "of yarn: turned queries and keys are multiplied by it; 0: 0.1 ln factor + 1",
+        least=0,
+    )
+    truncate: bool = key(
+        True, "of yarn: the pairs at which slow and fast ones end are whole numbers"
+    )
+
+
+@dataclass(frozen=True, repr=False)
 class Model(Keys):
     kind: str = key(
         "decoder",
@@ -210,6 +251,7 @@ class Model(Keys):
         10000.0, "the longest wavelength of RoPE is 2π·rope_base", least=1
     )
     rope_share: float = key(1.0, "share of a head's features that RoPE turns", least=0)
+    rope_scaling: RopeScaling = RopeScaling()
     length: int = key(300, "tokens of context in training", least=1)
     bias: bool = key(True, "biases in the linear layers and in LayerNorm")
     dropout: float = key(

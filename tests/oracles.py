@@ -245,6 +245,56 @@ def rotate(x, positions, base=10000.0):
     return np.concatenate([numbers.real, numbers.imag], axis=-1)
 
 
+def scaled_frequencies(
+    kind,
+    size,
+    base,
+    *,
+    factor,
+    original_length=0,
+    low=1.0,
+    high=4.0,
+    fast=32.0,
+    slow=1.0,
+    truncate=True,
+    length=0,
+):
+    """What each pair of features turns by a token, pair by pair: position
+    interpolation (arXiv:2306.15595), NTK and YaRN (arXiv:2309.00071), Llama 3."""
+
+    def pair_with(turns):  # where base^(−2i/R) · original_length = 2π · turns
+        ratio = original_length / (2 * np.pi * turns)
+        return size * np.log(ratio) / (2 * np.log(base))
+
+    if kind == "yarn":
+        first, last = pair_with(fast), pair_with(slow)
+        if truncate:
+            first, last = np.floor(first), np.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+    found = []
+    for i in range(size // 2):
+        plain = base ** (-2 * i / size)
+        turns = original_length * plain / (2 * np.pi)
+        if kind == "linear":
+            found.append(plain / factor)
+        elif kind == "dynamic":
+            ratio = max(length, original_length) / original_length
+            grown = base * (factor * ratio - (factor - 1)) ** (size / (size - 2))
+            found.append(grown ** (-2 * i / size))
+        elif kind == "yarn":
+            between = (i - first) / (last - first)
+            slowness = 0 if i <= first else 1 if i >= last else between
+            found.append(slowness * plain / factor + (1 - slowness) * plain)
+        elif turns < low:
+            found.append(plain / factor)
+        elif turns > high:
+            found.append(plain)
+        else:
+            smooth = (turns - low) / (high - low)
+            found.append((1 - smooth) * plain / factor + smooth * plain)
+    return np.array(found)
+
+
 # Gated attention units: relu² that is not normalised.
 
 

@@ -57,6 +57,7 @@ from symjax.attention.positions import (
     rotate,
     sinusoidal,
 )
+from symjax.attention.rope_scaling import rope_attention_factor, rope_frequencies
 from symjax.attention.scores import ScoreMechanism
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
@@ -108,6 +109,8 @@ __all__ = [
     "performer_state",
     "performer_step",
     "retention_log_decay",
+    "rope_attention_factor",
+    "rope_frequencies",
     "rotate",
     "sinusoidal",
     "softmax",

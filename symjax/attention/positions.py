@@ -30,6 +30,8 @@ def rotate(
     *,
     interleaved: bool = False,
     share: float = 1.0,
+    frequencies: Float[Array, "#B #T half"] | Float[Array, " half"] | None = None,
+    attention_factor: float = 1.0,
 ) -> Float[Array, "B T N H"]:
     """Turn pair i of the first R = share·H features by position · base^(−2i/R).
 
@@ -38,17 +40,22 @@ def rotate(
     are, bit for bit.
 
     Args:
+        frequencies: what pairs turn by a token, in place of base^(−2i/R), for all
+            tokens or for each; `rope_frequencies` has those for longer texts.
+        attention_factor: the R features are multiplied by it.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J and the published
             differential layers; otherwise (i, i + R/2), as in GPT-NeoX.
         share: of the features, counted from the first, that turn.
     Raises:
         ValueError: share·H is not an even number from 2 to H; no floating array
-            [B T N H], no positions of it, or a base that is not above 0.
+            [B T N H], no positions or frequencies of it, or a base or an
+            attention_factor that is not above 0.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
     check_arrays("rotate", x=x)
     check_positive("rotate", "base", base, needed=True)
     check_number("rotate", "share", share, needed=True)
+    check_positive("rotate", "attention_factor", attention_factor, needed=True)
     check_flag("rotate", "interleaved", interleaved)
     positions = as_array("rotate", "positions", positions)
     size = x.shape[-1]
@@ -64,9 +71,14 @@ def rotate(
             f"examples, got {positions.shape}"
         )
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = _frequencies(turning, base, wide)
-    angles = positions[..., None, None].astype(wide) * frequencies[None, None, None]
+    if frequencies is None:
+        each = _frequencies(turning, base, wide)[None, None]
+    else:
+        each = _given_frequencies(frequencies, x.shape, turning).astype(wide)
+    angles = (positions[..., None].astype(wide) * each)[:, :, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if not isinstance(attention_factor, float | int) or attention_factor != 1:
+        cos, sin = (x * jnp.asarray(attention_factor, wide) for x in (cos, sin))
     shape = (-1, 2) if interleaved else (2, -1)
     turn = partial(_turned, shape, _others)
     if turning < size:
@@ -77,6 +89,23 @@ def rotate(
     return jax.lax.platform_dependent(
         x, cos, sin, tpu=partial(_turned_on_lanes, shape), default=turn
     )
+
+
+def _given_frequencies(
+    frequencies: Array, shape: tuple[int, ...], turning: int
+) -> Float[Array, "#B #T half"]:
+    """Raises: ValueError: they are not those of the pairs of x, by its shape."""
+    found = as_array("rotate", "frequencies", frequencies)
+    found = found[None, None] if found.ndim == 1 else found
+    wanted = (*shape[:2], turning // 2)
+    if found.ndim != 3 or any(
+        x not in (1, y) for x, y in zip(found.shape, wanted, strict=True)
+    ):
+        raise ValueError(
+            f"rotate: frequencies must be {wanted[2:]} or {wanted} of {shape}, got "
+            f"{found.shape}"
+        )
+    return found
 
 
 def _turned(

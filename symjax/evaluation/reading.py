@@ -88,10 +88,11 @@ def _read(graph: nnx.GraphDef, weights: Any, inputs: Array) -> list[Layer]:
 def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> Layer:
     """What an `Attention` or a `GatedBlock` makes of x."""
     positions = jnp.arange(x.shape[1])[None]
-    operands = layer.operands(x, positions)
+    lengths = layer.rotate.lengths(positions, padding_mask)
+    operands = layer.operands(x, positions, lengths=lengths)
     if padding_mask is not None:
         operands["mask"] = Operand(padding_mask[:, None, None], "B")
-    query, key, value = layer.project(x, positions)
+    query, key, value = layer.project(x, positions, lengths=lengths)
     kind, lam = layer.mixer.differential, None
     if kind != "none":
         lam = operands["lam"].array

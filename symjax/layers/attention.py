@@ -155,7 +155,9 @@ class Attention(nnx.Module):
             segments: the documents of a row, which do not see each other; None: the
                 row is one.
         """
-        operands = self.operands(x, places(x, segments), segments=segments)
+        positions = places(x, segments)
+        lengths = self.rotate.lengths(positions, padding_mask, segments)
+        operands = self.operands(x, positions, segments=segments, lengths=lengths)
         operands |= row_operands(padding_mask, segments)
         return self._output(x, self.mixer(operands), operands)
 
@@ -183,7 +185,8 @@ class Attention(nnx.Module):
         positions, inputs = position[:, None] + jnp.arange(x.shape[1])[None], None
         if self.chosen.short_convolution:
             cache, inputs = cache.cache, dict(cache.inputs)
-        operands = self.operands(x, positions, inputs, padding_mask)
+        lengths = self.rotate.lengths(positions, padding_mask)
+        operands = self.operands(x, positions, inputs, padding_mask, lengths=lengths)
         mixed, cache = self.mixer.decode(operands, cache, position, padding_mask)
         if inputs is not None:
             cache = Convolved(cache, inputs)
@@ -195,9 +198,11 @@ class Attention(nnx.Module):
         positions: Int[Array, "#B T"],
         *decoding,
         segments: Segments | None = None,
+        lengths: Int[Array, "#B #T"] | None = None,
     ) -> dict[str, Operand]:
         """The operands of the mechanism, with their sharding."""
-        query, key, value = self.project(x, positions, *decoding, segments=segments)
+        options = {"segments": segments, "lengths": lengths}
+        query, key, value = self.project(x, positions, *decoding, **options)
         operands = {
             "query": Operand(query, "BTN"),
             "key": Operand(key, "BSK"),
@@ -220,6 +225,7 @@ class Attention(nnx.Module):
         padding_mask: Bool[Array, "B T"] | None = None,
         *,
         segments: Segments | None = None,
+        lengths: Int[Array, "#B #T"] | None = None,
     ) -> tuple[Array, Array, Array]:
         """Queries, keys and values of every (sub-)head, rotated; learned feature maps
         come after.
@@ -230,6 +236,8 @@ class Attention(nnx.Module):
             padding_mask: True for tokens that exist, the others stand at the end; None:
                 all.
             segments: convolutions do not reach from one into another.
+            lengths: of the text of every token, for angles that depend on it; None:
+                the largest position and one.
         """
         inputs = {} if inputs is None else inputs
 
@@ -253,7 +261,10 @@ class Attention(nnx.Module):
             metric = self.metric[...] if self.symmetric == "pairwise" else None
             normalise = {"none": None}.get(self.chosen.key_norm, self.chosen.key_norm)
             key = attention.symmetric_key(query, metric, normalise=normalise)
-        return self.rotate(query, positions), self.rotate(key, positions), value
+        if lengths is None:
+            lengths = self.rotate.lengths(positions)
+        query, key = (self.rotate(x, positions, lengths) for x in (query, key))
+        return query, key, value
 
     def lam(self) -> Float[Array, ""]:
         """λ of a differential V1 layer, from its learned vectors."""

@@ -103,8 +103,9 @@ class GatedBlock(nnx.Module):
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
         """As `Block`."""
-        y = self.norm(x)
-        operands = self.operands(y, places(x, segments))
+        y, positions = self.norm(x), places(x, segments)
+        lengths = self.rotate.lengths(positions, padding_mask, segments)
+        operands = self.operands(y, positions, lengths=lengths)
         operands |= row_operands(padding_mask, segments)
         mixed = self._output(y, self.mixer(operands))
         hidden = x + dropout(mixed, self.dropout, dropout_key)
@@ -130,28 +131,40 @@ class GatedBlock(nnx.Module):
 
         See `Mixer.decode`.
         """
-        y = self.norm(x)
-        operands = self.operands(y, position[:, None] + jnp.arange(x.shape[1])[None])
+        y, positions = self.norm(x), position[:, None] + jnp.arange(x.shape[1])[None]
+        lengths = self.rotate.lengths(positions, padding_mask)
+        operands = self.operands(y, positions, lengths=lengths)
         mixed, cache = self.mixer.decode(operands, cache, position, padding_mask)
         return x + self._output(y, mixed), cache
 
     def operands(
-        self, y: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+        self,
+        y: Float[Array, "B T D"],
+        positions: Int[Array, "#B T"],
+        *,
+        lengths: Int[Array, "#B #T"] | None = None,
     ) -> dict[str, Operand]:
-        """The operands of the mechanism, with their sharding."""
+        """The operands of the mechanism, with their sharding; lengths as in
+        `Attention.project`."""
+        if lengths is None:
+            lengths = self.rotate.lengths(positions)
         z = jax.nn.silu(keep(self.shared(y)))
         operands = {
-            role: Operand(self.rotate(make(z)[:, :, None], positions), "BSK")
+            role: Operand(self.rotate(make(z)[:, :, None], positions, lengths), "BSK")
             for role, make in self.roles.items()
         }
         value = jax.nn.silu(keep(self.value(y)))[:, :, None]
         return operands | {"value": Operand(value, "BSK")}
 
     def project(
-        self, y: Float[Array, "B T D"], positions: Int[Array, "#B T"]
+        self,
+        y: Float[Array, "B T D"],
+        positions: Int[Array, "#B T"],
+        *,
+        lengths: Int[Array, "#B #T"] | None = None,
     ) -> tuple[Array, Array, Array]:
         """Queries, keys and values of the one head, rotated."""
-        operands = self.operands(y, positions)
+        operands = self.operands(y, positions, lengths=lengths)
         return tuple(operands[name].array for name in ("query", "key", "value"))
 
     def _output(self, y: Array, mixed: Float[Array, "B T 1 E"]) -> Array:

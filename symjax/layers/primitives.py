@@ -1,16 +1,19 @@
 """What every block is made of: dense layers, dropout, rotary positions."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.attention.meshes import on_tpu
+from symjax.layers.segments import Segments, document_lengths
 from symjax.layers.sharded import time_axis
 
 # What the backward pass is left, by checkpoint_name: model.remat=dots keeps both.
@@ -74,28 +77,72 @@ class Rotary:
     base: float
     interleaved: bool
     share: float
+    scaling: config.RopeScaling
 
     def __call__(
-        self, x: Float[Array, "B T N H"], positions: Int[Array, "#B T"]
+        self,
+        x: Float[Array, "B T N H"],
+        positions: Int[Array, "#B T"],
+        lengths: Int[Array, "#B #T"] | None = None,
     ) -> Float[Array, "B T N H"]:
+        """Args: lengths: of every token's text, as `lengths` finds them."""
         if not self.turns:
             return x
-        return attention.rotate(
-            x, positions, self.base, interleaved=self.interleaved, share=self.share
-        )
+        options: dict[str, Any] = {"interleaved": self.interleaved, "share": self.share}
+        if self.scaling.kind != "none":
+            options |= self._scaled(round(self.share * x.shape[-1]), lengths)
+        return attention.rotate(x, positions, self.base, **options)
+
+    def _scaled(self, size: int, lengths: Array | None) -> dict[str, Any]:
+        """The frequencies of `size` features, and what they are multiplied by."""
+        chosen = dataclasses.asdict(self.scaling)
+        given, factor = chosen.pop("attention_factor"), 1.0
+        if chosen["kind"] == "yarn":
+            factor = given or attention.rope_attention_factor(self.scaling.factor)
+        elif chosen["kind"] == "dynamic":
+            chosen["length"] = 0 if lengths is None else lengths
+        frequencies = attention.rope_frequencies(size, self.base, **chosen)
+        return {"frequencies": frequencies, "attention_factor": factor}
+
+    def lengths(
+        self,
+        positions: Int[Array, "#B T"],
+        padding_mask: Bool[Array, "B T"] | None = None,
+        segments: Segments | None = None,
+    ) -> Int[Array, "#B #T"] | None:
+        """How many tokens the text of every token has so far, if the angles depend on
+        it: the largest position and one. None: they do not.
+
+        Args:
+            padding_mask: True for tokens that exist; None: all.
+            segments: the documents of a row, each with a length of its own.
+        """
+        if not self.turns or self.scaling.kind != "dynamic":
+            return None
+        if segments is not None:
+            return document_lengths(segments)
+        if padding_mask is not None:
+            positions = jnp.where(padding_mask, positions, 0)
+        return positions.max(axis=1, keepdims=True) + 1
 
 
 def rotary(options: config.Model, head_size: int) -> Rotary:
     """Raises: ValueError: heads of this size cannot be turned as the model asks."""
     interleaved = options.positions == "rope_interleaved"
     turns = interleaved or options.positions == "rope"
-    made = Rotary(turns, options.rope_base, interleaved, options.rope_share)
+    chosen = options.rope_base, interleaved, options.rope_share
     like = jax.ShapeDtypeStruct((1, 1, 1, head_size), jnp.float32)
+    place = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     try:
-        jax.eval_shape(made, like, jax.ShapeDtypeStruct((1, 1), jnp.int32))
+        jax.eval_shape(Rotary(turns, *chosen, config.RopeScaling()), like, place)
     except ValueError as error:
         raise ValueError(
             f"model.positions {options.positions!r}: {error}: give an even "
             "model.head_size"
         ) from None
+    made = Rotary(turns, *chosen, options.rope_scaling)
+    try:
+        jax.eval_shape(made, like, place)
+    except ValueError as error:
+        raise ValueError(f"model.rope_scaling: {error}") from None
     return made

@@ -27,6 +27,15 @@ def segments_of(ids: Int[Array, "B T"]) -> Segments:
     return Segments(ids, places - first)
 
 
+def document_lengths(segments: Segments) -> Int[Array, "B T"]:
+    """How many tokens the document of every token has."""
+    count = segments.ids.shape[1]
+    places = jnp.arange(count)[None]
+    last = jnp.roll(starts(segments.ids), -1, axis=1).at[:, -1].set(True)
+    end = jax.lax.cummin(jnp.where(last, places, count), axis=1, reverse=True)
+    return end - places + segments.positions + 1
+
+
 def places(x: Float[Array, "B T D"], segments: Segments | None) -> Int[Array, "#B T"]:
     """The position of every token: in its row, or in its document."""
     return jnp.arange(x.shape[1])[None] if segments is None else segments.positions

@@ -41,6 +41,7 @@ FREE = (
     "ponder",
     "rope_base",
     "rope_share",
+    "rope_scaling",
     "attention",
     "pattern",
     # compared as what they resolve to

@@ -84,11 +84,11 @@ def check_settings(settings: dict[str, Any], only: dict[str, Any]) -> None:
             )
 
 
-def number(settings: dict[str, Any], name: str, default: float) -> float:
-    """A setting that is a finite number above 0.
+def number(settings: dict[str, Any], name: str, default: float | None = None) -> float:
+    """Return a setting that is a finite number above 0.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not, or it is missing without a default.
     """
     found = settings.get(name, default)
     if type(found) not in (int, float) or not 0 < found < float("inf"):
@@ -101,11 +101,21 @@ def check_needed(settings: dict[str, Any], *names: str) -> None:
     for name in names:
         if name not in settings:
             raise ValueError(f"config.json: {name} is missing")
-        if type(settings[name]) is not int or settings[name] < 1:
-            raise ValueError(
-                f"config.json: {name} must be a whole number above 0, got "
-                f"{settings[name]!r}"
-            )
+        whole(settings, name)
+
+
+def whole(settings: dict[str, Any], name: str, default: int | None = None) -> int:
+    """Return a setting that is a whole number above 0.
+
+    Raises:
+        ValueError: it is not, or it is missing without a default.
+    """
+    found = settings.get(name, default)
+    if type(found) is not int or found < 1:
+        raise ValueError(
+            f"config.json: {name} must be a whole number above 0, got {found!r}"
+        )
+    return found
 
 
 def read_tensors(directory: Path, digest: str | None) -> dict[str, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from symjax import config
 from symjax.models.hf_files import check_needed, check_settings, number
+from symjax.models.hf_rope import rope_of, settings_of_rope
 from symjax.models.hf_weights import diffllama_attention, flat, nested, to_diffllama
 
 RMS_NORM_EPS = {"llama": 1e-6, "diffllama": 1e-5}  # the defaults of rms_norm_eps
@@ -16,9 +17,6 @@ ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "rope_scaling": None,
-    "rope_type": "default",
-    "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
 # Ours → theirs, of a block; kernels are transposed.
@@ -53,7 +51,6 @@ def options_of(settings: dict[str, Any]) -> config.Model:
     differential = "v1" if settings["model_type"] == "diffllama" else "none"
     branches = _branches(differential)
     epsilon = RMS_NORM_EPS[settings["model_type"]]
-    settings |= settings.get("rope_parameters") or {}
     check_settings(settings, ONLY)
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
     check_needed(settings, *sizes, "num_attention_heads")
@@ -76,7 +73,7 @@ def options_of(settings: dict[str, Any]) -> config.Model:
         norm="rmsnorm",
         norm_eps=number(settings, "rms_norm_eps", epsilon),
         positions="rope",
-        rope_base=float(settings.get("rope_theta") or 10000.0),
+        **rope_of(settings),
         length=settings.get("max_position_embeddings", 2048),
         bias=False,
         tie_embeddings=settings.get("tie_word_embeddings", False),
@@ -85,7 +82,7 @@ def options_of(settings: dict[str, Any]) -> config.Model:
 
 
 def settings_of(options: config.Model) -> dict[str, Any]:
-    """Their config.json; RoPE as versions 4 and 5 of transformers have it."""
+    """Their config.json, as versions 4 and 5 of transformers have it."""
     branches = _branches(options.attention.differential)
     return {
         "model_type": "diffllama" if branches == 2 else "llama",
@@ -102,9 +99,7 @@ def settings_of(options: config.Model) -> dict[str, Any]:
         "head_dim": options.head_size,
         "hidden_act": "silu",
         "rms_norm_eps": options.norm_eps,
-        "rope_theta": options.rope_base,
-        "rope_parameters": {"rope_theta": options.rope_base, "rope_type": "default"},
-        "max_position_embeddings": options.length,
+        **settings_of_rope(options),
         "tie_word_embeddings": options.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,

@@ -40,6 +40,7 @@ def check(options: config.Model) -> None:
             raise ValueError(
                 f"model.{name} {value!r} has no meaning: model.{owner} is {chosen!r}"
             )
+    _check_scaling(options.rope_scaling, turned, options.positions)
     if options.scan_layers and options.depth % max(1, len(options.pattern)):
         raise ValueError(
             f"model.scan_layers repeats the whole model.pattern: model.depth "
@@ -47,6 +48,40 @@ def check(options: config.Model) -> None:
         )
     if options.vocabulary < 1 and not options.patch:
         raise ValueError("model.vocabulary must be at least 1, got 0")
+
+
+# Keys of model.rope_scaling → the kinds that use them.
+SCALED_BY = {
+    "factor": ("linear", "dynamic", "yarn", "llama3"),
+    "original_length": ("dynamic", "yarn", "llama3"),
+    "low_frequency_factor": ("llama3",),
+    "high_frequency_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "attention_factor": ("yarn",),
+    "truncate": ("yarn",),
+}
+
+
+def _check_scaling(chosen: config.RopeScaling, turned: bool, positions: str) -> None:
+    """Raises: ValueError: a key of model.rope_scaling has no meaning, or is missing."""
+    if chosen.kind != "none" and not turned:
+        raise ValueError(
+            f"model.rope_scaling.kind {chosen.kind!r} has no meaning: model.positions "
+            f"is {positions!r}"
+        )
+    for name, kinds in SCALED_BY.items():
+        value, unset = (getattr(x, name) for x in (chosen, config.RopeScaling()))
+        if value != unset and chosen.kind not in kinds:
+            raise ValueError(
+                f"model.rope_scaling.{name} {value!r} has no meaning: "
+                f"model.rope_scaling.kind is {chosen.kind!r}"
+            )
+    if chosen.kind in SCALED_BY["original_length"] and not chosen.original_length:
+        raise ValueError(
+            f"model.rope_scaling.kind {chosen.kind!r} needs "
+            "model.rope_scaling.original_length, the tokens of context before"
+        )
 
 
 def assemble(model: Any, options: config.Model, outputs: int, rngs: nnx.Rngs) -> None:

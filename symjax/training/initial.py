@@ -1,6 +1,6 @@
 """What a run begins with: a checkpoint, the weights of another run, or new ones."""
 
-import dataclasses
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from symjax import config
+from symjax import config, validation
 from symjax.attention.favor import KINDS
 from symjax.data.examples import Examples, same_tokens
 from symjax.layers.validate import sizes
@@ -128,11 +128,11 @@ def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Fo
 def _given(source: config.Model, target: config.Model) -> list[str]:
     """The keys that make a target whose weights fit, in words of a command line."""
     given = []
-    for field in dataclasses.fields(source):
-        one, other = getattr(source, field.name), getattr(target, field.name)
-        turned = field.name in ("rope_base", "rope_share")
-        if one != other and (turned or field.name not in FREE):
-            given.append(f"--config.model.{field.name}={one}")
+    for name, _, _ in validation.fields(config.Model):
+        one, other = (attrgetter(name)(x) for x in (source, target))
+        turned, group = name.startswith("rope_"), name.split(".")[0]
+        if one != other and (turned or group not in FREE):
+            given.append(f"--config.model.{name}={one}")
     before, after = sizes(source), sizes(target)
     if after.kv_heads % before.kv_heads:
         given.append(f"--config.model.kv_heads={before.kv_heads}")

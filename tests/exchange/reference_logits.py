@@ -67,6 +67,49 @@ MODELS |= {
     "diffllama-epsilon": MODELS["diffllama"] | {"rms_norm_eps": 0.01},
     "gpt2-epsilon": MODELS["gpt2"] | {"layer_norm_epsilon": 0.04},
 }
+# RoPE for longer texts, as versions 5, 4 and older ones of transformers write it.
+BEFORE = 16  # tokens of context before the scaling
+
+
+def _scaled(kind: str, settings: dict | None = None, **numbers) -> dict:
+    theta = {"rope_theta": 500.0}
+    bare = {x: y for x, y in MODELS["llama"].items() if x != "rope_parameters"}
+    own = {"rope_type": kind, **numbers}
+    if settings is None:
+        settings = {"rope_parameters": own | theta}
+    return bare | settings
+
+
+ORIGINAL = {"original_max_position_embeddings": BEFORE}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, **ORIGINAL}
+SCALED = {
+    "llama-plain": _scaled("default"),
+    "llama-linear": _scaled("linear", factor=2.5),
+    "llama-linear-old": _scaled(
+        "linear",
+        {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    "llama-dynamic": _scaled("dynamic", factor=2.0),
+    "llama-yarn": _scaled("yarn", factor=2.5, **ORIGINAL),
+    "llama-yarn-ends": _scaled(
+        *("yarn",),
+        **ORIGINAL,
+        **{"factor": 2.5, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False},
+        attention_factor=1.3,
+    ),
+    "llama-yarn-mscale": _scaled(
+        "yarn", factor=2.5, mscale=0.7, mscale_all_dim=0.4, **ORIGINAL
+    ),
+    "llama-3.1": _scaled("llama3", {"rope_theta": 500.0, "rope_scaling": LLAMA3}),
+}
+MODELS |= SCALED
+MODELS["diffllama-llama3"] = MODELS["diffllama"] | {
+    "rope_parameters": LLAMA3 | {"rope_theta": 500.0}
+}
+# Longer than any length in the settings; logits are compared at every STRIDEth place.
+LONG = np.random.default_rng(5).integers(VOCABULARY, size=(1, 75))
+STRIDE = 6
 
 
 def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
@@ -134,12 +177,15 @@ def write(name: str, folder: Path) -> dict[str, np.ndarray]:
 
     settings = MODELS[name]
     tensors = {x: tensor(x, shape) for x, shape in shapes(settings).items()}
+    if name in SCALED:  # less rounding of large angles
+        for x in tensors:
+            tensors[x] /= 3 if "q_proj" in x or "k_proj" in x else 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(settings))
     return tensors
 
 
-def logits_of_transformers(folder: Path) -> np.ndarray:
+def logits_of_transformers(folder: Path, tokens: np.ndarray = TOKENS) -> np.ndarray:
     """By what transformers makes of a folder, which must know every tensor."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -150,7 +196,31 @@ def logits_of_transformers(folder: Path) -> np.ndarray:
     if any(loading.values()):
         raise ValueError(f"transformers did not take every tensor: {loading}")
     with torch.no_grad():
-        return model.eval()(torch.from_numpy(TOKENS)).logits.float().numpy()
+        return model.eval()(torch.from_numpy(tokens)).logits.float().numpy()
+
+
+PROMPT = 30  # tokens of LONG that are read at once, before steps of one token
+
+
+def decoded_by_transformers(folder: Path) -> np.ndarray:
+    """The logits of LONG from a cache: those of the prompt, then token after token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    tokens, cache, found = torch.from_numpy(LONG), None, []
+    for start, stop in [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, LONG.size))]:
+        with torch.no_grad():
+            output = model.eval()(
+                tokens[:, start:stop], past_key_values=cache, use_cache=True
+            )
+        cache = output.past_key_values
+        found.append(output.logits.float().numpy())
+    return np.concatenate(found, axis=1)
+
+
+def _rounded(logits: np.ndarray) -> list:
+    return [[[round(float(x), 6) for x in y] for y in z] for z in logits]
 
 
 def main() -> None:
@@ -160,8 +230,13 @@ def main() -> None:
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             write(name, Path(folder))
-            logits = logits_of_transformers(Path(folder))
-        found[name] = [[[round(float(x), 6) for x in y] for y in z] for z in logits]
+            found[name] = _rounded(logits_of_transformers(Path(folder)))
+            if name in SCALED:
+                logits = logits_of_transformers(Path(folder), LONG)
+                found[f"{name}, long"] = _rounded(logits[:, ::STRIDE])
+            if "dynamic" in name:
+                logits = decoded_by_transformers(Path(folder))
+                found[f"{name}, decoded"] = _rounded(logits[:, ::STRIDE])
     LOGITS.write_text(json.dumps(found).replace("]], [[", "]],\n[[") + "\n")
 
 

@@ -22,7 +22,7 @@ from symjax.models import build, convert
 from symjax.models.folders import read_folder
 
 REFERENCE = json.loads(reference_logits.LOGITS.read_text())
-TOKENS = reference_logits.TOKENS
+TOKENS, LONG = reference_logits.TOKENS, reference_logits.LONG
 ABSENT = [x for x in ("torch", "transformers") if not importlib.util.find_spec(x)]
 with_transformers = pytest.mark.skipif(
     bool(ABSENT), reason=f"{' and '.join(ABSENT)} not installed"
@@ -63,6 +63,25 @@ EXPORTED = {
 }
 
 
+SCALINGS = {
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 2.0, "original_length": 30},
+    "yarn": {"factor": 2.5, "original_length": 16, "beta_fast": 5.0},
+    "llama3": {"factor": 8.0, "original_length": 16, "high_frequency_factor": 5.0},
+}
+EXPORTED |= {
+    kind: (
+        dataclasses.replace(
+            LLAMA,
+            norm_eps=0.1,
+            rope_scaling=config.RopeScaling(kind=kind, **numbers),
+        ),
+        "llama",
+    )
+    for kind, numbers in SCALINGS.items()
+}
+
+
 def random_model(options, seed=3) -> Loaded:
     """A model far from its start: no bias is zero and no norm is one."""
     model = build(options, rngs=nnx.Rngs(seed))
@@ -83,12 +102,44 @@ def test_a_folder_of_transformers_gives_its_logits(tmp_path, name):
     np.testing.assert_allclose(found.logits(TOKENS), REFERENCE[name], atol=1e-5)
 
 
+@pytest.mark.parametrize("name", reference_logits.SCALED)
+def test_scaled_rope_gives_the_logits_of_transformers_at_long_texts(tmp_path, name):
+    reference_logits.write(name, tmp_path)
+    found = symjax.load_pretrained(tmp_path)
+    logits, wanted = found.logits(LONG)[:, :: reference_logits.STRIDE], f"{name}, long"
+    np.testing.assert_allclose(logits, REFERENCE[wanted], atol=1e-5)
+    if name != "llama-plain":
+        scaled = np.asarray(REFERENCE[wanted]) - REFERENCE["llama-plain, long"]
+        assert np.abs(scaled).max() > 0.1
+
+
+def test_dynamic_rope_decodes_as_transformers_does(tmp_path):
+    """A token is turned by the length when it is read, which the whole row is not."""
+    reference_logits.write("llama-dynamic", tmp_path)
+    model = symjax.load_pretrained(tmp_path).model
+    read = nnx.jit(lambda model, tokens, cache: model.decode(tokens, cache))
+    first = reference_logits.PROMPT
+    logits, cache = read(model, LONG[:, :first], model.init_cache(1, LONG.size))
+    found = [logits]
+    for place in range(first, LONG.size):
+        logits, cache = read(model, LONG[:, place : place + 1], cache)
+        found.append(logits)
+    logits = np.concatenate(found, axis=1)[:, :: reference_logits.STRIDE]
+    wanted = np.asarray(REFERENCE["llama-dynamic, decoded"])
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
+    assert np.abs(wanted - REFERENCE["llama-dynamic, long"]).max() > 0.1
+
+
 @with_transformers
 @pytest.mark.parametrize("name", reference_logits.MODELS)
 def test_the_reference_is_what_transformers_gives(tmp_path, name):
     reference_logits.write(name, tmp_path)
     found = reference_logits.logits_of_transformers(tmp_path)
     np.testing.assert_allclose(found, REFERENCE[name], atol=2e-6)
+    if name in reference_logits.SCALED:
+        found = reference_logits.logits_of_transformers(tmp_path, LONG)
+        found, wanted = found[:, :: reference_logits.STRIDE], f"{name}, long"
+        np.testing.assert_allclose(found, REFERENCE[wanted], atol=2e-6)
 
 
 @with_transformers
@@ -99,6 +150,9 @@ def test_transformers_gives_the_logits_of_what_is_written(tmp_path, name):
     found = reference_logits.logits_of_transformers(tmp_path)
     assert np.abs(found).max() > 1
     np.testing.assert_allclose(found, loaded.logits(TOKENS), atol=1e-5)
+    if loaded.config.model.rope_scaling.kind != "none":
+        found = reference_logits.logits_of_transformers(tmp_path, LONG)
+        np.testing.assert_allclose(found, loaded.logits(LONG), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", EXPORTED)
@@ -442,7 +496,27 @@ def test_gpt2_as_it_was_stored_in_2019_is_read(tmp_path):
         ("gpt2", {"layer_norm_epsilon": "x"}, "must be a number above 0, got 'x'"),
         ("llama", {"attention_bias": True}, "attention_bias must be False, got True"),
         ("llama", {"hidden_size": "24"}, "hidden_size must be a whole number above"),
-        ("llama", {"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling must be"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "longrope"}},
+            "rope_type must be one of default, linear, dynamic, .* got 'longrope'",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "low_freq_factor must be a number above 0, got None",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_scaling must be one object for all layers",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+            "config.json: model.rope_scaling.factor must be at least 1, got 0.5",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0"),
         ("gpt2", {"activation_function": "gelu"}, "must be one of gelu_new, .*'gelu'"),
         ("gpt2", {"n_positions": None}, "n_positions is missing"),
         ("gpt2", {"n_layer": 3}, "model lacks 'transformer.h.2"),

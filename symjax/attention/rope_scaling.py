@@ -1,0 +1,167 @@
+"""Scaled frequencies of RoPE, for texts longer than those of training.
+
+Pair i of R features turns by θ_i = base^(−2i/R) a token. With the factor s by which
+texts become longer, and n the tokens of context before:
+
+linear    θ_i / s: positions in steps of 1/s
+dynamic   θ_i of the base · (s L/n − s + 1)^(R/(R − 2)) while the text has L > n tokens
+yarn      θ_i / s of slow pairs, θ_i of fast ones, and between both a ramp in i; the
+          turned features are multiplied by 0.1 ln s + 1
+llama3    θ_i / s of pairs with fewer than low_frequency_factor turns in n tokens, θ_i
+          of those with more than high_frequency_factor, between both a ramp in turns
+
+Sources: Chen et al. 2023, arXiv:2306.15595 (linear); Peng et al. 2023, arXiv:2309.00071
+(yarn, and dynamic in its appendix B); Llama Team 2024, arXiv:2407.21783 (llama3).
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from symjax.attention.checks import check_choice, check_count, check_flag, check_number
+
+KINDS = ("none", "linear", "dynamic", "yarn", "llama3")
+OF_A_LENGTH = ("dynamic", "yarn", "llama3")  # kinds that need original_length
+
+
+def rope_frequencies(
+    size: int,
+    base: float = 10000.0,
+    kind: str = "none",
+    *,
+    factor: float = 1.0,
+    original_length: int = 0,
+    low_frequency_factor: float = 1.0,
+    high_frequency_factor: float = 4.0,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+    length: Int[Array, "*L"] | int = 0,
+) -> Float[Array, "*L half"] | Float[np.ndarray, " half"]:
+    """Return what each pair of `size` features turns by a token, as `rotate` takes it.
+
+    In float64, except for "dynamic", whose numbers depend on an array.
+
+    Args:
+        factor: how many times longer texts become.
+        original_length: of dynamic, yarn and llama3: tokens of context before.
+        low_frequency_factor, high_frequency_factor: of llama3: turns in
+            original_length tokens, up to which a pair is interpolated, and from which
+            it stays.
+        beta_fast, beta_slow: of yarn: turns in original_length tokens, from which a
+            pair stays, and up to which it is interpolated.
+        truncate: of yarn: round the ends of the ramp to pairs, outwards.
+        length: of dynamic: the tokens of each text.
+    Raises:
+        ValueError: an option is out of its range, or the kind is unknown.
+    """
+    who = "rope_frequencies"
+    check_count(who, "size", size, least=2)
+    check_choice(who, "kind", kind, KINDS)
+    check_flag(who, "truncate", truncate)
+    least = 1 if kind in OF_A_LENGTH else 0
+    check_count(who, "original_length", original_length, least=least)
+    for name, value in (
+        ("factor", factor),
+        ("low_frequency_factor", low_frequency_factor),
+        ("high_frequency_factor", high_frequency_factor),
+        ("beta_fast", beta_fast),
+        ("beta_slow", beta_slow),
+    ):
+        check_number(who, name, value, needed=True)
+    if factor < 1:
+        raise ValueError(f"{who}: factor must be at least 1, got {factor}")
+    _check_ends(who, "beta_slow", beta_slow, "beta_fast", beta_fast)
+    _check_ends(
+        who,
+        "low_frequency_factor",
+        low_frequency_factor,
+        "high_frequency_factor",
+        high_frequency_factor,
+    )
+    pairs = np.arange(0, size, 2) / size
+    if kind == "dynamic":
+        return _dynamic(who, pairs, base, factor, original_length, length)
+    plain = float(base) ** -pairs
+    if kind == "none":
+        return plain
+    if kind == "linear":
+        return plain / factor
+    if kind == "yarn":
+        ends = beta_fast, beta_slow
+        kept = _kept_by_yarn(who, size, base, original_length, ends, truncate)
+    else:
+        turns = original_length * plain / (2 * math.pi)
+        ramp = turns - low_frequency_factor
+        kept = np.clip(ramp / (high_frequency_factor - low_frequency_factor), 0, 1)
+    return (1 - kept) * plain / factor + kept * plain
+
+
+def rope_attention_factor(factor: float) -> float:
+    """Return the number that yarn multiplies turned queries and keys by, 0.1 ln s + 1.
+
+    Raises:
+        ValueError: a factor below 1.
+    """
+    check_number("rope_attention_factor", "factor", factor, needed=True)
+    if factor < 1:
+        raise ValueError(
+            f"rope_attention_factor: factor must be at least 1, got {factor}"
+        )
+    return 0.1 * math.log(factor) + 1
+
+
+def _check_ends(who: str, low: str, least: float, high: str, most: float) -> None:
+    if not 0 < least < most:
+        raise ValueError(
+            f"{who}: {low} must be above 0 and below {high} {most}, got {least}"
+        )
+
+
+def _dynamic(
+    who: str,
+    pairs: np.ndarray,
+    base: float,
+    factor: float,
+    original_length: int,
+    length: Int[Array, "*L"] | int,
+) -> Float[Array, "*L half"]:
+    """Frequencies of a base that grows with each text, once it is longer than n."""
+    size = 2 * len(pairs)
+    if size == 2:
+        raise ValueError(f"{who}: kind 'dynamic' needs at least 4 features, got 2")
+    wide = jnp.result_type(float)
+    ratio = jnp.maximum(jnp.asarray(length, wide) / original_length, 1)
+    growth = (factor * ratio - (factor - 1))[..., None]
+
+    def row(numbers: np.ndarray) -> Array:
+        return jnp.expand_dims(jnp.asarray(numbers, wide), range(growth.ndim - 1))
+
+    return row(float(base) ** -pairs) * growth ** row(-pairs * size / (size - 2))
+
+
+def _kept_by_yarn(
+    who: str,
+    size: int,
+    base: float,
+    original_length: int,
+    betas: tuple[float, float],
+    truncate: bool,
+) -> Float[np.ndarray, " half"]:
+    """The share of θ_i that stays: 1 of fast pairs, 0 of slow ones.
+
+    The ramp is linear in i, as in the published code; the paper's is in turns.
+    """
+    if base <= 1:
+        raise ValueError(f"{who}: kind 'yarn' needs a base above 1, got {base}")
+    first, last = (  # the pairs with beta turns in original_length tokens
+        size * math.log(original_length / (beta * 2 * math.pi)) / (2 * math.log(base))
+        for beta in betas
+    )
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    last += 0.001 * (first == last)
+    return 1 - np.clip((np.arange(size // 2) - first) / (last - first), 0, 1)

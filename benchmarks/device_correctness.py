@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ class Case(NamedTuple):
     slack: float = 1.0  # factor of float32's limit
 
 
+@cache
 def cases(tokens: int) -> dict[str, Case]:
     b, t, n, k, h, v = 2, tokens, 4, 2, 64, 32
     query, key, value = (b, t, n, h), (b, t, k, h), (b, t, k, v)

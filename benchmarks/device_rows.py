@@ -86,7 +86,7 @@ SECONDS = {
 }
 PARTS = tuple(SECONDS)
 LONGEST = 150  # seconds after which a row, except of the study, is given up
-RIVAL = 40  # seconds in which a function of another library must be ready
+RIVAL = 30  # seconds in which a function of another library must be ready
 
 MECHANISMS = (
     "softmax",

@@ -329,6 +329,12 @@ class Data(Keys):
         "separate if there are several",
         ("auto", "separate", "joined"),
     )
+    bos: str = key(
+        "auto",
+        "of a tokenizer.json: whether documents and prompts begin with its BOS token; "
+        "auto: as the file says",
+        ("auto", "true", "false"),
+    )
     streaming: bool = key(
         False, "source=hub: train while the data set is being read and packed"
     )

@@ -48,7 +48,8 @@ class Examples:
         size: how much there is, in words.
         language: plain values that describe the tokens. "document_start" is the token
             before a document that its first token is predicted from; it is absent
-            where nothing is, as in texts that older versions packed.
+            where nothing is, as in texts that older versions packed. "bos" is there
+            where all documents and prompts begin with that token.
         fingerprint: plain values that identify the examples, "sha256" among them.
         references: losses that need no model, by name.
         files: those that are being read.

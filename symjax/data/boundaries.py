@@ -44,7 +44,8 @@ def boundaries(
 
     A tokenizer with a token that ends documents has it after each, and another one has
     a NUL between two. Where there are several documents, that token or a NUL stands
-    before the first one, too.
+    before the first one, too. With a token that begins documents, each begins with it;
+    it also ends the one before where no other token does.
 
     Args:
         several: whether the text has several documents.
@@ -54,7 +55,12 @@ def boundaries(
     if format == 1:
         between = SEPARATOR if end is None else None
         return Boundaries(between=between, after=end)
-    if not several:
+    begin = tokenizer.document_begin
+    if begin is not None and end is None:
+        return Boundaries(begin, begin, start=begin, shared=True)
+    if begin not in (None, end):
+        return Boundaries(begin, before=begin, after=end, start=begin)
+    if not several and begin is None:
         return Boundaries(after=end)
     if end is not None:
         return Boundaries(first=end, after=end, start=end, shared=True)

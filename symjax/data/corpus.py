@@ -138,6 +138,8 @@ def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
     loaded = [sources.load(part) for _, part in parts]
     texts = [its for its, _ in loaded]
     several = any(sum(x.count(split) for x in texts) > 1 for split in SPLITS)
+    if format == 1:  # which had no token before a document
+        options = dataclasses.replace(options, bos="false")
     tokenizer = _tokenizer(options, texts, several)
     marks = boundaries(tokenizer, several=several, format=format)
     content, counts, stops = hashlib.sha256(), {}, {}
@@ -195,7 +197,8 @@ def _tokenizer(
     if options.tokenizer == "char":
         heldout = itertools.chain.from_iterable(documents("heldout"))
         some = itertools.chain(some, heldout, SEPARATOR if several else "")
-    return tokens.build(options.tokenizer, some, vocabulary=options.vocabulary)
+    more = {"vocabulary": options.vocabulary, "bos": options.bos}
+    return tokens.build(options.tokenizer, some, **more)
 
 
 def check_length(

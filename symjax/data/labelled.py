@@ -147,7 +147,9 @@ def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
     found = classes.load(options)
     image = found.contents[0].shape if found.white else None
     texts = () if image else found.contents
-    tokenizer = tokens.build(options.tokenizer, texts, vocabulary=options.vocabulary)
+    tokenizer = tokens.build(
+        options.tokenizer, texts, vocabulary=options.vocabulary, bos="false"
+    )
     arrays, counts, content = {}, {}, hashlib.sha256()
     for split, side in zip(SPLITS, (False, True), strict=True):
         chosen = [i for i, held in enumerate(found.held) if held == side]

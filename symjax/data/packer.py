@@ -156,8 +156,9 @@ class _Packing:
         first = 0 if len(self.rows) > 1 else sum(1 for _ in self._held_out())
         texts = (text for text, _ in itertools.islice(self._documents(0), first, None))
         options = self.options
-        cut = pieces(texts)
-        return tokens.build(options.tokenizer, cut, vocabulary=options.vocabulary)
+        bos = "false" if self.order.format == 1 else options.bos
+        more = {"vocabulary": options.vocabulary, "bos": bos}
+        return tokens.build(options.tokenizer, pieces(texts), **more)
 
     def _hold_out(self) -> tuple[set[int], Counts]:
         """Write what is held out: the hashes of its documents, and how much it is."""

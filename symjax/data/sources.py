@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from symjax import config
-from symjax.data import hub, mixture, splits
+from symjax.data import hub, mixture, splits, tokens
 from symjax.data.formats import table_format
 from symjax.data.left_out import LeftOut
 from symjax.data.progress import bar
@@ -25,7 +25,7 @@ from symjax.data.texts import Document, Texts, read_pieces
 # The keys that each source reads. Labelled sources are in `classes`, tasks in
 # `generated`.
 TOKENS = ("tokenizer", "vocabulary")
-TEXT = (*TOKENS, "documents")
+TEXT = (*TOKENS, "documents", "bos")
 STREAM = ("streaming", "tokens")
 KEYS = {
     "stdlib": TEXT,
@@ -130,6 +130,12 @@ def check_keys(options: config.Data) -> None:
         raise ValueError(
             "data.tokenizer char needs all characters before the first: data.streaming "
             "has byte, bpe or a tokenizer.json"
+        )
+    if options.bos == "true" and (options.tokenizer in tokens.KINDS or options.label):
+        other = "data.label" if options.label else f"data.tokenizer={options.tokenizer}"
+        raise ValueError(
+            f"data.bos true is for texts and a tokenizer.json, not for {other}: leave "
+            "data.bos auto"
         )
     if options.tokenizer != "bpe" and options.vocabulary != config.Data().vocabulary:
         raise ValueError(

@@ -5,6 +5,7 @@ The package `tokenizers` does the work and is imported only here.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from symjax.data.post_processing import added, processed
 from symjax.optional import needed
 
 REPLACEMENT = "\ufffd"  # for ids outside the vocabulary
@@ -24,9 +26,14 @@ END = "<|endoftext|>"  # of documents, in the vocabularies that are trained here
 ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
 PIECE = 1 << 20  # characters of a piece of a corpus
 CUT = 1 << 16  # encoded or learned at a time: the library takes 450 bytes for each
+WORD = "a"  # before a piece that is not the first one of its text
 SAMPLE = 1 << 28  # characters that a vocabulary is learned from, at most
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of byte fallback
 FILE, ABOUT = "tokenizer.json", "tokenizer_config.json"  # as Hugging Face names them
+
+
+class Rest(str):
+    """A piece of a text that follows another one."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +41,17 @@ class SubwordTokenizer:
     """One token a piece of a word.
 
     Text that spells a special token, such as "<|endoftext|>", is encoded as ordinary
-    text. No token is added before or after a text.
+    text. `encode` adds no token before or after it.
 
     Attributes:
         definition: the content of `tokenizer.json`.
         end: the special token that ends a document; empty: there is none.
+        bos: the token that begins every document and prompt; empty: there is none.
     """
 
     definition: str
     end: str
+    bos: str = ""
     kind: ClassVar[str] = "subword"
     unit: ClassVar[str] = "token"
 
@@ -62,16 +71,31 @@ class SubwordTokenizer:
     def vocabulary(self) -> int:
         return max(self._library.get_vocab().values()) + 1
 
+    def token_of(self, name: str) -> int | None:
+        """The id of a token of the vocabulary; None if there is no such token."""
+        return self._library.token_to_id(name)
+
+    @functools.cached_property
+    def document_begin(self) -> int | None:
+        """The id of `bos`."""
+        return self.token_of(self.bos) if self.bos else None
+
     @functools.cached_property
     def document_end(self) -> int | None:
         """The id of `end`."""
-        return self._library.token_to_id(self.end) if self.end else None
+        return self.token_of(self.end) if self.end else None
+
+    @functools.cached_property
+    def added_before(self) -> list[str]:
+        """The tokens that the post-processor of the file adds before a text."""
+        return added(self._library)[0]
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids [T], of the smallest unsigned type that holds the vocabulary.
 
-        A text longer than `CUT` characters is cut where white space follows a word,
-        which for byte-level BPE gives the tokens of the whole text.
+        A text longer than `CUT` characters is cut where white space follows a word, and
+        each part is encoded after a word, which gives the tokens of the whole text
+        where no token crosses the beginning of white space.
 
         Raises:
             ValueError: the text holds half of a surrogate pair.
@@ -81,10 +105,27 @@ class SubwordTokenizer:
         return np.concatenate([none, *self.encode_all(list(self.pieces([text])))])
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids [T] of each of some pieces of text, on all cores."""
-        dtype = np.min_scalar_type(self.vocabulary - 1)
-        found = self._library.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.asarray(x.ids, dtype) for x in found]
+        """Token ids [T] of each of some pieces of text, on all cores.
+
+        A `Rest` is encoded after a word, whose tokens are left out: a tokenizer may
+        add a prefix to a text, or remove the white space that it begins with.
+        """
+        dtype, word = np.min_scalar_type(self.vocabulary - 1), self._word
+        whole = [WORD + x if word and isinstance(x, Rest) else x for x in texts]
+        found = self._library.encode_batch_fast(whole, add_special_tokens=False)
+        ids = [np.asarray(x.ids, dtype) for x in found]
+        for place, text in enumerate(texts):
+            if text is not whole[place]:
+                before, own = np.split(ids[place], [len(word)])
+                if before.tolist() != word:  # a token crosses the cut
+                    own = self.encode_all([str(text)])[0]
+                ids[place] = own
+        return ids
+
+    @functools.cached_property
+    def _word(self) -> list[int]:
+        """The tokens of `WORD`."""
+        return self._library.encode(WORD, add_special_tokens=False).ids
 
     def decode(self, ids: Any) -> str:
         """The text of token ids [T], special tokens by their names; ids outside the
@@ -107,26 +148,35 @@ class SubwordTokenizer:
 
     @staticmethod
     def pieces(document: Iterable[str]) -> Iterator[str]:
-        """A document cut where no token is, as far as `encode` does."""
-        return pieces(document, CUT)
+        """A document cut where no token is, as far as `encode` does: its first piece,
+        and each `Rest`."""
+        for number, piece in enumerate(pieces(document, CUT)):
+            yield Rest(piece) if number else piece
 
     def describe(self) -> dict[str, str]:
         """What `from_description` needs, as JSON."""
-        return {"kind": self.kind, "definition": self.definition, "end": self.end}
+        known = {"kind": self.kind, "definition": self.definition, "end": self.end}
+        return {**known, "bos": self.bos} if self.bos else known
 
-    def files(self, length: int) -> dict[str, str]:
+    def files(self, length: int, *, trained: bool = True) -> dict[str, str]:
         """The files that `from_file` and AutoTokenizer of transformers read, by name.
+
+        AutoTokenizer gives a text the ids of `encode`, after `bos`.
 
         Args:
             length: the tokens that the model beside them was trained to see.
+            trained: with `encode`, so that text that spells a special token is text.
         """
         about = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": length,
             "clean_up_tokenization_spaces": False,
             **({"eos_token": self.end} if self.end else {}),
+            **({"bos_token": self.bos} if self.bos else {}),
+            **({"split_special_tokens": True} if trained else {}),
         }
-        return {FILE: self.definition, ABOUT: json.dumps(about, indent=1) + "\n"}
+        definition = processed(self.definition, self._library, self.bos)
+        return {FILE: definition, ABOUT: json.dumps(about, indent=1) + "\n"}
 
 
 def utf8(text: str, errors: str) -> bytes:
@@ -158,11 +208,20 @@ def pieces(parts: Iterable[str], size: int = PIECE) -> Iterator[str]:
 
 
 def _last_word_end(text: str, first: int) -> int:
-    """Where white space follows the last time, from a place on; 0: nowhere."""
+    """Where white space follows the last time, from a place on; 0: nowhere.
+
+    A space after a letter or digit is the best: tokens of some vocabularies cross
+    other ends of words, such as "};\\n". Then a new line after one.
+    """
+    best, found = 0, 0
     for place in range(len(text) - 1, first - 1, -1):
         if text[place] in " \n" and not text[place - 1].isspace():
-            return place
-    return 0
+            rank = 1 + text[place - 1].isalnum() * (1 + (text[place] == " "))
+            if rank > best:
+                best, found = rank, place
+            if best == 3:
+                break
+    return found
 
 
 def state(path: Path) -> str:
@@ -172,15 +231,17 @@ def state(path: Path) -> str:
     return hashlib.sha256(b"\0".join(x.read_bytes() for x in files)).hexdigest()
 
 
-def from_file(path: Path) -> SubwordTokenizer:
+def from_file(path: Path, bos: str = "auto") -> SubwordTokenizer:
     """The tokenizer of a `tokenizer.json`, or of the folder that it is in.
 
     The end of documents is `eos_token` of the `tokenizer_config.json` beside it, else
     the first of `ENDS` that the vocabulary has.
 
+    Args:
+        bos: as `with_bos`.
     Raises:
-        ValueError: the file cannot be read or is no tokenizer, or the package
-            `tokenizers` is not installed.
+        ValueError: the file cannot be read or is no tokenizer, it does not say which
+            token begins a text, or the package `tokenizers` is not installed.
     """
     path = path / FILE if path.is_dir() else path
     try:
@@ -199,13 +260,40 @@ def from_file(path: Path) -> SubwordTokenizer:
         ) from None
     if not known:
         raise ValueError(f"data.tokenizer {str(path)!r} has an empty vocabulary")
-    ends = (_stated_end(path.with_name(ABOUT)), *ENDS)
-    return SubwordTokenizer(definition, next((x for x in ends if x in known), ""))
+    ends = (stated(path, "eos_token"), *ENDS)
+    made = SubwordTokenizer(definition, next((x for x in ends if x in known), ""))
+    return with_bos(made, bos, path)
 
 
-def _stated_end(path: Path) -> str:
+def with_bos(tokenizer: SubwordTokenizer, bos: str, path: Path) -> SubwordTokenizer:
+    """The tokenizer with or without a token that begins every document and prompt.
+
+    Args:
+        bos: "auto": as its post-processor does, if it adds one token before a text;
+            "false": without; "true": with that token, or else with `bos_token` of the
+            `tokenizer_config.json` beside it.
+        path: of its file.
+    Raises:
+        ValueError: it is to have one, and nothing says which.
+    """
+    before = tokenizer.added_before
+    found = before[0] if len(before) == 1 and bos != "false" else ""
+    if bos == "true" and not found:
+        found = stated(path, "bos_token")
+        if tokenizer.token_of(found) is None:
+            raise ValueError(
+                f"data.bos true: {str(path)!r} does not say which token begins a text: "
+                f"its post-processor adds {len(before)} before it, and bos_token of "
+                f"{ABOUT} is {found!r}"
+            )
+    return dataclasses.replace(tokenizer, bos=found)
+
+
+def stated(path: Path, name: str) -> str:
+    """The token of a name in the `tokenizer_config.json` beside a file, or ""."""
+    path = path.with_name(ABOUT)
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        found = json.loads(path.read_text(encoding="utf-8")).get(name)
     except (OSError, ValueError, AttributeError):
         return ""
     found = found.get("content") if isinstance(found, dict) else found

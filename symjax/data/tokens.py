@@ -23,6 +23,7 @@ class ByteTokenizer:
     kind: ClassVar[str] = "byte"
     unit: ClassVar[str] = "byte"
     vocabulary: ClassVar[int] = 256
+    document_begin: ClassVar[None] = None
     document_end: ClassVar[None] = None
 
     def encode(self, text: str) -> np.ndarray:
@@ -63,6 +64,7 @@ class CharTokenizer:
     alphabet: str
     kind: ClassVar[str] = "char"
     unit: ClassVar[str] = "character"
+    document_begin: ClassVar[None] = None
     document_end: ClassVar[None] = None
 
     def __repr__(self) -> str:
@@ -121,7 +123,9 @@ class CharTokenizer:
 Tokenizer = ByteTokenizer | CharTokenizer | SubwordTokenizer
 
 
-def build(kind: str, texts: Iterable[str], *, vocabulary: int = 32000) -> Tokenizer:
+def build(
+    kind: str, texts: Iterable[str], *, vocabulary: int = 32000, bos: str = "auto"
+) -> Tokenizer:
     """The tokenizer of a corpus: data.tokenizer as it is written.
 
     The alphabet of char is every character of its texts; bpe learns from them.
@@ -129,6 +133,7 @@ def build(kind: str, texts: Iterable[str], *, vocabulary: int = 32000) -> Tokeni
     Args:
         kind: byte, char, bpe, or the path of a `tokenizer.json`.
         vocabulary: of bpe.
+        bos: of a file, as `subwords.from_file`.
     Raises:
         ValueError: the kind is unknown, or the file is no tokenizer.
     """
@@ -147,7 +152,7 @@ def build(kind: str, texts: Iterable[str], *, vocabulary: int = 32000) -> Tokeni
             f"data.tokenizer {kind!r} is unknown: choose from byte, char, bpe, or give "
             "the path of a tokenizer.json"
         )
-    return subwords.from_file(path)
+    return subwords.from_file(path, bos)
 
 
 def state(kind: str) -> str:
@@ -163,7 +168,8 @@ def from_description(description: Mapping[str, Any]) -> Tokenizer:
         ValueError: the kind is unknown.
     """
     if description["kind"] == SubwordTokenizer.kind:
-        return SubwordTokenizer(description["definition"], description["end"])
+        bos = description.get("bos", "")
+        return SubwordTokenizer(description["definition"], description["end"], bos)
     alphabet = [description["alphabet"]] if description["kind"] == "char" else []
     return build(description["kind"], alphabet)
 

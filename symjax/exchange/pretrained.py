@@ -12,7 +12,7 @@ from etils import epath
 from symjax import validation
 from symjax.config import Config
 from symjax.data import subwords
-from symjax.data.examples import tokenizer_of
+from symjax.data.examples import START, tokenizer_of
 from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.card import no_tokenizer, read_results, to_card
 from symjax.exchange.loaded import Loaded
@@ -102,8 +102,12 @@ def save_pretrained(
     }
     texts = {OWN: _json(about), CARD: to_card(loaded, reason, numbers)}
     if isinstance(tokenizer := loaded.tokenizer, SubwordTokenizer):
-        texts |= tokenizer.files(loaded.config.model.length)
-        settings |= {"eos_token_id": tokenizer.document_end} if settings else {}
+        trained = loaded.step > 0  # else the tokenizer is as another library used it
+        texts |= tokenizer.files(loaded.config.model.length, trained=trained)
+        if settings:
+            settings["eos_token_id"] = tokenizer.document_end
+        if settings and tokenizer.bos:
+            settings["bos_token_id"] = tokenizer.document_begin
     if settings:
         texts[SETTINGS] = _json(settings)
     if len(shards) > 1:
@@ -130,7 +134,10 @@ def _remove_others(folder: Path | epath.Path, kept: set[str]) -> None:
 
 
 def load_pretrained(
-    folder: str | os.PathLike[str], *, imports: str | Sequence[str] = ()
+    folder: str | os.PathLike[str],
+    *,
+    bos: bool | None = None,
+    imports: str | Sequence[str] = (),
 ) -> Loaded:
     """The model of a folder of `save_pretrained`, symjax's or that of transformers.
 
@@ -138,11 +145,13 @@ def load_pretrained(
     tokenizer.json beside it; without one, `logits` and `losses` take token ids.
 
     Args:
+        bos: whether texts and prompts begin with the BOS token of the tokenizer; None:
+            as training had it, or, in a folder of transformers, as the tokenizer says.
         imports: as in `symjax.load`.
     Raises:
         ValueError: a file is missing or damaged, the tokenizer has more tokens than the
-            model, or the model is one that the decoder does not compute, naming the
-            setting.
+            model or no BOS token to begin with, or the model is one that the decoder
+            does not compute, naming the setting.
     """
     with using(imports), copied(anywhere(folder), *SUFFIXES) as here:
         found = read_folder(here)
@@ -150,6 +159,7 @@ def load_pretrained(
         if about:
             options = options_of(here, about)
         language = about.get("language") or _language(here, found.options.vocabulary)
+        language = _begun(language, bos, here / subwords.FILE)
     options = dataclasses.replace(options, model=found.options)
     model = merged(found.options, found.params, found.constants)
     return Loaded(
@@ -163,8 +173,12 @@ def load_pretrained(
     )
 
 
-def _language(folder: Path, vocabulary: int) -> dict[str, str]:
-    """What a tokenizer.json says of the tokens of a model; nothing where none is."""
+def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
+    """What a tokenizer.json says of the tokens of a model; nothing where none is.
+
+    A document is taken to begin with the BOS token, or with the token that ends
+    documents where there is none, as in the harness of EleutherAI.
+    """
     if not (folder / subwords.FILE).is_file():
         return {}
     tokenizer = subwords.from_file(folder)
@@ -173,7 +187,32 @@ def _language(folder: Path, vocabulary: int) -> dict[str, str]:
             f"{folder / subwords.FILE} has {tokenizer.vocabulary} tokens, the model "
             f"beside it {vocabulary}"
         )
-    return tokenizer.describe()
+    begin = tokenizer.document_begin
+    if begin is None:
+        named = subwords.stated(folder / subwords.FILE, "bos_token")
+        begin = tokenizer.token_of(named)
+    if begin is None:
+        begin = tokenizer.document_end
+    return {**tokenizer.describe(), **({} if begin is None else {START: begin})}
+
+
+def _begun(language: dict[str, Any], bos: bool | None, path: Path) -> dict[str, Any]:
+    """A language whose texts begin with the BOS token of its tokenizer, or do not.
+
+    Raises:
+        ValueError: there is no such token.
+    """
+    tokenizer = tokenizer_of(language)
+    if bos is None or (not bos and not isinstance(tokenizer, SubwordTokenizer)):
+        return language
+    if not isinstance(tokenizer, SubwordTokenizer):
+        raise ValueError(f"bos: the tokens of {path.parent} are of no tokenizer.json")
+    if bos and tokenizer.bos:
+        return language
+    changed = subwords.with_bos(tokenizer, str(bos).lower(), path)
+    begin = {START: changed.document_begin} if bos else {}
+    kept = {name: x for name, x in language.items() if name != "bos"}
+    return {**kept, **changed.describe(), **begin}
 
 
 def _contents(loaded: Loaded, format: str) -> tuple[dict, dict, str]:

@@ -1,0 +1,104 @@
+"""Folders of weights say how a text begins, and can be asked for another way."""
+
+import json
+
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, processors
+
+import symjax
+from symjax import config
+from symjax.data import subwords
+from symjax.data.tokens import ByteTokenizer
+from symjax.exchange import Loaded
+from symjax.models import build
+
+END = subwords.END
+
+
+def model_of(tokenizer, step, **language):
+    options = config.Model(
+        vocabulary=tokenizer.vocabulary,
+        width=16,
+        heads=2,
+        depth=1,
+        length=16,
+        positions="rope",
+        norm="rmsnorm",
+        activation="swiglu",
+        bias=False,
+    )
+    described = {**tokenizer.describe(), **language}
+    model = build(options, rngs=nnx.Rngs(0))
+    return Loaded(
+        model, tokenizer, config.Config(model=options), step, language=described
+    )
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """A file whose post-processor puts a token before every text."""
+    made = Tokenizer.from_str(subwords.train_bpe(["a sheep met a fox"], 260).definition)
+    made.add_special_tokens(["<s>"])
+    token = made.token_to_id("<s>")
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", token)]
+    )
+    (tmp_path / "tokenizer.json").write_text(made.to_str())
+    return subwords.from_file(tmp_path)
+
+
+def test_a_folder_of_a_run_begins_texts_as_training_did(tokenizer, tmp_path):
+    begin = tokenizer.document_begin
+    symjax.save_pretrained(model_of(tokenizer, 7, document_start=begin), tmp_path)
+    found = symjax.load_pretrained(tmp_path)
+    assert found.tokenizer == tokenizer and found.language["bos"] == "<s>"
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["bos_token_id"] == begin and settings["eos_token_id"] == 0
+    without = symjax.load_pretrained(tmp_path, bos=False)
+    assert without.tokenizer.bos == "" and "bos" not in without.language
+    assert without.language["document_start"] == begin  # which has been learned
+    assert symjax.load_pretrained(tmp_path, bos=True).language == found.language
+
+
+def test_a_folder_of_a_run_without_the_token_adds_none(tokenizer, tmp_path):
+    plain = subwords.SubwordTokenizer(tokenizer.definition, END)
+    symjax.save_pretrained(model_of(plain, 7, document_start=0), tmp_path)
+    exported = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert exported.encode("a fox").ids == plain.encode("a fox").tolist()
+    found = symjax.load_pretrained(tmp_path)
+    assert found.tokenizer == plain and found.language["document_start"] == 0
+    asked = symjax.load_pretrained(tmp_path, bos=True)
+    assert asked.tokenizer.bos == "<s>"
+    assert asked.language["document_start"] == tokenizer.document_begin
+
+
+def test_a_folder_of_transformers_begins_texts_as_its_tokenizer_says(
+    tokenizer, tmp_path
+):
+    symjax.save_pretrained(model_of(tokenizer, 0), tmp_path)
+    (tmp_path / "symjax.json").unlink()
+    about = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "split_special_tokens" not in about  # as it was read
+    begin = tokenizer.document_begin
+    for bos in (None, True, False):
+        found = symjax.load_pretrained(tmp_path, bos=bos)
+        assert found.tokenizer.bos == ("" if bos is False else "<s>")
+        assert found.language["document_start"] == begin
+    made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.post_processor = processors.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert symjax.load_pretrained(tmp_path).tokenizer.bos == ""
+    assert symjax.load_pretrained(tmp_path, bos=True).tokenizer.bos == "<s>"
+    (tmp_path / "tokenizer_config.json").unlink()
+    found = symjax.load_pretrained(tmp_path)  # its texts follow the end of others
+    assert found.language["document_start"] == found.tokenizer.document_end == 0
+    with pytest.raises(ValueError, match="does not say which token begins a text"):
+        symjax.load_pretrained(tmp_path, bos=True)
+
+
+def test_bytes_begin_with_no_token(tmp_path):
+    symjax.save_pretrained(model_of(ByteTokenizer(), 7), tmp_path)
+    assert symjax.load_pretrained(tmp_path, bos=False).tokenizer == ByteTokenizer()
+    with pytest.raises(ValueError, match="bos: .* are of no tokenizer.json"):
+        symjax.load_pretrained(tmp_path, bos=True)

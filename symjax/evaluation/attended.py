@@ -16,7 +16,7 @@ from symjax.evaluation.answers import DEPTHS, planted
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, read
 from symjax.evaluation.results import Options, Result, Table, none, progress, table
-from symjax.evaluation.windows import Window, by_layer, known_mean, mean_by_layer
+from symjax.evaluation.windows import Window, by_layer, known_mean, mean_over_rows
 from symjax.figures import Lines, smoothed
 
 NEAR = 16  # tokens before a row that count as its context
@@ -63,7 +63,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
         return rows_of_maps(layer, answer, near, window.visible)
 
     layers = list(by_layer(run, options, measure).values())  # [windows, M T 3] of each
-    means = [known_mean([known_mean(x, axis=-2) for x in found]) for found in layers]
+    means = [known_mean(np.concatenate(x, axis=-2), axis=-2) for x in layers]
     rows = [row for layer, found in enumerate(means) for row in _by_map(layer, found)]
     text = [
         "share of |A| on places that hold the next token (answer), on the last "
@@ -237,12 +237,10 @@ def self_share(run: LoadedRun, options: Options) -> Result:
     def measure(window: Window, layer: Layer) -> np.ndarray:
         maps = np.concatenate([shares(layer.map), uniform(window.visible)[None]])
         free = window.visible.sum(axis=-1) > 1
-        if not free.any():
-            return np.full(len(maps), np.nan)
-        return np.diagonal(maps, axis1=-2, axis2=-1)[:, free].mean(axis=-1)
+        return np.where(free, np.diagonal(maps, axis1=-2, axis2=-1), np.nan)
 
     rows, cells = [], []
-    for layer, found in enumerate(mean_by_layer(run, options, measure)):
+    for layer, found in enumerate(mean_over_rows(run, options, measure)):
         *heads, even = found.tolist()
         mean = sum(heads) / len(heads)
         rows.append({"layer": layer, "mean": mean, "heads": heads, "uniform": even})
@@ -266,7 +264,7 @@ def dilution(run: LoadedRun, options: Options) -> Result:
         near = within(maps, window.visible)
         return np.stack([near[:-1].mean(axis=0), near[-1]])
 
-    found = mean_by_layer(run, options, measure)
+    found = mean_over_rows(run, options, measure)
     rows = [
         {"layer": i, "within": dict(zip(map(str, WITHIN), x[0].tolist(), strict=True))}
         for i, x in enumerate(found)
@@ -281,9 +279,12 @@ def dilution(run: LoadedRun, options: Options) -> Result:
     return Result({"dilution": rows}, text, (Table("dilution", columns, cells),))
 
 
-def within(shares: Shares, visible: Places) -> Float[np.ndarray, "*N w"]:
-    """Mean shares on visible tokens less than 1, 4, 16 and 64 places away."""
+def within(shares: Shares, visible: Places) -> Float[np.ndarray, "*N w T"]:
+    """Return the shares of rows on visible tokens less than 1, 4, 16, 64 places away.
+
+    NaN in rows that see fewer than 64 keys, and fewer than another row.
+    """
     distance, seen = distances(visible), visible.sum(axis=-1)
-    rows = seen >= min(max(WITHIN), seen.max())
     found = [np.where(distance < w, shares, 0).sum(axis=-1) for w in WITHIN]
-    return np.stack(found, axis=-1)[..., rows, :].mean(axis=-2)
+    rows = seen >= min(max(WITHIN), seen.max())
+    return np.where(rows, np.stack(found, axis=-2), np.nan)

@@ -9,7 +9,7 @@ from symjax.evaluation.attended import Shares, shares
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.results import Options, Result, Table, table
-from symjax.evaluation.windows import Window, by_keys, mean_by_layer
+from symjax.evaluation.windows import Window, by_keys, mean_over_rows
 from symjax.figures import Lines
 
 
@@ -88,10 +88,10 @@ def support(run: LoadedRun, options: Options) -> Result:
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         keys = weighted(layer)
-        return np.array([keys.mean(), (keys / window.visible.sum(axis=-1)).mean()])
+        return np.stack([keys, keys / window.visible.sum(axis=-1)])
 
     rows, series = [], {}
-    whole = mean_by_layer(run, options, measure)
+    whole = mean_over_rows(run, options, measure)
     counts, found = by_keys(run, options, weighted)
     for index in sparse:
         keys, share = whole[index].tolist()

@@ -7,7 +7,7 @@ import numpy as np
 from symjax.evaluation.loading import LoadedRun, history
 from symjax.evaluation.reading import Layer, attentions
 from symjax.evaluation.results import Options, Result, Table, table
-from symjax.evaluation.windows import mean_by_layer
+from symjax.evaluation.windows import mean_over_rows
 from symjax.figures import Lines
 from symjax.models.lambdas import lambda_table
 from symjax.training.metrics import LAMBDA, rows_of
@@ -63,11 +63,11 @@ def _logged(run: LoadedRun, now: list[dict[str, float]]) -> dict[int, list[float
 
 def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
     def measure(_, layer: Layer) -> np.ndarray:
-        """The mean of every head; NaN in a layer without λ."""
-        return np.full(1, np.nan) if layer.lam is None else layer.lam.mean(axis=0)
+        """λ of every head and token [N T]; NaN in a layer without λ."""
+        return np.full((1, 1), np.nan) if layer.lam is None else layer.lam.T
 
     rows = []
-    for layer, heads in enumerate(mean_by_layer(run, options, measure)):
+    for layer, heads in enumerate(mean_over_rows(run, options, measure)):
         if not np.isnan(heads).any():
             least, largest = float(heads.min()), float(heads.max())
             row = {"layer": layer, "lambda": float(heads.mean())}

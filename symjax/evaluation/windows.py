@@ -61,9 +61,29 @@ def by_layer(
 def mean_by_layer(
     run: LoadedRun, options: Options, measure: Callable[[Window, Layer], np.ndarray]
 ) -> list[Float[np.ndarray, "..."]]:
-    """The mean of a measure over windows, for every layer; NaN is left out."""
+    """Return the mean of a measure over windows, for every layer; NaN is left out.
+
+    For measures whose results have one shape in all windows, and count alike.
+    """
     return [
         known_mean(np.stack(found).astype(np.float64))
+        for found in by_layer(run, options, measure).values()
+    ]
+
+
+def mean_over_rows(
+    run: LoadedRun, options: Options, measure: Callable[[Window, Layer], np.ndarray]
+) -> list[Float[np.ndarray, "..."]]:
+    """Return the mean of a measure over the rows of all windows, for every layer.
+
+    Windows of an encoder have unequal numbers of tokens, so that a mean of the means of
+    windows would be another number.
+
+    Args:
+        measure: of a window, numbers of every row [... T]; rows with NaN are left out.
+    """
+    return [
+        known_mean(np.concatenate(found, axis=-1).astype(np.float64), axis=-1)
         for found in by_layer(run, options, measure).values()
     ]
 

@@ -14,7 +14,9 @@ from symjax.training.metrics import rows_of
 from symjax.training.progress import print_warning
 
 NAME = "metrics.png"
-POINTS = 400  # of the training loss that are drawn, each a mean of as many lines
+# Of the training loss that are drawn. Each is a mean of as many lines, one line a step,
+# whatever the number of targets of the step.
+POINTS = 400
 WIDTH = 0.02  # of the steps: that of the mean through them
 
 

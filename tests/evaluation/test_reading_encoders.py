@@ -176,17 +176,17 @@ def test_entropy_of_uniform_attention_is_ln_n_of_the_keys_that_exist(even):
 
 
 def test_uniform_attention_by_hand(even, monkeypatch):
-    """Means over a window of 11 tokens and one of 16."""
+    """Means over all 27 rows of a window of 11 tokens and one of 16."""
     monkeypatch.setattr(approximation, "FEATURES", (16,))
     for row in measure(even, "self_share").values["self_share"]:
-        assert row["mean"] == pytest.approx((1 / 11 + 1 / 16) / 2)
+        assert row["mean"] == pytest.approx(2 / 27)
         assert row["mean"] == pytest.approx(row["uniform"])
     for row in measure(even, "dilution").values["dilution"]:
         near = row["within"]
-        assert near["1"] == pytest.approx((1 / 11 + 1 / 16) / 2)
+        assert near["1"] == pytest.approx(2 / 27)
         # 3 on either side, of which 3 + 2 + 1 fall off at each end
-        counts = [(7 * n - 12) / n**2 for n in (11, 16)]
-        assert near["4"] == pytest.approx(np.mean(counts))
+        counts = [(7 * n - 12) / n for n in (11, 16)]
+        assert near["4"] == pytest.approx(sum(counts) / 27)
         assert near["16"] == near["64"] == pytest.approx(1)
     ranks = measure(even, "rank")
     assert "11 to 16 tokens" in ranks.text[0]
@@ -209,6 +209,22 @@ def test_every_key_has_a_weight_in_uniform_sparsemax():
     assert (row["keys"], row["share"]) == (11, 1)
     (x, y) = finding.figures[0].series["layer 0"]
     assert x == y == [1, 2, 4, 8, 11]
+
+
+def test_a_mean_over_rows_counts_the_rows_of_windows_of_any_length():
+    chosen = config.Attention(mechanism="sparsemax")
+    model, made = uniform_encoder(depth=1, attention=chosen)
+    full = np.arange(LENGTH) % 10
+    rows = (PADDED, LABEL), (full, LABEL)
+    (row,) = measure(run_of(model, made, *rows), "support").values["support"]
+    assert row["keys"] == pytest.approx((11 * 11 + 16 * 16) / 27)
+    model, made = uniform_encoder(classes=0, depth=1)
+    shown = np.array([0, 1, 9, 0, 1] + [2] * 11)
+    one = np.where(np.arange(LENGTH) == 2, 0, NOTHING)  # 2 of 16 keys hold an a
+    five = np.where(np.arange(LENGTH) > 10, 2, NOTHING)  # each: 10 others of 16 keys
+    rows = (shown, one), (shown, five)
+    (row,) = measure(run_of(model, made, *rows), "noise").values["noise"]
+    assert row["answer"] == row["uniform"] == pytest.approx((2 + 5 * 10) / 6 / 16)
 
 
 def test_hidden_tokens_have_their_answers_elsewhere_by_hand():

@@ -5,10 +5,13 @@ in a notebook. Weights are not annotated here: their places are a table in
 `symjax.training.sharding`.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -16,6 +19,7 @@ BATCH = ("data", "fsdp")  # mesh axes that split the batch
 HEADS = "tensor"
 SEQUENCE = "sequence"
 LETTERS = {"B": BATCH, "N": HEADS, "K": HEADS}  # of axes that are split
+NAMES = {"B": "examples", "N": "heads", "K": "key/value heads"}
 
 
 class Operand(NamedTuple):
@@ -48,8 +52,21 @@ def time_axis(length: int, group_size: int = 1) -> str | None:
 
 
 def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
-    """`x` laid out over the named mesh axes, one entry a dimension."""
-    return jax.lax.with_sharding_constraint(x, P(*axes)) if has_mesh() else x
+    """Return `x` laid out over the named mesh axes, one entry a dimension.
+
+    Raises:
+        ValueError: outside jax.jit, `x` is not placed over the mesh.
+    """
+    if not has_mesh():
+        return x
+    if not isinstance(x, Tracer) and not isinstance(x.sharding, NamedSharding):
+        if jax.sharding.get_abstract_mesh().size == 1:
+            return x
+        raise ValueError(
+            f"an array {x.shape} of one device meets the mesh {_shown()}: call the "
+            "model inside jax.jit, or without jax.set_mesh"
+        )
+    return jax.lax.with_sharding_constraint(x, P(*axes))
 
 
 def per_device(
@@ -70,11 +87,14 @@ def per_device(
         output: the axes of the result, or a tuple of them for a tuple.
         time: the mesh axis that splits the letter T. The function then has to tell
             other devices of this axis what they need, by `axis_name`.
+    Raises:
+        ValueError: examples or heads do not divide over the mesh.
     """
     values = {name: operand.array for name, operand in operands.items()}
     if not has_mesh() or jax.sharding.get_abstract_mesh().size == 1:
         return function(**values)
 
+    _check_divides(operands)
     several = {
         axis
         for value, axes in operands.values()
@@ -105,3 +125,25 @@ def per_device(
         out_specs=jax.tree.map(place_output, output),
         check_vma=False,
     )(values)
+
+
+def _check_divides(operands: dict[str, Operand]) -> None:
+    """Raises: ValueError: naming the operand, its size and the mesh."""
+    mesh = jax.sharding.get_abstract_mesh().shape
+    for name, (value, axes) in operands.items():
+        for leaf in jax.tree.leaves(value):
+            for axis, size in zip(axes, leaf.shape, strict=False):
+                over = LETTERS.get(axis, ())
+                over = (over,) if isinstance(over, str) else over
+                parts = math.prod(mesh.get(x, 1) for x in over)
+                if size > 1 and size % parts:
+                    raise ValueError(
+                        f"{name} {leaf.shape}: {size} {NAMES[axis]} do not divide over "
+                        f"mesh {' × '.join(f'{x} {mesh.get(x, 1)}' for x in over)}"
+                    )
+
+
+def _shown() -> str:
+    """The sizes of the mesh, as error messages have them."""
+    mesh = jax.sharding.get_abstract_mesh().shape
+    return " × ".join(f"{axis} {size}" for axis, size in mesh.items())

@@ -55,6 +55,18 @@ def test_fused_rows_and_whole_agree(name):
     every_close(jax.tree.leaves(whole), jax.tree.leaves(rows), 1e-5)
 
 
+def test_the_length_scale_of_a_program_with_float64_is_that_of_its_inputs(x64):
+    arrays = single(SCORED["softmax"].arrays(T, T))
+    options = {"is_causal": True, "length_base": 512.0}
+    attend = SCORED["softmax"].attend
+    fused, rows = (
+        graded(partial(attend, implementation=name), *arrays, **options)
+        for name in ("fused", "rows")
+    )
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(fused))
+    every_close(jax.tree.leaves(fused), jax.tree.leaves(rows), 1e-5)
+
+
 def keys_that_exist(keys):
     """Holes, and an example without any."""
     mask = np.random.default_rng(4).random((B, 1, 1, keys)) < 0.7

@@ -160,8 +160,11 @@ def restricted(
     by_row: bool,
 ) -> Operands:
     """For rows that see less than the window, `by_row` also of the keys that exist."""
+    factor = None
+    if length_base:  # float64 in a program that has it, which kernels do not
+        factor = length_scale(count, length_base)[:, None].astype(jnp.float32)
     return operands._replace(
-        factor=length_scale(count, length_base)[:, None] if length_base else None,
+        factor=factor,
         rows=seen.rows if by_row else None,
         exists=None if seen.exists is None else seen.exists[:, None].astype(jnp.int32),
     )

@@ -57,7 +57,9 @@ def linear(
     three keys from a state, all nearly orthogonal to the query. A row whose sum cannot
     be told from rounding has the mean of the values that were read, weighed by |k|²
     ("taylor": the plain mean), and no gradient from what their keys weigh. One key
-    gives its value.
+    gives its value. The gradient of a query is off by up to 2|k|/|q·k| times as much as
+    the output: for 150 equal keys at a cosine of 1e-3 to the query, where 0 is right,
+    the output is off by 2e-3 and the gradient by 0.1 (values from N(0, 1)).
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
@@ -66,8 +68,10 @@ def linear(
             by itself. Pairs weigh (q·k)² with "squared", by H (H + 1)/2 features, and
             1 + s + s²/2 with s = q·k/√H with "taylor", by those and H + 1 more.
             Features that change sign may have a denominator near zero. Float32 must
-            hold features and their sums: with 300 tokens of size 64 entries up to 1e18,
-            of relu2, squared and taylor up to 1e15.
+            hold features and their sums: with 300 tokens of size 64 entries up to 1e18
+            and of relu down to 1e-34, of relu2, squared and taylor up to 1e15 and of
+            relu2 and squared down to 1e-17, below which outputs lose their digits (off
+            by up to 1e-2 at 1e-18, by the size of the values at 1e-19).
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, an unknown name, or a mask that hides

@@ -35,6 +35,11 @@ softmax = ScoreMechanism(
     softmax_weights,
     """Scaled dot-product attention, softmax(q·k·scale + bias) V, in blocks of rows.
 
+    In bfloat16 the derivatives of scores are rounded before their product with the
+    keys, so that what all keys have in common does not cancel. The gradient of a query
+    is then off by about 1e-3 times the size of the keys over the spread among them: by
+    1.5 % where they differ by a tenth, 12 % where they differ by a hundredth.
+
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1.
     """,
     implementations=("rows", "whole", "fused", "hopper", "cudnn", "ring"),

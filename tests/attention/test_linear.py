@@ -238,6 +238,15 @@ def test_the_size_of_features_does_not_matter(scale):
         close(one / np.float32(ratio), two, 1e-4)
 
 
+@pytest.mark.parametrize("features", ["relu2", "squared"])
+@pytest.mark.parametrize("scale", [1e-17, 1e15])
+def test_squares_hold_in_the_range_that_is_documented(features, scale):
+    query, key, value = (x.astype(np.float32) for x in inputs())
+    query, key = np.abs(query), np.abs(key)
+    found = linear_causal(query * scale, key * scale, value, features=features)
+    close(found, linear_causal(query, key, value, features=features), 1e-4)
+
+
 def test_features_that_cancel_give_zero_and_not_noise():
     """1 and −1 but for two units in the last place: no row can be told from that."""
     key = np.array([1, -1 - 2.0**-22], np.float32).reshape(1, 2, 1, 1)

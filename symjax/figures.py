@@ -47,6 +47,7 @@ class Grid(NamedTuple):
     Attributes:
         title: in words; the name if empty.
         limit: the number of the last colour; None: the largest.
+        unit: what the numbers are, beside the scale of colours.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Grid(NamedTuple):
     values: ArrayLike
     title: str = ""
     limit: float | None = None
+    unit: str = ""
 
 
 class Panels(NamedTuple):
@@ -200,4 +202,4 @@ def _draw_grids(drawing: Any, grids: tuple[Grid, ...], *, signed: bool) -> None:
         axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=size)
     places[0].set_ylabel(grids[0].y_label)
     beyond = ("both" if signed else "max") if largest > limit else "neither"
-    drawing.colorbar(shown, ax=places, extend=beyond)
+    drawing.colorbar(shown, ax=places, extend=beyond, label=grids[0].unit)

@@ -117,7 +117,15 @@ def needle(run: LoadedRun, options: Options) -> Result:
     labels = list(map(str, lengths))
     title = "Needles found, by the depth of the needle and tokens of the row"
     figure = Grid(
-        "needle_grid", "length", "depth", labels, depths, values, title, limit=1.0
+        "needle_grid",
+        "length in tokens",
+        "depth",
+        labels,
+        depths,
+        values,
+        title,
+        limit=1.0,
+        unit="accuracy",
     )
     text = [f"needles: chance {chance:.4f}"]
     return Result({"needle": found}, text, tables, (figure,))

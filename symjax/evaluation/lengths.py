@@ -87,13 +87,13 @@ def length(run: LoadedRun, options: Options) -> Result:
             row["last"] = places.mean(tokens - model.length)[0]
         found.setdefault(str(tokens), {})[name] = row
         cells.append((tokens, name, *row.values()))
-        curves[name] = curve(places)  # the longest stays
+        curves[f"log-n {name}"] = curve(places)  # the longest stays
     last = () if model.classes else (f"loss of last {model.length}",)
     columns = ("tokens", "log-n", "loss", *_bits(run, 0.0), "accuracy", *last)
     base = max(2, model.length)
     averaging = averages([x * base for x in FACTORS], base, options.seed)
     text += [
-        f"losses in {unit}",
+        f"losses in {unit}, {_on(run, options.batches or BATCHES)}",
         "second table: an average of n values of ±1 by scores that should be equal",
         "(N(0, 0.25)), its error in units of 1/√n, and the share of wrong majorities,",
         f"with log-n scaling off and on (base {base})",
@@ -103,7 +103,7 @@ def length(run: LoadedRun, options: Options) -> Result:
         Table("length", columns, cells),
         table("averaging", ("n", *states), averaging),
     )
-    points = series((name, tokens, loss) for tokens, name, loss, *_ in cells)
+    points = series((f"log-n {name}", n, loss) for n, name, loss, *_ in cells)
     title = "Held-out loss by the tokens of the window"
     figures = [
         Lines("length", "tokens in the window", unit, points, log_x=True, title=title)
@@ -120,6 +120,13 @@ def _bits(run: LoadedRun, loss: float | None) -> dict[str, float | None]:
         return {}
     bits = run.examples.text.bits_per_byte
     return {"bits_per_byte": None if loss is None else bits(loss)}
+
+
+def _on(run: LoadedRun, batches: int) -> str:
+    """The held-out batches of a measurement, which the loss of the task `loss` may be
+    no mean over."""
+    total = run.examples.heldout_count((run.config.batch_size, run.config.model.length))
+    return f"on {min(batches, total)} of {total} held-out batches"
 
 
 def _factors(run: LoadedRun) -> tuple[list[int], list[str]]:
@@ -153,7 +160,10 @@ def position(run: LoadedRun, options: Options) -> Result:
     curves = {"held-out loss": curve(places)}
     return Result(
         {"position": rows},
-        [f"held-out loss by place in a window of {model.length}, in {unit}"],
+        [
+            f"held-out loss by place in a window of {model.length}, in {unit}, "
+            f"{_on(run, batches)}"
+        ],
         (table("position", ("from", "to", "loss", *_bits(run, 0.0)), rows),),
         (_by_place_figure("position", unit, curves),),
     )
@@ -220,8 +230,9 @@ def _by_place_figure(name: str, unit: str, curves: Mapping[str, Curve]) -> Lines
     lines = {
         label: (x, smoothed(np.log2(x), y, OCTAVES)) for label, (x, y) in curves.items()
     }
-    title = "Held-out loss by the place in the window"
-    return Lines(name, "place", unit, lines, log_x=True, title=title, points=curves)
+    title = "Held-out loss by the place in the window, measured and smoothed"
+    label = "place in the window, in tokens"
+    return Lines(name, label, unit, lines, log_x=True, title=title, points=curves)
 
 
 def curve(places: ByPlace) -> tuple[list[float], list[float]]:

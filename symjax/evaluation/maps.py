@@ -76,7 +76,9 @@ def layer_map(
 def _grid(title: str, picture: np.ndarray, labels: list[str], causal: bool) -> Grid:
     visible = all_pairs(len(labels), causal=causal)
     values = np.where(visible, picture.astype(np.float64), np.nan)
-    return Grid("map", "key", "query", labels, labels, values, title)
+    return Grid(
+        "map", "key", "query", labels, labels, values, title, unit="attention weight"
+    )
 
 
 def _limit(values: np.ndarray) -> float:

@@ -47,7 +47,7 @@ def entropy(run: LoadedRun, options: Options) -> Result:
     lines = Lines(
         "entropy",
         "keys a row sees",
-        "nats",
+        "entropy in nats",
         series,
         log_x=True,
         title="Entropy of a row of attention, by the keys it sees",

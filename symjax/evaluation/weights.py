@@ -1,6 +1,7 @@
 """λ of differential attention, and the sizes of heads."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,7 +28,8 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
         return Result({"lambda": []}, ["λ: none, the attention is not differential"])
     tables = [table("lambda", ("layer", "λ₁", "λ₂", "λ_init", "λ"), rows)]
     text: list[str] = []
-    steps = _logged(run, rows)
+    layers, now = zip(*((row["layer"], row["lambda"]) for row in rows), strict=True)
+    steps = _logged(run, layers) | {run.step: now}
     if len(steps) < 2:  # of runs that logged no λ, and of means of weights
         steps = {
             at.step: [row["lambda"] for row in lambda_table(at.model())]
@@ -35,30 +37,32 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
         }
     if len(steps) < 2:
         return Result({"lambda": rows}, text, tuple(tables))
-    names = [f"layer {row['layer']}" for row in rows]
-    by_step = [(step, *found) for step, found in steps.items()]
-    tables.append(Table("lambda_by_step", ("step", *names), by_step))
-    x = list(map(float, steps))
-    curves = {n: (x, list(y)) for n, *y in zip(names, *steps.values(), strict=True)}
-    lines = Lines("lambda_by_step", "step", "λ", curves, title="λ of every layer")
-    return Result({"lambda": rows}, text, tuple(tables), (lines,))
+    by_step, lines = _by_step(layers, steps, "λ of every layer")
+    return Result({"lambda": rows}, text, (*tables, by_step), (lines,))
 
 
-def _logged(run: LoadedRun, now: list[dict[str, float]]) -> dict[int, list[float]]:
-    """Return step → λ of every layer, of the evaluations during training.
-
-    Args:
-        now: the table of the checkpoint itself.
-    """
+def _logged(run: LoadedRun, layers: Sequence[int]) -> dict[int, Sequence[float]]:
+    """Return step → λ of these layers, of the evaluations during training."""
     if run.ema:
         return {}
-    names = [f"{LAMBDA}{row['layer']}" for row in now]
+    names = [f"{LAMBDA}{layer}" for layer in layers]
     found = {
         row["step"]: [row[name] for name in names]
         for row in rows_of(run.workdir)
-        if row["step"] < run.step and all(row.get(x) is not None for x in names)
+        if row["step"] <= run.step and all(row.get(x) is not None for x in names)
     }
-    return dict(sorted(found.items())) | {run.step: [row["lambda"] for row in now]}
+    return dict(sorted(found.items()))
+
+
+def _by_step(
+    layers: Sequence[int], steps: dict[int, Sequence[float]], title: str
+) -> tuple[Table, Lines]:
+    names = [f"layer {layer}" for layer in layers]
+    rows = [(step, *found) for step, found in steps.items()]
+    x = list(map(float, steps))
+    curves = {n: (x, list(y)) for n, *y in zip(names, *steps.values(), strict=True)}
+    lines = Lines("lambda_by_step", "step", "λ", curves, title=title)
+    return Table("lambda_by_step", ("step", *names), rows), lines
 
 
 def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
@@ -74,7 +78,15 @@ def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
             rows.append(row | {"least_head": least, "largest_head": largest})
     columns = ("layer", "mean λ", "least head", "largest head")
     text = ["differential V2 has one λ per token: means over held-out tokens"]
-    return Result({"lambda": rows}, text, (table("lambda", columns, rows),))
+    tables = (table("lambda", columns, rows),)
+    layers = [row["layer"] for row in rows]
+    steps = _logged(run, layers)
+    if len(steps) < 2:
+        return Result({"lambda": rows}, text, tables)
+    text.append("by step: the means over the first held-out batch, as training goes")
+    title = "Mean λ of every layer on the first held-out batch"
+    by_step, lines = _by_step(layers, steps, title)
+    return Result({"lambda": rows}, text, (*tables, by_step), (lines,))
 
 
 def dimension(run: LoadedRun, options: Options) -> Result:

@@ -1,6 +1,12 @@
 """λ of the layers of a model with differential attention."""
 
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from symjax.models.build import Model, attentions
 
@@ -22,3 +28,26 @@ def lambda_table(model: Model) -> list[dict[str, float]]:
 def _exponential(query, key) -> float:
     vectors = (np.asarray(x[...], np.float64) for x in (query, key))
     return float(np.exp(np.dot(*vectors)))
+
+
+def mean_lambdas(model: Model, inputs: Any) -> dict[int, float]:
+    """Return layer → λ of differential V2, the mean over heads and over the tokens of
+    a batch; of one document, also where it holds several."""
+    graph, weights = nnx.split(model)
+    return {
+        layer: float(x) for layer, x in _mean_lambdas(graph, weights, inputs).items()
+    }
+
+
+@partial(jax.jit, static_argnums=0)
+def _mean_lambdas(graph: nnx.GraphDef, weights: Any, inputs: Any) -> dict[int, Any]:
+    model, found = nnx.merge(graph, weights), []
+
+    def watch(layer: Any, x: jax.Array, *_: Any) -> None:
+        own = getattr(layer, "lambda_projection", None)
+        found.append(
+            None if own is None else jax.nn.sigmoid(own(x)).mean(dtype=jnp.float32)
+        )
+
+    model(inputs, watch=watch)
+    return {layer: lam for layer, lam in enumerate(found) if lam is not None}

@@ -38,7 +38,10 @@ def loss_curve(rows: Iterable[dict[str, Any]], unit: str) -> Lines | None:
         lines["training"] = x, smoothed(x, y, WIDTH * (x[-1] - x[0]))
     x, y = _column(rows, "heldout/loss")
     if len(x) > 1:
-        lines["held out"] = x.tolist(), y.tolist()
+        counts = {row.get("heldout/batches") for row in rows if "heldout/loss" in row}
+        count = counts.pop() if len(counts) == 1 else None
+        where = f", {count:.0f} batches" if count else ""
+        lines[f"held out{where}"] = x.tolist(), y.tolist()
     if not lines:
         return None
     label = f"nats/{unit}"

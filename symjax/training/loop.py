@@ -16,11 +16,12 @@ from flax import nnx
 from symjax import config, imports, validation
 from symjax.data.corpus import Corpus
 from symjax.data.delimiters import delimiters
+from symjax.data.documents import tokens_of
 from symjax.data.examples import Examples
 from symjax.data.folder import source_change
 from symjax.data.mixture import rounded
 from symjax.models.generate import before_stop, generate
-from symjax.models.lambdas import lambda_table
+from symjax.models.lambdas import lambda_table, mean_lambdas
 from symjax.places import home, in_bucket
 from symjax.tables import aligned
 from symjax.training.curve import NAME as CURVE
@@ -132,6 +133,8 @@ def summary(run: Run) -> list[str]:
     found = [x for x in rows_of(workdir) if isinstance(x.get(name), float)]
     if best := min(found, key=lambda x: x[name], default=None):
         loss = f"{best[name]:.4f} nats/{run.examples.unit} at step {best['step']}"
+        if count := best.get("heldout/batches"):
+            loss += f", on {count:.0f} batches"
         rows.append(("best held-out loss", loss))
     share, seconds = run.clock.goodput()
     rows.append(("goodput", f"{share:.0%} of {duration(seconds)} were steps"))
@@ -296,11 +299,23 @@ def evaluate(run: Run, state: State) -> float:
 
 
 def lambdas(run: Run, state: State) -> dict[str, float]:
-    """Return λ of every layer with differential V1, named for metrics.jsonl."""
-    if run.options.model.attention.differential != "v1":
+    """Return λ of every differential layer, named for metrics.jsonl.
+
+    Differential V2 has one λ for every token and head: the mean of those of the first
+    held-out batch.
+    """
+    kind = run.options.model.attention.differential
+    if kind == "none":
         return {}
     model = nnx.merge(run.program.graph, state.params, run.constants)
-    return {f"{LAMBDA}{x['layer']}": x["lambda"] for x in lambda_table(model)}
+    if kind == "v1":
+        found = {row["layer"]: row["lambda"] for row in lambda_table(model)}
+    else:
+        [rows] = run.examples.heldout_batches(run.shape, 1)
+        inputs, *_ = run.program.place(run.shape, rows)
+        with jax.set_mesh(run.program.mesh):
+            found = mean_lambdas(model, tokens_of(inputs))
+    return {f"{LAMBDA}{layer}": lam for layer, lam in found.items()}
 
 
 def references(examples: Examples, count: int, total: int) -> str:

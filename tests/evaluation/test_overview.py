@@ -5,13 +5,16 @@ import platform
 import re
 
 import jax
+import numpy as np
 import pytest
-from runs import train
+from runs import TEXT, train
 
 import symjax
+from symjax.data.documents import tokens_of
 from symjax.evaluation import report, weights
 from symjax.evaluation.loading import load
 from symjax.evaluation.overview import overview
+from symjax.evaluation.reading import read
 from symjax.evaluation.results import Options
 from symjax.evaluation.weights import lambdas
 from symjax.models.lambdas import lambda_table
@@ -88,8 +91,31 @@ def test_the_mean_of_weights_and_older_runs_have_the_lambda_of_checkpoints(
 ):
     """Those logged are of other weights. Here is one checkpoint, so no curve."""
     run = load(workdir)
-    rows = lambda_table(run.model())
-    assert weights._logged(run._replace(ema=True), rows) == {}
-    assert [*weights._logged(run, rows)] == [1, 2, 3, 4, 5]
+    assert weights._logged(run._replace(ema=True), [0, 1]) == {}
+    assert [*weights._logged(run, [0, 1])] == [1, 2, 3, 4, 5]
     monkeypatch.setattr("symjax.evaluation.weights.rows_of", lambda _: [])
     assert not lambdas(run, Options()).figures
+
+
+def test_the_mean_lambda_of_tokens_is_logged_and_drawn(cache, tmp_path):
+    """Differential V2, on two devices and with several documents in a row."""
+    chosen = OFTEN | {"model__attention__differential": "v2", "mesh__data": 2}
+    chosen |= {"model__attention__symmetric": "none", "data__documents": "separate"}
+    (tmp_path / "texts").mkdir()
+    for name in "abcdef":
+        (tmp_path / "texts" / f"{name}.txt").write_text(TEXT.replace("fox", name))
+    assert train(tmp_path / "texts", tmp_path / "run", steps=2, **chosen) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [x for x in map(json.loads, lines) if "heldout/loss" in x]
+    run = load(tmp_path / "run")
+    [batch] = run.examples.heldout_batches((8, 32), 1)
+    tokens = tokens_of(batch(0, 8)[0])
+    found = [read(run.model(), row) for row in tokens]
+    for n in (0, 1):
+        wanted = np.mean([layers[n].lam for layers in found])
+        assert rows[-1][f"lambda/{n}"] == pytest.approx(wanted, rel=1e-5)
+    finding = lambdas(run, Options(batches=1))
+    [figure] = finding.figures
+    assert figure.series["layer 0"][0] == [1, 2]
+    assert figure.series["layer 1"][1] == [row["lambda/1"] for row in rows]
+    assert [table.name for table in finding.tables] == ["lambda", "lambda_by_step"]

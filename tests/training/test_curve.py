@@ -24,6 +24,13 @@ def test_a_long_run_is_drawn_by_means_and_every_heldout_loss():
     assert figure.y_label == "nats/byte"
 
 
+def test_the_curve_says_on_how_many_batches_it_is():
+    rows = [row | {"heldout/batches": 20.0} for row in HELDOUT]
+    assert [*curve.loss_curve(rows, "byte").series] == ["held out, 20 batches"]
+    rows[1]["heldout/batches"] = 30.0
+    assert [*curve.loss_curve(rows, "byte").series] == ["held out"]
+
+
 def test_one_point_is_no_curve(tmp_path):
     write(tmp_path, ROWS[0], HELDOUT[0])
     curve.draw(tmp_path, "byte")

@@ -462,7 +462,7 @@ def test_what_a_run_shows_is_readable_in_a_file(text, workdir, capsys, monkeypat
     for name, line in zip(names, lines[13:], strict=True):
         assert line.startswith(name)
     best = min(x["heldout/loss"] for x in rows(workdir) if "heldout/loss" in x)
-    assert f"  {best:.4f} nats/byte at step 6" in lines[13]
+    assert f"  {best:.4f} nats/byte at step 6, on 2 batches" in lines[13]
     assert re.search(r"  \d+% of \d+:\d\d were steps$", lines[14])
 
 

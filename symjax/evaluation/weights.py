@@ -1,7 +1,7 @@
 """λ of differential attention, and the sizes of heads."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def _logged(run: LoadedRun, layers: Sequence[int]) -> dict[int, Sequence[float]]
 
 
 def _by_step(
-    layers: Sequence[int], steps: dict[int, Sequence[float]], title: str
+    layers: Sequence[int], steps: Mapping[int, Sequence[float]], title: str
 ) -> tuple[Table, Lines]:
     names = [f"layer {layer}" for layer in layers]
     rows = [(step, *found) for step, found in steps.items()]

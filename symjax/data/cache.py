@@ -155,7 +155,6 @@ def _build(options: config.Data, place: Path, pack: Pack, format: int) -> None:
         content = content_of(files) if stamp_of(files) == stamp else ""
         manifest = {
             "name": place.name,
-            "format": format,
             "options": stored(options),
             **facts,
             "origin": {"stamp": stamp, "sha256": content},

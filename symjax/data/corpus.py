@@ -15,7 +15,7 @@ import numpy as np
 
 from symjax import config
 from symjax.data import sources, tokens
-from symjax.data.boundaries import SEPARATOR, boundaries
+from symjax.data.boundaries import FORMAT, SEPARATOR, boundaries
 from symjax.data.documents import Ends
 from symjax.data.folder import SPLITS, open_folder
 from symjax.data.manifest import fingerprint
@@ -48,6 +48,8 @@ class Corpus:
             `documents.separated`.
         ends: for each split, where its documents end; empty: they are joined.
         parts: of the training text, where it is a mixture of sources.
+        all_counted: bytes_per_token and references are about all tokens, also about
+            first tokens of documents that are no targets, as older versions had it.
         shard: tokens of a shard, where the training text is a stream; else 0.
     """
 
@@ -62,6 +64,7 @@ class Corpus:
     ends: Mapping[str, Ends] = dataclasses.field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     shard: int = 0
+    all_counted: bool = False
 
     @property
     def stream(self) -> Stream | None:
@@ -101,23 +104,33 @@ class Corpus:
 
 
 def open_corpus(
-    options: config.Data, directory: Path, *, replace: bool = False
+    options: config.Data,
+    directory: Path,
+    *,
+    replace: bool = False,
+    format: int = FORMAT,
 ) -> Corpus:
     """The corpus of a run, packed from its source the first time: `open_folder`,
     `open_stream`."""
     directory = Path(directory)
     if options.streaming:
         sources.check_keys(options)
-        manifest, parts = open_stream(options, directory, replace=replace)
+        manifest, parts = open_stream(
+            options, directory, replace=replace, format=format
+        )
     else:
-        manifest, parts = open_folder(options, directory, _pack, replace=replace)
+        manifest, parts = open_folder(
+            options, directory, _pack, replace=replace, format=format
+        )
     heldout = manifest["fingerprint"]["heldout"]
     judged = manifest.get("judged", heldout)  # format 1 took all tokens
     ends = {x: parts[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in parts}
+    if options.documents == "joined":  # streams keep them all the same
+        ends = {}
     return Corpus(
         train=parts["train"],
         heldout=parts["heldout"],
-        ends={} if options.documents == "joined" else ends,
+        ends=ends,
         tokenizer=tokens.from_description(manifest["tokenizer"]),
         fingerprint=manifest["fingerprint"],
         references=manifest["ngrams"],
@@ -129,6 +142,7 @@ def open_corpus(
             for x in manifest["fingerprint"].get("mixture", [])
         ),
         shard=manifest.get("shard", 0),
+        all_counted="judged" not in manifest and bool(ends),
     )
 
 
@@ -178,6 +192,7 @@ def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
         "tokenizer": tokenizer.describe(),
         "fingerprint": {
             **fingerprint(options.source, facts, content),
+            "format": format,
             "datasets": version("datasets"),
             **{split: its._asdict() for split, its in counts.items()},
         },

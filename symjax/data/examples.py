@@ -15,6 +15,7 @@ import numpy as np
 from symjax import config
 from symjax.data import classes, generated
 from symjax.data.batches import Examples, heldout_windows, training_windows
+from symjax.data.boundaries import FORMAT
 from symjax.data.corpus import Corpus, open_corpus
 from symjax.data.draws import Draws
 from symjax.data.folder import open_folder
@@ -35,7 +36,11 @@ SIGNED = (
 
 
 def open_examples(
-    whole: config.Config, directory: Path, *, replace: bool = False
+    whole: config.Config,
+    directory: Path,
+    *,
+    replace: bool = False,
+    format: int = FORMAT,
 ) -> Examples:
     """The examples of a run, for which the folder holds what they need.
 
@@ -45,6 +50,7 @@ def open_examples(
     Args:
         replace: build anew over those of other options, as long as nothing has been
             trained on them.
+        format: of a text that has not been packed for the run: see `boundaries`.
     Raises:
         ValueError: as `open_corpus`; options of a generated task that do not fit; a
             model that does not fit the source.
@@ -55,7 +61,7 @@ def open_examples(
         found = open_labelled(options, directory, replace=replace)
         return labelled_examples(found, whole.model.length)
     if options.source not in generated.GENERATORS:
-        corpus = open_corpus(options, directory, replace=replace)
+        corpus = open_corpus(options, directory, replace=replace, format=format)
         if encoder:
             return masked_examples(text_examples(dataclasses.replace(corpus, ends={})))
         return text_examples(corpus)

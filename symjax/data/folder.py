@@ -12,6 +12,7 @@ from typing import Any
 
 from symjax import config
 from symjax.data import sources
+from symjax.data.boundaries import FORMAT
 from symjax.data.cache import Pack, cached, opened, root
 from symjax.data.manifest import (
     MANIFEST,
@@ -29,13 +30,19 @@ SPLITS = ("train", "heldout")
 
 
 def open_folder(
-    options: config.Data, directory: Path, pack: Pack, *, replace: bool = False
+    options: config.Data,
+    directory: Path,
+    pack: Pack,
+    *,
+    replace: bool = False,
+    format: int = FORMAT,
 ) -> tuple[dict[str, Any], dict[str, Packed]]:
     """The manifest of a run and its arrays by name, packed where no run has yet.
 
     Args:
         replace: pack anew where the manifest is of other options, or something is
             damaged, as long as nothing has been trained on it.
+        format: what is packed where there is no manifest.
     Raises:
         ValueError: the source cannot be read, the manifest is of other options, a file
             is damaged, or what was packed is gone and its source has changed.
@@ -46,7 +53,7 @@ def open_folder(
         except ValueError:
             if not replace:
                 raise
-    manifest, arrays = cached(options, pack, repair=replace)
+    manifest, arrays = cached(options, pack, repair=replace, format=format)
     write_manifest(directory, manifest)
     return manifest, arrays
 
@@ -97,7 +104,7 @@ def _read(
     if _changed(options, manifest):
         raise ValueError(changed)
     try:
-        again, arrays = cached(options, pack, format=format_of(manifest))
+        again, arrays = cached(options, pack, format=format_of(manifest["fingerprint"]))
     except ValueError as error:
         raise ValueError(f"{gone}, and cannot be packed again: {error}") from None
     if again["files"] != manifest["files"]:

@@ -63,9 +63,9 @@ def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any]:
     return manifest
 
 
-def format_of(manifest: dict[str, Any]) -> int:
-    """The format of a packed corpus; older manifests do not name theirs, which is 1."""
-    return manifest.get("format", 1)
+def format_of(fingerprint: dict[str, Any]) -> int:
+    """The format of a packed corpus; older ones do not name theirs, which is 1."""
+    return fingerprint.get("format", 1)
 
 
 def check_options(found: dict[str, Any], options: config.Data, directory: Path) -> None:

@@ -131,7 +131,7 @@ class _Packing:
     def _resume(self) -> None:
         self.head = read_manifest(self.place, HEAD)
         self.tokenizer = tokens.from_description(self.head["tokenizer"])
-        self._mark(format_of(self.head))
+        self._mark(format_of(self.head["fingerprint"]))
         self.counts, self.state = read_progress(self.place)
         self.keys = set(np.load(self.place / KEYS).tolist())
 
@@ -238,13 +238,13 @@ class _Packing:
             arrays = {x: arrays[x] for x in SPLITS}
         return {
             "name": self.place.name,
-            "format": self.order.format,
             "options": stored(self.options),
             "revisions": self.order.revisions,
             "shard": self.order.shard,
             "tokenizer": self.tokenizer.describe(),
             "fingerprint": {
                 **fingerprint(self.options.source, self.facts, self.content),
+                "format": self.order.format,
                 "datasets": version("datasets"),
                 "heldout": self.held._asdict(),
             },

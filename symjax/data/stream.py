@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from symjax import config
 from symjax.data import sources
-from symjax.data.boundaries import FORMAT
 from symjax.data.cache import name_of, opened, root
 from symjax.data.folder import source_of
 from symjax.data.manifest import (
@@ -162,18 +161,18 @@ class Growing:
 
 
 def open_stream(
-    options: config.Data, directory: Path, *, replace: bool
+    options: config.Data, directory: Path, *, replace: bool, format: int
 ) -> tuple[dict[str, Any], dict[str, Packed | Growing]]:
     """The manifest of a run and its arrays by name, once the first shard is packed.
 
     Args:
-        replace: as of `open_folder`.
+        replace, format: as of `open_folder`.
     Raises:
         ValueError: the data set cannot be read, or is not the one of the run.
     """
     known = _known(options, directory, replace)
     revisions = known["revisions"] if known else sources.revisions(options)
-    format = format_of(known) if known else FORMAT
+    format = format_of(known["fingerprint"]) if known else format
     place = root(options) / (known["name"] if known else "")
     if known is None or not (place / PROGRESS).exists():
         place = root(options) / name_of(options, revisions, format=format)

@@ -59,8 +59,8 @@ class Evaluated(NamedTuple):
             are none.
         curve: (step, held-out loss), on the batches of `losses`.
         tokens: that it was trained on.
-        separate: documents do not see each other, and no document is guessed from the
-            one before.
+        separate: documents do not see each other, and their first inputs, which may
+            be their first tokens, are no targets.
         batches: held-out batches that it was evaluated on.
         all_batches: held-out batches that there are.
         unit: of the losses: nats per this.
@@ -169,12 +169,18 @@ def evaluate(workdir: Workdir, batches: int | None = None) -> Evaluated:
         statistics.median(speeds) if speeds else None,
         sorted((curve | {run.step: heldout["loss"]}).items()),
         run.step * run.config.batch_size * run.config.model.length,
-        run.examples.separate,
+        _leaves_out(run),
         heldout["batches"],
         heldout["all_batches"],
         run.examples.unit,
         from_checkpoints,
     )
+
+
+def _leaves_out(run: LoadedRun) -> bool:
+    """Whether something of every document is no target."""
+    text = run.examples.text
+    return run.examples.separate and not (text and text.shared)
 
 
 def curve_of_run(
@@ -212,7 +218,7 @@ def curve_of_checkpoints(run: LoadedRun, batches: int) -> dict[int, float]:
 
 
 def check_documents(runs: dict[str, list[Evaluated]]) -> None:
-    """Raises: ValueError: some keep documents apart, whose first token is no target."""
+    """Raises: ValueError: some leave out a token of every document, others do not."""
     found = {some[0].separate: name for name, some in runs.items()}
     if len(found) > 1:
         raise ValueError(

@@ -56,6 +56,11 @@ def loss(run: LoadedRun, options: Options) -> Result:
         if name in bits:
             both += f", {bits[name]:.4f} bits/byte"
         lines.append(f"  {label:<31}{both}{'' if part else beaten}")
+    if run.examples.text is not None and run.examples.text.all_counted:
+        lines.append(
+            "  bits/byte and tables count the first tokens of documents, which are no "
+            "targets: an older version packed this text"
+        )
     for mode, key in MODES.items():
         if key in train:
             label = f"training text, {mode} mode"

@@ -8,9 +8,10 @@ from typing import Any
 from etils import epath
 
 from symjax import config, imports, validation
+from symjax.data.boundaries import FORMAT
 from symjax.data.examples import Examples, open_examples
 from symjax.data.folder import arrays_in
-from symjax.data.manifest import MANIFEST
+from symjax.data.manifest import MANIFEST, format_of
 from symjax.models.folders import is_folder, require_imports
 from symjax.places import brought, copied, home, reaching, sent
 from symjax.training.checkpoint import Checkpoints
@@ -105,8 +106,12 @@ def open_data(
             f"{workdir} has {', '.join(found)}, but no run: it would be overwritten; "
             "use another --workdir"
         )
+    seen = FORMAT if meta is None else format_of(meta.get("data") or {})
     examples = open_examples(
-        options, folder, replace=meta is None and is_process_zero()
+        options,
+        folder,
+        replace=meta is None and is_process_zero(),
+        format=seen,
     )
     if is_process_zero():
         sent(workdir, f"data/{MANIFEST}")

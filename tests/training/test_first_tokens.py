@@ -1,7 +1,9 @@
 """Runs on separate documents learn how a document begins, and keep saying how."""
 
 import dataclasses
+import functools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from runs import call, compile_cache, train
 import symjax
 from symjax.data.tokens import ByteTokenizer
 from symjax.evaluation.loading import load
+from symjax.training import preflight
 from symjax.training.saved import language_of
 
 
@@ -99,3 +102,26 @@ def test_weights_of_an_older_run_are_a_beginning(trained, tmp_path):
         "steps": 1,
     }
     assert train(texts, tmp_path / "run", **changes) == 0
+
+
+def test_an_older_run_goes_on_without_its_folder_of_data(tmp_path, monkeypatch, capsys):
+    """Its text is packed again as it was."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(60):
+        (texts / f"{number}.txt").write_text(f"{number} sheep met a fox. " * 9)
+    changes = {"data__cache": tmp_path / "cache", "evaluate__sample": False}
+    opened = preflight.open_examples
+    with monkeypatch.context() as patch:
+        older = functools.partial(opened, format=1)
+        patch.setattr(
+            preflight, "open_examples", lambda *x, format, **y: older(*x, **y)
+        )
+        assert train(texts, tmp_path / "run", steps=2, **changes) == 0
+    language = symjax.load(tmp_path / "run").language
+    assert "document_start" not in language
+    shutil.rmtree(tmp_path / "run" / "data")
+    shutil.rmtree(tmp_path / "cache")
+    assert train(texts, tmp_path / "run", steps=4, **changes) == 0
+    assert "resumed at step 2" in capsys.readouterr().err
+    assert symjax.load(tmp_path / "run").language == language

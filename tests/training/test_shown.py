@@ -5,7 +5,7 @@ import json
 import pytest
 from runs import train
 
-from symjax.training import loop
+from symjax.training import fits, loop
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -41,3 +41,30 @@ def test_the_line_says_where_tables_are_of_other_batches(text, tmp_path, capsys)
     assert f" on {total} of {total} batches (n-gram tables: unigram " in line
     [found] = [x for x in rows(tmp_path / "all") if "heldout/loss" in x]
     assert found["heldout/batches"] == int(total)
+
+
+class Compiled:
+    """What stands for a program and its step."""
+
+    mesh = state = constants = None
+
+    def lower(self, shape):
+        return self
+
+    def compile(self):
+        return self
+
+    def memory_analysis(self):
+        return None
+
+
+def test_a_compilation_for_another_machine_names_it(capsys):
+    fits.compiled_step(Compiled(), (1, 1), refuse=False, machine="v5e-64")
+    assert capsys.readouterr().err == "compiling the training step for v5e-64\n"
+
+
+def test_a_dry_run_says_that_it_compiles_and_prints_its_table_alone(text, capsys):
+    assert train(text, None, "--dry_run") == 0
+    said = capsys.readouterr()
+    assert said.err == "compiling the training step\n"
+    assert "compiling" not in said.out and "parameters" in said.out

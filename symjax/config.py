@@ -31,6 +31,13 @@ def key(
     )
 
 
+class OwnOptions(dict[str, Any]):
+    """Options that mechanisms declare, by name; hashable, since layers hold them."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(frozenset(self.items()))
+
+
 class Keys:
     """A group of keys. A whole number is a float where a key is one: clip=0."""
 
@@ -49,6 +56,8 @@ class Keys:
             elif field.type == "tuple[float, float]" and type(value) is tuple:
                 pair = tuple(float(x) if type(x) is int else x for x in value)
                 object.__setattr__(self, field.name, pair)
+            elif field.type == "OwnOptions" and type(value) is dict:
+                object.__setattr__(self, field.name, OwnOptions(value))
 
 
 def mechanisms() -> tuple[str, ...]:
@@ -56,6 +65,21 @@ def mechanisms() -> tuple[str, ...]:
     from symjax.attention import MECHANISMS
 
     return tuple(MECHANISMS)
+
+
+def feature_maps() -> tuple[str, ...]:
+    """The names of feature maps: of the tables, and the learned ones of layers."""
+    from symjax.attention import TABLES
+
+    known = [name for table in TABLES["features"] for name in table]
+    return ("", *dict.fromkeys(known), "hedgehog", "t2r")
+
+
+def decays() -> tuple[str, ...]:
+    """The names in the table of log-decays."""
+    from symjax.attention import TABLES
+
+    return tuple(TABLES["decay"][0])
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,6 +128,7 @@ class Attention(Keys):
         "",
         "feature map of linear and performer; empty: the mechanism's own; hedgehog and "
         "t2r are learned",
+        feature_maps,
     )
     feature_count: int = key(
         256, "features a head: random ones, or those of t2r", least=1
@@ -118,7 +143,7 @@ class Attention(Keys):
         "log-decay: none, constant per head (RetNet, or one of two published Lightning "
         "slopes), or learned: per channel (gated of GLA, kda) or per head (mamba2, "
         "which of the decay mechanism also scales values and adds a skip)",
-        ("retention", "transnormer", "lightning", "gated", "mamba2", "kda", "none"),
+        decays,
     )
     function: str = key(
         "exp",
@@ -151,6 +176,9 @@ class Attention(Keys):
         "mesh.sequence by a ring, in which keys travel and are not gathered. Decoding "
         "is always auto",
         ("auto", "rows", "whole", "fused", "hopper", "cudnn", "ring"),
+    )
+    options: OwnOptions = key(
+        OwnOptions(), "options that the mechanism declares itself, by name"
     )
 
 
@@ -533,3 +561,46 @@ def attention_of(model: Model) -> str:
         if (value := getattr(chosen, name)) != "none":
             words.append(f"{name} {value}")
     return ", ".join(words)
+
+
+def declared_options(model: Model) -> dict[str, Any]:
+    """The options that the mechanisms of a model declare, by name: `attention.Option`.
+
+    Raises:
+        ValueError: two mechanisms declare one name differently.
+    """
+    from symjax.attention import MECHANISMS
+
+    found: dict[str, Any] = {}
+    for mechanism in model.pattern or (model.attention.mechanism,):
+        for name, option in MECHANISMS[mechanism].declared.items():
+            if found.setdefault(name, option) != option:
+                raise ValueError(
+                    f"model.attention.options.{name} is declared in two ways by the "
+                    f"mechanisms {', '.join(model.pattern)}: rename it in one"
+                )
+    return found
+
+
+def own_options(model: Model) -> OwnOptions:
+    """The values of `declared_options`: those of the model, or their defaults.
+
+    Raises:
+        ValueError: a value is wrong, or no mechanism of the model has the option.
+    """
+    known, given = declared_options(model), model.attention.options
+    for name, value in given.items():
+        if name not in known:
+            mechanisms = ", ".join(model.pattern or (model.attention.mechanism,))
+            raise ValueError(
+                f"model.attention.options.{name} {value!r}: {mechanisms} has no such "
+                "option"
+            )
+    return OwnOptions(
+        {
+            name: option.checked(
+                f"model.attention.options.{name}", given.get(name, option.default)
+            )
+            for name, option in known.items()
+        }
+    )

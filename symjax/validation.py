@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from symjax import imports
-from symjax.config import Config
+from symjax.config import Config, Model, OwnOptions, own_options
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "seed", "batch_size")
@@ -39,7 +39,7 @@ def fields(kind: type = Config, prefix: str = "") -> Iterator[tuple[str, type, A
         name = prefix + field.name
         if dataclasses.is_dataclass(kinds[field.name]):
             yield from fields(kinds[field.name], name + ".")
-        else:
+        elif kinds[field.name] is not OwnOptions:  # `config.declared_options`
             yield name, kinds[field.name], field
 
 
@@ -52,7 +52,16 @@ def from_dict(tree: dict[str, Any]) -> Config:
     """
     options = _build(Config, tree, "")
     check(options)
-    return options
+    return with_own_options(options)
+
+
+def with_own_options(options: Config) -> Config:
+    """Return the configuration with the defaults of its mechanisms' own options."""
+    chosen = dataclasses.replace(
+        options.model.attention, options=own_options(options.model)
+    )
+    model = dataclasses.replace(options.model, attention=chosen)
+    return dataclasses.replace(options, model=model)
 
 
 def from_stored(tree: dict[str, Any]) -> Config:
@@ -92,6 +101,9 @@ def check(options: Any, prefix: str = "") -> None:
     for name, kind, field in fields(type(options), prefix):
         value = attrgetter(name.removeprefix(prefix))(options)
         _check_value(name, value, kind, field)
+    model = options.model if isinstance(options, Config) else options
+    if isinstance(model, Model):
+        own_options(model)
 
 
 def to_dict(options: Config) -> dict[str, Any]:
@@ -107,6 +119,12 @@ def differences(left: Config, right: Config) -> dict[str, str]:
             one, other = map(attrgetter(name), (left, right))
             if one != other:
                 found[name] = f"{name}: {one!r} → {other!r}"
+    before, after = (own_options(x.model) for x in (left, right))
+    for option in before | after:
+        one, other = before.get(option), after.get(option)
+        if one != other:
+            name = f"model.attention.options.{option}"
+            found[name] = f"{name}: {one!r} → {other!r}"
     return found
 
 
@@ -122,6 +140,8 @@ def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:
             if not isinstance(value, dict):
                 raise ValueError(f"{prefix}{name} is a group of keys, got {value!r}")
             value = _build(kinds[name], value, f"{prefix}{name}.")
+        elif kinds[name] is OwnOptions and not isinstance(value, dict):
+            raise ValueError(f"{prefix}{name} is a group of keys, got {value!r}")
         elif isinstance(value, list):  # JSON has no tuples
             value = tuple(value)
         elif name == "remat" and type(value) is bool:  # of older checkpoints
@@ -146,12 +166,11 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
         broken = imports.load_installed()
         known, more = choices(field), "; --import FILE.py adds others"
         more += f" ({broken})" if broken else ""
+    names = ", ".join(filter(None, known))
     least, most = field.metadata["least"], field.metadata["most"]
     for one in chosen:
         if known and one not in known:
-            raise ValueError(
-                f"{name} {one!r} is unknown: choose from {', '.join(known)}{more}"
-            )
+            raise ValueError(f"{name} {one!r} is unknown: choose from {names}{more}")
     if plain in (int, float) and not least <= value <= most:
         wanted = f"at least {least}" if least > -math.inf else "a number"
         if value > most:

@@ -12,7 +12,7 @@ from runs import train, write_text
 
 import eval as evaluate
 from symjax import config, validation
-from symjax.attention import mechanisms
+from symjax.attention import TABLES
 from symjax.evaluation import compare
 from symjax.layers import Attention
 from symjax.models import build
@@ -23,6 +23,8 @@ MECHANISM = ROOT / "docs/mechanism.md"  # its commands are of files that a reade
 PAGES = {*(ROOT / "docs").rglob("*.md")}
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES - {MECHANISM})]
 COMMAND = r"python (train\.py|eval\.py|-m symjax\.evaluation\.compare) ([^`#&;\n]*)"
+ADDED = {"mechanism": ("sigmoid", "fading", "softcap"), "features": ("softplus",)}
+ADDED |= {"decay": ("half_lives", "sigmoid")}
 STANDS_FOR = {"M": "softmax", "$i": "0", "$I": "0"}
 
 
@@ -55,8 +57,9 @@ def test_the_snippets_of_the_readme_run(tmp_path, monkeypatch):
 @pytest.fixture
 def page(monkeypatch):
     """The names that the code of the page on mechanisms defines."""
-    for name in ("sigmoid", "fading"):  # gone after the test
-        monkeypatch.setitem(mechanisms.MECHANISMS, name, None)
+    for kind, names in ADDED.items():  # gone after the test
+        for name in names:
+            monkeypatch.setitem(TABLES[kind][0], name, None)
     names: dict = {}
     exec(
         "".join(re.findall(r"```python\n(.*?)```", MECHANISM.read_text(), re.S)), names
@@ -104,6 +107,18 @@ def test_the_recurrence_of_the_page_is_one(page):
         new, cache = layer.decode(x[:, part], cache, position)
         output.append(new)
     np.testing.assert_allclose(np.concatenate(output, axis=1), layer(x), atol=2e-6)
+
+
+def test_options_feature_maps_and_decays_of_the_page_are_taken(page):
+    x = np.random.default_rng(0).normal(size=(1, 6, 12)).astype(np.float32)
+    for chosen in (
+        {"mechanism": "softcap", "options": {"cap": 2.0}},
+        {"mechanism": "linear", "features": "softplus"},
+        {"mechanism": "decay", "decay": "half_lives"},
+        {"mechanism": "delta", "decay": "sigmoid"},
+    ):
+        model = config.Model(width=12, heads=3, attention=config.Attention(**chosen))
+        assert Attention(model, 0, rngs=nnx.Rngs(0))(x).shape == (1, 6, 12)
 
 
 @pytest.mark.parametrize(

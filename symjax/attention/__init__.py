@@ -45,6 +45,7 @@ from symjax.attention.mechanisms import (
     Mechanism,
     table,
 )
+from symjax.attention.options import Option
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -69,6 +70,7 @@ __all__ = [
     "BIDIRECTIONAL",
     "MECHANISMS",
     "Mechanism",
+    "Option",
     "ScoreMechanism",
     "Statistics",
     "TABLES",

@@ -1,5 +1,9 @@
 """Logarithms of decays: the constants of papers, and those of learned gates."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,3 +74,31 @@ def gated_log_decay(
     logits = as_array("gated_log_decay", "logits", logits)
     check_positive("gated_log_decay", "power", power, needed=True)
     return power * jax.nn.log_sigmoid(logits.astype(sum_dtype(logits)))
+
+
+class LogDecay(NamedTuple):
+    """A rule that gives every key head of a layer its log-decay, which is at most 0.
+
+    Attributes:
+        rates: (heads, layer, layers) → constants [heads]; layers count from 0.
+        gate: logits → log-decays, element by element; the logits are a learned linear
+            map of the token.
+        per: "head" or "channel", for which there is one logit.
+    """
+
+    rates: Callable[[int, int, int], Float[Array, "N"]] | None = None
+    gate: Callable[[Array], Array] | None = None
+    per: str = "head"
+
+
+# By the names of model.attention.decay. Those of mamba2 and kda need more weights than
+# a map of the token: `symjax.layers.gates` has them.
+LOG_DECAYS = {
+    "retention": LogDecay(lambda heads, layer, layers: retention_log_decay(heads)),
+    "transnormer": LogDecay(partial(lightning_log_decay, convention="transnormer")),
+    "lightning": LogDecay(partial(lightning_log_decay, convention="fla")),
+    "gated": LogDecay(gate=gated_log_decay, per="channel"),
+    "mamba2": LogDecay(),
+    "kda": LogDecay(per="channel"),
+    "none": LogDecay(lambda heads, layer, layers: jnp.zeros(heads)),
+}

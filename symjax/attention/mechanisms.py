@@ -1,6 +1,7 @@
 """The table of mechanisms: their forms, and what they take. One line a mechanism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
@@ -9,6 +10,7 @@ from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
 from symjax.attention.flash import flash, flash_causal, flash_state, flash_step
 from symjax.attention.gau import gau
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
+from symjax.attention.options import Option
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -33,6 +35,9 @@ class Mechanism(NamedTuple):
         causal: over a token itself and its past; equal to `attend` where there is no
             other form.
         options: keywords that a model, or code around the function, may choose.
+        own: more keywords, which the mechanism declares with type, default and
+            meaning: keys model.attention.options.NAME of a run. All forms take them.
+            A score mechanism has its own in its `own`, and none here.
         operands: arrays beside query, key and value.
         required: the operands that have no default.
         is_causal: `attend` has such an option.
@@ -66,11 +71,17 @@ class Mechanism(NamedTuple):
     sparse: bool = False
     time: str = "T S (H + V)"
     memory: str = "S (H + V)"
+    own: Mapping[str, Option] = MappingProxyType({})
 
     @property
     def implementations(self) -> tuple[str, ...]:
         """What `implementation` may name; nothing where it is no score mechanism."""
         return getattr(self.attend, "implementations", ())
+
+    @property
+    def declared(self) -> dict[str, Option]:
+        """Options of the mechanism alone, by name."""
+        return {**getattr(self.attend, "own", {}), **self.own}
 
 
 SCORED = Mechanism(

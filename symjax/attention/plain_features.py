@@ -17,13 +17,18 @@ PAIRS = "bkgth,bksh->bkgts"
 Product = Callable[..., Array]  # an einsum
 
 
-def _plain(
+def plain(
     function: Callable[[Array], Array],
     pairs: Callable | None = None,
     signed: bool = False,
     leading: Callable[[int], int] | None = None,
     around: Callable | None = None,
 ) -> Features:
+    """Return the entry of `PLAIN` for a function of the last axis: jax.nn.softplus.
+
+    The other arguments are those of `Features`.
+    """
+
     def both(x: Array, parameters: None = None) -> LogFeatures:
         return LogFeatures(function(x), None)
 
@@ -124,14 +129,14 @@ def _taylor_pairs(product: Product, query: Array, key: Array, divisor: Array) ->
     return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
 
 
-IDENTITY = _plain(lambda x: x, signed=True)
-UNIT = _plain(_unit, _unit_pairs, True, lambda size: 1, _unit_around)
+IDENTITY = plain(lambda x: x, signed=True)
+UNIT = plain(_unit, _unit_pairs, True, lambda size: 1, _unit_around)
 PLAIN = {
-    "elu": _plain(_elu_plus_one),
+    "elu": plain(_elu_plus_one),
     "identity": IDENTITY,
-    "relu": _plain(jax.nn.relu),
-    "relu2": _plain(_relu2),
-    "squared": _plain(_squared, _squared_pairs, True, lambda size: size),
-    "taylor": _plain(_taylor, _taylor_pairs, True, lambda size: 1),
+    "relu": plain(jax.nn.relu),
+    "relu2": plain(_relu2),
+    "squared": plain(_squared, _squared_pairs, True, lambda size: size),
+    "taylor": plain(_taylor, _taylor_pairs, True, lambda size: 1),
 }
 ELEMENTWISE = PLAIN["elu"], PLAIN["relu"], PLAIN["relu2"]  # and never negative

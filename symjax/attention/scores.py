@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -24,10 +24,22 @@ from symjax.attention.checks import (
     shown,
 )
 from symjax.attention.masks import Visibility, only_seen
+from symjax.attention.options import Option, chosen
 from symjax.attention.ring import attend_ring
 from symjax.attention.rows import Operands, RowWeights, Rule, attend_rows
 from symjax.attention.shards import first_token, gather, segment_runs_over
 from symjax.attention.windows import attend_window, attend_window_of_device
+
+
+@dataclass(frozen=True)
+class WeightsWithOptions:
+    """Row weights with values for their keywords; equal ones are compiled once."""
+
+    weights: Callable
+    options: tuple[tuple[str, Any], ...]
+
+    def __call__(self, scores: Array, visible: Array | None) -> Any:
+        return self.weights(scores, visible, **dict(self.options))
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,12 +58,15 @@ class ScoreMechanism:
         implementations: "rows" and "whole" serve any weights; "fused", "hopper",
             "cudnn" and "ring" add up weights of exp(score) over their sum, so only
             softmax names them.
+        own: options of `weights`, which gets them as keywords: `cap` of
+            `softcap(query, key, value, cap=30.0)`.
     """
 
     name: str
     weights: RowWeights
     description: str = ""
     implementations: tuple[str, ...] = ("rows", "whole")
+    own: dict[str, Option] = field(default_factory=dict, hash=False, compare=False)
 
     def __post_init__(self):
         documented = f"{self.description}\n\n{type(self).__call__.__doc__}"
@@ -80,6 +95,7 @@ class ScoreMechanism:
         lam: Float[Array, "#B #T N/2"] | None = None,
         implementation: str | None = None,
         axis_name: str | None = None,
+        **own: Any,
     ) -> Float[Array, "B T N V"]:
         """Time O(T S (H + V)) a head, half of it if causal, O(T (left + right) (H + V))
         in a window; memory linear in T and S.
@@ -112,11 +128,13 @@ class ScoreMechanism:
             axis_name: in a `jax.shard_map`, the mesh axis that time is split over:
                 query, key, value and segment_ids are a device's own stretch, mask and
                 bias are of its own rows and of all keys.
+            own: options that this mechanism declares.
         Raises:
             ValueError: shapes that do not fit together, naming both; an implementation
                 that does not serve these arguments, saying why.
         """
         self._check_implementation(implementation)
+        weights = self._weights(own)
         check_scores(
             self.name,
             (query, key, value, bias, mask),
@@ -147,7 +165,7 @@ class ScoreMechanism:
         if scale is None:
             scale = 1 / math.sqrt(query.shape[-1])
         rule = Rule(
-            self.weights,
+            weights,
             float(scale) if isinstance(scale, Real) else None,
             length_base,
             offset=key.shape[1] - query.shape[1] if known else None,
@@ -166,6 +184,11 @@ class ScoreMechanism:
             if implementation is None:
                 engine = engines.best(self.implementations, engine, rule, operands)
         return jnp.swapaxes(engine(rule, operands), 1, 2)
+
+    def _weights(self, own: dict[str, Any]) -> RowWeights:
+        """Return the row weights with the options that the mechanism declares."""
+        values = chosen(self.name, self.own, own)
+        return WeightsWithOptions(self.weights, values) if values else self.weights
 
     def _check_implementation(self, implementation: str | None) -> None:
         if implementation is not None:

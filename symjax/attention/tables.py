@@ -1,14 +1,16 @@
-"""Tables that users may add to: mechanisms and feature maps by name."""
+"""Tables that users may add to: mechanisms, feature maps and decays by name."""
 
 from typing import Any
 
 from symjax.attention.features import RANDOM
+from symjax.attention.log_decays import LOG_DECAYS
 from symjax.attention.mechanisms import MECHANISMS
 from symjax.attention.plain_features import PLAIN
 
 TABLES: dict[str, tuple[dict[str, Any], ...]] = {
     "mechanism": (MECHANISMS,),
     "features": (PLAIN, RANDOM),
+    "decay": (LOG_DECAYS,),
 }
 # The names that symjax itself has: this file is imported before any code of a user.
 BUILT_IN = {

@@ -4,7 +4,7 @@ from operator import attrgetter
 from typing import Any
 
 from symjax import validation
-from symjax.config import Config
+from symjax.config import Config, declared_options
 from symjax.data.given import is_given
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Result, Table
@@ -44,6 +44,10 @@ def _configuration(chosen: Config) -> Result:
         value, default = map(attrgetter(name), groups)
         if value != default:
             rows.append((name, _word(value), _word(default)))
+    for name, option in declared_options(chosen.model).items():
+        value = chosen.model.attention.options.get(name, option.default)
+        key = f"model.attention.options.{name}"
+        rows.append((key, _word(value), _word(option.default)))
     columns = ("key", "value", "default")
     text = ["keys that differ from their defaults"]
     return Result({}, text, (Table("configuration", columns, rows),))

@@ -9,7 +9,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from symjax import attention, config
+from symjax import config
+from symjax.attention.log_decays import LOG_DECAYS
 from symjax.layers.parts import Part, Sizes
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
@@ -31,39 +32,36 @@ class FixedDecay(nnx.Module):
         heads, kind = options.kv_heads or options.heads, options.attention.decay
         self.branches = branches
         with jax.ensure_compile_time_eval():  # concrete numbers, also under eval_shape
-            if kind == "none":
-                rates = jnp.zeros(heads)
-            elif kind == "retention":
-                rates = attention.retention_log_decay(heads)
-            else:
-                rates = attention.lightning_log_decay(
-                    heads,
-                    depth,
-                    options.depth,
-                    convention={"lightning": "fla"}.get(kind, kind),
-                )
-            self.rates: Any = tuple(map(float, rates))
+            rule: Any = LOG_DECAYS[kind].rates
+            self.rates: Any = tuple(map(float, rule(heads, depth, options.depth)))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "1 1 K"]:
         return jnp.repeat(jnp.asarray(self.rates), self.branches)[None, None]
 
 
 class GatedDecay(nnx.Module):
-    """log sigmoid(up(down(x)))/16 for every channel of every key head.
+    """A function of up(down(x)) for every key head, or for every channel of it.
 
+    GLA has log sigmoid(up(down(x)))/16 of every channel.
+
+    Args:
+        kind: a name in `LOG_DECAYS`.
+        shape: of the decays of a token, (heads,) or (heads, channels).
     Source: Yang et al. 2023, arXiv:2312.06635, section 4.4.
     """
 
-    def __init__(self, width: int, keys: int, head_size: int, *, dtype, rngs: nnx.Rngs):
-        self.keys = keys
+    def __init__(
+        self, kind: str, width: int, shape: tuple[int, ...], *, dtype, rngs: nnx.Rngs
+    ):
+        self.kind, self.shape = kind, shape
         shared = {"dtype": dtype, "rngs": rngs}
         self.down = Linear(width, RANK, use_bias=False, **shared)
-        self.up = Linear(RANK, keys * head_size, use_bias=True, **shared)
+        self.up = Linear(RANK, math.prod(shape), use_bias=True, **shared)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K H"]:
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K *H"]:
         logits = self.up(self.down(x)).astype(jnp.float32)
-        logits = logits.reshape(*logits.shape[:2], self.keys, -1)
-        return attention.gated_log_decay(logits)
+        gate: Any = LOG_DECAYS[self.kind].gate
+        return gate(logits.reshape(*x.shape[:2], *self.shape))
 
 
 class SoftplusDecay(nnx.Module):
@@ -110,11 +108,13 @@ def decay_of(
     """The module with the log-decay of every key head."""
     kind, head = options.attention.decay, (sizes.keys, sizes.head_size)
     shared = {"dtype": jnp.dtype(options.dtype), "rngs": rngs}
-    if kind == "gated":
-        return {"decay": GatedDecay(options.width, *head, **shared)}
+    rule = LOG_DECAYS[kind]
+    shape = head if rule.per == "channel" else head[:1]
+    if rule.gate is not None:
+        return {"decay": GatedDecay(kind, options.width, shape, **shared)}
     if kind in SOFTPLUS:
-        shape, rank = head if kind == "kda" else head[:1], sizes.value_size
-        return {"decay": SoftplusDecay(options.width, shape, rank, **shared)}
+        decay = SoftplusDecay(options.width, shape, sizes.value_size, **shared)
+        return {"decay": decay}
     return {"decay": FixedDecay(options, depth, sizes.keys // sizes.kv_heads)}
 
 
@@ -158,7 +158,10 @@ def decay_converted(
         return weights | {"skip": weights["skip"] / 2}  # the values are twice as large
     if combined != ("none", "v1"):
         return weights
-    by_head = {"mamba2": ("up", "bias", "rate"), "kda": ("rate",)}.get(after.decay, ())
+    rule = LOG_DECAYS[after.decay]
+    gate = ("up",) if rule.gate is not None and rule.per == "head" else ()
+    by_head = {"mamba2": ("up", "bias", "rate"), "kda": ("rate",)}
+    by_head = by_head.get(after.decay, gate)
     twice = {
         name: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), given)
         for name, given in weights.get("decay", {}).items()

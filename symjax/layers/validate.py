@@ -73,12 +73,14 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
         _check_direction(options, name)
     mechanism = config.mechanism_of(options, depth)
     found = (part_of(mechanism).options or named_options)(options, mechanism)
-    return tuple((key, value) for key, value in found.items() if value not in OFF)
+    chosen = tuple((key, value) for key, value in found.items() if value not in OFF)
+    own = config.own_options(options)
+    return chosen + tuple((x, own[x]) for x in MECHANISMS[mechanism].declared)
 
 
 def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
     """Raises: ValueError: a key is set that no block of the model takes."""
-    chosen, taken = options.attention, {"mechanism"}
+    chosen, taken = options.attention, {"mechanism", "options"}
     for name in names:
         keys = part_of(name).keys
         taken |= {*named_options(options, name), *(keys(chosen) if keys else ())}

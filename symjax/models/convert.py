@@ -14,8 +14,6 @@ from symjax.layers.mechanisms import PARTS, part_of
 from symjax.layers.validate import sizes
 from symjax.models.build import build, parts
 
-# Weights of one mechanism, which another has no use for.
-DROPPED = ("head_norm", *(name for part in PARTS.values() for name in part.owned))
 # Weights that only some models have. Where the source lacks them they start fresh.
 FRESH = (
     "lambda_",
@@ -27,7 +25,6 @@ FRESH = (
     "key_convolution",
     "value_convolution",
     "head",
-    *DROPPED,
 )
 # Keys that may differ between two models whose weights fit.
 FREE = (
@@ -246,15 +243,18 @@ def _overlay(fresh: Params, params: Params, prefix: str) -> Params:
     Raises:
         ValueError: a weight would be lost that no mechanism owns, or is missing.
     """
+    # Weights of one mechanism, which another has no use for.
+    dropped = ("head_norm", *(x for part in PARTS.values() for x in part.owned))
     for name in params:
-        if name not in fresh and name not in DROPPED:
+        if name not in fresh and name not in dropped:
             path = f"{prefix}{name}"
             raise ValueError(f"the target has no place for the weight {path!r}")
     result = {}
     for name, own in fresh.items():
         path, given = f"{prefix}{name}", params.get(name)
         if given is None:
-            if not any(part.startswith(FRESH) for part in path.split("/")):
+            new = (*FRESH, *dropped)
+            if not any(part.startswith(new) for part in path.split("/")):
                 raise ValueError(f"the source has no weight {path!r}")
             result[name] = own
         elif isinstance(own, dict):

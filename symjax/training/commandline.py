@@ -17,6 +17,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from symjax import config, imports, places, validation
+from symjax.attention import MECHANISMS, Option
 from symjax.training import launch
 from symjax.training.profile import steps_of
 
@@ -56,6 +57,7 @@ several processes SIGTERM saves, and Ctrl-C ends at once. Exit code: 0 complete,
 input, 1 a loss that is not finite or a machine that failed, 130 and 143 interrupted,
 134 ended by jax because another process was lost or did not come.
 """
+OWN = "model.attention.options."  # keys that mechanisms declare
 TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 FLAGS = (
     "--config, --config.KEY, --workdir, --dry_run, --target, --coordinator, "
@@ -128,8 +130,10 @@ def _command(
     """The command of the flags and of the words that are none."""
     _require(workdir, known.imports)
     tree = (load(path, preset) if known.config is not None else default()).to_dict()
-    for key, text in _overrides(rest):
-        _set(tree, key, text)
+    given = list(_overrides(rest))
+    for key, text in given:
+        if not key.startswith(OWN):
+            _set(tree, key, text)
     if origin := tree.get("init_from"):
         _require(origin, known.imports)
     if known.target is not None and not known.dry_run:
@@ -137,6 +141,12 @@ def _command(
     if known.dry_run and (known.pack or known.verify):
         other = "--pack" if known.pack else "--verify"
         raise ValueError(f"--dry_run reads no data: leave {other} out")
+    declared = config.declared_options(validation.from_dict(tree).model)
+    for key, text in given:
+        if key.startswith(OWN):
+            kind = type(_own_option(key, declared).default)
+            own = tree["model"]["attention"]["options"]
+            own[key.removeprefix(OWN)] = _value(key, text, kind)
     options = validation.from_dict(tree)
     steps_of(options.log.profile, options.steps)
     if options.init_from:
@@ -146,7 +156,9 @@ def _command(
             raise ValueError(f"init_from: {error}") from None
     allow = tuple(filter(None, map(str.strip, ",".join(known.allow).split(","))))
     for key in allow:
-        if key != "imports":
+        if key.startswith(OWN):
+            _own_option(key, declared)
+        elif key != "imports":
             _check_known(key)
     flags = known.dry_run, known.help, known.target, known.verify
     return Command(options, workdir, *flags, allow, known.pack)
@@ -245,7 +257,9 @@ def help_text(options: config.Config, group: str = "") -> str:
         lines.append(f"  --config.{name} ({validation.shown(kind)}, {value!r})")
         lines.append(f"      {field.metadata['meaning']}")
         if choices := validation.choices(field):
-            lines.append(f"      one of: {', '.join(choices)}")
+            lines.append(f"      one of: {', '.join(filter(None, choices))}")
+    if own := _own_lines(options):
+        groups[OWN.removesuffix(".")] = own
     chosen = [x for x in groups if not group or f"{x}.".startswith(f"{group}.")]
     if not chosen:
         known = ", ".join(filter(None, groups))
@@ -297,6 +311,36 @@ def _set(tree: dict[str, Any], key: str, text: str) -> None:
     for group in groups:
         tree = tree[group]
     tree[name] = _value(key, text, kind)
+
+
+def _own_option(key: str, declared: dict[str, Option]) -> Option:
+    """The option that a mechanism declares.
+
+    Raises:
+        ValueError: it declares no such option.
+    """
+    if (name := key.removeprefix(OWN)) not in declared:
+        known = ", ".join(f"{OWN}{x}" for x in declared)
+        raise ValueError(
+            f"config.{key} is unknown: "
+            + (f"choose from {known}" if known else "the mechanism declares no options")
+        )
+    return declared[name]
+
+
+def _own_lines(options: config.Config) -> list[str]:
+    """Help on the options that mechanisms of the table declare."""
+    lines, values = [], config.own_options(options.model)
+    used = options.model.pattern or (options.model.attention.mechanism,)
+    for mechanism, form in MECHANISMS.items():
+        for name, option in form.declared.items():
+            value = values[name] if mechanism in used else option.default
+            kind = validation.shown(type(option.default))
+            lines.append(f"  --config.{OWN}{name} ({kind}, {value!r})")
+            lines.append(f"      of {mechanism}: {option.meaning}")
+            if option.choices:
+                lines.append(f"      one of: {', '.join(option.choices)}")
+    return lines
 
 
 def _check_known(key: str) -> Any:

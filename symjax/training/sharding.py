@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from symjax import config
-from symjax.layers import RULES as RULES_OF_LAYERS
+from symjax.layers import rules as rules_of_layers
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = P(("data", "fsdp"), "sequence")
@@ -18,7 +18,8 @@ ROWS = P(("data", "fsdp"))  # of images, and of what there is once a row
 LARGEST = 4096  # devices that a process can simulate
 
 # The first pattern that matches a weight's path gives its axes. Layer indices match *.
-RULES = (
+# Those of layers are read late: users add mechanisms with rules.
+BEFORE_LAYERS = (
     ("embedding/embedding", P(None, "fsdp")),
     ("positions", P(None, "fsdp")),
     ("patches/kernel", P(None, "fsdp")),
@@ -26,7 +27,8 @@ RULES = (
     ("head/kernel", P("fsdp", None)),
     ("head/bias", P(None)),
     ("*norm/*", P(None)),
-    *((f"blocks/*/{pattern}", axes) for pattern, axes in RULES_OF_LAYERS),
+)
+AFTER_LAYERS = (
     ("blocks/*/out/kernel", P("tensor", "fsdp")),
     ("blocks/*/down/kernel", P("tensor", "fsdp")),
     ("blocks/*/out/bias", P(None)),
@@ -139,16 +141,19 @@ def check_batch(options: config.Config, mesh: Mesh) -> None:
 
 
 def weight_shardings(weights: Any, mesh: Mesh) -> Any:
-    """The sharding of every weight of a nested dict, by RULES.
+    """The sharding of every weight of a nested dict, by the rules above.
 
     Raises:
         ValueError: no rule matches a weight, or an axis of the mesh does not divide
             it; the message names the weight, its shape and the mesh.
     """
 
+    inside = [(f"blocks/*/{pattern}", axes) for pattern, axes in rules_of_layers()]
+    rules = *BEFORE_LAYERS, *inside, *AFTER_LAYERS
+
     def place(path: tuple, weight: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        for pattern, axes in RULES:
+        for pattern, axes in rules:
             if fnmatchcase(name, pattern):
                 _check_divides(name, weight.shape, axes, mesh)
                 return NamedSharding(mesh, axes)

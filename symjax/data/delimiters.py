@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from symjax.data.boundaries import SEPARATOR
 from symjax.data.tokens import Tokenizer
-from symjax.data.writer import SEPARATOR
 
 
 class Delimiters(NamedTuple):
@@ -38,9 +38,7 @@ class Delimiters(NamedTuple):
         return np.concatenate([[self.start], ids]).astype(np.int32)
 
 
-def delimiters(
-    tokenizer: Tokenizer, language: Mapping[str, Any], documents: str = "auto"
-) -> Delimiters:
+def delimiters(tokenizer: Tokenizer, language: Mapping[str, Any]) -> Delimiters:
     """The delimiters of documents for a model, as its training had them.
 
     A document ends with the tokenizer's own token for it, or else with a NUL, if that
@@ -49,15 +47,11 @@ def delimiters(
     Args:
         language: as `Examples.language`; its "document_start" is the token that stood
             before documents in training, and "bos" says that all began with it.
-        documents: data.documents. If it is "joined", the end of a document stands
-            before the next one, also in runs whose language does not say so.
     """
     end, start = tokenizer.document_end, language.get("document_start")
     begun = bool(language.get("bos")) and start is not None
     if end is None:
         end = _nul(tokenizer)
-    if start is None and documents == "joined":
-        start = end
     return Delimiters(start, end, begun)
 
 

@@ -151,8 +151,7 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
             begins; or it is too long, or has unknown characters.
     """
     tokenizer = text.tokenizer
-    language, documents = run.examples.language, run.config.data.documents
-    known = delimiters(tokenizer, language, documents)
+    known = delimiters(tokenizer, run.examples.language)
     if options.prompt is not None:
         ids = known.prompt(tokenizer.encode(options.prompt))
         if not len(ids):

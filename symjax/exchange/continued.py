@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import jax
@@ -14,9 +14,17 @@ from jaxtyping import Array, Key
 from symjax.data.subwords import REPLACEMENT
 from symjax.data.tokens import Tokenizer
 from symjax.models.decoder import Decoder
-from symjax.models.generate import ROOM, before_stop, bucket, generate, whole
+from symjax.models.generate import (
+    PROMPT,
+    ROOM,
+    before_stop,
+    bucket,
+    generate,
+    whole,
+)
 
 BATCH = 32  # rows of one batch, at most
+TOKENS = 2**15  # of its prompts, if it has several rows
 CACHE = 2**30  # bytes of the cache of one batch, if it has several rows
 
 
@@ -40,62 +48,46 @@ def texts(
 
     Args:
         prompts: token ids [P], each of its own length.
-        count: the most tokens.
+        count: the most tokens; fewer where learned positions end.
         keys: one for each prompt. A prompt with its key has the same continuation in
             any batch, up to rounding.
         sampling: as `generate`.
     Raises:
-        ValueError: as `continued`.
+        ValueError: a prompt is empty or fills the learned positions; or as `generate`.
     """
-    strings = [x for x in stop if isinstance(x, str)]
-    end_tokens = [x for x in stop if not isinstance(x, str)]
+    tokens = [x for x in stop if not isinstance(x, str)]
     found = [""] * len(prompts)
     for batch in _batches(model, prompts, count):
         some = [prompts[i] for i in batch]
-
-        def ended_all(rows: np.ndarray, some: list[np.ndarray] = some) -> bool:
-            return all(
-                len(before_stop(row, end_tokens)) < len(row)
-                or any(x in difference(tokenizer, ids, row) for x in strings)
-                for row, ids in zip(rows, some, strict=True)
-            )
-
-        rows = _one_batch(
-            model,
-            some,
-            count,
-            keys[np.array(batch)],
-            stop=end_tokens,
-            until=ended_all if strings else None,
-            **sampling,
-        )
+        until = _until(tokenizer, some, stop)
+        keys_here = keys[np.array(batch)]
+        watched = {"stop": tokens, "until": until, **sampling}
+        rows = _one_batch(model, some, count, keys_here, **watched)
         for i, row in zip(batch, rows, strict=True):
             found[i] = ended(row, tokenizer, stop, prompts[i])
     return found
 
 
-def continued(
-    model: Decoder,
-    prompts: Sequence[np.ndarray],
-    count: int,
-    keys: Key[Array, "B"],
-    **sampling,
-) -> list[np.ndarray]:
-    """The token ids that follow each prompt: `count`, or fewer where learned positions
-    end.
+def _until(
+    tokenizer: Tokenizer, prompts: Sequence[np.ndarray], stop: Sequence[int | str]
+) -> Callable[[np.ndarray], bool] | None:
+    """A function of the tokens so far that says whether every row has ended; None if no
+    string ends a row, since the loop itself sees tokens that do."""
+    strings = [x for x in stop if isinstance(x, str)]
+    tokens = [x for x in stop if not isinstance(x, str)]
+    if not strings:
+        return None
+    going = dict(enumerate(prompts))
 
-    Args:
-        prompts, keys, sampling: as `texts`; `stop` as `generate`.
-    Raises:
-        ValueError: a prompt is empty or fills the learned positions; or as `generate`.
-    """
-    found = [np.zeros(0, np.int32)] * len(prompts)
-    for batch in _batches(model, prompts, count):
-        some = [prompts[i] for i in batch]
-        rows = _one_batch(model, some, count, keys[np.array(batch)], **sampling)
-        for i, row in zip(batch, rows, strict=True):
-            found[i] = row
-    return found
+    def until(rows: np.ndarray) -> bool:
+        for i, prompt in list(going.items()):
+            row = before_stop(rows[i], tokens)
+            text = difference(tokenizer, prompt, row)
+            if len(row) < len(rows[i]) or any(x in text for x in strings):
+                del going[i]
+        return not going
+
+    return until
 
 
 def _batches(
@@ -119,7 +111,7 @@ def _batches(
     for _, group in itertools.groupby(order, lambda i: _room(model, lengths[i], count)):
         left = list(group)
         while left:
-            size = _most_rows(model, bucket(lengths[left[0]] + count, ROOM))
+            size = _most_rows(model, lengths[left[0]], count)
             yield left[:size]
             left = left[size:]
 
@@ -129,11 +121,13 @@ def _room(model: Decoder, length: int, count: int) -> int:
     return min(count, model.length - length) if model.learned_positions else count
 
 
-def _most_rows(model: Decoder, room: int) -> int:
-    """The rows whose cache for so many tokens fits: a power of two."""
+def _most_rows(model: Decoder, length: int, count: int) -> int:
+    """The rows that memory holds at once, by prompts and cache: a power of two."""
+    room = bucket(length + count, ROOM)
     cache = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, room)))
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in cache)
-    return min(BATCH, 1 << max(0, (CACHE // size).bit_length() - 1))
+    most = max(1, min(BATCH, CACHE // size, TOKENS // bucket(length, PROMPT)))
+    return 1 << (most.bit_length() - 1)
 
 
 def _one_batch(

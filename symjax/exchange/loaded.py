@@ -85,8 +85,7 @@ class Loaded:
         Raises:
             ValueError: the model has no tokenizer.
         """
-        documents = self.config.data.documents
-        return delimiters(self._known_tokenizer(), self.language, documents)
+        return delimiters(self._known_tokenizer(), self.language)
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids [T].

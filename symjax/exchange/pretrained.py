@@ -104,10 +104,9 @@ def save_pretrained(
     if isinstance(tokenizer := loaded.tokenizer, SubwordTokenizer):
         trained = loaded.step > 0  # else the tokenizer is as another library used it
         texts |= tokenizer.files(loaded.config.model.length, trained=trained)
-        if settings:
-            settings["eos_token_id"] = tokenizer.document_end
-        if settings and tokenizer.bos:
-            settings["bos_token_id"] = tokenizer.document_begin
+    if settings and tokenizer is not None:
+        known = loaded.delimiters
+        settings |= {"bos_token_id": known.start, "eos_token_id": known.end}
     if settings:
         texts[SETTINGS] = _json(settings)
     if len(shards) > 1:

@@ -27,13 +27,6 @@ def test_what_stands_before_a_document_is_what_the_run_says():
     assert not delimiters(BPE, {"bos": True}).every
 
 
-def test_before_joined_documents_stands_the_end_of_the_one_before():
-    assert delimiters(ByteTokenizer(), {}, "joined").start == 0
-    assert delimiters(BPE, {}, "joined").start == BPE.document_end
-    assert delimiters(BPE, {"document_start": 3}, "joined").start == 3
-    assert delimiters(CharTokenizer("ab"), {}, "joined").start is None
-
-
 def test_prompts_begin_as_the_documents_of_training_did():
     ids = np.array([5, 6], np.uint8)
     known = delimiters(ByteTokenizer(), {"document_start": 0})

@@ -171,6 +171,20 @@ def test_what_is_written_is_read_again(tmp_path, name):
 SHARD = 2500  # bytes, of which some kernels have more
 
 
+def test_an_export_names_the_tokens_before_and_after_a_document(tmp_path):
+    loaded = random_model(dataclasses.replace(LLAMA, vocabulary=256))
+
+    def settings(**language):
+        known = dataclasses.replace(loaded, language=loaded.language | language)
+        symjax.save_pretrained(known, tmp_path)
+        found = json.loads((tmp_path / "config.json").read_text())
+        return found["bos_token_id"], found["eos_token_id"]
+
+    assert settings() == (None, 0)
+    assert settings(document_start=0) == (0, 0)
+    assert symjax.load_pretrained(tmp_path).delimiters.start == 0
+
+
 def test_large_weights_are_written_in_shards(tmp_path):
     """By the format of safetensors' index; written anew, nothing of them is left."""
     loaded = random_model(LLAMA)

@@ -193,8 +193,13 @@ def _csv_tables(builder: Any, asked: _Asked) -> Any:
 
 
 def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Asked) -> pyarrow.Table:
+    import pandas
     import pyarrow
 
+    # Where rows have a field more than the header, pandas takes the first as an index.
+    shifted = not isinstance(rows.index, pandas.RangeIndex)
+    if shifted and (rows.iloc[:, -1] == "").all():
+        raise DamagedFile("its lines end with a delimiter, but the header does not")
     arrays = {}
     for key, name in asked.columns.items():
         check_known(key, name, map(str, rows.columns))

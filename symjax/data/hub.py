@@ -106,7 +106,7 @@ def stream(
     went_on = " since it went on" if state else ""
     with quiet(), one_line(options):
         while True:
-            rows.load_state_dict(state)
+            rows.load_state_dict(_by_row(state) if rows.features else state)
             try:
                 for row in rows:
                     state, failed, number = rows.state_dict(), 0, number + 1
@@ -127,6 +127,25 @@ def stream(
                 )
             time.sleep(PAUSES[failed])
             failed += 1
+
+
+def _by_row(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a state that counts rows from the beginning of a file.
+
+    `datasets` counts them from a table, so its states hold for tables of one size only:
+    those of older versions of this library were of another size.
+    """
+    outer = (state or {}).get("examples_iterable", {})
+    inner = outer.get("examples_iterable", {})
+    kinds = outer.get("type"), inner.get("type")
+    if kinds != ("RebatchedArrowExamplesIterable", "ArrowExamplesIterable"):
+        return state
+    table = outer["previous_state"] or inner
+    rows = table["shard_example_idx"] + outer["num_chunks_since_previous_state"]
+    begin = {**table, "shard_example_idx": 0}
+    outer = {**outer, "examples_iterable": begin, "previous_state": begin}
+    outer["num_chunks_since_previous_state"] = rows
+    return {**(state or {}), "examples_iterable": outer}
 
 
 def _text(row: dict[str, Any], column: str) -> str | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 from symjax.data.damaged import DamagedFile
@@ -42,6 +42,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
+_LARGE = json.JSONDecoder(object_pairs_hook=_object, parse_int=float)
 
 
 def read_rows(lines: Iterable[str], field: str | None = None) -> Iterator[Row]:
@@ -73,39 +74,33 @@ def read_rows(lines: Iterable[str], field: str | None = None) -> Iterator[Row]:
         for _, whole in _values(text, 1):
             yield from _items(whole)
         return
-    try:
-        found = [*_values(first, number)]
-    except DamagedFile as error:
-        yield from _across_lines(first, rest, number, error)
-        return
-    for line, value in chain(found, _by_line(rest, number + 1)):
+    for line, value in _objects(itertools.chain([first], rest), number):
         yield _row(f"line {line}", value)
 
 
-def _by_line(lines: Iterable[str], number: int) -> Iterator[tuple[int, Any]]:
-    for line, text in enumerate(lines, number):
-        yield from _values(text, line)
+def _objects(lines: Iterator[str], number: int) -> Iterator[tuple[int, Any]]:
+    """The values of lines, each with the line it begins in.
 
-
-def _across_lines(
-    first: str, rest: Iterable[str], number: int, error: DamagedFile
-) -> Iterator[Row]:
-    """Rows of objects that take several lines each.
-
-    Raises:
-        DamagedFile: the first line is damaged, or a later one.
+    From a line on in which a value does not end, all lines are read at once.
     """
-    try:
-        found = [*_values(first + "".join(rest), number)]
-    except _Damaged as other:
-        raise (other if other.line > number else error) from None
-    yield from (_row(f"line {line}", value) for line, value in found)
+    for line, text in enumerate(lines, number):
+        try:
+            found = [*_values(text, line)]
+        except _Damaged as error:
+            if not error.goes_on:
+                raise
+            try:
+                found = [*_values(text + "".join(lines), line)]
+            except _Damaged as other:
+                raise (other if other.line > line else error) from None
+        yield from found
 
 
 class _Damaged(DamagedFile):
-    """Text that is no JSON, in a line of a file."""
+    """Text that is no JSON, in a line of a file; it may go on in the next one."""
 
     line = 0
+    goes_on = False
 
 
 def _values(text: str, number: int) -> Iterator[tuple[int, Any]]:
@@ -121,19 +116,29 @@ def _values(text: str, number: int) -> Iterator[tuple[int, Any]]:
             return
         line += text.count("\n", end, begin)
         try:
-            value, end = _DECODER.raw_decode(text, begin)
+            value, end = _decoded(text, begin)
         except json.JSONDecodeError as error:
             place = min(error.pos, len(text.rstrip()))
             at = number + text.count("\n", 0, place)
             column = place - text.rfind("\n", 0, place)
-            why = error.msg.removesuffix(" starting at")
+            why = error.msg.removesuffix(" at").removesuffix(" starting")
             damaged = _Damaged(f"line {at}, column {column}: {why}")
-            damaged.line = at
+            damaged.line, damaged.goes_on = at, place < error.pos or place == len(text)
             raise damaged from None
-        except (ValueError, RecursionError) as error:
+        except RecursionError as error:
             raise DamagedFile(f"line {line}: {error}") from None
         yield line, value
         line += text.count("\n", begin, end)
+
+
+def _decoded(text: str, begin: int) -> tuple[Any, int]:
+    """A value of a text and where it ends; numbers may be of any size."""
+    try:
+        return _DECODER.raw_decode(text, begin)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python refuses to read an integer of more than 4,300 digits
+        return _LARGE.raw_decode(text, begin)
 
 
 def _items(whole: Any) -> Iterator[Row]:

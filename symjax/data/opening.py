@@ -50,9 +50,17 @@ class Opened:
         revision: of its content.
     """
 
-    def __init__(self, builder: DatasetBuilder, columns: Columns, where: str):
-        self._builder = builder
-        restrict(builder, columns, where)
+    def __init__(
+        self, builder: DatasetBuilder, columns: Columns, where: str, *, own: bool
+    ):
+        """
+        Args:
+            own: what is prepared is used by this library alone, so it may lack the
+                splits and columns that are not asked for.
+        """
+        self._builder, self._own, self._where = builder, own, where
+        if own:
+            restrict(builder, columns, where)
         files = builder.config.data_files or {}
         self.names = list(map(str, files or builder.info.splits or ()))
         self.subset = builder.info.config_name or builder.config.name
@@ -62,12 +70,19 @@ class Opened:
         """The rows of splits: `Dataset`s on disk, as long as this object lives, or
         `IterableDataset`s. Other splits are not read."""
         files: Any = self._builder.config.data_files
-        if files:
+        if files and self._own:
             kept = {name: files[name] for name in files if str(name) in names}
             self._builder.config.data_files = type(files)(kept)
+        expected: Any = self._builder.info.splits  # those of a data card are compared
+        if expected and self._own:
+            kept = {name: expected[name] for name in expected if name in names}
+            self._builder.info.splits = type(expected)(kept)
         if stream:
             return {name: self._builder.as_streaming_dataset(name) for name in names}
         self._builder.download_and_prepare()
+        for name in names:
+            if not (self._builder.info.splits or {})[name].num_examples:
+                raise UnusableData(f"{self._where} has no rows in split {name!r}")
         return {name: self._builder.as_dataset(name) for name in names}
 
 
@@ -88,7 +103,8 @@ def opened(
         if not os.path.isdir(path):
             _check_reachable(options.name)
             builder = _builder(path, options.subset, columns, None, revision or None)
-            yield Opened(builder, columns, where)
+            own = bool(reading(builder.name, columns, None))
+            yield Opened(builder, columns, where, own=own)
             return
         left_out = LeftOut()
         if is_saved(path):
@@ -119,7 +135,7 @@ def _opened_folder(
         read = list(itertools.chain.from_iterable(found.values()))
         check_all_read(path, files, read)
         add_unread(path, read, left_out)
-        rows = Opened(builder, columns, where)
+        rows = Opened(builder, columns, where, own=True)
         weakref.finalize(rows, made.pop_all().close)
     return rows
 

@@ -95,6 +95,8 @@ UNASKED = {
     "a key twice, a half of a pair, a large number": [
         '{"meta": 1, "text": "y", "meta": [1]}\n'
         '{"meta": "\\ud83d", "text": "z"}\n{"meta": 1e999, "text": "z"}\n'
+        + '{"meta": %s, "text": "z"}\n'
+        % ("9" * 5000)
     ],
 }
 
@@ -104,7 +106,8 @@ UNASKED = {
 def test_columns_that_are_not_asked_for_change_nothing(tmp_path, what, read):
     for number, content in enumerate(UNASKED[what]):
         (tmp_path / f"{number}.jsonl").write_text(content)
-    texts = [json.loads(x)["text"] for x in "".join(UNASKED[what]).splitlines()]
+    whole = "".join(UNASKED[what]).replace("9" * 5000, "9")
+    texts = [json.loads(x)["text"] for x in whole.splitlines()]
     assert read(wanted(tmp_path)) == texts
 
 
@@ -144,6 +147,7 @@ SHAPES = {
     "a list of texts": json.dumps(TEXTS),
     "a list after a mark": "\ufeff[" + json.dumps(ROWS)[1:],
     "two a line": lines(*ROWS).replace("\n", ""),
+    "a line, then objects of several lines": lines(ROWS[0]) + pretty(ROWS[1:]),
 }
 
 
@@ -193,6 +197,12 @@ DAMAGED = {
     "UTF-16": ("jsonl", GOOD.encode("utf-16"), "it is UTF-16: convert it to UTF-8"),
     "UTF-16 in CSV": ("csv", "text\nabc\n".encode("utf-16"), "it is UTF-16: convert"),
     "UTF-16 in text": ("txt", "abc\n".encode("utf-16"), "it is UTF-16: convert"),
+    "a delimiter more a line": ("csv", "text,n\na,1,\nb,2,\n", "but the header does"),
+    "a line break in a text": (
+        "jsonl",
+        GOOD + '{"text": "a\nb"}',
+        "line 19, column 12",
+    ),
     "a row too long": ("csv", "text,n\na,1\nb,2,3,4\n", "line 3"),
     "an open quote": ("csv", 'text\na\n"b\n', "inside string"),
     "half of gzip": (
@@ -257,3 +267,9 @@ def test_an_unknown_column_is_named_with_those_there_are(tmp_path, ending, read)
             file.finalize()
     with pytest.raises(ValueError, match=f"data.column 'b' is unknown: .* {known}"):
         read(wanted(tmp_path, column="b"))
+
+
+def test_files_without_a_row_are_one_line(tmp_path):
+    write(tmp_path, a_jsonl="", b_jsonl="\n")
+    with pytest.raises(ValueError, match="data.name .* has no rows in split 'train'"):
+        packed(wanted(tmp_path))

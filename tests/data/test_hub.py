@@ -261,3 +261,18 @@ def test_an_empty_cache_without_a_hub_is_one_line(tmp_path):
     line = ask(1, tmp_path, HF_HUB_OFFLINE="1")
     assert line.count("\n") == 1
     assert "'someone/something' is not in the local cache: unset HF_HUB_OFFLINE" in line
+
+
+def test_a_card_that_counts_the_rows_of_all_splits_is_no_hindrance(parquet):
+    """Those of splits that are not used cannot be compared."""
+    counts = "".join(
+        f"  - name: {split}\n    num_examples: {count}\n    num_bytes: 0\n"
+        for split, count in (("train", 9), ("validation", 3), ("test", 2))
+    )
+    types = "  features:\n  - name: text\n    dtype: string\n"
+    types += "  - name: label\n    dtype: int64\n"
+    card = f"---\ndataset_info:\n{types}  splits:\n{counts}---\n"
+    (parquet / "README.md").write_text(card)
+    assert documents(hub.load(wanted(parquet))[0])["train"] == rows("train", 9)
+    (parquet / "README.md").write_text(card.replace("examples: 9", "examples: 8"))
+    assert "NonMatchingSplitsSizes" in refused(parquet)

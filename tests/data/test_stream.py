@@ -179,6 +179,39 @@ def test_a_stream_that_breaks_goes_on_where_it_was(options, monkeypatch, capsys)
     assert len(said) == 3 and "broke off (ConnectionResetError): continuing" in said[0]
 
 
+TABLES = {
+    "of rows without types": (None, 0),
+    "in a table of 7 rows": ({"shard_idx": 1, "shard_example_idx": 14}, 5),
+    "in the first table": ({"shard_idx": 1, "shard_example_idx": 0}, 19),
+}
+
+
+@pytest.mark.parametrize("written", TABLES)
+def test_a_state_of_an_older_version_goes_on_after_its_row(options, written):
+    """Tables had other sizes, and some rows no types."""
+    write_rows(Path(options.name), TEXTS[200:], "train-2")
+    previous, since = TABLES[written]
+    [rows], _ = hub.streams(options, "")
+    kind = "ArrowExamplesIterable"
+    state = {
+        "examples_iterable": {
+            "examples_iterable": {
+                "shard_idx": 1,
+                "shard_example_idx": 19,
+                "type": kind,
+            },
+            "previous_state": previous and {**previous, "type": kind},
+            "batch_idx": 419,
+            "num_chunks_since_previous_state": since,
+            "cropped_chunk_length": 0,
+            "type": f"Rebatched{kind}",
+        },
+        "epoch": 0,
+    }
+    texts = [text for text, _ in hub.stream(options, rows)]
+    assert [text for text, _ in hub.stream(options, rows, state)] == texts[219:]
+
+
 def test_a_stream_that_stays_broken_is_one_line(options, monkeypatch):
     [rows], _ = hub.streams(options, "")
 

@@ -145,6 +145,12 @@ class Attention(Keys):
         "which of the decay mechanism also scales values and adds a skip)",
         decays,
     )
+    decay_heads: int = key(
+        0,
+        "of constant log-decays: heads with rates of their own, which the key/value "
+        "heads repeat; 0: all key/value heads",
+        least=0,
+    )
     function: str = key(
         "exp",
         "of matrix_function: which function of A = QQᵀ replaces the attention map",

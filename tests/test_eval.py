@@ -204,6 +204,11 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--batches", "0"], "--batches must be at least 1, got 0"),
         (["--temperature", "nan"], "--temperature must be 0 or more, got nan"),
         (["--temperature", "-1"], "--temperature must be 0 or more, got -1"),
+        (["--rope_scaling", "ntk"], "--rope_scaling 'ntk' is unknown: choose from lin"),
+        (
+            ["--rope_scaling", "yarn", "--tasks", "loss"],
+            "--rope_scaling is for the task length, which --tasks loss leaves out",
+        ),
         (["--seed", "-1"], "--seed must be in"),
         (["--seed", "99999999999999999999"], "--seed must be in"),
         (["--json", "/wibble/x.json"], "no folder /wibble"),

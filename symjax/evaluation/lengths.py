@@ -37,6 +37,7 @@ from symjax.training.loss import hidden_of, token_losses
 FACTORS = (1, 2, 4, 8)
 BATCHES = 4  # of held-out text at every length, unless --batches says otherwise
 POINTS = 64  # of a curve over places
+OF_ROPE = ("linear", "dynamic", "yarn", "llama3")  # kinds of model.rope_scaling
 OCTAVES = 0.25  # of places: the width within which a curve is smoothed
 EXAMPLES = 256  # averages of n values
 SPREAD = 0.5  # σ of their scores, which should all be equal
@@ -65,8 +66,9 @@ def length(run: LoadedRun, options: Options) -> Result:
     """Loss and accuracy at 1, 2, 4 and 8 times the length of training.
 
     With log-n scaling off, at evaluation only (its base the length of training), and
-    as trained; and its cost in an average. A classifier reads longer pieces of its
-    texts, as far as there are any.
+    as trained; and its cost in an average. With --rope_scaling also with RoPE scaled
+    by the factor of the window, at evaluation only. A classifier reads longer pieces of
+    its texts, as far as there are any.
     """
     model, unit = run.config.model, f"nats/{run.examples.unit}"
     if model.patch:
@@ -74,11 +76,20 @@ def length(run: LoadedRun, options: Options) -> Result:
     factors, text = _factors(run)
     models = variants(model)
     text += [f"{name}: {meaning}" for name, (_, meaning) in models.items()]
+    kinds, said = _rope_kinds(model, options.rope_scaling)
+    text += said
     found: dict[str, dict[str, dict[str, float | None]]] = {}
     cells, curves = [], {}
-    runs = [(factor, name) for factor in factors for name in models]
-    for factor, name in progress(runs, "lengths"):
-        changed = merged(models[name][0], run.params, run.constants)
+    runs = [(x, name, chosen) for x in factors for name, (chosen, _) in models.items()]
+    runs += [
+        (x, f"rope {kind}", rope_scaled(model, kind, x))
+        for x in factors
+        for kind in kinds
+        if x > 1
+    ]
+    runs.sort(key=lambda run: run[0])  # by the length of the window
+    for factor, name, chosen in progress(runs, "lengths"):
+        changed = merged(chosen, run.params, run.constants)
         tokens = factor * model.length
         places = by_place(run, changed, tokens, options.batches or BATCHES, factor)
         loss, accuracy = places.mean()
@@ -89,7 +100,8 @@ def length(run: LoadedRun, options: Options) -> Result:
         cells.append((tokens, name, *row.values()))
         curves[f"log-n {name}"] = curve(places)  # the longest stays
     last = () if model.classes else (f"loss of last {model.length}",)
-    columns = ("tokens", "log-n", "loss", *_bits(run, 0.0), "accuracy", *last)
+    variant = "log-n, RoPE" if kinds else "log-n"
+    columns = ("tokens", variant, "loss", *_bits(run, 0.0), "accuracy", *last)
     base = max(2, model.length)
     averaging = averages([x * base for x in FACTORS], base, options.seed)
     text += [
@@ -189,6 +201,30 @@ def variants(model: config.Model) -> dict[str, tuple[config.Model, str]]:
     if base:
         return found | {"trained": (model, f"base {base}, as trained")}
     return found | {"off": (model, "no log-n scaling, as trained")}
+
+
+def _rope_kinds(
+    model: config.Model, kinds: tuple[str, ...]
+) -> tuple[tuple[str, ...], list[str]]:
+    """The kinds of RoPE scaling that can be measured, and a line about them."""
+    if not kinds:
+        return (), []
+    if not model.positions.startswith("rope"):
+        return (), [f"no RoPE to scale: model.positions is {model.positions!r}"]
+    if model.rope_scaling.kind != "none":
+        kind = model.rope_scaling.kind
+        return (), [f"RoPE is not scaled again: model.rope_scaling.kind is {kind!r}"]
+    line = "rope KIND: model.rope_scaling of this kind by the factor of the window,"
+    return kinds, [f"{line} at evaluation only"]
+
+
+def rope_scaled(model: config.Model, kind: str, factor: int) -> config.Model:
+    """The model as it reads windows `factor` times as long as those of training."""
+    given: dict[str, Any] = {}
+    if kind != "linear":
+        given["original_length"] = model.length
+    chosen = config.RopeScaling(kind=kind, factor=float(factor), **given)
+    return dataclasses.replace(model, rope_scaling=chosen)
 
 
 def by_place(

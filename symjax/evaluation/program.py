@@ -9,6 +9,7 @@ from symjax import figures
 from symjax.data.folder import verify
 from symjax.data.texts import read_pieces
 from symjax.evaluation import report, tasks
+from symjax.evaluation.lengths import OF_ROPE
 from symjax.evaluation.loading import load
 from symjax.evaluation.overview import overview
 from symjax.evaluation.results import Options, at_work
@@ -68,6 +69,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
     add("--seed", type=int, default=0, help="of the sample (%(default)s)")
+    add(
+        "--rope_scaling",
+        default="",
+        help="of the task length: kinds of RoPE scaling by which windows longer than "
+        "those of training are read, too, such as linear,dynamic,yarn",
+    )
     chosen = parser.parse_args(words)
     for name in ("batches", "tokens"):
         if (value := getattr(chosen, name)) is not None and value < 1:
@@ -76,11 +83,23 @@ def parse(words: list[str]) -> argparse.Namespace:
         raise ValueError(f"--temperature must be 0 or more, got {chosen.temperature}")
     if not 0 <= chosen.seed < 2**31:
         raise ValueError(f"--seed must be in [0, 2147483648), got {chosen.seed}")
+    kinds = tuple(filter(None, map(str.strip, chosen.rope_scaling.split(","))))
+    if unknown := [kind for kind in kinds if kind not in OF_ROPE]:
+        raise ValueError(
+            f"--rope_scaling {unknown[0]!r} is unknown: choose from "
+            f"{', '.join(OF_ROPE)}"
+        )
+    chosen.rope_scaling = kinds
     chosen.workdir = place(chosen.workdir)
     for name in ("json", "out", "report"):
         if (value := getattr(chosen, name)) is not None:
             setattr(chosen, name, anywhere(value))
     chosen.names = tasks.named(chosen.tasks)
+    if kinds and "length" not in chosen.names:
+        raise ValueError(
+            "--rope_scaling is for the task length, which --tasks "
+            f"{chosen.tasks} leaves out"
+        )
     if chosen.prompt is not None and "sample" not in chosen.names:
         raise ValueError(
             f"--prompt is for the task sample, which --tasks {chosen.tasks} leaves out"

@@ -52,6 +52,7 @@ class Options(NamedTuple):
         tokens: to generate.
         temperature: of the sample; 0 is greedy decoding.
         seed: of the sample and of all other random numbers.
+        rope_scaling: kinds of it by which the task length reads longer windows.
     """
 
     batches: int | None = None
@@ -59,6 +60,7 @@ class Options(NamedTuple):
     tokens: int = 200
     temperature: float = 0.8
     seed: int = 0
+    rope_scaling: tuple[str, ...] = ()
 
 
 class Table(NamedTuple):

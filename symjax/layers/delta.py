@@ -69,9 +69,10 @@ DELTA = Part(
     weights=_weights,
     operands=_operands,
     head_norm=True,
-    keys=lambda chosen: ("decay",),
+    keys=lambda chosen: ("decay", "decay_heads"),
     flops=_flops,
     rules=(("beta/kernel", P("fsdp", "tensor")),),
     owned=("beta", *DECAY.owned),
     convert=_converted,
+    check=DECAY.check,
 )

@@ -17,6 +17,7 @@ from symjax.layers.sharded import Operand
 
 RANK = 16  # of the gate's map, as in GLA
 SOFTPLUS = ("mamba2", "kda")
+CONSTANT = ("retention", "transnormer", "lightning")
 
 
 class FixedDecay(nnx.Module):
@@ -24,19 +25,31 @@ class FixedDecay(nnx.Module):
 
     Args:
         branches: key heads of each head, which share one decay.
+    Raises:
+        ValueError: decay_heads do not divide the key/value heads.
     """
 
     BY_DEPTH = ("rates",)
 
     def __init__(self, options: config.Model, depth: int, branches: int):
-        heads, kind = options.kv_heads or options.heads, options.attention.decay
-        self.branches = branches
+        heads, kind = _heads_with_rates(options), options.attention.decay
+        kv_heads = options.kv_heads or options.heads
+        if kv_heads % heads:
+            raise ValueError(
+                f"model.attention.decay_heads {heads} must divide the {kv_heads} "
+                "key/value heads"
+            )
+        self.branches = branches * (kv_heads // heads)
         with jax.ensure_compile_time_eval():  # concrete numbers, also under eval_shape
             rule: Any = LOG_DECAYS[kind].rates
             self.rates: Any = tuple(map(float, rule(heads, depth, options.depth)))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "1 1 K"]:
         return jnp.repeat(jnp.asarray(self.rates), self.branches)[None, None]
+
+
+def _heads_with_rates(options: config.Model) -> int:
+    return options.attention.decay_heads or options.kv_heads or options.heads
 
 
 class GatedDecay(nnx.Module):
@@ -107,6 +120,11 @@ def decay_of(
 ) -> dict[str, Any]:
     """The module with the log-decay of every key head."""
     kind, head = options.attention.decay, (sizes.keys, sizes.head_size)
+    if options.attention.decay_heads and kind not in CONSTANT:
+        raise ValueError(
+            f"model.attention.decay_heads {options.attention.decay_heads} is of "
+            f"constant decays: model.attention.decay is {kind!r}"
+        )
     shared = {"dtype": jnp.dtype(options.dtype), "rngs": rngs}
     rule = LOG_DECAYS[kind]
     shape = head if rule.per == "channel" else head[:1]
@@ -170,12 +188,29 @@ def decay_converted(
     return weights | ({"decay": weights["decay"] | twice} if twice else {})
 
 
+def check_rates(source: config.Model, target: config.Model) -> None:
+    """Raise if the same weights would decay at other constant rates.
+
+    Raises:
+        ValueError: the heads with rates of their own differ, naming the key.
+    """
+    heads = _heads_with_rates(source)
+    kind = source.attention.decay
+    if kind not in CONSTANT or kind != target.attention.decay:
+        return
+    if heads != (found := _heads_with_rates(target)):
+        raise ValueError(
+            f"constant decays of {heads} heads differ from those of {found}: give the "
+            f"target model.attention.decay_heads={heads}"
+        )
+
+
 DECAY = Part(
     weights=_weights,
     operands=_operands,
     output=_output,
     head_norm=True,
-    keys=lambda chosen: ("decay",),
+    keys=lambda chosen: ("decay", "decay_heads"),
     rules=(
         ("decay/down/kernel", P("fsdp", None)),
         ("decay/up/kernel", P(None, "tensor")),
@@ -185,4 +220,5 @@ DECAY = Part(
     ),
     owned=("decay", "skip"),
     convert=decay_converted,
+    check=check_rates,
 )

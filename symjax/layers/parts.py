@@ -79,6 +79,7 @@ class Part(NamedTuple):
         drawn: (constant, the key of model.attention that it is drawn by).
         fitted: constants that `fit` finds.
         convert: (weights, source, target) → the weights of a layer of the target.
+        check: (source, target) raises if the same weights would be another function.
         features: options → the feature maps φ of weights φ(q)·φ(k), if they are plain.
         exponential: weights are exp(score) over the sum of their row.
     """
@@ -97,5 +98,6 @@ class Part(NamedTuple):
     drawn: tuple[tuple[str, str], ...] = ()
     fitted: tuple[str, ...] = ()
     convert: Callable[..., dict[str, Any]] | None = None
+    check: Callable[[config.Model, config.Model], None] | None = None
     features: Callable[[dict[str, Any]], Any] | None = None
     exponential: bool = False

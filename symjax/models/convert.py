@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -52,7 +53,27 @@ COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
 # What acts on queries, and on keys that are made on their own.
 OF_KEYS = {"query_norm": "own_key_norm", "query_convolution": "key_convolution"}
 
+# Keys that change what the same weights compute; the others convert the weights, or
+# have no function.
+CHANGING = (
+    *("rope_base", "rope_share", "rope_scaling", "pattern"),
+    *("attention.mechanism", "attention.depth_offset", "attention.length_base"),
+    *("attention.window", "attention.mask_self", "attention.key_norm"),
+    *("attention.decay", "attention.function", "attention.function_scale"),
+    *("attention.features", "attention.feature_norms"),
+)
+
 Params = dict[str, Any]
+
+
+def changes(source: config.Model, target: config.Model) -> list[str]:
+    """Name the keys by which converted weights compute another function at first."""
+    found = []
+    for name in CHANGING:
+        one, other = (attrgetter(name)(x) for x in (source, target))
+        if one != other:
+            found.append(f"model.{name} {one!r} → {other!r}")
+    return found
 
 
 def convert(params: Params, source: config.Model, target: config.Model) -> Params:
@@ -60,7 +81,7 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
 
     - another mechanism, option or position scale: the weights as they are;
     - more key/value heads, a multiple of those there: each several times, the same
-      function;
+      function (constant decays by attention.decay_heads);
     - symmetric keys from own ones: the mean of both projections; own keys from
       symmetric ones, and a metric from plain ones (U = 1): the same function;
     - gated blocks of another length: the same function, their outputs scaled by it;
@@ -147,6 +168,10 @@ def _check(source: config.Model, target: config.Model) -> None:
                 f"weights of a model with {field.name} {one!r} do not fit one with "
                 f"{other!r}"
             )
+    for depth in range(source.depth):
+        one, other = (config.mechanism_of(x, depth) for x in (source, target))
+        if one == other and (check := part_of(one).check) is not None:
+            check(source, target)
     before, after = source.attention, target.attention
     if after.differential not in COMBINED[before.differential]:
         raise ValueError(

@@ -13,7 +13,7 @@ from symjax.attention.favor import KINDS
 from symjax.data.examples import Examples, same_tokens
 from symjax.layers.validate import sizes
 from symjax.models import convert
-from symjax.models.convert import FREE, carried
+from symjax.models.convert import FREE, carried, changes
 from symjax.models.folders import SUFFIXES, Folder, is_folder, read_folder
 from symjax.models.hf_files import from_the_hub
 from symjax.places import copied, place, reaching
@@ -58,6 +58,12 @@ def _new(
     model, unfitted = program.model, options.model.attention.features in KINDS
     if options.init_from:
         origin = weights_of(options.init_from, model, examples)
+        changed = changes(origin.options, model)
+        if changed and is_process_zero():
+            print_warning(
+                "init_from: the weights begin as another function, by "
+                f"{', '.join(changed)}"
+            )
         state = state._replace(params=_placed(origin.params, state.params))
         found, unfitted = carried(constants, origin.constants, origin.options, model)
         constants = _placed(found, constants)

@@ -10,6 +10,7 @@ import oracles
 import pytest
 from runs import compile_cache, train, write_text
 
+from symjax import config
 from symjax.evaluation import approximation, lengths, magnitudes, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.reading import Layer
@@ -139,6 +140,27 @@ def test_longer_windows_and_log_n_off_and_on(trained, monkeypatch):
     assert found["64"]["trained"]["loss"] == pytest.approx(same.mean()[0])
     assert found["64"]["trained"]["last"] == pytest.approx(same.mean(32)[0])
     assert found["64"]["off"]["loss"] != found["64"]["trained"]["loss"]
+
+
+def test_longer_windows_are_read_with_scaled_rope(trained, monkeypatch):
+    """At evaluation only, by the factor of the window; a window as in training is not
+    scaled."""
+    monkeypatch.setattr(lengths, "FACTORS", (1, 2))
+    options = ONE._replace(rope_scaling=("dynamic", "yarn"))
+    finding = lengths.length(trained, options)
+    found = finding.values["length"]
+    assert list(found["32"]) == ["off", "evaluation", "trained"]
+    assert list(found["64"])[3:] == ["rope dynamic", "rope yarn"]
+    scaled = config.RopeScaling(kind="yarn", factor=2.0, original_length=32)
+    model = dataclasses.replace(trained.config.model, rope_scaling=scaled)
+    made = lengths.merged(model, trained.params, trained.constants)
+    same = lengths.by_place(trained, made, 64, 1, 2)
+    assert found["64"]["rope yarn"]["loss"] == pytest.approx(same.mean()[0])
+    losses = [found["64"][x]["loss"] for x in ("trained", "rope dynamic", "rope yarn")]
+    assert len(set(losses)) == 3
+    changed = dataclasses.replace(trained.config, model=model)
+    finding = lengths.length(trained._replace(config=changed), options)
+    assert "RoPE is not scaled again: model.rope_scaling.kind is 'yarn'" in finding.text
 
 
 def test_learned_positions_have_no_longer_windows(trained):

@@ -9,8 +9,8 @@ from flax import nnx
 
 from symjax import config
 from symjax.layers import Constant
-from symjax.models import Decoder, build, convert
-from symjax.models.convert import carried
+from symjax.models import Decoder, build, convert, transformer
+from symjax.models.convert import carried, changes
 
 MODEL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
@@ -94,6 +94,63 @@ def converted(source, target):
 def test_the_function_is_kept_where_it_can_be(source, target):
     before, after, _, _ = converted(source, target)
     np.testing.assert_allclose(after, before, atol=2e-5 * abs(before).max())
+
+
+@pytest.mark.parametrize(
+    ("decay", "differential"),
+    [("retention", "none"), ("transnormer", "v1"), ("lightning", "v2")],
+)
+def test_more_heads_repeat_constant_decays(decay, differential, x64, monkeypatch):
+    """In float64; without the key that repeats them the conversion is refused."""
+    monkeypatch.setattr(transformer, "check", lambda options: None)
+
+    def grouped(kv_heads, **more):
+        chosen = {"decay": decay, "differential": differential, **more}
+        sizes = {"heads": 4, "kv_heads": kv_heads, "head_size": 6, "dtype": "float64"}
+        return replace(model(mechanism="decay", **chosen), **sizes)
+
+    source = grouped(2)
+    params = jax.tree.map(lambda x: x.astype("float64"), weights(source))
+    with pytest.raises(ValueError, match="of 2 heads differ from those of 4: give the"):
+        convert(params, source, grouped(4))
+    target = grouped(4, decay_heads=2)
+    wanted = scores(source, params)
+    found = scores(target, convert(params, source, target))
+    np.testing.assert_allclose(found, wanted, atol=1e-12 * abs(wanted).max())
+    rates = build(target, rngs=nnx.Rngs(0)).blocks[1].attention.decay
+    own = build(source, rngs=nnx.Rngs(0)).blocks[1].attention.decay
+    x = np.zeros((1, 1, 24))
+    np.testing.assert_array_equal(rates(x), np.repeat(own(x), 2, axis=-1))
+
+
+def test_decay_heads_are_of_constant_decays():
+    for options, line in (
+        ({"decay": "gated", "decay_heads": 3}, "decay_heads 3 is of constant decays"),
+        ({"decay": "none", "decay_heads": 1}, "model.attention.decay is 'none'"),
+        ({"decay_heads": 2}, "decay_heads 2 must divide the 3 key/value heads"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            build(model(mechanism="decay", **options), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="decay_heads 1: softmax has no such option"):
+        build(model(decay_heads=1), rngs=nnx.Rngs(0))
+    # another mechanism has no use for the rates
+    source = replace(model(mechanism="decay"), heads=4, kv_heads=2, head_size=6)
+    convert(weights(source), source, replace(source, attention=config.Attention()))
+
+
+def test_keys_that_change_the_function_are_named():
+    source = replace(model(differential="v1"), positions="rope")
+    target = replace(
+        model(differential="v1", symmetric="plain", depth_offset=2),
+        positions="rope",
+        rope_base=50.0,
+        scan_layers=True,
+    )
+    assert changes(source, source) == []
+    assert changes(source, target) == [
+        "model.rope_base 10000.0 → 50.0",
+        "model.attention.depth_offset 0 → 2",
+    ]
 
 
 def test_symmetric_projections_are_the_mean_of_query_and_key():

@@ -170,11 +170,14 @@ class Loaded:
         """Logits at every place, in float32.
 
         Args:
-            tokens: a text, or ids [T] or [B, T]; of an encoder also images, and its
-                classes come out [B, classes].
+            tokens: a text, before which the token stands that began every document of
+                training (data.bos); or ids [T] or [B, T]; of an encoder also images,
+                and its classes come out [B, classes].
         Raises:
             ValueError: no tokens, or ids that the vocabulary does not have.
         """
+        if isinstance(tokens, str) and self.delimiters.every:
+            tokens = self.delimiters.begun(self.encode(tokens))
         if not self.config.model.patch:
             tokens = self._ids(tokens, axes=(1, 2))
             if not tokens.size:

@@ -2,6 +2,8 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
 from flax import nnx
 from tokenizers import Tokenizer, processors
@@ -12,6 +14,7 @@ from symjax.data import subwords
 from symjax.data.tokens import ByteTokenizer
 from symjax.exchange import Loaded
 from symjax.models import build
+from symjax.models.generate import generate
 
 END = subwords.END
 
@@ -102,3 +105,30 @@ def test_bytes_begin_with_no_token(tmp_path):
     assert symjax.load_pretrained(tmp_path, bos=False).tokenizer == ByteTokenizer()
     with pytest.raises(ValueError, match="bos: .* are of no tokenizer.json"):
         symjax.load_pretrained(tmp_path, bos=True)
+
+
+def test_texts_and_prompts_begin_with_the_token_wherever_they_are_read(tokenizer):
+    begin, text = tokenizer.document_begin, "a fox"
+    model = model_of(tokenizer, 7, document_start=begin)
+    ids = np.array([begin, *tokenizer.encode(text)])
+    np.testing.assert_array_equal(model.logits(text), model.logits(ids))
+    np.testing.assert_array_equal(model.losses(text), model.losses(ids))
+    chosen = {"temperature": 0.0, "ignore_end": True}
+    more = generate(model.model, ids[None], 4, jax.random.key(0), temperature=0.0)
+    whole = tokenizer.decode([*tokenizer.encode(text), *np.asarray(more[0])])
+    assert text + model.generate(text, 4, **chosen) == whole
+    plain = subwords.SubwordTokenizer(tokenizer.definition, END)
+    other = model_of(plain, 7, document_start=0)
+    np.testing.assert_array_equal(other.logits(text), other.logits(ids[1:]))
+
+
+def test_the_harness_has_the_tokens_of_training(tokenizer):
+    pytest.importorskip("lm_eval")
+    from symjax.evaluation.harness_model import HarnessModel
+
+    begin, ids = tokenizer.document_begin, tokenizer.encode("a fox").tolist()
+    asked = HarnessModel(model_of(tokenizer, 7, document_start=begin))
+    assert asked.tok_encode("a fox") == [begin, *ids]
+    plain = subwords.SubwordTokenizer(tokenizer.definition, END)
+    asked = HarnessModel(model_of(plain, 7, document_start=0))
+    assert asked.tok_encode("a fox") == ids

@@ -143,8 +143,8 @@ def require(
                     print(f"# {path} (sha256 {_sha256(text)})\n{text}", flush=True)
             raise ValueError(
                 f"{where} needs {source}, which adds {_shown(source)}: give the file "
-                f"with --import FILE, print the stored copy with --import {SHOW}, or "
-                f"run it with --import {STORED} (imports= in Python)"
+                "with --import FILE, print the stored copy with --import show, or run "
+                "it with --import stored (imports= in Python)"
             )
 
 

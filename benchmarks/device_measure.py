@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_correctness import cases, errors
-from device_jobs import Arrays, Job, at_most, in_turns, job
+from device_jobs import Arrays, Job, OutOfTime, at_most, in_turns, job
 from device_models import decode_speed, step_speed
 from device_peers import Rival, ours, peers
 from device_rows import RIVAL, Row, Sizes
@@ -135,12 +135,26 @@ def _softmax(batch: int, length: int, backward: bool, sizes: Sizes) -> Job:
     return _softmax_jobs[key]
 
 
+_late: set[str] = set()  # libraries of which a function was not ready in time
+
+
 def _prepared(rival: Rival | str, backward: bool) -> Job:
-    """Raises: ValueError: the library is not here; OutOfTime."""
+    """Return a function of another library, ready to run.
+
+    Raises:
+        ValueError: the library is not here, or an earlier row waited for it in vain.
+        OutOfTime: it is not ready in time.
+    """
     if isinstance(rival, str):
         raise ValueError(rival)
-    with at_most(RIVAL):
-        return job(rival, backward)
+    if rival.library in _late:
+        raise ValueError(f"{rival.library} was not ready in time in an earlier row")
+    try:
+        with at_most(RIVAL):
+            return job(rival, backward)
+    except OutOfTime:
+        _late.add(rival.library)
+        raise
 
 
 def _fetched(job: Job) -> Arrays:

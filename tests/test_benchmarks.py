@@ -285,6 +285,26 @@ def test_functions_of_others_are_interrupted():
     time.sleep(0.2)
 
 
+def test_a_library_that_was_not_ready_in_time_is_not_waited_for_again(monkeypatch):
+    import device_measure
+    from device_jobs import OutOfTime
+    from device_peers import Rival
+
+    def slow(rival, backward):
+        asked.append(rival.library)
+        raise OutOfTime("not ready after 30 s")
+
+    asked = []
+    monkeypatch.setattr(device_measure, "job", slow)
+    monkeypatch.setattr(device_measure, "_late", set())
+    rival = Rival("fla", abs, ((1,),), 1, 1)
+    with pytest.raises(OutOfTime):
+        device_measure._prepared(rival, False)
+    with pytest.raises(ValueError, match="fla was not ready in time in an earlier row"):
+        device_measure._prepared(rival, False)
+    assert asked == ["fla"]
+
+
 def test_missing_wheels_are_installed_for_this_call(device, tmp_path):
     name = "symjax_nothing"
     with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:

@@ -40,31 +40,35 @@ def unknown(key: str, column: str, known: list[str]) -> str:
 
 
 def is_text(kind: Any) -> bool:
-    """Whether a column of this type holds text."""
+    """Return whether a column of this type holds text."""
     return getattr(kind, "dtype", "") in ("string", "large_string")
 
 
-def reading(kind: str, columns: Columns, known: Features | None) -> dict[str, Any]:
+def reading(kind: str, columns: Columns) -> dict[str, Any]:
     """Return the options with which `datasets` reads the columns of a format.
 
-    In CSV no text stands for a missing value, and all columns are text.
+    In CSV no text stands for a missing value. What is prepared is found again by the
+    options, so they tell the columns, in the description where nothing else does.
+    """
+    names = list(dict.fromkeys(columns.values()))
+    described = {"description": f"columns {', '.join(names)}"}
+    options = {
+        "text": {"sample_by": "document"},
+        "parquet": {"columns": names},
+        "csv": {**described, "keep_default_na": False},
+        "json": described,
+    }
+    return options.get(kind, {})
+
+
+def _types(kind: str, columns: Columns, known: Features | None) -> Features:
+    """The types of the columns; all columns of CSV are text.
 
     Args:
         known: the types of all columns, where the data set has them.
     Raises:
         ValueError: they do not have the columns.
     """
-    if kind == "text":
-        return {"sample_by": "document"}
-    if kind == "parquet":
-        return {"columns": list(dict.fromkeys(columns.values()))}
-    if kind in ("csv", "json"):
-        types = {"features": _types(kind, columns, known)}
-        return types | ({"keep_default_na": False} if kind == "csv" else {})
-    return {}
-
-
-def _types(kind: str, columns: Columns, known: Features | None) -> Features:
     import datasets
 
     label = datasets.Json() if kind == "json" else datasets.Value("string")
@@ -87,6 +91,9 @@ def restrict(builder: DatasetBuilder, columns: Columns, where: str) -> None:
     asked = _Asked(columns, where, builder.name)
     if builder.name == "text" and reader.config.encoding == "utf-8":
         reader.config.encoding = "utf-8-sig"
+    if builder.name in ("csv", "json"):
+        types = _types(builder.name, columns, builder.info.features)
+        builder.info.features = reader.config.features = types
     if builder.name in ("parquet", "arrow"):
         reader._split_generators = _knowing_types(reader, asked)
     if builder.name == "arrow":

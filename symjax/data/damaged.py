@@ -14,7 +14,7 @@ class DamagedFile(UnusableData):
 
 
 def is_silence(error: BaseException) -> bool:
-    """Whether an error is one of the connection, or of a server that is busy."""
+    """Return whether an error is one of the connection, or of a server that is busy."""
     response = getattr(error, "response", None)
     if response is not None:
         return response.status_code == 429 or response.status_code >= 500

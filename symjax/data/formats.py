@@ -83,7 +83,7 @@ def data_files(folder: str) -> dict[Path, str]:
 
 
 def has_card(folder: str) -> bool:
-    """Whether a folder has a data card that says which files to read."""
+    """Return whether a folder has a data card that says which files to read."""
     from huggingface_hub import DatasetCard
 
     card = Path(folder, CARD)
@@ -91,7 +91,7 @@ def has_card(folder: str) -> bool:
 
 
 def in_capitals(files: Iterable[Path]) -> bool:
-    """Whether an ending of a file has capitals, which `datasets` does not know."""
+    """Return whether an ending has capitals, which `datasets` does not know."""
     return any(x != x.lower() for path in files for x in path.suffixes[-2:])
 
 

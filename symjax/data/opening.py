@@ -103,7 +103,7 @@ def opened(
         if not os.path.isdir(path):
             _check_reachable(options.name)
             builder = _builder(path, options.subset, columns, None, revision or None)
-            own = bool(reading(builder.name, columns, None))
+            own = bool(reading(builder.name, columns))
             yield Opened(builder, columns, where, own=own)
             return
         left_out = LeftOut()
@@ -148,7 +148,7 @@ def _check_no_subset(subset: str) -> None:
 def _capitals_builder(
     path: str, files: dict[Path, str], columns: Columns, cache: str
 ) -> DatasetBuilder:
-    """What reads files with endings in capitals, which `datasets` would not find."""
+    """A builder for files with endings in capitals, which `datasets` does not find."""
     import datasets
     from datasets.data_files import DataFilesDict, DataFilesList, get_data_patterns
 
@@ -167,7 +167,7 @@ def _capitals_builder(
         data_files=DataFilesDict({x: its for x, its in kept.items() if its}),
         cache_dir=cache,
         **options,
-        **reading(kind, columns, None),
+        **reading(kind, columns),
     )
     builder.hash = stamp_of({str(file.relative_to(path)): file for file in files})
     return builder
@@ -223,7 +223,7 @@ def _builder(
         # What is prepared is found by the options it was prepared with.
         for kind in ("text", "parquet", "csv", "json"):
             with contextlib.suppress(ValueError, TypeError):
-                own = reading(kind, columns, None)
+                own = reading(kind, columns)
                 return datasets.load_dataset_builder(path, **options, **own)
     try:
         builder = datasets.load_dataset_builder(path, **options)
@@ -240,7 +240,7 @@ def _builder(
             f"data.name {path!r} is in the local cache by lines only, without their "
             "ends: unset HF_HUB_OFFLINE once"
         )
-    own = reading(builder.name, columns, builder.info.features)
+    own = reading(builder.name, columns)
     return datasets.load_dataset_builder(path, **options, **own) if own else builder
 
 

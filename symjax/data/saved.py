@@ -16,7 +16,7 @@ SPLITS = "dataset_dict.json"  # names the splits, each a folder
 
 
 def is_saved(folder: str) -> bool:
-    """Whether a folder is one of `save_to_disk`."""
+    """Return whether a folder is one of `save_to_disk`."""
     one = Path(folder, STATE).is_file() and Path(folder, "dataset_info.json").is_file()
     return one or Path(folder, SPLITS).is_file()
 

@@ -8,7 +8,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 
 from symjax import config
-from symjax.data import classes, hub
+from symjax.data import classes, columns, hub
 
 TEXTS = ["one two\nthree", "NA", "é\u2028 nul\0l", "null", "[3]", "17"] * 3
 
@@ -124,6 +124,18 @@ def test_typed_files_may_differ_in_other_columns(tmp_path, ending, read):
                 writer.write_table(rows.data.table)
                 writer.finalize()
     assert read(wanted(tmp_path)) == ["y", "z"] * 2
+
+
+@pytest.mark.parametrize("kind", ["text", "parquet", "csv", "json"])
+def test_what_is_prepared_offline_is_found_by_its_columns(kind):
+    """`datasets` looks for it by the options that it was prepared with."""
+    one, other = ({"column": name} for name in ("text", "body"))
+    options = columns.reading(kind, one)
+    made = datasets.load_dataset_builder(
+        kind, data_files={"train": [__file__]}, **options
+    )
+    assert "features" not in options and made.config_kwargs.items() >= options.items()
+    assert (options != columns.reading(kind, other)) == (kind != "text")
 
 
 @READERS

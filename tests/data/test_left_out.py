@@ -160,13 +160,14 @@ def test_folders_that_a_glob_matches_are_named(tmp_path, capsys):
     assert said(capsys) == [f"folders: 1, such as {str(tmp_path / 'deep')!r}"]
 
 
-def test_images_that_cannot_be_read_are_named(tmp_path):
+def test_images_that_cannot_be_read_are_named(tmp_path, capsys):
     for number in range(6):
         (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
         path = tmp_path / "ab"[number % 2] / f"{number}.png"
         Image.fromarray(np.full((3, 4), number, np.uint8)).save(path)
     options = wanted(tmp_path, column="image", label="label")
     assert len(classes.load(options).labels) == 6
+    assert said(capsys) == []
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(ValueError, match="5.png', row 6 of 'train' is no image"):
         classes.load(options)

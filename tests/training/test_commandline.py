@@ -207,7 +207,7 @@ def test_help_of_a_group_has_its_keys_alone():
     assert shown == {x for x, _, _ in validation.fields() if x.startswith("model.")}
     assert text.startswith("model:\n") and "\n\nmodel.attention:\n" in text
     assert "--config.model.width (int, 128)" in text
-    with pytest.raises(ValueError, match="--help modl: choose from model, model.att"):
+    with pytest.raises(ValueError, match="--help modl: choose from model, model.rope"):
         commandline.help_text(command.config, "modl")
 
 

@@ -22,6 +22,8 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, NamedTuple
 
+# What a user names: a file, a module or one of the words below; or several of them.
+Words = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 GROUP = "symjax.mechanisms"  # of entry points
 STORED, SHOW = "stored", "show"  # words that are neither files nor modules
 
@@ -87,14 +89,15 @@ _folders: list[tempfile.TemporaryDirectory] = []  # of stored source that has ru
 
 
 @contextlib.contextmanager
-def using(words: str | Sequence[str]) -> Iterator[None]:
+def using(words: Words) -> Iterator[None]:
     """Run files and modules; inside, stored source may run if "stored" is a word.
 
     Raises:
         ValueError: there is no such file or module, it fails, or it adds what another
             one has added.
     """
-    words = [words] if isinstance(words, str) else list(words)
+    one = isinstance(words, str | os.PathLike)
+    words = [os.fspath(word) for word in ([words] if one else words)]
     for word in words:
         if word not in (STORED, SHOW):
             _run(word)

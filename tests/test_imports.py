@@ -121,7 +121,7 @@ def test_the_stored_code_can_be_printed(trained, capsys):
 
 def test_a_file_that_differs_from_the_stored_one_is_named(trained, softcap, capsys):
     softcap.write_text(OTHER)
-    symjax.load(trained, imports=softcap.as_posix())
+    symjax.load(trained, imports=softcap)
     said = capsys.readouterr().err
     assert "code differs from what checkpoint 2" in said and said.count("\n") == 1
     assert imports._sha256(SOFTCAP)[:12] in said

@@ -22,7 +22,7 @@ from symjax.data.subwords import utf8
 from symjax.data.tokens import Tokenizer
 from symjax.exchange.continued import row_keys, texts
 from symjax.exchange.scores import text_losses
-from symjax.imports import using
+from symjax.imports import Words, using
 from symjax.models.build import Model, decoder_of, merged, parts
 from symjax.models.generate import whole
 from symjax.training.saved import read_run
@@ -270,7 +270,7 @@ def load(
     *,
     best: bool = False,
     ema: bool = False,
-    imports: str | Sequence[str] = (),
+    imports: Words = (),
 ) -> Loaded:
     """The model of a run, from its checkpoints alone: `data` is not needed.
 

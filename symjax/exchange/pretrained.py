@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.card import no_tokenizer, read_results, to_card
 from symjax.exchange.loaded import Loaded
 from symjax.files import check_writable, replaced
-from symjax.imports import to_store, using
+from symjax.imports import Words, to_store, using
 from symjax.models.build import merged, parts
 from symjax.models.folders import (
     OWN,
@@ -136,7 +135,7 @@ def load_pretrained(
     folder: str | os.PathLike[str],
     *,
     bos: bool | None = None,
-    imports: str | Sequence[str] = (),
+    imports: Words = (),
 ) -> Loaded:
     """The model of a folder of `save_pretrained`, symjax's or that of transformers.
 

@@ -1,5 +1,7 @@
 """init_from: a run that starts from another run's weights."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from symjax.exchange import Loaded, save_pretrained
 from symjax.exchange import load as load_model
 from symjax.models import build
 from symjax.models.folders import read_folder
+from symjax.training import initial
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,18 @@ def test_a_llama_of_another_shape_names_every_key_at_once(first, tmp_path, capfd
     wanted = "--config.model.width=32 --config.model.rope_base=500.0 "
     wanted += "--config.model.head_size=4 --config.model.feedforward=40"
     assert f"init_from: {tmp_path} needs {wanted}" in error
+
+
+def test_the_keys_of_scaled_rope_and_of_norms_are_named():
+    shape = config.Model(positions="rope", norm_eps=1e-6)
+    scaled = config.RopeScaling(kind="yarn", factor=4.0, original_length=16)
+    theirs = dataclasses.replace(shape, rope_scaling=scaled, length=64)
+    assert initial._given(theirs, dataclasses.replace(shape, norm_eps=1e-5)) == [
+        "--config.model.norm_eps=1e-06",
+        "--config.model.rope_scaling.kind=yarn",
+        "--config.model.rope_scaling.factor=4.0",
+        "--config.model.rope_scaling.original_length=16",
+    ]
 
 
 def test_the_tokens_of_a_folder_of_symjax_are_compared(first, tmp_path, capfd):

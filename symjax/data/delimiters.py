@@ -13,7 +13,7 @@ class Delimiters(NamedTuple):
     """Tokens before and after a document.
 
     Attributes:
-        start: the token that stands before a document; None: the model has not learned
+        start: the token that precedes a document; None: the model has not learned
             how a document begins.
         end: the token that ends a document; None: there is none.
         every: every document of training began with `start` (data.bos), so that every
@@ -45,8 +45,8 @@ def delimiters(tokenizer: Tokenizer, language: Mapping[str, Any]) -> Delimiters:
     is a token.
 
     Args:
-        language: as `Examples.language`; its "document_start" is the token that stood
-            before documents in training, and "bos" says that all began with it.
+        language: as `Examples.language`; its "document_start" is the token that
+            preceded documents in training, and "bos" says that all began with it.
     """
     end, start = tokenizer.document_end, language.get("document_start")
     begun = bool(language.get("bos")) and start is not None

@@ -38,12 +38,12 @@ class HarnessModel(TemplateLM):
     Before an answer at least half of the length stays for the context. Whole texts are
     read as by `Loaded.losses`.
 
-    A text without a context is scored after the token that stood before documents in
+    A text without a context is scored after the token that preceded documents in
     training. If the model has not learned one, the first token of such a text is left
     out of the sums, which is said once on stderr.
 
-    Answers end at the end of the document. Sampled answers are draws of their own, and
-    the same in another run.
+    Answers end at the end of the document. Each sampled answer has different draws,
+    which are the same in another run.
 
     Args:
         loaded: a decoder with a tokenizer.
@@ -96,7 +96,7 @@ class HarnessModel(TemplateLM):
         return self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm)
 
     def _without_context(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """(what stands before, what is scored) of the tokens of a whole text.
+        """Return (tokens before a text, tokens of it to score).
 
         Raises:
             ValueError: nothing is left to score.
@@ -149,8 +149,8 @@ class HarnessModel(TemplateLM):
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
-        """What the model writes after each context, up to one of the task's strings or
-        the end of the document.
+        """The text that the model writes after each context, up to one of the task's
+        strings or the end of the document.
 
         Raises:
             ValueError: a context is empty, and the model has not learned how a document

@@ -31,7 +31,7 @@ from symjax.training.saved import read_run
 class TextLoss(NamedTuple):
     """The mean loss of a text.
 
-    Its first token is left out unless the model knows what stands before a document:
+    Its first token is left out unless the model knows what precedes a document:
     nothing else predicts it.
     """
 
@@ -122,10 +122,10 @@ class Loaded:
         """Continue a prompt, or each of several, up to the end of the document.
 
         Several prompts are continued in batches, each as it would be alone: the first
-        of them has the draws of a single prompt, each of the others draws of its own,
-        which its place in the list decides. Without learned positions a prompt may be
-        longer than the rows of training, and is read whole. An empty prompt asks for a
-        whole document, if the model has learned how a document begins.
+        of them has the draws of a single prompt, and each of the others has different
+        draws, which its place in the list decides. Without learned positions a prompt
+        may be longer than the rows of training, and is read whole. An empty prompt asks
+        for a whole document, if the model has learned how a document begins.
 
         Args:
             count: tokens; fewer where learned positions end.
@@ -139,7 +139,7 @@ class Loaded:
             a string, or a list of them for a list of prompts.
         Raises:
             ValueError: the model is an encoder or has no tokenizer; no prompt, an empty
-                one where nothing is known to stand before a document, or one that fills
+                one where nothing is known to precede a document, or one that fills
                 the learned positions; an empty string to stop at, or what is no token
                 or string; a number outside its range.
         """
@@ -190,7 +190,7 @@ class Loaded:
     def losses(self, tokens: Any) -> np.ndarray:
         """−log p of every token but the first, given those before it: nats [T − 1].
 
-        A text is read as a whole document: if the model knows what stands before one,
+        A text is read as a whole document: if the model knows what precedes one,
         that token is put before the text, and the text's first token is scored too
         [T]. Token ids are taken as they are.
 
@@ -217,15 +217,16 @@ class Loaded:
         """
         losses = self.losses(text).astype(np.float64)
         if not len(losses):
-            needed = 2 if self.delimiters.start is None else 1
+            needed = "2 tokens" if self.delimiters.start is None else "1 token"
             raise ValueError(
-                f"a loss needs {needed} tokens or more, {text!r} has "
-                f"{len(self.encode(text))}"
+                f"a loss needs {needed} or more, {text!r} has {len(self.encode(text))}"
             )
         size = len(utf8(text, "surrogateescape"))
         if self.delimiters.start is None:
-            first = int(self.encode(text)[0])
-            size -= self._known_tokenizer().size_of(first)
+            first = self.encode(text)[:1]
+            size -= self._known_tokenizer().size_of(int(first[0]))
+            # A space that the tokenizer adds before a text is none of its bytes.
+            size += self.decode(first).startswith(" ") and not text.startswith(" ")
         return TextLoss(
             float(losses.mean()), float(losses.sum() / max(size, 1) / math.log(2))
         )

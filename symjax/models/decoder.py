@@ -125,7 +125,7 @@ class Decoder(nnx.Module):
         cache: Cache,
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """As `decode`, but with what the output layer is given in place of logits."""
+        """Hidden states for the output layer in place of logits; else as `decode`."""
         count = tokens.shape[1]
         padding_mask = None
         if lengths is not None:

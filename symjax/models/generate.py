@@ -19,23 +19,23 @@ from symjax.config import LARGEST
 from symjax.models import transformer
 from symjax.models.decoder import Decoder
 
-MOST = 2**20  # new tokens of one call, whose cache stands in memory as a whole
+MOST = 2**20  # new tokens of one call, whose cache is in memory as a whole
 PROMPT, ROOM = 16, 64  # the smallest sizes of prompts and caches, in tokens
 PIECE = 16  # tokens between two looks at the text, at most
 GREEDY = 1e-6  # temperatures below it take the likeliest token
 HOTTEST = 1e30  # of temperatures: the inverse of 3e38 is 0 in XLA
 SLACK = 1e-6  # of a sum of probabilities in float32
 
-Given = Array | np.ndarray
+AnyArray = Array | np.ndarray
 
 
 def generate(
     model: Decoder,
-    prompt: Int[Given, "B P"],
+    prompt: Int[AnyArray, "B P"],
     count: int,
     key: Array,
     *,
-    lengths: Int[Given, "B"] | None = None,
+    lengths: Int[AnyArray, "B"] | None = None,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -51,8 +51,8 @@ def generate(
 
     Args:
         count: at most 2²⁰.
-        key: one for all rows, or one for each row [B]. With a key of its own a row has
-            the same draws in any batch.
+        key: one for all rows, or one for each row [B]. A row that has its own key
+            has the same draws in any batch.
         lengths: how many tokens each prompt has, where they differ: prompts end
             together and are filled up on the left with any token. Each is continued
             as it would be alone.
@@ -122,7 +122,9 @@ def bucket(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def _padded(prompt: Given, lengths: Given | None, columns: int) -> tuple[Given, Given]:
+def _padded(
+    prompt: AnyArray, lengths: AnyArray | None, columns: int
+) -> tuple[AnyArray, AnyArray]:
     """(prompts, lengths) with so many columns and a power of two of rows.
 
     Prompts are padded on the left. Arrays stay on the host where they can, since JAX
@@ -158,7 +160,7 @@ def _padded_keys(key: Array, rows: int, padded: int) -> Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
-def _check_prompt(model: Decoder, prompt: Given, count: int) -> None:
+def _check_prompt(model: Decoder, prompt: AnyArray, count: int) -> None:
     if prompt.ndim != 2:
         raise ValueError(
             f"generation needs prompts [examples, tokens], got {prompt.shape}"
@@ -205,7 +207,7 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST) -> int:
     return int(number)
 
 
-def _check_lengths(lengths: Given, prompt: Given) -> None:
+def _check_lengths(lengths: AnyArray, prompt: AnyArray) -> None:
     known = not isinstance(lengths, Tracer)
     if lengths.shape != prompt.shape[:1] or (
         known and not all(1 <= length <= prompt.shape[1] for length in lengths)
@@ -216,7 +218,7 @@ def _check_lengths(lengths: Given, prompt: Given) -> None:
         )
 
 
-def _check_tokens(prompt: Given, lengths: Given | None, last: int) -> None:
+def _check_tokens(prompt: AnyArray, lengths: AnyArray | None, last: int) -> None:
     tokens = np.asarray(prompt)
     if lengths is not None and not isinstance(lengths, Tracer):
         first = tokens.shape[1] - np.asarray(lengths)[:, None]

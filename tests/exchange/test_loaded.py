@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from hand_made import byte_fallback, hand_made
 from runs import TEXT, call, train, write_text
 
@@ -246,6 +247,21 @@ def test_bits_per_byte_are_of_the_bytes_of_the_text(text):
     assert begun.loss(text).bits_per_byte == wanted
 
 
+def test_a_space_that_the_tokenizer_adds_is_no_byte_of_the_text():
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    library.pre_tokenizer, library.decoder = level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=sorted(level.alphabet())
+    )
+    library.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
+    loaded = hand_made(subwords.SubwordTokenizer(library.to_str(), ""))
+    for text, first in (("the cat", 3), (" the cat", 4), ("你好", 0)):
+        bits = loaded.losses(text).astype(float).sum() / np.log(2)
+        wanted = pytest.approx(bits / (len(text.encode()) - first), rel=1e-6)
+        assert loaded.loss(text).bits_per_byte == wanted
+
+
 def test_a_text_is_scored_after_what_stands_before_a_document():
     follows = {0: ord("Q"), ord("Q"): ord("a"), ord("a"): 0}
     known = hand_made(BYTES, follows, {"document_start": 0})
@@ -254,7 +270,7 @@ def test_a_text_is_scored_after_what_stands_before_a_document():
     np.testing.assert_array_equal(known.losses(BYTES.encode("Qab")), found[1:])
     np.testing.assert_array_equal(known.losses(BYTES.encode("\0Qab")), found)
     assert known.loss("Q").nats_per_token < 1e-6
-    with pytest.raises(ValueError, match="a loss needs 1 tokens or more, '' has 0"):
+    with pytest.raises(ValueError, match="a loss needs 1 token or more, '' has 0"):
         known.loss("")
     assert known.generate("", 9, temperature=0) == "Qa"
     assert known.generate(["", "Q"], 9, temperature=0) == ["Qa", "a"]

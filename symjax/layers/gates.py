@@ -17,7 +17,6 @@ from symjax.layers.sharded import Operand
 
 RANK = 16  # of the gate's map, as in GLA
 SOFTPLUS = ("mamba2", "kda")
-CONSTANT = ("retention", "transnormer", "lightning")
 
 
 class FixedDecay(nnx.Module):
@@ -46,6 +45,11 @@ class FixedDecay(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "1 1 K"]:
         return jnp.repeat(jnp.asarray(self.rates), self.branches)[None, None]
+
+
+def _has_rates(kind: str) -> bool:
+    """Whether decays of this kind are constants that depend on the head."""
+    return kind != "none" and LOG_DECAYS[kind].rates is not None
 
 
 def _heads_with_rates(options: config.Model) -> int:
@@ -120,7 +124,7 @@ def decay_of(
 ) -> dict[str, Any]:
     """The module with the log-decay of every key head."""
     kind, head = options.attention.decay, (sizes.keys, sizes.head_size)
-    if options.attention.decay_heads and kind not in CONSTANT:
+    if options.attention.decay_heads and not _has_rates(kind):
         raise ValueError(
             f"model.attention.decay_heads {options.attention.decay_heads} is of "
             f"constant decays: model.attention.decay is {kind!r}"
@@ -196,7 +200,7 @@ def check_rates(source: config.Model, target: config.Model) -> None:
     """
     heads = _heads_with_rates(source)
     kind = source.attention.decay
-    if kind not in CONSTANT or kind != target.attention.decay:
+    if not _has_rates(kind) or kind != target.attention.decay:
         return
     if heads != (found := _heads_with_rates(target)):
         raise ValueError(

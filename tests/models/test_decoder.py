@@ -366,6 +366,10 @@ def test_tied_embeddings_share_one_table():
         ({"length_base": 1}, "model.attention.length_base must be 0"),
         (
             {"mechanism": "linear", "features": "sine"},
+            "model.attention.features 'sine' is unknown: choose from elu",
+        ),
+        (
+            {"mechanism": "linear", "features": "positive"},
             "model.attention.features: linear_state",
         ),
         ({"feature_count": 8}, "feature_count 8: softmax has no such option"),

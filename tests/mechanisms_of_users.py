@@ -4,6 +4,7 @@ import contextlib
 
 from symjax import imports
 from symjax.attention.tables import BUILT_IN, TABLES
+from symjax.imports import running
 from symjax.layers.mechanisms import PARTS
 
 SOFTCAP = '''\
@@ -97,14 +98,14 @@ def forgotten():
         for name in {*table} - BUILT_IN[kind]:
             del table[name]
     own_parts = {name: PARTS.pop(name) for name in {*PARTS} - PARTS_OF_SYMJAX}
-    ran = dict(imports._ran)
-    imports._ran.clear()
+    ran = dict(running.ran)
+    running.ran.clear()
     imports.load_installed.cache_clear()
     try:
         yield
     finally:
-        imports._ran.clear()
-        imports._ran.update(ran)
+        running.ran.clear()
+        running.ran.update(ran)
         imports.load_installed.cache_clear()
         for name in {*PARTS} - PARTS_OF_SYMJAX:
             del PARTS[name]

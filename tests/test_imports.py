@@ -13,6 +13,7 @@ from runs import ROOT, SECONDS, call, environment, words, write_text
 import symjax
 from symjax import imports
 from symjax.attention import MECHANISMS
+from symjax.imports.sources import sha256
 from symjax.training.commandline import parse
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -82,7 +83,7 @@ def test_a_run_outlives_the_file_of_its_mechanism(softcap, tmp_path):
     elsewhere.mkdir()
     asked = ["--workdir", tmp_path / "run", "--tasks", "loss", "--batches", "1"]
     code, out, err = program("eval", *asked, folder=elsewhere)
-    hashed = imports._sha256(SOFTCAP)
+    hashed = sha256(SOFTCAP)
     assert code == 2 and err.count("\n") == 2 and "\nerror: " in err
     assert f"needs softcap.py (sha256 {hashed[:12]})" in err
     assert "--import stored" in err
@@ -115,7 +116,7 @@ def test_the_stored_code_can_be_printed(trained, capsys):
     asked = ["--workdir", str(trained), "--import", "show"]
     assert call("eval", asked) == 2
     said = capsys.readouterr()
-    assert SOFTCAP in said.out and imports._sha256(SOFTCAP) in said.out
+    assert SOFTCAP in said.out and sha256(SOFTCAP) in said.out
     assert said.err.count("\n") == 1
 
 
@@ -124,7 +125,7 @@ def test_a_file_that_differs_from_the_stored_one_is_named(trained, softcap, caps
     symjax.load(trained, imports=softcap)
     said = capsys.readouterr().err
     assert "code differs from what checkpoint 2" in said and said.count("\n") == 1
-    assert imports._sha256(SOFTCAP)[:12] in said
+    assert sha256(SOFTCAP)[:12] in said
 
 
 def test_resuming_with_other_code_is_refused_unless_allowed(softcap, tmp_path, capsys):

@@ -20,7 +20,7 @@ MAY = {
     "tables": set(),
     "attention": {"attention", "tables"},
     "config": {"attention"},
-    "imports": {"attention"},
+    "imports": {"attention", "imports"},
     "validation": {"config", "imports"},
     "files": {"places"},
     "places": set(),

@@ -1,0 +1,196 @@
+"""Running files and modules that add to the tables, each once in a process."""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from symjax.imports.sources import (
+    Source,
+    read_text,
+    sha256,
+    source_of_file,
+    source_of_module,
+)
+
+# What a user names: a file, a module or one of the words below; or several of them.
+Words = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+GROUP = "symjax.mechanisms"  # of entry points
+STORED, SHOW = "stored", "show"  # words that are neither files nor modules
+
+words: ContextVar[frozenset[str]] = ContextVar("imports", default=frozenset())
+ran: dict[str, Source] = {}  # by where it came from, in the order of running
+
+
+@contextlib.contextmanager
+def using(names: Words) -> Iterator[None]:
+    """Run files and modules; inside, stored source may run if "stored" is a word.
+
+    Raises:
+        ValueError: there is no such file or module, it fails, or it adds what another
+            one has added.
+    """
+    one = isinstance(names, str | os.PathLike)
+    given = [os.fspath(name) for name in ([names] if one else names)]
+    for word in given:
+        if word not in (STORED, SHOW):
+            _run(word)
+    token = words.set(words.get() | {*given})
+    try:
+        yield
+    finally:
+        words.reset(token)
+
+
+def recorded(path: Path, run: Callable[[], Any]) -> Any:
+    """Return what running a configuration file returns, and note what the file adds.
+
+    Raises:
+        ValueError: it adds what another file has added.
+    """
+    before = entries()
+    found = run()
+    if adds := _added(before):
+        _note(str(path.resolve()), source_of_file(path, adds))
+    return found
+
+
+@functools.cache
+def load_installed() -> str:
+    """Import what entry points of the group name; return a line on the broken ones."""
+    broken = []
+    for point in metadata.entry_points(group=GROUP):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+        try:
+            with reported(f"{point.value} of package {package}"):
+                run_module(point.module, package)
+                point.load()
+        except ValueError as error:
+            broken.append(str(error))
+    return "; ".join(broken)
+
+
+def run_module(name: str, package: str = "", folder: Path | None = None) -> None:
+    """Import a module, first from this folder, and note what it adds.
+
+    Without a folder Python's path comes first, and the current folder last.
+    """
+    if (key := f"module {name}") in ran:
+        return
+    before = entries()
+    with _importable(str(folder) if folder else os.getcwd(), last=not folder):
+        module = importlib.import_module(name)
+    _note(key, source_of_module(name, module, _added(before), package))
+
+
+def run_file(path: Path, key: str) -> None:
+    """Run a file, which may import what is beside it, and note what it adds."""
+    before = entries()
+    with _importable(str(path.parent)):
+        run_path(path, f"symjax_import_{path.stem}_{sha256(read_text(path))[:8]}")
+    _note(key, source_of_file(path, _added(before)))
+
+
+def run_path(path: Path, name: str) -> ModuleType:
+    """Run a Python file as a module of this name, and return the module."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Turn any error of the code into one line, and undo what it added."""
+    before = [(table, dict(table)) for _, table in _tables()]
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        for table, content in before:
+            table.clear()
+            table.update(content)
+        why = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"--import {what}: {why}{error}") from error
+
+
+def entries() -> dict[str, Any]:
+    """Return every entry of the tables, by kind and name."""
+    return {f"{kind} {x}": table[x] for kind, table in _tables() for x in table}
+
+
+def _run(word: str) -> None:
+    """Run a file or a module that the user names, unless this process has run it."""
+    if not (word.endswith(".py") or os.sep in word):
+        if not all(part.isidentifier() for part in word.split(".")):
+            raise ValueError(
+                f"--import {word!r}: give a file (FILE.py), a module (PACKAGE.MODULE), "
+                f"{STORED} or {SHOW}"
+            )
+        with reported(word):
+            run_module(word)
+        return
+    path = Path(word).resolve()
+    if not path.is_file():
+        raise ValueError(f"--import {word}: there is no such file")
+    with reported(word):
+        text = read_text(path)
+        if (known := ran.get(str(path))) is not None:
+            if known.text != text:
+                raise ValueError("it has changed since this process ran it")
+        elif not any(x.text == text for x in ran.values()):  # as a stored copy
+            run_file(path, str(path))
+
+
+@contextlib.contextmanager
+def _importable(folder: str, last: bool = False) -> Iterator[None]:
+    """A folder is on Python's path inside the block, before or after all others."""
+    sys.path.insert(len(sys.path) if last else 0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _note(key: str, source: Source) -> None:
+    """Remember code that has run.
+
+    Raises:
+        ValueError: it replaces what other code has added.
+    """
+    for known, other in ran.items():
+        shared = {*source.adds} & {*other.adds}
+        if not shared or source.text == other.text:
+            continue
+        if known == key:
+            raise ValueError(f"{source.name} has changed since this process ran it")
+        raise ValueError(
+            f"{source.name} and {other.name} both add {min(shared)}: put it into one "
+            "file, and give that with --import"
+        )
+    ran.setdefault(key, source)
+
+
+def _added(before: dict[str, Any]) -> tuple[str, ...]:
+    now = entries()
+    return tuple(sorted(x for x in now if before.get(x) is not now[x]))
+
+
+def _tables() -> list[tuple[str, dict[str, Any]]]:
+    from symjax.attention import tables
+
+    return [(kind, table) for kind, some in tables.TABLES.items() for table in some]

@@ -1,0 +1,128 @@
+"""Source that checkpoints and folders of weights store for their model."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from symjax.imports import running
+from symjax.imports.running import SHOW, STORED
+from symjax.imports.sources import Source, from_json, sha256, to_json
+
+_folders: list[tempfile.TemporaryDirectory] = []  # of stored source that has run
+
+
+def require(
+    stored: Any,
+    model: Any,
+    where: str,
+    warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> None:
+    """Make sure that the table entries of a stored model are there.
+
+    Args:
+        stored: of `to_store`, as read from a file; None: of an older version.
+        model: the configuration of the model, as a dict that may hold anything.
+        where: the checkpoint or folder, for messages.
+        warn: called with a line for code that is not the stored one.
+    Raises:
+        ValueError: code is needed that was not given, or is damaged.
+    """
+    used = _entries_of(model)
+    for source in from_json(stored, where):
+        if not source.serves(used):
+            continue
+        if not _is_added(source):
+            running.load_installed()
+        if (given := _counterpart(source)) is not None:
+            for line in source.changes(given):
+                warn(f"code differs from what {where} stores: {line}")
+        elif source.adds and _is_added(source):
+            warn(
+                f"{source.added} is from this process: it was not compared with "
+                f"{source}, which {where} stores"
+            )
+        elif STORED in running.words.get():
+            _run_stored(source, where)
+        else:
+            if SHOW in running.words.get():
+                for path, text in source.files.items():
+                    print(f"# {path} (sha256 {sha256(text)})\n{text}", flush=True)
+            raise ValueError(
+                f"{where} needs {source}, which adds {source.added}: give the file "
+                "with --import FILE, print the stored copy with --import show, or run "
+                "it with --import stored (imports= in Python)"
+            )
+
+
+def to_store(model: Any) -> list[dict[str, Any]]:
+    """Return what the checkpoint of a model stores, for JSON: the code it may need."""
+    return [to_json(source) for source in _serving(model)]
+
+
+def differences(stored: Any, model: Any, where: str) -> list[str]:
+    """Return a line for each difference between stored code and that of this process.
+
+    None where an older version stored nothing.
+    """
+    if stored is None:
+        return []
+    used, lines, matched = _entries_of(model), [], []
+    for source in from_json(stored, where):
+        if source.serves(used) and (given := _counterpart(source)) is not None:
+            lines += source.changes(given)
+            matched.append(given)
+    new = [source for source in _serving(model) if source not in matched]
+    return lines + [f"no such code → {source}" for source in new]
+
+
+def unaccounted(model: Any) -> list[str]:
+    """Return entries of a model that neither symjax nor any import has added."""
+    from symjax.attention import tables
+
+    known = {f"{kind} {x}" for kind, names in tables.BUILT_IN.items() for x in names}
+    known |= {entry for source in running.ran.values() for entry in source.adds}
+    return sorted((_entries_of(model) & running.entries().keys()) - known)
+
+
+def _entries_of(model: Any) -> set[str]:
+    """Return the table entries that the configuration of a model names."""
+    group = model.get("attention") if isinstance(model, Mapping) else None
+    if not isinstance(group, Mapping):
+        return set()
+    pattern = model.get("pattern")
+    names = pattern if isinstance(pattern, list | tuple) and pattern else ()
+    found = {f"mechanism {name}" for name in names or (group.get("mechanism"),)}
+    return found | {f"{kind} {group.get(kind)}" for kind in ("features", "decay")}
+
+
+def _serving(model: Any) -> list[Source]:
+    used = _entries_of(model)
+    return [source for source in running.ran.values() if source.serves(used)]
+
+
+def _counterpart(stored: Source) -> Source | None:
+    """Return the code of this process that has the place of the stored one."""
+    return next((x for x in running.ran.values() if x.replaces(stored)), None)
+
+
+def _is_added(source: Source) -> bool:
+    return {*source.adds} <= running.entries().keys()
+
+
+def _run_stored(source: Source, where: str) -> None:
+    """Run the source that a checkpoint stores, from a temporary folder."""
+    _folders.append(tempfile.TemporaryDirectory(prefix="symjax-import-"))
+    folder = Path(_folders[-1].name)
+    for path, text in source.files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(text.encode())
+    with running.reported(f"{STORED}, {source.name} of {where}"):
+        if source.module:
+            running.run_module(source.module, folder=folder)
+        else:
+            running.run_file(folder / source.name, f"{where}: {source}")
+    if missing := {*source.adds} - running.entries().keys():
+        raise ValueError(f"{source}, which {where} stores, adds no {min(missing)}")
+    sys.path.append(str(folder))  # for what its functions import when they are called

@@ -41,8 +41,8 @@ class Delimiters(NamedTuple):
 def delimiters(tokenizer: Tokenizer, language: Mapping[str, Any]) -> Delimiters:
     """The delimiters of documents for a model, as its training had them.
 
-    A document ends with the tokenizer's own token for it, or else with a NUL, if that
-    is a token.
+    A document ends with the tokenizer's own token for it. Without one it ends with the
+    token that began every document, or else with a NUL, if that is a token.
 
     Args:
         language: as `Examples.language`; its "document_start" is the token that
@@ -51,7 +51,7 @@ def delimiters(tokenizer: Tokenizer, language: Mapping[str, Any]) -> Delimiters:
     end, start = tokenizer.document_end, language.get("document_start")
     begun = bool(language.get("bos")) and start is not None
     if end is None:
-        end = _nul(tokenizer)
+        end = start if begun else _nul(tokenizer)
     return Delimiters(start, end, begun)
 
 

@@ -1,10 +1,13 @@
 """The tokens before and after documents, of every kind of tokenizer."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hand_made import byte_fallback
 
 from symjax.data import subwords
+from symjax.data.boundaries import boundaries
 from symjax.data.delimiters import delimiters
 from symjax.data.tokens import ByteTokenizer, CharTokenizer
 
@@ -16,6 +19,14 @@ def test_a_document_ends_with_the_token_for_it_or_with_a_nul_if_there_is_one():
     assert delimiters(ByteTokenizer(), {}).end == 0
     assert delimiters(CharTokenizer("\0ab"), {}).end == 0
     assert delimiters(CharTokenizer("ab"), {}).end is None
+
+
+def test_a_document_ends_with_the_token_that_begins_the_next_one_if_no_other_ends_it():
+    tokenizer = dataclasses.replace(BPE, end="", bos="q")
+    marks = boundaries(tokenizer, several=True)
+    language = {**tokenizer.describe(), "document_start": marks.start}
+    known = delimiters(tokenizer, language)
+    assert known.end == known.start == marks.between == tokenizer.document_begin
 
 
 def test_what_stands_before_a_document_is_what_the_run_says():

@@ -18,7 +18,7 @@ from symjax import config, imports, layers, validation
 from symjax.attention import MECHANISMS
 from symjax.evaluation import compare, harness
 from symjax.models.build import build, parts
-from symjax.models.convert import convert
+from symjax.models.convert import changes, convert
 from symjax.training.commandline import help_text, parse
 from symjax.training.exit_codes import run_and_exit
 
@@ -104,6 +104,14 @@ def test_help_shows_the_options_that_mechanisms_declare(softcap):
     assert f"--config.{CAP} (float, 5.0)" in text
     assert "of softcap: no score is larger" in text
     assert "one of: elu, identity" in text and "one of: retention" in text
+
+
+def test_a_conversion_names_an_option_that_differs(softcap):
+    before, after = (
+        capped(softcap, f"--config.{CAP}={x}").config.model for x in (5, 6)
+    )
+    assert changes(before, before) == []
+    assert changes(before, after) == [f"{CAP} 5.0 → 6.0"]
 
 
 def test_an_option_is_stored_and_must_agree_with_the_checkpoint(softcap):

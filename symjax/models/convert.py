@@ -53,8 +53,8 @@ COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
 # What acts on queries, and on keys that are made on their own.
 OF_KEYS = {"query_norm": "own_key_norm", "query_convolution": "key_convolution"}
 
-# Keys that change what the same weights compute; the others convert the weights, or
-# have no function.
+# Keys that change what the same weights compute, whatever the mechanism; the others
+# convert the weights, or have no function. Flash has one more (`changes`).
 CHANGING = (
     *("rope_base", "rope_share", "rope_scaling", "pattern"),
     *("attention.mechanism", "attention.depth_offset", "attention.length_base"),
@@ -68,12 +68,18 @@ Params = dict[str, Any]
 
 def changes(source: config.Model, target: config.Model) -> list[str]:
     """Name the keys by which converted weights compute another function at first."""
-    found = []
-    for name in CHANGING:
-        one, other = (attrgetter(name)(x) for x in (source, target))
-        if one != other:
-            found.append(f"model.{name} {one!r} → {other!r}")
-    return found
+    names, models = CHANGING, (source, target)
+    if all("flash" in (x.pattern or (x.attention.mechanism,)) for x in models):
+        names += ("attention.chunk_size",)  # of other mechanisms it changes rounding
+    pairs = {name: [attrgetter(name)(x) for x in models] for name in names}
+    before, after = map(config.own_options, models)
+    shared = [name for name in before if name in after]
+    pairs |= {f"attention.options.{x}": [before[x], after[x]] for x in shared}
+    return [
+        f"model.{name} {one!r} → {other!r}"
+        for name, (one, other) in pairs.items()
+        if one != other
+    ]
 
 
 def convert(params: Params, source: config.Model, target: config.Model) -> Params:

@@ -153,6 +153,17 @@ def test_keys_that_change_the_function_are_named():
     ]
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "named"),
+    [("flash", ["model.attention.chunk_size 4 → 8"]), ("linear", [])],
+)
+def test_the_chunk_size_is_named_where_it_changes_the_function(mechanism, named):
+    one, other = (model(mechanism=mechanism, chunk_size=x) for x in (4, 8))
+    differ = abs(scores(one, weights(one)) - scores(other, weights(one))).max()
+    assert bool(differ > 1e-3) == bool(named)
+    assert changes(one, other) == named
+
+
 def test_symmetric_projections_are_the_mean_of_query_and_key():
     _, _, before, after = converted(model(), model(symmetric="plain"))
     one, two = (x["blocks"][1]["attention"] for x in (before, after))

@@ -124,7 +124,8 @@ def _hub(options: config.Data) -> Source:
             f"{named(options)} has images of several sizes: {one} and {other}"
         )
     if len(found) == 1:
-        held = splits.stratified(map(splits.sha256, contents), labels)
+        own = [names[label] for label in labels]
+        held = splits.stratified(map(splits.sha256, contents), own)
     facts["label"] = options.label
     return Source(contents, labels, held, names, 255 if shapes else 0, facts)
 
@@ -186,16 +187,21 @@ def _pixels(content: Any, row: str) -> np.ndarray:
     """The pixels of an image file; shades of grey stay one channel.
 
     Raises:
-        ValueError: Pillow cannot read it.
+        ValueError: Pillow cannot read it, or 8 bits do not hold its pixels.
     """
     import datasets
 
+    file = f"{content['path']!r}, " if content.get("path") else ""
     try:
         image = datasets.Image().decode_example(content)
     except Exception as error:
-        file = f"{content['path']!r}, " if content.get("path") else ""
         why = " ".join(str(error).split())
         raise UnusableData(f"{file}{row} is no image: {why}") from None
+    if image.mode.startswith(("I", "F")):
+        raise UnusableData(
+            f"{file}{row} has pixels of more than 8 bits (mode {image.mode!r}): "
+            "convert it first"
+        )
     gray = image.mode in ("1", "L")
     pixels = np.asarray(image.convert("L" if gray else "RGB"), np.uint8)
     return pixels[..., None] if gray else pixels

@@ -5,9 +5,12 @@ Other columns are not converted, so nothing in them can stop a read.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import os
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,7 +44,7 @@ def unknown(key: str, column: str, known: list[str]) -> str:
 
 def is_text(kind: Any) -> bool:
     """Return whether a column of this type holds text."""
-    return getattr(kind, "dtype", "") in ("string", "large_string")
+    return getattr(kind, "dtype", "") in ("string", "large_string", "string_view")
 
 
 def reading(kind: str, columns: Columns) -> dict[str, Any]:
@@ -130,11 +133,26 @@ def _file_by_file(read: Any, asked: _Asked) -> Any:
                 if os.path.isfile(path):
                     check_whole(Path(path))
                 for key, table in read(**one):
+                    if asked.kind in ("parquet", "arrow"):
+                        table.validate(full=True)  # that texts are UTF-8
                     yield Key(index, key.item_or_batch_id), table
             except Exception as error:
+                if _has_no_rows(error, path):
+                    continue
                 raise _naming(error, path, asked) from None
 
     return tables
+
+
+def _has_no_rows(error: Exception, path: str) -> bool:
+    """Return whether an error is that of `datasets` for a parquet file without rows."""
+    import pyarrow.parquet
+    from datasets.utils.file_utils import xopen
+
+    if "BatchSize must be greater than 0" not in str(error):
+        return False
+    with xopen(path, "rb") as file:
+        return not pyarrow.parquet.read_metadata(file).num_rows
 
 
 def _knowing_types(builder: Any, asked: _Asked) -> Any:
@@ -193,20 +211,56 @@ def _csv_tables(builder: Any, asked: _Asked) -> Any:
         for path in (path for files in files_iterables for path in files):
             file: Any
             with xopen(path, "rb") as file:
-                for rows in pandas.read_csv(file, **options):
-                    yield Key(0, next(number)), _csv_table(builder, rows, asked)
+                try:
+                    for rows in pandas.read_csv(file, **options):
+                        yield Key(0, next(number)), _csv_table(builder, rows, asked)
+                except pandas.errors.ParserError as error:
+                    raise _in_line(error, path, options) from None
 
     return tables
+
+
+def _in_line(error: Exception, path: str, options: dict[str, Any]) -> Exception:
+    """The error of a CSV file with the line that a row begins in.
+
+    pandas counts rows, and a row with line ends inside quotes takes several lines.
+    """
+    from datasets.utils.file_utils import xopen
+
+    said = str(error).strip()
+    if found := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", said):
+        wanted, row, saw = map(int, found.groups())
+        problem = f"{saw} fields, where {wanted} are expected"
+    elif found := re.search(r"EOF inside string starting at row (\d+)", said):
+        row, problem = int(found[1]) + 1, "a quote opens that is not closed"
+    else:
+        return error
+    names = "delimiter", "quotechar", "escapechar", "doublequote", "quoting"
+    dialect = {"delimiter": options["sep"], **options}
+    known = {name: dialect[name] for name in names if dialect.get(name) is not None}
+    limit = csv.field_size_limit(sys.maxsize)
+    lines: Any
+    try:
+        encoding = options.get("encoding") or "utf-8"
+        with xopen(path, "r", encoding=encoding, newline="") as lines:
+            rows, line = csv.reader(lines, **known), 1
+            for _ in itertools.islice(rows, row - 1):
+                line = rows.line_num + 1
+    finally:
+        csv.field_size_limit(limit)
+    return DamagedFile(f"line {line}: {problem}")
 
 
 def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Asked) -> pyarrow.Table:
     import pandas
     import pyarrow
 
-    # Where rows have a field more than the header, pandas takes the first as an index.
+    # Where rows have more fields than the header, pandas takes the first as an index.
     shifted = not isinstance(rows.index, pandas.RangeIndex)
-    if shifted and (rows.iloc[:, -1] == "").all():
-        raise DamagedFile("its lines end with a delimiter, but the header does not")
+    if shifted and builder.config.index_col is None:
+        if (rows.iloc[:, -1] == "").all():
+            raise DamagedFile("its lines end with a delimiter, but the header does not")
+        raise DamagedFile("its lines have more fields than the header")
     arrays = {}
     for key, name in asked.columns.items():
         check_known(key, name, map(str, rows.columns))

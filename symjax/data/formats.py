@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,11 +84,21 @@ def data_files(folder: str) -> dict[Path, str]:
 
 
 def has_card(folder: str) -> bool:
-    """Return whether a folder has a data card that says which files to read."""
+    """Return whether a folder has a data card that says which files to read.
+
+    Raises:
+        UnusableData: its README.md is damaged.
+    """
     from huggingface_hub import DatasetCard
 
     card = Path(folder, CARD)
-    return card.is_file() and bool(DatasetCard.load(card).data.get("configs"))
+    if not card.is_file():
+        return False
+    try:
+        return bool(DatasetCard.load(card).data.get("configs"))
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UnusableData(f"{str(card)!r} cannot be read: {said}") from None
 
 
 def in_capitals(files: Iterable[Path]) -> bool:
@@ -126,10 +137,12 @@ def add_unread(folder: str, read: Iterable[str], left_out: LeftOut) -> None:
                 if not path.stat().st_size:
                     left_out.add("empty files", repr(str(inside / name)))
             elif name not in (CARD, STATE, *DESCRIPTIONS):
-                left_out.add(_why(path) or other or OTHER, repr(str(inside / name)))
+                known = _format(path) and path.stem not in ABOUT
+                kind = _why(path) or other or (ANOTHER if known else OTHER)
+                left_out.add(kind, repr(str(inside / name)))
 
 
-OTHER = "files of no known format"
+OTHER, ANOTHER = "files of no known format", "files of another format"
 
 
 def _why(path: Path) -> str:
@@ -156,18 +169,46 @@ def check_one_format(folder: str, files: dict[Path, str]) -> None:
         )
 
 
+def check_splits_seen(
+    folder: str, files: Iterable[Path], splits: Iterable[str]
+) -> None:
+    """Refuse a folder whose held-out files would be trained on, for their capitals.
+
+    Args:
+        files: its `data_files`.
+        splits: those that `datasets` has found by names in small letters.
+    Raises:
+        UnusableData: naming the first file, unless all files are held out.
+    """
+    if [str(split) for split in splits] != ["train"]:
+        return
+    names = sorted(path.relative_to(folder).as_posix() for path in files)
+    unseen = [name for name in names if _HELD_OUT.search(name.lower())]
+    if 0 < len(unseen) < len(names):
+        raise UnusableData(
+            f"data.name {folder!r}: {unseen[0]!r} would be trained on, since names of "
+            "splits in capitals are not known: rename it"
+        )
+
+
+# Held-out splits by the words that `datasets` looks for in the names of files.
+_WORDS = "validation|valid|val|dev|testing|test|evaluation|eval"
+_HELD_OUT = re.compile(rf"(?<![^-._ 0-9/])({_WORDS})(?![^-._ 0-9/])")
+
+
 def check_all_read(folder: str, files: Iterable[Path], read: Iterable[str]) -> None:
     """Refuse a folder of which only the files named after splits would be read.
 
     Args:
         files: its `data_files`.
-        read: the paths that a loader has found.
+        read: the paths that a loader has found; if they are others, such as images, the
+            folder passes.
     Raises:
         UnusableData: naming the first file that it has not found.
     """
     found, files = {Path(path).resolve() for path in read}, sorted(files)
     left = [path for path in files if path.resolve() not in found]
-    if left:
+    if 0 < len(left) < len(files):
         raise UnusableData(
             f"data.name {folder!r}: {len(left)} of {len(files)} files would not be "
             f"read, such as {str(left[0].relative_to(folder))!r}, beside files named "

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -27,8 +27,10 @@ from symjax.data.formats import (
     add_unread,
     check_all_read,
     check_one_format,
+    check_splits_seen,
     data_files,
     in_capitals,
+    table_format,
 )
 from symjax.data.left_out import LeftOut
 from symjax.data.manifest import stamp_of
@@ -83,7 +85,30 @@ class Opened:
         for name in names:
             if not (self._builder.info.splits or {})[name].num_examples:
                 raise UnusableData(f"{self._where} has no rows in split {name!r}")
-        return {name: self._builder.as_dataset(name) for name in names}
+        found = {name: self._builder.as_dataset(name) for name in names}
+        if self._builder.name == "imagefolder":
+            left_out = LeftOut()
+            for name, rows in found.items():
+                _add_unlisted(files[name], rows, left_out)
+            left_out.say(self._where)
+        return found
+
+
+def _add_unlisted(files: Iterable[str], rows: Any, left_out: LeftOut) -> None:
+    """Count images that are in no row, since their folder's metadata does not list
+    them.
+
+    Args:
+        files: images, their metadata and archives.
+    """
+    import datasets
+
+    images = rows.cast_column("image", datasets.Image(decode=False))["image"]
+    listed = {os.path.realpath(image["path"]) for image in images if image}
+    for file in map(str, files):
+        other = Path(file).stem == "metadata" or table_format(file)
+        if not other and os.path.realpath(file) not in listed:
+            left_out.add("images that the metadata does not list", repr(file))
 
 
 @contextlib.contextmanager
@@ -133,6 +158,7 @@ def _opened_folder(
             builder = _builder(path, subset, columns, cache, None)
         found = builder.config.data_files or {}
         read = list(itertools.chain.from_iterable(found.values()))
+        check_splits_seen(path, files, found)
         check_all_read(path, files, read)
         add_unread(path, read, left_out)
         rows = Opened(builder, columns, where, own=True)
@@ -261,15 +287,24 @@ def one_line(options: config.Data) -> Iterator[None]:
 def _problem(error: BaseException) -> str:
     """What went wrong, by the first cause of an error, and what to do."""
     import huggingface_hub
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.data_files import EmptyDatasetError
+    from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
 
     chain = causes(error)
     hub = huggingface_hub.constants.ENDPOINT
     unknown = DatasetNotFoundError, huggingface_hub.errors.RepositoryNotFoundError
     if any(isinstance(link, unknown) for link in chain):
         return f"is no folder here, and {hub} shows no such data set to this login"
+    nothing = DataFilesNotFoundError, EmptyDatasetError
+    if any(isinstance(link, nothing) for link in chain):
+        return (
+            f"cannot be loaded, since it has no files that can be read: give {FOLDER}, "
+            "without [ ? * in its path, without :: in a name and, if its README.md has "
+            "configs, with endings in small letters"
+        )
     first = chain[-1]
-    reason = f"{type(first).__name__}: {' '.join(str(first).split())}"
+    said = " ".join(str(first).split()).partition(" with any supported extension")[0]
+    reason = f"{type(first).__name__}: {said}"
     if not any(map(is_silence, chain)):
         return f"cannot be loaded ({reason})"
     if huggingface_hub.constants.HF_HUB_OFFLINE:

@@ -37,7 +37,7 @@ class Saved:
         self._columns, self._where, place = columns, where, Path(folder)
         self._folders = {"train": place}
         if (place / SPLITS).is_file():
-            names = _described(place / SPLITS, where)["splits"]
+            names = _described(place / SPLITS, "splits", where)
             self._folders = {name: place / name for name in names}
         self.names = list(self._folders)
         self._files = {name: self._arrow(path) for name, path in self._folders.items()}
@@ -46,8 +46,8 @@ class Saved:
         self.revision = stamp_of(read)
 
     def _arrow(self, folder: Path) -> list[Path]:
-        state = _described(folder / STATE, self._where)
-        files = [folder / file["filename"] for file in state["_data_files"]]
+        found = _described(folder / STATE, "_data_files", self._where)
+        files = [folder / file["filename"] for file in found]
         for path in files:
             if not path.is_file():
                 raise UnusableData(f"{self._where}: {str(path)!r} is missing")
@@ -62,7 +62,13 @@ class Saved:
         for name in names:
             for path in self._files[name]:
                 self._check(path)
-            rows = datasets.Dataset.load_from_disk(str(self._folders[name]))
+            if not self._files[name]:
+                raise UnusableData(f"{self._where} has no rows in split {name!r}")
+            folder = str(self._folders[name])
+            try:
+                rows = datasets.Dataset.load_from_disk(folder)
+            except Exception as error:
+                raise naming(error, folder, self._where) from None
             for key, column in self._columns.items():
                 check_known(key, column, rows.column_names)
             rows = rows.select_columns(list(dict.fromkeys(self._columns.values())))
@@ -80,8 +86,8 @@ class Saved:
             raise naming(error, str(path), self._where) from None
 
 
-def _described(path: Path, where: str) -> dict[str, Any]:
+def _described(path: Path, key: str, where: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise naming(error, str(path), where) from None

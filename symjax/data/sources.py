@@ -7,6 +7,7 @@ translated, nothing is stripped. Only `hub` downloads, into the Hugging Face cac
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -240,16 +241,25 @@ def text(path: str | Path) -> Texts:
     for name, (file, named) in found.items():
         if named and not file.stat().st_size:
             raise ValueError(f"data.path {name!r} is an empty file")
-    kept = []
-    for name, (file, _) in found.items():
-        if file.stat().st_size:
-            kept.append(file)
-        else:
+    paths = {name: file for name, (file, _) in found.items() if file.stat().st_size}
+    documents, scanned = _scanned(list(paths.values()), "data.path")
+    # A file may hold a byte order mark alone, and a compressed one nothing.
+    full = [characters > 0 for _, characters in scanned]
+    kept = set(itertools.compress(paths, full))
+    for name, (_, named) in found.items():
+        if name not in kept and named:
+            raise ValueError(f"data.path {name!r} holds no text")
+        if name not in kept:
             left_out.add("empty files", repr(name))
     if not kept:
         raise ValueError(f"{where} matches only empty files")
     left_out.say(where)
-    return splits.by_content(*_scanned(kept, "data.path"), where, "files")
+
+    def texts() -> Iterator[Document]:
+        return itertools.compress(documents(), full)
+
+    scanned = list(itertools.compress(scanned, full))
+    return splits.by_content(texts, scanned, where, "files")
 
 
 def _files(path: str, left_out: LeftOut) -> dict[str, tuple[Path, bool]]:
@@ -260,7 +270,7 @@ def _files(path: str, left_out: LeftOut) -> dict[str, tuple[Path, bool]]:
     """
     files: dict[str, tuple[Path, bool]] = {}
     met = set()
-    whole = os.path.isfile(path)
+    whole = os.path.exists(path)
     pieces = [path] if whole else [piece.strip() for piece in path.split(",")]
     for piece in map(os.path.expanduser, pieces):
         if not piece:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +80,7 @@ def scan(document: Document) -> tuple[int, int]:
     return number(content.hexdigest()), characters
 
 
-def stratified(keys: Iterable[str], labels: list[int]) -> list[bool]:
+def stratified(keys: Iterable[str], labels: Sequence[Any]) -> list[bool]:
     """Which examples are held out: a fifth of those of every label, by their hash.
 
     Examples with one key are copies, and on one side.
@@ -91,7 +92,10 @@ def stratified(keys: Iterable[str], labels: list[int]) -> list[bool]:
     for label in sorted(set(labels)):
         own = {key for key, its in zip(keys, labels, strict=True) if its == label}
         if len(own) < 2:
-            raise ValueError(f"label {label} has one example: none can be held out")
+            raise ValueError(
+                f"label {label!r} has one example, or only copies of one: none can be "
+                "held out"
+            )
         held |= {*sorted(own)[: max(1, round(len(own) * LABELLED_SHARE))]}
     return [key in held for key in keys]
 

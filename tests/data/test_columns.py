@@ -4,6 +4,8 @@ import gzip
 import json
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from datasets.arrow_writer import ArrowWriter
 
@@ -215,8 +217,23 @@ DAMAGED = {
         GOOD + '{"text": "a\nb"}',
         "line 19, column 12",
     ),
-    "a row too long": ("csv", "text,n\na,1\nb,2,3,4\n", "line 3"),
-    "an open quote": ("csv", 'text\na\n"b\n', "inside string"),
+    "a row too long": ("csv", "text,n\na,1\nb,2,3,4\n", "line 3: 4 fields, where 2"),
+    "a row too long after a text of several lines": (
+        "csv",
+        'text,n\n"a\nb\n""c",1\n\nb,2,3\n',
+        "line 6: 3 fields, where 2 are expected",
+    ),
+    "more fields than columns": (
+        "csv",
+        "text\nHello, world\nplain\n",
+        "its lines have more fields than the header",
+    ),
+    "an open quote": ("csv", 'text\na\n"b\n', "line 3: a quote opens that is not"),
+    "an open quote after a text of several lines": (
+        "csv",
+        'text\r\n"a\r\nb"\r\n"c\r\n',
+        "line 4: a quote opens that is not closed",
+    ),
     "half of gzip": (
         "jsonl.gz",
         gzip.compress(GOOD.encode() * 999)[:-200],
@@ -238,6 +255,31 @@ def test_a_damaged_file_is_named_with_the_reason(tmp_path, what, read):
         read(wanted(tmp_path))
     said = str(error.value)
     assert reason in said and repr(str(path)) in said and "\n" not in said
+
+
+@READERS
+def test_a_parquet_file_with_texts_that_are_no_utf8_is_named(tmp_path, read):
+    latin = pyarrow.array([b"plain", b"caf\xe9"]).buffers()
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, latin)
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet' cannot be read: .* UTF8 .* 1"):
+        read(wanted(tmp_path))
+
+
+@READERS
+def test_parquet_files_without_rows_are_parts_of_a_data_set(tmp_path, read):
+    table = pyarrow.table({"text": TEXTS})
+    for name, rows in (("a", table[:0]), ("b", table), ("c", table[:0])):
+        pyarrow.parquet.write_table(rows, tmp_path / f"{name}.parquet")
+    assert read(wanted(tmp_path)) == TEXTS
+
+
+@READERS
+def test_texts_may_be_string_views(tmp_path, read):
+    table = pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())})
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+        file.write_table(table)
+    assert read(wanted(tmp_path)) == TEXTS
 
 
 @READERS

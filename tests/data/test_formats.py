@@ -257,3 +257,60 @@ def test_damaged_compressed_texts_are_named(tmp_path, packer):
         (tmp_path / f"a.txt.{packer}").write_bytes(kept)
         with pytest.raises(ValueError, match=f"a.txt.{packer}' cannot be read"):
             sources.text(tmp_path / f"a.txt.{packer}")
+
+
+@READERS
+@pytest.mark.parametrize("name", ["TEST.JSONL", "Test.jsonl", "data/Eval-1.jsonl"])
+def test_held_out_files_in_capitals_are_not_trained_on(tmp_path, name, read):
+    content = content_of("jsonl", tmp_path)
+    for file in ("TRAIN.JSONL", name):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"'{name}' would be trained on"):
+        read(wanted(tmp_path))
+    (tmp_path / "TRAIN.JSONL").unlink()
+    assert sorted(read(wanted(tmp_path))) == sorted(TEXTS)
+
+
+def test_words_that_hold_the_name_of_a_split_are_no_splits(tmp_path):
+    for name in ("Latest.jsonl", "Contest.jsonl", "Devices.jsonl"):
+        (tmp_path / name).write_bytes(content_of("jsonl", tmp_path))
+    assert len(packed(wanted(tmp_path))) == 3 * len(TEXTS)
+
+
+@READERS
+def test_a_damaged_card_is_named(tmp_path, read):
+    (tmp_path / "a.jsonl").write_bytes(content_of("jsonl", tmp_path))
+    for content in (b"---\nconfigs: [:\n---\n", b"caf\xe9"):
+        (tmp_path / "README.md").write_bytes(content)
+        with pytest.raises(ValueError, match="README.md' cannot be read") as error:
+            read(wanted(tmp_path))
+        assert "\n" not in str(error.value)
+
+
+@READERS
+def test_files_that_cannot_be_found_are_a_short_line(tmp_path, read):
+    card = "---\nconfigs:\n- config_name: one\n  data_files: gone.jsonl\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    with pytest.raises(ValueError, match="Unable to find '.*gone.jsonl'") as error:
+        read(wanted(tmp_path))
+    assert len(str(error.value)) < 400
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(ValueError, match="has no files that can be read: give a local"):
+        read(wanted(tmp_path))
+
+
+@READERS
+def test_saved_rows_without_what_describes_them_are_one_line(tmp_path, read):
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    rows.select([]).save_to_disk(tmp_path / "empty")
+    with pytest.raises(ValueError, match="has no rows in split 'train'"):
+        read(wanted(tmp_path / "empty"))
+    for name in ("state.json", "dataset_info.json"):
+        rows.save_to_disk(tmp_path / name)
+        (tmp_path / name / name).write_text('{"features": 3')
+        with pytest.raises(ValueError, match=f"{name}' cannot be read: JSONDec"):
+            read(wanted(tmp_path / name))
+    (tmp_path / "state.json" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="state.json' cannot be read: KeyError"):
+        read(wanted(tmp_path / "state.json"))

@@ -53,7 +53,7 @@ def test_every_label_is_held_out_in_the_same_share_and_no_copy_is_on_both_sides(
     }
     sides = dict(zip(keys, held, strict=True))
     assert all(sides[key] == here for key, here in zip(keys, held, strict=True))
-    with pytest.raises(ValueError, match="label 1 has one example"):
+    with pytest.raises(ValueError, match="label 1 has one example, or only copies"):
         splits.stratified(["a", "b", "c", "c"], [0, 0, 1, 1])
 
 
@@ -191,6 +191,23 @@ def test_images_of_the_hub_keep_their_pixels(tmp_path):
     assert {(255 * x).round().astype(np.uint8).tobytes() for x in seen} == {
         x.tobytes() for x in pixels
     }
+
+
+def test_images_whose_pixels_need_more_than_8_bits_are_refused(tmp_path):
+    from PIL import Image
+
+    for number in range(4):
+        path = tmp_path / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(np.full((3, 4), 1000 * number, np.uint16)).save(path)
+    with pytest.raises(ValueError, match="0.png', row 1 .* more than 8 bits .mode 'I"):
+        classes.load(hub(tmp_path, column="image"))
+
+
+def test_a_label_that_has_copies_only_is_named(tmp_path):
+    write_rows(tmp_path, rows=[*REVIEWS, *[("the same film", "odd")] * 5])
+    with pytest.raises(ValueError, match="label 'odd' has one example, or only copies"):
+        classes.load(hub(tmp_path))
 
 
 def test_the_folder_is_enough_and_a_damaged_one_is_refused(tmp_path):

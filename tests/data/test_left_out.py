@@ -160,11 +160,39 @@ def test_folders_that_a_glob_matches_are_named(tmp_path, capsys):
     assert said(capsys) == [f"folders: 1, such as {str(tmp_path / 'deep')!r}"]
 
 
+def write_image(path, number):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((3, 4), number, np.uint8)).save(path)
+    return path
+
+
+def test_files_beside_images_and_saved_rows_are_named(tmp_path, capsys):
+    for number in range(6):
+        write_image(tmp_path / "images" / "ab"[number % 2] / f"{number}.png", number)
+    write(tmp_path / "images" / "a" / "notes.txt", ROWS)
+    options = wanted(tmp_path / "images", column="image", label="label")
+    assert len(classes.load(options).labels) == 6
+    assert said(capsys) == ["files of another format: 1, such as 'a/notes.txt'"]
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    write(tmp_path / "saved" / "more.jsonl", ROWS)
+    hub.load(wanted(tmp_path / "saved"))
+    assert said(capsys) == ["files of another format: 1, such as 'more.jsonl'"]
+
+
+def test_images_that_the_metadata_does_not_list_are_named(tmp_path, capsys):
+    paths = [write_image(tmp_path / f"{number}.png", number) for number in range(7)]
+    listed = [f"{path.name},{'ab'[n % 2]}\n" for n, path in enumerate(paths[:6])]
+    (tmp_path / "metadata.csv").write_text("file_name,label\n" + "".join(listed))
+    options = wanted(tmp_path, column="image", label="label")
+    assert len(classes.load(options).labels) == 6
+    [line] = said(capsys)
+    assert line.startswith("images that the metadata does not list: 1, such as")
+    assert line.endswith("6.png'")
+
+
 def test_images_that_cannot_be_read_are_named(tmp_path, capsys):
     for number in range(6):
-        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
-        path = tmp_path / "ab"[number % 2] / f"{number}.png"
-        Image.fromarray(np.full((3, 4), number, np.uint8)).save(path)
+        path = write_image(tmp_path / "ab"[number % 2] / f"{number}.png", number)
     options = wanted(tmp_path, column="image", label="label")
     assert len(classes.load(options).labels) == 6
     assert said(capsys) == []

@@ -1,5 +1,6 @@
 """Sources give the exact text, and never the same document on both sides."""
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,23 @@ def test_names_with_commas_and_brackets_are_files_first(tmp_path):
     path = tmp_path / "a, [1].txt"
     path.write_text("0123456789")
     assert documents(sources.text(path))["heldout"] == ["9"]
+
+
+def test_folders_may_have_commas_in_their_names(tmp_path):
+    folder = tmp_path / "a, b"
+    folder.mkdir()
+    (folder / "text").write_text("0123456789")
+    assert documents(sources.text(folder))["heldout"] == ["9"]
+
+
+def test_files_that_hold_no_text_are_empty_files(tmp_path):
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "nothing.txt.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "full.txt").write_text("0123456789")
+    got = documents(sources.text(tmp_path))
+    assert got == {"train": ["012345678"], "heldout": ["9"]}
+    assert "mark.txt' holds no text" in refused(tmp_path / "mark.txt")
+    assert "matches only empty files" in refused(tmp_path / "[mn]*")
 
 
 def test_empty_files_of_a_glob_are_left_out(tmp_path):

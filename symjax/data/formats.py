@@ -115,7 +115,7 @@ def add_unread(folder: str, read: Iterable[str], left_out: LeftOut) -> None:
     found = {Path(path).resolve() for path in read}
     above = {folder for path in found for folder in path.parents}
     other = "files that README.md does not choose" if has_card(folder) else ""
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=left_out.add_unreadable):
         inside = Path(place).relative_to(folder)
         descended = []
         for name in sorted(folders):

@@ -16,6 +16,10 @@ class LeftOut:
         count, first = self._kinds.get(kind, (0, example))
         self._kinds[kind] = count + 1, first
 
+    def add_unreadable(self, error: OSError) -> None:
+        """Count a folder that `os.walk` cannot list."""
+        self.add("folders that cannot be read", repr(error.filename))
+
     def say(self, where: str) -> None:
         """Print one line a kind on stderr, and forget the counts.
 

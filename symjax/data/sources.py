@@ -308,7 +308,7 @@ def _texts_below(folder: str, left_out: LeftOut) -> list[str]:
             read whole.
     """
     found = []
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=left_out.add_unreadable):
         descended = []
         for name in sorted(folders):
             path = os.path.join(place, name)

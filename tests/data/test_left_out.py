@@ -153,6 +153,23 @@ def test_entries_of_a_folder_of_texts_that_are_not_read_are_named(tmp_path, caps
     }
 
 
+def test_folders_that_cannot_be_listed_are_named(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "a.txt", ROWS)
+    write(tmp_path / "closed" / "b.txt", ROWS)
+    scandir, closed = os.scandir, str(tmp_path / "closed")
+
+    def refused(path):
+        if str(path) == closed:
+            raise PermissionError(13, "Permission denied", closed)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    for load in (sources.text, lambda folder: hub.load(wanted(folder))):
+        load(tmp_path)
+        line = f"folders that cannot be read: 1, such as {closed!r}"
+        assert line in said(capsys)
+
+
 def test_folders_that_a_glob_matches_are_named(tmp_path, capsys):
     write(tmp_path / "a.txt", ROWS)
     write(tmp_path / "deep" / "b.txt", ROWS)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mechanisms_of_users import SOFTCAP, forgotten
 from runs import ROOT, SECONDS, call, environment, words, write_text
@@ -309,6 +310,13 @@ def test_a_file_runs_once_in_a_process_and_must_not_change(softcap):
         lambda x: x["files"].update({"../out.py": ""}),
         lambda x: x["files"].update({"/out.py": ""}),
         lambda x: x["files"].update({"softcap.py": "print('other')"}),
+        lambda x: x["files"].update({"": ""}),
+        lambda x: x["files"].update({"folder/./out.py": ""}),
+        lambda x: x["files"].update({"out.txt": ""}),
+        lambda x: x["files"].update({"line\nend.py": ""}),
+        lambda x: x["files"].update({"out.py": "\ud800"}),
+        lambda x: x.update(module="os"),
+        lambda x: x.update(adds=["mechanism softcap", "\x1b[2J"]),
         lambda x: x.update(files=3),
         lambda x: x.update(files={}),
         lambda x: x.pop("sha256"),
@@ -323,6 +331,112 @@ def test_damaged_stored_code_is_refused(harm, softcap):
         with pytest.raises(ValueError, match="are damaged"):
             imports.require(stored, model, "checkpoint 1")
     assert not Path("../out.py").exists()
+
+
+def stored_code(folder, text=SOFTCAP, **modules):
+    """What a run stores of a file that imports these modules."""
+    for name, content in modules.items():
+        (folder / f"{name}.py").write_text(content)
+    path = folder / "capped_by_parts.py"
+    path.write_text("".join(f"import {name}\n" for name in modules) + text)
+    with forgotten(), imports.using(path):
+        (stored,) = imports.to_store({"attention": {"mechanism": "softcap"}})
+    for name in modules:
+        sys.modules.pop(name, None)
+    while str(folder) in sys.path:
+        sys.path.remove(str(folder))
+    return stored
+
+
+def require(stored, given="stored"):
+    with imports.using(given):
+        imports.require([stored], {"attention": {"mechanism": "softcap"}}, "run")
+
+
+@pytest.mark.parametrize("name", ["antigravity", "tensorboardX", "symjax", "jax"])
+def test_stored_code_takes_the_place_of_no_installed_module(name, tmp_path):
+    stored = stored_code(tmp_path)
+    stored["files"][f"{name}.py"] = f"raise RuntimeError('this is no {name}')"
+    with pytest.raises(ValueError, match=f"{name}.py has the name of an installed"):
+        require(stored)
+    assert "softcap" not in MECHANISMS
+    stored = stored_code(tmp_path, f"import {name}\n{SOFTCAP}")
+    stored["files"] = {f"{name}.py": [*stored["files"].values()][0]}
+    require(stored)  # a file of this name runs, and is not what it imports
+    assert "symjax-import" not in sys.modules[name].__file__
+
+
+def test_stored_code_refuses_another_module_of_its_name(tmp_path):
+    stored = stored_code(tmp_path, parts_of_a_cap="cap = 3")
+    assert [*stored["files"]] == ["capped_by_parts.py", "parts_of_a_cap.py"]
+    other = stored | {"files": stored["files"] | {"parts_of_a_cap.py": "cap = 4"}}
+    with pytest.raises(ValueError, match=r"needs .*, parts_of_a_cap.py \(sha256"):
+        require(other, ())
+    require(stored)
+    with forgotten():
+        with pytest.raises(ValueError, match="imported another parts_of_a_cap.py"):
+            require(other)
+        assert "softcap" not in MECHANISMS
+    del sys.modules["parts_of_a_cap"]
+
+
+def test_a_module_that_is_imported_in_a_function_is_found_and_stored(tmp_path):
+    (tmp_path / "late_cap.py").write_text("import still_later\n")
+    (tmp_path / "still_later.py").write_text("CAP = 3\n")
+    late = "    import late_cap\n    weights = jax.nn"
+    text = SOFTCAP.replace("    weights = jax.nn", late)
+    stored = stored_code(tmp_path, text)
+    names = ["capped_by_parts.py", "late_cap.py", "still_later.py"]
+    assert sorted(stored["files"]) == names
+    for name in names:
+        (tmp_path / name).unlink()
+    require(stored)
+    x = np.ones((1, 2, 1, 2), np.float32)
+    MECHANISMS["softcap"].attend(x, x, x)
+    for name in ("late_cap", "still_later"):
+        del sys.modules[name]
+
+
+def test_code_that_failed_runs_again_as_a_whole(tmp_path):
+    (tmp_path / "parts_of_a_cap.py").write_text(SOFTCAP)
+    path = tmp_path / "capped.py"
+    path.write_text("import parts_of_a_cap\n1 / 0")
+    with pytest.raises(ValueError, match="division by zero"), imports.using(path):
+        pass
+    path.write_text("import parts_of_a_cap")
+    with imports.using(path):
+        assert "softcap" in MECHANISMS
+    del sys.modules["parts_of_a_cap"]
+
+
+def test_a_file_that_replaces_what_symjax_has_is_refused(softcap):
+    before = MECHANISMS["softmax"]
+    softcap.write_text(
+        SOFTCAP.replace('MECHANISMS["softcap"]', 'MECHANISMS["softmax"]')
+    )
+    with pytest.raises(ValueError, match="replaces mechanism softmax, which symjax"):
+        with imports.using(softcap):
+            pass
+    assert MECHANISMS["softmax"] is before
+
+
+def test_a_module_leaves_the_order_of_the_path(softcap, monkeypatch):
+    monkeypatch.chdir(softcap.parent)
+    softcap.rename("module_of_a_cap.py")
+    monkeypatch.syspath_prepend(str(softcap.parent))
+    before = list(sys.path)
+    with imports.using("module_of_a_cap"):
+        assert sys.path == before
+    assert sys.path == before
+    del sys.modules["module_of_a_cap"]
+
+
+def test_printed_code_hides_nothing_in_a_terminal(tmp_path, capsys):
+    stored = stored_code(tmp_path, f"{SOFTCAP}x = 1  # \u202e \x1b[1A\x1b[2K\n")
+    with pytest.raises(ValueError, match="--import stored"):
+        require(stored, "show")
+    out = capsys.readouterr().out
+    assert r"\u202e \x1b[1A\x1b[2K" in out and "\x1b" not in out
 
 
 def test_a_run_stores_only_what_its_model_may_need(softcap):

@@ -16,7 +16,7 @@ from symjax.imports.running import (
     run_path,
     using,
 )
-from symjax.imports.stored import differences, require, to_store, unaccounted
+from symjax.imports.stored import differences, require, serving, to_store, unaccounted
 
 __all__ = [
     "GROUP",
@@ -28,6 +28,7 @@ __all__ = [
     "recorded",
     "require",
     "run_path",
+    "serving",
     "to_store",
     "unaccounted",
     "using",

@@ -14,6 +14,7 @@ from typing import Any
 
 from symjax.imports.sources import (
     Source,
+    is_local,
     read_text,
     sha256,
     source_of_file,
@@ -86,14 +87,14 @@ def run_module(name: str, package: str = "", folder: Path | None = None) -> None
         return
     before = entries()
     with _importable(str(folder) if folder else os.getcwd(), last=not folder):
-        module = importlib.import_module(name)
-    _note(key, source_of_module(name, module, _added(before), package))
+        importlib.import_module(name)
+    _note(key, source_of_module(name, _added(before), package))
 
 
-def run_file(path: Path, key: str) -> None:
-    """Run a file, which may import what is beside it, and note what it adds."""
+def run_file(path: Path, key: str, folder: Path) -> None:
+    """Run a file, which may import what is in a folder, and note what it adds."""
     before = entries()
-    with _importable(str(path.parent)):
+    with _importable(str(folder)):
         run_path(path, f"symjax_import_{path.stem}_{sha256(read_text(path))[:8]}")
     _note(key, source_of_file(path, _added(before)))
 
@@ -116,13 +117,17 @@ def run_path(path: Path, name: str) -> ModuleType:
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
     """Turn any error of the code into one line, and undo what it added."""
-    before = [(table, dict(table)) for _, table in _tables()]
+    dicts = [ran, *(table for _, table in _tables())]
+    before, modules = [dict(x) for x in dicts], {*sys.modules}
     try:
         yield
     except (Exception, SystemExit) as error:
-        for table, content in before:
+        for table, content in zip(dicts, before, strict=True):
             table.clear()
             table.update(content)
+        for name in {*sys.modules} - modules:
+            if is_local(name):  # it runs again when it is imported again
+                del sys.modules[name]
         why = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"--import {what}: {why}{error}") from error
 
@@ -152,26 +157,42 @@ def _run(word: str) -> None:
             if known.text != text:
                 raise ValueError("it has changed since this process ran it")
         elif not any(x.text == text for x in ran.values()):  # as a stored copy
-            run_file(path, str(path))
+            run_file(path, str(path), path.parent)
 
 
 @contextlib.contextmanager
 def _importable(folder: str, last: bool = False) -> Iterator[None]:
-    """A folder is on Python's path inside the block, before or after all others."""
-    sys.path.insert(len(sys.path) if last else 0, folder)
+    """A folder is on Python's path before or after all others, then at its end.
+
+    There the functions of the code find what they import when they are called.
+    """
+    if not last:
+        sys.path.insert(0, folder)
+    elif folder not in sys.path:
+        sys.path.append(folder)
     try:
         yield
     finally:
-        if folder in sys.path:
+        if not last and folder in sys.path:
             sys.path.remove(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _note(key: str, source: Source) -> None:
     """Remember code that has run.
 
     Raises:
-        ValueError: it replaces what other code has added.
+        ValueError: it replaces what other code has added, or what symjax has.
     """
+    from symjax.attention import tables
+
+    for entry in source.adds:
+        kind, _, name = entry.partition(" ")
+        if name in tables.BUILT_IN[kind]:
+            raise ValueError(
+                f"{source.name} replaces {entry}, which symjax has: choose another name"
+            )
     for known, other in ran.items():
         shared = {*source.adds} & {*other.adds}
         if not shared or source.text == other.text:

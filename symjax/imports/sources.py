@@ -5,8 +5,8 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
-from types import ModuleType
 from typing import Any, NamedTuple
 
 
@@ -41,12 +41,20 @@ class Source(NamedTuple):
         return sha256(self.text)
 
     def __str__(self) -> str:
-        return f"{self.name} (sha256 {self.sha256[:12]})"
+        return ", ".join(
+            f"{path} (sha256 {sha256(text)[:12]})" for path, text in self.files.items()
+        )
 
     @property
     def added(self) -> str:
         """The table entries in words."""
         return ", ".join(self.adds) or "nothing to the tables"
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """Name → path of the files that are imported by name."""
+        paths = list(self.files) if self.module else list(self.files)[1:]
+        return {_module_of(path): path for path in paths}
 
     def serves(self, used: set[str]) -> bool:
         """Return whether a model that uses these table entries may depend on it."""
@@ -90,18 +98,17 @@ def source_of_file(path: Path, adds: tuple[str, ...]) -> Source:
     return Source(_with_local({path.name: text}, _imported(text, "")), adds)
 
 
-def source_of_module(
-    name: str, module: ModuleType, adds: tuple[str, ...], package: str = ""
-) -> Source:
+def source_of_module(name: str, adds: tuple[str, ...], package: str = "") -> Source:
     """Return the source of a module that has been imported.
 
     Raises:
         ValueError: it has no Python source.
     """
-    path, text = _text_of(name, module)
+    path, text = text_of(name)
     parts = name.split(".")
     parents = [".".join(parts[:i]) for i in range(1, len(parts))]
-    names = [*parents, *_imported(text, module.__package__ or "")]
+    inside = sys.modules[name].__package__ or ""
+    names = [*parents, *_imported(text, inside)]
     return Source(_with_local({path: text}, names), adds, name, package)
 
 
@@ -127,19 +134,41 @@ def from_json(stored: Any, where: str) -> list[Source]:
         for entry in stored or []:
             files = dict(entry["files"])
             for path, text in files.items():
-                parts = PurePosixPath(path).parts
-                if not isinstance(text, str) or ".." in parts or path.startswith("/"):
+                if not _is_path(path) or not isinstance(text, str):
                     raise ValueError(f"file {path!r}")
+                text.encode()
             adds = tuple(map(str, entry["adds"]))
             source = Source(files, adds, str(entry["module"]), str(entry["package"]))
             if source.sha256 != entry["sha256"]:
                 raise ValueError(f"{source.name} does not match its hash")
+            if source.module and _module_of(source.name) != source.module:
+                raise ValueError(f"{source.name} is not module {source.module!r}")
+            for word in (*adds, source.package):
+                if not word.isprintable():
+                    raise ValueError(f"{word!r}")
             found.append(source)
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
             f"the imports that {where} stores are damaged: {error}"
         ) from None
     return found
+
+
+def is_installed(name: str) -> bool:
+    """Return whether Python, symjax or an installed package has a module's name."""
+    top = name.split(".")[0]
+    if top in sys.stdlib_module_names or top == "symjax":
+        return True
+    return PathFinder.find_spec(top, list(map(str, _site()))) is not None
+
+
+def is_local(name: str) -> bool:
+    """Return whether a module is a user's own file, and no installed package."""
+    file = _file_of(name)
+    if file is None or name.split(".")[0] == "symjax":
+        return False
+    stdlib = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    return not any(file.is_relative_to(x) for x in (stdlib, *_site()))
 
 
 def _with_local(files: dict[str, str], names: Sequence[str]) -> dict[str, str]:
@@ -149,13 +178,13 @@ def _with_local(files: dict[str, str], names: Sequence[str]) -> dict[str, str]:
         name = waiting.pop()
         if parent := name.rpartition(".")[0]:
             waiting.append(parent)
-        module = sys.modules.get(name)
-        if module is None or not _is_local(name, module):
+        if not is_local(name):
             continue
-        path, text = _text_of(name, module)
+        path, text = text_of(name)
         if path not in files:
             files[path] = text
-            waiting += _imported(text, module.__package__ or "")
+            package = name if path.endswith("/__init__.py") else parent
+            waiting += _imported(text, package)
     return files
 
 
@@ -175,24 +204,46 @@ def _names(tree: ast.Module, package: str) -> Iterator[str]:
             yield from (".".join([*start, alias.name]) for alias in node.names)
 
 
-def _is_local(name: str, module: ModuleType) -> bool:
-    """Return whether a module is a user's own file, and no installed package."""
-    file = getattr(module, "__file__", None)
-    if not file or not file.endswith(".py") or name.split(".")[0] == "symjax":
-        return False
+def _site() -> list[Path]:
     paths = sysconfig.get_paths()
-    installed = [Path(paths[x]).resolve() for x in ("stdlib", "purelib", "platlib")]
-    return not any(Path(file).resolve().is_relative_to(x) for x in installed)
+    return [Path(paths[x]).resolve() for x in ("purelib", "platlib")]
 
 
-def _text_of(name: str, module: ModuleType) -> tuple[str, str]:
+def _file_of(name: str) -> Path | None:
+    """Return the source file of a module, also of one that is not imported yet."""
+    module, parent = sys.modules.get(name), name.rpartition(".")[0]
+    if module is not None:
+        file = getattr(module, "__file__", None)
+    elif parent and not is_local(parent):
+        return None
+    else:
+        package = _file_of(parent) if parent else None
+        spec = PathFinder.find_spec(name, [str(package.parent)] if package else None)
+        file = spec.origin if spec else None
+    return Path(file).resolve() if file and file.endswith(".py") else None
+
+
+def text_of(name: str) -> tuple[str, str]:
     """Return the path and the text of a module.
 
     Raises:
         ValueError: it has no Python source.
     """
-    file = getattr(module, "__file__", None)
-    if not file or not file.endswith(".py"):
+    if (file := _file_of(name)) is None:
         raise ValueError(f"module {name} has no Python source")
-    end = "/__init__.py" if Path(file).name == "__init__.py" else ".py"
-    return name.replace(".", "/") + end, read_text(Path(file))
+    end = "/__init__.py" if file.name == "__init__.py" else ".py"
+    return name.replace(".", "/") + end, read_text(file)
+
+
+def _module_of(path: str) -> str:
+    """Return the name of the module that a path is of, relative to Python's path."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _is_path(path: Any) -> bool:
+    """Return whether this is a plain path of a Python file inside a folder."""
+    if not isinstance(path, str) or not path.isprintable() or "\\" in path:
+        return False
+    parts = PurePosixPath(path).parts
+    plain = "/".join(parts) == path and path.endswith(".py")
+    return plain and ".." not in parts and not path.startswith("/")

@@ -8,7 +8,14 @@ from typing import Any
 
 from symjax.imports import running
 from symjax.imports.running import SHOW, STORED
-from symjax.imports.sources import Source, from_json, sha256, to_json
+from symjax.imports.sources import (
+    Source,
+    from_json,
+    is_installed,
+    sha256,
+    text_of,
+    to_json,
+)
 
 _folders: list[tempfile.TemporaryDirectory] = []  # of stored source that has run
 
@@ -48,7 +55,8 @@ def require(
         else:
             if SHOW in running.words.get():
                 for path, text in source.files.items():
-                    print(f"# {path} (sha256 {sha256(text)})\n{text}", flush=True)
+                    print(f"# {path} (sha256 {sha256(text)})", flush=True)
+                    print(_printable(text), flush=True)
             raise ValueError(
                 f"{where} needs {source}, which adds {source.added}: give the file "
                 "with --import FILE, print the stored copy with --import show, or run "
@@ -58,7 +66,7 @@ def require(
 
 def to_store(model: Any) -> list[dict[str, Any]]:
     """Return what the checkpoint of a model stores, for JSON: the code it may need."""
-    return [to_json(source) for source in _serving(model)]
+    return [to_json(source) for source in serving(model)]
 
 
 def differences(stored: Any, model: Any, where: str) -> list[str]:
@@ -73,7 +81,7 @@ def differences(stored: Any, model: Any, where: str) -> list[str]:
         if source.serves(used) and (given := _counterpart(source)) is not None:
             lines += source.changes(given)
             matched.append(given)
-    new = [source for source in _serving(model) if source not in matched]
+    new = [source for source in serving(model) if source not in matched]
     return lines + [f"no such code → {source}" for source in new]
 
 
@@ -97,7 +105,8 @@ def _entries_of(model: Any) -> set[str]:
     return found | {f"{kind} {group.get(kind)}" for kind in ("features", "decay")}
 
 
-def _serving(model: Any) -> list[Source]:
+def serving(model: Any) -> list[Source]:
+    """Return the code of this process that a model may need."""
     used = _entries_of(model)
     return [source for source in running.ran.values() if source.serves(used)]
 
@@ -112,17 +121,46 @@ def _is_added(source: Source) -> bool:
 
 
 def _run_stored(source: Source, where: str) -> None:
-    """Run the source that a checkpoint stores, from a temporary folder."""
+    """Run the source that a checkpoint stores, from a temporary folder.
+
+    Raises:
+        ValueError: it fails, adds something else than it says, or would take the place
+            of a module that is installed or imported.
+    """
     _folders.append(tempfile.TemporaryDirectory(prefix="symjax-import-"))
     folder = Path(_folders[-1].name)
-    for path, text in source.files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(text.encode())
     with running.reported(f"{STORED}, {source.name} of {where}"):
+        for name, path in source.modules.items():
+            if is_installed(name):
+                raise ValueError(f"{path} has the name of an installed module")
+        _check_imported(source)
+        for path, text in source.files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(text.encode())
         if source.module:
             running.run_module(source.module, folder=folder)
         else:
-            running.run_file(folder / source.name, f"{where}: {source}")
-    if missing := {*source.adds} - running.entries().keys():
-        raise ValueError(f"{source}, which {where} stores, adds no {min(missing)}")
-    sys.path.append(str(folder))  # for what its functions import when they are called
+            main = folder / source.name
+            if is_installed(main.stem):  # so that an import does not find it
+                (folder / "main").mkdir()
+                main = main.rename(folder / "main" / source.name)
+            running.run_file(main, f"{where}: {source}", folder)
+        _check_imported(source)  # where its package had been imported from elsewhere
+        if missing := {*source.adds} - running.entries().keys():
+            raise ValueError(f"it adds no {min(missing)}")
+
+
+def _check_imported(source: Source) -> None:
+    for name, path in source.modules.items():
+        if name in sys.modules and text_of(name)[1] != source.files[path]:
+            raise ValueError(
+                f"this process has imported another {path}: start a new process"
+            )
+
+
+def _printable(text: str) -> str:
+    """Return a text in which nothing is hidden from the reader of a terminal."""
+    return "".join(
+        x if x.isprintable() or x in "\n\t" else ascii(x)[1:-1]
+        for x in text.replace("\r\n", "\n")
+    )

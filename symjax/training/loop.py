@@ -61,7 +61,7 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
     """
     use_compile_cache()
     tree = validation.to_dict(options)
-    code = [f"{x['name']} {x['sha256']}" for x in imports.to_store(tree["model"])]
+    code = [str(source) for source in imports.serving(tree["model"])]
     check_same(workdir=str(workdir), allow=list(allow), imports=code, **tree)
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())

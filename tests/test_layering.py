@@ -25,7 +25,7 @@ MAY = {
     "files": {"places"},
     "places": set(),
     "starting": {"evaluation", "training"},  # inside functions alone
-    "layers": {"attention", "config", "layers"},
+    "layers": {"attention", "config", "layers", "validation"},
     "models": MODELS,
     "data": {"config", "data", "files", "optional", "places"},
     "training": MODELS | {"data", "figures", "files", "places", "tables", "training"},

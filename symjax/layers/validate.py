@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from symjax import config
+from symjax import config, validation
 from symjax.attention import MECHANISMS
 from symjax.attention.mechanisms import capabilities
 from symjax.layers.mechanisms import part_of
@@ -63,9 +63,10 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
     Hashable, as jit needs.
 
     Raises:
-        ValueError: an option is set that no mechanism of the model has, or choices
-            exclude each other.
+        ValueError: a value is unknown or out of range, an option is set that no
+            mechanism of the model has, or choices exclude each other.
     """
+    validation.check(options, "model.")
     names = options.pattern or (options.attention.mechanism,)
     _check_keys(options, names)
     _check_choices(options, names)

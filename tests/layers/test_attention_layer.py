@@ -63,3 +63,12 @@ def test_a_symmetric_layer_has_no_key_projection():
     layer = Attention(options, 0, rngs=nnx.Rngs(0))
     assert not hasattr(layer, "key")
     assert layer.metric.shape == (HEADS, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["mechanism", "features", "decay", "symmetric"])
+def test_an_unknown_choice_names_the_known_ones(name):
+    mechanism = {"features": "linear", "decay": "decay"}.get(name, "softmax")
+    chosen = config.Attention(**({"mechanism": mechanism} | {name: "nope"}))
+    options = config.Model(width=WIDTH, heads=HEADS, attention=chosen)
+    with pytest.raises(ValueError, match=f"{name} 'nope' is unknown: choose from "):
+        Attention(options, 0, rngs=nnx.Rngs(0))

@@ -53,14 +53,16 @@ COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
 # What acts on queries, and on keys that are made on their own.
 OF_KEYS = {"query_norm": "own_key_norm", "query_convolution": "key_convolution"}
 
-# Keys that change what the same weights compute, whatever the mechanism; the others
-# convert the weights, or have no function. Flash has one more (`changes`).
+# Keys that change what the same weights compute, or add new weights that do. The others
+# convert the weights, or have no function; `changes` adds those that do so at times.
 CHANGING = (
     *("rope_base", "rope_share", "rope_scaling", "pattern"),
     *("attention.mechanism", "attention.depth_offset", "attention.length_base"),
     *("attention.window", "attention.mask_self", "attention.key_norm"),
     *("attention.decay", "attention.function", "attention.function_scale"),
-    *("attention.features", "attention.feature_norms"),
+    *("attention.features", "attention.feature_norms", "attention.feature_count"),
+    *("attention.query_key_norm", "attention.output_gate"),
+    "attention.short_convolution",
 )
 
 Params = dict[str, Any]
@@ -71,6 +73,11 @@ def changes(source: config.Model, target: config.Model) -> list[str]:
     names, models = CHANGING, (source, target)
     if all("flash" in (x.pattern or (x.attention.mechanism,)) for x in models):
         names += ("attention.chunk_size",)  # of other mechanisms it changes rounding
+    one, other = (x.attention for x in models)
+    if one.symmetric == "none":
+        names += ("attention.symmetric",)  # the mean of queries and keys
+    if other.differential == "v1":
+        names += ("attention.differential",)  # with a new norm of every head
     pairs = {name: [attrgetter(name)(x) for x in models] for name in names}
     before, after = map(config.own_options, models)
     shared = [name for name in before if name in after]

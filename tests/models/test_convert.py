@@ -150,7 +150,28 @@ def test_keys_that_change_the_function_are_named():
     assert changes(source, target) == [
         "model.rope_base 10000.0 → 50.0",
         "model.attention.depth_offset 0 → 2",
+        "model.attention.symmetric 'none' → 'plain'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (model(), model(query_key_norm=True)),
+        (model(), model(output_gate=True)),
+        (model(), model(short_convolution=3)),
+        (model(), model(symmetric="plain")),
+        (model(), model(differential="v1")),
+        (model(), model(differential="v2")),
+        (model(symmetric="plain"), model()),
+        (model(symmetric="plain"), model(symmetric="pairwise")),
+    ],
+    ids=str,
+)
+def test_a_start_names_a_key_exactly_if_the_function_is_another(before, after):
+    one, other, _, _ = converted(before, after)
+    same = np.allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert len(changes(before, after)) == (0 if same else 1)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 import re
 import sys
 
+import jax
+import jax.numpy as jnp
 import nbformat
+import numpy as np
 import pytest
 from runs import ROOT
 
@@ -64,3 +67,19 @@ def test_a_stored_notebook_is_whole_and_names_no_machine(path):
     assert not any(x.output_type == "error" for c in code for x in c.outputs)
     for text in [*texts, str(notebook.metadata)]:
         assert not re.search(r"(^|[\s'\"(])/\w|[A-Z]:\\\\|0x[0-9a-f]{6}", text)
+
+
+def test_the_softmax_off_by_one_has_the_gradient_of_its_definition():
+    """One more score of 0, whose weight is dropped, is the definition."""
+    notebook = nbformat.read(ROOT / "notebooks" / "mechanism.ipynb", as_version=4)
+    found: dict = {}
+    exec(next(x.source for x in notebook.cells if x.cell_type == "code"), found)
+    scores = np.random.default_rng(0).normal(size=(1, 2, 3, 5)).astype(np.float32)
+
+    def definition(scores):
+        more = jnp.pad(scores, [(0, 0)] * 3 + [(0, 1)])
+        return jax.nn.softmax(more, axis=-1)[..., :-1]
+
+    weights = [lambda x: found["off_by_one_weights"](x, None), definition]
+    one, other = (jax.jacobian(x)(scores) for x in weights)
+    np.testing.assert_allclose(one, other, atol=1e-6)

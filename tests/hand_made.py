@@ -50,6 +50,18 @@ def _follow(model: Decoder, follows: dict, vocabulary: int) -> None:
     model.head.bias[...] = 0 * model.head.bias
 
 
+def spaced() -> SubwordTokenizer:
+    """A byte-level vocabulary whose tokenizer adds a space before a text."""
+    library = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    library.pre_tokenizer, library.decoder = level, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=sorted(level.alphabet())
+    )
+    library.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
+    return SubwordTokenizer(library.to_str(), "")
+
+
 def byte_fallback(decoder: str = "strip") -> SubwordTokenizer:
     """A small vocabulary of the kind of Llama 2, with a token for each byte.
 

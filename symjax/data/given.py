@@ -44,7 +44,7 @@ def given_examples(language: dict[str, Any], text: str | None) -> Examples:
         raise ValueError(f"--text has {len(ids)} tokens, at least {least} are needed")
     size = len(content)
     if text and start is None:
-        size -= tokenizer.size_of(int(ids[0]))
+        size -= tokenizer.size_of(int(ids[0]), text)
     if text and start is not None:
         ids = np.concatenate([np.array([start], ids.dtype), ids])
     corpus = Corpus(

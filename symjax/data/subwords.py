@@ -127,6 +127,11 @@ class SubwordTokenizer:
         """The tokens of `WORD`."""
         return self._library.encode(WORD, add_special_tokens=False).ids
 
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        """Whether a text is decoded with a space that is not part of it."""
+        return self.decode(self._word).startswith(" ")
+
     def decode(self, ids: Any) -> str:
         """The text of token ids [T], special tokens by their names; ids outside the
         vocabulary become U+FFFD."""
@@ -137,14 +142,21 @@ class SubwordTokenizer:
         parts = [known[0], *(part[1:] for part in known[1:])]
         return REPLACEMENT.join(decode(part.tolist()) for part in parts)
 
-    def size_of(self, token: int) -> int:
-        """The bytes of UTF-8 that a token at the beginning of a text stands for."""
-        spelled = self._library.id_to_token(token)
+    def size_of(self, token: int, text: str = "") -> int:
+        """The bytes of UTF-8 that a token at the beginning of a text stands for.
+
+        A space that the tokenizer adds before a text is none of its bytes.
+
+        Args:
+            text: the text; unless it begins with a space, the tokenizer may add one.
+        """
+        spelled, shown = self._library.id_to_token(token), self.decode([token])
+        added = self._adds_space and shown.startswith(" ") and not text.startswith(" ")
         if isinstance(self._library.decoder, _tokenizers().decoders.ByteLevel):
-            return len(spelled)  # a letter of its alphabet is a byte
+            return len(spelled) - added  # a letter of its alphabet is a byte
         if BYTE.fullmatch(spelled):
             return 1
-        return len(self.decode([token]).encode())
+        return len(shown.encode()) - added
 
     @staticmethod
     def pieces(document: Iterable[str]) -> Iterator[str]:

@@ -46,7 +46,7 @@ class ByteTokenizer:
         ids = np.where((ids >= 0) & (ids < 256), ids, 255)  # 0xff is never UTF-8
         return ids.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
-    def size_of(self, token: int) -> int:
+    def size_of(self, token: int, text: str = "") -> int:
         """The bytes of UTF-8 that a token stands for."""
         return 1
 
@@ -109,7 +109,7 @@ class CharTokenizer:
         points = known[np.where(inside, ids, self.vocabulary)]
         return points.astype("<u4").tobytes().decode("utf-32-le")
 
-    def size_of(self, token: int) -> int:
+    def size_of(self, token: int, text: str = "") -> int:
         """The bytes of UTF-8 that a token stands for."""
         return len(self.alphabet[token].encode("utf-8", "surrogatepass"))
 

@@ -205,6 +205,6 @@ def _sampling(wanted: dict[str, Any]) -> Sampling:
         int(known["max_gen_toks"]),
         tuple(x for x in known["until"] if x),
         float(known.get("temperature", 0.0)) if known["do_sample"] else 0.0,
-        int(known.get("top_k", 0)),
-        float(known.get("top_p", 1.0)),
+        int(known.get("top_k") or 0),
+        1.0 if known.get("top_p") is None else float(known["top_p"]),
     )

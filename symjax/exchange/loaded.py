@@ -223,10 +223,8 @@ class Loaded:
             )
         size = len(utf8(text, "surrogateescape"))
         if self.delimiters.start is None:
-            first = self.encode(text)[:1]
-            size -= self._known_tokenizer().size_of(int(first[0]))
-            # A space that the tokenizer adds before a text is none of its bytes.
-            size += self.decode(first).startswith(" ") and not text.startswith(" ")
+            first = int(self.encode(text)[0])
+            size -= self._known_tokenizer().size_of(first, text)
         return TextLoss(
             float(losses.mean()), float(losses.sum() / max(size, 1) / math.log(2))
         )

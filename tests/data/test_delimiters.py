@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hand_made import byte_fallback
+from hand_made import byte_fallback, spaced
 
 from symjax.data import subwords
 from symjax.data.boundaries import boundaries
@@ -59,9 +59,15 @@ FIRST = {
     "a byte of a character in byte-level BPE": (BPE, "你好", 1),
     "an added space": (byte_fallback(), "你好", 0),
     "a word after an added space": (byte_fallback(), "the cat", 3),
+    "a word and an added space": (spaced(), "the cat", 3),
+    "a word and a space of the text": (spaced(), " the cat", 4),
+    "an added space in byte-level BPE": (spaced(), "你好", 0),
 }
 
 
 @pytest.mark.parametrize(("tokenizer", "text", "size"), FIRST.values(), ids=FIRST)
 def test_the_first_token_of_a_text_stands_for_some_of_its_bytes(tokenizer, text, size):
-    assert tokenizer.size_of(int(tokenizer.encode(text)[0])) == size
+    first = int(tokenizer.encode(text)[0])
+    assert tokenizer.size_of(first, text) == size
+    if not text.startswith(" "):  # so are most texts, if only the token is known
+        assert tokenizer.size_of(first) == size

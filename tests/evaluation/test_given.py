@@ -6,7 +6,11 @@ import math
 import shutil
 
 import pytest
+from hand_made import spaced
 from runs import TEXT, call, compile_cache, train, write_text
+
+from symjax.data.given import given_examples
+from symjax.data.tokens import ByteTokenizer
 
 KEYS = {"data__tokenizer": "bpe", "data__vocabulary": 300, "evaluate__batches": 99}
 
@@ -108,3 +112,24 @@ def test_a_text_that_cannot_be_judged_is_refused(moved, tmp_path, capsys):
             empty.write_text(content)
         assert judge(moved, "--text", str(empty)) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "first"),
+    [
+        (ByteTokenizer(), "你好", 1),
+        (spaced(), "the cat", 3),
+        (spaced(), " the cat", 4),
+    ],
+    ids=["bytes", "an added space", "a space of the text"],
+)
+def test_the_bytes_of_a_first_token_without_a_context_are_not_counted(
+    tokenizer, text, first
+):
+    count, size = len(tokenizer.encode(text)), len(text.encode())
+    found = given_examples(tokenizer.describe(), text).text
+    assert found is not None
+    assert found.bytes_per_token == pytest.approx((size - first) / (count - 1))
+    begun = given_examples(tokenizer.describe() | {"document_start": 1}, text).text
+    assert begun is not None
+    assert begun.bytes_per_token == pytest.approx(size / count)

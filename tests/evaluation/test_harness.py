@@ -214,6 +214,12 @@ def test_a_temperature_is_read_by_the_rules_of_lm_eval():
     assert drawn(temperature=1.0, top_k=1) == greedy
 
 
+def test_a_limit_of_draws_that_is_null_is_no_limit():
+    wanted = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 9, "until": []}
+    null, loaded = wanted | {"top_k": None, "top_p": None}, hand_made(BYTES)
+    assert answers(loaded, ("ab", null)) == answers(loaded, ("ab", wanted))
+
+
 @pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
 def test_a_long_context_is_cut_on_the_left(positions, monkeypatch):
     given = []

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
-from hand_made import byte_fallback, hand_made
+from hand_made import byte_fallback, hand_made, spaced
 from runs import TEXT, call, train, write_text
 
 import symjax
@@ -248,14 +247,7 @@ def test_bits_per_byte_are_of_the_bytes_of_the_text(text):
 
 
 def test_a_space_that_the_tokenizer_adds_is_no_byte_of_the_text():
-    library = tokenizers.Tokenizer(tokenizers.models.BPE())
-    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
-    library.pre_tokenizer, library.decoder = level, tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270, initial_alphabet=sorted(level.alphabet())
-    )
-    library.train_from_iterator(["the cat sat on the mat"] * 9, trainer)
-    loaded = hand_made(subwords.SubwordTokenizer(library.to_str(), ""))
+    loaded = hand_made(spaced())
     for text, first in (("the cat", 3), (" the cat", 4), ("你好", 0)):
         bits = loaded.losses(text).astype(float).sum() / np.log(2)
         wanted = pytest.approx(bits / (len(text.encode()) - first), rel=1e-6)

@@ -409,6 +409,12 @@ def test_code_that_failed_runs_again_as_a_whole(tmp_path):
     del sys.modules["parts_of_a_cap"]
 
 
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path):
+    stored = stored_code(tmp_path, f"\ufeff{SOFTCAP}")
+    require(stored)
+    assert "softcap" in MECHANISMS
+
+
 def test_a_file_that_replaces_what_symjax_has_is_refused(softcap):
     before = MECHANISMS["softmax"]
     softcap.write_text(

@@ -190,7 +190,7 @@ def _with_local(files: dict[str, str], names: Sequence[str]) -> dict[str, str]:
 
 def _imported(text: str, package: str) -> list[str]:
     """Return the names that may be modules in the imports of a source text."""
-    return list(_names(ast.parse(text), package))
+    return list(_names(ast.parse(text.encode()), package))
 
 
 def _names(tree: ast.Module, package: str) -> Iterator[str]:

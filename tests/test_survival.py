@@ -177,7 +177,7 @@ def test_torn_empty_and_stray_directories_do_not_stop_a_run(
     assert bits(workdir, shapes)[1:] == (4, [])
 
 
-def test_eval_names_the_damage_in_one_line(workdir, capsys):
+def test_eval_names_the_damage_in_one_line(workdir, quiet, capsys):
     zero(workdir / "checkpoints" / "4" / "params" / "manifest.ocdbt")
     capsys.readouterr()
     assert call("eval", ["--workdir", str(workdir), "--tokens", "1"]) == 0

@@ -14,7 +14,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from symjax.exchange import Loaded
 from symjax.exchange.continued import texts
-from symjax.exchange.scores import scores, text_losses
+from symjax.exchange.scores import scores
 from symjax.models.build import decoder_of
 
 TOKENS = 256  # of an answer, where a task does not say
@@ -36,7 +36,8 @@ class HarnessModel(TemplateLM):
     A context is cut on the left where it and its continuation are longer than the
     model's length, and a continuation that is longer is read in windows of that length.
     Before an answer at least half of the length stays for the context. Whole texts are
-    read as by `Loaded.losses`.
+    read in the same windows: the last one is as long as the others, so that a text of
+    several windows has smaller losses than by `Loaded.losses`.
 
     A text without a context is scored after the token that preceded documents in
     training. If the model has not learned one, the first token of such a text is left
@@ -138,13 +139,15 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Σ log p of whole texts."""
-        del disable_tqdm
+        """Σ log p of whole texts.
+
+        Every token is scored once, after as many tokens as fit into the model's length,
+        in the windows of lm_eval.
+        """
         tokens = (self.tok_encode(*x.args, add_special_tokens=False) for x in requests)
-        pairs = (self._without_context(ids) for ids in tokens)
-        rows = [np.array([*before, *ids], np.int32) for before, ids in pairs]
-        found = text_losses(self.decoder, rows, self.loaded.config.model.length)
-        return [-math.fsum(losses) for losses in found]
+        asked = [(None, *self._without_context(ids)) for ids in tokens]
+        found = self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm)
+        return [total for total, _ in found]
 
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False

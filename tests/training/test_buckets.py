@@ -52,12 +52,13 @@ def elsewhere(monkeypatch, tmp_path):
 
 
 def bits(workdir, step=None):
-    """Every array of a checkpoint, its meta, and what was said."""
+    """Every array of a checkpoint, its meta without dates, and what was said."""
     program = load(workdir, step).program
     shapes = {"params": program.state.params, "optimizer": program.state.optimizer}
     said: list[str] = []
     checkpoints = Checkpoints(workdir / "checkpoints")
     trees, meta = checkpoints.restore(shapes, step, warn=said.append)
+    meta["sessions"] = [{**x, "date": ""} for x in meta["sessions"]]
     leaves = jax.tree_util.tree_flatten_with_path(trees)[0]
     arrays = {jax.tree_util.keystr(p): np.asarray(x).tobytes() for p, x in leaves}
     return arrays, meta, said

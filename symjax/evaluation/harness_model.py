@@ -18,6 +18,13 @@ from symjax.exchange.scores import scores
 from symjax.models.build import decoder_of
 
 TOKENS = 256  # of an answer, where a task does not say
+READ = "do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"
+WITHOUT_EFFECT = "use_cache", "pad_token_id"  # on an answer
+# Options that change nothing if they are 1. Others change nothing if they are 0.
+ONES = (
+    *("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of"),
+    *("repetition_penalty", "length_penalty", "typical_p"),
+)
 
 
 class Sampling(NamedTuple):
@@ -44,7 +51,8 @@ class HarnessModel(TemplateLM):
     out of the sums, which is said once on stderr.
 
     Answers end at the end of the document. Each sampled answer has different draws,
-    which are the same in another run.
+    which are the same in another run. Options of generation that symjax does not have
+    are ignored, and each is named once on stderr.
 
     Args:
         loaded: a decoder with a tokenizer.
@@ -61,6 +69,7 @@ class HarnessModel(TemplateLM):
         self.delimiters = loaded.delimiters
         self.asked = itertools.count()  # a number for each answer
         self.said = False  # that first tokens are left out
+        self.ignored: set[str] = set()  # options of generation, named so far
 
     @property
     def eot_token_id(self) -> int:
@@ -163,6 +172,7 @@ class HarnessModel(TemplateLM):
         answers, groups = [""] * len(requests), {}
         key = jax.random.key(0)
         for i, (context, wanted) in enumerate(_arguments(requests)):
+            self._name_ignored(wanted)
             sampling = _sampling(wanted)
             one = self._context(context, sampling.count), next(self.asked)
             groups.setdefault(sampling, []).append((i, *one))
@@ -183,6 +193,20 @@ class HarnessModel(TemplateLM):
             for place, text in zip(places, found, strict=True):
                 answers[place] = text
         return answers
+
+    def _name_ignored(self, wanted: dict[str, Any]) -> None:
+        """Print each option once that could change an answer and that symjax lacks."""
+        ignored = [
+            f"{name}={value!r}"
+            for name, value in normalize_gen_kwargs(wanted, TOKENS).items()
+            if name not in (*READ, *WITHOUT_EFFECT, *self.ignored)
+            and value
+            and not (name in ONES and value == 1)
+        ]
+        if ignored:
+            self.ignored |= {x.partition("=")[0] for x in ignored}
+            line = f"symjax ignores these options of generation: {', '.join(ignored)}"
+            print(line, file=sys.stderr)
 
     def _context(self, text: str, count: int) -> np.ndarray:
         """Token ids of a context, cut on the left to leave room for `count` tokens."""

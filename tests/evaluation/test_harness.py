@@ -230,6 +230,24 @@ def test_a_limit_of_draws_that_is_null_is_no_limit():
     assert answers(loaded, ("ab", null)) == answers(loaded, ("ab", wanted))
 
 
+def test_options_of_generation_that_are_ignored_are_named_once(capsys):
+    loaded = HarnessModel(hand_made(BYTES))
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "min_p": None, "seed": 0}
+    read = {"until": ["x"], "max_new_tokens": 2, "temperature": 1.0, "top_k": 5}
+
+    def said(**wanted):
+        wanted = neutral | read | wanted
+        loaded.generate_until([request("ab", wanted)] * 2)
+        return [x for x in capsys.readouterr().err.splitlines() if "ignores" in x]
+
+    assert not said(use_cache=False, top_p=0.9, do_sample=True)
+    [line] = said(num_beams=4, min_p=0.1)
+    assert line.endswith("of generation: num_beams=4, min_p=0.1")
+    [line] = said(num_beams=4, repetition_penalty=1.3)
+    assert line.endswith("of generation: repetition_penalty=1.3")
+    assert not said(num_beams=2, min_p=0.2)
+
+
 @pytest.mark.parametrize("positions", ["rope", "alibi", "learned"])
 def test_a_long_context_is_cut_on_the_left(positions, monkeypatch):
     given = []

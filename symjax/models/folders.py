@@ -31,6 +31,7 @@ from symjax.models.hf_weights import flat, nested
 # By model_type, a module: its `options_of` and `settings_of` turn a config.json into
 # our configuration and back, `params_of` and `tensors_of` tensors into our parameters.
 FAMILIES: dict[str, Any] = {"llama": hf_llama, "diffllama": hf_llama, "gpt2": hf_gpt2}
+READ = "of Hugging Face's models, symjax reads Llama, DiffLlama and GPT-2"
 SETTINGS, OWN = "config.json", "symjax.json"
 SUFFIXES = ".json", ".safetensors"  # of every file that is read
 # Configuration keys that change no function of a trained model.
@@ -102,11 +103,14 @@ def read_family(
     check_folder(directory, SETTINGS)
     settings = read_json(directory / SETTINGS)
     kind, known = settings.get("model_type"), model_types or tuple(FAMILIES)
-    if kind not in known:
-        wanted = " or ".join(map(repr, known))
-        raise ValueError(f"config.json: model_type must be {wanted}, got {kind!r}")
-    family = FAMILIES[kind]
-    options = family.options_of(settings)
+    try:
+        if kind not in known:
+            wanted = " or ".join(map(repr, known))
+            raise ValueError(f"model_type must be {wanted}, got {kind!r}")
+        family = FAMILIES[kind]
+        options = family.options_of(settings)
+    except ValueError as error:
+        raise ValueError(f"{directory / SETTINGS}: {error} ({READ})") from None
     tensors = read_tensors(directory, digest)
     if family is hf_gpt2:
         tensors = hf_gpt2.renamed(tensors)

@@ -7,7 +7,8 @@ index that says in which one a tensor is.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,34 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def check_all(*checks: Callable[[], Any]) -> None:
+    """Raises: ValueError: checks fail; the message has the lines of all of them."""
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(dict.fromkeys(problems)))
+
+
 def check_settings(settings: dict[str, Any], only: dict[str, Any]) -> None:
-    """Raises: ValueError: a setting is not the only value that our decoder has."""
-    for name, wanted in only.items():
-        if settings.get(name, wanted) != wanted:
-            raise ValueError(
-                f"config.json: {name} must be {wanted!r}, got {settings[name]!r}"
-            )
+    """Raises: ValueError: settings are not the only values that our decoder has."""
+    wrong = [
+        f"{name} must be {wanted!r}, got {settings[name]!r}"
+        for name, wanted in only.items()
+        if settings.get(name, wanted) != wanted
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
+    """Raises: ValueError: a setting is none of the values that our decoder has."""
+    known = list(known)
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def number(settings: dict[str, Any], name: str, default: float | None = None) -> float:
@@ -92,16 +114,16 @@ def number(settings: dict[str, Any], name: str, default: float | None = None) ->
     """
     found = settings.get(name, default)
     if type(found) not in (int, float) or not 0 < found < float("inf"):
-        raise ValueError(f"config.json: {name} must be a number above 0, got {found!r}")
+        raise ValueError(f"{name} must be a number above 0, got {found!r}")
     return float(found)
 
 
 def check_needed(settings: dict[str, Any], *names: str) -> None:
-    """Raises: ValueError: a setting is missing, or no whole number above 0."""
-    for name in names:
-        if name not in settings:
-            raise ValueError(f"config.json: {name} is missing")
-        whole(settings, name)
+    """Raises: ValueError: settings are missing, or no whole numbers above 0."""
+    missing = [f"{name} is missing" for name in names if name not in settings]
+    if missing:
+        raise ValueError("; ".join(missing))
+    check_all(*(partial(whole, settings, name) for name in names))
 
 
 def whole(settings: dict[str, Any], name: str, default: int | None = None) -> int:
@@ -112,9 +134,7 @@ def whole(settings: dict[str, Any], name: str, default: int | None = None) -> in
     """
     found = settings.get(name, default)
     if type(found) is not int or found < 1:
-        raise ValueError(
-            f"config.json: {name} must be a whole number above 0, got {found!r}"
-        )
+        raise ValueError(f"{name} must be a whole number above 0, got {found!r}")
     return found
 
 

@@ -1,13 +1,20 @@
 """GPT-2: learned positions, LayerNorm, biases, and an embedding that is also the
 output layer. Its weights are [in, out], as ours; queries, keys and values are one."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from einops import rearrange
 
 from symjax import config
-from symjax.models.hf_files import check_needed, check_settings, number
+from symjax.models.hf_files import (
+    check_all,
+    check_choice,
+    check_needed,
+    check_settings,
+    number,
+)
 from symjax.models.hf_weights import flat, nested
 
 # By the value of activation_function; theirs of tanh is ours.
@@ -43,14 +50,14 @@ ENDS = {
 
 
 def options_of(settings: dict[str, Any]) -> config.Model:
-    check_settings(settings, ONLY)
-    check_needed(settings, "vocab_size", "n_embd", "n_layer", "n_head", "n_positions")
+    sizes = "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"
     activation = settings.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"config.json: activation_function must be one of "
-            f"{', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
+    check_all(
+        partial(check_settings, settings, ONLY),
+        partial(check_choice, "activation_function", activation, ACTIVATIONS),
+        partial(check_needed, settings, *sizes),
+        partial(number, settings, "layer_norm_epsilon", 1e-5),
+    )
     width, heads = settings["n_embd"], settings["n_head"]
     return config.Model(
         vocabulary=settings["vocab_size"],

@@ -4,10 +4,11 @@ Both turn features in pairs (i, i + H/2), as ours with `positions="rope"`. The w
 of torch are [out, in], our kernels [in, out].
 """
 
+from functools import partial
 from typing import Any
 
 from symjax import config
-from symjax.models.hf_files import check_needed, check_settings, number
+from symjax.models.hf_files import check_all, check_needed, check_settings, number
 from symjax.models.hf_rope import rope_of, settings_of_rope
 from symjax.models.hf_weights import diffllama_attention, flat, nested, to_diffllama
 
@@ -51,14 +52,18 @@ def options_of(settings: dict[str, Any]) -> config.Model:
     differential = "v1" if settings["model_type"] == "diffllama" else "none"
     branches = _branches(differential)
     epsilon = RMS_NORM_EPS[settings["model_type"]]
-    check_settings(settings, ONLY)
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"
-    check_needed(settings, *sizes, "num_attention_heads")
+    check_all(
+        partial(check_settings, settings, ONLY),
+        partial(check_needed, settings, *sizes, "num_attention_heads"),
+        partial(number, settings, "rms_norm_eps", epsilon),
+        partial(rope_of, settings),
+    )
     heads = settings["num_attention_heads"]
     kv_heads = settings.get("num_key_value_heads") or heads
     if heads % branches or kv_heads % branches:
         raise ValueError(
-            "config.json: num_attention_heads and num_key_value_heads count both "
+            "num_attention_heads and num_key_value_heads count both "
             f"branches and must be even, got {heads} and {kv_heads}"
         )
     return config.Model(

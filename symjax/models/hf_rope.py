@@ -5,10 +5,17 @@ older ones "type", versions 5 {"rope_parameters": {"rope_theta": …, "rope_type
 """
 
 import math
+from functools import partial
 from typing import Any
 
 from symjax import config
-from symjax.models.hf_files import check_settings, number, whole
+from symjax.models.hf_files import (
+    check_all,
+    check_choice,
+    check_settings,
+    number,
+    whole,
+)
 
 ORIGINAL = "original_max_position_embeddings"
 # Their numbers → ours, by kind.
@@ -23,7 +30,8 @@ NUMBERS = {
         "attention_factor": "attention_factor",
     },
 }
-KINDS = ("linear", "dynamic", "yarn", "llama3")
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+ONLY = {"partial_rotary_factor": 1.0}
 
 
 def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
@@ -34,22 +42,18 @@ def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
     """
     given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(x, dict) for x in given.values()):
-        raise ValueError(
-            f"config.json: rope_scaling must be one object for all layers, got {given}"
-        )
+        raise ValueError(f"rope_scaling must be one object for all layers, got {given}")
     given = {name: x for name, x in given.items() if x is not None}
-    for group in (settings, given):
-        check_settings(group, {"partial_rotary_factor": 1.0})
+    kind = given.get("rope_type", given.get("type", "default"))
+    check_all(
+        partial(check_settings, settings, ONLY),
+        partial(check_settings, given, ONLY),
+        partial(check_choice, "rope_type", kind, KINDS),
+    )
     theta = {"rope_theta": settings.get("rope_theta") or 10000.0}
     found: dict[str, Any] = {"rope_base": number(theta | given, "rope_theta")}
-    kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return found
-    if kind not in KINDS:
-        raise ValueError(
-            f"config.json: rope_type must be one of default, {', '.join(KINDS)}, got "
-            f"{kind!r}"
-        )
     chosen: dict[str, Any] = {"kind": kind}
     if kind != "linear":
         length = whole(settings, "max_position_embeddings", 2048)

@@ -548,6 +548,53 @@ def test_settings_that_the_decoder_does_not_have_are_refused(
         symjax.load_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "problems"),
+    [
+        ("llama", {"model_type": "mistral"}, ["model_type must be .*, got 'mistral'"]),
+        (
+            "llama",
+            {
+                "attention_bias": True,
+                "hidden_act": "gelu",
+                "hidden_size": None,
+                "num_hidden_layers": None,
+                "rope_scaling": {"type": "su", "partial_rotary_factor": 0.5},
+            },
+            [
+                "hidden_act must be 'silu', got 'gelu'",
+                "attention_bias must be False, got True",
+                "hidden_size is missing",
+                "num_hidden_layers is missing",
+                "partial_rotary_factor must be 1.0, got 0.5",
+                "rope_type must be one of default, .*, got 'su'",
+            ],
+        ),
+        (
+            "gpt2",
+            {"add_cross_attention": True, "activation_function": "silu", "n_head": "4"},
+            [
+                "add_cross_attention must be False, got True",
+                "activation_function must be one of .*, got 'silu'",
+                "n_head must be a whole number above 0, got '4'",
+            ],
+        ),
+    ],
+)
+def test_a_refusal_names_the_folder_every_setting_and_what_is_read(
+    tmp_path, name, changes, problems
+):
+    settings = {**reference_logits.MODELS[name], **changes}
+    settings = {x: y for x, y in settings.items() if y is not None}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="; ".join(problems)) as refusal:
+        symjax.load_pretrained(tmp_path)
+    line = str(refusal.value)
+    assert line.startswith(f"{tmp_path / 'config.json'}: ")
+    assert line.endswith("symjax reads Llama, DiffLlama and GPT-2)")
+    assert "\n" not in line
+
+
 def test_a_damaged_file_is_refused_in_one_line(tmp_path):
     symjax.save_pretrained(random_model(LLAMA), tmp_path)
     weights = tmp_path / "model.safetensors"

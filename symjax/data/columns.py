@@ -272,16 +272,27 @@ def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Asked) -> pyarrow.T
 
 
 def _json_tables(builder: Any, asked: _Asked) -> Any:
-    """Tables of the asked keys of JSON files."""
+    """Tables of the asked keys of JSON files.
+
+    A row may lack a key. A key is unknown if it is in no row of a file, nor in one of
+    the files before.
+    """
     from datasets.builder import Key
 
     known: set[str] = set()
 
     def tables(files_iterables: Any, **_: Any) -> Iterator[tuple[Key, pyarrow.Table]]:
-        files = (file for files in files_iterables for file in files)
-        parts = (part for file in files for part in _parts(file, builder.config))
-        for number, rows in enumerate(parts):
-            yield Key(0, number), _json_table(builder, rows, asked, known)
+        number = itertools.count()
+        for file in (file for files in files_iterables for file in files):
+            shown: dict[str, None] = {}  # the keys of its first rows
+            for rows in _parts(file, builder.config):
+                shown = shown or dict.fromkeys(x for row in rows for x in row.values)
+                missing = set(asked.names) - known
+                known.update(x for x in missing if any(x in row.values for row in rows))
+                yield Key(0, next(number)), _json_table(builder, rows, asked)
+            for key, name in asked.columns.items():
+                if shown and name not in known:
+                    raise UnusableData(unknown(key, name, list(shown)))
 
     return tables
 
@@ -299,13 +310,9 @@ def _parts(file: str, config: Any) -> Iterator[list[Row]]:
             yield some
 
 
-def _json_table(
-    builder: Any, rows: list[Row], asked: _Asked, known: set[str]
-) -> pyarrow.Table:
-    """A table of rows with a key of each asked column.
+def _json_table(builder: Any, rows: list[Row], asked: _Asked) -> pyarrow.Table:
+    """A table of the asked keys of rows; null where a row lacks one.
 
-    Args:
-        known: columns that rows had so far; those of these rows are added.
     Raises:
         UnusableData: a row has a key twice, or no text under the key for it.
     """
@@ -313,9 +320,6 @@ def _json_table(
 
     arrays = {}
     for key, name in asked.columns.items():
-        if name not in known and not any(name in row.values for row in rows):
-            check_known(key, name, dict.fromkeys(x for row in rows for x in row.values))
-        known.add(name)
         for row in rows:
             if name in row.twice:
                 raise DamagedFile(f"{row.place} has the key {name!r} twice")

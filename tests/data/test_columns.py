@@ -323,6 +323,18 @@ def test_an_unknown_column_is_named_with_those_there_are(tmp_path, ending, read)
         read(wanted(tmp_path, column="b"))
 
 
+@READERS
+def test_a_key_may_begin_after_many_rows_of_json(tmp_path, read, capsys):
+    without = [{"n": 1}] * (2 * columns.TOGETHER + 1)
+    write(tmp_path, a_jsonl=lines(*without, *ROWS), b_jsonl=lines(*without))
+    assert sorted(read(wanted(tmp_path))) == sorted(x for x in TEXTS if x)
+    if read is packed:
+        said = capsys.readouterr().err
+        assert f"rows without text in 'text': {2 * len(without):,}, such as" in said
+    with pytest.raises(ValueError, match=r"'b' is unknown: .* n, in '.*a\.jsonl'"):
+        read(wanted(tmp_path, column="b"))
+
+
 def test_files_without_a_row_are_one_line(tmp_path):
     write(tmp_path, a_jsonl="", b_jsonl="\n")
     with pytest.raises(ValueError, match="data.name .* has no rows in split 'train'"):

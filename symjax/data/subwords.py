@@ -127,11 +127,6 @@ class SubwordTokenizer:
         """The tokens of `WORD`."""
         return self._library.encode(WORD, add_special_tokens=False).ids
 
-    @functools.cached_property
-    def _adds_space(self) -> bool:
-        """Whether a text is decoded with a space that is not part of it."""
-        return self.decode(self._word).startswith(" ")
-
     def decode(self, ids: Any) -> str:
         """The text of token ids [T], special tokens by their names; ids outside the
         vocabulary become U+FFFD."""
@@ -148,15 +143,24 @@ class SubwordTokenizer:
         A space that the tokenizer adds before a text is none of its bytes.
 
         Args:
-            text: the text; unless it begins with a space, the tokenizer may add one.
+            text: the text; empty: any that begins with no space.
         """
-        spelled, shown = self._library.id_to_token(token), self.decode([token])
-        added = self._adds_space and shown.startswith(" ") and not text.startswith(" ")
+        spelled, shown = self._library.id_to_token(token), self._after_word([token])
+        added = shown.startswith(" ") and self._adds_space(text[:1] == " ")
         if isinstance(self._library.decoder, _tokenizers().decoders.ByteLevel):
             return len(spelled) - added  # a letter of its alphabet is a byte
         if BYTE.fullmatch(spelled):
             return 1
         return len(shown.encode()) - added
+
+    def _adds_space(self, spaced: bool) -> bool:
+        """Whether a space is added before a text, which begins with one if `spaced`."""
+        own = " " * spaced
+        return self._after_word(self.encode(own + WORD)).startswith(own + " ")
+
+    def _after_word(self, ids: Any) -> str:
+        """The text of token ids after a word; before one, decoders may drop a space."""
+        return self.decode([*self._word, *ids])[len(self.decode(self._word)) :]
 
     @staticmethod
     def pieces(document: Iterable[str]) -> Iterator[str]:

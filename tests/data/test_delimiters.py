@@ -51,6 +51,7 @@ def test_prompts_begin_as_the_documents_of_training_did():
     assert nothing.prompt(ids[:0]).tolist() == []
 
 
+META = byte_fallback("metaspace")
 FIRST = {
     "a byte": (ByteTokenizer(), "a", 1),
     "a byte of a character": (ByteTokenizer(), "你好", 1),
@@ -61,6 +62,10 @@ FIRST = {
     "a word after an added space": (byte_fallback(), "the cat", 3),
     "a word and an added space": (spaced(), "the cat", 3),
     "a word and a space of the text": (spaced(), " the cat", 4),
+    "a space of the text that a decoder drops": (META, " the cat", 4),
+    "an added space that a decoder drops": (META, "the cat", 3),
+    "a space of the text before a step that strips": (byte_fallback(), " the cat", 4),
+    "a space of the text before another space": (byte_fallback(), "  the", 1),
     "an added space in byte-level BPE": (spaced(), "你好", 0),
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from symjax import config
-from symjax.data import classes, generated
+from symjax.data import classes, generated, ngrams
 from symjax.data.batches import Examples, heldout_windows, training_windows
 from symjax.data.boundaries import FORMAT
 from symjax.data.corpus import Corpus, open_corpus
@@ -63,12 +63,29 @@ def open_examples(
     if options.source not in generated.GENERATORS:
         corpus = open_corpus(options, directory, replace=replace, format=format)
         if encoder:
-            return masked_examples(text_examples(dataclasses.replace(corpus, ends={})))
+            return masked_examples(text_examples(_joined(corpus)))
         return text_examples(corpus)
     check_keys(options)
     generated.check(options, generated.GENERATORS[options.source].least(options))
     open_folder(options, Path(directory), lambda *_: {}, replace=replace)
     return generated_examples(options)
+
+
+def _joined(corpus: Corpus) -> Corpus:
+    """A corpus whose documents follow each other, for an encoder.
+
+    The unigram table is then about all tokens. Documents that are kept apart may begin
+    with tokens that are no targets.
+    """
+    references = corpus.references
+    if corpus.ends and not corpus.shared:
+        references = ngrams.cross_entropies(
+            corpus.train[: corpus.shard or len(corpus.train)],
+            corpus.heldout[:],
+            corpus.tokenizer.vocabulary,
+            names=["unigram"],
+        )
+    return dataclasses.replace(corpus, ends={}, references=references)
 
 
 def _check_task(options: config.Data, model: config.Model) -> None:

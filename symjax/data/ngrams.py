@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ def cross_entropies(
     *,
     ends: Mapping[str, np.ndarray] | None = None,
     shared: bool = False,
+    names: Iterable[str] = ORDERS,
 ) -> dict[str, float]:
     """Held-out cross-entropy of add-0.01 n-grams, in nats per token.
 
@@ -37,8 +38,9 @@ def cross_entropies(
         train, heldout: token ids [T], each in [0, vocabulary).
         ends: of the documents of "train" and "heldout", where they are kept apart.
         shared: as of `documents.separated`.
+        names: of the figures: "unigram", "bigram", "trigram".
     Returns:
-        The figure for each of "unigram", "bigram", "trigram".
+        Each figure by its name.
     Raises:
         ValueError: train or held-out has fewer than three tokens.
     """
@@ -52,8 +54,8 @@ def cross_entropies(
     known = _grams(train, ends.get("train"), shared)
     asked = _grams(heldout, ends.get("heldout"), shared)
     return {
-        name: _cross_entropy(known[:order], asked[:order], vocabulary)
-        for name, order in ORDERS.items()
+        name: _cross_entropy(known[: ORDERS[name]], asked[: ORDERS[name]], vocabulary)
+        for name in names
     }
 
 

@@ -1,7 +1,10 @@
 """Masked text: the shares that the definition gives, and nothing else changed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from hand_made import byte_fallback
 from runs import write_text
 
 from symjax import config
@@ -83,3 +86,24 @@ def test_a_few_batches_hide_what_all_of_them_hide(masked):
 def test_the_mask_is_a_token_of_its_own(masked):
     assert masked.vocabulary == 257 and masked.language["mask"] == 256
     assert masked.unit == "masked byte" and set(masked.references) == {"unigram"}
+
+
+def test_the_unigram_table_of_an_encoder_is_about_all_tokens(tmp_path):
+    """Also about BOS, which is no target of a decoder if another token ends texts."""
+    tokenizer = dataclasses.replace(byte_fallback(), bos="<s>")
+    (tmp_path / "texts").mkdir()
+    for number in range(12):
+        written = f"the cat sat on mat {number}. " * (5 + number)
+        (tmp_path / "texts" / f"{number}.txt").write_text(written)
+    for name, content in tokenizer.files(64).items():
+        (tmp_path / name).write_text(content)
+    path, kind = str(tmp_path / "texts"), str(tmp_path)
+    data = config.Data(source="text", path=path, tokenizer=kind, bos="true")
+    options = config.Config(data=data, model=config.Model(kind="encoder"))
+    found = open_examples(options, tmp_path / "data")
+    corpus = open_corpus(data, tmp_path / "data")
+    assert corpus.ends and not corpus.shared
+    counts = np.bincount(corpus.train[1:], minlength=tokenizer.vocabulary) + 0.01
+    nats = -np.log(counts / counts.sum())[corpus.heldout[1:]].mean()
+    assert found.references["unigram"] == pytest.approx(nats, rel=1e-9)
+    assert corpus.references["unigram"] != pytest.approx(nats, rel=1e-3)

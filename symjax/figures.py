@@ -28,7 +28,7 @@ class Lines(NamedTuple):
         title: in words; the name if empty.
         points: of series that are smoothed, what was measured, by the same labels.
         bands: the least and the largest y of a band around a series, by the same
-            labels; title or text say what it is.
+            labels; title or text say what it is. Around a single point it is a bar.
     """
 
     name: str
@@ -145,13 +145,19 @@ def _draw_lines(axes: Any, figure: Lines) -> None:
             colour = line.get_color()
             axes.plot(x, np.array(y, float), ".", color=colour, alpha=0.25, zorder=1)
         if label in figure.bands:
-            x, (least, largest) = figure.series[label][0], figure.bands[label]
+            least, largest = figure.bands[label]
             colour = line.get_color()
-            axes.fill_between(x, least, largest, color=colour, alpha=0.2, linewidth=0)
+            if len(x) == 1:  # a filled band would have no width
+                axes.vlines(x, least, largest, color=colour, alpha=0.5)
+                axes.plot([*x, *x], [*least, *largest], "_", color=colour)
+            else:
+                axes.fill_between(
+                    x, least, largest, color=colour, alpha=0.2, linewidth=0
+                )
     if figure.log_x:
         axes.set_xscale("log", base=2)
     elif all(float(n).is_integer() for x, _ in figure.series.values() for n in x):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.legend()
     axes.grid(alpha=0.3)
 

@@ -79,6 +79,24 @@ def test_a_band_is_drawn_around_its_curve():
     assert sum(bluish) > 0.05 * image.width * image.height
 
 
+def test_a_band_around_a_single_point_is_drawn():
+    lines = Lines("lines", "x", "y", {"a": ([30.0], [1.0])})
+    image = Image.open(io.BytesIO(png(lines._replace(bands={"a": ([0.0], [2.0])}))))
+    red, _, blue = np.moveaxis(np.array(image.convert("RGB"), int), -1, 0)
+    rows = (blue - red > 25).any(axis=1)
+    assert rows.mean() > 0.5
+
+
+def test_whole_numbers_are_the_ticks_of_a_single_point(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: drawn.append(self)
+    )
+    png(Lines("rank", "layer", "y", {"a": ([0], [1.0])}))
+    [axes] = drawn[0].axes
+    assert [n for n in axes.get_xticks() if abs(n) < 1] == [0]
+
+
 def test_the_same_figure_is_the_same_bytes_and_a_title_changes_them():
     lines = Lines("lines", "x", "y", {"a": ([1, 2, 3], [1.0, None, 2.0])})
     assert png(lines) == png(lines) != png(lines._replace(title="in words"))

@@ -270,8 +270,8 @@ def compare(runs: dict[str, list[Evaluated]]) -> Result:
         f"train mode, eval mode: {unit} of training text with and without dropout",
     ]
     text += [
-        f"{name}: the figure has the checkpoints that are kept alone, since the run's "
-        f"own evaluations were not on {where}"
+        f"{name}: the figure shows only the kept checkpoints, since the run's own "
+        f"evaluations were not on {where}"
         for name, seeds in runs.items()
         if any(run.from_checkpoints for run in seeds)
     ]

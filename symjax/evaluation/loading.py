@@ -37,7 +37,8 @@ class LoadedRun(NamedTuple):
             `examples`, in whose place a given text may stand.
         ema: whether the weights are the mean that optimizer.ema keeps.
         changed: one line for each key that --allow has changed, and from which step.
-        sessions: the dates of its starts, and the versions that it ran with.
+        sessions: the step, date and versions of its first start, and of each start
+            with other versions.
     """
 
     step: int

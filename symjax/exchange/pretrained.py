@@ -74,10 +74,15 @@ def save_pretrained(
     Returns:
         What was written: llama, diffllama, gpt2, or symjax.
     Raises:
-        ValueError: transformers has no such model, naming every key that differs;
-            the results are no JSON of eval.py for these weights; or the folder cannot
-            be written, or is the workdir of a run.
+        ValueError: `loaded` is not a `Loaded`; transformers has no such model, naming
+            every key that differs; the results are no JSON of eval.py for these
+            weights; or the folder cannot be written, or is the workdir of a run.
     """
+    if not isinstance(loaded, Loaded):
+        raise ValueError(
+            "save_pretrained needs a model as symjax.load returns it, got a "
+            f"{type(loaded).__name__}"
+        )
     if format not in FORMATS:
         raise ValueError(
             f"format {format!r} is unknown: choose from {', '.join(FORMATS)}"

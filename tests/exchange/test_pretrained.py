@@ -213,6 +213,14 @@ def test_large_weights_are_written_in_shards(tmp_path):
     assert [x.name for x in tmp_path.glob("model*")] == ["model.safetensors"]
 
 
+def test_a_path_or_a_bare_module_is_refused_as_a_model_to_write(tmp_path):
+    for given in ("runs/gpt", random_model(LLAMA).model):
+        name = type(given).__name__
+        with pytest.raises(ValueError, match=f"symjax.load returns it, got a {name}"):
+            symjax.save_pretrained(given, tmp_path)  # pyright: ignore
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_workdir_of_a_run_is_no_folder_for_weights(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ValueError, match="is the workdir of a run: give another"):

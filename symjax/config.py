@@ -559,10 +559,15 @@ def mechanism_of(model: Model, depth: int) -> str:
     return model.attention.mechanism
 
 
+def mechanisms_of(model: Model) -> tuple[str, ...]:
+    """The mechanisms of a model: those of its pattern, or the one of all blocks."""
+    return model.pattern or (model.attention.mechanism,)
+
+
 def attention_of(model: Model) -> str:
     """The attention of a model in words: softmax, symmetric plain, differential v1."""
     chosen = model.attention
-    words = [" and ".join(dict.fromkeys(model.pattern)) or chosen.mechanism]
+    words = [" and ".join(dict.fromkeys(mechanisms_of(model)))]
     for name in ("symmetric", "differential"):
         if (value := getattr(chosen, name)) != "none":
             words.append(f"{name} {value}")
@@ -578,7 +583,7 @@ def declared_options(model: Model) -> dict[str, Any]:
     from symjax.attention import MECHANISMS
 
     found: dict[str, Any] = {}
-    for mechanism in model.pattern or (model.attention.mechanism,):
+    for mechanism in mechanisms_of(model):
         for name, option in MECHANISMS[mechanism].declared.items():
             if found.setdefault(name, option) != option:
                 raise ValueError(
@@ -597,7 +602,7 @@ def own_options(model: Model) -> OwnOptions:
     known, given = declared_options(model), model.attention.options
     for name, value in given.items():
         if name not in known:
-            mechanisms = ", ".join(model.pattern or (model.attention.mechanism,))
+            mechanisms = ", ".join(mechanisms_of(model))
             raise ValueError(
                 f"model.attention.options.{name} {value!r}: {mechanisms} has no such "
                 "option"

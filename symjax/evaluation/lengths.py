@@ -188,7 +188,7 @@ def variants(model: config.Model) -> dict[str, tuple[config.Model, str]]:
         chosen = dataclasses.replace(model.attention, length_base=base)
         return dataclasses.replace(model, attention=chosen)
 
-    names = model.pattern or (model.attention.mechanism,)
+    names = config.mechanisms_of(model)
     known = [attention.MECHANISMS[x] for x in names if x in attention.MECHANISMS]
     if not any("length_base" in mechanism.options for mechanism in known):
         return {"none": (model, f"{', '.join(names)} has no log-n scaling")}

@@ -67,7 +67,7 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
             mechanism of the model has, or choices exclude each other.
     """
     validation.check(options, "model.")
-    names = options.pattern or (options.attention.mechanism,)
+    names = config.mechanisms_of(options)
     _check_keys(options, names)
     _check_choices(options, names)
     for name in names:

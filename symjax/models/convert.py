@@ -71,7 +71,7 @@ Params = dict[str, Any]
 def changes(source: config.Model, target: config.Model) -> list[str]:
     """Name the keys by which converted weights compute another function at first."""
     names, models = CHANGING, (source, target)
-    if all("flash" in (x.pattern or (x.attention.mechanism,)) for x in models):
+    if all("flash" in config.mechanisms_of(x) for x in models):
         names += ("attention.chunk_size",)  # of other mechanisms it changes rounding
     one, other = (x.attention for x in models)
     if one.symmetric == "none":

@@ -331,7 +331,7 @@ def _own_option(key: str, declared: dict[str, Option]) -> Option:
 def _own_lines(options: config.Config) -> list[str]:
     """Help on the options that mechanisms of the table declare."""
     lines, values = [], config.own_options(options.model)
-    used = options.model.pattern or (options.model.attention.mechanism,)
+    used = config.mechanisms_of(options.model)
     for mechanism, form in MECHANISMS.items():
         for name, option in form.declared.items():
             value = values[name] if mechanism in used else option.default

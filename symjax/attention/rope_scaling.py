@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from symjax.attention.checks import check_choice, check_count, check_flag, check_number
 
-KINDS = ("none", "linear", "dynamic", "yarn", "llama3")
+SCALED = ("linear", "dynamic", "yarn", "llama3")
+KINDS = ("none", *SCALED)
 OF_A_LENGTH = ("dynamic", "yarn", "llama3")  # kinds that need original_length
 
 
@@ -64,15 +65,13 @@ def rope_frequencies(
     least = 1 if kind in OF_A_LENGTH else 0
     check_count(who, "original_length", original_length, least=least)
     for name, value in (
-        ("factor", factor),
         ("low_frequency_factor", low_frequency_factor),
         ("high_frequency_factor", high_frequency_factor),
         ("beta_fast", beta_fast),
         ("beta_slow", beta_slow),
     ):
         check_number(who, name, value, needed=True)
-    if factor < 1:
-        raise ValueError(f"{who}: factor must be at least 1, got {factor}")
+    _check_factor(who, factor)
     _check_ends(who, "beta_slow", beta_slow, "beta_fast", beta_fast)
     _check_ends(
         who,
@@ -105,12 +104,14 @@ def rope_attention_factor(factor: float) -> float:
     Raises:
         ValueError: a factor below 1.
     """
-    check_number("rope_attention_factor", "factor", factor, needed=True)
-    if factor < 1:
-        raise ValueError(
-            f"rope_attention_factor: factor must be at least 1, got {factor}"
-        )
+    _check_factor("rope_attention_factor", factor)
     return 0.1 * math.log(factor) + 1
+
+
+def _check_factor(who: str, factor: float) -> None:
+    check_number(who, "factor", factor, needed=True)
+    if factor < 1:
+        raise ValueError(f"{who}: factor must be at least 1, got {factor}")
 
 
 def _check_ends(who: str, low: str, least: float, high: str, most: float) -> None:

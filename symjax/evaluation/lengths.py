@@ -20,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from symjax import attention, config
+from symjax.attention.rope_scaling import OF_A_LENGTH
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import (
     Options,
@@ -37,7 +38,6 @@ from symjax.training.loss import hidden_of, token_losses
 FACTORS = (1, 2, 4, 8)
 BATCHES = 4  # of held-out text at every length, unless --batches says otherwise
 POINTS = 64  # of a curve over places
-OF_ROPE = ("linear", "dynamic", "yarn", "llama3")  # kinds of model.rope_scaling
 OCTAVES = 0.25  # of places: the width within which a curve is smoothed
 EXAMPLES = 256  # averages of n values
 SPREAD = 0.5  # σ of their scores, which should all be equal
@@ -221,7 +221,7 @@ def _rope_kinds(
 def rope_scaled(model: config.Model, kind: str, factor: int) -> config.Model:
     """The model as it reads windows `factor` times as long as those of training."""
     given: dict[str, Any] = {}
-    if kind != "linear":
+    if kind in OF_A_LENGTH:
         given["original_length"] = model.length
     chosen = config.RopeScaling(kind=kind, factor=float(factor), **given)
     return dataclasses.replace(model, rope_scaling=chosen)

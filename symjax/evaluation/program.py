@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from symjax import figures
+from symjax.attention.rope_scaling import SCALED
 from symjax.data.folder import verify
 from symjax.data.texts import read_pieces
 from symjax.evaluation import report, tasks
-from symjax.evaluation.lengths import OF_ROPE
 from symjax.evaluation.loading import load
 from symjax.evaluation.overview import overview
 from symjax.evaluation.results import Options, at_work
@@ -84,10 +84,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     if not 0 <= chosen.seed < 2**31:
         raise ValueError(f"--seed must be in [0, 2147483648), got {chosen.seed}")
     kinds = tuple(filter(None, map(str.strip, chosen.rope_scaling.split(","))))
-    if unknown := [kind for kind in kinds if kind not in OF_ROPE]:
+    if unknown := [kind for kind in kinds if kind not in SCALED]:
         raise ValueError(
-            f"--rope_scaling {unknown[0]!r} is unknown: choose from "
-            f"{', '.join(OF_ROPE)}"
+            f"--rope_scaling {unknown[0]!r} is unknown: choose from {', '.join(SCALED)}"
         )
     chosen.rope_scaling = kinds
     chosen.workdir = place(chosen.workdir)

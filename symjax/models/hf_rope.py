@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from symjax import config
+from symjax.attention.rope_scaling import OF_A_LENGTH, SCALED
 from symjax.models.hf_files import (
     check_all,
     check_choice,
@@ -30,7 +31,7 @@ NUMBERS = {
         "attention_factor": "attention_factor",
     },
 }
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+KINDS = ("default", *SCALED)
 ONLY = {"partial_rotary_factor": 1.0}
 
 
@@ -55,7 +56,7 @@ def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return found
     chosen: dict[str, Any] = {"kind": kind}
-    if kind != "linear":
+    if kind in OF_A_LENGTH:
         length = whole(settings, "max_position_embeddings", 2048)
         groups = () if kind == "dynamic" else (settings, given)
         named = [x[ORIGINAL] for x in groups if x.get(ORIGINAL)]  # the first wins
@@ -72,7 +73,7 @@ def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attention_factor(given: dict[str, Any]) -> dict[str, float]:
-    """That of yarn where two numbers of DeepSeek's models make it."""
+    """The attention factor of yarn from two numbers of DeepSeek's models, if given."""
     names = "mscale", "mscale_all_dim"
     if "attention_factor" in given or not all(given.get(x) for x in names):
         return {}

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config, validation
+from symjax.attention.rope_scaling import OF_A_LENGTH, SCALED
 from symjax.layers.block import Block, run_of
 from symjax.layers.gau import GatedBlock
 from symjax.layers.mixer import check_room
@@ -52,8 +53,8 @@ def check(options: config.Model) -> None:
 
 # Keys of model.rope_scaling → the kinds that use them.
 SCALED_BY = {
-    "factor": ("linear", "dynamic", "yarn", "llama3"),
-    "original_length": ("dynamic", "yarn", "llama3"),
+    "factor": SCALED,
+    "original_length": OF_A_LENGTH,
     "low_frequency_factor": ("llama3",),
     "high_frequency_factor": ("llama3",),
     "beta_fast": ("yarn",),
@@ -77,7 +78,7 @@ def _check_scaling(chosen: config.RopeScaling, turned: bool, positions: str) -> 
                 f"model.rope_scaling.{name} {value!r} has no meaning: "
                 f"model.rope_scaling.kind is {chosen.kind!r}"
             )
-    if chosen.kind in SCALED_BY["original_length"] and not chosen.original_length:
+    if chosen.kind in OF_A_LENGTH and not chosen.original_length:
         raise ValueError(
             f"model.rope_scaling.kind {chosen.kind!r} needs "
             "model.rope_scaling.original_length, the tokens of context before"

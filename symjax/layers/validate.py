@@ -66,7 +66,8 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
         ValueError: a value is unknown or out of range, an option is set that no
             mechanism of the model has, or choices exclude each other.
     """
-    validation.check(options, "model.")
+    # Layers compute in float64 too, which a whole model refuses.
+    validation.check(dataclasses.replace(options, dtype="float32"), "model.")
     names = config.mechanisms_of(options)
     _check_keys(options, names)
     _check_choices(options, names)

@@ -190,7 +190,7 @@ class Attention(Keys):
 
 @dataclass(frozen=True, repr=False)
 class RopeScaling(Keys):
-    """How RoPE reads texts longer than those it was trained on; kind=none: as it is."""
+    """Scaling of RoPE for texts longer than those of training; kind=none: none."""
 
     kind: str = key(
         "none",

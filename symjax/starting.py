@@ -41,7 +41,7 @@ def announce(program: str, imported: str = "jax") -> None:
 
 
 def is_first(words: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether flags or a launcher number this process 0, or none of them does.
+    """Return whether flags or a launcher number this process 0, or do not number it.
 
     A guess for the first line: `training.launch` decides, once jax is there.
     """

@@ -1,4 +1,4 @@
-"""Where labelled examples come from: one function a source.
+"""Sources of labelled examples, each a function.
 
 The data set has a held-out split, or a fifth of every label is held out, by a hash.
 """

@@ -25,8 +25,8 @@ class Delimiters(NamedTuple):
     every: bool
 
     def prompt(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids of a prompt with `start` before them: where every prompt has it,
-        and where there are no others."""
+        """Return the token ids of a prompt, after `start` if all prompts begin with it
+        or if there are no ids."""
         if self.start is None or (len(ids) and not self.every):
             return ids
         return self.begun(ids)

@@ -1,4 +1,4 @@
-"""Where documents end in a packed text, and rows that keep them apart."""
+"""Ends of the documents of a packed text, and rows that keep documents apart."""
 
 from __future__ import annotations
 

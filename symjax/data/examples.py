@@ -125,7 +125,7 @@ def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
 
 
 def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the tokens of two `Examples.language` mean the same.
+    """Return whether the tokens of two `Examples.language` mean the same.
 
     What stands before a document may differ: it is a token of both.
     """

@@ -70,7 +70,7 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
 
 
 def revision(options: config.Data) -> str:
-    """What a data set is at: its commit on the hub."""
+    """The revision of a data set: its commit on the hub."""
     with opened(options, columns_of(options)) as found:
         return found.revision
 
@@ -181,7 +181,7 @@ def columns_of(options: config.Data) -> dict[str, str]:
 def _facts(
     options: config.Data, source: Opened | Saved, read: list[str]
 ) -> dict[str, Any]:
-    """What identifies a data set of which some splits are read."""
+    """Plain values that identify a data set of which some splits are read."""
     return {
         "name": options.name,
         "subset": source.subset,

@@ -1,4 +1,4 @@
-"""What a packed corpus says of itself, in a JSON file that has a hash of itself."""
+"""Manifests of packed corpora: JSON files, each with a hash of itself."""
 
 from __future__ import annotations
 

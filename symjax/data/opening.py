@@ -1,4 +1,4 @@
-"""How data sets of the hub and local folders are opened, and fail in one line.
+"""Opening of data sets of the hub and of local folders, with errors of one line.
 
 If the hub does not respond within SILENCE seconds, the line says what to do. Later
 requests have the limits of huggingface_hub: six attempts each, and
@@ -285,7 +285,7 @@ def one_line(options: config.Data) -> Iterator[None]:
 
 
 def _problem(error: BaseException) -> str:
-    """What went wrong, by the first cause of an error, and what to do."""
+    """Say what went wrong, by the first cause of an error, and what to do."""
     import huggingface_hub
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError

@@ -60,7 +60,7 @@ HELD_SHARE, HELD = 1 / 20, 1 << 24  # characters held out, of data.tokens and at
 
 
 class Order(NamedTuple):
-    """What is to be packed, and where.
+    """The data to pack, and the folder for it.
 
     Attributes:
         place: the folder of the corpus in the cache.

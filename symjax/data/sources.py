@@ -1,4 +1,4 @@
-"""Where text comes from: one function a source, each returning `Texts`.
+"""Sources of text, each a function that returns `Texts`.
 
 Every source has the splits "train" and "heldout". Files are read exactly: no newline is
 translated, nothing is stripped. Only `hub` downloads, into the Hugging Face cache.

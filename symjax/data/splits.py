@@ -1,4 +1,4 @@
-"""Which documents are held out: by a hash, so the same ones on every machine."""
+"""Choice of held-out documents by a hash: the same ones on every machine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def scan(document: Document) -> tuple[int, int]:
 
 
 def stratified(keys: Iterable[str], labels: Sequence[Any]) -> list[bool]:
-    """Which examples are held out: a fifth of those of every label, by their hash.
+    """Return which examples are held out: a fifth of every label, by their hash.
 
     Examples with one key are copies, and on one side.
 

@@ -224,10 +224,11 @@ def pieces(parts: Iterable[str], size: int = PIECE) -> Iterator[str]:
 
 
 def _last_word_end(text: str, first: int) -> int:
-    """Where white space follows the last time, from a place on; 0: nowhere.
+    """Find the best end of a word to cut a text at, from a place on; 0: there is none.
 
-    A space after a letter or digit is the best: tokens of some vocabularies cross
-    other ends of words, such as "};\\n". Then a new line after one.
+    The best is the last space after a letter or digit: tokens of some vocabularies
+    cross other ends of words, such as "};\\n". The next best is the last new line
+    after a letter or digit, and then the last white space after anything else.
     """
     best, found = 0, 0
     for place in range(len(text) - 1, first - 1, -1):

@@ -20,7 +20,7 @@ def measured(
     marks: Boundaries,
     heldout: Counts,
 ) -> dict[str, Any]:
-    """What a manifest says of the targets of a model: see `Corpus`.
+    """Return what a manifest says of the targets of a model: see `Corpus`.
 
     Args:
         arrays: tokens, and ends of documents where they are kept apart, by name.

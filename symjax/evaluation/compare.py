@@ -178,7 +178,7 @@ def evaluate(workdir: Workdir, batches: int | None = None) -> Evaluated:
 
 
 def _leaves_out(run: LoadedRun) -> bool:
-    """Whether something of every document is no target."""
+    """Return whether a token of every document is no target."""
     text = run.examples.text
     return run.examples.separate and not (text and text.shared)
 

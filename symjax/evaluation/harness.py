@@ -85,7 +85,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
-    """What lm_eval measures, as it returns it.
+    """Return the results of lm_eval, as lm_eval has them.
 
     Raises:
         ValueError: a task is unknown, or the model is one that writes no text.

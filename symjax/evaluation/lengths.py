@@ -135,8 +135,8 @@ def _bits(run: LoadedRun, loss: float | None) -> dict[str, float | None]:
 
 
 def _on(run: LoadedRun, batches: int) -> str:
-    """The held-out batches of a measurement, which the loss of the task `loss` may be
-    no mean over."""
+    """Say on how many held-out batches a measurement is: the task `loss` may use
+    others."""
     total = run.examples.heldout_count((run.config.batch_size, run.config.model.length))
     return f"on {min(batches, total)} of {total} held-out batches"
 

@@ -116,7 +116,7 @@ def load(
 def _examples(
     options: Config, workdir: epath.Path, meta: dict[str, Any], text: str | None
 ) -> Examples:
-    """Those of the folder `data`, or a given text with the tokenizer of the run."""
+    """The examples in the folder `data`, or a given text by the run's tokenizer."""
     folder, described = data_folder(workdir), meta.get("examples")
     if (folder / MANIFEST).is_file():
         examples = open_examples(options, folder)

@@ -1,4 +1,4 @@
-"""What one layer of a model does with a window: queries, keys, maps, hidden states.
+"""Queries, keys, maps and hidden states of every layer of a model for a window.
 
 One way of reading for every mechanism: the map of a layer is what the layer itself
 makes of unit vectors as values. The model runs as it is, and its blocks are watched.
@@ -86,7 +86,7 @@ def _read(graph: nnx.GraphDef, weights: Any, inputs: Array) -> list[Layer]:
 
 
 def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> Layer:
-    """What an `Attention` or a `GatedBlock` makes of x."""
+    """The `Layer` of an `Attention` or a `GatedBlock` for its input x."""
     positions = jnp.arange(x.shape[1])[None]
     lengths = layer.rotate.lengths(positions, padding_mask)
     operands = layer.operands(x, positions, lengths=lengths)

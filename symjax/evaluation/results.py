@@ -81,7 +81,7 @@ class Table(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What one task measured on one checkpoint.
+    """The measurements of one task on one checkpoint.
 
     Attributes:
         values: plain numbers in nested dicts and lists, for JSON: no times, no paths.

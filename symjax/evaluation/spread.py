@@ -76,7 +76,7 @@ def slope(
 
 
 def support(run: LoadedRun, options: Options) -> Result:
-    """How many keys have a weight, of those a row sees, in layers with sparse maps."""
+    """Count the keys that have a weight, of those a row sees, by sparse layer."""
     mechanisms = [layer.mixer.mechanism for layer in attentions(run.model())]
     sparse = [i for i, name in enumerate(mechanisms) if MECHANISMS[name].sparse]
     if not sparse:

@@ -71,8 +71,10 @@ def texts(
 def _until(
     tokenizer: Tokenizer, prompts: Sequence[np.ndarray], stop: Sequence[int | str]
 ) -> Callable[[np.ndarray], bool] | None:
-    """A function of the tokens so far that says whether every row has ended; None if no
-    string ends a row, since the loop itself sees tokens that do."""
+    """Return a function of the tokens so far: whether every row has ended.
+
+    None without strings: `generate` itself ends rows at tokens.
+    """
     strings = [x for x in stop if isinstance(x, str)]
     tokens = [x for x in stop if not isinstance(x, str)]
     if not strings:

@@ -177,7 +177,7 @@ def load_pretrained(
 
 
 def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
-    """What a tokenizer.json says of the tokens of a model; nothing where none is.
+    """Return what a tokenizer.json says of the tokens of a model; {} without one.
 
     A document is taken to begin with the BOS token, or with the token that ends
     documents where there is none, as in the harness of EleutherAI.

@@ -72,7 +72,7 @@ def to_store(model: Any) -> list[dict[str, Any]]:
 def differences(stored: Any, model: Any, where: str) -> list[str]:
     """Return a line for each difference between stored code and that of this process.
 
-    None where an older version stored nothing.
+    There are no lines if an older version stored nothing.
     """
     if stored is None:
         return []

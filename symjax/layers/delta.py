@@ -1,4 +1,4 @@
-"""What a layer holds for the delta rule: β, and how fast the state forgets."""
+"""Weights of the delta rule in a layer: β, and the decay of the state."""
 
 from typing import Any
 

@@ -48,7 +48,7 @@ class FixedDecay(nnx.Module):
 
 
 def _has_rates(kind: str) -> bool:
-    """Whether decays of this kind are constants that depend on the head."""
+    """Return whether decays of this kind are constants that depend on the head."""
     return kind != "none" and LOG_DECAYS[kind].rates is not None
 
 

@@ -102,7 +102,7 @@ class GatedBlock(nnx.Module):
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """As `Block`."""
+        """Return the block's output, by the arguments of `Block`."""
         y, positions = self.norm(x), places(x, segments)
         lengths = self.rotate.lengths(positions, padding_mask, segments)
         operands = self.operands(y, positions, lengths=lengths)

@@ -1,4 +1,4 @@
-"""What an attention layer holds for its mechanism, beside queries, keys and values.
+"""Parts of an attention layer for its mechanism, beside queries, keys and values.
 
 A family of mechanisms has a file with its weights and a `Part`, which `PARTS` in
 `symjax.layers.mechanisms` names. The layer, its decoding state, conversion, cost,

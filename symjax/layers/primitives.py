@@ -1,4 +1,4 @@
-"""What every block is made of: dense layers, dropout, rotary positions."""
+"""Parts of every block: dense layers, dropout, rotary positions."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -110,8 +110,8 @@ class Rotary:
         padding_mask: Bool[Array, "B T"] | None = None,
         segments: Segments | None = None,
     ) -> Int[Array, "#B #T"] | None:
-        """How many tokens the text of every token has so far, if the angles depend on
-        it: the largest position and one. None: they do not.
+        """Count the tokens that the text of every token has so far: its largest
+        position and one. None if the angles do not depend on it.
 
         Args:
             padding_mask: True for tokens that exist; None: all.

@@ -28,7 +28,7 @@ def segments_of(ids: Int[Array, "B T"]) -> Segments:
 
 
 def document_lengths(segments: Segments) -> Int[Array, "B T"]:
-    """How many tokens the document of every token has."""
+    """Count the tokens in the document of every token."""
     count = segments.ids.shape[1]
     places = jnp.arange(count)[None]
     last = jnp.roll(starts(segments.ids), -1, axis=1).at[:, -1].set(True)

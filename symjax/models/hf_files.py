@@ -54,7 +54,7 @@ def check_folder(directory: Path, name: str) -> None:
 
 
 def from_the_hub(name: Any) -> str:
-    """How to download what may be a model of the Hugging Face hub; "" if it is none."""
+    """Say how to download what may be a model of the Hugging Face hub; else ""."""
     if not HUB_NAME.fullmatch(str(name)) or Path(name).exists():
         return ""
     return (

@@ -31,8 +31,10 @@ def _exponential(query, key) -> float:
 
 
 def mean_lambdas(model: Model, inputs: Any) -> dict[int, float]:
-    """Return layer → λ of differential V2, the mean over heads and over the tokens of
-    a batch; of one document, also where it holds several."""
+    """Return layer → λ of differential V2, the mean over heads and tokens of a batch.
+
+    Every row is read as one document, also if it holds several.
+    """
     graph, weights = nnx.split(model)
     return {
         layer: float(x) for layer, x in _mean_lambdas(graph, weights, inputs).items()

@@ -1,4 +1,4 @@
-"""What decoder and encoder share: embedding, positions, blocks and output."""
+"""Embedding, positions, blocks and output, which decoder and encoder share."""
 
 from collections.abc import Callable
 from typing import Any

@@ -198,7 +198,7 @@ def default() -> ConfigDict:
 
 
 def load(path: Path, preset: str = "") -> ConfigDict:
-    """What `get_config(preset)` of a Python file returns.
+    """Return what `get_config(preset)` of a Python file returns.
 
     Its `from configs import base` finds the nearest folder configs/ above the file,
     wherever the program was started.

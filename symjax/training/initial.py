@@ -1,4 +1,4 @@
-"""What a run begins with: a checkpoint, the weights of another run, or new ones."""
+"""First state of a run: a checkpoint, the weights of another run, or new ones."""
 
 from operator import attrgetter
 from pathlib import Path

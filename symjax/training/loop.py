@@ -128,7 +128,7 @@ def train(run: Run, state: State) -> None:
 
 
 def summary(run: Run) -> list[str]:
-    """What a complete run prints: its best loss, its goodput, where things are."""
+    """The last lines of a complete run: best loss, goodput, and where its files are."""
     workdir, name, rows = run.workdir, "heldout/loss", []
     found = [x for x in rows_of(workdir) if isinstance(x.get(name), float)]
     if best := min(found, key=lambda x: x[name], default=None):

@@ -72,7 +72,7 @@ def token_losses(
 
 
 class Objective(NamedTuple):
-    """Sums over tokens that have a target, divided by how many there are."""
+    """Sums over tokens that have a target, divided by the number of targets."""
 
     minimised: Float[Array, ""]  # loss + z_loss · normaliser²
     loss: Float[Array, ""]  # as reported: no gradient passes through it

@@ -46,7 +46,7 @@ class Skips:
 
 
 class Run(NamedTuple):
-    """What every step of a run uses, beside the state that it changes."""
+    """The parts of a run that every step uses, beside the state that it changes."""
 
     options: config.Config
     workdir: epath.Path
@@ -165,10 +165,10 @@ def open_run(
 
 
 def sessions(meta: dict[str, Any] | None, step: int) -> list[dict[str, Any]]:
-    """Return what each start of a run with other versions says of itself.
+    """Return an entry for each start of a run with versions other than before.
 
-    Plain values for the checkpoint: the step it starts from, when it starts (UTC), and
-    the versions of Python, symjax, jax and flax.
+    Its plain values are stored in checkpoints: the step that it starts from, the date
+    (UTC), and the versions of Python, symjax, jax and flax.
 
     Args:
         meta: of the checkpoint that a resumed run starts from.

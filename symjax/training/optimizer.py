@@ -76,7 +76,7 @@ def optimizer(
 def _moved(
     options: config.Optimizer, rate: optax.Schedule, params: Any
 ) -> list[optax.GradientTransformation]:
-    """What moves the weights, each group of them by its own where there are several."""
+    """The transformations that move the weights, one for each group of weights."""
     rest = "adamw" if options.name == "muon" else options.name
     decay, own_decay = options.weight_decay, options.embedding_weight_decay
     own_decay = decay if own_decay == -1 else own_decay

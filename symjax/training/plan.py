@@ -1,4 +1,4 @@
-"""What a run would be: its weights, their places, its cost, memory and time."""
+"""Plan of a run: its weights, their places, its cost, memory and time."""
 
 import math
 import tempfile

@@ -1,4 +1,4 @@
-"""What a run starts from: its options and data, and those of its checkpoints."""
+"""Options and data that a run starts from, and those of its checkpoints."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def data_folder(workdir: epath.Path) -> Path:
 def open_data(
     options: config.Config, workdir: epath.Path, meta: dict[str, Any] | None
 ) -> Examples:
-    """What a run learns: the first process packs it, the others find it there.
+    """Open the data of a run: the first process packs it, the others find it there.
 
     Args:
         meta: of the newest checkpoint, if there is one.

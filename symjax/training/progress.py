@@ -1,4 +1,4 @@
-"""How a run shows itself: a bar on a terminal, plain lines in a file."""
+"""Progress of a run: a bar on a terminal, plain lines in a file."""
 
 import contextlib
 import sys

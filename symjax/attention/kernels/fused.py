@@ -159,7 +159,11 @@ def restricted(
     length_base: float | None,
     by_row: bool,
 ) -> Operands:
-    """For rows that see less than the window, `by_row` also of the keys that exist."""
+    """Operands for rows that see less than the window.
+
+    Args:
+        by_row: the limits of every row are among them.
+    """
     factor = None
     if length_base:  # float64 in a program that has it, which kernels do not
         factor = length_scale(count, length_base)[:, None].astype(jnp.float32)

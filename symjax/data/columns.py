@@ -42,6 +42,11 @@ def unknown(key: str, column: str, known: list[str]) -> str:
     return f"data.{key} {column!r} is unknown: choose from {', '.join(known)}"
 
 
+def names_of(columns: Columns) -> list[str]:
+    """Return the names of the asked columns, each once."""
+    return list(dict.fromkeys(columns.values()))
+
+
 def is_text(kind: Any) -> bool:
     """Return whether a column of this type holds text."""
     return getattr(kind, "dtype", "") in ("string", "large_string", "string_view")
@@ -53,7 +58,7 @@ def reading(kind: str, columns: Columns) -> dict[str, Any]:
     In CSV no text stands for a missing value. What is prepared is found again by the
     options, so they tell the columns, in the description where nothing else does.
     """
-    names = list(dict.fromkeys(columns.values()))
+    names = names_of(columns)
     described = {"description": f"columns {', '.join(names)}"}
     options = {
         "text": {"sample_by": "document"},
@@ -116,7 +121,7 @@ class _Asked(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys(self.columns.values()))
+        return names_of(self.columns)
 
 
 def _file_by_file(read: Any, asked: _Asked) -> Any:

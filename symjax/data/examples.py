@@ -129,9 +129,11 @@ def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
     What stands before a document may differ: it is a token of both.
     """
-    before = START, "bos"
-    plain = ({n: x for n, x in y.items() if n not in before} for y in (one, other))
-    return next(plain) == next(plain)
+    return _plain(one) == _plain(other)
+
+
+def _plain(language: dict[str, Any]) -> dict[str, Any]:
+    return {n: x for n, x in language.items() if n not in (START, "bos")}
 
 
 def text_examples(corpus: Corpus) -> Examples:

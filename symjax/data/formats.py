@@ -31,6 +31,10 @@ DESCRIPTIONS = frozenset(
     f"{name}.json" for name in ("dataset_info", "dataset_infos", "dataset_dict")
 )
 STATE = "state.json"  # what Dataset.save_to_disk writes beside its arrow files
+OTHER, ANOTHER = "files of no known format", "files of another format"
+# Held-out splits by the words that `datasets` looks for in the names of files.
+_WORDS = "validation|valid|val|dev|testing|test|evaluation|eval"
+_HELD_OUT = re.compile(rf"(?<![^-._ 0-9/])({_WORDS})(?![^-._ 0-9/])")
 
 
 class UnusableData(ValueError):
@@ -142,9 +146,6 @@ def add_unread(folder: str, read: Iterable[str], left_out: LeftOut) -> None:
                 left_out.add(kind, repr(str(inside / name)))
 
 
-OTHER, ANOTHER = "files of no known format", "files of another format"
-
-
 def _why(path: Path) -> str:
     """The kind of a file that no data set has rows in; "" for others."""
     if path.name.startswith("."):
@@ -189,11 +190,6 @@ def check_splits_seen(
             f"data.name {folder!r}: {unseen[0]!r} would be trained on, since names of "
             "splits in capitals are not known: rename it"
         )
-
-
-# Held-out splits by the words that `datasets` looks for in the names of files.
-_WORDS = "validation|valid|val|dev|testing|test|evaluation|eval"
-_HELD_OUT = re.compile(rf"(?<![^-._ 0-9/])({_WORDS})(?![^-._ 0-9/])")
 
 
 def check_all_read(folder: str, files: Iterable[Path], read: Iterable[str]) -> None:

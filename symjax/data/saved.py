@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from symjax.data.columns import Columns, check_known
+from symjax.data.columns import Columns, check_known, names_of
 from symjax.data.damaged import naming
 from symjax.data.formats import STATE, UnusableData
 from symjax.data.manifest import stamp_of
@@ -71,7 +71,7 @@ class Saved:
                 raise naming(error, folder, self._where) from None
             for key, column in self._columns.items():
                 check_known(key, column, rows.column_names)
-            rows = rows.select_columns(list(dict.fromkeys(self._columns.values())))
+            rows = rows.select_columns(names_of(self._columns))
             found[name] = rows.to_iterable_dataset() if stream else rows
         return found
 

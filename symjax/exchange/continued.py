@@ -56,10 +56,11 @@ def texts(
         ValueError: a prompt is empty or fills the learned positions; or as `generate`.
     """
     tokens = [x for x in stop if not isinstance(x, str)]
+    strings = [x for x in stop if isinstance(x, str)]
     found = [""] * len(prompts)
     for batch in _batches(model, prompts, count):
         some = [prompts[i] for i in batch]
-        until = _until(tokenizer, some, stop)
+        until = _until(tokenizer, some, tokens, strings) if strings else None
         keys_here = keys[np.array(batch)]
         watched = {"stop": tokens, "until": until, **sampling}
         rows = _one_batch(model, some, count, keys_here, **watched)
@@ -69,16 +70,15 @@ def texts(
 
 
 def _until(
-    tokenizer: Tokenizer, prompts: Sequence[np.ndarray], stop: Sequence[int | str]
-) -> Callable[[np.ndarray], bool] | None:
+    tokenizer: Tokenizer,
+    prompts: Sequence[np.ndarray],
+    tokens: Sequence[int],
+    strings: Sequence[str],
+) -> Callable[[np.ndarray], bool]:
     """Return a function of the tokens so far: whether every row has ended.
 
-    None without strings: `generate` itself ends rows at tokens.
+    It is needed for strings: `generate` itself ends rows at tokens.
     """
-    strings = [x for x in stop if isinstance(x, str)]
-    tokens = [x for x in stop if not isinstance(x, str)]
-    if not strings:
-        return None
     going = dict(enumerate(prompts))
 
     def until(rows: np.ndarray) -> bool:

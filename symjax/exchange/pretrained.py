@@ -206,10 +206,10 @@ def _begun(language: dict[str, Any], bos: bool | None, path: Path) -> dict[str, 
         ValueError: there is no such token.
     """
     tokenizer = tokenizer_of(language)
-    if bos is None or (not bos and not isinstance(tokenizer, SubwordTokenizer)):
-        return language
-    if not isinstance(tokenizer, SubwordTokenizer):
+    if bos and not isinstance(tokenizer, SubwordTokenizer):
         raise ValueError(f"bos: the tokens of {path.parent} are of no tokenizer.json")
+    if bos is None or not isinstance(tokenizer, SubwordTokenizer):
+        return language
     if bos and tokenizer.bos:
         return language
     changed = subwords.with_bos(tokenizer, str(bos).lower(), path)

@@ -123,9 +123,8 @@ def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
             f"attention_fn: {mechanism} needs {', '.join(form.required)}, which Flax's "
             "layers do not have: use symjax.layers.Attention"
         )
-    known = {*form.options, *form.declared, *form.operands} - {
-        "bias"
-    }  # which comes with a call
+    known = {*form.options, *form.declared, *form.operands}
+    known -= {"bias"}  # which comes with a call
     for name in options:
         if name not in known:
             raise ValueError(

@@ -6,7 +6,7 @@ in a notebook. Weights are not annotated here: their places are a table in
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,11 +60,12 @@ def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
     if not has_mesh():
         return x
     if not isinstance(x, Tracer) and not isinstance(x.sharding, NamedSharding):
-        if jax.sharding.get_abstract_mesh().size == 1:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.size == 1:
             return x
         raise ValueError(
-            f"an array {x.shape} of one device meets the mesh {_shown()}: call the "
-            "model inside jax.jit, or without jax.set_mesh"
+            f"an array {x.shape} of one device meets the mesh {_shown(mesh.shape)}: "
+            "call the model inside jax.jit, or without jax.set_mesh"
         )
     return jax.lax.with_sharding_constraint(x, P(*axes))
 
@@ -139,11 +140,11 @@ def _check_divides(operands: dict[str, Operand]) -> None:
                 if size > 1 and size % parts:
                     raise ValueError(
                         f"{name} {leaf.shape}: {size} {NAMES[axis]} do not divide over "
-                        f"mesh {' × '.join(f'{x} {mesh.get(x, 1)}' for x in over)}"
+                        f"mesh {_shown(over)}"
                     )
 
 
-def _shown() -> str:
-    """The sizes of the mesh, as error messages have them."""
+def _shown(axes: Iterable[str]) -> str:
+    """The sizes of axes of the mesh, as error messages have them."""
     mesh = jax.sharding.get_abstract_mesh().shape
-    return " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+    return " × ".join(f"{axis} {mesh.get(axis, 1)}" for axis in axes)

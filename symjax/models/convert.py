@@ -291,8 +291,7 @@ def _overlay(fresh: Params, params: Params, prefix: str) -> Params:
     for name, own in fresh.items():
         path, given = f"{prefix}{name}", params.get(name)
         if given is None:
-            new = (*FRESH, *dropped)
-            if not any(part.startswith(new) for part in path.split("/")):
+            if not any(part.startswith((*FRESH, *dropped)) for part in path.split("/")):
                 raise ValueError(f"the source has no weight {path!r}")
             result[name] = own
         elif isinstance(own, dict):

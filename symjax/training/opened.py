@@ -174,9 +174,12 @@ def sessions(meta: dict[str, Any] | None, step: int) -> list[dict[str, Any]]:
         meta: of the checkpoint that a resumed run starts from.
     """
     now = datetime.now(UTC).isoformat(" ", "minutes").removesuffix("+00:00")
-    here = {"python": platform.python_version()}
-    here |= {"symjax": symjax.__version__, "jax": jax.__version__}
-    here |= {"flax": version("flax")}
+    here = {
+        "python": platform.python_version(),
+        "symjax": symjax.__version__,
+        "jax": jax.__version__,
+        "flax": version("flax"),
+    }
     before = (meta or {}).get("sessions", [])
     known = before and all(before[-1].get(name) == x for name, x in here.items())
     return before if known else [*before, {"step": step, "date": now, **here}]

@@ -326,7 +326,7 @@ def references(examples: Examples, count: int, total: int) -> str:
     """
     partial = count < total and examples.heldout_rows is not None
     where = f"on all {total}" if partial else ""
-    found, unit = examples.references, ""
+    found, unit = examples.references, f" nats/{examples.unit}"
     if text := examples.text:
         where, unit = f"n-gram tables {where}".rstrip(), " bits/byte"
         found = {name: text.bits_per_byte(x) for name, x in found.items()}

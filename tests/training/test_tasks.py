@@ -29,7 +29,10 @@ def test_a_run_learns_its_task_and_is_judged_by_answers(tmp_path, capsys):
     assert train(tmp_path / "one", steps=300, batch_size=32, **rate) == 0
     said = capsys.readouterr().err
     assert "any number of copy rows" in said and "sample" not in said
-    assert f"(chance {math.log(6):.2f})" in said and " nats/answer, accuracy " in said
+    assert (
+        f"(chance {math.log(6):.2f} nats/answer)" in said
+        and " nats/answer, accuracy " in said
+    )
     found = losses(load(tmp_path / "one"), 4)
     assert found["heldout"]["loss"] < 0.8 * math.log(6)
     assert "bits_per_byte" not in found["heldout"]

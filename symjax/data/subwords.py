@@ -154,7 +154,7 @@ class SubwordTokenizer:
         return len(shown.encode()) - added
 
     def _adds_space(self, spaced: bool) -> bool:
-        """Whether a space is added before a text, which begins with one if `spaced`."""
+        """Return whether a space is added before a text; `spaced`: it begins with one."""
         own = " " * spaced
         return self._after_word(self.encode(own + WORD)).startswith(own + " ")
 
@@ -170,7 +170,7 @@ class SubwordTokenizer:
             yield Rest(piece) if number else piece
 
     def describe(self) -> dict[str, str]:
-        """What `from_description` needs, as JSON."""
+        """Return what `from_description` needs, as JSON."""
         known = {"kind": self.kind, "definition": self.definition, "end": self.end}
         return {**known, "bos": self.bos} if self.bos else known
 

@@ -51,7 +51,7 @@ class ByteTokenizer:
         return 1
 
     def describe(self) -> dict[str, str]:
-        """What `from_description` needs, as JSON."""
+        """Return what `from_description` needs, as JSON."""
         return {"kind": self.kind}
 
     pieces = staticmethod(iter)
@@ -114,7 +114,7 @@ class CharTokenizer:
         return len(self.alphabet[token].encode("utf-8", "surrogatepass"))
 
     def describe(self) -> dict[str, str]:
-        """What `from_description` needs, as JSON."""
+        """Return what `from_description` needs, as JSON."""
         return {"kind": self.kind, "alphabet": self.alphabet}
 
     pieces = staticmethod(iter)

@@ -154,7 +154,11 @@ class SubwordTokenizer:
         return len(shown.encode()) - added
 
     def _adds_space(self, spaced: bool) -> bool:
-        """Return whether a space is added before a text; `spaced`: it begins with one."""
+        """Return whether a space is added before a text.
+
+        Args:
+            spaced: the text begins with a space.
+        """
         own = " " * spaced
         return self._after_word(self.encode(own + WORD)).startswith(own + " ")
 

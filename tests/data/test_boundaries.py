@@ -174,6 +174,7 @@ def test_a_stream_of_an_older_packer_goes_on_in_its_format(tmp_path, monkeypatch
     assert orders[0].format == 1
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("documents", ["separate", "joined"])
 def test_losses_bytes_and_lines_are_about_the_same_targets(tmp_path, documents):
     """Documents of 15 bytes and 18 bits: a letter of 16, and 14 of two each, which only

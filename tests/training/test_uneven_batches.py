@@ -123,6 +123,7 @@ SPLITS = (
 )
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("model", "largest", "splits"),
     [

@@ -11,27 +11,11 @@ import datasets
 import fsspec.compression
 import pytest
 from datasets.arrow_writer import ArrowWriter
+from test_columns import READERS, packed, wanted
 
-from symjax import config
 from symjax.data import classes, hub, sources
 
 TEXTS = [f"text {number}, é\nnew line" for number in range(12)]
-
-
-def wanted(folder, **keys):
-    return config.Data(source="hub", name=str(folder), **keys)
-
-
-def packed(options) -> list[str]:
-    return ["".join(document) for document in hub.load(options)[0].documents()]
-
-
-def streamed(options) -> list[str]:
-    rows, _ = hub.streams(options, "")
-    return [text for text, _ in hub.stream(options, rows[0])]
-
-
-READERS = pytest.mark.parametrize("read", [packed, streamed])
 
 
 def arrow(path, rows):

@@ -1,6 +1,7 @@
 """The pages name every mechanism, their true costs, and error lines of the code."""
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import re
@@ -9,7 +10,7 @@ import pytest
 from PIL import Image
 from runs import ROOT
 
-from symjax import attention
+from symjax import attention, exchange, layers, models
 
 PAGES = ROOT / "docs" / "mechanisms"
 TEXTS = {path.stem: path.read_text() for path in sorted(PAGES.glob("*.md"))}
@@ -24,12 +25,17 @@ PUBLIC = [
 ]
 
 
-def drawn():
-    spec = importlib.util.spec_from_file_location("draw", PAGES / "draw.py")
+def loaded(path):
+    """The module of a file in docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def drawn():
+    return loaded(PAGES / "draw.py")
 
 
 @pytest.mark.parametrize("name", sorted({*attention.__all__} - TYPES))
@@ -104,3 +110,88 @@ def test_quoted_error_lines_are_those_of_the_code():
     quoted = re.findall(r"^`(.+)`\n\n:  ", text, re.M)
     assert len(quoted) > 20
     assert not set(quoted) - set(messages())
+
+
+REFERENCE = "\n".join(x.read_text() for x in (ROOT / "docs/api").glob("*.md"))
+ROOMS = (attention, layers, models, exchange)
+
+
+def documented():
+    """The dotted paths of everything in the API reference, members of modules too."""
+    for path, options in re.findall(
+        r"^::: (\S+)((?:\n    .*)*)", REFERENCE, flags=re.MULTILINE
+    ):
+        yield path
+        for members in re.findall(r"members: \[(.*)\]", options):
+            yield from (f"{path}.{name}" for name in members.split(", "))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
+def test_every_public_name_is_in_the_api_reference(room):
+    known = {path.rpartition(".")[2] for path in documented()}
+    tables = {"MECHANISMS", "BIDIRECTIONAL", "TABLES"}  # in words
+    assert {*room.__all__} - tables <= known
+    assert all(f"`{name}`" in REFERENCE for name in tables)
+
+
+@pytest.mark.parametrize("path", sorted(documented()))
+def test_the_api_reference_names_what_is_there(path):
+    parent, _, name = path.rpartition(".")
+    assert hasattr(importlib.import_module(parent), name)
+
+
+def test_formulas_become_mathml_that_needs_no_script():
+    pytest.importorskip("latex2mathml")
+    convert = loaded(ROOT / "docs/formulas.py").on_page_content
+    page = convert(
+        'a <span class="arithmatex">\\(s &lt; t\\)</span> b '
+        '<div class="arithmatex">\\[\n\\frac{a}{b}\n\\]</div>'
+    )
+    assert page.count("<math") == 2 and "arithmatex" not in page
+    assert "<mfrac>" in page and 'display="block"' in page and "&#x0003C;" in page
+
+
+def test_pages_load_nothing_from_elsewhere():
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert not re.search(r"https?://", text) and "font: false" in text
+
+
+@pytest.fixture
+def docstrings():
+    pytest.importorskip("griffe")
+    return loaded(ROOT / "docs/docstrings.py")
+
+
+def test_sections_sources_and_tables_of_a_docstring_are_kept_apart(docstrings):
+    text = """First line.
+
+one    a row
+three  another row
+
+Args:
+    x: a number.
+Raises:
+    ValueError: no number.
+Source: Somebody 2020,
+    arXiv:2006.16236."""
+    assert docstrings.prepared(text).split("\n\n") == [
+        "First line.",
+        "```text\none    a row\nthree  another row\n```",
+        "Args:\n    x: a number.",
+        "Raises:\n    ValueError: no number.",
+        "**Source.** Somebody 2020, arXiv:2006.16236.\n",
+    ]
+
+
+@pytest.mark.slow
+def test_score_mechanisms_are_functions_and_keys_attributes(docstrings):
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(docstrings.Docstrings())
+    options = {"search_paths": [ROOT], "extensions": extensions}
+    package = griffe.load("symjax", docstring_parser="google", **options)
+    softmax = package["attention.softmax.softmax"]
+    assert softmax.is_function and "is_causal" in softmax.parameters
+    kinds = [section.kind.value for section in softmax.docstring.parsed]
+    assert kinds == ["text", "parameters", "raises", "text"]
+    (keys,) = package["config.Mesh"].docstring.parsed
+    assert [key.name for key in keys.value] == ["data", "fsdp", "tensor", "sequence"]

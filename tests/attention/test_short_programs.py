@@ -1,0 +1,33 @@
+"""Sizes of the programs that the first call of a mechanism compiles."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+LIMITS = {  # lines of StableHLO of the gradient at [1, 1024, 8, 64]
+    "softmax": 1_400,
+    "differential": 2_200,
+    "cosine": 2_000,
+    "performer": 3_000,
+    "gla": 1_850,
+    "delta": 1_600,
+    "sparsemax": 2_850,
+    "entmax15": 2_850,
+}
+
+
+@pytest.mark.always
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_gradient_is_a_short_program(name, monkeypatch):
+    """Count as `python -m benchmarks.first_call --lines` does on a user's machine.
+
+    The mesh of one device stands for a machine with one: the tests have eight.
+    """
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import first_call
+
+    device = np.array(jax.devices()[:1])
+    with jax.set_mesh(jax.sharding.Mesh(device, ("device",))):
+        assert first_call.lines(name) <= LIMITS[name]

@@ -368,7 +368,7 @@ def test_wrong_arguments_are_one_line(device, words, named, tmp_path, capsys):
 def test_the_table_of_the_document_has_names_of_the_command():
     from device_correctness import cases
 
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "performance" / "measuring.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| names of `correctness` |")
     rows = re.findall(r"^\| (.*?) \|", table.partition("\n\n")[0], re.M)
     names, known = re.findall("`(.*?)`", " ".join(rows)), cases(70)

@@ -38,20 +38,34 @@ def documented():
     return [pair for pair in found.values() if "…" not in pair[1]]
 
 
+def snippets(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.S)
+
+
 @pytest.mark.always
 def test_the_snippets_of_the_readme_run(tmp_path, monkeypatch):
-    """That of functions as it stands, that of a loaded run beside a small run."""
-    snippets = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
-    )
-    assert len(snippets) == 2
+    """That of functions as it stands, that of a loaded run beside a small run; those
+    of the first pages too, which load the same run."""
+    functions, loaded = snippets(ROOT / "README.md")
+    (home,) = snippets(ROOT / "docs/index.md")
+    used, flax = snippets(ROOT / "docs/getting-started.md")
+    (numbers,) = snippets(ROOT / "docs/training.md")
     monkeypatch.chdir(tmp_path)
     assert train(write_text(tmp_path), tmp_path / "runs" / "diff_sym-tiny") == 0
     names: dict = {}
-    for snippet in snippets:
-        exec(snippet, names)
+    exec(functions, names)
     assert names["out"].shape == (1, 4096, 8, 64)
+    exec(loaded, names)
     assert names["model"].loss("def main(): pass").bits_per_byte > 0
+    for snippet in (home, used, flax, numbers):
+        exec(snippet, names)
+    assert names["out"].shape == (1, 1, 8, 64)
+    assert names["mixed"].shape == (2, 16, 32)
+    assert "train/loss" in names["numbers"].columns
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 
 @pytest.fixture

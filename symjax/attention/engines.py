@@ -17,12 +17,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, Float
 
 from symjax.attention import cudnn, fused, hopper
 from symjax.attention.fused import FEWEST_ROWS
-from symjax.attention.meshes import backend, on_any_mesh, on_one_device
+from symjax.attention.meshes import (
+    backend,
+    by_platform,
+    on_any_mesh,
+    on_one_device,
+)
 from symjax.attention.rows import Operands, Rule, rows_spec
 
 Engine = Callable[[Rule, Operands], Array]
@@ -90,7 +94,7 @@ def best(
 def _by_platform(
     engine: Engine, kernel: Kernel, rule: Rule, operands: Operands
 ) -> Float[Array, "B N T V"]:
-    return jax.lax.platform_dependent(
+    return by_platform(
         **{kernel.platform: partial(kernel.attend, rule, operands)},
         default=partial(engine, rule, operands),
     )

@@ -1,6 +1,7 @@
 """Functions compiled once a shape, on meshes with axes of any type, and under vmap."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
 
@@ -122,6 +123,88 @@ def _auto(function: Callable, specs: Any, arguments: Any) -> Callable:
         is_leaf=lambda x: isinstance(x, P),
     )
     return jax.sharding.auto_axes(function, axes=axes, out_sharding=out)
+
+
+# Names of platforms, set by `lowered_for`; part of the key of jax's caches.
+_LOWERED_FOR = jax.make_user_context(())
+
+
+def lowered_for(*platforms: str) -> AbstractContextManager:
+    """Declare the platforms that programs traced in this context are lowered for.
+
+        with lowered_for("tpu", "cuda"):
+            jax.export.export(jax.jit(function), platforms=("tpu", "cuda"))(*arrays)
+
+    Only `jax.export` and `lowering_platforms` need it. Without it a program for a
+    platform that is not on this machine is right, but may have the CPU's loops.
+
+    Args:
+        platforms: "cpu", "cuda", "rocm" or "tpu", as `jax.lax.platform_dependent`
+            names them.
+    """
+    return _LOWERED_FOR(platforms)
+
+
+def platforms() -> frozenset[str]:
+    """Return the platforms that the program being traced may be lowered for.
+
+    The first of these that says anything decides:
+
+    1. `lowered_for`;
+    2. the devices of the mesh in context (`jax.set_mesh`, `jax.shard_map`), which need
+       not be on this machine;
+    3. `jax_platforms` (the environment variable JAX_PLATFORMS);
+    4. the default backend, and the CPU beside it.
+    """
+    if _LOWERED_FOR.value:
+        return frozenset(_LOWERED_FOR.value)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        names = [device.platform]
+    elif chosen := jax.config.values["jax_platforms"]:
+        names = chosen.split(",")
+    else:
+        names = [jax.default_backend(), "cpu"]
+    if "gpu" in names:  # the name of a backend; programs are for its maker's platform
+        maker, _, _ = _device_kind().partition(" ")
+        names += {"NVIDIA": ["cuda"], "AMD": ["rocm"]}.get(maker, ["cuda", "rocm"])
+    return frozenset(names) - {"gpu"}
+
+
+def by_platform(*arrays: Any, default: Callable, **forms: Callable) -> Any:
+    """Call the form of a function that is for the platform of the program.
+
+    It does what `jax.lax.platform_dependent` does, but traces only the forms for which
+    the program may be lowered (`platforms`): on a machine with CPUs alone just one.
+    Where several are left, each is traced as if the program were for its own platforms
+    alone, so that choices inside a form are made once.
+
+    Args:
+        forms: functions of the arrays, by platform; all return the same types.
+        default: that of all other platforms.
+    """
+    possible = platforms()
+    left = possible - forms.keys()
+    found = {name: form for name, form in forms.items() if name in possible}
+    if not found:
+        return default(*arrays)
+    if len(found) == 1 and not left:
+        (form,) = found.values()
+        return form(*arrays)
+    branches = {name: _traced_for((name,), form) for name, form in found.items()}
+    if left:
+        branches["default"] = _traced_for(tuple(sorted(left)), default)
+    return jax.lax.platform_dependent(*arrays, **branches)
+
+
+def _traced_for(platforms: tuple[str, ...], form: Callable) -> Callable:
+    """The form, traced as for these platforms alone."""
+
+    def call(*arrays: Any) -> Any:
+        with lowered_for(*platforms):
+            return form(*arrays)
+
+    return call
 
 
 def backend() -> str:

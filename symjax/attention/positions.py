@@ -18,6 +18,7 @@ from symjax.attention.checks import (
     check_number,
     check_positive,
 )
+from symjax.attention.meshes import by_platform
 
 LANES = 128  # of a TPU: numbers that lie side by side in its registers
 HEADS_LAST = Layout((0, 1, 2, 3))  # as the kernel of attention reads [B T N H]
@@ -86,9 +87,7 @@ def rotate(
         return jnp.concatenate([turned, x[..., turning:]], axis=-1)
     if size % LANES:
         return turn(x, cos, sin)
-    return jax.lax.platform_dependent(
-        x, cos, sin, tpu=partial(_turned_on_lanes, shape), default=turn
-    )
+    return by_platform(x, cos, sin, tpu=partial(_turned_on_lanes, shape), default=turn)
 
 
 def _given_frequencies(

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.length_scaling import length_scale
 from symjax.attention.masks import Visibility, part
-from symjax.attention.meshes import on_any_mesh, rows_as
+from symjax.attention.meshes import by_platform, on_any_mesh, rows_as
 
 # Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible;
 # or weights and what divides them, [B N t 1], which is applied to rows of output.
@@ -155,7 +155,7 @@ def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     # where it is traced: `jax.export`. The outer checkpoint keeps no parts of the keys
     # and values, which every extent has of its own.
     blocks = _kept(partial(_blocks, rule, rows=min(time, rule.block_rows)))
-    found = jax.lax.platform_dependent(
+    found = by_platform(
         cpu=partial(jax.lax.map, _kept(example), examples),
         default=lambda: jnp.swapaxes(blocks(operands), 1, 2),
     )

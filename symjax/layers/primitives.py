@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
-from symjax.attention.meshes import on_tpu
+from symjax.attention.meshes import by_platform, on_tpu
 from symjax.layers.segments import Segments, document_lengths
 from symjax.layers.sharded import time_axis
 
@@ -43,7 +43,7 @@ def features_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     def constrained(x: Array) -> Array:
         return with_layout_constraint(x, Layout((0, 1, 2)))
 
-    return jax.lax.platform_dependent(x, tpu=constrained, default=lambda x: x)
+    return by_platform(x, tpu=constrained, default=lambda x: x)
 
 
 def keep(x: Float[Array, "B T D"], name: str = PROJECTION) -> Float[Array, "B T D"]:

@@ -1,7 +1,7 @@
 """The laws of every mechanism that scores pairs, each a function of a mechanism."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import permutations, product
 from typing import NamedTuple
@@ -14,7 +14,8 @@ import pytest
 from laws import SEGMENTS, B, H, K, N, S, T, V, close, same
 
 from symjax import attention
-from symjax.attention import rows, windows
+from symjax.attention import rows
+from symjax.attention.meshes import lowered_for
 
 LAMBDA = np.array([0.8, -0.3, 1.7, 0.0, 0.5, -2.0])
 ALL_ROWS = {"is_causal": True, "mask_self": True, "length_base": 5.0}
@@ -110,28 +111,11 @@ SCORED = {
 @contextmanager
 def blocks(size, extents=8, *, batched=False):
     """Row blocks of another size; batched: all examples at once, as on accelerators."""
-    taken = []
-
-    def accelerator(*operands, default, **_):
-        taken.append(default)
-        return default(*operands)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK_ROWS", size)
         patch.setattr(rows, "EXTENTS", extents)
-        if batched:  # what was traced for CPU may not serve, nor the other way round
-            patch.setattr(jax.lax, "platform_dependent", accelerator)
-            forget()
-        yield
-    if batched:
-        forget()
-        assert taken
-
-
-def forget():
-    """What was traced; a program that is compiled as a whole is its caller's."""
-    rows.attend_rows.clear_cache()
-    windows.attend_window.clear_cache()
+        with lowered_for("tpu") if batched else nullcontext():
+            yield
 
 
 def single(arrays):

@@ -13,6 +13,7 @@ from laws import SEGMENTS, B, H, K, N, S, T, V
 from score_laws import SCORED, every_close, graded, jitted, single
 
 from symjax import attention
+from symjax.attention.meshes import lowered_for
 
 FUSED = {"implementation": "fused"}
 NAMES = "softmax", "pairwise", "differential", "differential_v2"
@@ -180,7 +181,7 @@ def runs_the_kernel(platform, *, length=256, kind=AxisType.Auto, device=TPU, cou
         return attend(*arrays).astype(jnp.float32).sum()
 
     mesh = AbstractMesh((count,), ("x",), axis_types=(kind,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), lowered_for("tpu", "cpu"):
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes(length, 64))
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     parts = [f"attention_{x}" in text for x in ("forward", "row_sums", "backward")]

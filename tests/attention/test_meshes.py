@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from laws import close
 
 from symjax import attention as A
-from symjax.attention.meshes import batched_alike
+from symjax.attention.meshes import batched_alike, by_platform, lowered_for, platforms
 
 B, T, N, K, H, V = 4, 12, 4, 2, 8, 6
 CAUSAL = {"is_causal": True}
@@ -234,3 +234,50 @@ def test_a_shard_map_may_leave_axes_to_xla():
         axis_names={"x"},
     )
     same_as_alone("performer", attend, arrays())
+
+
+def traced(*forms, default="default"):
+    """The forms that a call of `by_platform` traces."""
+    found = []
+
+    def form(name, x):
+        found.append((name, *sorted(platforms())))
+        return x
+
+    options = {name: partial(form, name) for name in forms}
+    call = partial(by_platform, default=partial(form, default), **options)
+    jax.jit(call).trace(jnp.zeros(()))
+    return found
+
+
+def test_only_the_form_for_this_machine_is_traced():
+    assert traced("cpu") == [("cpu", "cpu")]
+    assert traced("cuda", "tpu") == [("default", "cpu")]
+
+
+def test_each_form_is_traced_for_its_own_platforms():
+    with lowered_for("cpu", "cuda", "tpu"):
+        assert traced("cpu") == [("cpu", "cpu"), ("default", "cuda", "tpu")]
+        assert traced("cuda", "tpu") == [
+            ("cuda", "cuda"),
+            ("tpu", "tpu"),
+            ("default", "cpu"),
+        ]
+    with lowered_for("cuda", "cpu"):
+        assert traced("cpu", "cuda") == [("cpu", "cpu"), ("cuda", "cuda")]
+
+
+@pytest.mark.parametrize(
+    "kind, platform, wanted",
+    [
+        ("TPU v5 lite", "tpu", {"tpu"}),
+        ("NVIDIA H200", "gpu", {"cuda"}),
+        ("AMD Instinct MI300X", "gpu", {"rocm"}),
+        ("of nobody", "gpu", {"cuda", "rocm"}),
+    ],
+)
+def test_a_mesh_says_what_a_program_is_lowered_for(kind, platform, wanted):
+    device = AbstractDevice(kind, 1, platform)
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert platforms() == wanted

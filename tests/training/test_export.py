@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from symjax import config
+from symjax.attention.meshes import lowered_for
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
 
@@ -41,7 +42,7 @@ def exported(model: config.Model, *platforms: str) -> jax.export.Exported:
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     train: Any = program.train
-    with jax.set_mesh(program.mesh):
+    with jax.set_mesh(program.mesh), lowered_for(*platforms):
         return jax.export.export(train, platforms=platforms)(
             program.state, program.constants, tokens, tokens, key
         )

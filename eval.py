@@ -5,7 +5,7 @@ from symjax.starting import announce
 if __name__ == "__main__":
     announce("eval.py")
 
-from symjax.evaluation.program import command, main, parse
+from symjax.programs.evaluate import command, main, parse
 
 __all__ = ["main", "parse"]
 

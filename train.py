@@ -5,7 +5,7 @@ from symjax.starting import announce
 if __name__ == "__main__":
     announce("train.py")
 
-from symjax.training.program import command, main
+from symjax.programs.train import command, main
 
 __all__ = ["main"]
 

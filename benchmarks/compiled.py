@@ -6,9 +6,9 @@
     python benchmarks/compiled.py functions --json now.json --against before.json
 
 No TPU is needed: pip install -e '.[tpu-compiler]'. Nothing runs, all figures are
-estimates, and low and high mean what symjax/training/cycles.py says. Kernels count by
-the FLOPs and bytes that they declare. Collectives, which may overlap with the rest, are
-not in the cycles; their time at the full speed of the links stands beside a step.
+estimates, and low and high mean what symjax/estimate/tpu_cycles.py says. Kernels count
+by the FLOPs and bytes that they declare. The cycles leave out collectives, which may
+overlap with the rest; their time at the full speed of the links stands beside a step.
 
 functions  4 rows of 4,096 tokens, bfloat16, on one chip: those that score pairs with 16
            heads of 128 (two branches of 64 or 128), those of linear time with 16 of 64,
@@ -39,12 +39,14 @@ from arguments import output  # noqa: E402
 from device_peers import Rival, ours  # noqa: E402
 
 from symjax import attention, config, validation  # noqa: E402
+from symjax.estimate import targets  # noqa: E402
+from symjax.estimate.collectives import traffic  # noqa: E402
+from symjax.estimate.gpu_bytes import passes  # noqa: E402
+from symjax.estimate.tpu_cycles import PARTS, estimate  # noqa: E402
+from symjax.models.chips import Chip  # noqa: E402
 from symjax.models.cost import train_flops  # noqa: E402
-from symjax.training import commandline, sharding, targets  # noqa: E402
-from symjax.training.chips import Chip  # noqa: E402
-from symjax.training.collectives import traffic  # noqa: E402
-from symjax.training.cycles import PARTS, estimate  # noqa: E402
-from symjax.training.passes import passes  # noqa: E402
+from symjax.programs import commandline  # noqa: E402
+from symjax.training import sharding  # noqa: E402
 from symjax.training.step import Program, compile_program  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from device_peers import Rival, ours, peers
 from device_rows import RIVAL, Row, Sizes
 from device_study import study
 
-from symjax.training.fits import use_compile_cache
+from symjax.training.compile import use_compile_cache
 
 Found = dict[str, Any]
 

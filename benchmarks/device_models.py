@@ -12,9 +12,9 @@ from device_rows import Sizes
 
 from symjax import config
 from symjax.data.documents import separated
-from symjax.evaluation.speed import decoding
+from symjax.evaluation.measures.speed import decoding
+from symjax.models.chips import known
 from symjax.models.cost import train_flops
-from symjax.training.chips import known
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
 

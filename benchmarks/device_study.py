@@ -9,8 +9,8 @@ from typing import Any
 
 from device_rows import Row, Sizes
 
-from symjax.evaluation import compare
-from symjax.training.checkpoint import Checkpoints
+from symjax.checkpoints.checkpoint import Checkpoints
+from symjax.programs import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("gpt", "sym", "diff", "diff_sym")

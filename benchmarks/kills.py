@@ -33,8 +33,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from symjax.checkpoints.checkpoint import Checkpoints  # noqa: E402
 from symjax.evaluation.loading import load  # noqa: E402
-from symjax.training.checkpoint import Checkpoints  # noqa: E402
 
 STEPS, EVERY, KEEP = 400, 20, 2
 KEYS = {

@@ -10,7 +10,7 @@ tiny         width 128, 2 layers, 4 heads, length 128, RoPE: minutes on two core
 
 from ml_collections import ConfigDict
 
-from symjax.training.commandline import default
+from symjax.validation import default
 
 # Width, depth, hidden features of the feed-forward, tokens of a row, rows of a batch,
 # steps (about 20 tokens a parameter; of 7b 60), peak learning rate.

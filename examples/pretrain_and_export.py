@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import symjax
-from symjax.training import commandline
-from symjax.training.exit_codes import run_and_exit
+from symjax.distributed.exit_codes import run_and_exit
+from symjax.programs import commandline
 from symjax.training.loop import run
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,7 +20,7 @@ RANKS = (
 def train() -> NoReturn:
     """The program of symjax-train."""
     announce("symjax-train")
-    from symjax.training.program import command
+    from symjax.programs.train import command
 
     command()
 
@@ -28,7 +28,7 @@ def train() -> NoReturn:
 def evaluate() -> NoReturn:
     """The program of symjax-eval."""
     announce("symjax-eval")
-    from symjax.evaluation.program import command
+    from symjax.programs.evaluate import command
 
     command()
 

@@ -10,7 +10,9 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 from typing import Any
 
-from symjax import imports
+from ml_collections import ConfigDict
+
+from symjax import config, imports, validation
 from symjax.config import Config, Model, OwnOptions, own_options
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
@@ -181,3 +183,8 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
 def shown(kind: Any) -> str:
     """A type as people write it: int, tuple[float, float]."""
     return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+def default() -> ConfigDict:
+    """The defaults, as what a configuration file changes and returns."""
+    return ConfigDict(validation.to_dict(config.Config()))

@@ -5,7 +5,7 @@ import contextlib
 from symjax import imports
 from symjax.attention.tables import BUILT_IN, TABLES
 from symjax.imports import running
-from symjax.layers.mechanisms import PARTS
+from symjax.layers.parts.table import PARTS
 
 SOFTCAP = '''\
 """Softmax of capped scores, cap · tanh(score / cap)."""
@@ -47,8 +47,8 @@ import jax.numpy as jnp
 from symjax.attention import Option, decay_causal, decay_state, decay_step
 from symjax.attention.log_decays import LOG_DECAYS, LogDecay
 from symjax.attention.mechanisms import MECHANISMS
-from symjax.layers.gates import DECAY
-from symjax.layers.mechanisms import PARTS
+from symjax.layers.parts.decays import DECAY
+from symjax.layers.parts.table import PARTS
 
 LOG_DECAYS["sigmoid"] = LogDecay(gate=jax.nn.log_sigmoid, per="head")
 

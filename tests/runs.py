@@ -12,9 +12,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from symjax import validation
 from symjax.config import Config, Data
-from symjax.data.folder import arrays_in
-from symjax.training.commandline import load
-from symjax.training.exit_codes import run_and_exit
+from symjax.data.store.folder import arrays_in
+from symjax.distributed.exit_codes import run_and_exit
+from symjax.programs.commandline import load
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 900  # after which a process is taken to hang

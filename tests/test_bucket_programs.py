@@ -12,8 +12,8 @@ from runs import TEXT, call, train, words
 
 import symjax
 from symjax import config
-from symjax.places import copied, home, place, put
-from symjax.training.boards import WeightsAndBiases
+from symjax.monitor.boards import WeightsAndBiases
+from symjax.storage import copied, home, place, put
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -83,7 +83,7 @@ def test_large_files_are_copied_in_pieces(bucket, tmp_path):
 
 def test_runs_are_compared_in_a_bucket(bucket, text, capsys):
     out = f"{bucket}/compare"
-    module, (_, config, *changes) = "symjax.evaluation.compare", words(text, **SMALL)
+    module, (_, config, *changes) = "symjax.programs.compare", words(text, **SMALL)
     asked = ["--configs", config, "--out", out, "--batches", "1"]
     assert call(module, [*asked, *changes]) == 0
     found = objects(place(out))

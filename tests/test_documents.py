@@ -13,10 +13,10 @@ from runs import train, write_text
 import eval as evaluate
 from symjax import config, validation
 from symjax.attention import TABLES
-from symjax.evaluation import compare
 from symjax.layers import Attention
 from symjax.models import build
-from symjax.training.commandline import load, parse
+from symjax.programs import compare
+from symjax.programs.commandline import load, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 MECHANISM = ROOT / "docs/mechanism.md"  # its commands are of files that a reader adds

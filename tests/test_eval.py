@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from runs import TEXT, call, packed, train, write_text
 
-from symjax import files
+from symjax import storage
 from symjax.evaluation import results, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.report import to_json
@@ -237,7 +237,7 @@ def test_a_folder_without_room_for_files_is_named_before_the_long_work(
     def refused(**_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(files.tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(storage.tempfile, "TemporaryFile", refused)
     path = tmp_path / "x"
     assert judge(original, flag, str(path)) == 2
     captured = capsys.readouterr()

@@ -8,7 +8,7 @@ import pytest
 from runs import ROOT, SMALL, write_text
 
 import symjax
-from symjax.training.exit_codes import run_and_exit
+from symjax.distributed.exit_codes import run_and_exit
 
 
 def run_example(name, words):

@@ -15,7 +15,7 @@ import symjax
 from symjax import imports
 from symjax.attention import MECHANISMS
 from symjax.imports.sources import sha256
-from symjax.training.commandline import parse
+from symjax.programs.commandline import parse
 
 pytestmark = pytest.mark.usefixtures("cache")
 OTHER = f"{SOFTCAP}\n# Another file.\n"
@@ -169,7 +169,7 @@ def test_a_configuration_that_adds_its_mechanism_is_stored(tmp_path, capsys):
     path.write_text(
         "import sys\nsys.path.insert(0, __file__.rpartition('/')[0])\n"
         "import capped_scores\nsys.path.pop(0)\n"
-        "from symjax.training.commandline import default\n\n\n"
+        "from symjax.programs.commandline import default\n\n\n"
         "def get_config():\n    config = default()\n"
         "    config.model.attention.mechanism = 'softcap'\n    return config\n"
     )

@@ -16,11 +16,11 @@ from runs import ROOT, call, words, write_text
 import symjax
 from symjax import config, imports, layers, validation
 from symjax.attention import MECHANISMS
-from symjax.evaluation import compare, harness
+from symjax.distributed.exit_codes import run_and_exit
 from symjax.models.build import build, parts
 from symjax.models.convert import changes, convert
-from symjax.training.commandline import help_text, parse
-from symjax.training.exit_codes import run_and_exit
+from symjax.programs import compare, harness
+from symjax.programs.commandline import help_text, parse
 
 pytestmark = pytest.mark.usefixtures("cache")
 CAP = "model.attention.options.cap"
@@ -87,7 +87,7 @@ def test_a_wrong_option_of_a_mechanism_is_named(more, said, softcap):
 def test_a_configuration_sets_an_option(softcap, tmp_path):
     path = tmp_path / "capped.py"
     path.write_text(
-        "from symjax.training.commandline import default\n\n\n"
+        "from symjax.programs.commandline import default\n\n\n"
         "def get_config():\n    config = default()\n"
         "    config.model.attention.mechanism = 'softcap'\n"
         "    config.model.attention.options.cap = 7\n    return config\n"

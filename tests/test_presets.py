@@ -9,7 +9,7 @@ from runs import ROOT
 
 from symjax import validation
 from symjax.models import build
-from symjax.training.commandline import load
+from symjax.programs.commandline import load
 
 NAMES = "gpt sym diff diff_sym diff_v2 performer retnet gla delta"
 # How far a name may be from its number of parameters. `:1b` is what others call 1B,

@@ -29,8 +29,8 @@ else:
     [
         ("train.py", "train.py starts: importing jax, which takes a while"),
         ("eval.py", "eval.py starts: importing jax, which takes a while"),
-        ("symjax.evaluation.compare", "compare starts: importing jax, which"),
-        ("symjax.evaluation.harness", "harness starts: importing jax and lm_eval, whi"),
+        ("symjax.programs.compare", "compare starts: importing jax, which"),
+        ("symjax.programs.harness", "harness starts: importing jax and lm_eval, whi"),
     ],
 )
 def test_a_program_speaks_before_its_slow_imports(program, line):

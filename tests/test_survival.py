@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from runs import ROOT, call, train, words
 
+from symjax.checkpoints import record
+from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.evaluation.loading import load
-from symjax.training import loop, record
-from symjax.training.checkpoint import Checkpoints
+from symjax.training import loop
 from symjax.training.step import Means
 from symjax.training.workdir import LOCK, locked
 
@@ -215,7 +216,7 @@ sys.path.insert(0, "tests")
 from pathlib import Path
 from runs import compile_cache, train
 from symjax.training import loop
-from symjax.training.checkpoint import Checkpoints
+from symjax.checkpoints.checkpoint import Checkpoints
 
 disk, text, cache = map(Path, sys.argv[1:])
 fill, report, give_up = disk / "fill", loop.report, Checkpoints._give_up

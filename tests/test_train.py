@@ -13,10 +13,10 @@ import pytest
 from runs import ROOT, SECONDS, call, compile_cache, packed, train, words
 
 from symjax import config, validation
+from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.data.corpus import open_corpus
 from symjax.evaluation.loading import load
-from symjax.training import fits
-from symjax.training.checkpoint import Checkpoints
+from symjax.training import compile
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
 
@@ -200,10 +200,10 @@ def test_help_needs_nothing_but_the_word(capsys):
 def test_the_compile_cache_is_the_users_unless_jax_has_one(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with compile_cache(tmp_path / "elsewhere"):
-        fits.use_compile_cache()
+        compile.use_compile_cache()
         assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/elsewhere"
         jax.config.update("jax_compilation_cache_dir", None)
-        fits.use_compile_cache()
+        compile.use_compile_cache()
         assert jax.config.jax_compilation_cache_dir == f"{tmp_path}/symjax/jax"
 
 

@@ -92,7 +92,7 @@ class LogDecay(NamedTuple):
 
 
 # By the names of model.attention.decay. Those of mamba2 and kda need more weights than
-# a map of the token: `symjax.layers.gates` has them.
+# a map of the token: `symjax.layers.parts.decays` has them.
 LOG_DECAYS = {
     "retention": LogDecay(lambda heads, layer, layers: retention_log_decay(heads)),
     "transnormer": LogDecay(partial(lightning_log_decay, convention="transnormer")),

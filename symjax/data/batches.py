@@ -16,10 +16,10 @@ import numpy as np
 
 from symjax.data.corpus import Corpus, check_length
 from symjax.data.documents import Ends, separated
-from symjax.data.mixture import Part, assigned
 from symjax.data.order import visited
-from symjax.data.packed import Packed
-from symjax.data.stream import Growing, Stream
+from symjax.data.sources.mixture import Part, assigned
+from symjax.data.store.packed import Packed
+from symjax.data.store.stream import Growing, Stream
 from symjax.data.tokens import Tokenizer
 
 Tokens = np.ndarray | Packed | Growing

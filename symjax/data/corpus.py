@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 
 from symjax import config
-from symjax.data import sources, tokens
+from symjax.data import tokens
 from symjax.data.boundaries import FORMAT, SEPARATOR, boundaries
 from symjax.data.documents import Ends
-from symjax.data.folder import SPLITS, open_folder
-from symjax.data.manifest import fingerprint
-from symjax.data.mixture import NAMES, Part, entries, key_of
-from symjax.data.packed import Packed
 from symjax.data.progress import bar
-from symjax.data.stream import Growing, Stream, open_stream
+from symjax.data.sources import sources
+from symjax.data.sources.mixture import NAMES, Part, entries, key_of
+from symjax.data.sources.texts import Document, Texts
+from symjax.data.store.folder import SPLITS, open_folder
+from symjax.data.store.manifest import fingerprint
+from symjax.data.store.packed import Packed
+from symjax.data.store.stream import Growing, Stream, open_stream
+from symjax.data.store.writer import SplitWriter
 from symjax.data.subwords import pieces
 from symjax.data.targets import measured
-from symjax.data.texts import Document, Texts
-from symjax.data.writer import SplitWriter
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from symjax.data.generated import NOTHING
-from symjax.data.packed import Packed
-from symjax.data.stream import Growing
+from symjax.data.store.packed import Packed
+from symjax.data.store.stream import Growing
 
 Ends = np.ndarray | Packed | Growing  # sorted, one past the last token of each document
 

@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from symjax import config
-from symjax.data import classes, generated, ngrams
+from symjax.data import generated, ngrams
 from symjax.data.batches import Examples, heldout_windows, training_windows
 from symjax.data.boundaries import FORMAT
 from symjax.data.corpus import Corpus, open_corpus
 from symjax.data.draws import Draws
-from symjax.data.folder import open_folder
 from symjax.data.generated import NOTHING
 from symjax.data.labelled import labelled_examples, open_labelled
-from symjax.data.packed import Packed
-from symjax.data.sources import check_keys
+from symjax.data.sources import classes
+from symjax.data.sources.sources import check_keys
+from symjax.data.store.folder import open_folder
+from symjax.data.store.packed import Packed
 from symjax.data.tokens import Tokenizer, from_description
 
 SHARE = 0.15  # of the tokens of a row that are targets

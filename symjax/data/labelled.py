@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from symjax import config
-from symjax.data import classes, tokens
+from symjax.data import tokens
 from symjax.data.batches import Examples
-from symjax.data.folder import SPLITS, open_folder
 from symjax.data.generated import NOTHING
-from symjax.data.manifest import fingerprint
 from symjax.data.order import visited
-from symjax.data.packed import Packed
+from symjax.data.sources import classes
+from symjax.data.store.folder import SPLITS, open_folder
+from symjax.data.store.manifest import fingerprint
+from symjax.data.store.packed import Packed
 
 
 class Pieces(NamedTuple):

@@ -9,9 +9,9 @@ import numpy as np
 
 from symjax.data import ngrams
 from symjax.data.boundaries import Boundaries
-from symjax.data.folder import SPLITS
+from symjax.data.store.folder import SPLITS
+from symjax.data.store.writer import Counts
 from symjax.data.tokens import Tokenizer
-from symjax.data.writer import Counts
 
 
 def measured(

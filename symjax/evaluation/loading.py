@@ -8,16 +8,16 @@ import jax
 from etils import epath
 from flax import nnx
 
+from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.config import Config, Mesh, attention_of, is_causal
 from symjax.data.examples import Examples, open_examples
 from symjax.data.given import given_examples
-from symjax.data.manifest import MANIFEST
-from symjax.data.sources import TEXT_SOURCES
+from symjax.data.sources.sources import TEXT_SOURCES
+from symjax.data.store.manifest import MANIFEST
 from symjax.models.build import Model, decoder_of
 from symjax.models.decoder import Decoder
-from symjax.places import place, reaching
-from symjax.training.checkpoint import Checkpoints
-from symjax.training.fits import use_compile_cache
+from symjax.storage import place, reaching
+from symjax.training.compile import use_compile_cache
 from symjax.training.preflight import (
     check_data,
     data_folder,

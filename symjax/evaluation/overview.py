@@ -8,8 +8,8 @@ from symjax.config import Config, declared_options
 from symjax.data.given import is_given
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Result, Table
-from symjax.training.curve import loss_curve
-from symjax.training.metrics import rows_of
+from symjax.monitor.curve import loss_curve
+from symjax.monitor.metrics import rows_of
 
 
 def overview(run: LoadedRun) -> dict[str, Result]:

@@ -14,8 +14,7 @@ from etils import epath
 
 from symjax.evaluation.results import Cell, Result, Table
 from symjax.figures import png
-from symjax.files import check_writable, replaced
-from symjax.places import in_bucket
+from symjax.storage import check_writable, in_bucket, replaced
 from symjax.tables import aligned
 
 

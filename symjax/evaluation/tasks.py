@@ -4,22 +4,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from symjax import config
+from symjax.checkpoints.checksum import checksum_of
 from symjax.data.given import is_given
-from symjax.evaluation import answers
-from symjax.evaluation.approximation import approximation
-from symjax.evaluation.attended import dilution, noise, self_share
-from symjax.evaluation.language import loss, sample
-from symjax.evaluation.lengths import length, position
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.magnitudes import gradients, outliers
-from symjax.evaluation.maps import maps
-from symjax.evaluation.order import order
-from symjax.evaluation.ranks import rank
+from symjax.evaluation.measures import answers
+from symjax.evaluation.measures.approximation import approximation
+from symjax.evaluation.measures.attended import dilution, noise, self_share
+from symjax.evaluation.measures.language import loss, sample
+from symjax.evaluation.measures.lengths import length, position
+from symjax.evaluation.measures.magnitudes import gradients, outliers
+from symjax.evaluation.measures.maps import maps
+from symjax.evaluation.measures.order import order
+from symjax.evaluation.measures.ranks import rank
+from symjax.evaluation.measures.speed import speed
+from symjax.evaluation.measures.spread import entropy, support
+from symjax.evaluation.measures.weights import dimension, lambdas
 from symjax.evaluation.results import Options, Result, none
-from symjax.evaluation.speed import speed
-from symjax.evaluation.spread import entropy, support
-from symjax.evaluation.weights import dimension, lambdas
-from symjax.training.checksum import checksum_of
 
 
 class Task(NamedTuple):

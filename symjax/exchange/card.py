@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
+from symjax.checkpoints.checksum import checksum_of
 from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.loaded import Loaded
 from symjax.models.build import parts
-from symjax.places import anywhere, reaching
-from symjax.training.checksum import checksum_of
+from symjax.storage import anywhere, reaching
 
 SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy")
 USE = {

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
+from symjax.data.generated import rows
 from symjax.data.subwords import REPLACEMENT
 from symjax.data.tokens import Tokenizer
 from symjax.models.decoder import Decoder

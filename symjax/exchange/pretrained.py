@@ -13,21 +13,13 @@ from symjax.config import Config
 from symjax.data import subwords
 from symjax.data.examples import START, tokenizer_of
 from symjax.data.subwords import SubwordTokenizer
+from symjax.distributed.exit_codes import print_warning
+from symjax.distributed.launch import is_process_zero
 from symjax.exchange.card import no_tokenizer, read_results, to_card
 from symjax.exchange.loaded import Loaded
-from symjax.files import check_writable, replaced
 from symjax.imports import Words, to_store, using
 from symjax.models.build import merged, parts
-from symjax.models.folders import (
-    OWN,
-    SETTINGS,
-    SUFFIXES,
-    as_family,
-    options_of,
-    own_tensors,
-    read_folder,
-)
-from symjax.models.hf_files import (
+from symjax.models.huggingface.files import (
     INDEX,
     SHARD,
     TENSORS,
@@ -36,9 +28,16 @@ from symjax.models.hf_files import (
     index_of,
     write_tensors,
 )
-from symjax.places import anywhere, copied, reaching
-from symjax.training.launch import is_process_zero
-from symjax.training.progress import print_warning
+from symjax.models.huggingface.folders import (
+    OWN,
+    SETTINGS,
+    SUFFIXES,
+    as_family,
+    options_of,
+    own_tensors,
+    read_folder,
+)
+from symjax.storage import anywhere, check_writable, copied, reaching, replaced
 
 CARD = "README.md"
 FORMATS = ("auto", "transformers", "symjax")

@@ -9,9 +9,9 @@ from symjax.layers.attention import Attention, Lambda
 from symjax.layers.block import Block, FeedForward
 from symjax.layers.flax_compat import attention_fn
 from symjax.layers.gau import GatedBlock
-from symjax.layers.mechanisms import PARTS
 from symjax.layers.norms import norm
-from symjax.layers.parts import Constant
+from symjax.layers.parts.part import Constant
+from symjax.layers.parts.table import PARTS
 from symjax.layers.primitives import Linear
 from symjax.layers.universal import UniversalBlock
 

@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.layers.convolution import Convolved, ShortConvolution
-from symjax.layers.mechanisms import part_of
 from symjax.layers.mixer import Mixer
 from symjax.layers.norms import norm
+from symjax.layers.parts.table import part_of
 from symjax.layers.primitives import Linear, keep, rotary
 from symjax.layers.segments import Segments, places, row_operands
 from symjax.layers.sharded import Operand

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import attention, config
 from symjax.layers.mixer import Mixer
 from symjax.layers.norms import norm
-from symjax.layers.parts import Sizes
+from symjax.layers.parts.part import Sizes
 from symjax.layers.primitives import Linear, dropout, keep, rotary
 from symjax.layers.segments import Segments, places, row_operands
 from symjax.layers.sharded import Operand

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention
-from symjax.layers.parts import Sizes
+from symjax.layers.parts.part import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
 
 SMALLEST_PART = 256  # of a cache

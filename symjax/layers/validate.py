@@ -6,8 +6,8 @@ from typing import Any
 from symjax import config, validation
 from symjax.attention import MECHANISMS
 from symjax.attention.mechanisms import capabilities
-from symjax.layers.mechanisms import part_of
-from symjax.layers.parts import Sizes, named_options
+from symjax.layers.parts.part import Sizes, named_options
+from symjax.layers.parts.table import part_of
 
 # Keys that a block of attention and feed-forward takes, whatever its mechanism. A gated
 # block takes those of its mechanism alone.

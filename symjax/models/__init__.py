@@ -4,9 +4,9 @@ from symjax.models.build import build
 from symjax.models.convert import convert
 from symjax.models.decoder import Decoder
 from symjax.models.encoder import Encoder
-from symjax.models.folders import load_diffllama
 from symjax.models.generate import generate
-from symjax.models.hf_weights import (
+from symjax.models.huggingface.folders import load_diffllama
+from symjax.models.huggingface.weights import (
     diffllama_attention,
     official_attention,
     to_diffllama,

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from symjax import config
-from symjax.layers.features import own_halves
-from symjax.layers.mechanisms import PARTS, part_of
+from symjax.layers.parts.features import own_halves
+from symjax.layers.parts.table import PARTS, part_of
 from symjax.layers.validate import sizes
 from symjax.models.build import build, parts
 

@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 
 from symjax import config
-from symjax.layers.mechanisms import part_of
-from symjax.layers.parts import recurrence_flops, score_flops
+from symjax.layers.parts.part import recurrence_flops, score_flops
+from symjax.layers.parts.table import part_of
 from symjax.models import transformer
 
 

@@ -10,17 +10,17 @@ from etils import epath
 
 from symjax import config, validation
 from symjax.attention.favor import KINDS
+from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.data.examples import Examples, same_tokens
+from symjax.distributed.exit_codes import print_warning
+from symjax.distributed.launch import is_process_zero
 from symjax.layers.validate import sizes
 from symjax.models import convert
 from symjax.models.convert import FREE, carried, changes
-from symjax.models.folders import SUFFIXES, Folder, is_folder, read_folder
-from symjax.models.hf_files import from_the_hub
-from symjax.places import copied, place, reaching
-from symjax.training.checkpoint import Checkpoints
-from symjax.training.launch import is_process_zero
+from symjax.models.huggingface.files import from_the_hub
+from symjax.models.huggingface.folders import SUFFIXES, Folder, is_folder, read_folder
+from symjax.storage import copied, place, reaching
 from symjax.training.preflight import saved_options
-from symjax.training.progress import print_warning
 from symjax.training.saved import read_run
 from symjax.training.step import Program, State
 

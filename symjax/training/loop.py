@@ -18,28 +18,28 @@ from symjax.data.corpus import Corpus
 from symjax.data.delimiters import delimiters
 from symjax.data.documents import tokens_of
 from symjax.data.examples import Examples
-from symjax.data.folder import source_change
-from symjax.data.mixture import rounded
-from symjax.models.generate import before_stop, generate
-from symjax.models.lambdas import lambda_table, mean_lambdas
-from symjax.places import home, in_bucket
-from symjax.tables import aligned
-from symjax.training.curve import NAME as CURVE
-from symjax.training.curve import draw
-from symjax.training.exit_codes import Interrupted
-from symjax.training.fits import use_compile_cache
-from symjax.training.interrupt import Interrupts
-from symjax.training.metrics import LAMBDA, rows_of
-from symjax.training.opened import Run, open_run
-from symjax.training.optimizer import schedule_change
-from symjax.training.processes import (
+from symjax.data.sources.mixture import rounded
+from symjax.data.store.folder import source_change
+from symjax.distributed.exit_codes import Interrupted
+from symjax.distributed.processes import (
     check_same,
     on_process_zero,
     process_zero_first,
     to_host,
 )
-from symjax.training.profile import FOLDER as TRACES
-from symjax.training.progress import duration
+from symjax.distributed.signals import Interrupts
+from symjax.models.generate import before_stop, generate
+from symjax.models.lambdas import lambda_table, mean_lambdas
+from symjax.monitor.curve import NAME as CURVE
+from symjax.monitor.curve import draw
+from symjax.monitor.metrics import LAMBDA, rows_of
+from symjax.monitor.profile import FOLDER as TRACES
+from symjax.monitor.progress import duration
+from symjax.storage import home, in_bucket
+from symjax.tables import aligned
+from symjax.training.compile import use_compile_cache
+from symjax.training.optimizer import schedule_change
+from symjax.training.run import Run, open_run
 from symjax.training.saved import described
 from symjax.training.step import Means, State, means
 from symjax.training.workdir import locked, removed_on_failure

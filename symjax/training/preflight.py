@@ -8,16 +8,16 @@ from typing import Any
 from etils import epath
 
 from symjax import config, imports, validation
+from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.data.boundaries import FORMAT
 from symjax.data.examples import Examples, open_examples
-from symjax.data.folder import arrays_in
-from symjax.data.manifest import MANIFEST, format_of
-from symjax.models.folders import is_folder, require_imports
-from symjax.places import brought, copied, home, reaching, sent
-from symjax.training.checkpoint import Checkpoints
-from symjax.training.launch import is_process_zero
+from symjax.data.store.folder import arrays_in
+from symjax.data.store.manifest import MANIFEST, format_of
+from symjax.distributed.exit_codes import print_warning
+from symjax.distributed.launch import is_process_zero
+from symjax.models.huggingface.folders import is_folder, require_imports
+from symjax.storage import brought, copied, home, reaching, sent
 from symjax.training.optimizer import state_layout
-from symjax.training.progress import print_warning
 from symjax.training.workdir import locked, removed_on_failure
 
 

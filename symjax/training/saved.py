@@ -8,15 +8,15 @@ import jax
 from etils import epath
 
 from symjax import config, validation
+from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.data.boundaries import boundaries
 from symjax.data.examples import START, Examples, open_examples, tokenizer_of
-from symjax.data.folder import SPLITS
-from symjax.data.manifest import MANIFEST
+from symjax.data.store.folder import SPLITS
+from symjax.data.store.manifest import MANIFEST
 from symjax.data.tokens import from_description
+from symjax.distributed import processes
 from symjax.models.build import abstract, parts
-from symjax.places import place
-from symjax.training import processes
-from symjax.training.checkpoint import Checkpoints
+from symjax.storage import place
 from symjax.training.optimizer import average_of, optimizer
 from symjax.training.preflight import data_folder, saved_options, with_vocabulary
 from symjax.training.step import State

@@ -19,8 +19,7 @@ from symjax.data.documents import Separate, tokens_of
 from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, objective, target_count, token_losses
-from symjax.training.optimizer import Guarded, optimizer, schedule
-from symjax.training.stacks import Stacks
+from symjax.training.optimizer import Guarded, Stacks, optimizer, schedule
 
 _CONFIG = threading.Lock()  # of what jax's configuration is changed for a while
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import filelock
 from etils import epath
 
-from symjax.files import check_writable
-from symjax.places import home, reaching
-from symjax.training.launch import is_process_zero
-from symjax.training.progress import print_warning
+from symjax.distributed.exit_codes import print_warning
+from symjax.distributed.launch import is_process_zero
+from symjax.storage import check_writable, home, reaching
 
 # What a run makes inside its workdir, and while it lives the lock.
 PARTS = ("checkpoints", "data", "tensorboard", "wandb", "profile", "metrics.jsonl")

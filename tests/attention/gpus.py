@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from symjax.attention import meshes, recurrences
 from symjax.attention.chunks import Tokens
-from symjax.training import targets
+from symjax.estimate import targets
 
 
 def on(capability, monkeypatch):

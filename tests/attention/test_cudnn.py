@@ -13,7 +13,7 @@ from score_laws import SCORED, every_close, graded, single
 
 from symjax import attention
 from symjax.attention import cudnn
-from symjax.training import targets
+from symjax.estimate import targets
 
 NAMES = "softmax", "differential", "differential_v2"
 CALLS = {

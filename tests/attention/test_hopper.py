@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from symjax import attention
 from symjax.attention import engines, hopper
-from symjax.training import targets
+from symjax.estimate import targets
 
 needs_jax = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic GPU of jax 0.11"

@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from symjax import attention, config
+from symjax.estimate import targets
+from symjax.estimate.collectives import traffic
+from symjax.estimate.tpu_cycles import estimate
 from symjax.layers.block import POLICIES
-from symjax.training import sharding, targets
-from symjax.training.collectives import traffic
-from symjax.training.cycles import estimate
+from symjax.training import sharding
 from symjax.training.step import compile_program
 
 pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")

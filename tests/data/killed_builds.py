@@ -18,15 +18,24 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from symjax import config, files  # noqa: E402
-from symjax.data import cache, corpus, folder, manifest, sources  # noqa: E402
-from symjax.data.writer import Writer  # noqa: E402
+from symjax import (
+    config,  # noqa: E402
+    storage,  # noqa: E402
+)
+from symjax.data import corpus  # noqa: E402
+from symjax.data.sources import sources  # noqa: E402
+from symjax.data.store import (
+    cache,  # noqa: E402
+    folder,  # noqa: E402
+    manifest,  # noqa: E402
+)
+from symjax.data.store.writer import Writer  # noqa: E402
 
 TRACED = {
     inspect.unwrap(function).__code__
     for function in (
         *(corpus._pack, folder.open_folder, cache._build),
-        *(files.replaced, Writer.close, np.save, Path.write_text),
+        *(storage.replaced, Writer.close, np.save, Path.write_text),
     )
 }
 
@@ -72,7 +81,7 @@ def check(options: config.Data, directory: Path, place: int) -> bool:
     if found != texts[not whole]:
         raise RuntimeError(f"killed at line {place}, a corpus of {found!r} was trusted")
     kept = [path for path in Path(options.cache).iterdir() if path.suffix != ".lock"]
-    if any(path.name.startswith(files.UNFINISHED) for path in kept):
+    if any(path.name.startswith(storage.UNFINISHED) for path in kept):
         raise RuntimeError(f"killed at line {place}, {kept} was left")
     for path in (directory, *kept):
         shutil.rmtree(path)

@@ -10,11 +10,12 @@ import tokenizers
 from test_stream import SHARD, TEXTS, order_of, write_rows
 
 from symjax import config
-from symjax.data import corpus, packer, stream
+from symjax.data import corpus
 from symjax.data.boundaries import boundaries
-from symjax.data.cache import cached
 from symjax.data.examples import same_tokens, text_examples
-from symjax.data.manifest import (
+from symjax.data.store import packer, stream
+from symjax.data.store.cache import cached
+from symjax.data.store.manifest import (
     MANIFEST,
     format_of,
     read_manifest,

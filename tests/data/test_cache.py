@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import cache, corpus, folder, sources
-from symjax.data.manifest import MANIFEST, read_manifest, sealed
+from symjax.data import corpus
+from symjax.data.sources import sources
+from symjax.data.store import cache, folder
+from symjax.data.store.manifest import MANIFEST, read_manifest, sealed
 
 TEXT = "To be, or not to be: that is the question.\n" * 20
 

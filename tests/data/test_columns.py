@@ -10,7 +10,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 
 from symjax import config
-from symjax.data import classes, columns, hub
+from symjax.data.sources import classes, columns, hub
 
 TEXTS = ["one two\nthree", "NA", "é\u2028 nul\0l", "null", "[3]", "17"] * 3
 

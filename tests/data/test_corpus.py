@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import cache, corpus, folder, packed, sources
-from symjax.data.manifest import read_manifest, sealed
-from symjax.data.packed import Packed
+from symjax.data import corpus
+from symjax.data.sources import sources
+from symjax.data.store import cache, folder, packed
+from symjax.data.store.manifest import read_manifest, sealed
+from symjax.data.store.packed import Packed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAKESPEARE = REPOSITORY.parent / "shared/data/tinyshakespeare.txt"

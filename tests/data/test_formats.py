@@ -13,7 +13,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 from test_columns import READERS, packed, wanted
 
-from symjax.data import classes, hub, sources
+from symjax.data.sources import classes, hub, sources
 
 TEXTS = [f"text {number}, é\nnew line" for number in range(12)]
 

@@ -14,7 +14,8 @@ import pytest
 import runs
 
 from symjax import config
-from symjax.data import corpus, hub, sources
+from symjax.data import corpus
+from symjax.data.sources import hub, sources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """

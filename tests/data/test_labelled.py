@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import classes, sources, splits
 from symjax.data.examples import open_examples
 from symjax.data.labelled import labelled_examples, open_labelled
+from symjax.data.sources import classes, sources, splits
 
 SHAPE = (4, 16)
 ENCODER = config.Model(kind="encoder", classes=2)

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from symjax import config
-from symjax.data import classes, hub, packer, sources, stream
-from symjax.data.cache import name_of, root
+from symjax.data.sources import classes, hub, sources
+from symjax.data.store import packer, stream
+from symjax.data.store.cache import name_of, root
 
 ROWS = [{"text": f"text {number}", "label": "ab"[number % 2]} for number in range(20)]
 

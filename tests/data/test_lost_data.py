@@ -6,8 +6,8 @@ import shutil
 import pytest
 from runs import packed, train, write_text
 
+from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.training import loop
-from symjax.training.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import batches, corpus, mixture
+from symjax.data import batches, corpus
 from symjax.data.examples import text_examples
-from symjax.data.mixture import Part
+from symjax.data.sources import mixture
+from symjax.data.sources.mixture import Part
 
 LENGTH = 7
 TEXTS = {"a": "abcdefgh" * 400, "b": "01234567" * 90, "c": "ABCDEFGH" * 60}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from symjax.data import batches
-from symjax.data import packed as module
-from symjax.data.packed import Packed
+from symjax.data.store import packed as module
+from symjax.data.store.packed import Packed
 
 TOKENS = np.arange(1009, dtype=np.uint16)
 

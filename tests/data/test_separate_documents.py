@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import sources
 from symjax.data.corpus import open_corpus
 from symjax.data.documents import Separate, separated
 from symjax.data.examples import open_examples, text_examples, tokenizer_of
+from symjax.data.sources import sources
 
 LENGTH = 16
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import sources, splits
+from symjax.data.sources import sources, splits
 
 LINES = (
     "first line\r\nsecond\rthird\n\n  \u2028é\0\ufeff\U0001f600 no newline at the end"

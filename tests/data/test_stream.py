@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import corpus, hub, packer, sources, stream
+from symjax.data import corpus
 from symjax.data.batches import shard_starts, windows_in
-from symjax.data.cache import name_of, root
 from symjax.data.examples import text_examples
-from symjax.data.manifest import MANIFEST, read_manifest
+from symjax.data.sources import hub, sources
+from symjax.data.store import packer, stream
+from symjax.data.store.cache import name_of, root
+from symjax.data.store.manifest import MANIFEST, read_manifest
 
 SHARD, LENGTH, TOKENS = 3000, 32, 20_000
 TEXTS = [f"document {i}: " + f"{i * i % 97} sheep, " * (3 + i % 40) for i in range(400)]
@@ -255,7 +257,7 @@ def test_the_packer_ends_with_the_one_that_started_it(options, tmp_path):
     """By kill −9: nothing of it runs then, and the next one continues."""
     program = (
         "import sys, time; from pathlib import Path; from symjax.data import stream\n"
-        "from symjax.data.packer import from_json\n"
+        "from symjax.data.store.packer import from_json\n"
         "held = stream.Stream(from_json(sys.argv[1]))\n"
         "print(held._process.pid, flush=True); time.sleep(600)"
     )

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data import corpus, ngrams, subwords, texts
-from symjax.data.writer import Writer
+from symjax.data import corpus, ngrams, subwords
+from symjax.data.sources import texts
+from symjax.data.store.writer import Writer
 
 TEXT = "één 日本 😀 and\r\n\n some more words.\n" * 9
 

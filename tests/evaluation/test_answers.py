@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.evaluation import answers, tasks
+from symjax.evaluation import tasks
+from symjax.evaluation.measures import answers
 from symjax.evaluation.results import Options
 
 

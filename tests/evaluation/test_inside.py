@@ -10,10 +10,15 @@ import pytest
 from flax import nnx
 
 from symjax import config
-from symjax.evaluation import attended, magnitudes, ranks, spread
-from symjax.evaluation.reading import Layer, attentions, read
+from symjax.evaluation.measures import attended, magnitudes, ranks, spread
+from symjax.evaluation.measures.reading import (
+    Layer,
+    Window,
+    attentions,
+    known_mean,
+    read,
+)
 from symjax.evaluation.results import Options
-from symjax.evaluation.windows import Window, known_mean
 from symjax.models import Decoder
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])

@@ -7,10 +7,10 @@ import pytest
 from runs import TEXT, compile_cache, train, write_text
 
 from symjax import attention
-from symjax.evaluation import language
 from symjax.evaluation.loading import load
+from symjax.evaluation.measures import language
+from symjax.evaluation.measures.weights import lambda_table
 from symjax.evaluation.results import Options
-from symjax.evaluation.weights import lambda_table
 
 KEYS = {
     "data__tokenizer": "char",

@@ -8,7 +8,7 @@ from test_answers import recalls, trained
 from symjax import config
 from symjax.data import generated
 from symjax.evaluation import tasks
-from symjax.evaluation.order import ORDERS, order, orders, spread
+from symjax.evaluation.measures.order import ORDERS, order, orders, spread
 from symjax.evaluation.results import Options
 
 MQAR = config.Data(source="mqar", items=3, symbols=9)

@@ -11,14 +11,15 @@ from runs import TEXT, train
 
 import symjax
 from symjax.data.documents import tokens_of
-from symjax.evaluation import report, weights
+from symjax.evaluation import report
 from symjax.evaluation.loading import load
+from symjax.evaluation.measures import weights
+from symjax.evaluation.measures.reading import read
+from symjax.evaluation.measures.weights import lambdas
 from symjax.evaluation.overview import overview
-from symjax.evaluation.reading import read
 from symjax.evaluation.results import Options
-from symjax.evaluation.weights import lambdas
 from symjax.models.lambdas import lambda_table
-from symjax.training import opened
+from symjax.training import run as opened
 
 pytestmark = pytest.mark.usefixtures("cache")
 OFTEN = {
@@ -93,7 +94,7 @@ def test_the_mean_of_weights_and_older_runs_have_the_lambda_of_checkpoints(
     run = load(workdir)
     assert weights._logged(run._replace(ema=True), [0, 1]) == {}
     assert [*weights._logged(run, [0, 1])] == [1, 2, 3, 4, 5]
-    monkeypatch.setattr("symjax.evaluation.weights.rows_of", lambda _: [])
+    monkeypatch.setattr("symjax.evaluation.measures.weights.rows_of", lambda _: [])
     assert not lambdas(run, Options()).figures
 
 

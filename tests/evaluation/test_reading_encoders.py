@@ -10,17 +10,10 @@ from flax import nnx
 
 from symjax import config
 from symjax.data.generated import NOTHING
-from symjax.evaluation import (
-    approximation,
-    attended,
-    lengths,
-    reading,
-    speed,
-    tasks,
-)
-from symjax.evaluation.reading import read
+from symjax.evaluation import tasks
+from symjax.evaluation.measures import approximation, attended, lengths, reading, speed
+from symjax.evaluation.measures.reading import Window, read
 from symjax.evaluation.results import Options
-from symjax.evaluation.windows import Window
 from symjax.layers.sharded import Operand
 from symjax.models import Encoder
 

@@ -11,11 +11,12 @@ import pytest
 from runs import compile_cache, train, write_text
 
 from symjax import config
-from symjax.evaluation import approximation, lengths, magnitudes, tasks
+from symjax.evaluation import tasks
 from symjax.evaluation.loading import load
-from symjax.evaluation.reading import Layer
+from symjax.evaluation.measures import approximation, lengths, magnitudes
+from symjax.evaluation.measures.reading import Layer
+from symjax.evaluation.measures.weights import lambda_table
 from symjax.evaluation.results import Options
-from symjax.evaluation.weights import lambda_table
 
 KEYS = {
     "model__depth": 2,

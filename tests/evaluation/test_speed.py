@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from symjax import config
-from symjax.evaluation import speed
+from symjax.evaluation.measures import speed
 from symjax.evaluation.results import Options
 from symjax.models import Decoder
 

@@ -11,12 +11,12 @@ from hand_made import byte_fallback, hand_made, spaced
 from runs import TEXT, call, train, write_text
 
 import symjax
+from symjax.checkpoints import record
 from symjax.data import subwords
 from symjax.data.tokens import ByteTokenizer
-from symjax.evaluation.language import losses
 from symjax.evaluation.loading import load as load_run
+from symjax.evaluation.measures.language import losses
 from symjax.models import generate
-from symjax.training import record
 
 pytestmark = pytest.mark.usefixtures("cache")
 

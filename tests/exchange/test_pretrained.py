@@ -19,7 +19,7 @@ from symjax.data import subwords
 from symjax.data.tokens import ByteTokenizer
 from symjax.exchange import Loaded, pretrained
 from symjax.models import build, convert
-from symjax.models.folders import read_folder
+from symjax.models.huggingface.folders import read_folder
 
 REFERENCE = json.loads(reference_logits.LOGITS.read_text())
 TOKENS, LONG = reference_logits.TOKENS, reference_logits.LONG
@@ -360,7 +360,7 @@ def test_the_card_shows_the_numbers_of_the_evaluation(tmp_path):
     others = {
         "step": about | {"step": 8},
         "size": about | {"parameters": 9},
-        "harness": {"step": 7, "harness": {}},  # of symjax.evaluation.harness
+        "harness": {"step": 7, "harness": {}},  # of symjax.programs.harness
     }
     for name, found in others.items():
         (tmp_path / name).write_text(json.dumps(found))

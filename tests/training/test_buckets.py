@@ -17,10 +17,11 @@ from etils import epath
 from runs import ROOT, call, environment, train, words
 
 import symjax
+from symjax.checkpoints import record
+from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.evaluation.loading import load
-from symjax.places import home, place
-from symjax.training import mirror, record
-from symjax.training.checkpoint import Checkpoints
+from symjax.monitor import mirror
+from symjax.storage import home, place
 
 pytestmark = pytest.mark.usefixtures("cache")
 

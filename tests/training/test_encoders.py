@@ -10,8 +10,8 @@ import pytest
 from runs import ROOT, call, words
 
 from symjax import config
-from symjax.evaluation.language import losses
 from symjax.evaluation.loading import load
+from symjax.evaluation.measures.language import losses
 from symjax.evaluation.tasks import TASKS
 from symjax.training.initial import weights_of
 from symjax.training.sharding import make_mesh

@@ -14,7 +14,7 @@ from symjax.evaluation.loading import load
 from symjax.exchange import Loaded, save_pretrained
 from symjax.exchange import load as load_model
 from symjax.models import build
-from symjax.models.folders import read_folder
+from symjax.models.huggingface.folders import read_folder
 from symjax.training import initial
 
 

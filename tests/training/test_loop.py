@@ -15,12 +15,15 @@ import runs
 from runs import ROOT, SECONDS, train
 
 from symjax import config
+from symjax.checkpoints.checkpoint import Checkpoints
+from symjax.distributed import signals
 from symjax.evaluation.loading import load
-from symjax.training import chips, fits, interrupt, loop, preflight, progress
-from symjax.training.ahead import ahead
-from symjax.training.checkpoint import Checkpoints
+from symjax.models import chips
+from symjax.monitor import progress
+from symjax.monitor.progress import Clock
+from symjax.training import compile, loop, preflight
 from symjax.training.optimizer import schedule
-from symjax.training.progress import Clock
+from symjax.training.prefetch import ahead
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -165,7 +168,7 @@ def test_a_second_signal_stops_at_once(text, workdir, monkeypatch, capfd):
         signal.raise_signal(signal.SIGINT)
 
     at_step(monkeypatch, 3, twice)
-    monkeypatch.setattr(interrupt, "GRACE", SECONDS)  # else this process may end
+    monkeypatch.setattr(signals, "GRACE", SECONDS)  # else this process may end
     assert train(text, workdir, checkpoint__every=2) == 130
     assert "interrupted" in capfd.readouterr().err
     assert steps(workdir) == [2]
@@ -187,7 +190,7 @@ def signalled(monkeypatch, room, name, *, after=False):
 
 
 @pytest.mark.parametrize(
-    ("room", "name"), [(preflight, "open_examples"), (fits, "compiled_step")]
+    ("room", "name"), [(preflight, "open_examples"), (compile, "compiled_step")]
 )
 def test_a_signal_before_the_first_step_leaves_a_new_workdir_as_it_was(
     room, name, text, workdir, monkeypatch, capfd
@@ -219,8 +222,8 @@ def test_a_signal_while_a_run_resumes_leaves_its_checkpoints(
 # A long call that hears no signal, as a compiler does.
 DEAF = """
 import hashlib
-from symjax.training.exit_codes import run_and_exit
-from symjax.training.interrupt import Interrupts
+from symjax.distributed.exit_codes import run_and_exit
+from symjax.distributed.signals import Interrupts
 
 def run():
     with Interrupts():
@@ -254,14 +257,14 @@ def test_a_start_that_is_interrupted_leaves_nothing(text, workdir, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fits, "compiled_step", interrupted)
+    monkeypatch.setattr(compile, "compiled_step", interrupted)
     assert train(text, workdir) == 130
     assert not workdir.exists()
 
 
 def poison(monkeypatch, number):
     """The weights that a step makes are not numbers, though its loss was one."""
-    compiled_step = fits.compiled_step
+    compiled_step = compile.compiled_step
 
     def poisoned(program, shape):
         step = compiled_step(program, shape)
@@ -276,7 +279,7 @@ def poison(monkeypatch, number):
 
         return run
 
-    monkeypatch.setattr(fits, "compiled_step", poisoned)
+    monkeypatch.setattr(compile, "compiled_step", poisoned)
 
 
 def test_a_loss_that_is_no_number_stops_and_names_the_step(

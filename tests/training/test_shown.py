@@ -5,7 +5,8 @@ import json
 import pytest
 from runs import train
 
-from symjax.training import fits, loop
+from symjax.training import compile as fits
+from symjax.training import loop
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -10,8 +10,7 @@ from flax import nnx
 
 from symjax import config
 from symjax.models.build import build
-from symjax.training.optimizer import optimizer
-from symjax.training.stacks import Stacks
+from symjax.training.optimizer import Stacks, optimizer
 
 PATTERN = ("performer", "softmax")
 MODEL = config.Model(

@@ -8,9 +8,9 @@ import signal
 import pytest
 from runs import TEXT, train
 
-from symjax.data import stream
-from symjax.training import opened
-from symjax.training.checkpoint import Checkpoints
+from symjax.checkpoints.checkpoint import Checkpoints
+from symjax.data.store import stream
+from symjax.training import run
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -61,8 +61,8 @@ def test_a_signal_ends_a_run_that_waits_for_its_stream(
         yield None
 
     with monkeypatch.context() as patch:
-        real = opened.ahead
-        patch.setattr(opened, "ahead", ahead)
+        real = run.ahead
+        patch.setattr(run, "ahead", ahead)
         assert train("", tmp_path / "run", steps=5, **keys) == 143
     assert "saved checkpoint 2 in" in capsys.readouterr().err
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]

@@ -8,8 +8,8 @@ from runs import call, words
 
 from symjax import config
 from symjax.data.examples import open_examples
-from symjax.evaluation.language import losses
 from symjax.evaluation.loading import load
+from symjax.evaluation.measures.language import losses
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -1,0 +1,223 @@
+"""One checkpoint on disk: what it holds, and whether that is what was saved.
+
+    <step>/<item>        an Orbax item a tree: params, constants, optimizer
+    <step>/meta          JSON: step, the caller's meta, kind and checksum of every array
+
+A flipped bit restores silently in Orbax. So every array has a checksum, taken on the
+device before the save and after the restore, and meta has one of its own.
+
+Trees are stored as nested dicts of arrays, NamedTuples and lists by field and position.
+No Python objects are stored. meta may hold source text (`symjax.imports`), which is
+not run here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from flax.traverse_util import unflatten_dict
+from jax.errors import JaxRuntimeError
+from jax.sharding import SingleDeviceSharding
+
+from symjax.checkpoints.checksum import checksums
+from symjax.distributed import processes
+from symjax.storage import no_answer
+
+META = "meta"
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was saved; the message says where, in one line."""
+
+
+def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """Orbax's arguments, item by item. Waits for the arrays.
+
+    Raises:
+        ValueError: two leaves have one name.
+    """
+    arrays: dict[str, jax.Array] = {}
+    for item, tree in jax.tree.map(jnp.asarray, trees).items():
+        arrays |= _named(item, tree)
+    arguments: dict[str, Any] = {
+        item: ocp.args.StandardSave(tree) for item, tree in _nested(arrays).items()
+    }
+    arguments[META] = ocp.args.JsonSave(_document(step, meta, arrays))
+    return arguments
+
+
+def read(
+    directory: epath.Path, abstract_trees: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trees and meta, compared with their checksums. In every process at once.
+
+    Raises:
+        Damaged: something is missing, unreadable or altered.
+        ValueError: the arrays have other names, shapes or types than the trees.
+    """
+    document = _read_document(directory)
+    named = {item: _named(item, tree) for item, tree in abstract_trees.items()}
+    for item, leaves in named.items():
+        _must_fit(directory.name, item, document["arrays"], leaves)
+    trees = {}
+    for item, leaves in named.items():
+        task = functools.partial(_read_item, directory / item, leaves)
+        arrays = _attempt(item, task)
+        for name, found in zip(arrays, checksums([*arrays.values()]), strict=True):
+            if f"{found:08x}" != document["arrays"][name][1]:
+                raise Damaged(f"{name} does not match its checksum")
+        structure = jax.tree.structure(abstract_trees[item])
+        trees[item] = jax.tree.unflatten(structure, arrays.values())
+    return trees, _meta(document)
+
+
+def read_meta(directory: epath.Path) -> dict[str, Any]:
+    """What `to_save` was given as meta, and the step.
+
+    Raises:
+        Damaged: it is missing, unreadable or altered.
+    """
+    return _meta(_read_document(directory))
+
+
+def short(error: BaseException) -> str:
+    """The kind of an error and the end of its first line, where Orbax has the cause."""
+    error = error.__cause__ or error
+    line = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
+    return f"{type(error).__name__}: {line if len(line) < 80 else '…' + line[-80:]}"
+
+
+def _named(item: str, tree: Any) -> dict[str, Any]:
+    """`item/path/of/the/leaf` → leaf, in the order of the tree's leaves.
+
+    Raises:
+        ValueError: one name is another's, or the beginning of its path. A full stop
+            is a step of the path too, since Orbax takes it for one.
+    """
+    named, taken = {}, set()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+        named[f"{item}/{name}"] = leaf
+        taken.add(name.replace(".", "/"))
+    beginnings = {n[:i] for n in taken for i, letter in enumerate(n) if letter == "/"}
+    if len(taken) < len(jax.tree.leaves(tree)) or taken & beginnings:
+        raise ValueError(f"leaves of {item} have the same name")
+    return named
+
+
+def _nested(named: dict[str, Any]) -> dict[str, Any]:
+    """The nested dicts that Orbax stores, by item, without arrays of no elements: it
+    has none."""
+    return unflatten_dict({n: leaf for n, leaf in named.items() if leaf.size}, sep="/")
+
+
+def _document(
+    step: int, meta: dict[str, Any], arrays: dict[str, jax.Array]
+) -> dict[str, Any]:
+    numbers = checksums([*arrays.values()])
+    document = {
+        "step": step,
+        "meta": json.loads(json.dumps(meta)),
+        "arrays": {
+            name: [_kind(leaf), f"{number:08x}"]
+            for (name, leaf), number in zip(arrays.items(), numbers, strict=True)
+        },
+    }
+    return {**document, "checksum": _seal(document)}
+
+
+def _seal(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _meta(document: dict[str, Any]) -> dict[str, Any]:
+    return {**document["meta"], "step": document["step"]}
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _must_fit(
+    step: str, item: str, arrays: dict[str, Any], leaves: dict[str, Any]
+) -> None:
+    stored = {n: kind for n, (kind, _) in arrays.items() if n.split("/")[0] == item}
+    wanted = {name: _kind(leaf) for name, leaf in leaves.items()}
+    for name in {**stored, **wanted}:
+        there, here = stored.get(name, "nothing"), wanted.get(name, "nothing")
+        if there != here:
+            raise ValueError(
+                f"checkpoint {step} does not fit: {name} is {there} there, {here} here"
+            )
+
+
+def _attempt(what: str, read: Callable[[], Any]) -> Any:
+    """What `read` returns; Damaged in every process if it fails in one of them.
+
+    A lack of memory, of permission, of a working device or of an answer of the store
+    is no damage, and ends all.
+    """
+
+    def attempt() -> tuple[Any, str]:
+        try:
+            return read(), ""
+        except Damaged as error:
+            return None, str(error)
+        except Exception as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, MemoryError | PermissionError | JaxRuntimeError):
+                raise cause from None
+            if no_answer(error):
+                raise OSError(0, f"{what} cannot be read: {short(error)}") from error
+            return None, f"{what} cannot be read: {short(error)}"
+
+    value, reason = processes.all_succeed(attempt)
+    if reason := next(filter(None, processes.allgather(reason)), ""):
+        raise Damaged(reason)
+    return value
+
+
+def _read_document(directory: epath.Path) -> dict[str, Any]:
+    def read() -> dict[str, Any]:
+        document = dict(ocp.JsonCheckpointHandler().restore(directory / META))
+        if document.pop("checksum") != _seal(document):
+            raise Damaged(f"{META} does not match its checksum")
+        # Of the form that `_document` makes: anyone can write a file.
+        kinds = {"step": int, "meta": dict, "arrays": dict}
+        if any(type(document.get(n)) is not kind for n, kind in kinds.items()) or any(
+            not isinstance(array, list) or [*map(type, array)] != [str, str]
+            for array in document["arrays"].values()
+        ):
+            raise Damaged(f"{META} is not that of a checkpoint")
+        if str(document["step"]) != directory.name:
+            raise Damaged(f"{META} is that of step {document['step']}")
+        return document
+
+    return _attempt(META, read)
+
+
+def _read_item(directory: epath.Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    default = SingleDeviceSharding(jax.devices()[0])
+    placed = {
+        name: leaf.update(sharding=leaf.sharding or default)
+        for name, leaf in leaves.items()
+    }
+    item, restored = directory.name, {}
+    if tree := _nested(placed).get(item):
+        arguments = ocp.args.StandardRestore(tree)
+        handler = ocp.StandardCheckpointHandler()
+        restored = _named(item, handler.restore(directory, args=arguments))
+    for name, leaf in placed.items():
+        if not leaf.size:
+            empty = np.zeros(leaf.shape, leaf.dtype)
+            restored[name] = jax.device_put(empty, leaf.sharding)
+    return {name: restored[name] for name in leaves}

@@ -1,0 +1,1 @@
+"""Sources of text and of labelled examples: files, folders, hub data sets."""

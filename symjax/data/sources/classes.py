@@ -1,0 +1,207 @@
+"""Sources of labelled examples, each a function.
+
+The data set has a held-out split, or a fifth of every label is held out, by a hash.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from symjax import config
+from symjax.data.sources import hub, sources, splits
+from symjax.data.sources.columns import check_known, is_text
+from symjax.data.sources.formats import UnusableData
+from symjax.data.sources.left_out import LeftOut
+from symjax.data.sources.opening import named
+from symjax.data.sources.texts import read_pieces
+from symjax.optional import needed
+
+NUMBER = r"-?\d+(\.\d+)?"
+SOURCES = ("packages", "digits")  # those whose examples always have labels
+
+
+class Source(NamedTuple):
+    """
+    Attributes:
+        contents: texts, or images uint8 [height, width, channels], all of one size.
+        labels: of each, a place in `names`.
+        held: of each, whether it is held out.
+        names: of the labels.
+        white: the largest value of a pixel; 0: these are texts.
+        facts: plain values that identify the examples beside their content.
+    """
+
+    contents: list[Any]
+    labels: list[int]
+    held: list[bool]
+    names: list[str]
+    white: int
+    facts: dict[str, Any]
+
+
+def has_labels(options: config.Data) -> bool:
+    return options.source in SOURCES or bool(options.label)
+
+
+def load(options: config.Data) -> Source:
+    """The labelled examples of a configured source.
+
+    Raises:
+        ValueError: the source cannot give any for these options.
+    """
+    sources.check_keys(options)
+    if options.source == "packages":
+        return _packages()
+    if options.source == "digits":
+        return _digits()
+    return _hub(options)
+
+
+def _packages() -> Source:
+    """Files of the standard library; the label is the package that a file is in."""
+    files = sources.packages()
+    names = list(files)
+    paths = {name: path for package in files.values() for name, path in package.items()}
+    key = "data.source=packages"
+    texts = ["".join(read_pieces(path, key)) for path in paths.values()]
+    labels = [i for i, name in enumerate(names) for _ in files[name]]
+    held = splits.stratified(map(splits.sha256, paths), labels)
+    return Source(texts, labels, held, names, 0, {})
+
+
+def _digits() -> Source:
+    """The 1797 digits of scikit-learn, 8 × 8 pixels of 17 shades.
+
+    Raises:
+        ValueError: scikit-learn is not installed.
+    """
+    line = "data.source=digits needs scikit-learn: pip install scikit-learn"
+    found = needed("sklearn.datasets", line).load_digits()
+    images = list(found.images.astype(np.uint8)[..., None])
+    labels = [int(label) for label in found.target]
+    held = splits.stratified(map(splits.sha256, images), labels)
+    return Source(images, labels, held, list(map(str, found.target_names)), 16, {})
+
+
+def _hub(options: config.Data) -> Source:
+    """Texts or images of a data set with their labels; its splits as in `hub.load`.
+
+    Rows without content or label are left out, and counted. Images are of one size,
+    with 1 or 3 channels.
+
+    Raises:
+        ValueError: as `hub.load`; no such label column, a held-out label that training
+            does not have, images of several sizes, or no Pillow for images.
+    """
+    columns = options.column, options.label
+    left_out = LeftOut()
+
+    def examples(rows: Any, split: str) -> tuple[Any, ...]:
+        return _examples(rows, *columns, split, left_out)
+
+    found, facts, _ = hub.read_splits(options, examples)
+    left_out.say(named(options))
+    names = next(iter(found.values()))[2]  # those of training
+    numbers = {name: number for number, name in enumerate(names)}
+    contents, labels, held = [], [], []
+    for side, (split, (own, its, _)) in enumerate(found.items()):
+        if unknown := sorted(set(its) - set(names)):
+            raise ValueError(
+                f"{named(options)} has label {unknown[0]!r} in split {split!r} only, "
+                f"training has {', '.join(names)}"
+            )
+        contents += own
+        labels += [numbers[label] for label in its]
+        held += [bool(side)] * len(its)
+    shapes = {x.shape for x in contents if isinstance(x, np.ndarray)}
+    if len(shapes) > 1:
+        one, other = sorted(shapes)[:2]
+        raise ValueError(
+            f"{named(options)} has images of several sizes: {one} and {other}"
+        )
+    if len(found) == 1:
+        own = [names[label] for label in labels]
+        held = splits.stratified(map(splits.sha256, contents), own)
+    facts["label"] = options.label
+    return Source(contents, labels, held, names, 255 if shapes else 0, facts)
+
+
+def _examples(
+    rows: Any, column: str, label: str, split: str, left_out: LeftOut
+) -> tuple[Any, ...]:
+    """Contents, the names of their labels, and all names in order; () if no rows."""
+    import datasets
+
+    for key, name in (("column", column), ("label", label)):
+        check_known(key, name, rows.column_names)
+    kind, labels = rows.features[column], rows.features[label]
+    images = isinstance(kind, datasets.Image)
+    if not images and not is_text(kind):
+        raise UnusableData(
+            f"data.column {column!r} holds no text or images, but {kind}"
+        )
+    if images and importlib.util.find_spec("PIL") is None:
+        raise UnusableData(
+            f"data.column {column!r} holds images, which need Pillow: "
+            "pip install pillow"
+        )
+    names = list(getattr(labels, "names", ()))
+    if images:
+        rows = rows.cast_column(column, datasets.Image(decode=False))
+    pairs = []
+    both = zip(rows[column], rows[label], strict=True)
+    for number, (content, value) in enumerate(both, 1):
+        row = f"row {number} of {split!r}"
+        if not content:
+            left_out.add(f"rows without content in {column!r}", row)
+        elif value is None or value == "" or (names and value < 0):
+            left_out.add(f"rows without label in {label!r}", row)
+        else:
+            pairs.append((_pixels(content, row) if images else content, value))
+    if not pairs:
+        return ()
+    for _, value in pairs:
+        if not isinstance(value, str | int | float):
+            kind = type(value).__name__
+            raise UnusableData(f"data.label {label!r} holds no labels, but {kind}")
+    contents, values = map(list, zip(*pairs, strict=True))
+    if names:
+        return contents, [names[value] for value in values], names
+    return contents, list(map(str, values)), _names(set(values), rows.info.builder_name)
+
+
+def _names(values: set[Any], kind: str) -> list[str]:
+    """The names of labels in order: numbers by their size, also those of a CSV."""
+    if kind == "csv" and all(re.fullmatch(NUMBER, value) for value in values):
+        return sorted(values, key=float)
+    if len({isinstance(value, str) for value in values}) > 1:
+        return sorted(set(map(str, values)))
+    return list(map(str, sorted(values)))
+
+
+def _pixels(content: Any, row: str) -> np.ndarray:
+    """The pixels of an image file; shades of grey stay one channel.
+
+    Raises:
+        ValueError: Pillow cannot read it, or 8 bits do not hold its pixels.
+    """
+    import datasets
+
+    file = f"{content['path']!r}, " if content.get("path") else ""
+    try:
+        image = datasets.Image().decode_example(content)
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise UnusableData(f"{file}{row} is no image: {why}") from None
+    if image.mode.startswith(("I", "F")):
+        raise UnusableData(
+            f"{file}{row} has pixels of more than 8 bits (mode {image.mode!r}): "
+            "convert it first"
+        )
+    gray = image.mode in ("1", "L")
+    pixels = np.asarray(image.convert("L" if gray else "RGB"), np.uint8)
+    return pixels[..., None] if gray else pixels

@@ -1,0 +1,241 @@
+"""Data sets of the Hugging Face hub, and local folders in the same formats."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from symjax import config
+from symjax.data.progress import bar
+from symjax.data.sources import splits
+from symjax.data.sources.columns import check_known, is_text
+from symjax.data.sources.damaged import is_silence
+from symjax.data.sources.formats import UnusableData
+from symjax.data.sources.left_out import LeftOut
+from symjax.data.sources.opening import Opened, named, one_line, opened, quiet
+from symjax.data.sources.saved import Saved
+from symjax.data.sources.texts import Document, Texts
+
+HELDOUT = ("validation", "test")  # the first of them that there is
+ROWS = 256  # read at a time
+PAUSES = (1, 2, 4, 8, 16)  # seconds before each attempt at a stream that breaks
+
+
+def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
+    """The texts of one column, and what identifies them.
+
+    The data set's own validation split is held out, else its test split, else rows by
+    the sha256 of their text. Other splits than train are not used, unless there is only
+    one. Rows without text are left out. A text file is one row; its line ends become
+    newlines.
+
+    Returns:
+        the rows, which stay on disk; and name, subset, column, revision (of
+        a folder: a hash of its files' names, sizes and times) and splits read.
+    Raises:
+        ValueError: the hub is silent, or there is no such data set, subset, column or
+            text in it; the message names what there is.
+    """
+    left_out = LeftOut()
+
+    def texts(rows: Any, split: str) -> _Texts:
+        return _Texts(rows, options.column, split)
+
+    found, facts, kept = read_splits(options, texts)
+
+    def documents(_: Opened | Saved = kept) -> Iterator[Document]:
+        return ((text,) for texts in found.values() for text in texts)
+
+    if len(found) == 1:
+        [rows] = found.values()
+        scanned = []
+        with bar(len(rows), "reading", " rows") as shown:
+            for text in rows.counting(left_out):
+                scanned.append(splits.scan([text]))
+                shown.update()
+        left_out.say(named(options))
+        return splits.by_content(documents, scanned, named(options), "rows"), facts
+    sizes = [
+        np.array([len(text) for text in texts.counting(left_out)])
+        for texts in found.values()
+    ]
+    left_out.say(named(options))
+    held = np.repeat([False, True], [len(own) for own in sizes])
+    return Texts(documents, held, int(sum(own.sum() for own in sizes))), facts
+
+
+def revision(options: config.Data) -> str:
+    """The revision of a data set: its commit on the hub."""
+    with opened(options, columns_of(options)) as found:
+        return found.revision
+
+
+def streams(options: config.Data, revision: str) -> tuple[list[Any], dict[str, Any]]:
+    """The rows of the training split and of the held-out one, if there is one, not read
+    yet; and what identifies them.
+
+    Args:
+        revision: of `revision`; the rows are those, wherever the data set is at since.
+    """
+    with opened(options, columns_of(options), revision) as found:
+        names = _choose(options, found.names)
+        rows = found.read(names, stream=True)
+        return list(rows.values()), _facts(options, found, names)
+
+
+def stream(
+    options: config.Data,
+    rows: Any,
+    state: dict[str, Any] | None = None,
+    left_out: LeftOut | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The texts of a split of `streams`, each with the state that is to be given to go
+    on after it. Where the connection breaks it is taken up again.
+
+    Args:
+        left_out: counts rows without text.
+    Raises:
+        ValueError: the data set has no such column, or cannot be read.
+    """
+    failed, number = 0, 0
+    went_on = " since it went on" if state else ""
+    with quiet(), one_line(options):
+        while True:
+            rows.load_state_dict(_by_row(state) if rows.features else state)
+            try:
+                for row in rows:
+                    state, failed, number = rows.state_dict(), 0, number + 1
+                    if text := _text(row, options.column):
+                        yield text, rows.state_dict()
+                    elif left_out is not None:
+                        kind = f"rows without text in {options.column!r}"
+                        left_out.add(kind, f"row {number}{went_on}")
+                return
+            except Exception as error:
+                if failed == len(PAUSES) or not is_silence(error):
+                    raise
+                print(
+                    f"{named(options)} broke off ({type(error).__name__}): "
+                    f"continuing after it in {PAUSES[failed]} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(PAUSES[failed])
+            failed += 1
+
+
+def _by_row(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a state that counts rows from the beginning of a file.
+
+    `datasets` counts them from a table, so its states hold for tables of one size only:
+    those of older versions of this library were of another size.
+    """
+    outer = (state or {}).get("examples_iterable", {})
+    inner = outer.get("examples_iterable", {})
+    kinds = outer.get("type"), inner.get("type")
+    if kinds != ("RebatchedArrowExamplesIterable", "ArrowExamplesIterable"):
+        return state
+    table = outer["previous_state"] or inner
+    rows = table["shard_example_idx"] + outer["num_chunks_since_previous_state"]
+    begin = {**table, "shard_example_idx": 0}
+    outer = {**outer, "examples_iterable": begin, "previous_state": begin}
+    outer["num_chunks_since_previous_state"] = rows
+    return {**(state or {}), "examples_iterable": outer}
+
+
+def _text(row: dict[str, Any], column: str) -> str | None:
+    check_known("column", column, row)
+    if not isinstance(row[column], str | None):
+        kind = type(row[column]).__name__
+        raise UnusableData(f"data.column {column!r} holds no text, but {kind}")
+    return row[column]
+
+
+def read_splits(
+    options: config.Data, convert: Callable[[Any, str], Any]
+) -> tuple[dict[str, Any], dict[str, Any], Opened | Saved]:
+    """convert(rows, split) of the training split and of the held-out one, if there is
+    one, by name; what identifies them; and what keeps the rows of a folder on disk, as
+    long as it lives."""
+    with opened(options, columns_of(options)) as source:
+        names = _choose(options, source.names)
+        found = {}
+        for split, rows in source.read(names).items():
+            found[split] = convert(rows, split)
+            if not found[split]:
+                raise UnusableData(f"{named(options)} has no text in split {split!r}")
+        return found, _facts(options, source, names), source
+
+
+def columns_of(options: config.Data) -> dict[str, str]:
+    """The columns that are read, by the keys that name them."""
+    columns = {"column": options.column}
+    return columns | ({"label": options.label} if options.label else {})
+
+
+def _facts(
+    options: config.Data, source: Opened | Saved, read: list[str]
+) -> dict[str, Any]:
+    """Plain values that identify a data set of which some splits are read."""
+    return {
+        "name": options.name,
+        "subset": source.subset,
+        "column": options.column,
+        "revision": source.revision,
+        "splits": read,
+    }
+
+
+def _choose(options: config.Data, names: list[str]) -> list[str]:
+    """The split to train on, and the one to hold out, if there is one; the others are
+    named."""
+    if len(names) == 1:
+        return names
+    if "train" not in names:
+        only = ", ".join(names)
+        raise UnusableData(f"{named(options)} has no split 'train', only {only}")
+    chosen = ["train", *[name for name in HELDOUT if name in names][:1]]
+    left_out = LeftOut()
+    for name in names:
+        if name not in chosen:
+            left_out.add("splits", repr(name))
+    left_out.say(named(options))
+    return chosen
+
+
+class _Texts:
+    """The column of a `Dataset` on disk, without rows that have no text."""
+
+    def __init__(self, rows: Any, column: str, split: str):
+        check_known("column", column, rows.column_names)
+        kind = rows.features[column]
+        if not is_text(kind):
+            raise UnusableData(f"data.column {column!r} holds no text, but {kind}")
+        self._rows, self._column = rows.select_columns(column), column
+        self._split = split
+
+    def __iter__(self) -> Iterator[str]:
+        for batch in self._rows.iter(ROWS):
+            yield from filter(None, batch[self._column])
+
+    def counting(self, left_out: LeftOut) -> Iterator[str]:
+        """The same texts; rows that have none are counted."""
+        batches = (batch[self._column] for batch in self._rows.iter(ROWS))
+        for number, text in enumerate(itertools.chain.from_iterable(batches), 1):
+            if text:
+                yield text
+            else:
+                kind = f"rows without text in {self._column!r}"
+                left_out.add(kind, f"row {number} of {self._split!r}")
+
+    def __len__(self) -> int:
+        """Of all rows, also those without text."""
+        return len(self._rows)
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None

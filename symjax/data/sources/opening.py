@@ -1,0 +1,339 @@
+"""Opening of data sets of the hub and of local folders, with errors of one line.
+
+If the hub does not respond within SILENCE seconds, the line says what to do. Later
+requests have the limits of huggingface_hub: six attempts each, and
+HF_HUB_DOWNLOAD_TIMEOUT seconds (10) without a byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from symjax import config
+from symjax.data.sources.columns import Columns, reading, restrict
+from symjax.data.sources.damaged import causes, is_silence
+from symjax.data.sources.formats import (
+    UnusableData,
+    add_unread,
+    check_all_read,
+    check_one_format,
+    check_splits_seen,
+    data_files,
+    in_capitals,
+    table_format,
+)
+from symjax.data.sources.left_out import LeftOut
+from symjax.data.sources.saved import Saved, is_saved
+from symjax.data.store.manifest import stamp_of
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
+
+SILENCE = 10.0  # seconds
+FOLDER = "a local folder of parquet, json or text files"
+
+
+class Opened:
+    """A data set whose splits can be read.
+
+    Attributes:
+        names: of its splits.
+        subset: which of its subsets it is.
+        revision: of its content.
+    """
+
+    def __init__(
+        self, builder: DatasetBuilder, columns: Columns, where: str, *, own: bool
+    ):
+        """
+        Args:
+            own: what is prepared is used by this library alone, so it may lack the
+                splits and columns that are not asked for.
+        """
+        self._builder, self._own, self._where = builder, own, where
+        if own:
+            restrict(builder, columns, where)
+        files = builder.config.data_files or {}
+        self.names = list(map(str, files or builder.info.splits or ()))
+        self.subset = builder.info.config_name or builder.config.name
+        self.revision = builder.hash or ""
+
+    def read(self, names: list[str], *, stream: bool = False) -> dict[str, Any]:
+        """The rows of splits: `Dataset`s on disk, as long as this object lives, or
+        `IterableDataset`s. Other splits are not read."""
+        files: Any = self._builder.config.data_files
+        if files and self._own:
+            kept = {name: files[name] for name in files if str(name) in names}
+            self._builder.config.data_files = type(files)(kept)
+        expected: Any = self._builder.info.splits  # those of a data card are compared
+        if expected and self._own:
+            kept = {name: expected[name] for name in expected if name in names}
+            self._builder.info.splits = type(expected)(kept)
+        if stream:
+            return {name: self._builder.as_streaming_dataset(name) for name in names}
+        self._builder.download_and_prepare()
+        for name in names:
+            if not (self._builder.info.splits or {})[name].num_examples:
+                raise UnusableData(f"{self._where} has no rows in split {name!r}")
+        found = {name: self._builder.as_dataset(name) for name in names}
+        if self._builder.name == "imagefolder":
+            left_out = LeftOut()
+            for name, rows in found.items():
+                _add_unlisted(files[name], rows, left_out)
+            left_out.say(self._where)
+        return found
+
+
+def _add_unlisted(files: Iterable[str], rows: Any, left_out: LeftOut) -> None:
+    """Count images that are in no row, since their folder's metadata does not list
+    them.
+
+    Args:
+        files: images, their metadata and archives.
+    """
+    import datasets
+
+    images = rows.cast_column("image", datasets.Image(decode=False))["image"]
+    listed = {os.path.realpath(image["path"]) for image in images if image}
+    for file in map(str, files):
+        other = Path(file).stem == "metadata" or table_format(file)
+        if not other and os.path.realpath(file) not in listed:
+            left_out.add("images that the metadata does not list", repr(file))
+
+
+@contextlib.contextmanager
+def opened(
+    options: config.Data, columns: Columns, revision: str = ""
+) -> Iterator[Opened | Saved]:
+    """Open a data set for reading the asked columns.
+
+    Entries of a folder that are not read are named, one line a kind.
+
+    Raises:
+        ValueError: there is none, or inside something about it fails.
+    """
+    _check_name(options.name)
+    path, where = os.path.expanduser(options.name), named(options)
+    with quiet(), one_line(options):
+        if not os.path.isdir(path):
+            _check_reachable(options.name)
+            builder = _builder(path, options.subset, columns, None, revision or None)
+            own = bool(reading(builder.name, columns))
+            yield Opened(builder, columns, where, own=own)
+            return
+        left_out = LeftOut()
+        if is_saved(path):
+            _check_no_subset(options.subset)
+            rows = Saved(path, columns, where)
+            add_unread(path, rows.files, left_out)
+        else:
+            rows = _opened_folder(path, options.subset, columns, where, left_out)
+        left_out.say(where)
+        yield rows
+
+
+def _opened_folder(
+    path: str, subset: str, columns: Columns, where: str, left_out: LeftOut
+) -> Opened:
+    """The rows of a folder of files, which are copied to where they can be mapped."""
+    files = data_files(path)
+    check_one_format(path, files)
+    with contextlib.ExitStack() as made:
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        cache = made.enter_context(folder)
+        if in_capitals(files):
+            _check_no_subset(subset)
+            builder = _capitals_builder(path, files, columns, cache)
+        else:
+            builder = _builder(path, subset, columns, cache, None)
+        found = builder.config.data_files or {}
+        read = list(itertools.chain.from_iterable(found.values()))
+        check_splits_seen(path, files, found)
+        check_all_read(path, files, read)
+        add_unread(path, read, left_out)
+        rows = Opened(builder, columns, where, own=True)
+        weakref.finalize(rows, made.pop_all().close)
+    return rows
+
+
+def _check_no_subset(subset: str) -> None:
+    if subset not in ("", "default"):
+        raise UnusableData(f"data.subset {subset!r} is unknown: choose from default")
+
+
+def _capitals_builder(
+    path: str, files: dict[Path, str], columns: Columns, cache: str
+) -> DatasetBuilder:
+    """A builder for files with endings in capitals, which `datasets` does not find."""
+    import datasets
+    from datasets.data_files import DataFilesDict, DataFilesList, get_data_patterns
+
+    [kind] = set(files.values())
+    base = Path(path).resolve().as_posix()
+    found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    known = {str(file.resolve()) for file in files}
+    kept = {
+        split: DataFilesList([x for x in its if x in known], its.origin_metadata)
+        for split, its in found.items()
+    }
+    options = {"sep": "\t"} if kind == "tsv" else {}
+    kind = {"tsv": "csv"}.get(kind, kind)
+    builder = datasets.load_dataset_builder(
+        kind,
+        data_files=DataFilesDict({x: its for x, its in kept.items() if its}),
+        cache_dir=cache,
+        **options,
+        **reading(kind, columns),
+    )
+    builder.hash = stamp_of({str(file.relative_to(path)): file for file in files})
+    return builder
+
+
+def named(options: config.Data) -> str:
+    """What messages call a data set."""
+    return f"data.name {options.name!r}"
+
+
+def _check_name(name: str) -> None:
+    path = os.path.expanduser(name)
+    local = name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if not name:
+        problem = "is empty"
+    elif os.path.isfile(path):
+        problem = "is a file"
+    elif local and not os.path.isdir(path):
+        problem = "is not a folder"
+    else:
+        return
+    raise ValueError(
+        f"data.name {name!r} {problem}: give a data set of the hub such as "
+        f"'Salesforce/wikitext', or {FOLDER}"
+    )
+
+
+def _check_reachable(name: str) -> None:
+    """One request without a retry: the library itself would try for minutes."""
+    import huggingface_hub
+
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        huggingface_hub.HfApi().dataset_info(name, timeout=SILENCE)
+
+
+def _builder(
+    path: str,
+    subset: str,
+    columns: Columns,
+    cache: str | None,
+    revision: str | None,
+) -> DatasetBuilder:
+    """Raises: ValueError: an unknown subset, or none where there are several."""
+    import datasets
+    import huggingface_hub
+
+    options: dict[str, Any] = {
+        "name": subset or None,
+        "cache_dir": cache,
+        "revision": revision,
+    }
+    if huggingface_hub.constants.HF_HUB_OFFLINE and cache is None:
+        # What is prepared is found by the options it was prepared with.
+        for kind in ("text", "parquet", "csv", "json"):
+            with contextlib.suppress(ValueError, TypeError):
+                own = reading(kind, columns)
+                return datasets.load_dataset_builder(path, **options, **own)
+    try:
+        builder = datasets.load_dataset_builder(path, **options)
+    except ValueError:
+        known = datasets.get_dataset_config_names(path)
+        if subset in known or (len(known) == 1 and not subset):
+            raise  # it is about something else
+        problem = f"{subset!r} is unknown" if subset else "is needed"
+        raise UnusableData(
+            f"data.subset {problem}: choose from {', '.join(sorted(known))}"
+        ) from None
+    if builder.name == "cache" and builder.info.builder_name == "text":
+        raise UnusableData(
+            f"data.name {path!r} is in the local cache by lines only, without their "
+            "ends: unset HF_HUB_OFFLINE once"
+        )
+    own = reading(builder.name, columns)
+    return datasets.load_dataset_builder(path, **options, **own) if own else builder
+
+
+@contextlib.contextmanager
+def one_line(options: config.Data) -> Iterator[None]:
+    """Raises: ValueError: any error of the libraries, in one line."""
+    try:
+        yield
+    except (UnusableData, MemoryError):
+        raise
+    except Exception as error:
+        for cause in causes(error):
+            if isinstance(cause, UnusableData):
+                raise cause from None
+        raise ValueError(f"{named(options)} {_problem(error)}") from None
+
+
+def _problem(error: BaseException) -> str:
+    """Say what went wrong, by the first cause of an error, and what to do."""
+    import huggingface_hub
+    from datasets.data_files import EmptyDatasetError
+    from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
+
+    chain = causes(error)
+    hub = huggingface_hub.constants.ENDPOINT
+    unknown = DatasetNotFoundError, huggingface_hub.errors.RepositoryNotFoundError
+    if any(isinstance(link, unknown) for link in chain):
+        return f"is no folder here, and {hub} shows no such data set to this login"
+    nothing = DataFilesNotFoundError, EmptyDatasetError
+    if any(isinstance(link, nothing) for link in chain):
+        return (
+            f"cannot be loaded, since it has no files that can be read: give {FOLDER}, "
+            "without [ ? * in its path, without :: in a name and, if its README.md has "
+            "configs, with endings in small letters"
+        )
+    first = chain[-1]
+    said = " ".join(str(first).split()).partition(" with any supported extension")[0]
+    reason = f"{type(first).__name__}: {said}"
+    if not any(map(is_silence, chain)):
+        return f"cannot be loaded ({reason})"
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return f"is not in the local cache: unset HF_HUB_OFFLINE, or give {FOLDER}"
+    return (
+        f"cannot be loaded: no answer from {hub} ({reason}): HF_HUB_OFFLINE=1 uses the "
+        f"local cache, or give {FOLDER}"
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Bars on a terminal only, no log of attempts, and downloads that time out.
+
+    They go by HTTP and not by xet, which has no time limit.
+    """
+    import datasets
+    import huggingface_hub
+
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with mock.patch.object(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

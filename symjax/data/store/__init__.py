@@ -1,0 +1,1 @@
+"""Packed corpora on disk: written once, read piece by piece, or streamed."""

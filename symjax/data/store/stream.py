@@ -1,0 +1,215 @@
+"""Text that is read while another process still packs it: see `packer`.
+
+What has been packed grows by whole shards of so many tokens. Rows of a shard are in a
+pseudo-random order of its own, and the shards follow each other; so which row a number
+stands for does not depend on how far the packer has come.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from symjax import config
+from symjax.data.progress import bar
+from symjax.data.sources import sources
+from symjax.data.store.cache import name_of, opened, root
+from symjax.data.store.folder import source_of
+from symjax.data.store.manifest import (
+    MANIFEST,
+    check_options,
+    format_of,
+    read_manifest,
+    write_manifest,
+)
+from symjax.data.store.packed import Packed, layout_of
+from symjax.data.store.packer import HEAD, PROGRESS, Order, read_progress
+from symjax.data.store.writer import Counts
+from symjax.storage import check_writable
+
+SHARD = 1 << 24  # tokens: of 2,048 a row, 8,192 rows are in a random order
+LOOK, SAY = 0.2, 30.0  # seconds between looks at the progress, and between lines
+
+
+class Stream:
+    """What is packed of a corpus so far, by a process that ends with this object.
+
+    Args:
+        order: what that process is told.
+    """
+
+    def __init__(self, order: Order):
+        self.place, self.wanted = order.place, order.options.tokens
+        self.complete, self.counts = False, Counts()
+        self._closed = False
+        words = [sys.executable, "-m", "symjax.data.store.packer"]
+        here = str(Path(__file__).resolve().parents[3])
+        paths = filter(None, [here, os.environ.get("PYTHONPATH")])
+        self._process = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+        self._end = weakref.finalize(self, _end, self._process)
+        self._input = self._process.stdin
+        print(order.as_json(), file=self._input, flush=True)
+
+    def until(self, tokens: int) -> int:
+        """Wait until so many tokens are packed, or the stream has ended.
+
+        Returns:
+            the tokens that are packed.
+        Raises:
+            ValueError: the packer has ended before that, for a reason that it says.
+        """
+        said = time.monotonic() + 1 - SAY
+        while not self._look() and self.counts.tokens < tokens:
+            if self._closed:
+                raise ValueError(f"{self.place} is closed")
+            ended = self._process.poll() is not None
+            if ended and not self._look() and not self._closed:
+                raise ValueError(self._reason())
+            if self.counts.tokens and time.monotonic() - said > SAY:
+                said = time.monotonic()
+                tqdm.write(
+                    f"waiting for the stream: {self.counts.tokens:,} of "
+                    f"{self.wanted:,} tokens are packed, {tokens:,} are needed",
+                    file=sys.stderr,
+                )
+            time.sleep(LOOK)
+        return self.counts.tokens
+
+    def finish(self) -> None:
+        """Wait until all is packed, with a bar."""
+        with bar(self.wanted, "packing", " tokens") as shown:
+            while not self.complete:
+                self.until(self.counts.tokens + 1)
+                shown.update(self.counts.tokens - shown.n)
+
+    def close(self) -> None:
+        """End the packer, and every wait for it in other threads."""
+        self._closed = True
+        self._end()
+
+    def _look(self) -> bool:
+        """Whether all is packed; `counts` says how much is so far."""
+        if self.complete:
+            return True
+        if (self.place / MANIFEST).exists():
+            written = read_manifest(self.place)["fingerprint"]["train"]
+            self.counts, self.complete = Counts(**written), True
+        elif (self.place / PROGRESS).exists():
+            self.counts, _ = read_progress(self.place)
+        return self.complete
+
+    def _reason(self) -> str:
+        said = self._process.stdout.read() if self._process.stdout else ""
+        return said.strip() or (
+            f"the process that packs {self.place} ended with exit code "
+            f"{self._process.returncode}"
+        )
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            pipe.close()
+
+
+class Growing:
+    """An array [T] of a .npy file to which a packer appends; slices of it are arrays.
+
+    Its length is what is packed so far.
+    """
+
+    def __init__(self, stream: Stream, name: str):
+        self.stream, self.path = stream, stream.place / f"{name}.npy"
+        with self.path.open("rb") as file:
+            _, self.dtype, self._begin = layout_of(file)
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._ends = name.endswith("_ends")
+
+    def __len__(self) -> int:
+        counts = self.stream.counts
+        if not self._ends:
+            return counts.tokens
+        # The end of the last document may still move.
+        return counts.documents - (not self.stream.complete)
+
+    def __getitem__(self, piece: slice) -> np.ndarray:
+        start, stop, _ = piece.indices(len(self))
+        size = self.dtype.itemsize
+        wanted = max(0, stop - start) * size
+        content = os.pread(self._descriptor, wanted, self._begin + start * size)
+        if len(content) < wanted:
+            raise ValueError(f"corpus file {str(self.path)!r} was cut short")
+        return np.frombuffer(content, self.dtype)
+
+
+def open_stream(
+    options: config.Data, directory: Path, *, replace: bool, format: int
+) -> tuple[dict[str, Any], dict[str, Packed | Growing]]:
+    """The manifest of a run and its arrays by name, once the first shard is packed.
+
+    Args:
+        replace, format: as of `open_folder`.
+    Raises:
+        ValueError: the data set cannot be read, or is not the one of the run.
+    """
+    known = _known(options, directory, replace)
+    revisions = known["revisions"] if known else sources.revisions(options)
+    format = format_of(known["fingerprint"]) if known else format
+    place = root(options) / (known["name"] if known else "")
+    if known is None or not (place / PROGRESS).exists():
+        place = root(options) / name_of(options, revisions, format=format)
+    check_writable(place.parent, f"data.cache {str(place.parent)!r}")
+    if (place / MANIFEST).exists():
+        manifest = read_manifest(place)
+        arrays: dict[str, Packed | Growing] = {**opened(place, manifest)}
+    else:
+        stream = Stream(Order(options, place, revisions, SHARD, format))
+        stream.until(1)
+        manifest = read_manifest(place, HEAD)
+        names = "train", "train_ends"
+        arrays = {name: Growing(stream, name) for name in names}
+        arrays |= opened(place, manifest)
+    if known is None:
+        write_manifest(directory, manifest)
+    elif known["fingerprint"]["sha256"] != manifest["fingerprint"]["sha256"]:
+        raise ValueError(
+            f"{source_of(options)} does not begin as it did when this run was packed: "
+            "use another --workdir"
+        )
+    else:  # what the run has said of its targets so far
+        manifest = {**known, "fingerprint": manifest["fingerprint"]}
+    return manifest, arrays
+
+
+def _known(
+    options: config.Data, directory: Path, replace: bool
+) -> dict[str, Any] | None:
+    """The manifest of a run, if it has one that is to be kept."""
+    if not (directory / MANIFEST).exists():
+        return None
+    try:
+        manifest = read_manifest(directory)
+        check_options(manifest["options"], options, directory)
+    except ValueError:
+        if not replace:
+            raise
+        return None
+    return manifest

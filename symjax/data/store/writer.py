@@ -1,0 +1,164 @@
+"""Arrays written to .npy files piece by piece, and documents as two of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from symjax.data.boundaries import SEPARATOR, Boundaries, Piece
+from symjax.data.sources.texts import Document
+from symjax.data.tokens import Tokenizer
+
+TOGETHER = 1 << 20  # characters that are encoded together, on all cores
+
+
+class Writer:
+    """A .npy file of one axis, to which arrays are appended.
+
+    The header has room for any length: it is written again when the file is closed.
+
+    Args:
+        length: how much of a file that is there is kept; 0: a new one.
+    """
+
+    def __init__(self, path: Path, dtype: Any, length: int = 0):
+        self.path, self.dtype, self.length = path, np.dtype(dtype), length
+        self._file = path.open("r+b" if length else "wb")
+        self._header()
+        self._begin = self._file.tell()
+        self._file.truncate(self._begin + length * self.dtype.itemsize)
+        self._file.seek(0, os.SEEK_END)
+
+    def append(self, array: np.ndarray) -> None:
+        """Raises: ValueError: the type is not the file's."""
+        if array.dtype != self.dtype:
+            raise ValueError(f"{self.path} has {self.dtype}, got {array.dtype}")
+        self._file.write(array.tobytes())
+        self.length += len(array)
+
+    def sync(self) -> None:
+        """What has been appended is on the disk then."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._header()
+        if self._file.tell() != self._begin:
+            raise RuntimeError(f"the header of {self.path} has changed its size")
+        self._file.close()
+
+    def _header(self) -> None:
+        described = np.lib.format.dtype_to_descr(self.dtype)
+        facts = {"descr": described, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, facts)
+
+
+class Counts(NamedTuple):
+    """How much of a split has been written."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+class SplitWriter:
+    """The documents of a split: tokens in one file, where each ends in another.
+
+    Args:
+        marks: the tokens around documents.
+        content: a hash of all text and of what stands before and between documents.
+        shown: called with the characters of each piece that is written.
+        counts: of what is kept of files that are there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        tokenizer: Tokenizer,
+        marks: Boundaries,
+        content: Any,
+        shown: Callable[[int], Any],
+        counts: Counts | None = None,
+    ):
+        self._tokenizer, self._content, self._shown = tokenizer, content, shown
+        self._marks = marks
+        self._waiting: list[str | int | None] = []
+        self._characters = 0
+        self.documents, tokens, self.bytes = counts or Counts()
+        dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
+        self._tokens = Writer(folder / f"{split}.npy", dtype, tokens)
+        before = max(0, self.documents - 1)  # the last end may still move
+        self._ends = Writer(folder / f"{split}_ends.npy", np.int64, before)
+
+    @property
+    def counts(self) -> Counts:
+        self._encode()
+        return Counts(self.documents, self._tokens.length, self.bytes)
+
+    def add(self, document: Document) -> None:
+        if self.documents:
+            self._mark(self._marks.between)
+            self._end_last()
+            self._mark(self._marks.before)
+        else:
+            self._mark(self._marks.first)
+        for piece in self._tokenizer.pieces(document):
+            self._put(piece)
+        if self._marks.after is not None:
+            self._waiting.append(self._marks.after)
+        self.documents += 1
+
+    def sync(self) -> Counts:
+        """What has been added is on the disk then."""
+        self._encode()
+        for written in (self._tokens, self._ends):
+            written.sync()
+        return self.counts
+
+    def close(self) -> Counts:
+        self._end_last()
+        self._encode()
+        for written in (self._tokens, self._ends):
+            written.close()
+        return self.counts
+
+    def _end_last(self) -> None:
+        if self.documents:
+            self._waiting.append(None)
+
+    def _mark(self, piece: Piece) -> None:
+        """Put what stands before a document."""
+        if isinstance(piece, str):
+            self._put(piece)
+        elif piece is not None:
+            self._content.update(SEPARATOR.encode())
+            self._waiting.append(piece)
+
+    def _put(self, piece: str) -> None:
+        encoded = piece.encode()
+        self._content.update(encoded)
+        self.bytes += len(encoded)
+        self._waiting.append(piece)
+        self._characters += len(piece)
+        if self._characters >= TOGETHER:
+            self._encode()
+
+    def _encode(self) -> None:
+        """Writes what waits: pieces of text, tokens, and where documents end (None)."""
+        texts = [x for x in self._waiting if isinstance(x, str)]
+        encoded = iter(self._tokenizer.encode_all(texts))
+        for x in self._waiting:
+            if x is None:
+                self._ends.append(np.array([self._tokens.length], np.int64))
+            elif isinstance(x, str):
+                self._tokens.append(next(encoded))
+            else:
+                self._tokens.append(np.array([x], self._tokens.dtype))
+        self._shown(self._characters)
+        self._waiting, self._characters = [], 0

@@ -1,0 +1,1 @@
+"""Measurements of a model, one file a measurement."""

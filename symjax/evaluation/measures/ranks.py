@@ -1,0 +1,102 @@
+"""The ranks of score matrices and maps, by layer.
+
+The exponential of a matrix of low rank has full rank in exact arithmetic, and so has
+every causal map: the rank of a map is an effective one, of which there are several.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.measures.reading import Layer, Window, attentions, by_layer
+from symjax.evaluation.results import Options, Result, series, table
+from symjax.figures import Lines
+
+PRODUCTS = {"none": "QKᵀ", "plain": "QQᵀ", "pairwise": "QUQᵀ"}
+
+
+class Ranks(NamedTuple):
+    """Of matrices with singular values s, one number each.
+
+    Attributes:
+        effective: exp of the entropy of s / Σ s (Roy & Vetterli 2007).
+        stable: Σ s² / max s².
+        numerical: values above max s · n · 1.2e-7, what float32 can tell from zero.
+        energy_90, energy_99: how many of the largest hold that share of Σ s².
+    """
+
+    effective: Float[np.ndarray, "*N"]
+    stable: Float[np.ndarray, "*N"]
+    numerical: Float[np.ndarray, "*N"]
+    energy_90: Float[np.ndarray, "*N"]
+    energy_99: Float[np.ndarray, "*N"]
+
+
+def rank(run: LoadedRun, options: Options) -> Result:
+    """Ranks of products of queries and keys, of maps and of differential maps.
+
+    Means over heads and windows. Each head's matrix is of one window, not masked for
+    products; maps of a decoder are causal.
+    """
+    lengths = []
+
+    def measure(window: Window, layer: Layer) -> dict[str, np.ndarray]:
+        lengths.append(len(window.visible))
+        found = {
+            name: np.stack(ranks(values, lengths[-1]))
+            for name, values in singular_values(layer).items()
+        }
+        return {name: x.reshape(len(x), -1).mean(axis=1) for name, x in found.items()}
+
+    products = [PRODUCTS[layer.symmetric] for layer in attentions(run.model())]
+    rows = [
+        {"layer": index, "matrix": products[index] if name == "QKᵀ" else name}
+        | dict(zip(Ranks._fields, mean, strict=True))
+        for index, found in by_layer(run, options, measure).items()
+        for name in found[0]
+        for mean in [np.mean([own[name] for own in found], axis=0).tolist()]
+    ]
+    columns = ("layer", "matrix", "effective", "stable", "numerical", "90 %", "99 %")
+    points = [(row["matrix"], row["layer"], row["effective"]) for row in rows]
+    title = "Effective rank, the mean over heads and windows"
+    lines = Lines("rank", "layer", "effective rank", series(points), title=title)
+    sizes = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+    text = [f"ranks of matrices of {sizes} tokens, the mean over heads and windows"]
+    return Result({"rank": rows}, text, (table("rank", columns, rows),), (lines,))
+
+
+def singular_values(layer: Layer) -> dict[str, np.ndarray]:
+    """Of every matrix of a layer, in float64, largest first; a name for each matrix."""
+    query, key = (
+        np.linalg.qr(x.astype(np.float64), mode="r") for x in (layer.query, layer.key)
+    )
+    # QKᵀ has the singular values of R_q R_kᵀ, which is H × H
+    values = {"QKᵀ": _singular(query @ np.swapaxes(key, -1, -2))}
+    if layer.lam is None:
+        return values | {"A": _singular(layer.map)}
+    values["A₁, A₂"] = _singular(layer.branches)
+    return values | {"A₁ − λA₂": _singular(layer.map)}
+
+
+def ranks(singular: Float[np.ndarray, "*N k"], size: int) -> Ranks:
+    """Args: size: rows of the matrix, which may be more than there are values."""
+    total = singular.sum(axis=-1, keepdims=True)
+    share = singular / np.where(total == 0, 1, total)
+    entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(axis=-1)
+    squares = singular**2
+    largest = singular.max(axis=-1, keepdims=True)
+    tiny = largest * size * np.finfo(np.float32).eps
+    energy = squares.sum(axis=-1, keepdims=True)
+    before = np.cumsum(squares, axis=-1) - squares
+    return Ranks(
+        np.where(energy[..., 0] == 0, 0, np.exp(entropy)),
+        energy[..., 0] / np.where(largest == 0, 1, largest)[..., 0] ** 2,
+        (singular > tiny).sum(axis=-1).astype(np.float64),
+        *((before < part * energy).sum(axis=-1).astype(float) for part in (0.9, 0.99)),
+    )
+
+
+def _singular(x: np.ndarray) -> np.ndarray:
+    return np.linalg.svd(x.astype(np.float64), compute_uv=False)

@@ -1,0 +1,114 @@
+"""The entropy of rows of attention, and their support: keys with a weight."""
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from symjax import config
+from symjax.attention import MECHANISMS
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.measures.attended import Shares, shares
+from symjax.evaluation.measures.reading import (
+    Layer,
+    Window,
+    attentions,
+    by_keys,
+    mean_over_rows,
+)
+from symjax.evaluation.results import Options, Result, Table, table
+from symjax.figures import Lines
+
+
+def entropy(run: LoadedRun, options: Options) -> Result:
+    """The entropy of rows by the number of keys they see, beside ln n.
+
+    Row t of a decoder sees t keys; all rows of an encoder see the same, those of
+    windows that are cut: see `by_keys`.
+    """
+    counts, found = by_keys(
+        run, options, lambda layer: entropies(shares(layer.map)).mean(axis=0)
+    )
+    shown = [n for n in 2 ** np.arange(20) if n in counts]
+    what = "entropy of rows of |A| that see n keys, in nats"
+    text = [f"{what}; slope is dH/d ln n, n ≥ 16"]
+    if not config.is_causal(run.config.model):
+        shown = counts.tolist()
+        cut = "windows are cut to their first n tokens"
+        if run.config.model.patch:
+            cut = "an image is read whole"
+        text.append(f"no causal mask: every row sees all keys that exist; {cut}")
+    rows = [
+        {
+            "layer": layer,
+            "entropy": {str(n): float(x[counts == n][0]) for n in shown},
+            "slope": slope(counts, x),
+        }
+        for layer, x in enumerate(found)
+    ]
+    columns = ("layer", *(f"n={n}" for n in shown), "slope")
+    cells = [(row["layer"], *row["entropy"].values(), row["slope"]) for row in rows]
+    cells.append(("ln n", *(float(np.log(n)) for n in shown), 1.0))
+    series = {f"layer {i}": (counts.tolist(), x.tolist()) for i, x in enumerate(found)}
+    series["uniform: ln n"] = (counts.tolist(), np.log(counts).tolist())
+    lines = Lines(
+        "entropy",
+        "keys a row sees",
+        "entropy in nats",
+        series,
+        log_x=True,
+        title="Entropy of a row of attention, by the keys it sees",
+    )
+    figures = (lines,) if len(counts) > 1 else ()
+    tables = (Table("entropy", columns, cells),)
+    return Result({"entropy": rows}, text, tables, figures)
+
+
+def entropies(shares: Shares) -> Float[np.ndarray, "*N T"]:
+    """−Σ p ln p of every row; 0 of a row without weights."""
+    logarithms = np.log(np.where(shares > 0, shares, 1))
+    return -(shares * logarithms).sum(axis=-1)
+
+
+def slope(
+    counts: Int[np.ndarray, " n"],
+    entropy: Float[np.ndarray, " n"],
+    shortest: int = 16,
+) -> float | None:
+    """dH/d ln n by least squares over rows that see at least `shortest` keys."""
+    long = counts >= shortest
+    if long.sum() < 2:
+        return None
+    return float(np.polyfit(np.log(counts[long]), entropy[long], 1)[0])
+
+
+def support(run: LoadedRun, options: Options) -> Result:
+    """Count the keys that have a weight, of those a row sees, by sparse layer."""
+    mechanisms = [layer.mixer.mechanism for layer in attentions(run.model())]
+    sparse = [i for i, name in enumerate(mechanisms) if MECHANISMS[name].sparse]
+    if not sparse:
+        known = ", ".join(sorted(set(mechanisms)))
+        return Result({"support": []}, [f"support: {known} is not sparse"])
+
+    def weighted(layer: Layer) -> np.ndarray:
+        return (layer.map != 0).sum(axis=-1).mean(axis=0)
+
+    def measure(window: Window, layer: Layer) -> np.ndarray:
+        keys = weighted(layer)
+        return np.stack([keys, keys / window.visible.sum(axis=-1)])
+
+    rows, series = [], {}
+    whole = mean_over_rows(run, options, measure)
+    counts, found = by_keys(run, options, weighted)
+    for index in sparse:
+        keys, share = whole[index].tolist()
+        row = {"layer": index, "mechanism": mechanisms[index]}
+        rows.append(row | {"keys": keys, "share": share})
+        series[f"layer {index}"] = counts.tolist(), found[index].tolist()
+    columns = ("layer", "mechanism", "keys with a weight", "share of those seen")
+    title = "Keys with a weight, by the keys that a row sees"
+    lines = Lines(
+        "support", "keys a row sees", "keys with a weight", series, title=title
+    )
+    text = ["keys whose weight is not zero, the mean over rows and heads"]
+    figures = (lines,) if len(counts) > 1 else ()
+    tables = (table("support", columns, rows),)
+    return Result({"support": rows}, text, tables, figures)

@@ -1,0 +1,1 @@
+"""Weights that a mechanism adds to its attention layer."""

@@ -1,0 +1,78 @@
+"""Weights of the delta rule in a layer: β, and the decay of the state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from symjax import config
+from symjax.layers.parts.decays import DECAY, decay_converted, decay_of
+from symjax.layers.parts.part import Part, Sizes, recurrence_flops
+from symjax.layers.primitives import Linear
+from symjax.layers.sharded import Operand
+
+EPSILON = 1e-6  # inside the root of a squared length
+
+
+def _weights(
+    options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
+) -> dict[str, Any]:
+    shared = {"use_bias": False, "dtype": jnp.dtype(options.dtype), "rngs": rngs}
+    found = {"beta": Linear(options.width, sizes.keys, **shared)}
+    if options.attention.decay == "none":
+        return found
+    return found | decay_of(options, depth, sizes, rngs)
+
+
+def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
+    """β of the token in (0, 1), and queries and keys of length 1."""
+    logits = layer.beta(x)
+    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    beta = jax.nn.sigmoid(logits.astype(wide))
+    operands = operands | {"beta": Operand(beta, "BTK")}
+    for name in ("query", "key"):
+        given = operands[name]
+        operands[name] = given._replace(array=_unit(given.array))
+    if layer.chosen.decay != "none":
+        operands["log_decay"] = Operand(layer.decay(x), "BTK")
+    return operands
+
+
+def _unit(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    squares = (wide * wide).sum(axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(squares + EPSILON)).astype(x.dtype)
+
+
+def _flops(layer: Any, length: int) -> float:
+    """Reading the state by the key costs one more query, and so does the solve."""
+    sizes = layer.mixer.sizes
+    return recurrence_flops(layer, length) * (1 + sizes.keys / sizes.queries)
+
+
+def _converted(
+    weights: dict[str, Any], source: config.Model, target: config.Model
+) -> dict[str, Any]:
+    """Both branches of a differential head get its β, as its decay."""
+    weights = decay_converted(weights, source, target)
+    combined = source.attention.differential, target.attention.differential
+    if combined != ("none", "v1"):
+        return weights
+    twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), weights["beta"])
+    return weights | {"beta": twice}
+
+
+DELTA = Part(
+    weights=_weights,
+    operands=_operands,
+    head_norm=True,
+    keys=lambda chosen: ("decay", "decay_heads"),
+    flops=_flops,
+    rules=(("beta/kernel", P("fsdp", "tensor")),),
+    owned=("beta", *DECAY.owned),
+    convert=_converted,
+    check=DECAY.check,
+)

@@ -1,0 +1,73 @@
+"""The parts of layers by mechanism, of those that declare one."""
+
+from typing import Any
+
+from symjax import config
+from symjax.layers.parts.decays import DECAY
+from symjax.layers.parts.delta import DELTA
+from symjax.layers.parts.features import COSINE, LINEAR, PERFORMER
+from symjax.layers.parts.part import Part, named_options
+from symjax.layers.sharded import Operand
+
+
+def _of_gau(options: config.Model, mechanism: str) -> dict[str, Any]:
+    """The divisor of a decoder is a constant: it may not know how long its text is."""
+    divisor = options.length if config.is_causal(options) else "count"
+    return {"divisor": divisor} | named_options(options, mechanism)
+
+
+def _gau_converted(
+    weights: dict[str, Any], source: config.Model, target: config.Model
+) -> dict[str, Any]:
+    """The output layer after attention whose divisor, the length, has changed."""
+    if not config.is_causal(target):
+        return weights
+    kernel = weights["out"]["kernel"] / (source.length / target.length)
+    return weights | {"out": weights["out"] | {"kernel": kernel}}
+
+
+def _flops_of_flash(layer: Any, length: int) -> float:
+    """Pairs inside a group, and a state of keys × values."""
+    size, hidden = layer.mixer.sizes.head_size, layer.mixer.sizes.value_size
+    inside = dict(layer.mixer.options)["group_size"] * (size + hidden)
+    return inside * (1 if layer.mixer.causal else 2) + 4 * size * hidden
+
+
+def _scaled_queries(
+    layer: Any, x: Any, operands: dict[str, Operand]
+) -> dict[str, Operand]:
+    """A factor of the matrix QQᵀ is its root in every query."""
+    query = operands["query"].array * layer.chosen.function_scale**0.5
+    return operands | {"query": Operand(query, "BTN")}
+
+
+def _flops_of_a_matrix(layer: Any, length: int) -> float:
+    sizes = layer.mixer.sizes
+    products = sizes.head_size**2 + 2 * sizes.head_size * sizes.value_size
+    return 2 * sizes.queries * products
+
+
+PARTS = {
+    "softmax": Part(exponential=True),
+    "cosine": COSINE,
+    "decay": DECAY,
+    "delta": DELTA,
+    "linear": LINEAR,
+    "performer": PERFORMER,
+    "gau": Part(options=_of_gau, convert=_gau_converted),
+    "flash": Part(
+        options=lambda options, _: {"group_size": options.attention.chunk_size},
+        keys=lambda chosen: ("chunk_size",),
+        flops=_flops_of_flash,
+    ),
+    "matrix_function": Part(
+        operands=_scaled_queries,
+        keys=lambda chosen: ("function_scale",),
+        flops=_flops_of_a_matrix,
+    ),
+}
+
+
+def part_of(mechanism: str) -> Part:
+    """A mechanism that is not in the table needs nothing of its own."""
+    return PARTS.get(mechanism, Part())

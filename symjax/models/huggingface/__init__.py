@@ -1,0 +1,1 @@
+"""Weights from and for models of Hugging Face and of unilm."""

@@ -1,0 +1,109 @@
+"""RoPE in a config.json: rope_theta, rope_scaling, or rope_parameters with both.
+
+Versions 4 of transformers write {"rope_theta": …, "rope_scaling": {"rope_type": …}},
+older ones "type", versions 5 {"rope_parameters": {"rope_theta": …, "rope_type": …}}.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+from symjax import config
+from symjax.attention.rope_scaling import OF_A_LENGTH, SCALED
+from symjax.models.huggingface.files import (
+    check_all,
+    check_choice,
+    check_settings,
+    number,
+    whole,
+)
+
+ORIGINAL = "original_max_position_embeddings"
+# Their numbers → ours, by kind.
+NUMBERS = {
+    "llama3": {
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+    },
+    "yarn": {
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    },
+}
+KINDS = ("default", *SCALED)
+ONLY = {"partial_rotary_factor": 1.0}
+
+
+def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """rope_base and rope_scaling of our configuration.
+
+    Raises:
+        ValueError: a kind or a number that our decoder does not have.
+    """
+    given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(given, dict) or any(isinstance(x, dict) for x in given.values()):
+        raise ValueError(f"rope_scaling must be one object for all layers, got {given}")
+    given = {name: x for name, x in given.items() if x is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    check_all(
+        partial(check_settings, settings, ONLY),
+        partial(check_settings, given, ONLY),
+        partial(check_choice, "rope_type", kind, KINDS),
+    )
+    theta = {"rope_theta": settings.get("rope_theta") or 10000.0}
+    found: dict[str, Any] = {"rope_base": number(theta | given, "rope_theta")}
+    if kind == "default":
+        return found
+    chosen: dict[str, Any] = {"kind": kind}
+    if kind in OF_A_LENGTH:
+        length = whole(settings, "max_position_embeddings", 2048)
+        groups = () if kind == "dynamic" else (settings, given)
+        named = [x[ORIGINAL] for x in groups if x.get(ORIGINAL)]  # the first wins
+        chosen["original_length"] = whole({ORIGINAL: [*named, length][0]}, ORIGINAL)
+    if kind == "yarn":
+        given = {"factor": length / chosen["original_length"]} | given
+        given |= _attention_factor(given)
+        chosen["truncate"] = given.get("truncate", True)
+    chosen["factor"] = number(given, "factor")
+    for theirs, ours in NUMBERS.get(kind, {}).items():
+        if kind == "llama3" or theirs in given:
+            chosen[ours] = number(given, theirs)
+    return found | {"rope_scaling": config.RopeScaling(**chosen)}
+
+
+def _attention_factor(given: dict[str, Any]) -> dict[str, float]:
+    """The attention factor of yarn from two numbers of DeepSeek's models, if given."""
+    names = "mscale", "mscale_all_dim"
+    if "attention_factor" in given or not all(given.get(x) for x in names):
+        return {}
+    grown = math.log(number(given, "factor"))
+    one, other = (0.1 * number(given, x) * grown + 1 for x in names)
+    return {"attention_factor": one / other}
+
+
+def settings_of_rope(options: config.Model) -> dict[str, Any]:
+    """Their settings of RoPE and of the longest text, as versions 4 and 5 read them."""
+    chosen, length = options.rope_scaling, options.length
+    if chosen.kind == "none":
+        parameters: dict[str, Any] = {"rope_type": "default"}
+    else:
+        parameters = {"rope_type": chosen.kind, "factor": chosen.factor}
+    if chosen.kind in ("yarn", "llama3"):
+        parameters[ORIGINAL] = chosen.original_length
+    if chosen.kind == "dynamic":  # their original length
+        length = chosen.original_length
+    elif chosen.kind == "yarn":  # versions 4 take the ratio of both for the factor
+        length = round(chosen.factor * chosen.original_length)
+        parameters["truncate"] = chosen.truncate
+    for theirs, ours in NUMBERS.get(chosen.kind, {}).items():
+        if value := getattr(chosen, ours):
+            parameters[theirs] = value
+    found: dict[str, Any] = {
+        "rope_theta": options.rope_base,
+        "rope_parameters": {"rope_theta": options.rope_base, **parameters},
+        "max_position_embeddings": length,
+    }
+    if chosen.kind != "none":
+        found["rope_scaling"] = parameters
+    return found

@@ -1,0 +1,66 @@
+"""Where the numbers of a run are shown beside metrics.jsonl, if asked for.
+
+Each takes one number at a time: `add_scalar(name, number, step)`, and `close()`.
+"""
+
+import secrets
+from typing import Any
+
+from etils import epath
+
+from symjax.config import Log
+from symjax.optional import needed
+from symjax.storage import home
+
+
+def boards(
+    log: Log, workdir: epath.Path, step: int, config: dict[str, Any]
+) -> list[Any]:
+    """Those of the configuration, for a run that continues after `step`.
+
+    Raises:
+        ValueError: a package is not installed, or Weights & Biases cannot be reached.
+    """
+    found = []
+    if log.tensorboard:  # its files are ten seconds late
+        line = "log.tensorboard needs tensorboardX: pip install tensorboardX"
+        writer = needed("tensorboardX", line).SummaryWriter
+        folder = str(home(workdir) / "tensorboard")
+        # TensorBoard then hides what earlier files say about later steps.
+        found.append(writer(folder, purge_step=step + 1, flush_secs=10))
+    if log.wandb:
+        found.append(WeightsAndBiases(log, workdir, config))
+    return found
+
+
+class WeightsAndBiases:
+    """A run of the project log.wandb, the same one when the workdir resumes.
+
+    What a killed run has logged after its last checkpoint stays there: steps are not
+    taken back. WANDB_MODE=offline writes to wandb/ of the run's `home` alone.
+    """
+
+    def __init__(self, log: Log, workdir: epath.Path, config: dict[str, Any]):
+        wandb = needed("wandb", "log.wandb needs wandb: pip install wandb")
+        path = workdir / "wandb" / "id"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(secrets.token_hex(8))
+        try:
+            self._run = wandb.init(
+                project=log.wandb,
+                name=log.name or workdir.name,
+                id=path.read_text(),
+                resume="allow",
+                dir=home(workdir),
+                config=config,
+                settings=wandb.Settings(silent=True),
+            )
+        except wandb.Error as error:
+            raise ValueError(f"log.wandb {log.wandb!r}: {error}") from error
+
+    def add_scalar(self, name: str, number: float, step: int) -> None:
+        self._run.log({name: number}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

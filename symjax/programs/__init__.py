@@ -1,0 +1,1 @@
+"""The programs: train, evaluate, compare, harness, and their command line."""

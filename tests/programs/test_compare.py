@@ -1,0 +1,356 @@
+"""Configurations against each other: equal budgets, resumable, means by hand."""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from runs import ROOT, SMALL, write_text
+
+from symjax import config, validation
+from symjax.distributed.exit_codes import run_and_exit
+from symjax.evaluation.loading import load
+from symjax.evaluation.measures.language import losses
+from symjax.programs import compare, compared_runs
+from symjax.programs.compare import Evaluated
+
+pytestmark = pytest.mark.usefixtures("cache", "quiet")
+
+
+def call(*words):
+    try:
+        run_and_exit(lambda: compare.main([str(word) for word in words]))
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def words(folder, names, **changes):
+    keys = SMALL | {"data.path": write_text(folder), "checkpoint.every": 2}
+    keys |= {name.replace("__", "."): value for name, value in changes.items()}
+    files = ",".join(f"{ROOT}/configs/{name}.py:tiny" for name in names)
+    given = [f"--config.{name}={value}" for name, value in keys.items()]
+    return ["--configs", files, "--out", folder / "out", *given]
+
+
+def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
+    given = words(tmp_path, ["gpt", "diff"], model__positions="rope")
+    assert call(*given, "--seeds", "0,1", "--batches", "1") == 0
+    said = capsys.readouterr().out
+    out = tmp_path / "out"
+    table = (out / "compare.csv").read_text().splitlines()
+    assert table[0].startswith(
+        "configuration,seeds,parameters,held-out (nats/byte),std over seeds,"
+    )
+    rows = [line.split(",") for line in table[1:]]
+    assert [row[:2] for row in rows] == [["gpt-tiny", "2"], ["diff-tiny", "2"]]
+    found = [
+        compare.evaluate(out / f"diff-tiny-seed{seed}", 1).losses["heldout"]["loss"]
+        for seed in (0, 1)
+    ]
+    assert float(rows[1][3]) == pytest.approx(statistics.mean(found))
+    assert (
+        float(rows[1][4]) == pytest.approx(statistics.stdev(found))
+        and found[0] != found[1]
+    )
+    assert f"{float(rows[1][3]):.4f}" in said
+    lines = (out / "compare.md").read_text().splitlines()
+    assert any(line.startswith("| gpt-tiny | 2 |") for line in lines)
+    assert any(line.startswith("| diff-tiny | 0 | ") for line in lines)
+    assert (out / "heldout.png").read_bytes().startswith(b"\x89PNG")
+    check_table_and_curves_agree(out, rows, 1)
+    check_runs_that_exist(out, rows)
+    before = {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")}
+    assert call(*given, "--seeds", "0,1", "--batches", "1") == 0
+    assert {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")} == before
+
+
+def check_table_and_curves_agree(out, rows, batches):
+    found = json.loads((out / "compare.json").read_text())["compare"]
+    assert found["unit"] == "nats/byte" and found["batches"] == batches
+    assert found["spread"] == "standard deviation over seeds, by n − 1"
+    for row in rows:
+        curve = found["curves"][row[0]]
+        assert curve["step"][-1] == 6 and curve["mean"][-1] == float(row[3])
+        least, largest = (x[-1] for x in curve["band"])
+        assert (largest - least) / 2 == pytest.approx(float(row[4]))
+
+
+def check_runs_that_exist(out, rows):
+    """The same table from workdirs, here relative ones: of two seeds one row.
+
+    On batches on which they have not evaluated as they trained, the curve is that of
+    their checkpoints.
+    """
+    runs = [out / f"{name}-tiny-seed{n}" for name in ("gpt", "diff") for n in (0, 1)]
+    runs = [os.path.relpath(run) for run in runs]
+    given = ["--workdirs", ",".join(map(str, runs)), "--out", out / "again"]
+    assert call(*given, "--batches", "1") == 0
+    table = (out / "again" / "compare.csv").read_text().splitlines()
+    assert [line.split(",") for line in table[1:]] == rows
+    check_table_and_curves_agree(out / "again", rows, 1)
+    assert call(*given, "--batches", "3") == 0
+    table = (out / "again" / "compare.csv").read_text().splitlines()
+    rows = [line.split(",") for line in table[1:]]
+    check_table_and_curves_agree(out / "again", rows, 3)
+    found = json.loads((out / "again" / "compare.json").read_text())["compare"]
+    for name in ("gpt-tiny", "diff-tiny"):
+        before = [loss_at(out / f"{name}-seed{n}", 4) for n in (0, 1)]
+        assert found["curves"][name]["step"] == [4, 6]
+        wanted = statistics.mean(before)
+        assert found["curves"][name]["mean"][0] == pytest.approx(wanted)
+
+
+def loss_at(workdir, step):
+    return losses(load(workdir, step), 3)["heldout"]["loss"]
+
+
+def meta(sha="a" * 64, kind="decoder", seed=0, step=1, **language):
+    options = config.Config(steps=1, seed=seed, model=config.Model(kind=kind))
+    return {
+        "config": validation.to_dict(options),
+        "data": {"sha256": sha},
+        "examples": {"language": language},
+        "step": step,
+    }
+
+
+@pytest.mark.parametrize(
+    "other", [meta("b" * 64), meta(kind="encoder"), meta(kind="decoder", merges=3)]
+)
+def test_runs_with_other_targets_are_not_compared(other, monkeypatch):
+    metas = {Path("a"): meta(), Path("b"): other}
+    monkeypatch.setattr(compared_runs, "_meta", metas.__getitem__)
+    with pytest.raises(ValueError, match=r"a and b are judged by different targets \("):
+        compared_runs.existing(list(metas))
+
+
+def test_runs_of_one_name_are_told_apart(monkeypatch):
+    metas = {
+        Path("x/gpt-seed0"): meta(),
+        Path("x/gpt-seed1"): meta(seed=1),
+        Path("y/gpt-seed0"): meta(kind="universal"),
+        Path("z/copy"): meta(seed=1),
+        Path("z/early"): meta(seed=2, step=0),
+    }
+    monkeypatch.setattr(compared_runs, "_meta", metas.__getitem__)
+    assert compared_runs.existing(list(metas)) == {
+        "gpt": [Path("x/gpt-seed0"), Path("x/gpt-seed1")],
+        "y/gpt-seed0": [Path("y/gpt-seed0")],
+        "copy": [Path("z/copy")],  # a seed that the first row has
+        "early": [Path("z/early")],
+    }
+
+
+def test_a_run_is_compared_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(compared_runs, "_meta", lambda _: meta())
+    (tmp_path / "link").symlink_to("a")
+    for twice in ("a", "link"):
+        paths = [tmp_path / name for name in ("a", "b", twice)]
+        with pytest.raises(ValueError, match=f"--workdirs: .*{twice} is given twice"):
+            compared_runs.existing(paths)
+
+
+def test_joined_and_separate_documents_are_not_compared():
+    one = compare.Evaluated(1, {}, [], None, [])
+    with pytest.raises(ValueError, match="a joins documents and b keeps them apart"):
+        compare.check_documents({"b": [one._replace(separate=True)], "a": [one]})
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], f"no workdir '{Path('none').absolute()}': train.py makes one"),
+        (["--seeds", "0"], "--seeds is for runs to train: --workdirs compares those"),
+        (["--vary", "steps=1"], "--vary is for runs to train"),
+        (["--config.steps=1"], "--config.steps=1 is for runs to train"),
+        (["--configs", "a"], "not allowed with argument"),
+    ],
+)
+def test_bad_words_beside_workdirs_are_one_line(more, said, tmp_path, capsys):
+    given = ["--workdirs", "none", "--out", tmp_path / "out"]
+    assert call(*given, *more) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_varied_keys_make_a_configuration_of_each_pair_of_values(tmp_path):
+    varied = [["model.attention.mechanism=softmax", "model.attention.mechanism=linear"]]
+    varied += [["model.dropout=0.1", "model.dropout=0.25"]]
+    files = [f"{ROOT}/configs/gpt.py:tiny"]
+    found = compared_runs.commands(files, varied, [3, 4], [], tmp_path)
+    assert list(found) == [
+        "gpt-tiny-mechanism=softmax-dropout=0.1",
+        "gpt-tiny-mechanism=softmax-dropout=0.25",
+        "gpt-tiny-mechanism=linear-dropout=0.1",
+        "gpt-tiny-mechanism=linear-dropout=0.25",
+    ]
+    last = found["gpt-tiny-mechanism=linear-dropout=0.25"][1]
+    chosen = last.config
+    assert (chosen.model.attention.mechanism, chosen.model.dropout) == ("linear", 0.25)
+    assert chosen.seed == 4
+    assert last.workdir == tmp_path / "gpt-tiny-mechanism=linear-dropout=0.25-seed4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model__width": 16}, "another configuration (model.width: 32 → 16)"),
+        ({"steps": 2}, "holds a run of 1 steps, not 2"),
+    ],
+)
+def test_runs_of_other_options_are_not_taken_for_these(
+    changes, said, tmp_path, capsys, monkeypatch
+):
+    given = words(tmp_path, ["gpt"], steps=1)
+    monkeypatch.setattr(compare, "evaluate", lambda *_: run(1.0, 1.0, 0))
+    assert call(*given) == 0
+    before = (tmp_path / "out" / "compare.csv").read_bytes()
+    assert call(*words(tmp_path, ["gpt"], **{"steps": 1} | changes)) == 2
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "out" / "compare.csv").read_bytes() == before
+
+
+def test_a_seed_given_twice_is_one_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "train", lambda _: None)
+    monkeypatch.setattr(compare, "evaluate", lambda *_: run(1.0, 1.0, 0))
+    assert call(*words(tmp_path, ["gpt"]), "--seeds", "1, 01,2") == 0
+    [_, row] = (tmp_path / "out" / "compare.csv").read_text().splitlines()
+    assert row.startswith("gpt-tiny,2,")
+
+
+def test_without_matplotlib_nothing_is_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert call(*words(tmp_path, ["gpt"])) == 2
+    assert "figures need matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def run(loss, train, lam):
+    row = {"layer": 0, "lambda_1": lam, "lambda_2": 1.0, "lambda_initial": 0.2}
+    row["lambda"] = lam - 0.8
+    parts = {"heldout": {"loss": loss}, "train": {"loss": train, "loss_eval_mode": 0.5}}
+    return Evaluated(7, parts, [row] if lam else [], 100.0, [(5, loss + 1), (9, loss)])
+
+
+def test_means_and_spread_are_those_of_the_seeds():
+    found = compare.compare(
+        {"a": [run(1.0, 2.0, 0), run(3.0, 6.0, 0)], "b": [run(2.0, 1.0, 1.5)]}
+    )
+    table, lambdas = found.tables
+    assert table.rows[0] == ("a", 2, 7, 2.0, 2.0**0.5, 4.0, 0.5, 100)
+    assert table.rows[1] == ("b", 1, 7, 2.0, None, 1.0, 0.5, 100)
+    assert lambdas.rows == [("b", 0, 1.5, 1.0, 0.2, pytest.approx(0.7))]
+    assert found.figures[0].series["a"] == ([5.0, 9.0], [3.0, 2.0])
+
+
+def test_table_figure_and_json_name_the_batches_the_unit_and_the_spread():
+    some = {"batches": 10, "all_batches": 267, "unit": "byte"}
+    runs = [run(x, 2.0, 0)._replace(**some) for x in (1.0, 3.0)]
+    found = compare.compare({"a": runs, "b": runs[:1]})
+    assert "held-out losses on 10 of 267 held-out batches" in found.text[0]
+    assert "standard deviation over seeds, by n − 1" in found.text[1]
+    assert found.tables[0].columns[3:5] == ["held-out (nats/byte)", "std over seeds"]
+    [figure] = found.figures
+    assert figure.y_label == "nats/byte, on 10 of 267 held-out batches"
+    assert "band of one standard deviation" in figure.title
+    root = 2.0**0.5
+    assert figure.bands == {"a": ([3 - root, 2 - root], [3 + root, 2 + root])}
+    values = found.values["compare"]
+    assert values["spread"].startswith("standard deviation") and values["batches"] == 10
+
+
+def test_parts_of_what_is_held_out_are_compared_where_they_are_the_same():
+    one = run(1.0, 2.0, 0)._replace(batches=10, all_batches=20)
+    other = one._replace(all_batches=40)
+    with pytest.raises(ValueError, match="a is evaluated on 10 of 20 .* b on 10 of 40"):
+        compare.check_batches({"a": [one], "b": [other]})
+    whole = {"a": [one._replace(batches=20)], "b": [other._replace(batches=40)]}
+    compare.check_batches(whole)
+    assert "all held-out batches" in compare.compare(whole).figures[0].y_label
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "wanted", "trained"),
+    [
+        (None, [], None, 0),
+        (7, [], 7, 7),
+        (7, ["--config.evaluate.batches=3"], 7, 7),
+        (None, ["--config.evaluate.batches", "3"], 3, 3),
+        (None, ["--config.evaluate.batches=0"], None, 0),
+    ],
+)
+def test_runs_evaluate_on_the_batches_of_the_table(given, more, wanted, trained):
+    chosen = argparse.Namespace(batches=given)
+    found = compared_runs.with_batches(chosen, more)
+    assert found == [f"--config.evaluate.batches={trained}"]
+    assert chosen.batches == wanted
+
+
+def test_runs_of_other_lengths_without_their_lines_are_compared():
+    short = run(1.0, 2.0, 0)._replace(speed=None, curve=[], tokens=10)
+    long = run(3.0, 4.0, 0)._replace(tokens=20)
+    found = compare.compare({"a": [short], "b": [long]})
+    table, *_ = found.tables
+    assert table.columns[-2:] == ["tokens/s", "tokens"]
+    assert [row[-2:] for row in table.rows] == [(None, 10), (100, 20)]
+    assert found.figures[0].series["a"] == ([], [])
+
+
+def test_the_accuracy_of_what_is_asked_is_a_column_of_its_own():
+    runs = [run(1.0, 2.0, 0), run(3.0, 6.0, 0)]
+    for one, accuracy in zip(runs, (0.25, 0.75), strict=True):
+        one.losses["heldout"]["accuracy"] = accuracy
+    table, *_ = compare.compare({"a": runs}).tables
+    assert table.columns[-2:] == ["tokens/s", "accuracy"]
+    assert table.rows[0][-1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--seeds", "x"], "--seeds must be ints with commas, got 'x'"),
+        (["--seeds", ","], "--seeds is empty"),
+        (["--batches", "0"], "--batches must be at least 1, got 0"),
+        (["--config.wibble=1"], "config.wibble is unknown"),
+        (["wibble"], "stray argument 'wibble'"),
+        (["--vary", "steps"], "--vary must be KEY=VALUE,VALUE, got 'steps'"),
+        (["--vary", "steps="], "--vary steps is empty"),
+        (["--vary", "stepz=3"], "config.stepz is unknown"),
+        (["--vary", "seed=1,2"], "seeds are given by --seeds"),
+        (["--config.seed=1"], "seeds are given by --seeds"),
+        (
+            ["--vary", "model.width=8", "--vary", "model.width=16"],
+            "config.model.width is given twice",
+        ),
+        (["--workdir", "elsewhere"], "--workdir is unknown"),
+        (["--dry_run"], "--dry_run is unknown"),
+        (["--configs", "configs/none.py"], "no configuration file"),
+    ],
+)
+def test_bad_words_are_one_line(more, said, tmp_path, capsys):
+    assert call(*words(tmp_path, ["gpt"]), *more) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"steps": 7},
+            r"a and b differ in steps · batch_size · model.length \(9600 and",
+        ),
+        ({"data": config.Data(tokenizer="char")}, "a and b differ in data"),
+    ],
+)
+def test_other_budgets_are_not_compared(changes, words):
+    one = config.Config(steps=1)
+    with pytest.raises(ValueError, match=words):
+        compared_runs.check_equal({"a": one, "b": replace(one, **changes)})
+    compared_runs.check_equal({"a": one, "b": replace(one, seed=5)})

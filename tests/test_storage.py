@@ -1,0 +1,67 @@
+"""What names a folder, a bucket, or nothing that a run can live in."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from runs import call, train, write_text
+
+import symjax
+from symjax.storage import anywhere, home, no_answer, place
+
+REFUSED = {
+    "s3://models/run": "s3:// is not supported: Orbax, which writes the checkpoints,",
+    "hdfs://host/run": "hdfs:// is not supported: give a folder of this machine, or gs",
+    "https://host/run": "https:// is not supported: give a folder of this machine, or",
+    "gs://models": "'gs://models' names no folder in a bucket: gs://BUCKET/FOLDER",
+    "gs://": "'gs://' names no folder in a bucket: gs://BUCKET/FOLDER",
+}
+
+
+@pytest.mark.parametrize("workdir", REFUSED)
+def test_what_is_no_place_of_a_run_is_refused_in_one_line(
+    workdir, tmp_path, monkeypatch, capsys
+):
+    """It would be a folder of that name on the disk."""
+    monkeypatch.chdir(tmp_path)
+    text = write_text(tmp_path)
+    assert train(text, workdir) == 2
+    assert train(text, tmp_path / "run", init_from=workdir) == 2
+    assert call("eval", ["--workdir", workdir]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(REFUSED[workdir] in line for line in lines)
+    with pytest.raises(ValueError, match=r"not supported|names no folder"):
+        symjax.load(workdir)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_bucket_without_its_client_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="needs gcsfs: pip install gcsfs"):
+        place("gs://models/run")
+
+
+def test_a_place_is_absolute_and_has_a_home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert str(place("runs/one")) == f"{tmp_path}/runs/one"
+    assert home(place("runs/one")) == tmp_path / "runs" / "one"
+    found = place("gs://models/runs/one/")
+    assert str(found) == str(place(found)) == "gs://models/runs/one"
+    assert str(place("one:/two")) == str(place(Path("one:/two")))
+    assert str(home(found)) == "/cache/symjax/runs/gs/models/runs/one"
+
+
+def test_pathlib_takes_a_slash_of_a_bucket():
+    """Which would be a folder gs: of the disk, and weights written there be lost."""
+    for find in (place, anywhere):
+        assert str(find(Path("gs://models/runs/one"))) == "gs://models/runs/one"
+        with pytest.raises(ValueError, match="s3:// is not supported"):
+            find(Path("s3://models/run"))
+
+
+def test_no_answer_is_told_from_what_is_missing():
+    assert no_answer(ValueError("UNAVAILABLE: CURL error"))
+    assert no_answer(OSError("Forbidden: https://storage"))
+    assert not no_answer(ValueError("NOT_FOUND: Error opening"))
+    assert not no_answer(FileNotFoundError("gs://models/run"))

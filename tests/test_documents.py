@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MECHANISM = ROOT / "docs/mechanism.md"  # its commands are of files that a reader adds
 PAGES = {*(ROOT / "docs").rglob("*.md")}
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES - {MECHANISM})]
-COMMAND = r"python (train\.py|eval\.py|-m symjax\.evaluation\.compare) ([^`#&;\n]*)"
+COMMAND = r"python (train\.py|eval\.py|-m symjax\.programs\.compare) ([^`#&;\n]*)"
 ADDED = {"mechanism": ("sigmoid", "fading", "softcap"), "features": ("softplus",)}
 ADDED |= {"decay": ("half_lives", "sigmoid")}
 STANDS_FOR = {"M": "softmax", "$i": "0", "$I": "0"}
@@ -162,7 +162,8 @@ def stop(*_):
 
 
 def test_there_are_commands_in_the_documents():
-    assert {program for program, _ in documented()} >= {"train.py", "eval.py"}
+    compare = "-m symjax.programs.compare"
+    assert {program for program, _ in documented()} == {"train.py", "eval.py", compare}
     assert len(documented()) > 30
 
 

@@ -70,6 +70,9 @@ class Features(NamedTuple):
             weighs less than 0 either though other features change sign.
         around: (query, key) → other features of the same products, which cancel less.
             They are made for these keys, so no state holds them; a key's first is 1.
+        bounded: whether no feature exceeds 1 and no pair weighs less than 0. The mean
+            weight of a row then has a known rounding error, so that kernels can add up
+            features that change sign.
     """
 
     query: Callable[[Array, Any], LogFeatures]
@@ -78,6 +81,7 @@ class Features(NamedTuple):
     signed: bool = False
     leading: Callable[[int], int] | None = None
     around: Callable[[Array, Array], tuple[LogFeatures, LogFeatures]] | None = None
+    bounded: bool = False
 
 
 def named(who: str, table: dict[str, Features], name: str) -> Features:

@@ -1,4 +1,4 @@
-"""Causal Performer and linear attention on NVIDIA GPUs' kernels."""
+"""Causal Performer, linear and cosine attention on NVIDIA GPUs' kernels."""
 
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -13,7 +13,12 @@ from symjax.attention.features import Features, LogFeatures
 from symjax.attention.kernels.blocks import RESIDUAL
 from symjax.attention.kernels.gpu_chunks import SIZES, of_key_heads
 from symjax.attention.kernels.gpu_features import Kept, backward, forward
-from symjax.attention.kernels.gpu_normalised import Ids, in_blocks, whole_blocks
+from symjax.attention.kernels.gpu_normalised import (
+    Ids,
+    in_blocks,
+    mean_weights,
+    whole_blocks,
+)
 from symjax.attention.kernels.gpu_states import Form
 from symjax.attention.meshes import vary_alike
 from symjax.attention.normalised import LOST, Normalised
@@ -33,7 +38,7 @@ _BY_EXPONENTS = Normalised(Features(_exponents, _exponents))
 
 class GpuFeatures(NamedTuple):
     """The kernels, as a `Kernel` of the engine, of bfloat16 and of features that are
-    never negative. XLA makes them in float32, but for those of single numbers."""
+    never negative or bounded. XLA makes them in float32, except elementwise ones."""
 
     recurrence: Normalised
     interpret: Any = False
@@ -43,7 +48,8 @@ class GpuFeatures(NamedTuple):
     def serves(self, tokens: Tokens, parameters: Any) -> bool:
         maps, (_, key, value) = self.recurrence.features, tokens[:3]
         narrow = all(x.dtype == jnp.bfloat16 for x in tokens[:3])
-        if not narrow or maps.signed or maps.pairs or value.shape[3] not in SIZES:
+        exact_pairs = (maps.signed or maps.pairs) and not maps.bounded
+        if not narrow or exact_pairs or value.shape[3] not in SIZES:
             return False
         like = jax.ShapeDtypeStruct(key.shape, jnp.float32)
         made = jax.tree.leaves(jax.eval_shape(maps.key, like, parameters))
@@ -58,7 +64,10 @@ class GpuFeatures(NamedTuple):
             query, key = (x.astype(jnp.float32) for x in (query, key))
             asking = maps.query(query, parameters)
             asked = maps.key(key, parameters).where((ids.key >= 0)[..., None])
-            form = Form(asked.exponent is not None, None, self.interpret)
+            if maps.bounded:
+                asking = LogFeatures(mean_weights(asking.amplitude, ids), None)
+            exponents = asked.exponent is not None
+            form = Form(exponents, None, self.interpret, maps.bounded)
             query, key = (
                 in_blocks(x.exponent if form.exponents else x.amplitude, form.nothing)
                 for x in (asking, asked)

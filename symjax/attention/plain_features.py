@@ -23,6 +23,7 @@ def plain(
     signed: bool = False,
     leading: Callable[[int], int] | None = None,
     around: Callable | None = None,
+    bounded: bool = False,
 ) -> Features:
     """Return the entry of `PLAIN` for a function of the last axis: jax.nn.softplus.
 
@@ -32,7 +33,7 @@ def plain(
     def both(x: Array, parameters: None = None) -> LogFeatures:
         return LogFeatures(function(x), None)
 
-    return Features(both, both, pairs, signed, leading, around)
+    return Features(both, both, pairs, signed, leading, around, bounded)
 
 
 def _length(x: Array) -> Array:
@@ -130,7 +131,7 @@ def _taylor_pairs(product: Product, query: Array, key: Array, divisor: Array) ->
 
 
 IDENTITY = plain(lambda x: x, signed=True)
-UNIT = plain(_unit, _unit_pairs, True, lambda size: 1, _unit_around)
+UNIT = plain(_unit, _unit_pairs, True, lambda size: 1, _unit_around, bounded=True)
 PLAIN = {
     "elu": plain(_elu_plus_one),
     "identity": IDENTITY,

@@ -18,10 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from symjax.attention import fused, ring_fused
-from symjax.attention.fused import FEWEST_ROWS
 from symjax.attention.masks import Visibility, part
-from symjax.attention.meshes import backend, vary_alike
+from symjax.attention.meshes import vary_alike
 from symjax.attention.rows import Operands, Rule, scored, weighed
 from symjax.attention.shards import around, if_seen, pass_on
 
@@ -73,9 +71,7 @@ def attend_ring(
     n − 1 times again, and n times their gradients, in float32 at least. Memory is
     linear in T, not in S = n T. Causal rows skip later blocks, but the last device
     processes all n, so that the ring takes the time of n blocks; a window skips blocks
-    on both sides. On TPUs the fused kernel meets the keys of each device, where it
-    serves the operands and T is 128 or more. There is no forward-mode derivative
-    (`jax.jvp`).
+    on both sides. There is no forward-mode derivative (`jax.jvp`).
 
     Args:
         operands: query, key and value are a device's own; the bias and the visibility
@@ -85,30 +81,7 @@ def attend_ring(
             a mask or segments, since no device sees all keys of a row at once.
     """
     _check(rule, operands)
-    operands = _without_hidden(operands)
-    by_rows = partial(_attend_by_rows, rule, operands, axis_name)
-    few = operands.query.shape[2] < FEWEST_ROWS
-    if few or backend() != "tpu" or fused.refusal(rule, operands):
-        return by_rows()
-    by_kernel = partial(ring_fused.attend, rule, operands, axis_name)
-    return jax.lax.platform_dependent(tpu=by_kernel, default=by_rows)
-
-
-def _without_hidden(operands: Operands) -> Operands:
-    """0 for a device's own keys and values that the mask hides."""
-    known, (key, value) = operands.visibility, operands[1:3]
-    mask = part(known.mask, 3, start=known.rows[0, 0], size=key.shape[2])
-    if mask is None:
-        return operands
-    seen = mask.any(axis=(1, 2))[:, None, :, None]
-    key, value = (jnp.where(seen, x, 0) for x in (key, value))
-    return operands._replace(key=key, value=value)
-
-
-def _attend_by_rows(
-    rule: Rule, operands: Operands, axis_name: str
-) -> Float[Array, "B N T V"]:
-    query, key, value, bias, slopes, lam, scale, known = operands
+    query, key, value, bias, slopes, lam, scale, known = _without_hidden(operands)
     length = query.shape[2]
     size = -(-length // -(-length // rule.block_rows))
     given = Given(_cut(query, size, 2), key, value, scale, bias, slopes)
@@ -125,6 +98,17 @@ def _attend_by_rows(
         lam = lam[..., None].astype(output.dtype)
         output = output[:, 0::2] - lam * output[:, 1::2]
     return output.astype(rule.dtypes[1])
+
+
+def _without_hidden(operands: Operands) -> Operands:
+    """Set a device's own keys and values that the mask hides to 0."""
+    known, (key, value) = operands.visibility, operands[1:3]
+    mask = part(known.mask, 3, start=known.rows[0, 0], size=key.shape[2])
+    if mask is None:
+        return operands
+    seen = mask.any(axis=(1, 2))[:, None, :, None]
+    key, value = (jnp.where(seen, x, 0) for x in (key, value))
+    return operands._replace(key=key, value=value)
 
 
 def _cut(x: Array, size: int, axis: int) -> Array:

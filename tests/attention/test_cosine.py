@@ -11,9 +11,7 @@ import pytest
 from interpreted import antiparallel
 from laws import close, inputs
 
-from symjax.attention.chunks import Tokens
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
-from symjax.attention.cosine_fused import FusedCosine
 
 
 def products(query, key, module=np):
@@ -26,13 +24,7 @@ MECHANISM = laws.Mechanism.of(
 )
 
 
-@jax.jit
-def by_kernel(query, key, value, mask=None):
-    """The causal form on its kernel for TPUs, interpreted."""
-    return FusedCosine(interpret=True).attend(Tokens(query, key, value, (), mask))
-
-
-FORMS = cosine, cosine_causal, by_kernel
+FORMS = cosine, cosine_causal
 
 
 @laws.every_law
@@ -130,7 +122,7 @@ def test_a_nearly_antiparallel_key_in_the_state_is_its_value():
 @pytest.mark.parametrize("length", [6, 60])
 def test_gradients_of_nearly_antiparallel_rows(length):
     arrays = antiparallel(length, 0.01, heads=6)
-    for form, causal in ((cosine, False), (by_kernel, True)):
+    for form, causal in ((cosine, False), (cosine_causal, True)):
         single = laws.gradient(form, *arrays)
         with jax.enable_x64(True):
             wide = [x.astype(np.float64) for x in arrays]

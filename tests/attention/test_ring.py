@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from laws import close
 
 from symjax import attention
-from symjax.attention import ring, ring_fused, rows
+from symjax.attention import rows
 from symjax.attention.decayed_linear import Decayed, DecayState
 from symjax.attention.normalised import LinearState, merge
 from symjax.attention.shards import state_before
@@ -366,60 +366,3 @@ def test_a_ring_holds_less_than_what_would_be_gathered():
     short, long = (memory(RING, length) for length in (2048, 4096))
     assert long < 2.2 * short
     assert long < 0.4 * memory({}, 4096)
-
-
-ALWAYS = "softmax in a window, mask and segments"
-ON_KERNEL = {
-    "softmax": (4, {}, CAUSAL, None),
-    ALWAYS: (
-        4,
-        ("mask", "segment_ids"),
-        CAUSAL | {"window": (200, 0)},
-        None,
-    ),
-    "differential": (8, {}, CAUSAL | COUNTED, 4),
-    "differential V2, mask": (8, ("mask",), {}, 2),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(x, marks=[pytest.mark.always] if x == ALWAYS else [])
-        for x in ON_KERNEL
-    ],
-)
-def test_the_ring_on_the_kernel_is_what_it_is_alone(case, monkeypatch):
-    queries, names, options, keys = ON_KERNEL[case]
-    length, rng = 4 * 150, np.random.default_rng(0)
-    shapes = (B, length, queries, 16), (B, length, keys or K, 16), (B, length, K, 24)
-    arrays = dict(
-        zip(
-            ("query", "key", "value"),
-            map(rng.normal, [0] * 3, [1] * 3, shapes),
-            strict=True,
-        )
-    )
-    if keys is not None:
-        arrays["lam"] = rng.random((B, length, queries // 2))
-    more = {
-        "mask": rng.random((B, 1, 1, length)) < 0.8,
-        "segment_ids": np.cumsum(rng.random((B, length)) < 0.01, axis=1),
-    }
-    arrays |= {name: more[name] for name in names}
-    if "mask" in names:  # hidden keys may be anything
-        hidden = ~more["mask"][:, 0, 0]
-        arrays["key"][hidden], arrays["value"][hidden] = np.nan, np.inf
-    arrays = {
-        name: x.astype(np.float32) if x.dtype.kind == "f" else x
-        for name, x in arrays.items()
-    }
-    attend = partial(attention.softmax, **options)
-    wanted = results(lambda arrays: attend(**arrays), arrays)
-    on_kernel = partial(ring_fused.attend, interpret=True)
-    monkeypatch.setattr(ring, "_attend_by_rows", on_kernel)
-    form = partial(attend, implementation="ring")
-    split = SPLIT | {"lam": TIME}
-    found = results(over(4, form, tuple(arrays), split), arrays)
-    for name, exact in wanted.items():
-        close(found[name], exact, 4e-6)

@@ -203,6 +203,8 @@ def _first_shift(form, query, block: int) -> Float[Array, " CHUNK"]:
     would leave float32 long before they do. It cancels."""
     if form.exponents:
         return jnp.full((CHUNK,), -jnp.inf, jnp.float32)
+    if form.bounded:
+        return jnp.ones((CHUNK,), jnp.float32)
 
     def part(i, largest):
         features = form.of(wide(query.at[:, pl.ds(i * block, block)]))

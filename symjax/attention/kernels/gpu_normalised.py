@@ -13,6 +13,7 @@ from symjax.attention.chunks import Tokens
 from symjax.attention.kernels.gpu_chunks import BLOCK, CHUNK, SIZES, filled, iota
 from symjax.attention.kernels.seen import Shown
 from symjax.attention.meshes import vary_alike
+from symjax.attention.segments import starts
 
 
 def rounded(x: Array) -> Array:
@@ -58,6 +59,19 @@ class Ids(NamedTuple):
     def operands(self) -> list[tuple[Any, Array]]:
         spec = pl.BlockSpec((None, self.key.shape[1]), lambda i, n, b: (b, 0))
         return [(spec, x) for x in self]
+
+
+def mean_weights(query: Float[Array, "B T N M"], ids: Ids) -> Float[Array, "B T N M"]:
+    """Divide the features of each query by the number of keys that it sees.
+
+    The divisor cancels in the output. It makes the denominator of a row its mean weight
+    instead of a sum, which can be compared with the rounding error of one weight.
+    """
+    visible = ids.key >= 0
+    count = jnp.cumsum(visible, axis=1)
+    before = jnp.where(starts(ids.query), count - visible, 0)
+    count -= jax.lax.cummax(before, axis=1)
+    return query / jnp.maximum(count, 1).astype(query.dtype)[..., None, None]
 
 
 def all_sums(count: int, size: int, shared: int, row: Any, column: Any) -> Any:

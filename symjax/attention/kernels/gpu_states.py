@@ -30,14 +30,21 @@ from symjax.attention.kernels.gpu_chunks import (
 from symjax.attention.kernels.gpu_normalised import Ids, all_sums, rounded
 from symjax.attention.normalised import LOST
 
+ROUNDING = 2.0**-10  # of a weight of bounded features, which are rounded to TF32
+
 
 class Form(NamedTuple):
     """How features are given: by `exponents`, as they are, or, with `features`, by what
-    these take, number by number."""
+    these take, number by number.
+
+    bounded: features are at most 1 and may change sign, and a denominator is the mean
+        weight of its row.
+    """
 
     exponents: bool
     features: Features | None = None
     interpret: Any = False
+    bounded: bool = False
 
     @property
     def nothing(self) -> float:
@@ -76,6 +83,7 @@ class Form(NamedTuple):
     def inverse(self, denominator: Array) -> Array:
         """0 for rows that see nothing, and those that lost what they see."""
         least = LOST if self.exponents else jnp.finfo(jnp.float32).tiny
+        least = ROUNDING if self.bounded else least
         return jnp.where(denominator < least, 0.0, 1 / denominator)
 
     def highest(self, x: Array, so_far: Array, axis: int) -> Array:

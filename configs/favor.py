@@ -1,4 +1,4 @@
-"""Performer with the features of FAVOR#, their statistics fitted to the first batch.
+"""Performer with the features of FAVOR#.
 
     python train.py --config configs/favor.py:tiny
     python train.py --config configs/favor.py

@@ -130,17 +130,6 @@ class Attention(nnx.Module):
         self.lambda_query_1, self.lambda_key_1 = vector(), vector()
         self.lambda_query_2, self.lambda_key_2 = vector(), vector()
 
-    def calibrate(self, x: Float[Array, "B T D"]) -> None:
-        """Fit the constants of the mechanism that depend on data to a sample of inputs.
-
-        Those are the statistics of adaptive random features (FAVOR++, FAVOR#), which
-        lower the variance of their estimate of softmax.
-        """
-        if self.part.fit is not None:
-            query, key, _ = self.project(x, jnp.arange(x.shape[1])[None])
-            for name, constant in self.part.fit(self, query, key).items():
-                setattr(self, name, constant)
-
     def __call__(
         self,
         x: Float[Array, "B T D"],

@@ -130,10 +130,6 @@ class Block(nnx.Module):
         """The layers inside with a mechanism, in the order of their calls."""
         return [self.attention]
 
-    def calibrate(self, x: Float[Array, "B T D"]) -> None:
-        """As `Attention.calibrate`, from a sample of inputs of the block."""
-        self.attention.calibrate(self.attention_norm(x))
-
     def init_cache(self, batch: int, length: int) -> Any:
         """The decoding state before the first of at most `length` tokens."""
         return self.attention.init_cache(batch, length)

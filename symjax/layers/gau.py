@@ -113,9 +113,6 @@ class GatedBlock(nnx.Module):
             watch(self, y, padding_mask, hidden)
         return hidden
 
-    def calibrate(self, x: Float[Array, "B T D"]) -> None:
-        """Nothing of it is fitted to data but by training."""
-
     def init_cache(self, batch: int, length: int) -> Any:
         """The decoding state before the first of at most `length` tokens."""
         return self.mixer.init_cache(batch, length)

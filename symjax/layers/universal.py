@@ -136,10 +136,6 @@ class UniversalBlock(nnx.Module):
         """The layers inside with a mechanism, in the order of their calls."""
         return self.block.attentions * self.depth
 
-    def calibrate(self, x: Float[Array, "B T D"]) -> None:
-        """As `Block.calibrate`, from what the first step sees."""
-        self.block.calibrate(x + self.step_embedding[0].astype(x.dtype)[None, None])
-
     def init_cache(self, batch: int, length: int) -> tuple[Any, ...]:
         """The decoding states of all steps before the first of `length` tokens."""
         return tuple(self.block.init_cache(batch, length) for _ in range(self.depth))

@@ -12,6 +12,7 @@ from symjax.models.huggingface.weights import (
     to_diffllama,
     to_official,
 )
+from symjax.models.statistics import fit_statistics
 
 __all__ = [
     "Decoder",
@@ -19,6 +20,7 @@ __all__ = [
     "build",
     "convert",
     "diffllama_attention",
+    "fit_statistics",
     "generate",
     "load_diffllama",
     "official_attention",

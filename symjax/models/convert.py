@@ -130,22 +130,20 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
 
 def carried(
     fresh: Params, known: Params, source: config.Model, target: config.Model
-) -> tuple[Params, bool]:
-    """Constants of a `target` model: those of the source where they mean the same.
+) -> Params:
+    """Return the constants of a `target` model.
+
+    A constant of the source is kept if it has the shape that the target needs and was
+    drawn in the same way: an equal `feature_norms` for random projections, equal
+    `features` for statistics.
 
     Args:
-        fresh: those of the target, newly drawn.
-        known: those of the source.
-    Returns:
-        The constants, and whether the statistics of random features among them were
-        fitted for other features, or to nothing yet.
+        fresh: the constants of a new target model.
+        known: the constants of the source.
     """
     drawn = dict(found for part in PARTS.values() for found in part.drawn)
-    fitted = {name for part in PARTS.values() for name in part.fitted}
-    unfitted = False
 
     def choose(path: tuple, own: jax.Array) -> jax.Array:
-        nonlocal unfitted
         given: Any = known
         name = path[-1].key
         for part in path:
@@ -153,10 +151,9 @@ def carried(
         one, other = (getattr(x.attention, drawn[name]) for x in (source, target))
         if given is not None and given.shape == own.shape and one == other:
             return given
-        unfitted |= name in fitted
         return own
 
-    return jax.tree_util.tree_map_with_path(choose, fresh), unfitted
+    return jax.tree_util.tree_map_with_path(choose, fresh)
 
 
 def _block(

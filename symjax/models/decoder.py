@@ -83,16 +83,6 @@ class Decoder(nnx.Module):
         x = transformer.run_blocks(self, x, dropout_key, watch=watch, segments=segments)
         return self.final_norm(x)
 
-    def calibrate(self, tokens: Int[Array, "B T"]) -> None:
-        """Fit the statistics of adaptive random features (FAVOR++, FAVOR#) to a text.
-
-        They are constants of the model. Take another text than those the model is
-        judged on: of the same one they would tell earlier tokens about later ones.
-        """
-        x = transformer.look_up(self, tokens)
-        x = transformer.placed(self, x, jnp.zeros(1, jnp.int32))
-        transformer.calibrate_blocks(self, x)
-
     def init_cache(self, batch: int, length: int) -> Cache:
         """The cache before the first token, for at most `length` tokens."""
         layers = [block.init_cache(batch, length) for block in self.blocks]

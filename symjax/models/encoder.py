@@ -83,15 +83,6 @@ class Encoder(nnx.Module):
         x = self.final_norm(x)
         return _mean(x, padding_mask)[:, None] if self.classes else x
 
-    def calibrate(self, inputs: Array) -> None:
-        """As `Decoder.calibrate`; a short text is repeated until it fills its row."""
-        if not self.patch:
-            count = jnp.maximum((inputs >= 0).sum(axis=1, keepdims=True), 1)
-            again = jnp.arange(inputs.shape[1])[None] % count
-            inputs = jnp.take_along_axis(inputs, again, axis=1)
-        x, _ = self._read(inputs)
-        transformer.calibrate_blocks(self, x)
-
     def _read(self, inputs: Array) -> tuple[Array, Bool[Array, "B T"] | None]:
         """Tokens in their places, and which of them exist; None: all."""
         if self.patch:

@@ -194,13 +194,6 @@ def run_blocks(
     return x
 
 
-def calibrate_blocks(model: Any, x: Float[Array, "B T D"]) -> None:
-    """Fit the constants of every block to what it is given."""
-    for block in model.blocks:
-        block.calibrate(x)
-        x = block(x)
-
-
 def logits(model: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T outputs"]:
     """What the output layer makes of the last hidden states, in float32."""
     function, weights = output_layer(model)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from etils import epath
 
 from symjax import config, validation
-from symjax.attention.favor import KINDS
 from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.data.examples import Examples, same_tokens
 from symjax.distributed.exit_codes import print_warning
@@ -55,7 +54,7 @@ def _new(
 ) -> tuple[State, dict[str, Any]]:
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(options.seed)
-    model, unfitted = program.model, options.model.attention.features in KINDS
+    model = program.model
     if options.init_from:
         origin = weights_of(options.init_from, model, examples)
         changed = changes(origin.options, model)
@@ -65,14 +64,8 @@ def _new(
                 f"{', '.join(changed)}"
             )
         state = state._replace(params=_placed(origin.params, state.params))
-        found, unfitted = carried(constants, origin.constants, origin.options, model)
+        found = carried(constants, origin.constants, origin.options, model)
         constants = _placed(found, constants)
-    if unfitted:
-        shape = (options.batch_size, options.model.length)
-        rows = examples.batch(shape, seed=options.seed, step=0)
-        with jax.set_mesh(program.mesh):
-            inputs, _ = program.place(shape, rows)
-            constants = program.calibrate(state.params, constants, inputs)
     return state, constants
 
 

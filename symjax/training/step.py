@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from symjax import config
-from symjax.data.documents import Separate, tokens_of
+from symjax.data.documents import Separate
 from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, objective, target_count, token_losses
@@ -37,7 +37,6 @@ class Program(NamedTuple):
 
     initial(seed) → (State, constants)
     train(state, constants, inputs, targets, key) → (State, metrics); state is donated
-    calibrate(params, constants, inputs) → constants that fit these inputs
     evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w,
         Σ w·right); a key turns dropout on, None is evaluation
     """
@@ -49,7 +48,6 @@ class Program(NamedTuple):
     constants: dict[str, Any]  # abstract, with shardings
     initial: Callable
     train: Callable
-    calibrate: Callable
     evaluate: Callable
     separate: bool = False  # inputs say which document each token is of
 
@@ -147,11 +145,6 @@ class Steps(NamedTuple):
         changed = optax.apply_updates(params, updates), guard
         return State(state.step + 1, *map(self.stacks.split, changed)), metrics
 
-    def calibrate(self, params, constants, inputs) -> dict:
-        model = nnx.merge(self.graph, params, constants)
-        model.calibrate(tokens_of(inputs))
-        return parts(model)[1]
-
     def evaluate(self, params, constants, inputs, targets, weights, key):
         model = nnx.merge(self.graph, params, constants)
         hidden = hidden_of(model, inputs, key)
@@ -206,11 +199,6 @@ def compile_program(
             in_shardings=(state, fixed, inputs, targets, None),
             out_shardings=(state, None),
             donate_argnums=0,
-        ),
-        calibrate=jit(
-            steps.calibrate,
-            in_shardings=(weights, fixed, inputs),
-            out_shardings=fixed,
         ),
         evaluate=jit(
             steps.evaluate,

@@ -12,7 +12,7 @@ from flax import nnx
 
 from symjax import attention, config
 from symjax.layers import Constant, Lambda, mixer
-from symjax.models import Decoder, generate, transformer
+from symjax.models import Decoder, generate
 
 SMALL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
@@ -68,33 +68,6 @@ def test_lambda_vectors_and_projections_have_classes_of_their_own():
     assert not set(map(id, jax.tree.leaves(kinds))) & set(
         map(id, jax.tree.leaves(nnx.state(model, nnx.Param)))
     )
-
-
-@pytest.mark.parametrize("choice", [{}, {"kind": "universal"}], ids=str)
-def test_statistics_of_random_features_are_fitted_to_a_text(choice):
-    """To the queries and keys of a layer, and only when asked."""
-    model = small("performer", features="favor#", feature_count=16, **choice)
-    first = scores(model, TOKENS)
-    before = jax.device_get(nnx.state(model, Constant))
-    after = jax.device_get(nnx.state(model, Constant))
-    jax.tree.map(np.testing.assert_array_equal, before, after)
-    model.calibrate(TOKENS)
-    block = model.blocks[0] if not choice else model.blocks[0].block
-    x = transformer.look_up(model, TOKENS)
-    x = transformer.placed(model, x, jnp.zeros(1, jnp.int32))
-    if choice:
-        x = x + model.blocks[0].step_embedding[0][None, None]
-    layer = block.attention
-    query, key, _ = layer.project(block.attention_norm(x), jnp.zeros((1, 1), int))
-    query, key = (np.asarray(x, "f8").reshape(-1, x.shape[-1]) for x in (query, key))
-    pairs = (query[:, None] + key[None]).reshape(-1, query.shape[-1])
-    spectrum = np.linalg.eigvalsh(
-        pairs.T @ pairs / len(pairs) * query.shape[-1] ** -0.5
-    )
-    root = np.sqrt((1 + 2 * spectrum) ** 2 + 8 * spectrum)
-    wanted = (1 - 2 * spectrum - root) / 16
-    np.testing.assert_allclose(layer.statistics_a[...], wanted, rtol=1e-4, atol=1e-6)
-    assert abs(scores(model, TOKENS) - first).max() > 1e-4
 
 
 CAUSAL = [

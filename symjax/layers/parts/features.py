@@ -149,27 +149,19 @@ COSINE = Part(features=lambda options: UNIT)
 def _drawn(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """A random projection and, of adaptive features, statistics to be fitted."""
+    """Return a random projection, and the statistics of FAVOR++ or FAVOR#.
+
+    They are constants. `symjax.models.fit_statistics` writes other statistics.
+    """
     chosen, size = options.attention, sizes.head_size
     projection = attention.orthogonal_projection(
         rngs.params(), chosen.feature_count, size, norms=chosen.feature_norms
     )
     found = {"projection": Constant(projection)}
     if chosen.features in KINDS:
-        found |= _statistics(unit_statistics(size, size**-0.5))
+        a, b = unit_statistics(size, size**-0.5)
+        found |= {"statistics_a": Constant(a), "statistics_b": Constant(b)}
     return found
-
-
-def _statistics(found: attention.Statistics) -> dict[str, Any]:
-    return {"statistics_a": Constant(found.a), "statistics_b": Constant(found.b)}
-
-
-def _fitted(layer: Any, query: Array, key: Array) -> dict[str, Any]:
-    """They estimate softmax without bias either way, and with less variance so."""
-    kind = layer.chosen.features
-    if kind not in KINDS:
-        return {}
-    return _statistics(attention.favor_statistics(query, key, kind=kind))
 
 
 def _random(layer: Any) -> dict[str, Any]:
@@ -193,7 +185,6 @@ PERFORMER = Part(
         operands | {name: Operand(found, "") for name, found in _random(layer).items()}
     ),
     state=_random,
-    fit=_fitted,
     keys=lambda chosen: ("feature_count", "feature_norms"),
     flops=_flops_of_performer,
     rules=(
@@ -206,5 +197,4 @@ PERFORMER = Part(
         ("statistics_a", "features"),
         ("statistics_b", "features"),
     ),
-    fitted=("statistics_a", "statistics_b"),
 )

@@ -65,7 +65,6 @@ class Part(NamedTuple):
         operands: (layer, x, operands) → the operands of a call, with more or others.
         output: (layer, mixed, operands) → the output of every head, before its norm.
         state: layer → what the empty state takes beside sizes and options.
-        fit: (layer, query, key) → constants that fit a sample, by name.
         head_norm: an RMSNorm of every head follows, since the mechanism has no
             denominator.
         options: (options of the model, mechanism) → options of the mechanism, where
@@ -77,7 +76,6 @@ class Part(NamedTuple):
         rules: of sharding, (pattern of the path in the layer, axes).
         owned: weights that another mechanism has no use for.
         drawn: (constant, the key of model.attention that it is drawn by).
-        fitted: constants that `fit` finds.
         convert: (weights, source, target) → the weights of a layer of the target.
         check: (source, target) raises if the same weights would be another function.
         features: options → the feature maps φ of weights φ(q)·φ(k), if they are plain.
@@ -88,7 +86,6 @@ class Part(NamedTuple):
     operands: Callable[..., dict[str, Any]] | None = None
     output: Callable[..., Any] | None = None
     state: Callable[[Any], dict[str, Any]] | None = None
-    fit: Callable[..., dict[str, Any]] | None = None
     head_norm: bool = False
     options: Callable[[config.Model, str], dict[str, Any]] | None = None
     keys: Callable[[config.Attention], tuple[str, ...]] | None = None
@@ -96,7 +93,6 @@ class Part(NamedTuple):
     rules: tuple[tuple[str, PartitionSpec], ...] = ()
     owned: tuple[str, ...] = ()
     drawn: tuple[tuple[str, str], ...] = ()
-    fitted: tuple[str, ...] = ()
     convert: Callable[..., dict[str, Any]] | None = None
     check: Callable[[config.Model, config.Model], None] | None = None
     features: Callable[[dict[str, Any]], Any] | None = None

@@ -1,11 +1,14 @@
-"""Where a run lives: a folder of this machine, or one in a bucket of Cloud Storage.
+"""Storage of a run: a folder of this machine, or a folder in a bucket of Cloud Storage.
 
-Both are an `epath.Path`. Orbax and TensorStore write checkpoints to either; small
-objects of a bucket go through etils, whose client for gs:// is gcsfs. A bucket has no
-locks, and its objects cannot be appended to: for these, a run in one also has a folder
-on this machine, its `home`.
+A workdir is an `epath.Path` in both cases. Orbax and TensorStore write checkpoints to
+either kind. Small objects of a bucket go through etils, whose client for gs:// is
+gcsfs. A bucket has no locks, and its objects cannot be appended to. A run in a bucket
+therefore also has a folder on this machine, `local_folder`, for its lock, its metrics
+and its packed data.
 
-Files that are written whole or not at all, and folders that can be written.
+`resolve` turns what a user typed into a path. `download`, `upload` and `local_copy`
+move files between the two folders. `check_writable` and `replaced` write: a file is
+written whole or not at all.
 """
 
 import contextlib
@@ -24,21 +27,22 @@ from etils import epath
 SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]*)://")
 ONE_SLASH = re.compile("^(gs|s3):/(?!/)")
 KINDS = "a folder of this machine, or gs://BUCKET/FOLDER"
-# Of the errors of TensorStore, those that say nothing of the objects themselves.
-NO_ANSWER = re.compile(
+# Errors of TensorStore that say nothing about the objects themselves.
+UNANSWERED = re.compile(
     "(ABORTED|DEADLINE_EXCEEDED|INTERNAL|PERMISSION_DENIED|RESOURCE_EXHAUSTED|"
     "UNAUTHENTICATED|UNKNOWN|UNAVAILABLE): "
 )
-CLIENTS = ("aiohttp", "gcsfs", "google", "requests")  # with errors of their own
+CLIENTS = ("aiohttp", "gcsfs", "google", "requests")  # packages with their own errors
 NO_S3 = "Orbax, which writes the checkpoints, has no driver for it"
+UNFINISHED = ".unfinished-"  # prefix of temporary names
 
 
-def place(path: str | os.PathLike[str]) -> epath.Path:
-    """The absolute path of a folder, or the one in a bucket that gs:// names.
+def resolve(path: str | os.PathLike[str]) -> epath.Path:
+    """Return the absolute path of a folder, or the folder in a bucket of a gs:// URL.
 
     Raises:
-        ValueError: a scheme that is not known, no folder in the bucket, or gcsfs is not
-            installed.
+        ValueError: the path is empty, its scheme is not supported, it names a bucket
+            without a folder, or gcsfs is not installed.
     """
     text = _text(path)
     if (found := SCHEME.match(text)) is None:
@@ -47,21 +51,26 @@ def place(path: str | os.PathLike[str]) -> epath.Path:
         why = f": {NO_S3}" if found[1] == "s3" else ""
         raise ValueError(f"{found[0]} is not supported{why}: give {KINDS}")
     where = epath.Path(text)
-    if len(where.parts) < 4:  # /, gs, the bucket
+    if len(where.parts) < 4:  # "/", "gs" and the bucket
         raise ValueError(f"{text!r} names no folder in a bucket: gs://BUCKET/FOLDER")
     _prepare_client()
     return where
 
 
-def anywhere(path: str | os.PathLike[str]) -> Path | epath.Path:
-    """A path as it is given, or the one in a bucket. Raises: ValueError: as `place`."""
-    return place(path) if SCHEME.match(_text(path)) else Path(path)
+def resolve_url(path: str | os.PathLike[str]) -> Path | epath.Path:
+    """Return a local path as it is given, and `resolve` a URL.
+
+    Raises:
+        ValueError: as `resolve`.
+    """
+    return resolve(path) if SCHEME.match(_text(path)) else Path(path)
 
 
 def _text(path: str | os.PathLike[str]) -> str:
-    """A path in words; pathlib leaves one slash of the two after a scheme.
+    """Return a path as text; restore the second slash of a scheme, which pathlib drops.
 
-    Raises: ValueError: it is empty.
+    Raises:
+        ValueError: the path is empty.
     """
     if not (text := os.fspath(path)):
         raise ValueError("a path is empty: name a file or a folder")
@@ -72,10 +81,10 @@ def in_bucket(path: os.PathLike[str]) -> bool:
     return os.fspath(path).startswith("gs://")
 
 
-def home(workdir: os.PathLike[str]) -> Path:
-    """The folder of this machine in which a run locks, appends and packs its data.
+def local_folder(workdir: os.PathLike[str]) -> Path:
+    """Return the folder of this machine in which a run locks, appends and packs data.
 
-    The workdir itself; of one in a bucket a folder of the user's cache.
+    It is the workdir itself, or for a workdir in a bucket a folder of the user's cache.
     """
     if not in_bucket(workdir):
         return Path(workdir)
@@ -83,20 +92,20 @@ def home(workdir: os.PathLike[str]) -> Path:
 
 
 def user_cache(name: str) -> Path:
-    """A folder of symjax in the user's cache: $XDG_CACHE_HOME, or ~/.cache."""
+    """Return symjax's folder in the user's cache: $XDG_CACHE_HOME, or ~/.cache."""
     found = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(found, "symjax", name)
 
 
-def brought(workdir: epath.Path, name: str) -> Path:
-    """A file of a workdir on this machine: itself, or in `home` a copy of the object.
+def download(workdir: epath.Path, name: str) -> Path:
+    """Return the local path of a file of a workdir; copy it from a bucket first.
 
-    Where the workdir has none, there is none.
+    If the workdir does not have the file, the returned path does not exist.
     """
-    here = home(workdir) / name
+    here = local_folder(workdir) / name
     if in_bucket(workdir):
         here.parent.mkdir(parents=True, exist_ok=True)
-        with reaching(workdir):
+        with store_errors(workdir):
             if not (workdir / name).exists():
                 here.unlink(missing_ok=True)
             else:
@@ -106,30 +115,31 @@ def brought(workdir: epath.Path, name: str) -> Path:
     return here
 
 
-def sent(workdir: epath.Path, name: str) -> None:
-    """Put a file of `home` into the workdir, where these are two."""
+def upload(workdir: epath.Path, name: str) -> None:
+    """Copy a file of a run's local folder to its workdir, if that is in a bucket."""
     if in_bucket(workdir):
-        put(home(workdir) / name, workdir / name)
+        upload_file(local_folder(workdir) / name, workdir / name)
 
 
-def put(file: Path, target: os.PathLike[str]) -> None:
-    """Make an object of a file; it is whole or not there."""
-    with reaching(target):
+def upload_file(file: Path, target: os.PathLike[str]) -> None:
+    """Copy a file to an object, which appears whole or not at all."""
+    with store_errors(target):
         _client().put_file(str(file), os.fspath(target))
 
 
 @contextlib.contextmanager
-def copied(folder: Path | epath.Path, *suffixes: str) -> Iterator[Path]:
-    """A folder on this machine: itself, or of one in a bucket a copy of its files with
-    these suffixes, until the block ends.
+def local_copy(folder: Path | epath.Path, *suffixes: str) -> Iterator[Path]:
+    """Yield a folder on this machine with the files of `folder`.
 
-    A ValueError of the block names the folder in the bucket.
+    A local folder is yielded itself. The files of a folder in a bucket that have one of
+    the suffixes are copied to a temporary folder, which is removed when the block ends.
+    A ValueError raised in the block then names the folder in the bucket instead.
     """
     if not in_bucket(folder):
         yield Path(folder)
         return
     with tempfile.TemporaryDirectory() as here:
-        with reaching(folder):
+        with store_errors(folder):
             for name in [x.name for x in epath.Path(folder).iterdir()]:
                 if name.endswith(suffixes):
                     there = os.fspath(epath.Path(folder, name))
@@ -137,15 +147,17 @@ def copied(folder: Path | epath.Path, *suffixes: str) -> Iterator[Path]:
         try:
             yield Path(here)
         except ValueError as error:
-            said = str(error).replace(here, os.fspath(folder))
-            raise ValueError(said) from error
+            message = str(error).replace(here, os.fspath(folder))
+            raise ValueError(message) from error
 
 
 @contextlib.contextmanager
-def reaching(path: os.PathLike[str]) -> Iterator[None]:
-    """Inside, what the client of a store raises for want of it is an OSError.
+def store_errors(path: os.PathLike[str]) -> Iterator[None]:
+    """Turn errors of a bucket's client into OSError inside the block.
 
-    Its own kinds of error are many, and depend on the packages that it is made of.
+    The client's own types of error are many and depend on the packages that it uses.
+    FileNotFoundError and PermissionError pass unchanged, and so do all errors if `path`
+    is a local one.
     """
     try:
         yield
@@ -158,51 +170,54 @@ def reaching(path: os.PathLike[str]) -> Iterator[None]:
         raise OSError(0, f"{type(error).__name__}: {line}", os.fspath(path)) from error
 
 
-def no_answer(error: BaseException) -> bool:
-    """Whether a store was not reached, or told this user nothing, so that it is unknown
-    what it holds."""
+def is_unanswered(error: BaseException) -> bool:
+    """Return whether a store could not be reached or refused this user.
+
+    What the store holds is then unknown: nothing can be called missing or damaged.
+    """
     if isinstance(error, FileNotFoundError):
         return False
     client = type(error).__module__.partition(".")[0] in CLIENTS
     refused = isinstance(error, OSError) and str(error).startswith("Forbidden: ")
-    return client or refused or NO_ANSWER.match(str(error)) is not None
+    return client or refused or UNANSWERED.match(str(error)) is not None
 
 
 def _client() -> Any:
-    """What copies whole files, piece by piece."""
+    """Return the client that copies whole files in pieces."""
     import fsspec
 
     return fsspec.filesystem("gs")
 
 
 def _prepare_client() -> None:
-    """Of small objects: gcsfs, also where TensorFlow is; without a cache of names,
-    since Orbax writes there too.
+    """Choose gcsfs for small objects, even if TensorFlow is installed.
+
+    Its cache of listings is switched off, since Orbax writes to the bucket too.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: gcsfs is not installed.
     """
     if importlib.util.find_spec("gcsfs") is None:
         raise ValueError("gs:// needs gcsfs: pip install gcsfs")
     import fsspec.config
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # of what it raises
+    # gcsfs logs the errors that it also raises.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     os.environ.setdefault("EPATH_USE_TF", "false")
     fsspec.config.conf.setdefault("gs", {}).setdefault("use_listings_cache", False)
 
 
-UNFINISHED = ".unfinished-"
-
-
 def check_writable(folder: Path | epath.Path, what: str) -> None:
-    """Make a folder, and a file in it that is gone again; in a bucket only the file.
+    """Make a folder, then write a file in it and remove that file again.
+
+    In a bucket only the file is written: making a folder could make a missing bucket.
 
     Raises:
-        ValueError: `what`, which belongs there, cannot be written.
+        ValueError: the folder cannot be written; the message begins with `what`.
     """
     try:
-        if in_bucket(folder):  # to make a folder would make a bucket that is missing
-            with reaching(folder):
+        if in_bucket(folder):
+            with store_errors(folder):
                 probe = epath.Path(folder, f"{UNFINISHED}{token_hex(8)}")
                 probe.write_bytes(b"")
                 probe.unlink()
@@ -217,16 +232,17 @@ def check_writable(folder: Path | epath.Path, what: str) -> None:
 
 @contextlib.contextmanager
 def replaced(folder: Path | epath.Path, *names: str) -> Iterator[Path]:
-    """A temporary folder, whose files move to `folder` when the block ends well.
+    """Yield a temporary folder, whose files replace those of `folder` at the end.
 
-    A kill leaves each file the old one or the new one, and a later name is new only
-    where all before it are.
+    The files `names` move in this order, and only if the block raises nothing. If the
+    process is killed, each file is the old or the new one, and a file is new only if
+    all files before it are new.
     """
     if in_bucket(folder):
         with tempfile.TemporaryDirectory() as unfinished:
             yield Path(unfinished)
             for name in names:
-                put(Path(unfinished, name), epath.Path(folder, name))
+                upload_file(Path(unfinished, name), epath.Path(folder, name))
         return
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder) as unfinished:
         yield Path(unfinished)

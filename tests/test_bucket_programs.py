@@ -13,7 +13,7 @@ from runs import TEXT, call, train, words
 import symjax
 from symjax import config
 from symjax.monitor.boards import WeightsAndBiases
-from symjax.storage import copied, home, place, put
+from symjax.storage import local_copy, local_folder, resolve, upload_file
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -25,14 +25,14 @@ def run(bucket, text):
     """A run of two steps, with a trace and events of TensorBoard."""
     changes = SMALL | {"log__tensorboard": True, "log__profile": "2:2"}
     assert train(text, f"{bucket}/run", **changes) == 0
-    return place(f"{bucket}/run")
+    return resolve(f"{bucket}/run")
 
 
 def test_a_dry_run_makes_nothing(bucket, text, capsys):
     assert train(text, f"{bucket}/dry", "--dry_run", **SMALL) == 0
     assert "parameters" in capsys.readouterr().out
-    assert not place(f"{bucket}/dry").exists()
-    assert not home(place(f"{bucket}/dry")).exists()
+    assert not resolve(f"{bucket}/dry").exists()
+    assert not local_folder(resolve(f"{bucket}/dry")).exists()
 
 
 def test_traces_and_events_are_copied(run):
@@ -41,7 +41,7 @@ def test_traces_and_events_are_copied(run):
     there = [x for x in found if x.startswith(("tensorboard/", "profile/"))]
     assert [x for x in there if "tensorboard/events.out.tfevents" in x]
     assert [x for x in there if x.endswith(".xplane.pb")]
-    here = home(run)
+    here = local_folder(run)
     assert {x: found[x] for x in there} == {x: (here / x).read_bytes() for x in there}
 
 
@@ -49,7 +49,7 @@ def test_weights_are_written_to_a_bucket_and_read_from_it(
     bucket, run, text, tmp_path, capsys
 ):
     """As on a disk: the same bytes, the same model, and what is stale is gone."""
-    model, folder = symjax.load(str(run)), place(f"{bucket}/weights")
+    model, folder = symjax.load(str(run)), resolve(f"{bucket}/weights")
     (folder / "config.json").write_text("{}")
     found = f"{bucket}/found.json"
     assert (
@@ -74,9 +74,9 @@ def test_weights_are_written_to_a_bucket_and_read_from_it(
 def test_large_files_are_copied_in_pieces(bucket, tmp_path):
     content = np.random.default_rng(0).bytes(11 * 2**20)
     (tmp_path / "large.json").write_bytes(content)
-    put(tmp_path / "large.json", epath.Path(f"{bucket}/large/large.json"))
-    put(tmp_path / "large.json", epath.Path(f"{bucket}/large/other.bin"))
-    with copied(epath.Path(f"{bucket}/large"), ".json") as here:
+    upload_file(tmp_path / "large.json", epath.Path(f"{bucket}/large/large.json"))
+    upload_file(tmp_path / "large.json", epath.Path(f"{bucket}/large/other.bin"))
+    with local_copy(epath.Path(f"{bucket}/large"), ".json") as here:
         assert [x.name for x in here.iterdir()] == ["large.json"]
         assert (here / "large.json").read_bytes() == content
 
@@ -86,17 +86,19 @@ def test_runs_are_compared_in_a_bucket(bucket, text, capsys):
     module, (_, config, *changes) = "symjax.programs.compare", words(text, **SMALL)
     asked = ["--configs", config, "--out", out, "--batches", "1"]
     assert call(module, [*asked, *changes]) == 0
-    found = objects(place(out))
+    found = objects(resolve(out))
     table = found["compare.md"].decode()
     assert "diff_sym-tiny" in table and found["heldout.png"].startswith(b"\x89PNG")
     assert found["diff_sym-tiny-seed0/metrics.jsonl"]
     there = ["--workdirs", f"{out}/diff_sym-tiny-seed0", "--batches", "1"]
     assert call(module, [*there, "--out", f"{bucket}/again"]) == 0
-    assert (place(f"{bucket}/again") / "compare.md").read_bytes() == found["compare.md"]
+    assert (resolve(f"{bucket}/again") / "compare.md").read_bytes() == found[
+        "compare.md"
+    ]
 
 
 def test_an_evaluation_is_written_to_a_bucket(bucket, run):
-    found = place(f"{bucket}/evaluated")
+    found = resolve(f"{bucket}/evaluated")
     asked = ["--tasks", "lambda,entropy", "--batches", "1", "--out", str(found)]
     page = ["--report", str(found / "page.html")]
     assert call("eval", ["--workdir", str(run), *asked, *page]) == 0
@@ -123,7 +125,7 @@ def test_a_stream_is_trained_on_in_a_bucket(bucket, tmp_path, monkeypatch, capsy
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
         assert train("", workdir, **keys | {"steps": 4}) == 0
         assert "resumed at step 2" in capsys.readouterr().err
-    there = place(f"{bucket}/stream")
+    there = resolve(f"{bucket}/stream")
     assert numbers(there) == numbers(epath.Path(tmp_path / "disk"))
     assert (there / "data" / "corpus.json").exists()
 
@@ -136,11 +138,11 @@ def test_wandb_keeps_one_run_of_a_workdir_in_a_bucket(bucket, tmp_path, monkeypa
         Settings=dict,
     )
     monkeypatch.setitem(sys.modules, "wandb", board)
-    workdir = place(f"{bucket}/board")
+    workdir = resolve(f"{bucket}/board")
     for machine in ("one", "other"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
         WeightsAndBiases(config.Log(wandb="sheep"), workdir, {})
-        assert started[-1]["dir"] == home(workdir)
+        assert started[-1]["dir"] == local_folder(workdir)
     one, other = started
     assert one["id"] == other["id"] == (workdir / "wandb" / "id").read_text()
     assert one["name"] == "board" and one["dir"] != other["dir"]

@@ -7,7 +7,7 @@ import pytest
 from runs import call, train, write_text
 
 import symjax
-from symjax.storage import anywhere, home, no_answer, place
+from symjax.storage import is_unanswered, local_folder, resolve, resolve_url
 
 REFUSED = {
     "s3://models/run": "s3:// is not supported: Orbax, which writes the checkpoints,",
@@ -19,7 +19,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("workdir", REFUSED)
-def test_what_is_no_place_of_a_run_is_refused_in_one_line(
+def test_a_path_that_no_run_can_use_is_refused_in_one_line(
     workdir, tmp_path, monkeypatch, capsys
 ):
     """It would be a folder of that name on the disk."""
@@ -38,30 +38,30 @@ def test_what_is_no_place_of_a_run_is_refused_in_one_line(
 def test_a_bucket_without_its_client_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="needs gcsfs: pip install gcsfs"):
-        place("gs://models/run")
+        resolve("gs://models/run")
 
 
-def test_a_place_is_absolute_and_has_a_home(tmp_path, monkeypatch):
+def test_a_workdir_is_absolute_and_has_a_local_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert str(place("runs/one")) == f"{tmp_path}/runs/one"
-    assert home(place("runs/one")) == tmp_path / "runs" / "one"
-    found = place("gs://models/runs/one/")
-    assert str(found) == str(place(found)) == "gs://models/runs/one"
-    assert str(place("one:/two")) == str(place(Path("one:/two")))
-    assert str(home(found)) == "/cache/symjax/runs/gs/models/runs/one"
+    assert str(resolve("runs/one")) == f"{tmp_path}/runs/one"
+    assert local_folder(resolve("runs/one")) == tmp_path / "runs" / "one"
+    found = resolve("gs://models/runs/one/")
+    assert str(found) == str(resolve(found)) == "gs://models/runs/one"
+    assert str(resolve("one:/two")) == str(resolve(Path("one:/two")))
+    assert str(local_folder(found)) == "/cache/symjax/runs/gs/models/runs/one"
 
 
 def test_pathlib_takes_a_slash_of_a_bucket():
     """Which would be a folder gs: of the disk, and weights written there be lost."""
-    for find in (place, anywhere):
+    for find in (resolve, resolve_url):
         assert str(find(Path("gs://models/runs/one"))) == "gs://models/runs/one"
         with pytest.raises(ValueError, match="s3:// is not supported"):
             find(Path("s3://models/run"))
 
 
-def test_no_answer_is_told_from_what_is_missing():
-    assert no_answer(ValueError("UNAVAILABLE: CURL error"))
-    assert no_answer(OSError("Forbidden: https://storage"))
-    assert not no_answer(ValueError("NOT_FOUND: Error opening"))
-    assert not no_answer(FileNotFoundError("gs://models/run"))
+def test_an_unreachable_store_is_told_from_a_missing_object():
+    assert is_unanswered(ValueError("UNAVAILABLE: CURL error"))
+    assert is_unanswered(OSError("Forbidden: https://storage"))
+    assert not is_unanswered(ValueError("NOT_FOUND: Error opening"))
+    assert not is_unanswered(FileNotFoundError("gs://models/run"))

@@ -30,7 +30,7 @@ from symjax.checkpoints.manager import (
 from symjax.checkpoints.record import Damaged
 from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_distributed
-from symjax.storage import check_writable, reaching
+from symjax.storage import check_writable, store_errors
 
 
 class Checkpoints:
@@ -65,7 +65,7 @@ class Checkpoints:
         self._manager = None
         if keep:
             check_writable(self.directory, f"checkpoints in {self.directory}")
-            with reaching(self.directory):
+            with store_errors(self.directory):
                 self._manager = Manager(self.directory, self._kept)
         self._saving: int | None = None
         self._failed: BaseException | None = None
@@ -75,7 +75,7 @@ class Checkpoints:
 
         Only `restore` reads the arrays, and so only it can tell the two apart.
         """
-        with reaching(self.directory):
+        with store_errors(self.directory):
             if not self.directory.is_dir():
                 return []
             found = {path.name: path for path in self.directory.iterdir()}
@@ -294,7 +294,7 @@ class Checkpoints:
         self._saving = None
         self._failed = failure(error, f"checkpoint {step}", self.directory)
         self._kept.forget(step)
-        with contextlib.suppress(OSError), reaching(self.directory):
+        with contextlib.suppress(OSError), store_errors(self.directory):
             for path in self.directory.iterdir():
                 if path.name.split(".")[0] == str(step) and not committed(path):
                     path.rmtree(missing_ok=True)

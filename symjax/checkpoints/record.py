@@ -30,7 +30,7 @@ from jax.sharding import SingleDeviceSharding
 
 from symjax.checkpoints.checksum import checksums
 from symjax.distributed import processes
-from symjax.storage import no_answer
+from symjax.storage import is_unanswered
 
 META = "meta"
 
@@ -176,7 +176,7 @@ def _attempt(what: str, read: Callable[[], Any]) -> Any:
             cause = error.__cause__ or error
             if isinstance(cause, MemoryError | PermissionError | JaxRuntimeError):
                 raise cause from None
-            if no_answer(error):
+            if is_unanswered(error):
                 raise OSError(0, f"{what} cannot be read: {short(error)}") from error
             return None, f"{what} cannot be read: {short(error)}"
 

@@ -16,7 +16,7 @@ from symjax.data.sources.sources import TEXT_SOURCES
 from symjax.data.store.manifest import MANIFEST
 from symjax.models.build import Model, decoder_of
 from symjax.models.decoder import Decoder
-from symjax.storage import place, reaching
+from symjax.storage import resolve, store_errors
 from symjax.training.compile import use_compile_cache
 from symjax.training.preflight import (
     check_data,
@@ -93,8 +93,8 @@ def load(
             one.
     """
     use_compile_cache()
-    workdir = place(workdir)
-    with reaching(workdir):
+    workdir = resolve(workdir)
+    with store_errors(workdir):
         found = workdir.is_dir()
     if not found:
         raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")

@@ -10,7 +10,7 @@ from symjax.checkpoints.checksum import checksum_of
 from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.loaded import Loaded
 from symjax.models.build import parts
-from symjax.storage import anywhere, reaching
+from symjax.storage import resolve_url, store_errors
 
 SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy")
 USE = {
@@ -28,7 +28,7 @@ def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        with reaching(where := anywhere(path)):
+        with store_errors(where := resolve_url(path)):
             found = json.loads(where.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"results {str(path)!r} cannot be read: {error}") from None

@@ -37,7 +37,13 @@ from symjax.models.huggingface.folders import (
     own_tensors,
     read_folder,
 )
-from symjax.storage import anywhere, check_writable, copied, reaching, replaced
+from symjax.storage import (
+    check_writable,
+    local_copy,
+    replaced,
+    resolve_url,
+    store_errors,
+)
 
 CARD = "README.md"
 FORMATS = ("auto", "transformers", "symjax")
@@ -86,8 +92,8 @@ def save_pretrained(
         raise ValueError(
             f"format {format!r} is unknown: choose from {', '.join(FORMATS)}"
         )
-    place, numbers = anywhere(folder), read_results(results)
-    with reaching(place):
+    place, numbers = resolve_url(folder), read_results(results)
+    with store_errors(place):
         if (place / "checkpoints").is_dir():
             raise ValueError(f"{folder} is the workdir of a run: give another folder")
     settings, tensors, reason = _contents(loaded, format)
@@ -120,7 +126,7 @@ def save_pretrained(
             write_tensors(unfinished / name, some)
         for name, text in texts.items():
             (unfinished / name).write_text(text, encoding="utf-8")
-    with reaching(place):
+    with store_errors(place):
         _remove_others(place, {*shards, *texts})
     if settings and (line := no_tokenizer(loaded)) and is_process_zero():
         print_warning(f"{folder}: {line}")
@@ -155,7 +161,7 @@ def load_pretrained(
             model or no BOS token to begin with, or the model is one that the decoder
             does not compute, naming the setting.
     """
-    with using(imports), copied(anywhere(folder), *SUFFIXES) as here:
+    with using(imports), local_copy(resolve_url(folder), *SUFFIXES) as here:
         found = read_folder(here)
         options, about = Config(), found.about
         if about:

@@ -10,7 +10,7 @@ from etils import epath
 
 from symjax.config import Log
 from symjax.optional import needed
-from symjax.storage import home
+from symjax.storage import local_folder
 
 
 def boards(
@@ -25,7 +25,7 @@ def boards(
     if log.tensorboard:  # its files are ten seconds late
         line = "log.tensorboard needs tensorboardX: pip install tensorboardX"
         writer = needed("tensorboardX", line).SummaryWriter
-        folder = str(home(workdir) / "tensorboard")
+        folder = str(local_folder(workdir) / "tensorboard")
         # TensorBoard then hides what earlier files say about later steps.
         found.append(writer(folder, purge_step=step + 1, flush_secs=10))
     if log.wandb:
@@ -52,7 +52,7 @@ class WeightsAndBiases:
                 name=log.name or workdir.name,
                 id=path.read_text(),
                 resume="allow",
-                dir=home(workdir),
+                dir=local_folder(workdir),
                 config=config,
                 settings=wandb.Settings(silent=True),
             )

@@ -10,7 +10,7 @@ from etils import epath
 from symjax.distributed.exit_codes import print_warning
 from symjax.figures import Lines, png, smoothed
 from symjax.monitor.metrics import rows_of
-from symjax.storage import home, replaced
+from symjax.storage import local_folder, replaced
 
 NAME = "metrics.png"
 # Of the training loss that are drawn. Each is a mean of as many lines, one line a step,
@@ -62,7 +62,7 @@ def draw(workdir: epath.Path, unit: str) -> None:
         print_warning(f"{NAME} is not drawn ({type(error).__name__}: {error})")
         return
     try:
-        with replaced(home(workdir), NAME) as folder:
+        with replaced(local_folder(workdir), NAME) as folder:
             Path(folder, NAME).write_bytes(image)
     except OSError as error:
         print_warning(f"{workdir / NAME} cannot be written ({error.strerror})")

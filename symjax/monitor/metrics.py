@@ -24,7 +24,7 @@ from symjax.config import Config
 from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
 from symjax.monitor.boards import boards
-from symjax.storage import check_writable, home, reaching, replaced
+from symjax.storage import check_writable, local_folder, replaced, store_errors
 
 NAME = "metrics.jsonl"
 LAMBDA = "lambda/"  # and the number of a layer
@@ -53,7 +53,7 @@ class Metrics:
         if options is not None:
             whole = validation.to_dict(options)
             self._boards = boards(options.log, workdir, step, whole)
-        here = home(workdir)
+        here = local_folder(workdir)
         check_writable(here, f"metrics in {here}")
         kept = [_json(row) for row in rows_of(workdir) if row["step"] <= step]
         with replaced(here, NAME) as folder:
@@ -112,7 +112,7 @@ class Metrics:
 def rows_of(workdir: epath.Path) -> list[dict[str, Any]]:
     """The lines that are whole."""
     path = workdir / NAME
-    with reaching(workdir):
+    with store_errors(workdir):
         content = path.read_bytes() if path.exists() else b""
     rows = []
     for line in content.decode(errors="replace").splitlines():

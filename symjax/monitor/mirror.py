@@ -4,7 +4,7 @@ from etils import epath
 
 from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
-from symjax.storage import home, in_bucket, sent
+from symjax.storage import in_bucket, local_folder, upload
 
 # Of what lies in `home`, that of which a bucket gets copies.
 COPIED = ("metrics.jsonl", "metrics.png", "tensorboard/**/*", "profile/**/*")
@@ -17,7 +17,7 @@ class Mirror:
     """
 
     def __init__(self, workdir: epath.Path):
-        self._workdir, self._home = workdir, home(workdir)
+        self._workdir, self._home = workdir, local_folder(workdir)
         self._copied: dict[str, tuple[int, int]] = {}
         self._failed = False
 
@@ -29,7 +29,7 @@ class Mirror:
         try:
             for name, stamp in self._stamps().items():
                 if self._copied.get(name) != stamp:
-                    sent(self._workdir, name)
+                    upload(self._workdir, name)
                     self._copied[name] = stamp
         except OSError as error:
             if not self._failed:

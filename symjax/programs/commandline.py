@@ -98,7 +98,7 @@ def parse(words: list[str]) -> Command:
         raise ValueError("--workdir is empty: give a folder, or leave it out")
     path, _, preset = (known.config or "").partition(":")
     name = Path(path).stem + (f"-{preset}" if preset else "")
-    workdir = storage.place(known.workdir or Path("runs", name))
+    workdir = storage.resolve(known.workdir or Path("runs", name))
     with imports.using(known.imports):
         return _command(known, rest, Path(path), preset, workdir)
 
@@ -152,7 +152,7 @@ def _command(
     steps_of(options.log.profile, options.steps)
     if options.init_from:
         try:
-            storage.place(options.init_from)
+            storage.resolve(options.init_from)
         except ValueError as error:
             raise ValueError(f"init_from: {error}") from None
     allow = tuple(filter(None, map(str.strip, ",".join(known.allow).split(","))))
@@ -173,7 +173,7 @@ def _require(workdir: str | epath.Path, given: list[str]) -> None:
     if {imports.STORED, imports.SHOW} & {*given}:
         from symjax.training.preflight import require_stored  # it loads Orbax
 
-        require_stored(storage.place(workdir))
+        require_stored(storage.resolve(workdir))
 
 
 def place(words: list[str]) -> launch.Launch | None:

@@ -43,7 +43,7 @@ from symjax.models.lambdas import lambda_table
 from symjax.monitor.metrics import rows_of
 from symjax.programs.commandline import Parser, add_imports
 from symjax.programs.compared_runs import Workdir, existing, items, plan, train
-from symjax.storage import anywhere, check_writable, place
+from symjax.storage import check_writable, resolve, resolve_url
 from symjax.training.step import means
 
 DIVISOR = "by n − 1"
@@ -98,7 +98,7 @@ def main(words: list[str]) -> None:
     chosen, rest = parser.parse_known_args(words)
     if chosen.batches is not None and chosen.batches < 1:
         raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
-    chosen.out = anywhere(chosen.out)
+    chosen.out = resolve_url(chosen.out)
     with using(chosen.imports):
         run(chosen, rest)
 
@@ -112,7 +112,7 @@ def run(chosen: argparse.Namespace, rest: list[str]) -> None:
     if chosen.workdirs is not None:
         check_alone(chosen, rest)
         planned = {}
-        runs = existing([*map(place, items("--workdirs", chosen.workdirs, str))])
+        runs = existing([*map(resolve, items("--workdirs", chosen.workdirs, str))])
     else:
         planned = plan(chosen, rest)
         runs = {name: [x.workdir for x in some] for name, some in planned.items()}

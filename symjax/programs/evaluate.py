@@ -16,7 +16,7 @@ from symjax.evaluation.overview import overview
 from symjax.evaluation.results import Options, at_work
 from symjax.imports import using
 from symjax.programs.commandline import Parser, add_imports
-from symjax.storage import anywhere, check_writable, home, place
+from symjax.storage import check_writable, local_folder, resolve, resolve_url
 
 ABOUT = "Evaluate a checkpoint: python eval.py --workdir runs/diff_sym-tiny"
 NOTE = (
@@ -88,10 +88,10 @@ def parse(words: list[str]) -> argparse.Namespace:
             f"--rope_scaling {unknown[0]!r} is unknown: choose from {', '.join(SCALED)}"
         )
     chosen.rope_scaling = kinds
-    chosen.workdir = place(chosen.workdir)
+    chosen.workdir = resolve(chosen.workdir)
     for name in ("json", "out", "report"):
         if (value := getattr(chosen, name)) is not None:
-            setattr(chosen, name, anywhere(value))
+            setattr(chosen, name, resolve_url(value))
     chosen.names = tasks.named(chosen.tasks)
     if kinds and "length" not in chosen.names:
         raise ValueError(
@@ -119,7 +119,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
     with using(chosen.imports):
         run = load(chosen.workdir, chosen.step, **which, text=text)
     if chosen.verify:
-        verify(run.config.data, home(chosen.workdir) / "data")
+        verify(run.config.data, local_folder(chosen.workdir) / "data")
     options = Options(*(getattr(chosen, name) for name in Options._fields))
     about, results, brief = tasks.about(run), {}, False
     for name in chosen.names:

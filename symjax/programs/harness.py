@@ -20,7 +20,7 @@ from symjax.exchange import Loaded, load, load_pretrained
 from symjax.models.huggingface.folders import is_folder
 from symjax.optional import needed
 from symjax.programs.commandline import Parser, add_imports
-from symjax.storage import anywhere, place
+from symjax.storage import resolve, resolve_url
 from symjax.training.compile import use_compile_cache
 
 NOTE = "Tasks of the harness load their data from the hub, those of --include as said."
@@ -70,9 +70,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--shots", type=int, help="examples before each; as the task says by default")
     add("--json", help="also write the numbers to this file")
     chosen = parser.parse_args(words)
-    chosen.workdir = place(chosen.workdir)
+    chosen.workdir = resolve(chosen.workdir)
     if chosen.json is not None:
-        chosen.json = anywhere(chosen.json)
+        chosen.json = resolve_url(chosen.json)
     chosen.names = [x for x in map(str.strip, chosen.tasks.split(",")) if x]
     if not chosen.names:
         raise ValueError(f"--tasks {chosen.tasks!r} names none")

@@ -18,7 +18,7 @@ from symjax.models import convert
 from symjax.models.convert import FREE, carried, changes
 from symjax.models.huggingface.files import from_the_hub
 from symjax.models.huggingface.folders import SUFFIXES, Folder, is_folder, read_folder
-from symjax.storage import copied, place, reaching
+from symjax.storage import local_copy, resolve, store_errors
 from symjax.training.preflight import saved_options
 from symjax.training.saved import read_run
 from symjax.training.step import Program, State
@@ -78,8 +78,8 @@ def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Fo
             its weights do not fit the model; the message names `init_from`.
     """
     try:
-        where = place(origin)
-        with reaching(where):
+        where = resolve(origin)
+        with store_errors(where):
             folder, run = is_folder(where), (where / "checkpoints").is_dir()
         if not folder and not run:
             raise ValueError(
@@ -109,7 +109,7 @@ def _of_run(workdir: epath.Path, corpus: Examples) -> Folder:
 
 def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Folder:
     """The weights of a folder, of symjax or of transformers."""
-    with copied(folder, *SUFFIXES) as here:
+    with local_copy(folder, *SUFFIXES) as here:
         found = read_folder(here)
     language = found.about.get("language")
     if language is not None and not same_tokens(language, corpus.language):

@@ -35,7 +35,7 @@ from symjax.monitor.curve import draw
 from symjax.monitor.metrics import LAMBDA, rows_of
 from symjax.monitor.profile import FOLDER as TRACES
 from symjax.monitor.progress import duration
-from symjax.storage import home, in_bucket
+from symjax.storage import in_bucket, local_folder
 from symjax.tables import aligned
 from symjax.training.compile import use_compile_cache
 from symjax.training.optimizer import schedule_change
@@ -141,9 +141,9 @@ def summary(run: Run) -> list[str]:
     steps = ", ".join(map(str, run.checkpoints.steps()))
     rows.append(("checkpoints", f"{workdir / 'checkpoints'}: {steps}"))
     rows.append(("metrics", str(workdir / "metrics.jsonl")))
-    if (home(workdir) / CURVE).exists():
+    if (local_folder(workdir) / CURVE).exists():
         rows.append(("loss curve", str(workdir / CURVE)))
-    if (home(workdir) / TRACES).exists():
+    if (local_folder(workdir) / TRACES).exists():
         rows.append(("trace", str(workdir / TRACES)))
     return aligned(rows)
 
@@ -189,7 +189,7 @@ def introduce(run: Run, state: State) -> None:
     if in_bucket(run.workdir):
         run.progress.line(
             f"a bucket has no locks: start no second run in {run.workdir}; metrics are "
-            f"copied there at each save from {home(run.workdir)}"
+            f"copied there at each save from {local_folder(run.workdir)}"
         )
     taken = int(state.optimizer.taken)
     for line in run.changed:
@@ -211,7 +211,7 @@ def introduce(run: Run, state: State) -> None:
         )
     for line in rounded(run.options.data):
         run.progress.line(line)
-    if line := source_change(run.options.data, home(run.workdir) / "data"):
+    if line := source_change(run.options.data, local_folder(run.workdir) / "data"):
         run.progress.line(line)
 
 

@@ -16,7 +16,7 @@ from symjax.data.store.manifest import MANIFEST, format_of
 from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
 from symjax.models.huggingface.folders import is_folder, require_imports
-from symjax.storage import brought, copied, home, reaching, sent
+from symjax.storage import download, local_copy, local_folder, store_errors, upload
 from symjax.training.optimizer import state_layout
 from symjax.training.workdir import locked, removed_on_failure
 
@@ -76,7 +76,7 @@ def as_begun(
 
 def data_folder(workdir: epath.Path) -> Path:
     """Where the manifest of a run's data is, or a copy of the one in a bucket."""
-    return brought(workdir, f"data/{MANIFEST}").parent
+    return download(workdir, f"data/{MANIFEST}").parent
 
 
 def open_data(
@@ -99,7 +99,7 @@ def open_data(
             f"{folder} has no {MANIFEST}, though process 0 has written it: --workdir "
             "must be a folder that all processes share"
         )
-    with reaching(workdir):
+    with store_errors(workdir):
         found = [x for x in ("tensorboard", "metrics.jsonl") if (workdir / x).exists()]
     if found and not there and meta is None:
         raise ValueError(
@@ -114,7 +114,7 @@ def open_data(
         format=seen,
     )
     if is_process_zero():
-        sent(workdir, f"data/{MANIFEST}")
+        upload(workdir, f"data/{MANIFEST}")
     if meta is not None:
         check_data(meta, examples, workdir)
     examples.check_length(options.model.length)
@@ -131,7 +131,7 @@ def pack(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ())
         examples = open_data(options, workdir, saved_meta(options, workdir, allow))
         if examples.stream:
             examples.stream.finish()
-        place = arrays_in(options.data, home(workdir) / "data")
+        place = arrays_in(options.data, local_folder(workdir) / "data")
     return f"{examples.size} in {place}, {examples.vocabulary:,} token types"
 
 
@@ -171,10 +171,10 @@ def require_stored(where: epath.Path) -> None:
     if checkpoints.steps():
         saved_options(checkpoints.read_meta(), where, warn=lambda line: None)
         return
-    with reaching(where):
+    with store_errors(where):
         known = is_folder(where)
     if known:
-        with copied(where, ".json") as here:
+        with local_copy(where, ".json") as here:
             require_imports(here)
 
 
@@ -185,8 +185,8 @@ def check_data(meta: dict[str, Any], corpus: Examples, workdir: epath.Path) -> N
     now = corpus.fingerprint["sha256"]
     if then != now:
         raise ValueError(
-            f"the text of {home(workdir) / 'data'} is not the one of its checkpoints "
-            f"(sha256 {now[:12]}, then {then[:12]})"
+            f"the text of {local_folder(workdir) / 'data'} is not the one of its "
+            f"checkpoints (sha256 {now[:12]}, then {then[:12]})"
         )
 
 

@@ -23,7 +23,7 @@ from symjax.monitor.metrics import Metrics
 from symjax.monitor.mirror import Mirror
 from symjax.monitor.profile import Profile
 from symjax.monitor.progress import Clock, Progress
-from symjax.storage import home
+from symjax.storage import local_folder
 from symjax.training import compile, preflight
 from symjax.training.initial import initial_state
 from symjax.training.prefetch import ahead
@@ -125,7 +125,7 @@ def open_run(
     stack.callback(metrics.close)
     mirror.copy()
     interrupts.check()
-    profile = Profile(options.log.profile, options.steps, home(workdir))
+    profile = Profile(options.log.profile, options.steps, local_folder(workdir))
     stack.callback(profile.close)
 
     def batch(step: int) -> list[Any]:

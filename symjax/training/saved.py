@@ -16,7 +16,7 @@ from symjax.data.store.manifest import MANIFEST
 from symjax.data.tokens import from_description
 from symjax.distributed import processes
 from symjax.models.build import abstract, parts
-from symjax.storage import place
+from symjax.storage import resolve
 from symjax.training.optimizer import average_of, optimizer
 from symjax.training.preflight import data_folder, saved_options, with_vocabulary
 from symjax.training.step import State
@@ -72,7 +72,7 @@ def read_run(
         ValueError: there is no such checkpoint, it is damaged, or it has no mean of the
             weights.
     """
-    workdir = place(workdir)
+    workdir = resolve(workdir)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options, about = _options(meta, workdir)

@@ -9,7 +9,7 @@ from etils import epath
 
 from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
-from symjax.storage import check_writable, home, reaching
+from symjax.storage import check_writable, local_folder, store_errors
 
 # What a run makes inside its workdir, and while it lives the lock.
 PARTS = ("checkpoints", "data", "tensorboard", "wandb", "profile", "metrics.jsonl")
@@ -27,7 +27,7 @@ def locked(workdir: epath.Path) -> Iterator[None]:
     Raises:
         ValueError: the workdir cannot be made or written, or another process has it.
     """
-    here = home(workdir)
+    here = local_folder(workdir)
     folders = [x for x in (here, *here.parents) if not x.exists()]
     what = f"--workdir {str(workdir)!r}"
     check_writable(workdir, what)
@@ -44,22 +44,22 @@ def locked(workdir: epath.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
     """Whatever ends the block early, the parts of a run that it made are removed."""
-    folders = {epath.Path(home(workdir)), epath.Path(workdir)}
+    folders = {epath.Path(local_folder(workdir)), epath.Path(workdir)}
     parts = [folder / name for folder in folders for name in PARTS]
-    with reaching(workdir):
+    with store_errors(workdir):
         parts = [part for part in parts if not part.exists()]
     try:
         yield
     except BaseException:
         for part in parts:
-            with contextlib.suppress(OSError), reaching(workdir):
+            with contextlib.suppress(OSError), store_errors(workdir):
                 part.rmtree(missing_ok=True)
         raise
 
 
 @contextlib.contextmanager
 def _lock(workdir: epath.Path) -> Iterator[None]:
-    path = home(workdir) / LOCK
+    path = local_folder(workdir) / LOCK
     lock = filelock.FileLock(path, blocking=False)
     try:
         lock.acquire()

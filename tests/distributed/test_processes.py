@@ -16,7 +16,7 @@ from runs import ROOT, SECONDS, reserve_port, words
 
 from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.data.store import stream
-from symjax.storage import place
+from symjax.storage import resolve
 from symjax.training import loop
 
 # On the same terms as conftest: all devices of this process, exact products.
@@ -488,7 +488,7 @@ def test_two_machines_train_on_a_stream_as_one_does(
     workdir = tmp_path / "run"
     with buckets.emulated() if where == "bucket" else contextlib.nullcontext() as found:
         if found:
-            workdir = place(f"{found}/run")
+            workdir = resolve(f"{found}/run")
         for steps in (5, 8):
             arguments = words("", workdir, **keys | {"steps": steps}, **ALONE)
             program = {

@@ -21,7 +21,7 @@ from symjax.checkpoints import record
 from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.evaluation.loading import load
 from symjax.monitor import mirror
-from symjax.storage import home, place
+from symjax.storage import local_folder, resolve
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -34,13 +34,13 @@ def runs(bucket, text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("disk") / "run"
     for workdir in (folder, f"{bucket}/run"):
         assert train(text, workdir, steps=4, **SMALL) == 0
-    return epath.Path(folder), place(f"{bucket}/run")
+    return epath.Path(folder), resolve(f"{bucket}/run")
 
 
 @pytest.fixture
 def workdir(runs, request):
     """A copy of the run in the bucket."""
-    copy = place(f"gs://models/{request.node.name.replace('[', '-').strip(']')}")
+    copy = resolve(f"gs://models/{request.node.name.replace('[', '-').strip(']')}")
     for name, content in objects(runs[1]).items():
         (copy / name).write_bytes(content)
     return copy
@@ -78,7 +78,7 @@ def test_a_run_in_a_bucket_is_the_run_on_disk(runs):
     assert numbers(bucket) == numbers(disk) and numbers(disk)[-1]["step"] == 4
     parts = {name.split("/")[0] for name in objects(bucket)}
     assert parts == {"checkpoints", "data", "metrics.jsonl", "metrics.png"}
-    assert not [x for x in home(bucket).iterdir() if x.name == "checkpoints"]
+    assert not [x for x in local_folder(bucket).iterdir() if x.name == "checkpoints"]
 
 
 def test_it_goes_on_on_another_machine(
@@ -227,7 +227,7 @@ def test_what_kills_leave_does_not_stop_a_run(workdir, text, runs, capsys):
 def test_a_run_that_is_killed_three_times_is_complete(seed, bucket, text, tmp_path):
     """Kill −9 at moments that are drawn from the whole of a run."""
     changes = SMALL | {"steps": 120, "checkpoint__every": 5, "model__dropout": 0.1}
-    disk, workdir = epath.Path(tmp_path / "disk"), place(f"{bucket}/killed-{seed}")
+    disk, workdir = epath.Path(tmp_path / "disk"), resolve(f"{bucket}/killed-{seed}")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"), "JAX_PLATFORMS": "cpu"}
     cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     chance, kills = random.Random(seed), 0
@@ -287,7 +287,7 @@ def test_a_bucket_that_cannot_be_written_is_refused(bucket, text, capsys):
     assert train(text, "gs://missing/run", steps=4, **SMALL) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --workdir 'gs://missing/run' cannot be written: ")
-    assert not home(epath.Path("gs://missing/run")).exists()
+    assert not local_folder(epath.Path("gs://missing/run")).exists()
     assert call("eval", ["--workdir", f"{bucket}/nothing"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"error: no workdir '{bucket}/nothing': train.py makes one"
@@ -297,7 +297,7 @@ def test_metrics_that_cannot_be_copied_are_copied_later(
     runs, text, bucket, monkeypatch, capsys
 ):
     """The disk has them, and one line says so."""
-    workdir, sent, refused = place(f"{bucket}/late"), mirror.sent, []
+    workdir, sent, refused = resolve(f"{bucket}/late"), mirror.upload, []
 
     def fails(workdir, name):
         if len(refused) < 2:
@@ -305,7 +305,7 @@ def test_metrics_that_cannot_be_copied_are_copied_later(
             raise OSError(0, "HttpError: 503")
         sent(workdir, name)
 
-    monkeypatch.setattr(mirror, "sent", fails)
+    monkeypatch.setattr(mirror, "upload", fails)
     capsys.readouterr()
     assert train(text, workdir, steps=4, **SMALL) == 0
     said = capsys.readouterr().err

@@ -1,12 +1,13 @@
 """The table of mechanisms: their forms, and what they take. One line a mechanism."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
 from symjax.attention.decayed_linear import decay_causal, decay_state, decay_step
 from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
+from symjax.attention.features import RANDOM
 from symjax.attention.flash import flash, flash_causal, flash_state, flash_step
 from symjax.attention.gau import gau
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
@@ -17,6 +18,7 @@ from symjax.attention.performer import (
     performer_state,
     performer_step,
 )
+from symjax.attention.plain_features import PLAIN
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.spectral import matrix_function
@@ -38,6 +40,8 @@ class Mechanism(NamedTuple):
         own: more keywords, which the mechanism declares with type, default and
             meaning: keys model.attention.options.NAME of a run. All forms take them.
             A score mechanism has its own in its `own`, and none here.
+        choices: option → the words that it may be. (`symjax.layers` has learned
+            feature maps besides.)
         operands: arrays beside query, key and value.
         required: the operands that have no default.
         is_causal: `attend` has such an option.
@@ -58,6 +62,7 @@ class Mechanism(NamedTuple):
     step: Callable | None = None
     state: Callable | None = None
     options: tuple[str, ...] = ()
+    choices: Mapping[str, Collection[str]] = MappingProxyType({})
     operands: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     is_causal: bool = False
@@ -127,12 +132,14 @@ MECHANISMS = {
     "linear": Mechanism(
         *(linear, linear_causal, linear_step, linear_state),
         options=("features", "chunk_size"),
+        choices={"features": PLAIN},
         time="T (M V + C (M + V))",
         memory="M (V + 1)",
     ),
     "performer": Mechanism(
         *(performer, performer_causal, performer_step, performer_state),
         options=("features", "scale", "chunk_size"),
+        choices={"features": RANDOM},
         operands=("projection", "statistics"),
         time="T (M (H + V) + C (M + V))",
         memory="M (V + 2)",

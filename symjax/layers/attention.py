@@ -10,13 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.layers.convolution import Convolved, ShortConvolution
-from symjax.layers.mixer import Mixer
+from symjax.layers.mixer import mixer_of
 from symjax.layers.norms import norm
 from symjax.layers.parts.table import part_of
 from symjax.layers.primitives import Linear, keep, rotary
 from symjax.layers.segments import Segments, places, row_operands
 from symjax.layers.sharded import Operand
-from symjax.layers.validate import mechanism_options, sizes
 
 RULES = (
     ("attention/lambda_projection/kernel", P("fsdp", "tensor")),
@@ -50,21 +49,12 @@ class Attention(nnx.Module):
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
         self.chosen = chosen = options.attention
-        mechanism = config.mechanism_of(options, depth)
-        self.mixer = Mixer(
-            mechanism,
-            mechanism_options(options, depth),
-            sizes(options),
-            config.is_causal(options),
-            jnp.dtype(options.dtype),
-            chosen.differential,
-            options.positions == "alibi",
-        )
-        has_keys = attention.MECHANISMS[mechanism].keys
+        self.mixer = mixer_of(options, depth)
+        has_keys = self.mixer.form.keys
         self.symmetric = chosen.symmetric if has_keys else "plain"
         own_keys = self.symmetric == "none"
         self.projections = ("query", "key", "value") if own_keys else ("query", "value")
-        self.part = part_of(mechanism)
+        self.part = part_of(self.mixer.mechanism)
         self.rotate = rotary(options, self.mixer.sizes.head_size)
         self._add_projections(options, rngs)
         self.lambda_initial: Any = 0.0
@@ -79,11 +69,6 @@ class Attention(nnx.Module):
             normed = {"epsilon": options.norm_eps, "dtype": self.mixer.dtype}
             size = self.mixer.sizes.value_size
             self.head_norm = norm("rmsnorm", size, **normed, rngs=rngs)
-        if "features" in dict(self.mixer.options):
-            try:
-                jax.eval_shape(lambda: self.init_cache(1, 1))
-            except ValueError as error:
-                raise ValueError(f"model.attention.features: {error}") from None
 
     def _add_projections(self, options: config.Model, rngs: nnx.Rngs) -> None:
         """Queries, keys, values, the output, and their norms."""

@@ -9,16 +9,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax import attention, config
-from symjax.layers.mixer import Mixer
+from symjax import config
+from symjax.layers.mixer import mixer_of
 from symjax.layers.norms import norm
-from symjax.layers.parts.part import Sizes
 from symjax.layers.primitives import Linear, dropout, keep, rotary
 from symjax.layers.segments import Segments, places, row_operands
 from symjax.layers.sharded import Operand
-from symjax.layers.validate import mechanism_options
 
-LARGEST_SIZE = 128  # of queries and keys, unless model.head_size says otherwise
 RULES = (("roles/*", P(None)),)
 
 
@@ -62,18 +59,10 @@ class GatedBlock(nnx.Module):
     symmetric = "none"
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
-        mechanism = config.mechanism_of(options, depth)
-        size = options.head_size or max(1, min(LARGEST_SIZE, options.width // 2))
-        hidden, dtype = 2 * options.width, jnp.dtype(options.dtype)
-        self.mixer = Mixer(
-            mechanism,
-            mechanism_options(options, depth),
-            Sizes(1, 1, 1, 1, size, hidden),
-            config.is_causal(options),
-            dtype,
-        )
+        self.mixer = mixer_of(options, depth)
+        size, hidden = self.mixer.sizes.head_size, self.mixer.sizes.value_size
         self.rotate = rotary(options, size)
-        layer = {"dtype": dtype, "rngs": rngs}
+        layer = {"dtype": self.mixer.dtype, "rngs": rngs}
         normed = {**layer, "bias": options.bias, "epsilon": options.norm_eps}
         self.norm = norm(options.norm, options.width, **normed)
 
@@ -83,7 +72,7 @@ class GatedBlock(nnx.Module):
         self.gate = linear(options.width, hidden)
         self.value = linear(options.width, hidden)
         self.shared = linear(options.width, size)
-        roles = ("query", "key", *attention.MECHANISMS[mechanism].required)
+        roles = ("query", "key", *self.mixer.form.required)
         self.roles = nnx.Dict({role: Role(size, **layer) for role in roles})
         self.out = linear(hidden, options.width)
         self.dropout = options.dropout

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax import attention
+from symjax import attention, config
 from symjax.layers.parts.part import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
+from symjax.layers.validate import gated_sizes, mechanism_options, sizes
 
 SMALLEST_PART = 256  # of a cache
 PIECES = ("chunk_size", "group_size")  # how time is cut; a step has one token
@@ -86,8 +87,8 @@ class Mixer:
             return KeyValues(key, jnp.zeros(values, self.dtype))
         options = {x: value for x, value in self.options if x != "chunk_size"} | arrays
         # V2 reads one state with both query heads; V1 has a state for each branch.
-        sizes = batch, keys, size, value_size
-        return self.form.state(*sizes, dtype=self.dtype, **options)
+        shape = batch, keys, size, value_size
+        return self.form.state(*shape, dtype=self.dtype, **options)
 
     def decode(
         self,
@@ -171,6 +172,26 @@ class Mixer:
         elif self.differential == "v2":
             function = partial(attention.differential_v2, attend=function)
         return per_device(partial(function, **options), operands, output, time=axis)
+
+
+def mixer_of(options: config.Model, depth: int) -> Mixer:
+    """Return the mechanism of the block at `depth`, its options and its sizes.
+
+    Raises:
+        ValueError: choices that exclude each other, naming both.
+    """
+    mechanism = config.mechanism_of(options, depth)
+    chosen = mechanism_options(options, depth)
+    gated = attention.MECHANISMS[mechanism].gated
+    return Mixer(
+        mechanism,
+        chosen,
+        gated_sizes(options) if gated else sizes(options),
+        config.is_causal(options),
+        jnp.dtype(options.dtype),
+        options.attention.differential,
+        options.positions == "alibi",
+    )
 
 
 def _of_queries(attend: Callable) -> Callable:

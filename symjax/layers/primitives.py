@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
 from symjax.attention.meshes import by_platform, on_tpu
+from symjax.attention.positions import turning_features
 from symjax.layers.segments import Segments, document_lengths
 from symjax.layers.sharded import time_axis
 
@@ -89,12 +90,20 @@ class Rotary:
         if not self.turns:
             return x
         options: dict[str, Any] = {"interleaved": self.interleaved, "share": self.share}
-        if self.scaling.kind != "none":
-            options |= self._scaled(round(self.share * x.shape[-1]), lengths)
+        options |= self.scaled(round(self.share * x.shape[-1]), lengths)
         return attention.rotate(x, positions, self.base, **options)
 
-    def _scaled(self, size: int, lengths: Array | None) -> dict[str, Any]:
-        """The frequencies of `size` features, and what they are multiplied by."""
+    def scaled(self, size: int, lengths: Array | None = None) -> dict[str, Any]:
+        """Return the options of `attention.rotate` for scaled frequencies.
+
+        Args:
+            size: the number of features that turn.
+            lengths: tokens in the text of each token, which "dynamic" scaling reads.
+        Raises:
+            ValueError: a value of model.rope_scaling is out of its range.
+        """
+        if self.scaling.kind == "none":
+            return {}
         chosen = dataclasses.asdict(self.scaling)
         given, factor = chosen.pop("attention_factor"), 1.0
         if chosen["kind"] == "yarn":
@@ -127,22 +136,27 @@ class Rotary:
 
 
 def rotary(options: config.Model, head_size: int) -> Rotary:
-    """Raises: ValueError: heads of this size cannot be turned as the model asks."""
+    """Return the rotation of queries and keys by model.positions.
+
+    Raises:
+        ValueError: heads of this size cannot be turned, or model.rope_scaling has a
+            value out of its range.
+    """
     interleaved = options.positions == "rope_interleaved"
     turns = interleaved or options.positions == "rope"
     chosen = options.rope_base, interleaved, options.rope_share
-    like = jax.ShapeDtypeStruct((1, 1, 1, head_size), jnp.float32)
-    place = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    made = Rotary(turns, *chosen, options.rope_scaling)
+    if not turns:
+        return made
     try:
-        jax.eval_shape(Rotary(turns, *chosen, config.RopeScaling()), like, place)
+        turning = turning_features(head_size, options.rope_share)
     except ValueError as error:
         raise ValueError(
             f"model.positions {options.positions!r}: {error}: give an even "
             "model.head_size"
         ) from None
-    made = Rotary(turns, *chosen, options.rope_scaling)
     try:
-        jax.eval_shape(made, like, place)
+        made.scaled(turning)
     except ValueError as error:
         raise ValueError(f"model.rope_scaling: {error}") from None
     return made

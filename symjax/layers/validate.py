@@ -21,6 +21,7 @@ OF_ATTENTION = (
     "short_convolution",
 )
 OF_BLOCKS = ("kv_heads", "feedforward", "activation")
+LARGEST_GATED_SIZE = 128  # features of queries and keys of a gated block, by default
 # Values that choose nothing: of options that are not passed on, and of older
 # checkpoints, whose models may have no such option.
 OFF = ("", 0, "auto")
@@ -28,7 +29,11 @@ FORMER_DEFAULTS = {"implementation": "rows"}
 
 
 def sizes(options: config.Model) -> Sizes:
-    """Raises: ValueError: heads, widths or combinations that exclude each other."""
+    """Return the heads and sizes of a layer of attention.
+
+    Raises:
+        ValueError: heads, widths or choices that exclude each other.
+    """
     heads, chosen = options.heads, options.attention
     kv_heads = options.kv_heads or heads
     halves = 2 if chosen.differential == "v1" else 1  # of a head
@@ -57,6 +62,16 @@ def sizes(options: config.Model) -> Sizes:
     )
 
 
+def gated_sizes(options: config.Model) -> Sizes:
+    """Return the sizes of a gated block: one head, whose values have twice the width.
+
+    Queries and keys have model.head_size features, by default half the width and at
+    most 128.
+    """
+    size = options.head_size or max(1, min(LARGEST_GATED_SIZE, options.width // 2))
+    return Sizes(1, 1, 1, 1, size, 2 * options.width)
+
+
 def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any], ...]:
     """The options of the mechanism at `depth`, those at their "off" value left out.
 
@@ -74,6 +89,7 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
     for name in names:
         _check_direction(options, name)
     mechanism = config.mechanism_of(options, depth)
+    _check_words(options, mechanism)
     found = (part_of(mechanism).options or named_options)(options, mechanism)
     chosen = tuple((key, value) for key, value in found.items() if value not in OFF)
     own = config.own_options(options)
@@ -100,6 +116,22 @@ def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
                 raise ValueError(
                     f"{prefix}{key} {value!r}: {', '.join(names)} has no such option"
                 )
+
+
+def _check_words(options: config.Model, mechanism: str) -> None:
+    """Raise if an option is a word that the mechanism does not know.
+
+    Raises:
+        ValueError: naming the key, its value and the words of the mechanism.
+    """
+    for name, words in MECHANISMS[mechanism].choices.items():
+        value = getattr(options.attention, name)
+        known = [*words, *part_of(mechanism).learned]
+        if value not in (*known, *OFF):
+            raise ValueError(
+                f"model.attention.{name} {value!r} is not one of {mechanism}: choose "
+                f"from {', '.join(known)}"
+            )
 
 
 def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:

@@ -2,13 +2,10 @@
 
 from collections import Counter
 
-import jax
-from flax import nnx
-
 from symjax import config
+from symjax.layers.mixer import mixer_of
 from symjax.layers.parts.part import recurrence_flops, score_flops
 from symjax.layers.parts.table import part_of
-from symjax.models import transformer
 
 
 def forward_flops(options: config.Model, parameters: int) -> float:
@@ -34,18 +31,15 @@ def forward_flops(options: config.Model, parameters: int) -> float:
 
 
 def attention_flops(options: config.Model, depth: int) -> float:
-    """Operations of one layer's attention a token, its projections left out."""
-    found = []
-
-    def count() -> None:  # traced, so that no weight is made
-        rngs = nnx.Rngs(jax.random.key(0))
-        (layer, *_) = transformer.block(options, depth, rngs).attentions
-        default = score_flops if layer.mixer.form.state is None else recurrence_flops
-        flops = part_of(layer.mixer.mechanism).flops or default
-        found.append(flops(layer, options.length))
-
-    jax.eval_shape(count)
-    return found[0]
+    """Return the operations per token of one layer's attention without projections."""
+    mixer, chosen = mixer_of(options, depth), options.attention
+    part = part_of(mixer.mechanism)
+    if part.flops is not None:
+        return part.flops(mixer, chosen, options.length)
+    if mixer.form.state is None:
+        return score_flops(mixer, options.length)
+    features = part.feature_count(chosen, mixer.sizes.head_size)
+    return recurrence_flops(mixer, features, options.length)
 
 
 def train_flops(options: config.Model, parameters: int) -> float:

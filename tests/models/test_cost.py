@@ -10,6 +10,9 @@ from flax import nnx
 
 from symjax import config
 from symjax.attention import MECHANISMS
+from symjax.attention.features import RANDOM
+from symjax.attention.plain_features import PLAIN
+from symjax.layers.parts.table import part_of
 from symjax.models import transformer
 from symjax.models.cost import attention_flops
 
@@ -75,3 +78,27 @@ def test_of_causal_pairs_the_formula_counts_half(name):
     """The program computes more: whole blocks of them, and all pairs of a chunk."""
     formula, found = both(name)
     assert 0.9 < found / formula < 2.1
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "features"),
+    [
+        ("cosine", ""),
+        *(("linear", x) for x in (*PLAIN, "hedgehog", "t2r")),
+        *(("performer", x) for x in RANDOM),
+    ],
+)
+def test_features_are_counted_as_the_state_has_them(mechanism, features):
+    count = 7 if features == "t2r" else 256
+    chosen = config.Attention(
+        mechanism=mechanism, features=features, feature_count=count
+    )
+    options = config.Model(width=60, heads=3, attention=chosen)
+
+    def cache():
+        layer = transformer.block(options, 0, nnx.Rngs(jax.random.key(0))).attentions[0]
+        return layer.init_cache(1, 1)
+
+    state = jax.eval_shape(cache)
+    found = part_of(mechanism).feature_count(chosen, 20)
+    assert found == max(x.shape[2] for x in jax.tree.leaves(state))

@@ -343,7 +343,7 @@ def test_tied_embeddings_share_one_table():
         ),
         (
             {"mechanism": "linear", "features": "positive"},
-            "model.attention.features: linear_state",
+            "model.attention.features 'positive' is not one of linear: choose from",
         ),
         ({"feature_count": 8}, "feature_count 8: softmax has no such option"),
         ({"key_norm": "unit"}, "model.attention.symmetric is 'none'"),

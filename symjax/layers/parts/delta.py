@@ -47,10 +47,14 @@ def _unit(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     return (wide * jax.lax.rsqrt(squares + EPSILON)).astype(x.dtype)
 
 
-def _flops(layer: Any, length: int) -> float:
-    """Reading the state by the key costs one more query, and so does the solve."""
-    sizes = layer.mixer.sizes
-    return recurrence_flops(layer, length) * (1 + sizes.keys / sizes.queries)
+def _flops(mixer: Any, chosen: config.Attention, length: int) -> float:
+    """Return the operations per token of the delta rule.
+
+    Reading the state by the key costs as much as one more query; so does the solve.
+    """
+    sizes = mixer.sizes
+    reading = recurrence_flops(mixer, sizes.head_size, length)
+    return reading * (1 + sizes.keys / sizes.queries)
 
 
 def _converted(

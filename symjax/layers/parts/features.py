@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from symjax import attention, config
 from symjax.attention.favor import KINDS, unit_statistics
+from symjax.attention.features import RANDOM, Features, RandomFeatures
 from symjax.attention.plain_features import PLAIN, UNIT
 from symjax.layers.parts.part import (
     Constant,
@@ -127,6 +128,22 @@ def own_halves(x: jax.Array) -> jax.Array:
     )
 
 
+def _count_of_plain(chosen: config.Attention, size: int) -> int:
+    """Return the number of features that linear attention makes of a query or key."""
+    if chosen.features == "hedgehog":
+        return 2 * size
+    if chosen.features == "t2r":
+        return chosen.feature_count
+    return _mapped_size(PLAIN[chosen.features or "elu"], size, None)
+
+
+def _mapped_size(features: Features, size: int, parameters: Any) -> int:
+    """Return the length of φ(x) for a key x of `size` features, from φ's shapes."""
+    key = jax.ShapeDtypeStruct((size,), jnp.float32)
+    mapped = jax.eval_shape(features.key, key, parameters)
+    return max(x.shape[-1] for x in jax.tree.leaves(mapped))
+
+
 LINEAR = Part(
     weights=_maps,
     operands=_mapped,
@@ -135,6 +152,8 @@ LINEAR = Part(
     ),
     options=_options_of_linear,
     keys=lambda chosen: ("feature_count",) if chosen.features == "t2r" else (),
+    learned=LEARNED,
+    feature_count=_count_of_plain,
     rules=(
         ("*_map/weight", P("tensor", None, None)),
         ("*_map/bias", P("tensor", None)),
@@ -143,7 +162,10 @@ LINEAR = Part(
     convert=_maps_converted,
     features=lambda options: PLAIN[options.get("features", "elu")],
 )
-COSINE = Part(features=lambda options: UNIT)
+COSINE = Part(
+    feature_count=lambda chosen, size: size + 1,
+    features=lambda options: UNIT,
+)
 
 
 def _drawn(
@@ -172,11 +194,20 @@ def _random(layer: Any) -> dict[str, Any]:
     return found
 
 
-def _flops_of_performer(layer: Any, length: int) -> float:
-    """The products with the rows of the projection come on top."""
-    sizes, count = layer.mixer.sizes, layer.chosen.feature_count
-    drawing = 4 * sizes.queries * count * sizes.head_size
-    return drawing + recurrence_flops(layer, length)
+def _count_of_random(chosen: config.Attention, size: int) -> int:
+    """Return the number of random features that a query or key becomes."""
+    rows: Any = jax.ShapeDtypeStruct((chosen.feature_count, size), jnp.float32)
+    scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    features = RANDOM[chosen.features or "positive"]
+    return _mapped_size(features, size, RandomFeatures(rows, scale))
+
+
+def _flops_of_performer(mixer: Any, chosen: config.Attention, length: int) -> float:
+    """Return the operations of the recurrence and of products with the projection."""
+    sizes, rows = mixer.sizes, chosen.feature_count
+    products = 4 * sizes.queries * rows * sizes.head_size
+    features = _count_of_random(chosen, sizes.head_size)
+    return products + recurrence_flops(mixer, features, length)
 
 
 PERFORMER = Part(
@@ -186,6 +217,7 @@ PERFORMER = Part(
     ),
     state=_random,
     keys=lambda chosen: ("feature_count", "feature_norms"),
+    feature_count=_count_of_random,
     flops=_flops_of_performer,
     rules=(
         ("projection", P(None, None)),

@@ -8,7 +8,6 @@ sharding and evaluation loop over these declarations.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -38,22 +37,35 @@ def named_options(options: config.Model, mechanism: str) -> dict[str, Any]:
     return {x: getattr(options.attention, x) for x in names if x in known}
 
 
-def score_flops(layer: Any, length: int) -> float:
-    """A causal map has half of the pairs, one in a window those of its band."""
-    sizes, causal = layer.mixer.sizes, layer.mixer.causal
-    width = min(dict(layer.mixer.options).get("window", length), length)
-    seen = width - width**2 / (2 * length)  # on one side of a token, in the mean
-    seen *= 1 if causal else 2
+def score_flops(mixer: Any, length: int) -> float:
+    """Return the operations per token of scores and of weights times values.
+
+    A causal map has half of the pairs, a window the pairs of its band.
+
+    Args:
+        mixer: `symjax.layers.mixer.Mixer`.
+    """
+    sizes = mixer.sizes
+    width = min(dict(mixer.options).get("window", length), length)
+    # The mean number of tokens that a token sees on one side.
+    seen = width - width**2 / (2 * length)
+    seen *= 1 if mixer.causal else 2
     return 2 * seen * (sizes.queries * sizes.head_size + sizes.heads * sizes.value_size)
 
 
-def recurrence_flops(layer: Any, length: int) -> float:
-    """Of a state of features × values, read and written, and the pairs of a chunk."""
-    state = jax.eval_shape(lambda: layer.init_cache(1, 1))
-    features = max(leaf.shape[2] for leaf in jax.tree.leaves(state))
-    value, chunk = layer.mixer.sizes.value_size, dict(layer.mixer.options)
-    inside = min(chunk.get("chunk_size", 0), length) * (features + value)
-    return layer.mixer.sizes.queries * (inside + 4 * features * value)
+def recurrence_flops(mixer: Any, features: int, length: int) -> float:
+    """Return the operations per token of a recurrence.
+
+    A state of features × values is read and written, and the pairs of a chunk are
+    computed as a map.
+
+    Args:
+        mixer: `symjax.layers.mixer.Mixer`.
+        features: of a query or key.
+    """
+    value, options = mixer.sizes.value_size, dict(mixer.options)
+    pairs = min(options.get("chunk_size", 0), length) * (features + value)
+    return mixer.sizes.queries * (pairs + 4 * features * value)
 
 
 class Part(NamedTuple):
@@ -71,8 +83,11 @@ class Part(NamedTuple):
             they are not the keys of the same names.
         keys: keys of model.attention that are not options of the mechanism, but mean
             something to it where model.attention is the argument.
-        flops: (layer, length) → operations a token, projections left out, where they
-            are not those of scores or of a recurrence.
+        learned: values of model.attention.features that are weights of the layer.
+        feature_count: (model.attention, head size) → features of a query or key after
+            the mechanism's map; by default the head size.
+        flops: (mixer, model.attention, length) → operations per token without the
+            projections, unless those of scores or of a recurrence.
         rules: of sharding, (pattern of the path in the layer, axes).
         owned: weights that another mechanism has no use for.
         drawn: (constant, the key of model.attention that it is drawn by).
@@ -89,7 +104,9 @@ class Part(NamedTuple):
     head_norm: bool = False
     options: Callable[[config.Model, str], dict[str, Any]] | None = None
     keys: Callable[[config.Attention], tuple[str, ...]] | None = None
-    flops: Callable[[Any, int], float] | None = None
+    learned: tuple[str, ...] = ()
+    feature_count: Callable[[config.Attention, int], int] = lambda chosen, size: size
+    flops: Callable[[Any, config.Attention, int], float] | None = None
     rules: tuple[tuple[str, PartitionSpec], ...] = ()
     owned: tuple[str, ...] = ()
     drawn: tuple[tuple[str, str], ...] = ()

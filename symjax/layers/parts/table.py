@@ -26,11 +26,11 @@ def _gau_converted(
     return weights | {"out": weights["out"] | {"kernel": kernel}}
 
 
-def _flops_of_flash(layer: Any, length: int) -> float:
-    """Pairs inside a group, and a state of keys × values."""
-    size, hidden = layer.mixer.sizes.head_size, layer.mixer.sizes.value_size
-    inside = dict(layer.mixer.options)["group_size"] * (size + hidden)
-    return inside * (1 if layer.mixer.causal else 2) + 4 * size * hidden
+def _flops_of_flash(mixer: Any, chosen: config.Attention, length: int) -> float:
+    """Return the operations of the pairs in a group, and of a state keys × values."""
+    size, hidden = mixer.sizes.head_size, mixer.sizes.value_size
+    pairs = dict(mixer.options)["group_size"] * (size + hidden)
+    return pairs * (1 if mixer.causal else 2) + 4 * size * hidden
 
 
 def _scaled_queries(
@@ -41,8 +41,8 @@ def _scaled_queries(
     return operands | {"query": Operand(query, "BTN")}
 
 
-def _flops_of_a_matrix(layer: Any, length: int) -> float:
-    sizes = layer.mixer.sizes
+def _flops_of_a_matrix(mixer: Any, chosen: config.Attention, length: int) -> float:
+    sizes = mixer.sizes
     products = sizes.head_size**2 + 2 * sizes.head_size * sizes.value_size
     return 2 * sizes.queries * products
 

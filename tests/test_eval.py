@@ -17,7 +17,7 @@ from symjax.evaluation import results, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.report import to_json
 from symjax.evaluation.results import Result
-from symjax.evaluation.tasks import TASKS, named
+from symjax.evaluation.tasks import TASKS, parse_names
 
 pytestmark = pytest.mark.usefixtures("cache", "quiet")
 
@@ -247,8 +247,8 @@ def test_a_folder_without_room_for_files_is_named_before_the_long_work(
 
 
 def test_all_among_other_tasks_is_all_of_them():
-    assert named("loss,all") == named("all") == tuple(TASKS)
-    assert named(" rank, loss ,rank") == ("rank", "loss")
+    assert parse_names("loss,all") == parse_names("all") == tuple(TASKS)
+    assert parse_names(" rank, loss ,rank") == ("rank", "loss")
 
 
 def remove_data(workdir):

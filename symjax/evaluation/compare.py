@@ -1,4 +1,4 @@
-"""`python -m symjax.evaluation.compare`: the older name of symjax.programs.compare."""
+"""Alias: `python -m symjax.evaluation.compare` runs symjax.programs.compare."""
 
 import runpy
 

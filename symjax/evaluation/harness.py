@@ -1,4 +1,4 @@
-"""`python -m symjax.evaluation.harness`: the older name of symjax.programs.harness."""
+"""Alias: `python -m symjax.evaluation.harness` runs symjax.programs.harness."""
 
 import runpy
 

@@ -1,4 +1,4 @@
-"""A symjax model as EleutherAI's harness (lm_eval) asks for one."""
+"""A symjax model in the interface of EleutherAI's evaluation harness (lm_eval)."""
 
 import itertools
 import math
@@ -17,18 +17,18 @@ from symjax.exchange.continued import texts
 from symjax.exchange.scores import scores
 from symjax.models.build import decoder_of
 
-TOKENS = 256  # of an answer, where a task does not say
-READ = "do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"
-WITHOUT_EFFECT = "use_cache", "pad_token_id"  # on an answer
-# Options that change nothing if they are 1. Others change nothing if they are 0.
-ONES = (
+MAX_TOKENS = 256  # of an answer, if the task sets no limit
+SUPPORTED = "do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"
+WITHOUT_EFFECT = "use_cache", "pad_token_id"  # they cannot change an answer
+# Options that are off at the value 1. All others are off at 0.
+OFF_AT_ONE = (
     *("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of"),
     *("repetition_penalty", "length_penalty", "typical_p"),
 )
 
 
 class Sampling(NamedTuple):
-    """The options of a request that are the same for a whole batch."""
+    """Options of generation; the requests of one batch share them."""
 
     count: int
     until: tuple[str, ...]
@@ -38,26 +38,27 @@ class Sampling(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """Answers the three questions of the harness.
+    """The three request types of the harness, answered by a symjax decoder.
 
-    A context is cut on the left where it and its continuation are longer than the
-    model's length, and a continuation that is longer is read in windows of that length.
-    Before an answer at least half of the length stays for the context. Whole texts are
-    read in the same windows: the last one is as long as the others, so that a text of
-    several windows has smaller losses than by `Loaded.losses`.
+    Long inputs: if a context and its continuation exceed the model's length, the
+    context is cut on the left. A continuation longer than that length is scored in
+    windows of that length. Before a generated answer the context keeps at least half of
+    the length. Whole texts are scored in the same windows. The last window overlaps the
+    one before it and is as long as the others, so a text of several windows has smaller
+    losses than by `Loaded.losses`.
 
-    A text without a context is scored after the token that preceded documents in
-    training. If the model has not learned one, the first token of such a text is left
-    out of the sums, which is said once on stderr.
+    Empty contexts: a text without a context is scored after the token that preceded
+    documents in training. If the model has learned no such token, the first token of
+    the text is left out of the sums, and one line on stderr says so.
 
-    Answers end at the end of the document. Each sampled answer has different draws,
-    which are the same in another run. Options of generation that symjax does not have
-    are ignored, and each is named once on stderr.
+    Generation: answers end at the end of the document. Each sampled answer has random
+    draws of its own, which another run repeats. Options of generation that symjax does
+    not have are ignored, and each is named once on stderr.
 
     Args:
         loaded: a decoder with a tokenizer.
     Raises:
-        ValueError: it is an encoder or has no tokenizer.
+        ValueError: the model is an encoder or has no tokenizer.
     """
 
     def __init__(self, loaded: Loaded):
@@ -65,23 +66,26 @@ class HarnessModel(TemplateLM):
         self.loaded, self.decoder = loaded, decoder_of(loaded.model)
         if loaded.tokenizer is None:
             raise ValueError("the model has no tokenizer: the harness gives it texts")
-        self.text = loaded.tokenizer
+        self.text_tokenizer = loaded.tokenizer
         self.delimiters = loaded.delimiters
-        self.asked = itertools.count()  # a number for each answer
-        self.said = False  # that first tokens are left out
-        self.ignored: set[str] = set()  # options of generation, named so far
+        self.answer_numbers = itertools.count()  # folded into the random keys
+        self.warned_first_tokens = False
+        self.ignored: set[str] = set()  # options of generation that were named so far
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document; −1 where there is none."""
+        """Token that ends a document; −1 if the model has none."""
         return -1 if self.delimiters.end is None else self.delimiters.end
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids; after the token that begins every document (data.bos), if the
-        model has learned one, unless `add_special_tokens` is False."""
-        ids = self.text.encode(string)
+        """Return the token ids of a string.
+
+        They follow the token that begins every document (data.bos), if the model has
+        learned one and `add_special_tokens` is not False.
+        """
+        ids = self.text_tokenizer.encode(string)
         if self.delimiters.every and add_special_tokens is not False:
             ids = self.delimiters.begun(ids)
         return ids.tolist()
@@ -89,37 +93,39 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """(Σ log p of the continuation, whether it is what greedy decoding writes).
+        """Return Σ log p of each continuation, and whether greedy decoding writes it.
 
         Raises:
-            ValueError: nothing is left of a continuation without a context.
+            ValueError: no token of a continuation without a context can be scored.
         """
-        asked = []
-        for context, wanted in _arguments(requests):
+        encoded = []
+        for context, continuation in _arguments(requests):
             if context:
-                before, ids = self._encode_pair(context, wanted)
+                before, ids = self._encode_pair(context, continuation)
             else:
-                before, ids = [], self.tok_encode(wanted, add_special_tokens=False)
+                ids = self.tok_encode(continuation, add_special_tokens=False)
+                before = []
             if not before:
-                before, ids = self._without_context(ids)
-            asked.append(((context, wanted), before, ids))
-        return self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm)
+                before, ids = self._split_without_context(ids)
+            encoded.append(((context, continuation), before, ids))
+        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
-    def _without_context(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """Return (tokens before a text, tokens of it to score).
+    def _split_without_context(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """Return (tokens to condition on, tokens to score) of a text without a context.
 
         Raises:
-            ValueError: nothing is left to score.
+            ValueError: no token is left to score.
         """
         if self.delimiters.start is not None:
             return [self.delimiters.start], ids
         if len(ids) == 1:
+            text = self.text_tokenizer.decode(ids)
             raise ValueError(
-                f"{self.text.decode(ids)!r} has one token and no context: nothing is "
-                "left to score, as the model has not learned how a document begins"
+                f"{text!r} has one token and no context: nothing is left to score, as "
+                "the model has not learned how a document begins"
             )
-        if ids and not self.said:
-            self.said = True
+        if ids and not self.warned_first_tokens:
+            self.warned_first_tokens = True
             line = (
                 "the model has not learned how a document begins: the first token of a "
                 "text without a context is left out of the sums"
@@ -130,39 +136,47 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(Σ log p of the continuation, whether it is what greedy decoding writes)."""
-        length, rows, parts = self.loaded.config.model.length, [], []
-        for number, (_, context, wanted) in enumerate(requests):
-            ids = np.array([*context, *wanted], np.int32)
+        """Return Σ log p of each continuation, and whether greedy decoding writes it.
+
+        A window of `length` inputs scores at most `length` tokens of a continuation.
+
+        Args:
+            requests: (texts, token ids of the context, token ids of the continuation).
+        """
+        length, windows, parts = self.loaded.config.model.length, [], []
+        for number, (_, context, continuation) in enumerate(requests):
+            ids = np.array([*context, *continuation], np.int32)
             for start in range(len(context), len(ids), length):
                 end = min(start + length, len(ids))
-                rows.append(ids[max(0, end - length - 1) : end])
+                windows.append(ids[max(0, end - length - 1) : end])
                 parts.append((number, end - start))
         totals, greedy = [0.0] * len(requests), [True] * len(requests)
-        found = scores(self.decoder, rows)
-        for (number, count), one in zip(parts, found, strict=True):
-            totals[number] -= math.fsum(one.losses[-count:])
-            greedy[number] &= bool(one.likeliest[-count:].all())
+        scored = scores(self.decoder, windows)
+        for (number, count), window in zip(parts, scored, strict=True):
+            totals[number] -= math.fsum(window.losses[-count:])
+            greedy[number] &= bool(window.likeliest[-count:].all())
         return list(zip(totals, greedy, strict=True))
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Σ log p of whole texts.
+        """Return Σ log p of each whole text.
 
-        Every token is scored once, after as many tokens as fit into the model's length,
-        in the windows of lm_eval.
+        Every token is scored once, in the windows of lm_eval: conditioned on at most as
+        many tokens as the model's length.
         """
         tokens = (self.tok_encode(*x.args, add_special_tokens=False) for x in requests)
-        asked = [(None, *self._without_context(ids)) for ids in tokens]
-        found = self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm)
-        return [total for total, _ in found]
+        encoded = [(None, *self._split_without_context(ids)) for ids in tokens]
+        answers = self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
+        return [total for total, _ in answers]
 
     def generate_until(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
-        """The text that the model writes after each context, up to one of the task's
-        strings or the end of the document.
+        """Return the text that the model writes after each context.
+
+        A text ends before the first stop string of its task, or at the end of the
+        document.
 
         Raises:
             ValueError: a context is empty, and the model has not learned how a document
@@ -171,17 +185,17 @@ class HarnessModel(TemplateLM):
         del disable_tqdm
         answers, groups = [""] * len(requests), {}
         key = jax.random.key(0)
-        for i, (context, wanted) in enumerate(_arguments(requests)):
-            self._name_ignored(wanted)
-            sampling = _sampling(wanted)
-            one = self._context(context, sampling.count), next(self.asked)
-            groups.setdefault(sampling, []).append((i, *one))
+        for index, (context, options) in enumerate(_arguments(requests)):
+            self._warn_of_ignored(options)
+            sampling = _sampling(options)
+            request = self._context(context, sampling.count), next(self.answer_numbers)
+            groups.setdefault(sampling, []).append((index, *request))
         ends = [] if self.delimiters.end is None else [self.delimiters.end]
-        for sampling, asked in groups.items():
-            places, contexts, numbers = zip(*asked, strict=True)
-            found = texts(
+        for sampling, group in groups.items():
+            indices, contexts, numbers = zip(*group, strict=True)
+            written = texts(
                 self.decoder,
-                self.text,
+                self.text_tokenizer,
                 contexts,
                 sampling.count,
                 jax.vmap(partial(jax.random.fold_in, key))(np.array(numbers)),
@@ -190,18 +204,18 @@ class HarnessModel(TemplateLM):
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
             )
-            for place, text in zip(places, found, strict=True):
-                answers[place] = text
+            for index, text in zip(indices, written, strict=True):
+                answers[index] = text
         return answers
 
-    def _name_ignored(self, wanted: dict[str, Any]) -> None:
-        """Print each option once that could change an answer and that symjax lacks."""
+    def _warn_of_ignored(self, options: dict[str, Any]) -> None:
+        """Name each option once that could change an answer and that symjax lacks."""
         ignored = [
             f"{name}={value!r}"
-            for name, value in normalize_gen_kwargs(wanted, TOKENS).items()
-            if name not in (*READ, *WITHOUT_EFFECT, *self.ignored)
+            for name, value in normalize_gen_kwargs(options, MAX_TOKENS).items()
+            if name not in (*SUPPORTED, *WITHOUT_EFFECT, *self.ignored)
             and value
-            and not (name in ONES and value == 1)
+            and not (name in OFF_AT_ONE and value == 1)
         ]
         if ignored:
             self.ignored |= {x.partition("=")[0] for x in ignored}
@@ -209,8 +223,15 @@ class HarnessModel(TemplateLM):
             print(line, file=sys.stderr)
 
     def _context(self, text: str, count: int) -> np.ndarray:
-        """Token ids of a context, cut on the left to leave room for `count` tokens."""
-        ids = self.delimiters.prompt(self.text.encode(text))
+        """Return token ids of a context, cut on the left to leave room for an answer.
+
+        Args:
+            count: the most tokens of the answer.
+
+        Raises:
+            ValueError: there is no token to continue.
+        """
+        ids = self.delimiters.prompt(self.text_tokenizer.encode(text))
         if not len(ids):
             raise ValueError(
                 "a context is empty, and the model has not learned how a document "
@@ -221,17 +242,17 @@ class HarnessModel(TemplateLM):
 
 
 def _arguments(requests: list[Instance]) -> list[Any]:
-    """The arguments of each request."""
+    """Return the arguments of each request."""
     return [request.args for request in requests]
 
 
-def _sampling(wanted: dict[str, Any]) -> Sampling:
-    """The options of a request, by the names and rules of lm_eval."""
-    known: dict[str, Any] = {**normalize_gen_kwargs(wanted, TOKENS)}
+def _sampling(options: dict[str, Any]) -> Sampling:
+    """Read the options of a request by the names and rules of lm_eval."""
+    chosen: dict[str, Any] = {**normalize_gen_kwargs(options, MAX_TOKENS)}
     return Sampling(
-        int(known["max_gen_toks"]),
-        tuple(x for x in known["until"] if x),
-        float(known.get("temperature", 0.0)) if known["do_sample"] else 0.0,
-        int(known.get("top_k") or 0),
-        1.0 if known.get("top_p") is None else float(known["top_p"]),
+        int(chosen["max_gen_toks"]),
+        tuple(x for x in chosen["until"] if x),
+        float(chosen.get("temperature", 0.0)) if chosen["do_sample"] else 0.0,
+        int(chosen.get("top_k") or 0),
+        1.0 if chosen.get("top_p") is None else float(chosen["top_p"]),
     )

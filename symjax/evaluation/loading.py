@@ -1,4 +1,4 @@
-"""A run as its workdir holds it: a checkpoint, its configuration and its examples."""
+"""Loading of a run from its workdir: a checkpoint, its configuration, its examples."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -30,15 +30,16 @@ from symjax.training.step import Program, compile_program
 
 
 class LoadedRun(NamedTuple):
-    """A checkpoint and what it was trained on, on one device.
+    """A checkpoint on one device, and the examples of its run.
 
     Attributes:
-        data: what the checkpoint says of the data of its run, as `fingerprint` of
-            `examples`, in whose place a given text may stand.
-        ema: whether the weights are the mean that optimizer.ema keeps.
-        changed: one line for each key that --allow has changed, and from which step.
-        sessions: the step, date and versions of its first start, and of each start
-            with other versions.
+        examples: the data of the run, or a text that replaces the held-out one.
+        data: the fingerprint of the run's data, as the checkpoint stores it. It differs
+            from `examples.fingerprint` if a text replaces the held-out one.
+        ema: whether the weights are the average that optimizer.ema keeps.
+        changed: one line for each key that --allow changed, with the step.
+        sessions: step, date and versions of the first start of the run, and of each
+            later start with other versions.
     """
 
     step: int
@@ -54,7 +55,7 @@ class LoadedRun(NamedTuple):
     sessions: tuple[dict[str, Any], ...] = ()
 
     def __repr__(self) -> str:
-        """Without its arrays."""
+        """Return a line without the arrays."""
         what = f"{self.parameters():,} parameters, {attention_of(self.config.model)}"
         mean = ", the mean of weights (ema)" * self.ema
         return f"{type(self).__name__}({self.workdir}, step {self.step}: {what}{mean})"
@@ -63,11 +64,11 @@ class LoadedRun(NamedTuple):
         return nnx.merge(self.program.graph, self.params, self.constants)
 
     def decoder(self) -> Decoder:
-        """Raises: ValueError: the model is an encoder."""
+        """Return the model. Raises: ValueError: it is an encoder."""
         return decoder_of(self.model())
 
     def parameters(self) -> int:
-        """How many there are."""
+        """Return the number of trained parameters."""
         return sum(x.size for x in jax.tree.leaves(self.params))
 
 
@@ -79,24 +80,26 @@ def load(
     ema: bool = False,
     text: str | None = None,
 ) -> LoadedRun:
-    """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
+    """Load a checkpoint of a workdir: the newest undamaged one by default.
 
-    Reads the workdir only, and writes nothing in it. The checkpoint of a decoder has
-    its tokenizer, so that its folder `data` is needed for held-out text alone.
+    The workdir is read and not written. The checkpoint of a decoder contains its
+    tokenizer, so the workdir's folder `data` is needed only for held-out text.
 
     Args:
-        ema: take the mean of the weights that the run kept by optimizer.ema.
-        text: stands in place of the held-out text.
+        step: load the checkpoint of this step.
+        best: load the kept checkpoint with the least held-out loss.
+        ema: load the average of the weights that optimizer.ema kept.
+        text: replaces the held-out text.
     Raises:
         ValueError: there is no such run or checkpoint, it is damaged, or it has no
-            mean of the weights; a text for a model that has not learned to continue
-            one.
+            averaged weights; or `text` is given for a model that was not trained on
+            text.
     """
     use_compile_cache()
     workdir = resolve(workdir)
     with store_errors(workdir):
-        found = workdir.is_dir()
-    if not found:
+        exists = workdir.is_dir()
+    if not exists:
         raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
@@ -108,15 +111,18 @@ def load(
         program = compile_program(options, make_mesh(Mesh(data=1)))
         like = program.state, program.constants
         trees, meta = restored(checkpoints, *like, ema, step, best=best)
-    found = {"workdir": workdir, "data": meta.get("data") or {}, "ema": ema}
-    found |= {name: tuple(meta.get(name, ())) for name in ("changed", "sessions")}
-    return LoadedRun(meta["step"], options, examples, program, **trees, **found)
+    origin = {"workdir": workdir, "data": meta.get("data") or {}, "ema": ema}
+    origin |= {name: tuple(meta.get(name, ())) for name in ("changed", "sessions")}
+    return LoadedRun(meta["step"], options, examples, program, **trees, **origin)
 
 
 def _examples(
     options: Config, workdir: epath.Path, meta: dict[str, Any], text: str | None
 ) -> Examples:
-    """The examples in the folder `data`, or a given text by the run's tokenizer."""
+    """Open the examples in the folder `data`, or encode `text` by the run's tokenizer.
+
+    Without the folder and without a text, a decoder can still continue a prompt.
+    """
     folder, described = data_folder(workdir), meta.get("examples")
     if (folder / MANIFEST).is_file():
         examples = open_examples(options, folder)
@@ -128,8 +134,8 @@ def _examples(
         return given_examples(
             language_of(meta) if described else examples.language, text
         )
-    learned = is_causal(options.model) and options.data.source in TEXT_SOURCES
-    if not described or not learned:
+    writes_text = is_causal(options.model) and options.data.source in TEXT_SOURCES
+    if not described or not writes_text:
         raise ValueError(
             f"{folder} has no {MANIFEST}: eval.py needs the text that train.py put "
             "there"
@@ -138,10 +144,10 @@ def _examples(
 
 
 def history(run: LoadedRun, warn: Callable[[str], None]) -> Iterator[LoadedRun]:
-    """The run at every checkpoint kept, from the oldest on.
+    """Load the run at every kept checkpoint, the oldest first.
 
     Args:
-        warn: called with one line for each checkpoint that is damaged.
+        warn: called with one line for each damaged checkpoint, which is skipped.
     """
     like = run.program.state, run.program.constants
     with Checkpoints(run.workdir / "checkpoints") as checkpoints:

@@ -1,4 +1,4 @@
-"""The top of a report: the run, its configuration, data and loss curve."""
+"""First part of the HTML page: the run, its configuration, data and loss curve."""
 
 from operator import attrgetter
 from typing import Any
@@ -13,16 +13,16 @@ from symjax.monitor.metrics import rows_of
 
 
 def overview(run: LoadedRun) -> dict[str, Result]:
-    """By heading; the loss curve only where its numbers are still in the workdir."""
-    found = {"run": _run(run), "configuration": _configuration(run.config)}
-    found |= {"data": _data(run)}
+    """Return results by heading, the loss curve only if the workdir has its numbers."""
+    parts = {"run": _run(run), "configuration": _configuration(run.config)}
+    parts |= {"data": _data(run)}
     if (figure := loss_curve(rows_of(run.workdir), run.examples.unit)) is not None:
-        found["loss curve"] = Result({}, [], (), (figure,))
-    return found
+        parts["loss curve"] = Result({}, [], (), (figure,))
+    return parts
 
 
 def _run(run: LoadedRun) -> Result:
-    """Seed, dates and versions, and what --allow has changed."""
+    """Return the seed, dates and versions, and the keys that --allow has changed."""
     rows: list[tuple[str, ...]] = [("seed", str(run.config.seed))]
     for session in run.sessions:
         names = ("symjax", "jax", "flax", "python")
@@ -38,23 +38,27 @@ def _run(run: LoadedRun) -> Result:
 
 
 def _configuration(chosen: Config) -> Result:
+    """Return the keys whose values differ from their defaults."""
     groups = chosen, Config(steps=chosen.steps)
-    rows = [("steps", _word(chosen.steps), "")]
+    rows = [("steps", _value_text(chosen.steps), "")]
     for name, _, _ in validation.fields():
         value, default = map(attrgetter(name), groups)
         if value != default:
-            rows.append((name, _word(value), _word(default)))
+            rows.append((name, _value_text(value), _value_text(default)))
     for name, option in declared_options(chosen.model).items():
         value = chosen.model.attention.options.get(name, option.default)
         key = f"model.attention.options.{name}"
-        rows.append((key, _word(value), _word(option.default)))
+        rows.append((key, _value_text(value), _value_text(option.default)))
     columns = ("key", "value", "default")
     text = ["keys that differ from their defaults"]
     return Result({}, text, (Table("configuration", columns, rows),))
 
 
 def _data(run: LoadedRun) -> Result:
-    """The data of the run, as its checkpoint has them where a text was given."""
+    """Return the sizes and hash of the run's data, and those of a text of --text.
+
+    With --text, or without the folder `data`, the checkpoint says what the data were.
+    """
     examples, length = run.examples, run.config.model.length
     rows = [("source", run.config.data.source)]
     if given := is_given(examples):
@@ -69,20 +73,19 @@ def _data(run: LoadedRun) -> Result:
     rows += [
         ("token", examples.unit),
         ("vocabulary", str(run.config.model.vocabulary)),
-        ("sha256", _short(run.data)),
+        ("sha256", _short_hash(run.data)),
     ]
     if given and examples.text and len(text := examples.text.heldout):
-        rows.append(
-            ("--text", f"{len(text):,} tokens, sha256 {_short(examples.fingerprint)}")
-        )
+        sha256 = _short_hash(examples.fingerprint)
+        rows.append(("--text", f"{len(text):,} tokens, sha256 {sha256}"))
     return Result({}, [], (Table("data", ("data", ""), rows),))
 
 
-def _short(fingerprint: dict[str, Any]) -> str:
+def _short_hash(fingerprint: dict[str, Any]) -> str:
     return str(fingerprint.get("sha256", "-"))[:16]
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "-"
     return "-" if value in ("", None) else str(value)

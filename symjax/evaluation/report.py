@@ -1,4 +1,4 @@
-"""Results as text, JSON, CSV, PNG and one page of HTML."""
+"""Results as text, JSON, CSV, Markdown, PNG, and one page of HTML."""
 
 import base64
 import csv
@@ -19,21 +19,27 @@ from symjax.tables import aligned
 
 
 def to_json(about: dict[str, Any], results: Mapping[str, Result]) -> str:
-    """One object: what the checkpoint is, and the values of all results side by side.
+    """Return one JSON object: `about`, and the values of all results beside it.
 
-    The same bytes for the same checkpoint; null for numbers that are not finite.
+    The bytes are the same for the same checkpoint; numbers that are not finite become
+    null.
+
+    Args:
+        about: what identifies the checkpoint, see `tasks.describe_checkpoint`.
     """
-    found = dict(about)
+    values = dict(about)
     for result in results.values():
-        found |= result.values
-    text = json.dumps(_finite(found), indent=1, ensure_ascii=False, allow_nan=False)
+        values |= result.values
+    text = json.dumps(
+        _without_nan(values), indent=1, ensure_ascii=False, allow_nan=False
+    )
     return f"{text}\n"
 
 
 def to_text(result: Result) -> str:
-    """The printed form of a result."""
-    shown = [_cells(x) for x in result.tables if x.printed]
-    tables = (aligned(cells, str.rjust, least=6) for cells in shown)
+    """Return the lines of a result and its tables, separated by empty lines."""
+    printed = [_cells(x) for x in result.tables if x.printed]
+    tables = (aligned(cells, str.rjust, least=6) for cells in printed)
     return "\n\n".join("\n".join(lines) for lines in (result.text, *tables) if lines)
 
 
@@ -50,11 +56,14 @@ def to_markdown(table: Table) -> str:
 
 
 def to_html(title: str, results: Mapping[str, Result]) -> str:
-    """One page with every table and figure in it, and nothing to load."""
-    parts, brief = [f"<h1>{html.escape(title)}</h1>"], []
+    """Return one HTML page that contains every table and figure and loads nothing.
+
+    Results of a single line, of tasks that do not apply, come last.
+    """
+    parts, single_lines = [f"<h1>{html.escape(title)}</h1>"], []
     for name, result in results.items():
         if len(result.text) == 1 and not (result.tables or result.figures):
-            brief += result.text  # of a task that has nothing to show
+            single_lines += result.text
             continue
         parts.append(f"<h2>{html.escape(name)}</h2>")
         if result.text:
@@ -63,10 +72,10 @@ def to_html(title: str, results: Mapping[str, Result]) -> str:
         for figure in result.figures:
             image = base64.b64encode(png(figure)).decode()
             source = f"data:image/png;base64,{image}"
-            words = html.escape(figure.title or figure.name)
-            parts.append(f'<img alt="{words}" src="{source}">')
-    if brief:
-        parts.append(f"<pre>{html.escape(chr(10).join(brief))}</pre>")
+            caption = html.escape(figure.title or figure.name)
+            parts.append(f'<img alt="{caption}" src="{source}">')
+    if single_lines:
+        parts.append(f"<pre>{html.escape(chr(10).join(single_lines))}</pre>")
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8">\n'
@@ -83,7 +92,7 @@ STYLE = (
 
 
 def write_folder(results: Mapping[str, Result], folder: Path | epath.Path) -> None:
-    """Every table as CSV and every figure as PNG.
+    """Write every table as CSV and every figure as PNG.
 
     Raises:
         ValueError: a file cannot be written, or matplotlib is not installed.
@@ -96,10 +105,14 @@ def write_folder(results: Mapping[str, Result], folder: Path | epath.Path) -> No
 
 
 def check_file(path: Path | epath.Path, flag: str) -> None:
-    """Raises: ValueError: the file cannot be written; called before the long work."""
+    """Check, before the long work, that a file can be written.
+
+    Raises:
+        ValueError: it cannot; the message names the flag.
+    """
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file")
-    if path.exists() and not path.is_file():  # a new file would replace the device
+    if path.exists() and not path.is_file():  # writing would replace the device
         raise ValueError(f"{flag} {path} is a device or a pipe: name a file")
     folder = path.parent if in_bucket(path) else path.absolute().parent
     if not in_bucket(path) and not folder.is_dir():
@@ -108,35 +121,37 @@ def check_file(path: Path | epath.Path, flag: str) -> None:
 
 
 def write(content: bytes, path: Path | epath.Path, flag: str) -> None:
-    """A whole file or none.
+    """Write a file completely or not at all.
 
+    Args:
+        flag: the flag that names the file, for the message.
     Raises:
         ValueError: the file cannot be written.
     """
     try:
-        there = path if in_bucket(path) else Path(path).absolute()
-        with replaced(there.parent, path.name) as folder:
+        target = path if in_bucket(path) else Path(path).absolute()
+        with replaced(target.parent, path.name) as folder:
             Path(folder, path.name).write_bytes(content)
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
-def _finite(value: Any) -> Any:
-    """Plain values with None for what JSON has no number for."""
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
+        return {key: _without_nan(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(x) for x in value]
+        return [_without_nan(x) for x in value]
     unknown = isinstance(value, float) and not math.isfinite(value)
     return None if unknown else value
 
 
 def _cells(table: Table) -> list[list[str]]:
-    """The columns' names and the rows, as text."""
-    return [list(map(_shown, row)) for row in (table.columns, *table.rows)]
+    """Return the names of the columns and the rows, as text."""
+    return [list(map(_cell_text, row)) for row in (table.columns, *table.rows)]
 
 
-def _shown(cell: Cell) -> str:
+def _cell_text(cell: Cell) -> str:
     if cell is None:
         return "-"
     if not isinstance(cell, float):

@@ -1,4 +1,4 @@
-"""The options of every task, and its results: values, lines, tables and figures."""
+"""Input and output of a task: `Options`, and `Result` with its tables and figures."""
 
 import contextlib
 import functools
@@ -11,27 +11,30 @@ from tqdm import tqdm
 
 from symjax.figures import Figure
 
-QUIET = 1.0  # seconds of work before a line says what is done
+QUIET = 1.0  # seconds before `announce_if_slow` prints its line
 Cell = str | int | float | None
 Series = dict[str, tuple[list[float], list[float]]]
 
-# A bar on stderr that leaves nothing behind; none where stderr is no terminal.
+# A progress bar on stderr, erased at its end; nothing if stderr is not a terminal.
 progress = functools.partial(tqdm, leave=False, disable=None)
 
 
 @contextlib.contextmanager
-def at_work(what: str) -> Iterator[None]:
-    """Say on stderr what is done inside, if it takes longer than `QUIET` seconds.
+def announce_if_slow(work: str) -> Iterator[None]:
+    """Print a line on stderr if the block runs for longer than `QUIET` seconds.
 
-    On a terminal the line leaves nothing behind.
+    On a terminal the line is erased at the end of the block.
+
+    Args:
+        work: the line, which says what the block does.
     """
     shown = contextlib.ExitStack()
 
     def show() -> None:
         if sys.stderr.isatty():
-            shown.enter_context(progress(desc=what, bar_format="{desc}"))
+            shown.enter_context(progress(desc=work, bar_format="{desc}"))
         else:
-            print(what, file=sys.stderr, flush=True)
+            print(work, file=sys.stderr, flush=True)
 
     timer = threading.Timer(QUIET, show)
     timer.start()
@@ -44,15 +47,15 @@ def at_work(what: str) -> Iterator[None]:
 
 
 class Options(NamedTuple):
-    """The options of eval.py, the same for every task.
+    """Flags of eval.py that tasks read.
 
     Attributes:
-        batches: held-out batches, each of the batch size in training; None is all.
-        prompt: text to continue; None is the first tokens of the held-out text.
-        tokens: to generate.
-        temperature: of the sample; 0 is greedy decoding.
-        seed: of the sample and of all other random numbers.
-        rope_scaling: kinds of it by which the task length reads longer windows.
+        batches: number of held-out batches of the training batch size; None means all.
+        prompt: text to continue; None means the first tokens of the held-out text.
+        tokens: number of tokens to generate.
+        temperature: sampling temperature; 0 is greedy decoding.
+        seed: seed of the sample and of all other random numbers.
+        rope_scaling: kinds of RoPE scaling that the task `length` tries.
     """
 
     batches: int | None = None
@@ -64,10 +67,11 @@ class Options(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of cells; a name that is also the name of its file.
+    """A table of results.
 
     Attributes:
-        printed: False where the text of the result has the numbers already.
+        name: the name of its CSV file, without the ending.
+        printed: False if the lines of the result show the same numbers.
     """
 
     name: str
@@ -81,10 +85,11 @@ class Table(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The measurements of one task on one checkpoint.
+    """Measurements of one task on one checkpoint.
 
     Attributes:
-        values: plain numbers in nested dicts and lists, for JSON: no times, no paths.
+        values: plain numbers in nested dicts and lists for JSON. They hold no times and
+            no paths, so that the JSON of a checkpoint is the same bytes each time.
         text: lines that are printed before the tables.
     """
 
@@ -94,7 +99,7 @@ class Result(NamedTuple):
     figures: tuple[Figure, ...] = ()
 
     def __repr__(self) -> str:
-        """The names of what was measured; `report.to_text` shows the numbers."""
+        """Return the names of the measurements; `report.to_text` shows the numbers."""
         parts = {
             "values": ", ".join(self.values),
             "text": f"{len(self.text)} lines",
@@ -105,18 +110,18 @@ class Result(NamedTuple):
         return f"Result({'; '.join(shown)})"
 
 
-def none(task: str, reason: str) -> Result:
-    """The result of a task that does not apply to a run."""
+def not_applicable(task: str, reason: str) -> Result:
+    """Return the result of a task that does not apply to a run."""
     return Result({task: None}, [f"{task}: none, {reason}"])
 
 
 def table(name: str, columns: Sequence[str], records: list[dict[str, Any]]) -> Table:
-    """A table of records, whose values stand in the order of the columns."""
+    """Return a table of records whose values are in the order of the columns."""
     return Table(name, columns, [tuple(record.values()) for record in records])
 
 
 def series(points: Iterable[tuple[str, float, float]]) -> Series:
-    """Points (label, x, y) as one curve a label."""
+    """Group points (label, x, y) into one curve per label."""
     curves: Series = {}
     for label, x, y in points:
         for axis, value in zip(curves.setdefault(label, ([], [])), (x, y), strict=True):

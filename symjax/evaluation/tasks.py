@@ -1,4 +1,7 @@
-"""The evaluation tasks, by name."""
+"""Table of the evaluation tasks: name, function, one line of meaning.
+
+The package docstring of symjax/evaluation says how to add a task.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,14 +22,17 @@ from symjax.evaluation.measures.ranks import rank
 from symjax.evaluation.measures.speed import speed
 from symjax.evaluation.measures.spread import entropy, support
 from symjax.evaluation.measures.weights import dimension, lambdas
-from symjax.evaluation.results import Options, Result, none
+from symjax.evaluation.results import Options, Result, not_applicable
 
 
 class Task(NamedTuple):
-    """
+    """An evaluation task.
+
     Attributes:
-        sources: values of data.source that it is about; (): any.
-        encoders: it is defined for them too.
+        measure: computes the result.
+        meaning: one line for `eval.py --list`.
+        sources: values of data.source for which the task is defined; () means any.
+        encoders: whether the task is defined for encoders, too.
     """
 
     measure: Callable[[LoadedRun, Options], Result]
@@ -38,60 +44,71 @@ class Task(NamedTuple):
 TASKS = {
     "loss": Task(
         loss,
-        "held-out loss, and that of training text with and without dropout",
+        "loss on held-out text, and on training text with and without dropout",
     ),
     "lambda": Task(lambdas, "λ of every differential layer, now and by step"),
     "mqar": Task(
         answers.mqar,
-        "recall by number of pairs (data.source=mqar)",
+        "recall by the number of pairs (data.source=mqar)",
         ("mqar",),
         encoders=False,
     ),
     "needle": Task(
         answers.needle,
-        "retrieval by depth, length and number of needles",
+        "retrieval by depth, length and number of needles (data.source=needle)",
         ("needle",),
         encoders=False,
     ),
     "copy": Task(
-        answers.copy, "copying by place (data.source=copy)", ("copy",), encoders=False
+        answers.copy,
+        "accuracy by position in the copy (data.source=copy)",
+        ("copy",),
+        encoders=False,
     ),
     "listops": Task(
         answers.listops,
-        "nested lists by depth (data.source=listops)",
+        "accuracy by the depth of nested lists (data.source=listops)",
         ("listops",),
         encoders=False,
     ),
     "order": Task(
         order,
-        "accuracy over the orders of in-context examples",
+        "accuracy by the order of the in-context examples",
         ("mqar", "needle"),
         encoders=False,
     ),
-    "sample": Task(sample, "a prompt continued by the model", encoders=False),
-    "length": Task(length, "loss at 1, 2, 4, 8 times the length, log-n off and on"),
-    "position": Task(position, "held-out loss by place in the window"),
-    "noise": Task(noise, "attention on the answer, on the context, and elsewhere"),
-    "self_share": Task(self_share, "attention of a token on itself"),
-    "dilution": Task(dilution, "attention on the last 1, 4, 16, 64 tokens"),
-    "entropy": Task(entropy, "entropy of rows by the number of keys they see"),
-    "support": Task(support, "keys with a weight, where maps are sparse"),
-    "rank": Task(rank, "ranks of QKᵀ, of maps and of differential maps"),
-    "outliers": Task(outliers, "the largest attention scores and hidden states"),
-    "maps": Task(maps, "pictures of the maps of a sentence"),
-    "approximation": Task(approximation, "errors of features against exact softmax"),
-    "gradients": Task(gradients, "the size of ∂weight/∂score"),
-    "speed": Task(speed, "prefill, training and decoding against softmax, by length"),
-    "dimension": Task(dimension, "the 8 ln n rule for the size of heads"),
+    "sample": Task(sample, "the model's continuation of a prompt", encoders=False),
+    "length": Task(
+        length, "loss at 1, 2, 4, 8 times the training length, log-n scaling off and on"
+    ),
+    "position": Task(position, "held-out loss by position in the window"),
+    "noise": Task(
+        noise, "shares of attention on the answer, on nearby tokens and elsewhere"
+    ),
+    "self_share": Task(self_share, "share of attention of a token on itself"),
+    "dilution": Task(dilution, "share of attention on the last 1, 4, 16, 64 tokens"),
+    "entropy": Task(entropy, "entropy of attention rows by the number of visible keys"),
+    "support": Task(support, "number of keys with a nonzero weight in sparse layers"),
+    "rank": Task(rank, "ranks of QKᵀ, of attention maps and of differential maps"),
+    "outliers": Task(outliers, "largest attention scores and hidden states"),
+    "maps": Task(maps, "pictures of the attention maps of one sentence"),
+    "approximation": Task(
+        approximation, "errors of feature maps against exact softmax attention"
+    ),
+    "gradients": Task(gradients, "size of ∂weight/∂score"),
+    "speed": Task(
+        speed, "speed of prefill, training and decoding against softmax, by length"
+    ),
+    "dimension": Task(dimension, "head sizes against the rule 8 ln n"),
 }
-USUAL = "sample,loss,lambda"
+DEFAULT_TASKS = "sample,loss,lambda"
 
 
-def named(text: str) -> tuple[str, ...]:
-    """The tasks of a list with commas; "all" among them means all tasks.
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the task names of a comma-separated list; "all" stands for every task.
 
     Raises:
-        ValueError: one is unknown.
+        ValueError: a name is unknown, or there is none.
     """
     names = tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
     for name in names or [text]:
@@ -103,21 +120,25 @@ def named(text: str) -> tuple[str, ...]:
 
 
 def measure(name: str, run: LoadedRun, options: Options) -> Result:
-    """The result of a task, which says so where the task does not apply to the run."""
+    """Run a task; if it does not apply to the run, return a result that says so."""
     task = TASKS[name]
     if not config.is_causal(run.config.model) and not task.encoders:
         return Result({}, [f"{name}: none, an encoder predicts no next token"])
     if task.sources and run.config.data.source not in task.sources:
         sources = " or ".join(task.sources)
-        return none(name, f"the model was not trained on data.source={sources}")
+        reason = f"the model was not trained on data.source={sources}"
+        return not_applicable(name, reason)
     return task.measure(run, options)
 
 
-def about(run: LoadedRun) -> dict[str, Any]:
-    """The checkpoint that is evaluated, whether by the mean of its weights, and the
-    hash of a text that stands in place of the held-out one."""
-    found = {"step": run.step, "parameters": run.parameters()}
-    found |= {"weights": checksum_of(run.params)}
+def describe_checkpoint(run: LoadedRun) -> dict[str, Any]:
+    """Return what identifies the evaluated weights and text, for the JSON.
+
+    `text` is the hash of a text that replaces the held-out one (--text), and `ema`
+    says that the weights are the average of --ema.
+    """
+    description = {"step": run.step, "parameters": run.parameters()}
+    description |= {"weights": checksum_of(run.params)}
     if is_given(run.examples):
-        found |= {"text": run.examples.fingerprint["sha256"]}
-    return found | ({"ema": True} if run.ema else {})
+        description |= {"text": run.examples.fingerprint["sha256"]}
+    return description | ({"ema": True} if run.ema else {})

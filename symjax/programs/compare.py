@@ -36,7 +36,7 @@ from symjax.distributed.exit_codes import print_warning, run_and_exit
 from symjax.evaluation import report
 from symjax.evaluation.loading import LoadedRun, history, load
 from symjax.evaluation.measures.language import losses
-from symjax.evaluation.results import Result, Table, at_work, table
+from symjax.evaluation.results import Result, Table, announce_if_slow, table
 from symjax.figures import Band, Curve, Lines
 from symjax.imports import using
 from symjax.models.lambdas import lambda_table
@@ -146,7 +146,7 @@ def check_alone(chosen: argparse.Namespace, rest: list[str]) -> None:
 
 
 def _announced(workdir: Workdir, batches: int | None) -> Evaluated:
-    with at_work(f"{workdir}: compiling and measuring"):
+    with announce_if_slow(f"{workdir}: compiling and measuring"):
         return evaluate(workdir, batches)
 
 

@@ -13,7 +13,7 @@ from symjax.distributed.exit_codes import run_and_exit
 from symjax.evaluation import report, tasks
 from symjax.evaluation.loading import load
 from symjax.evaluation.overview import overview
-from symjax.evaluation.results import Options, at_work
+from symjax.evaluation.results import Options, announce_if_slow
 from symjax.imports import using
 from symjax.programs.commandline import Parser, add_imports
 from symjax.storage import check_writable, local_folder, resolve, resolve_url
@@ -55,7 +55,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add(
         "--ema", action="store_true", help="the mean of weights that optimizer.ema kept"
     )
-    add("--tasks", default=tasks.USUAL, help="names, or all (%(default)s)")
+    add("--tasks", default=tasks.DEFAULT_TASKS, help="names, or all (%(default)s)")
     add_imports(parser)
     add("--list", action="store_true", help="the tasks and what they measure")
     add("--json", help="also write the numbers to this file")
@@ -92,7 +92,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     for name in ("json", "out", "report"):
         if (value := getattr(chosen, name)) is not None:
             setattr(chosen, name, resolve_url(value))
-    chosen.names = tasks.named(chosen.tasks)
+    chosen.names = tasks.parse_names(chosen.tasks)
     if kinds and "length" not in chosen.names:
         raise ValueError(
             "--rope_scaling is for the task length, which --tasks "
@@ -121,9 +121,9 @@ def evaluate(chosen: argparse.Namespace) -> None:
     if chosen.verify:
         verify(run.config.data, local_folder(chosen.workdir) / "data")
     options = Options(*(getattr(chosen, name) for name in Options._fields))
-    about, results, brief = tasks.about(run), {}, False
+    about, results, brief = tasks.describe_checkpoint(run), {}, False
     for name in chosen.names:
-        with at_work(f"{name}: compiling and measuring"):
+        with announce_if_slow(f"{name}: compiling and measuring"):
             results[name] = tasks.measure(name, run, options)
         text, before = report.to_text(results[name]), brief
         brief = "\n" not in text  # tasks that do not apply: no empty lines between them

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from symjax.distributed.exit_codes import run_and_exit
 from symjax.evaluation import report
-from symjax.evaluation.results import Result, at_work
+from symjax.evaluation.results import Result, announce_if_slow
 from symjax.exchange import Loaded, load, load_pretrained
 from symjax.models.huggingface.folders import is_folder
 from symjax.optional import needed
@@ -95,7 +95,7 @@ def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
     from symjax.evaluation.harness_model import HarnessModel
 
     wrapped, tasks = HarnessModel(model), _tasks(chosen.names, chosen.include)
-    with at_work(f"{', '.join(chosen.names)}: compiling and measuring"):
+    with announce_if_slow(f"{', '.join(chosen.names)}: compiling and measuring"):
         found = simple_evaluate(
             wrapped,
             tasks=chosen.names,

@@ -14,12 +14,12 @@ from symjax.evaluation.measures import attended, magnitudes, ranks, spread
 from symjax.evaluation.measures.reading import (
     Layer,
     Window,
-    attentions,
-    known_mean,
+    nan_mean,
     read,
 )
 from symjax.evaluation.results import Options
 from symjax.models import Decoder
+from symjax.models.build import attentions
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])
 TIME = len(TOKENS)
@@ -136,27 +136,27 @@ def test_what_is_read_does_not_change_the_model():
 
 
 def mean_over_rows(shares, answer, near):
-    return known_mean(attended.on_places(shares, answer, near), axis=-2)
+    return nan_mean(attended.category_shares(shares, answer, near), axis=-2)
 
 
 def test_mass_on_the_answer_the_context_and_elsewhere_by_hand():
     """Tokens a b a c, next b a c a: rows 1 and 3 have answers, at 0 and at 0, 2."""
     tokens, targets = np.array([0, 1, 0, 2]), np.array([1, 0, 2, 0])
-    answer = attended.answers(Window(tokens, targets, CAUSAL[:4, :4]))
+    answer = attended.answer_pairs(Window(tokens, targets, CAUSAL[:4, :4]))
     wanted = np.zeros((4, 4), bool)
     wanted[1, 0] = wanted[3, 0] = wanted[3, 2] = True
     np.testing.assert_array_equal(answer, wanted)
     weights = np.array(
         [[1, 0, 0, 0], [0.75, -0.25, 0, 0], [0, 0, 1, 0], [0.1, 0.2, 0.3, 0.4]]
     )
-    near = attended.context(answer, CAUSAL[:4, :4], near=2)
+    near = attended.context_pairs(answer, CAUSAL[:4, :4], size=2)
     found = mean_over_rows(attended.shares(weights), answer, near)
     np.testing.assert_allclose(found, [(0.75 + 0.4) / 2, (0.25 + 0.4) / 2, 0.1])
-    near = attended.context(answer, CAUSAL[:4, :4], near=1)
-    even = mean_over_rows(attended.uniform(CAUSAL[:4, :4]), answer, near)
+    near = attended.context_pairs(answer, CAUSAL[:4, :4], size=1)
+    even = mean_over_rows(attended.uniform_map(CAUSAL[:4, :4]), answer, near)
     np.testing.assert_allclose(even, [0.5, (0.5 + 0.25) / 2, 0.125])
     nothing = answer & False
-    even = attended.uniform(CAUSAL[:4, :4])
+    even = attended.uniform_map(CAUSAL[:4, :4])
     assert np.isnan(mean_over_rows(even, nothing, near)).all()
 
 
@@ -164,15 +164,15 @@ def test_mass_within_the_last_tokens_by_hand():
     """Rows 64 to 70 of a uniform map: w of n keys."""
     rows = np.arange(64, 71)
     wanted = [(w / rows).mean() for w in attended.WITHIN]
-    even = attended.uniform(CAUSAL[:70, :70])
-    found = known_mean(attended.within(even, CAUSAL[:70, :70]), axis=-1)
+    even = attended.uniform_map(CAUSAL[:70, :70])
+    found = nan_mean(attended.shares_within(even, CAUSAL[:70, :70]), axis=-1)
     np.testing.assert_allclose(found, wanted)
-    found = attended.within(np.eye(5), CAUSAL[:5, :5])  # of the last row alone
+    found = attended.shares_within(np.eye(5), CAUSAL[:5, :5])  # of the last row alone
     np.testing.assert_array_equal(found, [[np.nan] * 4 + [1]] * 4)
 
 
 def test_entropy_of_uniform_rows_is_ln_n_and_of_one_key_zero():
-    found, counts = spread.entropies(attended.uniform(CAUSAL)), np.arange(1, 81)
+    found, counts = spread.entropies(attended.uniform_map(CAUSAL)), np.arange(1, 81)
     np.testing.assert_allclose(found, np.log(counts), atol=1e-12)
     assert spread.slope(counts, found) == pytest.approx(1)
     assert not spread.entropies(np.eye(40)).any()
@@ -221,11 +221,11 @@ def test_the_needle_of_the_first_question_is_the_answer_by_hand():
     options = config.Data(source="needle", symbols=3, items=2, asked=2)
     tokens = np.array([6, 9, 1, 4, 7, 9, 0, 5, 10, 0, 5, 10, 1])
     targets = np.where(np.arange(13) == 9, 5, np.where(np.arange(13) == 12, 4, -1))
-    answer, around = attended.needle_places(options, tokens, targets)
+    answer, around = attended.needle_pairs(options, tokens, targets)
     np.testing.assert_array_equal(np.argwhere(answer), [[9, 5], [9, 6], [9, 7]])
     wanted = [[9, place] for place in (0, 1, 2, 3, 4)]
     np.testing.assert_array_equal(np.argwhere(around), wanted)
-    even = mean_over_rows(attended.uniform(CAUSAL[:13, :13]), answer, around)
+    even = mean_over_rows(attended.uniform_map(CAUSAL[:13, :13]), answer, around)
     np.testing.assert_allclose(even, [0.3, 0.5, 0.2])
 
 

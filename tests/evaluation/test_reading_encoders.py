@@ -99,7 +99,7 @@ def test_pads_carry_no_mass_and_change_nothing_that_is_read(name):
     _, model = encoder(name)
     padded, alone = read(model, PADDED), read(model, TOKENS)
     graph, weights = nnx.split(model)
-    whole = reading._read(graph, weights, jnp.asarray(PADDED)[None])
+    whole = reading._read_layers(graph, weights, jnp.asarray(PADDED)[None])
     for one, other, raw in zip(padded, alone, whole, strict=True):
         assert not np.asarray(raw.branches)[..., :TIME, TIME:].any()
         for field, x, y in zip(one._fields, one, other, strict=True):
@@ -224,9 +224,9 @@ def test_hidden_tokens_have_their_answers_elsewhere_by_hand():
     """Of a b ? a b the third is an a: at 0 and 3. The last, b, shows itself: at 1."""
     tokens, mask = np.array([0, 1, 9, 0, 1]), np.ones((5, 5), bool)
     targets = np.array([-1, -1, 0, -1, 1])
-    answer = attended.answers(Window(tokens, targets, mask))
+    answer = attended.answer_pairs(Window(tokens, targets, mask))
     np.testing.assert_array_equal(np.argwhere(answer), [[2, 0], [2, 3], [4, 1]])
-    near = attended.context(answer, mask, near=4)
+    near = attended.context_pairs(answer, mask, size=4)
     wanted = [[2, 1], [2, 2], [4, 3], [4, 4]]
     found = [pair for pair in np.argwhere(near).tolist() if pair[0] in (2, 4)]
     assert found == wanted
@@ -277,7 +277,7 @@ def test_a_label_has_one_place_and_a_hidden_token_its_own(classes):
     model, made = encoder(classes=classes)
     targets = np.where(np.arange(LENGTH) == 2, 7, NOTHING) if not classes else LABEL
     run = run_of(model, made, (PADDED, targets))
-    found = lengths.by_place(run, made, LENGTH, 1)
+    found = lengths.by_position(run, made, LENGTH, 1)
     scores = np.asarray(jax.jit(made)(PADDED[None]), np.float64)[0]
     place, target = (0, 1) if classes else (2, 7)
     wanted = np.log(np.exp(scores[place]).sum()) - scores[place, target]
@@ -291,12 +291,12 @@ def test_a_label_has_one_place_and_a_hidden_token_its_own(classes):
 def test_an_encoder_reads_and_learns_at_any_length_and_is_not_decoded(monkeypatch):
     image = {"patch": 2, "image": (4, 8, 1), "length": 8, "vocabulary": 0}
     model, _ = encoder("v2", **image, positions="learned")
-    larger = speed.sized(model, 32)
+    larger = speed.with_length(model, 32)
     assert larger.image == (2, 64, 1) and larger.length == 32
     job = speed.prefill(config.Config(model=larger), 32)
     assert job.tokens == 32 and job.run().shape == (1, 1, 3)
     works = []
-    monkeypatch.setattr(speed, "interleaved", lambda *jobs: np.ones((2, 1)))
+    monkeypatch.setattr(speed, "time_in_turns", lambda *jobs: np.ones((2, 1)))
     for name in ("prefill", "training", "decoding"):
 
         def work(options, length, name=name):
@@ -304,7 +304,7 @@ def test_an_encoder_reads_and_learns_at_any_length_and_is_not_decoded(monkeypatc
 
         work.__name__ = name
         monkeypatch.setattr(speed, name, work)
-    rows = speed.compare(config.Config(model=model), 32)
+    rows = speed.compare_with_softmax(config.Config(model=model), 32)
     assert [row[0] for row in rows] == ["prefill", "training"] == works[::2]
 
 

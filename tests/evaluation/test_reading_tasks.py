@@ -115,7 +115,7 @@ def test_curves_over_places_are_drawn_smooth_through_what_was_measured(trained):
 
 def test_places_of_the_window_are_those_of_the_loss(trained):
     """Their mean is the held-out loss of the same windows, computed elsewhere."""
-    places = lengths.by_place(trained, trained.model(), 32, 2)
+    places = lengths.by_position(trained, trained.model(), 32, 2)
     found = tasks.TASKS["loss"].measure(trained, Options(batches=2)).values
     assert places.mean()[0] == pytest.approx(found["heldout"]["loss"], rel=1e-5)
     rows = lengths.position(trained, Options(batches=2)).values["position"]
@@ -137,7 +137,7 @@ def test_longer_windows_and_log_n_off_and_on(trained, monkeypatch):
     assert list(found) == ["32", "64"]
     for row in found.values():
         assert list(row) == ["off", "evaluation", "trained"]
-    same = lengths.by_place(trained, trained.model(), 64, 1, 2)
+    same = lengths.by_position(trained, trained.model(), 64, 1, 2)
     assert found["64"]["trained"]["loss"] == pytest.approx(same.mean()[0])
     assert found["64"]["trained"]["last"] == pytest.approx(same.mean(32)[0])
     assert found["64"]["off"]["loss"] != found["64"]["trained"]["loss"]
@@ -155,7 +155,7 @@ def test_longer_windows_are_read_with_scaled_rope(trained, monkeypatch):
     scaled = config.RopeScaling(kind="yarn", factor=2.0, original_length=32)
     model = dataclasses.replace(trained.config.model, rope_scaling=scaled)
     made = lengths.merged(model, trained.params, trained.constants)
-    same = lengths.by_place(trained, made, 64, 1, 2)
+    same = lengths.by_position(trained, made, 64, 1, 2)
     assert found["64"]["rope yarn"]["loss"] == pytest.approx(same.mean()[0])
     losses = [found["64"][x]["loss"] for x in ("trained", "rope dynamic", "rope yarn")]
     assert len(set(losses)) == 3
@@ -225,10 +225,10 @@ def test_slopes_are_the_derivatives_of_weights():
         return np.diagonal(jax.jacobian(weights)(jnp.asarray(scores)))
 
     row = positive[0, 0, -1]
-    found = magnitudes.slope(layer(linear, positive))[0, 0, -1]
+    found = magnitudes.derivatives(layer(linear, positive))[0, 0, -1]
     np.testing.assert_allclose(found, diagonal(lambda z: z / z.sum(), row), rtol=1e-5)
-    found = magnitudes.slope(layer(soft, None))[0, 0, -1]
+    found = magnitudes.derivatives(layer(soft, None))[0, 0, -1]
     np.testing.assert_allclose(found, diagonal(jax.nn.softmax, row), rtol=1e-5)
     # the claim: features near zero, slopes without a bound
-    tiny = magnitudes.slope(layer(linear, 1e-4 * positive))
-    assert tiny.max() > 1e3 and magnitudes.slope(layer(soft, None)).max() <= 0.25
+    tiny = magnitudes.derivatives(layer(linear, 1e-4 * positive))
+    assert tiny.max() > 1e3 and magnitudes.derivatives(layer(soft, None)).max() <= 0.25

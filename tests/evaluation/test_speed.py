@@ -34,13 +34,13 @@ def test_jobs_take_turns_and_the_first_round_does_not_count(monkeypatch):
 
         return run
 
-    seconds = speed.interleaved(job("a", 2), job("b", 6))
+    seconds = speed.time_in_turns(job("a", 2), job("b", 6))
     assert calls == ["a", "b"] * (speed.ROUNDS + 1)
     np.testing.assert_array_equal(seconds, [[2] * speed.ROUNDS, [6] * speed.ROUNDS])
 
 
 def test_the_measure_is_the_same_model_with_plain_softmax():
-    other = speed.softmax(speed.sized(MODEL, 64))
+    other = speed.with_softmax(speed.with_length(MODEL, 64))
     assert other.attention == config.Attention() and other.length == 64
     assert (other.width, other.depth, other.heads) == (16, 1, 2)
 
@@ -79,7 +79,7 @@ def test_what_does_not_fit_into_memory_is_said(monkeypatch):
 
     run = SimpleNamespace(config=config.Config(model=MODEL))
 
-    monkeypatch.setattr(speed, "compare", refuse)
+    monkeypatch.setattr(speed, "compare_with_softmax", refuse)
     finding = speed.speed(run, Options())
     assert "128 tokens and more left out: a training step takes" in finding.text[1]
     assert finding.tables[0].rows == [] and finding.figures == ()
@@ -88,4 +88,4 @@ def test_what_does_not_fit_into_memory_is_said(monkeypatch):
 @pytest.mark.parametrize("pattern", [(), ("gau", "softmax")])
 def test_a_pattern_becomes_softmax_everywhere(pattern):
     model = config.Model(depth=2, pattern=pattern)
-    assert speed.mechanisms(speed.softmax(model)) == ["softmax", "softmax"]
+    assert speed.mechanisms(speed.with_softmax(model)) == ["softmax", "softmax"]

@@ -1,1 +1,19 @@
-"""Measurements of a model, one file a measurement."""
+"""Measurements of a model, by subject; in brackets the tasks of eval.py.
+
+Losses and text:
+    language       losses on held-out and training text, a sample (loss, sample)
+    lengths        loss by position and in longer windows (position, length)
+Answers of the generated tasks:
+    answers        accuracy by difficulty (mqar, needle, copy, listops)
+    order          accuracy by the order of the examples in a prompt (order)
+Inside the layers; `reading` computes queries, keys and maps, the others read them:
+    attended       which tokens get the attention (noise, self_share, dilution)
+    spread         over how many keys it spreads (entropy, support)
+    ranks          ranks of score matrices and maps (rank)
+    magnitudes     sizes of scores, hidden states and gradients (outliers, gradients)
+    maps           pictures of attention maps (maps)
+    approximation  feature maps against exact softmax (approximation)
+Other properties of the model:
+    weights        λ of differential layers, sizes of heads (lambda, dimension)
+    speed          tokens per second and memory against softmax (speed)
+"""

@@ -1,4 +1,14 @@
-"""Accuracy of the answers in generated tasks, by what makes them hard."""
+"""Accuracy of answers in the generated tasks, by what makes a row difficult.
+
+Accuracy is the part of the answers whose likeliest token is the target. Rows are new
+held-out rows of the task that the model was trained on. Chance is the accuracy of a
+guess among all possible answers.
+
+    mqar     by the number of key-value pairs
+    needle   by depth of the needle and length of the row; by number of needles
+    copy     by position in the copy
+    listops  by depth of the nested lists
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,16 +25,16 @@ from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Options, Result, Table, progress, table
 from symjax.figures import Grid, Lines
 
-ROWS = 200  # of a point of a curve
-SAMPLES = 50  # of a cell of the grid
+ROWS = 200  # rows for each point of a curve (listops: 5 times as many in all)
+CELL_ROWS = 50  # rows for each cell of the grid of needles
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (needles in the row, needles asked for)
 
-Predict = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] → the next ones [B, T]
+Predict = Callable[[np.ndarray], np.ndarray]  # tokens [B T] → predicted next tokens
 
 
 def mqar(run: LoadedRun, options: Options) -> Result:
-    """Accuracy by the number of pairs.
+    """Measure accuracy by the number of key-value pairs: 1, 2, 4, … up to data.items.
 
     Source: Arora et al. 2023, arXiv:2312.04927.
     """
@@ -32,27 +42,27 @@ def mqar(run: LoadedRun, options: Options) -> Result:
     counts = [2**i for i in range(data.items.bit_length()) if 2**i < data.items]
     predict, rows = predictor(run), []
     for count in [*counts, data.items]:
-        examples = heldout(replace(data, items=count), length, ROWS, options.seed)
+        examples = draw_heldout(replace(data, items=count), length, ROWS, options.seed)
         rows.append((count, _accuracy(predict, examples)))
-    return _by("mqar", "pairs", rows, 1 / data.symbols)
+    return _accuracy_by("mqar", "pairs", rows, 1 / data.symbols)
 
 
 def copy(run: LoadedRun, options: Options) -> Result:
-    """Accuracy by the place in the copy."""
+    """Measure accuracy by the position in the copy."""
     data, length = run.config.data, run.config.model.length
-    right = _right(predictor(run), heldout(data, length, ROWS, options.seed))
+    right = _is_right(predictor(run), draw_heldout(data, length, ROWS, options.seed))
     accuracy = right[:, -data.items :].mean(axis=0).tolist()
-    return _by("copy", "place", list(enumerate(accuracy, 1)), 1 / data.symbols)
+    return _accuracy_by("copy", "place", list(enumerate(accuracy, 1)), 1 / data.symbols)
 
 
 def listops(run: LoadedRun, options: Options) -> Result:
-    """Accuracy by the depth of nesting.
+    """Measure accuracy by the depth of nesting.
 
     Source: Nangia & Bowman 2018, arXiv:1804.06028.
     """
     length = run.config.model.length
-    examples = heldout(run.config.data, length, 5 * ROWS, options.seed)
-    right, tokens = _right(predictor(run), examples)[:, -1], examples[0]
+    examples = draw_heldout(run.config.data, length, 5 * ROWS, options.seed)
+    right, tokens = _is_right(predictor(run), examples)[:, -1], examples[0]
     opens = (tokens >= generated.MAXIMUM) & (tokens < generated.CLOSE)
     steps = opens.astype(int) - (tokens == generated.CLOSE)
     depths = np.cumsum(steps, axis=1).max(axis=1)
@@ -60,11 +70,13 @@ def listops(run: LoadedRun, options: Options) -> Result:
         (int(depth), float(right[depths == depth].mean()))
         for depth in np.unique(depths)
     ]
-    return _by("listops", "depth", rows, 1 / 10)
+    return _accuracy_by("listops", "depth", rows, 1 / 10)
 
 
-def _by(name: str, label: str, rows: list[tuple[int, float]], chance: float) -> Result:
-    """Accuracy by one number, beside chance."""
+def _accuracy_by(
+    name: str, label: str, rows: list[tuple[int, float]], chance: float
+) -> Result:
+    """Return the result of a task whose accuracy depends on one number, `label`."""
     columns = (label, "accuracy", "chance")
     records = [dict(zip(columns, (*row, chance), strict=True)) for row in rows]
     x = [float(number) for number, _ in rows]
@@ -75,11 +87,12 @@ def _by(name: str, label: str, rows: list[tuple[int, float]], chance: float) -> 
 
 
 def needle(run: LoadedRun, options: Options) -> Result:
-    """Accuracy by the depth and length at which the first asked needle lies, and by
-    the number of needles.
+    """Measure accuracy by depth of the needle and length of the row, and by needles.
 
-    50 rows a cell; the other needles lie anywhere. Lengths go up to that of training,
-    and twice as far where positions allow it.
+    A cell of the grid is the accuracy of the first question over 50 rows, whose needle
+    lies at this depth (0 % is the start of the row); other needles lie anywhere.
+    Lengths go up to that of training, and to twice that unless positions are learned.
+    The second table is the accuracy of all questions by the number of needles.
 
     Source: Ye et al. 2024, arXiv:2410.05258, section 3.4.
     """
@@ -91,28 +104,28 @@ def needle(run: LoadedRun, options: Options) -> Result:
     cells = [(depth, length) for depth in DEPTHS for length in lengths]
     predict, chance = predictor(run), 1 / data.symbols
     grid = [
-        _accuracy(predict, planted(data, length, depth, options.seed), first=True)
+        _first_accuracy(predict, rows_with_needle_at(data, length, depth, options.seed))
         for depth, length in progress(cells, "needles")
     ]
     values = np.reshape(grid, (len(DEPTHS), len(lengths))).tolist()
-    several = {}
-    for count, wanted in NEEDLES:
-        own = replace(data, items=count, asked=wanted)
-        if count <= data.symbols and least(own) <= model.length:
-            examples = heldout(own, model.length, ROWS, options.seed)
-            several[f"{count}, {wanted}"] = _accuracy(predict, examples)
-    found = {
+    by_count = {}
+    for count, asked in NEEDLES:
+        changed = replace(data, items=count, asked=asked)
+        if count <= data.symbols and least(changed) <= model.length:
+            examples = draw_heldout(changed, model.length, ROWS, options.seed)
+            by_count[f"{count}, {asked}"] = _accuracy(predict, examples)
+    results = {
         "chance": chance,
         "lengths": lengths,
         "depths": list(DEPTHS),
         "grid": values,
-        "needles": several,
+        "needles": by_count,
     }
     depths, columns = [f"{x:.0%}" for x in DEPTHS], [f"{x} tokens" for x in lengths]
     rows = [(depth, *row) for depth, row in zip(depths, values, strict=True)]
     tables = (
         Table("needle_depths", ("depth", *columns), rows),
-        Table("needle_counts", ("needles, asked", "accuracy"), list(several.items())),
+        Table("needle_counts", ("needles, asked", "accuracy"), list(by_count.items())),
     )
     labels = list(map(str, lengths))
     title = "Needles found, by the depth of the needle and tokens of the row"
@@ -128,54 +141,60 @@ def needle(run: LoadedRun, options: Options) -> Result:
         unit="accuracy",
     )
     text = [f"needles: chance {chance:.4f}"]
-    return Result({"needle": found}, text, tables, (figure,))
+    return Result({"needle": results}, text, tables, (figure,))
 
 
-def heldout(data: config.Data, length: int, count: int, seed: int) -> Rows:
-    """The first held-out rows of a seed."""
+def draw_heldout(data: config.Data, length: int, count: int, seed: int) -> Rows:
+    """Return the first `count` held-out rows of a seed."""
     indices = np.arange(count)
     return generated.rows(data, length, seed=seed, indices=indices, heldout=True)
 
 
-def planted(data: config.Data, length: int, depth: float, seed: int) -> Rows:
-    """Held-out rows whose first asked needle lies at a depth."""
-    found: list[Rows] = []
+def rows_with_needle_at(
+    data: config.Data, length: int, depth: float, seed: int
+) -> Rows:
+    """Return 50 held-out rows whose first question asks for a needle at this depth."""
+    batches: list[Rows] = []
     for attempt in range(40 * generated.HELDOUT):
-        draws = Draws(seed, np.arange(SAMPLES), attempt)
+        draws = Draws(seed, np.arange(CELL_ROWS), attempt)
         depths = draws.uniform(data.items)
         depths[:, 0] = depth
         others = 1 + draws.distinct(max(data.items - 1, 1), data.asked - 1)
-        order = np.concatenate([np.zeros((SAMPLES, 1), int), others], axis=1)
+        order = np.concatenate([np.zeros((CELL_ROWS, 1), int), others], axis=1)
         tokens, targets = generated.plant(data, length, draws, depths, order)
-        kept = generated.is_heldout(tokens)
-        found.append((tokens[kept], targets[kept]))
-        if sum(len(tokens) for tokens, _ in found) >= SAMPLES:
+        heldout = generated.is_heldout(tokens)
+        batches.append((tokens[heldout], targets[heldout]))
+        if sum(len(tokens) for tokens, _ in batches) >= CELL_ROWS:
             break
-    tokens, targets = map(np.concatenate, zip(*found, strict=True))
-    return tokens[:SAMPLES], targets[:SAMPLES]
+    tokens, targets = map(np.concatenate, zip(*batches, strict=True))
+    return tokens[:CELL_ROWS], targets[:CELL_ROWS]
 
 
 def predictor(run: LoadedRun) -> Predict:
-    """A function that gives the likeliest token after each; compiled once a length."""
+    """Return a function that predicts every next token; it compiles once per length."""
     model = run.decoder()
     likeliest = jax.jit(lambda tokens: model(tokens).argmax(axis=-1))
 
     def predict(tokens: np.ndarray) -> np.ndarray:
-        parts = np.array_split(tokens, max(1, len(tokens) // SAMPLES))
+        parts = np.array_split(tokens, max(1, len(tokens) // CELL_ROWS))
         return np.concatenate([np.asarray(likeliest(jnp.asarray(x))) for x in parts])
 
     return predict
 
 
-def _accuracy(predict: Predict, rows: Rows, *, first: bool = False) -> float:
-    """Of all answers, or of the first in each row."""
-    right, there = _right(predict, rows), rows[1] >= 0
-    if first:
-        there &= np.cumsum(there, axis=1) == 1
-    return float(right[there].mean())
+def _accuracy(predict: Predict, rows: Rows) -> float:
+    """Return the accuracy of all answers."""
+    return float(_is_right(predict, rows)[rows[1] >= 0].mean())
 
 
-def _right(predict: Predict, rows: Rows) -> np.ndarray:
-    """Where the likeliest token is the target [B, T]."""
+def _first_accuracy(predict: Predict, rows: Rows) -> float:
+    """Return the accuracy of the first answer of each row."""
+    answers = rows[1] >= 0
+    first = answers & (np.cumsum(answers, axis=1) == 1)
+    return float(_is_right(predict, rows)[first].mean())
+
+
+def _is_right(predict: Predict, rows: Rows) -> np.ndarray:
+    """Return True where the likeliest token is the target [B T]."""
     tokens, targets = rows
     return predict(tokens) == targets

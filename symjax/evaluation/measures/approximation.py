@@ -1,9 +1,16 @@
-"""How far attention by features is from the softmax of the same queries and keys.
+"""Errors of feature-map attention against exact softmax of the same queries and keys.
 
-Two tables: what the feature mechanisms of the model itself do, layer by layer, and what
-random features would do with its queries and keys, by their number, from orthogonal and
-from independent projections. A uniform average of the visible keys is the reference: an
-estimate with a larger error is worse than averaging.
+With the exact map A (softmax in float64) and the map Â that features make, errors are
+relative, in Frobenius norms, and means over heads:
+
+    error of the map     |Â − A| / |A|
+    error of the output  |(Â − A) V| / |A V|
+
+There are two tables. The first replaces the attention of the model by random features
+of its own queries and keys: 16, 64, 256, 1024 features from orthogonal and from
+independent projections, on one held-out window. The second measures the layers of the
+model that use features themselves, on a few windows (`reading`). The reference is the
+uniform average of the visible keys: an error above it is worse than averaging.
 """
 
 from functools import partial
@@ -16,75 +23,79 @@ from jaxtyping import Float
 
 from symjax import attention, config
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.attended import uniform
+from symjax.evaluation.measures.attended import uniform_map
 from symjax.evaluation.measures.reading import (
     Layer,
-    all_pairs,
-    attentions,
     by_layer,
     heldout_rows,
     read,
+    visible_pairs,
 )
 from symjax.evaluation.results import Options, Result, Table, progress, series, table
 from symjax.figures import Lines
 from symjax.layers.parts.table import part_of
+from symjax.models.build import attentions
 
-FEATURES = (16, 64, 256, 1024)
-DRAWS = 4  # of every kind of projection
-LONGEST = 128  # tokens of the window that random features are tried on
+FEATURES = (16, 64, 256, 1024)  # numbers of random features
+DRAWS = 4  # projections drawn for each row of the table
+LONGEST = 128  # tokens of the window of random features
 
-Rows = Float[np.ndarray, "N T T"]
+Maps = Float[np.ndarray, "N T T"]
 
 
 class Heads(NamedTuple):
-    """Every branch of every head of a layer: queries, keys, values, their softmax map,
-    and the map that gives all visible keys the same weight."""
+    """Branches of all heads of a layer on one window.
+
+    Attributes:
+        exact: softmax map of the queries and keys.
+        uniform: the map that gives all visible keys the same weight.
+    """
 
     query: Float[np.ndarray, "N T H"]
     key: Float[np.ndarray, "N T H"]
     value: Float[np.ndarray, "N T V"]
-    exact: Rows
-    even: Float[np.ndarray, "T T"]
+    exact: Maps
+    uniform: Float[np.ndarray, "T T"]
 
 
 def heads_of(layer: Layer, *, causal: bool, length: int | None = None) -> Heads:
-    """Args: length: tokens from the start; None: all."""
-    query, key = (_flat(x[..., :length, :]) for x in (layer.query, layer.key))
+    """Return the heads of a layer for the first `length` tokens; None means all."""
+    query, key = (_merge_branches(x[..., :length, :]) for x in (layer.query, layer.key))
     value = layer.value[:, :length].astype(np.float64)
     value = np.repeat(value, layer.query.shape[1], axis=0)
-    even = uniform(all_pairs(query.shape[1], causal=causal))
-    return Heads(query, key, value, exact_map(query, key, causal=causal), even)
+    uniform = uniform_map(visible_pairs(query.shape[1], causal=causal))
+    return Heads(query, key, value, exact_map(query, key, causal=causal), uniform)
 
 
-def _flat(x: Float[np.ndarray, "N P T s"]) -> Float[np.ndarray, "M T s"]:
+def _merge_branches(x: Float[np.ndarray, "N P T s"]) -> Float[np.ndarray, "M T s"]:
     return x.reshape(-1, *x.shape[2:])
 
 
 def approximation(run: LoadedRun, options: Options) -> Result:
-    """Errors of maps and outputs against exact softmax, relative to its size."""
+    """Measure the errors of the module docstring: random features, then own layers."""
     causal = config.is_causal(run.config.model)
-    own = _own_maps(run, options)
+    own = _errors_of_layers(run, options)
     rows = heldout_rows(run, options)
     longest, _ = max(rows, key=lambda row: (row[0] >= 0).sum())
     layers = read(run.model(), longest)
     layers = [heads_of(layer, causal=causal, length=LONGEST) for layer in layers]
-    references = [errors(heads.even, heads.exact, heads.value) for heads in layers]
-    even = np.mean(references, axis=0).tolist()
-    found = []
-    runs = [(kind, count) for kind in random_kinds(run) for count in FEATURES]
-    for kind, count in progress(runs, "random features"):
+    references = [errors(heads.uniform, heads.exact, heads.value) for heads in layers]
+    uniform = np.mean(references, axis=0).tolist()
+    rows = []
+    tried = [(kind, count) for kind in random_kinds(run) for count in FEATURES]
+    for kind, count in progress(tried, "random features"):
         for draw in ("orthogonal", "independent"):
-            errors_of = [
+            of_draws = [
                 random_errors(heads, kind, count, draw, options.seed + i, causal=causal)
                 for i in range(DRAWS)
                 for heads in layers
             ]
-            of_map, of_output = np.mean(errors_of, axis=0).tolist()
+            of_map, of_output = np.mean(of_draws, axis=0).tolist()
             row = {"features": kind, "count": count, "rows": draw}
-            found.append(row | {"map": of_map, "output": of_output})
+            rows.append(row | {"map": of_map, "output": of_output})
     columns = ("features", "count", "rows", "error of map", "error of output")
-    cells = [tuple(row.values()) for row in found]
-    cells.append(("uniform average", None, None, *even))
+    cells = [tuple(row.values()) for row in rows]
+    cells.append(("uniform average", None, None, *uniform))
     tables = [Table("approximation", columns, cells)]
     text = [
         "relative errors against softmax of the model's own queries and keys;",
@@ -95,60 +106,63 @@ def approximation(run: LoadedRun, options: Options) -> Result:
         columns = ("layer", "mechanism", *measured)
         tables.append(table("approximation_own", columns, own))
         text.append("second table: the model's own features")
-    points = [(f"{x['features']}, {x['rows']}", x["count"], x["output"]) for x in found]
-    points += [("uniform average", n, even[1]) for n in (FEATURES[0], FEATURES[-1])]
+    points = [(f"{x['features']}, {x['rows']}", x["count"], x["output"]) for x in rows]
+    points += [("uniform average", n, uniform[1]) for n in (FEATURES[0], FEATURES[-1])]
     label, curves = "error of the output", series(points)
     title = "Random features against exact softmax, the model's own queries and keys"
     figure = Lines("approximation", "features", label, curves, log_x=True, title=title)
-    values = {"own": own, "random": found, "uniform": even}
+    values = {"own": own, "random": rows, "uniform": uniform}
     return Result({"approximation": values}, text, tuple(tables), (figure,))
 
 
-def _own_maps(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
-    """Errors of the model's own features."""
+def _errors_of_layers(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
+    """Return the errors of the layers that use features themselves."""
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
-    chosen = [i for i, x in enumerate(names) if part_of(x).features or _draws(x)]
-    if not chosen:
+    layers = [i for i, x in enumerate(names) if part_of(x).features or _is_random(x)]
+    if not layers:
         return []
     causal = config.is_causal(run.config.model)
 
     def measure(_, layer: Layer) -> Float[np.ndarray, "4"]:
         heads = heads_of(layer, causal=causal)
-        maps = _flat(layer.branches), heads.even
+        maps = _merge_branches(layer.branches), heads.uniform
         return np.concatenate([errors(x, heads.exact, heads.value) for x in maps])
 
     columns = ("map", "output", "uniform_map", "uniform_output")
     return [
         {"layer": index, "mechanism": names[index]}
-        | dict(zip(columns, np.mean(found, axis=0).tolist(), strict=True))
-        for index, found in by_layer(run, options, measure, chosen).items()
+        | dict(zip(columns, np.mean(windows, axis=0).tolist(), strict=True))
+        for index, windows in by_layer(run, options, measure, layers).items()
     ]
 
 
 def random_kinds(run: LoadedRun) -> list[str]:
-    """The kinds of random features to try: those of the model, or the usual ones."""
+    """Return the kinds of random features to try.
+
+    If the model uses random features, they are of its own kind.
+    """
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
-    if not any(map(_draws, names)):
+    if not any(map(_is_random, names)):
         return ["positive", "hyperbolic"]
     return [run.config.model.attention.features or "positive"]
 
 
-def _draws(mechanism: str) -> bool:
-    """Whether its features are random."""
+def _is_random(mechanism: str) -> bool:
+    """Return whether a mechanism uses random features."""
     return "projection" in attention.MECHANISMS[mechanism].operands
 
 
 def random_errors(
     heads: Heads, kind: str, count: int, draw: str, seed: int, *, causal: bool
 ) -> Float[np.ndarray, "2"]:
-    """Errors of the map and the output with a new projection of `count` rows."""
+    """Return the errors of map and output for a new projection of `count` rows."""
     rng, size = jax.random.key(seed), heads.query.shape[-1]
     if draw == "orthogonal":
         projection = attention.orthogonal_projection(rng, count, size)
     else:
         projection = jax.random.normal(rng, (count, size))
-    found = random_map(kind, heads.query, heads.key, projection, causal=causal)
-    return errors(np.asarray(found), heads.exact, heads.value)
+    estimate = random_map(kind, heads.query, heads.key, projection, causal=causal)
+    return errors(np.asarray(estimate), heads.exact, heads.value)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="causal")
@@ -160,7 +174,7 @@ def random_map(
     *,
     causal: bool,
 ) -> Float[jax.Array, "N T T"]:
-    """The map that random features make: their output for unit vectors."""
+    """Return the attention map of random features: their output for unit vectors."""
     heads, length, _ = query.shape
     units = jnp.broadcast_to(jnp.eye(length)[None, :, None], (1, length, heads, length))
     query, key = (jnp.swapaxes(x, 0, 1)[None] for x in (query, key))
@@ -171,26 +185,28 @@ def random_map(
 
 def exact_map(
     query: Float[np.ndarray, "N T H"], key: Float[np.ndarray, "N T H"], *, causal: bool
-) -> Rows:
-    """Softmax attention in float64."""
+) -> Maps:
+    """Return the map of softmax attention, in float64."""
     query, key = query.astype(np.float64), key.astype(np.float64)
     scores = query @ np.swapaxes(key, -1, -2) / np.sqrt(query.shape[-1])
-    visible = all_pairs(scores.shape[-1], causal=causal)
+    visible = visible_pairs(scores.shape[-1], causal=causal)
     scores = np.where(visible, scores, -np.inf)
     powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def errors(
-    found: Float[np.ndarray, "*N T T"], exact: Rows, value: Float[np.ndarray, "N T V"]
+    estimate: Float[np.ndarray, "*N T T"],
+    exact: Maps,
+    value: Float[np.ndarray, "N T V"],
 ) -> Float[np.ndarray, "2"]:
-    """|Â − A|/|A| and |(Â − A) V|/|A V| in Frobenius norms, the mean over heads."""
+    """Return |Â − A|/|A| and |(Â − A) V|/|A V| in Frobenius norms, means over heads."""
 
-    def relative(difference: np.ndarray, whole: np.ndarray) -> float:
-        sizes = [np.linalg.norm(x, axis=(1, 2)) for x in (difference, whole)]
+    def relative(difference: np.ndarray, reference: np.ndarray) -> float:
+        sizes = [np.linalg.norm(x, axis=(1, 2)) for x in (difference, reference)]
         return float((sizes[0] / np.where(sizes[1] == 0, 1, sizes[1])).mean())
 
-    difference = found - exact
+    difference = estimate - exact
     return np.array(
         [relative(difference, exact), relative(difference @ value, exact @ value)]
     )

@@ -1,7 +1,20 @@
-"""Shares of attention: on the answer, on nearby tokens, and on the token itself.
+"""Shares of attention: on the answer, on the context, on the last tokens, on itself.
 
-A share is |a| of a pair over the sum of |a| of its row; differential maps have negative
-weights.
+All tasks of this file measure shares. The share of row t on a set of keys s is
+
+    Σ_{s in the set} |a_ts| / Σ_s |a_ts|
+
+where a is the attention map of a head: A, or A₁ − λA₂ in differential attention, whose
+weights may be negative. A share lies between 0 and 1. Beside each number stands the
+share that a uniform map of the visible keys would have: a larger share means that the
+attention favours these keys.
+
+    noise        on the answer, on the context and elsewhere: how much of the attention
+                 goes to the tokens that matter
+    self_share   of a token on itself
+    dilution     on the last 1, 4, 16, 64 tokens: how far attention spreads
+
+All of them are means over heads and rows of a few held-out windows (`reading`).
 """
 
 import itertools
@@ -13,92 +26,113 @@ from jaxtyping import Bool, Float, Int
 from symjax import config
 from symjax.data import generated
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.answers import DEPTHS, planted
+from symjax.evaluation.measures.answers import DEPTHS, rows_with_needle_at
 from symjax.evaluation.measures.reading import (
     Layer,
     Window,
     by_layer,
-    known_mean,
     mean_over_rows,
+    nan_mean,
     read,
 )
-from symjax.evaluation.results import Options, Result, Table, none, progress, table
+from symjax.evaluation.results import (
+    Options,
+    Result,
+    Table,
+    not_applicable,
+    progress,
+    table,
+)
 from symjax.figures import Lines, smoothed
 
-NEAR = 16  # tokens before a row that count as its context
-ROWS = 8  # read at every depth of a needle
-OCTAVES = 0.5  # of keys that rows see: the width within which a curve is smoothed
-WITHIN = (1, 4, 16, 64)
-MAPS = ("A", "A₁", "A₂")  # of a head, and of the branches of a differential one
-PLACES = ("answer", "context", "elsewhere")
+CONTEXT = 16  # the last tokens of a row that count as its context
+ROWS = 8  # rows that are read at each depth of a needle
+OCTAVES = 0.5  # width of the smoothing of a curve, in octaves of visible keys
+WITHIN = (1, 4, 16, 64)  # distances of the task `dilution`, in tokens
+MAPS = ("A", "A₁", "A₂")  # the map of a head, and its branches if it is differential
+CATEGORIES = ("answer", "context", "elsewhere")
 
 Shares = Float[np.ndarray, "*N T T"]
-Places = Bool[np.ndarray, "T T"]
+Pairs = Bool[np.ndarray, "T T"]  # True for the keys s of row t that belong to a set
 
 
 def shares(maps: Float[np.ndarray, "*N T T"]) -> Shares:
-    """|a| over its row's sum, in float64; rows without any weight stay zero."""
+    """Return |a| over the sum of its row, in float64; rows of zeros stay zero."""
     size = np.abs(maps.astype(np.float64))
     total = size.sum(axis=-1, keepdims=True)
     return size / np.where(total == 0, 1, total)
 
 
-def uniform(visible: Places) -> Float[np.ndarray, "T T"]:
-    """The map that gives every visible key the same weight: the reference."""
+def uniform_map(visible: Pairs) -> Float[np.ndarray, "T T"]:
+    """Return the reference map, which gives every visible key the same weight."""
     return shares(visible)
 
 
 def noise(run: LoadedRun, options: Options) -> Result:
-    """Shares of attention on the answer, the context, and elsewhere, by layer.
+    """Measure shares of |A| on the answer, the context and elsewhere, by layer.
 
-    In plain text the answer of a row is every place that holds the next token; rows
-    without one do not count. The context is the last 16 other tokens, the row's own
-    among them. Needles: see `noise_of_needles`. The targets of an encoder are masked
-    tokens: their answers are the other places where the same token is shown, and the
-    context are the tokens less than 8 places away. None for
-    labels, which are not tokens of the input.
+    The number `answer` is the share of a row on the keys that hold its target. What the
+    other keys get is the noise that gave the task its name. Attention finds answers if
+    `answer` exceeds the column "answer if uniform". In a differential layer compare A
+    with A₁: if A has the larger `answer`, the subtraction has removed noise.
+
+    In text, for row t with the next token x_{t+1}:
+        answer     the keys s ≤ t with x_s = x_{t+1}; rows without any are left out
+        context    the last 16 keys, t included, except answers
+        elsewhere  all other keys
+    In an encoder that predicts masked tokens, for a masked position t:
+        answer     other positions that show the token hidden at t
+        context    the positions less than 8 away, except answers
+        elsewhere  all other positions
+    For rows of needles see `noise_of_needles`. The task is not defined for classifiers,
+    whose labels are no tokens of the input.
+
+    Returns:
+        A table with one row per layer and map (A; A₁ and A₂ if differential), means
+        over heads and over the rows of all windows. For decoders also a figure of
+        `answer` by the number of visible keys, the mean of all layers.
     """
     if run.config.data.source == "needle":
         return noise_of_needles(run, options)
     if run.config.model.classes:
-        return none("noise", "labels are not tokens of the input")
+        return not_applicable("noise", "labels are not tokens of the input")
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
-        answer = answers(window)
-        near = context(answer, window.visible)
-        return rows_of_maps(layer, answer, near, window.visible)
+        answer = answer_pairs(window)
+        context = context_pairs(answer, window.visible)
+        return category_shares_of_layer(layer, answer, context, window.visible)
 
-    layers = list(by_layer(run, options, measure).values())  # [windows, M T 3] of each
-    means = [known_mean(np.concatenate(x, axis=-2), axis=-2) for x in layers]
-    rows = [row for layer, found in enumerate(means) for row in _by_map(layer, found)]
+    by_window = list(by_layer(run, options, measure).values())  # [layers, windows]
+    means = [nan_mean(np.concatenate(x, axis=-2), axis=-2) for x in by_window]
+    rows = [row for layer, x in enumerate(means) for row in _records(layer, x)]
     text = [
         "share of |A| on places that hold the next token (answer), on the last "
-        f"{NEAR} others (context),",
+        f"{CONTEXT} others (context),",
         "and elsewhere; rows whose next token is new do not count",
     ]
     if not config.is_causal(run.config.model):
         text = [
             "share of |A| of hidden tokens on other places that show the same token "
             "(answer),",
-            f"on those less than {NEAR // 2} places away (context), and elsewhere",
+            f"on those less than {CONTEXT // 2} places away (context), and elsewhere",
         ]
         return Result({"noise": rows}, text, (_table(rows),))
-    return Result({"noise": rows}, text, (_table(rows),), (_by_place(layers),))
+    figure = _answer_by_keys_figure(by_window)
+    return Result({"noise": rows}, text, (_table(rows),), (figure,))
 
 
-def _by_place(layers: list[list[Float[np.ndarray, "M T 3"]]]) -> Lines:
-    """The share on the answer by the number of keys that a row sees, of all layers."""
-    found: dict[str, list[np.ndarray]] = {}
-    for shares in itertools.chain(*layers):
-        for name, rows in zip(
-            (*MAPS[: len(shares) - 1], "uniform"), shares, strict=True
-        ):
-            found.setdefault(name, []).append(rows[:, 0])
+def _answer_by_keys_figure(layers: list[list[Float[np.ndarray, "M T 3"]]]) -> Lines:
+    """Plot the share on the answer by the number of visible keys, over all layers."""
+    answers: dict[str, list[np.ndarray]] = {}
+    for maps in itertools.chain(*layers):
+        names = (*MAPS[: len(maps) - 1], "uniform")
+        for name, rows in zip(names, maps, strict=True):
+            answers.setdefault(name, []).append(rows[:, 0])
     points, lines = {}, {}
-    for name, rows in found.items():
+    for name, rows in answers.items():
         weights = (~np.isnan(rows)).sum(axis=0)
         keys = np.flatnonzero(weights) + 1
-        y = known_mean(rows)[keys - 1].tolist()
+        y = nan_mean(rows)[keys - 1].tolist()
         points[name] = keys.tolist(), y
         x = np.log2(keys)
         lines[name] = keys.tolist(), smoothed(x, y, OCTAVES, weights[keys - 1])
@@ -114,95 +148,103 @@ def _by_place(layers: list[list[Float[np.ndarray, "M T 3"]]]) -> Lines:
 
 
 def noise_of_needles(run: LoadedRun, options: Options) -> Result:
-    """Shares of attention at the first question, by the depth of its needle.
+    """Measure shares of |A| of the first question in rows of needles, by depth.
 
-    Answer is that needle (mark, key and value), context all other tokens before the
-    questions, elsewhere the questions. By layer means over depths, by depth means over
-    layers; 8 rows a depth, or `--batches` if that is fewer.
+        answer     mark, key and value of the needle that the question asks for
+        context    all other tokens before the questions
+        elsewhere  the questions themselves
+
+    Numbers by layer are means over depths, numbers by depth are means over layers. Each
+    depth has 8 rows, or `--batches` if that is fewer.
 
     Source: Ye et al. 2024, arXiv:2410.05258, table 3.
     """
     data, length, model = run.config.data, run.config.model.length, run.decoder()
     count, visible = min(options.batches or ROWS, ROWS), np.tri(length) > 0
-    found = []  # [depths, rows, layers, maps + 1, 3]
+    measured = []  # [depths, rows, layers, maps + 1, 3]
     for depth in progress(DEPTHS, "depths"):
-        drawn = planted(data, length, depth, options.seed)
-        found.append([])
+        drawn = rows_with_needle_at(data, length, depth, options.seed)
+        measured.append([])
         for row in zip(*(x[:count] for x in drawn), strict=True):
-            places = *needle_places(data, *row), visible
-            layers = [rows_of_maps(x, *places) for x in read(model, row[0])]
-            found[-1].append([known_mean(x, axis=-2) for x in layers])
-    layers = [np.array(x).mean(axis=0) for x in zip(*sum(found, []), strict=True)]
-    by_layer = [row for i, x in enumerate(layers) for row in _by_map(i, x)]
+            pairs = *needle_pairs(data, *row), visible
+            layers = [category_shares_of_layer(x, *pairs) for x in read(model, row[0])]
+            measured[-1].append([nan_mean(x, axis=-2) for x in layers])
+    layers = [np.array(x).mean(axis=0) for x in zip(*sum(measured, []), strict=True)]
+    records = [record for i, x in enumerate(layers) for record in _records(i, x)]
     by_depth = []
-    for depth, rows in zip(DEPTHS, found, strict=True):
-        mean, even = np.mean([[x[[0, -1]] for x in row] for row in rows], axis=(0, 1))
-        parts = dict(zip(PLACES, mean.tolist(), strict=True))
-        by_depth.append({"depth": depth, **parts, "uniform": float(even[0])})
+    for depth, rows in zip(DEPTHS, measured, strict=True):
+        mean, uniform = np.mean(
+            [[x[[0, -1]] for x in row] for row in rows], axis=(0, 1)
+        )
+        parts = dict(zip(CATEGORIES, mean.tolist(), strict=True))
+        by_depth.append({"depth": depth, **parts, "uniform": float(uniform[0])})
     text = [
         "share of |A| of the first question on its needle (answer), on all else before",
         "the questions (context), and elsewhere; by depth the mean over layers",
     ]
-    columns = ("depth", *PLACES, "answer if uniform")
+    columns = ("depth", *CATEGORIES, "answer if uniform")
     shown = [{**row, "depth": f"{row['depth']:.0%}"} for row in by_depth]
-    tables = _table(by_layer), table("noise_by_depth", columns, shown)
+    tables = _table(records), table("noise_by_depth", columns, shown)
     names = ("answer", "context", "uniform")
     curves = {x: (list(DEPTHS), [row[x] for row in by_depth]) for x in names}
     title = "Attention on the needle and on the context, by the depth of the needle"
     figure = Lines(
         "noise_by_depth", "depth of the needle", "share of |A|", curves, title=title
     )
-    values = {"noise": by_layer, "noise_by_depth": by_depth}
+    values = {"noise": records, "noise_by_depth": by_depth}
     return Result(values, text, tables, (figure,))
 
 
-def needle_places(
+def needle_pairs(
     data: config.Data, tokens: Int[np.ndarray, "T"], targets: Int[np.ndarray, "T"]
-) -> tuple[Places, Places]:
-    """Of the row of the first question: its needle, and the rest before questions."""
+) -> tuple[Pairs, Pairs]:
+    """Return (answer, context) of the first question in a row of needles."""
     question = np.flatnonzero(targets >= 0)[0]
-    places = generated.shown(data, tokens[None])[0]
-    its = places[tokens[places[:, -2]] == tokens[question]]
+    needles = generated.shown(data, tokens[None])[0]
+    asked = needles[tokens[needles[:, -2]] == tokens[question]]
     answer = np.zeros((len(tokens), len(tokens)), bool)
-    answer[question, its] = True
-    around = np.zeros_like(answer)
-    around[question, : question - 1] = True  # up to the token that asks
-    return answer, around & ~answer
+    answer[question, asked] = True
+    before = np.zeros_like(answer)
+    before[question, : question - 1] = True  # up to the token that asks
+    return answer, before & ~answer
 
 
-def rows_of_maps(
-    layer: Layer, answer: Places, context: Places, visible: Places
+def category_shares_of_layer(
+    layer: Layer, answer: Pairs, context: Pairs, visible: Pairs
 ) -> Float[np.ndarray, "M T 3"]:
-    """Means over heads of the map, of branches where there are two, and last of a
-    uniform map: shares of every row on answer, context and elsewhere."""
+    """Return the shares of every row on answer, context and elsewhere.
+
+    The maps M are: the map, both branches if the layer is differential, and the uniform
+    map. Those of the layer are means over heads.
+    """
     maps = [layer.map[:, None]]
     if layer.lam is not None:
         maps.append(layer.branches)
-    found = [on_places(shares(x), answer, context).mean(axis=0) for x in maps]
-    found.append(on_places(uniform(visible), answer, context)[None])
-    return np.concatenate(found)
+    means = [category_shares(shares(x), answer, context).mean(axis=0) for x in maps]
+    means.append(category_shares(uniform_map(visible), answer, context)[None])
+    return np.concatenate(means)
 
 
-def _by_map(layer: int, found: Float[np.ndarray, "M 3"]) -> list[dict[str, Any]]:
-    """A record a map; None for NaN, which JSON does not have."""
-    known = [[x if np.isfinite(x) else None for x in row] for row in found.tolist()]
+def _records(layer: int, means: Float[np.ndarray, "M 3"]) -> list[dict[str, Any]]:
+    """Return a record for each map; NaN, which JSON does not have, becomes None."""
+    known = [[x if np.isfinite(x) else None for x in row] for row in means.tolist()]
     return [
         {"layer": layer, "map": name}
-        | dict(zip(PLACES, row, strict=True))
+        | dict(zip(CATEGORIES, row, strict=True))
         | {"uniform": known[-1][0]}
         for name, row in zip(MAPS, known[:-1], strict=False)
     ]
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    return table("noise", ("layer", "map", *PLACES, "answer if uniform"), rows)
+    return table("noise", ("layer", "map", *CATEGORIES, "answer if uniform"), rows)
 
 
-def answers(window: Window) -> Places:
-    """Whether the token at place s equals the target of row t.
+def answer_pairs(window: Window) -> Pairs:
+    """Return the pairs (t, s) whose token s equals the target of row t.
 
-    Of a decoder, whose targets are the next tokens, for s ≤ t. Of an encoder for s ≠ t:
-    its own place shows the target by chance, if at all.
+    Only visible pairs count. In an encoder the pair (t, t) is left out: the input shows
+    the target at its own position only by chance.
     """
     tokens: Any = window.tokens
     same = window.targets[:, None] == tokens[None]
@@ -211,86 +253,98 @@ def answers(window: Window) -> Places:
     return same & window.visible
 
 
-def context(answer: Places, visible: Places, near: int = NEAR) -> Places:
-    """The `near` last tokens of every row, its own among them, without its answer; of
-    an encoder those less than near/2 places away."""
-    distance = distances(visible)
-    return (distance < (near // 2 if visible.all() else near)) & ~answer
+def context_pairs(answer: Pairs, visible: Pairs, size: int = CONTEXT) -> Pairs:
+    """Return the last `size` keys of every row, its own included, without answers.
 
-
-def distances(visible: Places) -> Float[np.ndarray, "T T"]:
-    """How many places away each key is, ∞ where it is not visible."""
-    places = np.arange(len(visible))
-    return np.where(visible, np.abs(places[:, None] - places[None]), np.inf)
-
-
-def on_places(
-    shares: Shares, answer: Places, context: Places
-) -> Float[np.ndarray, "*N T 3"]:
-    """Shares of every row on the answer, on the context, and elsewhere.
-
-    NaN in rows that have no answer.
+    In an encoder these are the keys less than size/2 positions away on either side.
     """
-    places = np.stack([answer, context, ~(answer | context)]).astype(np.float64)
-    found = np.einsum("...ts,pts->...tp", shares, places)
-    found[..., ~answer.any(axis=1), :] = np.nan
-    return found
+    distance = distances(visible)
+    return (distance < (size // 2 if visible.all() else size)) & ~answer
+
+
+def distances(visible: Pairs) -> Float[np.ndarray, "T T"]:
+    """Return |t − s| of every visible pair, and ∞ at hidden pairs."""
+    positions = np.arange(len(visible))
+    return np.where(visible, np.abs(positions[:, None] - positions[None]), np.inf)
+
+
+def category_shares(
+    shares: Shares, answer: Pairs, context: Pairs
+) -> Float[np.ndarray, "*N T 3"]:
+    """Return the shares of every row on the answer, on the context, and elsewhere.
+
+    Rows without an answer are NaN.
+    """
+    sets = np.stack([answer, context, ~(answer | context)]).astype(np.float64)
+    sums = np.einsum("...ts,pts->...tp", shares, sets)
+    sums[..., ~answer.any(axis=1), :] = np.nan
+    return sums
 
 
 def self_share(run: LoadedRun, options: Options) -> Result:
-    """The share of a token on itself, by layer and head, where it sees another key."""
+    """Measure the share of a token on itself, |a_tt| / Σ_s |a_ts|, by layer and head.
+
+    Rows that see only themselves are left out. A share above the column "if uniform"
+    means that tokens attend to themselves more than to an average key.
+    """
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
-        maps = np.concatenate([shares(layer.map), uniform(window.visible)[None]])
-        free = window.visible.sum(axis=-1) > 1
-        return np.where(free, np.diagonal(maps, axis1=-2, axis2=-1), np.nan)
+        maps = np.concatenate([shares(layer.map), uniform_map(window.visible)[None]])
+        sees_others = window.visible.sum(axis=-1) > 1
+        return np.where(sees_others, np.diagonal(maps, axis1=-2, axis2=-1), np.nan)
 
     rows, cells = [], []
-    for layer, found in enumerate(mean_over_rows(run, options, measure)):
-        *heads, even = found.tolist()
+    for layer, means in enumerate(mean_over_rows(run, options, measure)):
+        *heads, uniform = means.tolist()
         mean = sum(heads) / len(heads)
-        rows.append({"layer": layer, "mean": mean, "heads": heads, "uniform": even})
-        cells.append((layer, mean, min(heads), max(heads), even))
+        rows.append({"layer": layer, "mean": mean, "heads": heads, "uniform": uniform})
+        cells.append((layer, mean, min(heads), max(heads), uniform))
     columns = ("layer", "mean", "least head", "largest head", "if uniform")
     text = ["share of |A| that a token gives itself"]
     return Result({"self_share": rows}, text, (Table("self_share", columns, cells),))
 
 
 def dilution(run: LoadedRun, options: Options) -> Result:
-    """The share of a row on its last w tokens; a small one means diluted attention.
+    """Measure the shares of rows on their last 1, 4, 16, 64 tokens, by layer.
 
-    Of rows that see at least 64 keys, or of the last row of a shorter window. In an
-    encoder on the tokens less than w places away, before and after.
+    Small shares mean that attention is spread (diluted) over distant tokens. Only rows
+    that see at least 64 keys count, or the last row of a shorter window. In an encoder
+    the share is that of the tokens less than w positions away on either side.
     """
     if run.config.model.patch:
-        return none("dilution", "the patches of an image do not follow each other")
+        return not_applicable(
+            "dilution", "the patches of an image do not follow each other"
+        )
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
-        maps = np.concatenate([shares(layer.map), uniform(window.visible)[None]])
-        near = within(maps, window.visible)
+        maps = np.concatenate([shares(layer.map), uniform_map(window.visible)[None]])
+        near = shares_within(maps, window.visible)
         return np.stack([near[:-1].mean(axis=0), near[-1]])
 
-    found = mean_over_rows(run, options, measure)
+    means = mean_over_rows(run, options, measure)
     rows = [
         {"layer": i, "within": dict(zip(map(str, WITHIN), x[0].tolist(), strict=True))}
-        for i, x in enumerate(found)
+        for i, x in enumerate(means)
     ]
-    named, text = "last {}", "share of |A| on the last w tokens"
+    column, text = "last {}", "share of |A| on the last w tokens"
     if not config.is_causal(run.config.model):
-        named, text = "nearer than {}", "share of |A| on tokens less than w places away"
-    columns = ("layer", *(named.format(w) for w in WITHIN))
+        column, text = (
+            "nearer than {}",
+            "share of |A| on tokens less than w places away",
+        )
+    columns = ("layer", *(column.format(w) for w in WITHIN))
     cells = [(row["layer"], *row["within"].values()) for row in rows]
-    cells.append(("uniform", *found[0][1].tolist()))
+    cells.append(("uniform", *means[0][1].tolist()))
     text = [f"{text}, the row's own among them"]
     return Result({"dilution": rows}, text, (Table("dilution", columns, cells),))
 
 
-def within(shares: Shares, visible: Places) -> Float[np.ndarray, "*N w T"]:
-    """Return the shares of rows on visible tokens less than 1, 4, 16, 64 places away.
+def shares_within(shares: Shares, visible: Pairs) -> Float[np.ndarray, "*N w T"]:
+    """Return the shares of rows on visible keys less than 1, 4, 16, 64 positions away.
 
-    NaN in rows that see fewer than 64 keys, and fewer than another row.
+    Rows that see fewer than 64 keys are NaN, except the rows that see the most keys.
     """
-    distance, seen = distances(visible), visible.sum(axis=-1)
-    found = [np.where(distance < w, shares, 0).sum(axis=-1) for w in WITHIN]
-    rows = seen >= min(max(WITHIN), seen.max())
-    return np.where(rows, np.stack(found, axis=-2), np.nan)
+    distance, keys = distances(visible), visible.sum(axis=-1)
+    near = [np.where(distance < w, shares, 0).sum(axis=-1) for w in WITHIN]
+    counted = keys >= min(max(WITHIN), keys.max())
+    return np.where(counted, np.stack(near, axis=-2), np.nan)

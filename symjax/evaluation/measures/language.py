@@ -1,7 +1,16 @@
-"""Held-out and training losses, and a sample.
+"""Losses on held-out and training text (task `loss`), and a sample (task `sample`).
 
-Three losses: on held-out text; on training text in evaluation mode, the same way; and
-on training text in training mode, with dropout. The last two show memorisation.
+A loss is the mean of −ln p(target) over all targets, in nats per token (per answer in a
+generated task, per label of a classifier). There are three:
+
+    held-out                        evaluation mode, without dropout
+    training text, evaluation mode  the same for the first training batches: much lower
+                                    than the held-out loss in a model that memorises
+    training text, training mode    the same batches with dropout, as in training
+
+perplexity is exp(loss), and bits per byte is loss / ln 2 / (bytes per token), which
+compares models of different tokenizers. Beside the held-out loss stand references that
+need no model: tables of n-grams for text, and chance for other tasks.
 """
 
 import functools
@@ -23,14 +32,15 @@ from symjax.evaluation.results import Options, Result, Table, progress
 from symjax.exchange.continued import row_keys, texts
 from symjax.training.step import Means, means
 
-MODES = {"training": "loss", "evaluation": "loss_eval_mode"}  # of training text
-PROMPT = 16  # tokens of held-out text where no prompt is given
+# Modes of the losses on training text, and their keys in the JSON.
+MODES = {"training": "loss", "evaluation": "loss_eval_mode"}
+PROMPT = 16  # tokens of held-out text that are continued if there is no prompt
 
 
 def loss(run: LoadedRun, options: Options) -> Result:
-    """The three losses, beside what needs no model: tables of n-grams, or chance."""
-    found = losses(run, options.batches)
-    heldout, train = found["heldout"], found["train"]
+    """Measure the three losses of the module docstring, beside their references."""
+    measured = losses(run, options.batches)
+    heldout, train = measured["heldout"], measured["train"]
     unit = f"nats/{run.examples.unit}"
     lines = [
         f"step {run.step}, {run.parameters():,} parameters",
@@ -52,10 +62,10 @@ def loss(run: LoadedRun, options: Options) -> Result:
     for name, value in run.examples.references.items():
         beaten = ": beaten" if heldout["loss"] < value else ": not beaten"
         label = name if name == "chance" else f"{name} table"
-        both = f"{value:.4f} {unit}"
+        reference = f"{value:.4f} {unit}"
         if name in bits:
-            both += f", {bits[name]:.4f} bits/byte"
-        lines.append(f"  {label:<31}{both}{'' if part else beaten}")
+            reference += f", {bits[name]:.4f} bits/byte"
+        lines.append(f"  {label:<31}{reference}{'' if part else beaten}")
     if run.examples.text is not None and run.examples.text.all_counted:
         lines.append(
             "  bits/byte and tables count the first tokens of documents, which are no "
@@ -65,40 +75,43 @@ def loss(run: LoadedRun, options: Options) -> Result:
         if key in train:
             label = f"training text, {mode} mode"
             lines.append(f"{label:<33}{train[key]:.4f} {unit}")
-    return Result(found, lines, (_table(heldout, train),))
+    return Result(measured, lines, (_table(heldout, train),))
 
 
 def _table(heldout: dict[str, Any], train: dict[str, float]) -> Table:
-    """The numbers of the text once more, for CSV."""
-    parts = ("loss", "perplexity", "bits_per_byte", "accuracy")
-    known = [name for name in parts if name in heldout]
-    rest = (None,) * (len(known) - 1)
-    rows = [("held-out", *(heldout[name] for name in known))]
+    """Return the numbers of the printed lines as a table, for CSV."""
+    names = ("loss", "perplexity", "bits_per_byte", "accuracy")
+    columns = [name for name in names if name in heldout]
+    empty = (None,) * (len(columns) - 1)
+    rows = [("held-out", *(heldout[name] for name in columns))]
     rows += [
-        (f"training text, {mode} mode", train[key], *rest)
+        (f"training text, {mode} mode", train[key], *empty)
         for mode, key in MODES.items()
         if key in train
     ]
-    return Table("loss", ("of", *known), rows, printed=False)
+    return Table("loss", ("of", *columns), rows, printed=False)
 
 
 def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
-    """Held-out and training losses, in nats a token, an answer or a label; and the
-    accuracy of held-out answers, labels or hidden tokens.
+    """Return the losses on held-out and training text, in nats per target.
+
+    Models that do not continue text also have an accuracy: the part of the held-out
+    answers, labels or masked tokens whose likeliest prediction is right.
 
     Args:
-        batches: of held-out text; None is all of it. As many batches of training text
-            are taken, the first that training saw.
+        batches: number of held-out batches, None for all. The training text is measured
+            on as many batches, the first that training used.
     """
     examples, shape = run.examples, (run.config.batch_size, run.config.model.length)
     total = examples.heldout_count(shape)
     count = min(batches or total, total)
 
-    def over(name: str, rows: Iterator[Rows], key: jax.Array | None = None) -> Means:
+    def mean(name: str, rows: Iterator[Rows], key: jax.Array | None = None) -> Means:
+        """Return means over batches, with dropout if there is a key."""
         bar = progress(rows, name, count)
         return means(run.program, run.params, run.constants, shape, bar, key)
 
-    value, accuracy = over("held-out", examples.heldout_batches(shape, count))
+    value, accuracy = mean("held-out", examples.heldout_batches(shape, count))
     heldout: dict[str, Any] = {
         "loss": value,
         "perplexity": math.exp(value) if value < 700 else math.inf,
@@ -117,14 +130,14 @@ def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
         heldout["accuracy"] = accuracy
     train = {}
     if examples.text is None or len(examples.text.train):
-        rows, key = functools.partial(_training, run, shape, count), jax.random.key(0)
-        train["loss"] = over("training mode", rows(), key).loss
-        train["loss_eval_mode"] = over("evaluation mode", rows()).loss
+        rows = functools.partial(_training_batches, run, shape, count)
+        train["loss"] = mean("training mode", rows(), jax.random.key(0)).loss
+        train["loss_eval_mode"] = mean("evaluation mode", rows()).loss
     return {"heldout": heldout, "train": train}
 
 
-def _training(run: LoadedRun, shape: Shape, count: int) -> Iterator[Rows]:
-    """The first training batches, every target with weight 1."""
+def _training_batches(run: LoadedRun, shape: Shape, count: int) -> Iterator[Rows]:
+    """Return the first training batches, every target with weight 1."""
 
     def rows(step: int, start: int, stop: int):
         batch = run.examples.batch(shape, seed=run.config.seed, step=step)
@@ -135,25 +148,27 @@ def _training(run: LoadedRun, shape: Shape, count: int) -> Iterator[Rows]:
 
 
 def sample(run: LoadedRun, options: Options) -> Result:
-    """A prompt and its continuation by the model; nothing where there is no text."""
+    """Continue a prompt by the model; the task applies to models of text only."""
     if run.examples.text is None:
         return Result({}, ["sample: none, the model has not learned a text"])
-    prompt, more = continuation(run, run.examples.text, options)
-    return Result({}, [f"prompt {prompt!r}, sample:", prompt + more])
+    prompt, written = continuation(run, run.examples.text, options)
+    return Result({}, [f"prompt {prompt!r}, sample:", prompt + written])
 
 
 def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, str]:
-    """(prompt, its continuation), up to the end of the document, and at most as far as
-    the model has positions.
+    """Return (prompt, continuation).
+
+    The continuation ends at the end of the document, after `options.tokens` tokens, or
+    where learned positions end.
 
     Raises:
         ValueError: the prompt is empty and the model has not learned how a document
             begins; or it is too long, or has unknown characters.
     """
     tokenizer = text.tokenizer
-    known = delimiters(tokenizer, run.examples.language)
+    document = delimiters(tokenizer, run.examples.language)
     if options.prompt is not None:
-        ids = known.prompt(tokenizer.encode(options.prompt))
+        ids = document.prompt(tokenizer.encode(options.prompt))
         if not len(ids):
             raise ValueError("--prompt is empty: give text to continue")
         shown = options.prompt
@@ -162,20 +177,20 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
     else:
         ids = _whole_characters(text.heldout[:PROMPT], tokenizer)
         shown = text.shown(ids)
-    (more,) = texts(
+    (written,) = texts(
         run.decoder(),
         tokenizer,
         [ids],
         options.tokens,
         row_keys(jax.random.key(options.seed), 1),
-        stop=[] if known.end is None else [known.end],
+        stop=[] if document.end is None else [document.end],
         temperature=options.temperature,
     )
-    return shown, more
+    return shown, written
 
 
 def _whole_characters(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Token ids without those at the end that are a part of a character."""
+    """Return token ids without a last character that is cut in the middle."""
     for cut in range(min(4, len(ids))):
         if not tokenizer.decode(ids[: len(ids) - cut]).endswith(REPLACEMENT):
             return ids[: len(ids) - cut]

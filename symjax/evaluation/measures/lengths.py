@@ -1,10 +1,18 @@
-"""Loss by place in the window, and in windows longer than those of training.
+"""Loss by position in the window, and in windows longer than those of training.
 
-Log-n scaling multiplies scores by log n / log base, so that a row that attends to a
-few keys still does so among more of them. It costs accuracy where a row should average
-n values: scores that should be equal have noise, which is scaled too. With scores from
-N(0, σ²) and c = log n / log base the weights have Σ w² ≈ exp(c²σ²)/n, so that the
-average of n values of variance 1 is off by √((exp(c²σ²) − 1)/n).
+    position  held-out loss at the positions 1, 2, 3–4, 5–8, … of a window of the
+              training length: lower at later positions if the model uses its context
+    length    held-out loss in windows of 1, 2, 4 and 8 times the training length, with
+              log-n scaling off and on, and what log-n scaling costs an average
+
+Losses are in nats per token (per answer or label), on a few held-out batches.
+
+Log-n scaling multiplies scores by c = log n / log base, where n is the number of
+visible keys, so that a row that attends to a few keys still does so among more keys. It
+costs accuracy if a row should average n values, because it also scales the noise of
+scores that should be equal. With scores from N(0, σ²) the weights w have
+Σ w² ≈ exp(c²σ²)/n, so the average of n values of variance 1 has the error
+√((exp(c²σ²) − 1)/n).
 """
 
 import dataclasses
@@ -26,7 +34,7 @@ from symjax.evaluation.results import (
     Options,
     Result,
     Table,
-    none,
+    not_applicable,
     progress,
     series,
     table,
@@ -35,18 +43,21 @@ from symjax.figures import Curve, Lines, smoothed
 from symjax.models.build import Model, merged
 from symjax.training.loss import hidden_of, token_losses
 
-FACTORS = (1, 2, 4, 8)
-BATCHES = 4  # of held-out text at every length, unless --batches says otherwise
-POINTS = 64  # of a curve over places
-OCTAVES = 0.25  # of places: the width within which a curve is smoothed
-EXAMPLES = 256  # averages of n values
-SPREAD = 0.5  # σ of their scores, which should all be equal
+FACTORS = (1, 2, 4, 8)  # lengths of windows, in lengths of training
+BATCHES = 4  # held-out batches at each length, unless --batches says otherwise
+POINTS = 64  # the most points of a curve over positions
+OCTAVES = 0.25  # width of the smoothing of a curve, in octaves of the position
+EXAMPLES = 256  # averages of n values for each n
+SPREAD = 0.5  # σ of the scores of these averages, which should be equal
+
+Chosen = tuple[int, str, config.Model]  # factor, name and configuration of a model
 
 
-class ByPlace(NamedTuple):
-    """Means over rows at every place of the window; weight 0 where there is no target.
+class ByPosition(NamedTuple):
+    """Means over rows at every position of the window.
 
-    Of a classifier at one place, that of its label.
+    The weight of a position is the number of its targets. A classifier has one
+    position, that of its label.
     """
 
     loss: Float[np.ndarray, "T"]
@@ -54,7 +65,7 @@ class ByPlace(NamedTuple):
     weight: Float[np.ndarray, "T"]
 
     def mean(self, start: int = 0, stop: int | None = None) -> list[float | None]:
-        """Loss and accuracy over the places from `start` up to `stop`."""
+        """Return loss and accuracy over the positions from `start` up to `stop`."""
         part = slice(start, stop)
         if not self.weight[part].any():
             return [None, None]
@@ -63,49 +74,45 @@ class ByPlace(NamedTuple):
 
 
 def length(run: LoadedRun, options: Options) -> Result:
-    """Loss and accuracy at 1, 2, 4 and 8 times the length of training.
+    """Measure loss and accuracy in windows of 1, 2, 4 and 8 times the training length.
 
-    With log-n scaling off, at evaluation only (its base the length of training), and
-    as trained; and its cost in an average. With --rope_scaling also with RoPE scaled
-    by the factor of the window, at evaluation only. A classifier reads longer pieces of
-    its texts, as far as there are any.
+    The model is measured with log-n scaling off, with log-n scaling at evaluation only
+    (base: the training length), and as trained. With --rope_scaling it is also measured
+    with RoPE scaled by the factor of the window, at evaluation only. A classifier reads
+    longer pieces of its texts, if there are any. "last" is the loss of the last tokens
+    of a window, as many as a training window has.
+
+    A loss that rises with the length means that the model does not read windows longer
+    than those of its training.
     """
     model, unit = run.config.model, f"nats/{run.examples.unit}"
     if model.patch:
-        return none("length", f"images have {model.length} patches each")
+        return not_applicable("length", f"images have {model.length} patches each")
     factors, text = _factors(run)
     models = variants(model)
     text += [f"{name}: {meaning}" for name, (_, meaning) in models.items()]
-    kinds, said = _rope_kinds(model, options.rope_scaling)
-    text += said
-    found: dict[str, dict[str, dict[str, float | None]]] = {}
+    kinds, rope_lines = _rope_kinds(model, options.rope_scaling)
+    text += rope_lines
+    results: dict[str, dict[str, dict[str, float | None]]] = {}
     cells, curves = [], {}
-    runs = [(x, name, chosen) for x in factors for name, (chosen, _) in models.items()]
-    runs += [
-        (x, f"rope {kind}", rope_scaled(model, kind, x))
-        for x in factors
-        for kind in kinds
-        if x > 1
-    ]
-    runs.sort(key=lambda run: run[0])  # by the length of the window
-    for factor, name, chosen in progress(runs, "lengths"):
+    for factor, name, chosen in progress(_models(model, factors, kinds), "lengths"):
         changed = merged(chosen, run.params, run.constants)
         tokens = factor * model.length
-        places = by_place(run, changed, tokens, options.batches or BATCHES, factor)
+        places = by_position(run, changed, tokens, options.batches or BATCHES, factor)
         loss, accuracy = places.mean()
         row = {"loss": loss, **_bits(run, loss), "accuracy": accuracy}
         if not model.classes:
             row["last"] = places.mean(tokens - model.length)[0]
-        found.setdefault(str(tokens), {})[name] = row
+        results.setdefault(str(tokens), {})[name] = row
         cells.append((tokens, name, *row.values()))
-        curves[f"log-n {name}"] = curve(places)  # the longest stays
+        curves[f"log-n {name}"] = curve(places)  # of the longest window, the last one
     last = () if model.classes else (f"loss of last {model.length}",)
     variant = "log-n, RoPE" if kinds else "log-n"
     columns = ("tokens", variant, "loss", *_bits(run, 0.0), "accuracy", *last)
     base = max(2, model.length)
     averaging = averages([x * base for x in FACTORS], base, options.seed)
     text += [
-        f"losses in {unit}, {_on(run, options.batches or BATCHES)}",
+        f"losses in {unit}, {_batches_text(run, options.batches or BATCHES)}",
         "second table: an average of n values of ±1 by scores that should be equal",
         "(N(0, 0.25)), its error in units of 1/√n, and the share of wrong majorities,",
         f"with log-n scaling off and on (base {base})",
@@ -121,28 +128,45 @@ def length(run: LoadedRun, options: Options) -> Result:
         Lines("length", "tokens in the window", unit, points, log_x=True, title=title)
     ]
     if not model.classes:
-        figures.append(_by_place_figure("length_by_place", unit, curves))
-    values = {"length": found, "averaging": averaging}
-    return Result(values, text, tables, tuple(figures) if found else ())
+        figures.append(_by_position_figure("length_by_place", unit, curves))
+    values = {"length": results, "averaging": averaging}
+    return Result(values, text, tables, tuple(figures) if results else ())
+
+
+def _models(
+    model: config.Model, factors: list[int], rope_kinds: tuple[str, ...]
+) -> list[Chosen]:
+    """Return the models to measure, by rising length of the window."""
+    chosen = [
+        (factor, name, variant)
+        for factor in factors
+        for name, (variant, _) in variants(model).items()
+    ]
+    chosen += [
+        (factor, f"rope {kind}", rope_scaled(model, kind, factor))
+        for factor in factors
+        for kind in rope_kinds
+        if factor > 1
+    ]
+    return sorted(chosen, key=lambda x: x[0])
 
 
 def _bits(run: LoadedRun, loss: float | None) -> dict[str, float | None]:
-    """A loss in nats a token as bits a byte of its text; {} where there is no text."""
+    """Return a loss as bits per byte of the text; {} if the examples are no text."""
     if run.examples.text is None:
         return {}
     bits = run.examples.text.bits_per_byte
     return {"bits_per_byte": None if loss is None else bits(loss)}
 
 
-def _on(run: LoadedRun, batches: int) -> str:
-    """Say on how many held-out batches a measurement is: the task `loss` may use
-    others."""
+def _batches_text(run: LoadedRun, batches: int) -> str:
+    """Return the number of held-out batches in words; the task `loss` may use more."""
     total = run.examples.heldout_count((run.config.batch_size, run.config.model.length))
     return f"on {min(batches, total)} of {total} held-out batches"
 
 
 def _factors(run: LoadedRun) -> tuple[list[int], list[str]]:
-    """Those of the length of training that can be measured, and why not the others."""
+    """Return the factors that can be measured, and lines why the others cannot."""
     size, factors, text = run.config.model.length, FACTORS, []
     if run.config.model.positions == "learned":
         factors = (1,)
@@ -157,12 +181,16 @@ def _factors(run: LoadedRun) -> tuple[list[int], list[str]]:
 
 
 def position(run: LoadedRun, options: Options) -> Result:
-    """Held-out loss by place in a window as long as those of training."""
+    """Measure held-out loss by position in windows of the training length.
+
+    Position n predicts its target from n tokens. A loss that falls up to the end of the
+    window means that the model uses all of its context.
+    """
     model, unit = run.config.model, f"nats/{run.examples.unit}"
     if model.classes:
-        return none("position", "a label has no place in the window")
+        return not_applicable("position", "a label has no place in the window")
     batches = options.batches or 4 * BATCHES
-    places = by_place(run, run.model(), model.length, batches)
+    places = by_position(run, run.model(), model.length, batches)
     edges = [2**i for i in range(30) if 2**i < model.length]
     rows = []
     for start, stop in zip([0, *edges], [*edges, model.length], strict=True):
@@ -174,39 +202,39 @@ def position(run: LoadedRun, options: Options) -> Result:
         {"position": rows},
         [
             f"held-out loss by place in a window of {model.length}, in {unit}, "
-            f"{_on(run, batches)}"
+            f"{_batches_text(run, batches)}"
         ],
         (table("position", ("from", "to", "loss", *_bits(run, 0.0)), rows),),
-        (_by_place_figure("position", unit, curves),),
+        (_by_position_figure("position", unit, curves),),
     )
 
 
 def variants(model: config.Model) -> dict[str, tuple[config.Model, str]]:
-    """The models to compare, by name, and what the name means."""
+    """Return the log-n variants of a model: name → (configuration, meaning)."""
 
     def scaled(base: int) -> config.Model:
         chosen = dataclasses.replace(model.attention, length_base=base)
         return dataclasses.replace(model, attention=chosen)
 
     names = config.mechanisms_of(model)
-    known = [attention.MECHANISMS[x] for x in names if x in attention.MECHANISMS]
-    if not any("length_base" in mechanism.options for mechanism in known):
+    forms = [attention.MECHANISMS[x] for x in names if x in attention.MECHANISMS]
+    if not any("length_base" in mechanism.options for mechanism in forms):
         return {"none": (model, f"{', '.join(names)} has no log-n scaling")}
-    now = max(2, model.length)  # log 1 is 0
-    found = {
+    length = max(2, model.length)  # log 1 is 0
+    models = {
         "off": (scaled(0), "no log-n scaling"),
-        "evaluation": (scaled(now), f"base {now}, at evaluation only"),
+        "evaluation": (scaled(length), f"base {length}, at evaluation only"),
     }
     base = model.attention.length_base
     if base:
-        return found | {"trained": (model, f"base {base}, as trained")}
-    return found | {"off": (model, "no log-n scaling, as trained")}
+        return models | {"trained": (model, f"base {base}, as trained")}
+    return models | {"off": (model, "no log-n scaling, as trained")}
 
 
 def _rope_kinds(
     model: config.Model, kinds: tuple[str, ...]
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The kinds of RoPE scaling that can be measured, and a line about them."""
+    """Return the kinds of RoPE scaling that can be measured, and a line about them."""
     if not kinds:
         return (), []
     if not model.positions.startswith("rope"):
@@ -219,22 +247,25 @@ def _rope_kinds(
 
 
 def rope_scaled(model: config.Model, kind: str, factor: int) -> config.Model:
-    """The model as it reads windows `factor` times as long as those of training."""
-    given: dict[str, Any] = {}
+    """Return a model with RoPE scaled for windows `factor` times as long."""
+    lengths: dict[str, Any] = {}
     if kind in OF_A_LENGTH:
-        given["original_length"] = model.length
-    chosen = config.RopeScaling(kind=kind, factor=float(factor), **given)
-    return dataclasses.replace(model, rope_scaling=chosen)
+        lengths["original_length"] = model.length
+    scaling = config.RopeScaling(kind=kind, factor=float(factor), **lengths)
+    return dataclasses.replace(model, rope_scaling=scaling)
 
 
-def by_place(
+def by_position(
     run: LoadedRun, model: Model, tokens: int, batches: int, factor: int = 1
-) -> ByPlace:
-    """Loss and accuracy at every place of held-out windows of `tokens` tokens.
+) -> ByPosition:
+    """Return loss and accuracy at every position of held-out windows.
 
     Args:
-        batches: as many as have these tokens at the length of training; `factor` times
-            longer rows are as many fewer, unless every row has one label.
+        tokens: length of the windows.
+        batches: number of held-out batches.
+        factor: the same length in lengths of training. A batch has this many
+            times fewer rows, so that all lengths read equally many tokens; the batches
+            of a classifier keep their rows.
     """
     rows, classes = run.config.batch_size, run.config.model.classes
     if not classes:
@@ -243,26 +274,27 @@ def by_place(
     sums = np.zeros((3, 1 if classes else tokens))
     for chosen in run.examples.heldout_batches((rows, tokens), batches):
         inputs, targets, weight = chosen(0, rows)
-        loss, right = map(np.asarray, _scored(graph, weights, inputs, targets))
+        loss, right = map(np.asarray, _losses(graph, weights, inputs, targets))
         sums += [(weight * x).sum(axis=0) for x in (loss, right, np.ones_like(loss))]
     weight = np.maximum(sums[2], 1)
-    return ByPlace(sums[0] / weight, sums[1] / weight, sums[2])
+    return ByPosition(sums[0] / weight, sums[1] / weight, sums[2])
 
 
 @partial(jax.jit, static_argnums=0)
-def _scored(
+def _losses(
     graph: nnx.GraphDef,
     weights: Any,
     inputs: Any,
     targets: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Return the loss of every target, and 1 where the prediction is right."""
     model = nnx.merge(graph, weights)
-    found = token_losses(model, hidden_of(model, inputs), targets)
-    return found.loss, found.right.astype(jnp.float32)
+    judged = token_losses(model, hidden_of(model, inputs), targets)
+    return judged.loss, judged.right.astype(jnp.float32)
 
 
-def _by_place_figure(name: str, unit: str, curves: Mapping[str, Curve]) -> Lines:
-    """Curves over places, smoothed in the logarithm of the place."""
+def _by_position_figure(name: str, unit: str, curves: Mapping[str, Curve]) -> Lines:
+    """Plot losses by position with curves, smoothed over the logarithm of positions."""
     lines = {
         label: (x, smoothed(np.log2(x), y, OCTAVES)) for label, (x, y) in curves.items()
     }
@@ -271,10 +303,10 @@ def _by_place_figure(name: str, unit: str, curves: Mapping[str, Curve]) -> Lines
     return Lines(name, label, unit, lines, log_x=True, title=title, points=curves)
 
 
-def curve(places: ByPlace) -> tuple[list[float], list[float]]:
-    """(place, loss) with at most 64 points, each the mean of as many places or more."""
-    seen = np.flatnonzero(places.weight)
-    parts = np.array_split(seen, min(POINTS, len(seen)))
+def curve(places: ByPosition) -> tuple[list[float], list[float]]:
+    """Return (positions, losses) with at most 64 points, means over equal parts."""
+    weighted = np.flatnonzero(places.weight)
+    parts = np.array_split(weighted, min(POINTS, len(weighted)))
     x = [float(part.mean() + 1) for part in parts]
     return x, [
         float(np.average(places.loss[part], weights=places.weight[part]))
@@ -283,10 +315,12 @@ def curve(places: ByPlace) -> tuple[list[float], list[float]]:
 
 
 def averages(lengths: list[int], base: float, seed: int) -> list[dict[str, float]]:
-    """Errors of the average and of the majority of n values ±1, scaling off and on.
+    """Return errors of an average of n values ±1, with log-n scaling off and on.
 
-    Errors are root mean squares, in units of 1/√n, the standard deviation of the true
-    average; averaging a random half of the values has an error of 1.
+    A row of softmax attention averages n values with scores from N(0, 0.25), which
+    should all be equal. "average" is the root mean square error in units of 1/√n, the
+    standard deviation of the true average; an average of a random half of the values
+    has an error of 1. "majority" is the part of the averages with the wrong sign.
     """
     rows = []
     for n in lengths:
@@ -297,11 +331,11 @@ def averages(lengths: list[int], base: float, seed: int) -> list[dict[str, float
         row: dict[str, float] = {"n": n}
         for name, length_base in (("off", None), ("on", base)):
             softmax = partial(attention.softmax, scale=1.0, length_base=length_base)
-            found = softmax(jnp.ones((EXAMPLES, 1, 1, 1)), key, value)
-            found = np.asarray(found, np.float64)[:, 0, 0, 0]
-            error = np.sqrt(n * np.mean((found - true) ** 2))
+            average = softmax(jnp.ones((EXAMPLES, 1, 1, 1)), key, value)
+            average = np.asarray(average, np.float64)[:, 0, 0, 0]
+            error = np.sqrt(n * np.mean((average - true) ** 2))
             clear = true != 0
-            wrong = np.sign(found[clear]) != np.sign(true[clear])
+            wrong = np.sign(average[clear]) != np.sign(true[clear])
             row |= {f"average_{name}": float(error)}
             row |= {f"majority_{name}": float(wrong.mean())}
         rows.append(row)

@@ -1,52 +1,61 @@
-"""The size of attention scores, of hidden states, and of the derivatives of weights."""
+"""Sizes of attention scores, hidden states and derivatives of attention weights.
+
+    outliers   the largest |q·k| scores and |hidden states|: large outliers beside a
+               small median make a model hard to quantise
+    gradients  |∂a/∂z| of an attention weight a by its score z, at most 1/4 in softmax;
+               unbounded ones are reported to make training unstable
+
+Both are taken over all heads, branches and visible pairs of a few held-out windows
+(`reading`).
+"""
 
 import numpy as np
 from jaxtyping import Float
 
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.reading import Layer, Window, attentions, by_layer
+from symjax.evaluation.measures.reading import Layer, Window, by_layer
 from symjax.evaluation.results import Options, Result, Table, table
 from symjax.layers.parts.table import part_of
+from symjax.models.build import attentions
 
 TOPS = (1, 2, 3, 10, 100)
-SHOWN = {"logit": "|score|", "hidden": "|hidden|"}  # by the keys of the JSON
-BOUND = 0.25  # of the derivative of a softmax weight
+LABELS = {"logit": "|score|", "hidden": "|hidden|"}  # in tables, by key of the JSON
+BOUND = 0.25  # the largest derivative a (1 − a) of a softmax weight
 
 
 def outliers(run: LoadedRun, options: Options) -> Result:
-    """The top-1, 2, 3, 10, 100 and the median of |score| and |hidden|, by layer.
+    """Measure the 1st, 2nd, 3rd, 10th, 100th largest |score| and |hidden|, by layer.
 
-    Scores are those of attention; JSON has them as "logit".
-
-    Differential attention is reported to have smaller ones, which matters where numbers
-    are rounded to few bits.
+    The median stands beside them. Scores are scaled q·k of visible pairs, "logit" in
+    the JSON; hidden states are the residual stream after the layer. Differential
+    attention is reported to have smaller outliers than softmax attention.
 
     Source: Ye et al. 2024, arXiv:2410.05258, table 5.
     """
 
     def measure(window: Window, layer: Layer) -> dict[str, np.ndarray]:
-        found = {"hidden": np.abs(layer.hidden).ravel()}
+        sizes = {"hidden": np.abs(layer.hidden).ravel()}
         if layer.scores is not None:
-            found["logit"] = np.abs(layer.scores[..., window.visible]).ravel()
-        return found
+            sizes["logit"] = np.abs(layer.scores[..., window.visible]).ravel()
+        return sizes
 
     measured = by_layer(run, options, measure)
-    found = {
+    rows = {
         name: [
-            {"layer": index, **largest(np.concatenate([own[name] for own in windows]))}
+            {"layer": index, **largest(np.concatenate([x[name] for x in windows]))}
             for index, windows in measured.items()
             if name in windows[0]
         ]
-        for name in SHOWN
+        for name in LABELS
     }
     columns = ("of", "layer", *(f"top-{n}" for n in TOPS), "median")
-    cells = [(SHOWN[name], *row.values()) for name in found for row in found[name]]
-    text = [] if found["logit"] else ["attention scores: none, no layer forms them"]
-    return Result({"outliers": found}, text, (Table("outliers", columns, cells),))
+    cells = [(LABELS[name], *row.values()) for name in rows for row in rows[name]]
+    text = [] if rows["logit"] else ["attention scores: none, no layer forms them"]
+    return Result({"outliers": rows}, text, (Table("outliers", columns, cells),))
 
 
 def largest(sizes: np.ndarray) -> dict[str, float | None]:
-    """The n-th largest for each n, None where there are fewer, and the median."""
+    """Return the median and, for each n of `TOPS`, the n-th largest (or None)."""
     ordered = np.sort(sizes)[::-1]
     tops = {
         f"top_{n}": float(ordered[n - 1]) if n <= len(ordered) else None for n in TOPS
@@ -55,40 +64,42 @@ def largest(sizes: np.ndarray) -> dict[str, float | None]:
 
 
 def gradients(run: LoadedRun, options: Options) -> Result:
-    """|∂weight/∂score| over all pairs of softmax, linear and cosine layers.
+    """Measure |∂a/∂z| of a weight and its own score in softmax, linear, cosine layers.
 
-    A weight of softmax has the derivative ∂a/∂z = a (1 − a), at most 1/4. In linear
-    attention z = φ(q)·φ(k) is divided by the sum D of its row, so that
-    ∂a/∂z = (1 − a)/D: without a bound where features are close to zero.
+    In softmax attention ∂a/∂z = a (1 − a), which is at most 1/4. In linear attention
+    a = z/D with z = φ(q)·φ(k) and D the sum of z over the row, so ∂a/∂z = (1 − a)/D,
+    which is unbounded for features close to zero. The table has the largest value, the
+    mean and the 99 % quantile over all pairs, heads and branches of a layer.
 
     Source: Qin et al. 2022, arXiv:2210.10340, section 3.1.
     """
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
     parts = [part_of(name) for name in names]
-    known = [i for i, x in enumerate(parts) if x.exponential or x.features]
-    left = sorted({x for i, x in enumerate(names) if i not in known})
-    text = [f"gradients: not known for {', '.join(left)}"] if left else []
-    if not known:
+    measurable = [i for i, x in enumerate(parts) if x.exponential or x.features]
+    others = sorted({x for i, x in enumerate(names) if i not in measurable})
+    text = [f"gradients: not known for {', '.join(others)}"] if others else []
+    if not measurable:
         return Result({"gradients": []}, text)
-    over = "over all pairs, heads, branches"
-    text.append(f"|∂a/∂z| of a weight and its own score, {over}")
+    text.append(
+        "|∂a/∂z| of a weight and its own score, over all pairs, heads, branches"
+    )
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
-        return np.abs(slope(layer)[..., window.visible]).ravel()
+        return np.abs(derivatives(layer)[..., window.visible]).ravel()
 
     rows = []
-    for index, windows in by_layer(run, options, measure, known).items():
-        slopes = np.concatenate(windows)
+    for index, windows in by_layer(run, options, measure, measurable).items():
+        sizes = np.concatenate(windows)
         row = {"layer": index, "mechanism": names[index]}
-        row |= {"largest": float(slopes.max()), "mean": float(slopes.mean())}
-        row["quantile_99"] = float(np.quantile(slopes, 0.99))
+        row |= {"largest": float(sizes.max()), "mean": float(sizes.mean())}
+        row["quantile_99"] = float(np.quantile(sizes, 0.99))
         rows.append(row | {"bound": BOUND if parts[index].exponential else None})
     columns = ("layer", "mechanism", "largest", "mean", "99 % below", "bound")
     return Result({"gradients": rows}, text, (table("gradients", columns, rows),))
 
 
-def slope(layer: Layer) -> Float[np.ndarray, "N P T T"]:
-    """∂a/∂z of every pair; 0 in rows whose sum is 0, where the output is 0 too."""
+def derivatives(layer: Layer) -> Float[np.ndarray, "N P T T"]:
+    """Return ∂a/∂z of every pair; 0 in rows whose sum is 0, whose output is 0 too."""
     weights = layer.branches.astype(np.float64)
     if layer.products is None:
         return weights * (1 - weights)

@@ -1,4 +1,8 @@
-"""Pictures of attention maps: of one sentence, or of one image."""
+"""Pictures of the attention maps of every layer, for one sentence or one image.
+
+A map is the mean over the heads of a layer; row t shows the weights a_ts with which the
+query t reads the keys s. There are no numbers, only figures (`--out`, `--report`).
+"""
 
 import numpy as np
 
@@ -8,24 +12,23 @@ from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.measures.reading import (
     Inputs,
     Layer,
-    all_pairs,
-    attentions,
     read,
+    visible_pairs,
 )
 from symjax.evaluation.results import Options, Result
 from symjax.figures import Grid, Panels
+from symjax.models.build import attentions
 
-SENTENCE = 48  # tokens at most: more cannot be read from a figure
+LONGEST = 48  # tokens; the labels of more cannot be read in a figure
 HIDDEN = "[mask]"
-WITHIN = 0.98  # of the weights have a colour of their own
+QUANTILE = 0.98  # of the weights lie within the scale of colours
 
 
 def maps(run: LoadedRun, options: Options) -> Result:
-    """A picture of every layer's map of the prompt, or of what is held out first.
+    """Draw the attention map of every layer for the prompt, or for a held-out row.
 
-    Means over heads. Of differential layers the two branches and their difference side
-    by side, in one scale of colours. The tokens of an image are patches, named by row
-    and column.
+    Differential layers have three pictures in one scale of colours: both branches, and
+    their difference. The tokens of an image are its patches, named by row and column.
 
     Raises:
         ValueError: the prompt is empty, or has unknown characters.
@@ -35,9 +38,9 @@ def maps(run: LoadedRun, options: Options) -> Result:
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
     figures = []
     for index, layer in enumerate(read(run.model(), inputs)):
-        named = layer_map(layer, names[index], labels, causal=causal)
-        title = f"Layer {index}: {named.title}"
-        figures.append(named._replace(name=f"map_{index}", title=title))
+        figure = layer_map(layer, names[index], labels, causal=causal)
+        title = f"Layer {index}: {figure.title}"
+        figures.append(figure._replace(name=f"map_{index}", title=title))
     patches = run.config.model.patch > 0
     what = "patches (row, column)" if patches else f"tokens, {' '.join(labels)!r}"
     text = [
@@ -52,59 +55,61 @@ def maps(run: LoadedRun, options: Options) -> Result:
 def layer_map(
     layer: Layer, mechanism: str, labels: list[str], *, causal: bool
 ) -> Grid | Panels:
-    """The map of a layer, a mean over heads; of a differential one three maps.
+    """Draw the mean map of a layer's heads; branches and difference if differential.
 
     Args:
         mechanism: its name, for the title.
         labels: names of the tokens.
-        causal: keys behind the query are left out.
+        causal: leave keys after the query grey.
     """
-    known = [_grid("A", layer.map.mean(axis=0), labels, causal)]
+    grids = [_grid("A", layer.map.mean(axis=0), labels, causal)]
     heads = f"the mean of {len(layer.map)} heads" if len(layer.map) > 1 else "one head"
     title = f"{mechanism} attention, {heads}"
     if layer.lam is not None:
         pictures = (*layer.branches.mean(axis=0), layer.map.mean(axis=0))
         lam = float(np.mean(layer.lam))
         names = "first branch, A₁", "second branch, A₂", f"A₁ − λA₂, λ = {lam:.2f}"
-        known = [
+        grids = [
             _grid(name, picture, labels, causal)
             for name, picture in zip(names, pictures, strict=True)
         ]
         title = f"differential {title}"
-    limit = _limit(np.array([grid.values for grid in known]))
-    known = [grid._replace(limit=limit) for grid in known]
-    if len(known) == 1:
-        return known[0]._replace(title=title)
-    return Panels("map", title, tuple(known), signed=True)
+    limit = _color_limit(np.array([grid.values for grid in grids]))
+    grids = [grid._replace(limit=limit) for grid in grids]
+    if len(grids) == 1:
+        return grids[0]._replace(title=title)
+    return Panels("map", title, tuple(grids), signed=True)
 
 
 def _grid(title: str, picture: np.ndarray, labels: list[str], causal: bool) -> Grid:
-    visible = all_pairs(len(labels), causal=causal)
+    visible = visible_pairs(len(labels), causal=causal)
     values = np.where(visible, picture.astype(np.float64), np.nan)
     return Grid(
         "map", "key", "query", labels, labels, values, title, unit="attention weight"
     )
 
 
-def _limit(values: np.ndarray) -> float:
-    """The size that few weights exceed: those of the first rows, which see few keys,
-    would leave no colour for all others."""
+def _color_limit(values: np.ndarray) -> float:
+    """Return the weight of the last colour, which few weights exceed.
+
+    The first rows see few keys, so their weights are large. A scale up to the largest
+    weight would show all other rows in one colour.
+    """
     sizes = np.abs(values[~np.isnan(values)])
-    return float(np.quantile(sizes, WITHIN)) or float(sizes.max())
+    return float(np.quantile(sizes, QUANTILE)) or float(sizes.max())
 
 
 def _sentence(run: LoadedRun, prompt: str | None) -> tuple[Inputs, list[str]]:
-    """The inputs, and the names of their tokens in a figure."""
+    """Return the inputs of the figures, and the labels of their tokens."""
     model, tokenizer = run.config.model, run.examples.tokenizer
-    longest = min(SENTENCE, model.length)
+    longest = min(LONGEST, model.length)
     if prompt is not None and tokenizer is not None:
         ids = tokenizer.encode(prompt)[:longest]
         if not len(ids):
             raise ValueError("--prompt is empty: give text to look at")
     else:
         rows = next(run.examples.heldout_batches((1, model.length), 1))
-        shown = rows(0, 1)[0]
-        ids = tokens_of(shown)[0]
+        ids = tokens_of(rows(0, 1)[0])[0]
     if model.patch:
         rows, columns = (size // model.patch for size in model.image[:2])
         return ids, [f"{y},{x}" for y in range(rows) for x in range(columns)]
@@ -112,11 +117,11 @@ def _sentence(run: LoadedRun, prompt: str | None) -> tuple[Inputs, list[str]]:
         return ids, [str(x) for x in ids]
     ids = ids[ids >= 0][:longest]
     single = (tokenizer.decode(ids[i : i + 1]) for i in range(len(ids)))
-    labels = list(map(_shown, single))
-    for place in np.flatnonzero(ids == tokenizer.vocabulary):
-        labels[place] = HIDDEN
+    labels = list(map(_label, single))
+    for position in np.flatnonzero(ids == tokenizer.vocabulary):
+        labels[position] = HIDDEN
     return ids, labels
 
 
-def _shown(token: str) -> str:
+def _label(token: str) -> str:
     return token if token.isprintable() and token.strip() else repr(token)[1:-1]

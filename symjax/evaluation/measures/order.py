@@ -1,68 +1,82 @@
-"""Whether answers depend on the order in which examples are shown."""
+"""Dependence of answers on the order of the examples in a prompt (task `order`)."""
 
 import numpy as np
 
 from symjax.data import generated
 from symjax.data.draws import Draws
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.answers import heldout, predictor
-from symjax.evaluation.results import Options, Result, Table, none, progress
+from symjax.evaluation.measures.answers import draw_heldout, predictor
+from symjax.evaluation.results import (
+    Options,
+    Result,
+    Table,
+    not_applicable,
+    progress,
+)
 from symjax.figures import Lines
 
 PROMPTS = 100
-ORDERS = 10  # at most, of the examples of every prompt
-SPREAD = ("mean", "least", "greatest", "margin")
+ORDERS = 10  # the most orders of the examples of a prompt
+STATISTICS = ("mean", "least", "greatest", "margin")
 
 
 def order(run: LoadedRun, options: Options) -> Result:
-    """Accuracy over the orders of in-context examples; the margin is greatest − least.
+    """Measure how accuracy changes with the order of the in-context examples.
 
-    100 prompts of `mqar` or `needle` show their examples in ten orders, or in all there
-    are; everything else, the questions too, stays where it is. Of all prompts together
-    and of each with its own questions; and how accurate an answer is by the place of
-    its example. Prompts are held out in the first of the orders.
+    100 prompts of `mqar` or `needle` show their examples in ten orders, or in all
+    orders if there are fewer. Questions and other tokens keep their positions, so a
+    model that retrieves the examples has the same accuracy in every order. Prompts are
+    held out in their first order.
+
+    Returns:
+        Mean, least and greatest accuracy over the orders, and the margin
+        greatest − least: of all prompts together, and of single prompts (the mean over
+        prompts). The part of the answers that change with the order. The accuracy by
+        the position of the example that a question asks for.
 
     Source: Ye et al. 2024, arXiv:2410.05258, section 3.5.
     """
     data = run.config.data
     if data.items == 1:
-        return none("order", "one example has one order")
-    tokens, targets = heldout(data, run.config.model.length, PROMPTS, options.seed)
-    chosen = orders(data.items, options.seed)
-    predict, there = predictor(run), targets >= 0
-    predicted, places = [], []
-    for some in progress(chosen, "orders"):
-        prompts = generated.reordered(data, tokens, some)
-        predicted.append(predict(prompts)[there])
-        keys = generated.shown(data, prompts)[..., -2]
-        places.append(_asked_about(np.take_along_axis(prompts, keys, 1), tokens, there))
-    answers, where = np.stack(predicted), np.stack(places)  # [orders, questions]
-    right = answers == targets[there]
+        return not_applicable("order", "one example has one order")
+    length = run.config.model.length
+    tokens, targets = draw_heldout(data, length, PROMPTS, options.seed)
+    drawn = orders(data.items, options.seed)
+    predict, questions = predictor(run), targets >= 0
+    predicted, examples = [], []
+    for new_order in progress(drawn, "orders"):
+        prompts = generated.reordered(data, tokens, new_order)
+        predicted.append(predict(prompts)[questions])
+        positions = generated.shown(data, prompts)[..., -2]
+        keys = np.take_along_axis(prompts, positions, 1)
+        examples.append(_asked_examples(keys, tokens, questions))
+    answers, asked = np.stack(predicted), np.stack(examples)  # [orders, questions]
+    right = answers == targets[questions]
     changed = float((answers != answers[:1]).any(axis=0).mean())
-    by_prompt = right.reshape(len(chosen), PROMPTS, -1).mean(axis=-1)
-    together = spread(by_prompt.mean(axis=1)).tolist()
-    alone = spread(by_prompt).mean(axis=-1).tolist()
-    by_place = [float(right[where == i].mean()) for i in range(data.items)]
+    by_prompt = right.reshape(len(drawn), PROMPTS, -1).mean(axis=-1)
+    all_prompts = spread(by_prompt.mean(axis=1)).tolist()
+    one_prompt = spread(by_prompt).mean(axis=-1).tolist()
+    by_place = [float(right[asked == i].mean()) for i in range(data.items)]
     chance = 1 / data.symbols
-    found = {
+    results = {
         "examples": data.items,
-        "orders": len(chosen),
+        "orders": len(drawn),
         "chance": chance,
-        "together": dict(zip(SPREAD, together, strict=True)),
-        "prompt": dict(zip(SPREAD, alone, strict=True)),
+        "together": dict(zip(STATISTICS, all_prompts, strict=True)),
+        "prompt": dict(zip(STATISTICS, one_prompt, strict=True)),
         "changed": changed,
         "by_place": by_place,
     }
     text = [
-        f"{PROMPTS} prompts of {data.items} examples, each in {len(chosen)} orders: "
+        f"{PROMPTS} prompts of {data.items} examples, each in {len(drawn)} orders: "
         f"{changed:.1%} of {right.shape[1]} answers change with the order",
         "accuracy by order, of all prompts together and of one (mean over prompts); "
         f"chance {chance:.4f}",
     ]
-    cells = [("all prompts", *together), ("one prompt", *alone)]
+    cells = [("all prompts", *all_prompts), ("one prompt", *one_prompt)]
     numbered = list(enumerate(by_place, 1))
     tables = (
-        Table("order", ("accuracy of", *SPREAD), cells),
+        Table("order", ("accuracy of", *STATISTICS), cells),
         Table("order_by_place", ("place", "accuracy"), numbered),
     )
     x = [float(place) for place, _ in numbered]
@@ -71,23 +85,30 @@ def order(run: LoadedRun, options: Options) -> Result:
     figure = Lines(
         "order_by_place", "place of the example", "accuracy", curves, title=title
     )
-    return Result({"order": found}, text, tables, (figure,))
+    return Result({"order": results}, text, tables, (figure,))
 
 
 def orders(count: int, seed: int) -> np.ndarray:
-    """Different orders [orders, count] of so many examples, the first as they are."""
+    """Return different orders [orders, count] of examples; the first is unchanged."""
     drawn = Draws(seed, np.arange(50 * ORDERS)).distinct(count, count)
-    kept = dict.fromkeys([tuple(range(count)), *map(tuple, drawn.tolist())])
-    return np.array(list(kept)[:ORDERS])
+    different = dict.fromkeys([tuple(range(count)), *map(tuple, drawn.tolist())])
+    return np.array(list(different)[:ORDERS])
 
 
 def spread(accuracy: np.ndarray) -> np.ndarray:
-    """Mean, least, greatest and margin over the first axis, the orders."""
+    """Return mean, least, greatest and margin over the first axis, the orders."""
     least, greatest = accuracy.min(axis=0), accuracy.max(axis=0)
     return np.stack([accuracy.mean(axis=0), least, greatest, greatest - least])
 
 
-def _asked_about(keys: np.ndarray, tokens: np.ndarray, there: np.ndarray) -> np.ndarray:
-    """Which of the keys [B, items] every question [questions] is about."""
-    rows = np.nonzero(there)[0]
-    return (keys[rows] == tokens[there][:, None]).argmax(axis=1)
+def _asked_examples(
+    keys: np.ndarray, tokens: np.ndarray, questions: np.ndarray
+) -> np.ndarray:
+    """Return the index of the example that each question asks for [questions].
+
+    Args:
+        keys: of the examples of each prompt [B items].
+        questions: True at the tokens that are questions [B T].
+    """
+    rows = np.nonzero(questions)[0]
+    return (keys[rows] == tokens[questions][:, None]).argmax(axis=1)

@@ -1,7 +1,11 @@
-"""The ranks of score matrices and maps, by layer.
+"""Ranks of score matrices and attention maps, by layer.
 
-The exponential of a matrix of low rank has full rank in exact arithmetic, and so has
-every causal map: the rank of a map is an effective one, of which there are several.
+The product QKᵀ of one head has at most the rank of the head size H, before the causal
+mask. Its softmax has in general full rank in exact arithmetic, and so has every causal
+map with a positive diagonal. So the rank of a map is measured by its singular values s,
+in four ways (`Ranks`): a small number means that few directions carry the map. Each
+matrix is that of one head and one held-out window (`reading`), in float64; the table
+has means over heads and windows.
 """
 
 from typing import NamedTuple
@@ -10,21 +14,23 @@ import numpy as np
 from jaxtyping import Float
 
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.reading import Layer, Window, attentions, by_layer
+from symjax.evaluation.measures.reading import Layer, Window, by_layer
 from symjax.evaluation.results import Options, Result, series, table
 from symjax.figures import Lines
+from symjax.models.build import attentions
 
 PRODUCTS = {"none": "QKᵀ", "plain": "QQᵀ", "pairwise": "QUQᵀ"}
 
 
 class Ranks(NamedTuple):
-    """Of matrices with singular values s, one number each.
+    """Ranks of matrices with singular values s.
 
     Attributes:
         effective: exp of the entropy of s / Σ s (Roy & Vetterli 2007).
         stable: Σ s² / max s².
-        numerical: values above max s · n · 1.2e-7, what float32 can tell from zero.
-        energy_90, energy_99: how many of the largest hold that share of Σ s².
+        numerical: number of s above max s · n · 1.2e-7 for n rows, the rounding error
+            of float32.
+        energy_90, energy_99: number of the largest s that hold 90 % or 99 % of Σ s².
     """
 
     effective: Float[np.ndarray, "*N"]
@@ -35,28 +41,28 @@ class Ranks(NamedTuple):
 
 
 def rank(run: LoadedRun, options: Options) -> Result:
-    """Ranks of products of queries and keys, of maps and of differential maps.
+    """Measure the ranks of QKᵀ, of attention maps and of differential maps.
 
-    Means over heads and windows. Each head's matrix is of one window, not masked for
-    products; maps of a decoder are causal.
+    QKᵀ (QQᵀ or QUQᵀ with symmetric keys) is taken without scale and mask; the maps of a
+    decoder are causal.
     """
     lengths = []
 
     def measure(window: Window, layer: Layer) -> dict[str, np.ndarray]:
         lengths.append(len(window.visible))
-        found = {
+        by_head = {
             name: np.stack(ranks(values, lengths[-1]))
             for name, values in singular_values(layer).items()
         }
-        return {name: x.reshape(len(x), -1).mean(axis=1) for name, x in found.items()}
+        return {name: x.reshape(len(x), -1).mean(axis=1) for name, x in by_head.items()}
 
     products = [PRODUCTS[layer.symmetric] for layer in attentions(run.model())]
     rows = [
         {"layer": index, "matrix": products[index] if name == "QKᵀ" else name}
         | dict(zip(Ranks._fields, mean, strict=True))
-        for index, found in by_layer(run, options, measure).items()
-        for name in found[0]
-        for mean in [np.mean([own[name] for own in found], axis=0).tolist()]
+        for index, windows in by_layer(run, options, measure).items()
+        for name in windows[0]
+        for mean in [np.mean([window[name] for window in windows], axis=0).tolist()]
     ]
     columns = ("layer", "matrix", "effective", "stable", "numerical", "90 %", "99 %")
     points = [(row["matrix"], row["layer"], row["effective"]) for row in rows]
@@ -68,11 +74,11 @@ def rank(run: LoadedRun, options: Options) -> Result:
 
 
 def singular_values(layer: Layer) -> dict[str, np.ndarray]:
-    """Of every matrix of a layer, in float64, largest first; a name for each matrix."""
+    """Return the singular values of each matrix of a layer by name, largest first."""
     query, key = (
         np.linalg.qr(x.astype(np.float64), mode="r") for x in (layer.query, layer.key)
     )
-    # QKᵀ has the singular values of R_q R_kᵀ, which is H × H
+    # With Q = P_q R_q and K = P_k R_k, QKᵀ has the singular values of R_q R_kᵀ (H × H).
     values = {"QKᵀ": _singular(query @ np.swapaxes(key, -1, -2))}
     if layer.lam is None:
         return values | {"A": _singular(layer.map)}
@@ -81,7 +87,11 @@ def singular_values(layer: Layer) -> dict[str, np.ndarray]:
 
 
 def ranks(singular: Float[np.ndarray, "*N k"], size: int) -> Ranks:
-    """Args: size: rows of the matrix, which may be more than there are values."""
+    """Return the ranks of matrices with these singular values.
+
+    Args:
+        size: number of rows of each matrix; it may exceed the number k of values.
+    """
     total = singular.sum(axis=-1, keepdims=True)
     share = singular / np.where(total == 0, 1, total)
     entropy = -(share * np.log(np.where(share > 0, share, 1))).sum(axis=-1)

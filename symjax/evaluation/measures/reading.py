@@ -1,9 +1,16 @@
-"""Queries, keys, maps and hidden states of every layer of a model for a window.
+"""Queries, keys, attention maps and hidden states of every layer on held-out windows.
 
-One way of reading for every mechanism: the map of a layer is what the layer itself
-makes of unit vectors as values. The model runs as it is, and its blocks are watched.
+`read(model, inputs)` runs a model on one window and returns a `Layer` for each of its
+layers. Attention maps are computed in one way for every mechanism: the layer attends
+with unit vectors as values, so that row t of its output is row t of its map.
 
-A few held-out windows, and what every layer of a model does with each of them.
+The measures of this package are functions of one `Window` and one `Layer`. `by_layer`
+calls such a function for every layer on a few windows, which `heldout_rows` chooses.
+Three functions average what it returns:
+
+    mean_by_layer     over windows of one length
+    mean_over_rows    over the rows of windows of any length
+    mean_by_keys      separately for each number of keys that a row sees
 """
 
 from collections.abc import Callable, Collection
@@ -27,27 +34,51 @@ from symjax.layers.mixer import Mixer
 from symjax.layers.parts.table import part_of
 from symjax.layers.sharded import Operand
 from symjax.models.build import Model
-from symjax.models.build import attentions as attentions
 
-# The tokens of a row, below 0 where there are none, or an image.
+WINDOWS = 4  # held-out windows that are read, unless --batches says fewer
+IMAGES = 32  # the same for images, which have few tokens
+CANDIDATES = 8  # windows drawn for each one read, to find some within one document
+LONGEST = 512  # tokens of a window: every head has a map of the square of this size
+PAIRED = ("scores", "products", "branches", "map")  # fields of `Layer` [... T T]
+
+# Token ids of a row, negative at padding; or an image.
 Inputs = Int[np.ndarray, "T"] | Float[np.ndarray, "height width channels"]
+Row = tuple[Inputs, np.ndarray]  # inputs and targets
+Measured = TypeVar("Measured")
+
+
+class Window(NamedTuple):
+    """A held-out row without its padding.
+
+    Attributes:
+        tokens: token ids; None for an image.
+        targets: the token to predict at each position, negative where there is none;
+            for a classifier the label.
+        visible: the pairs (query, key) that attention may use: key ≤ query in a
+            decoder, all pairs in an encoder.
+    """
+
+    tokens: Int[np.ndarray, "T"] | None
+    targets: Int[np.ndarray, "T"]
+    visible: Bool[np.ndarray, "T T"]
 
 
 class Layer(NamedTuple):
-    """What one layer does with one window of T tokens, those of an image its patches.
+    """Queries, keys, maps and outputs of one layer on one window of T tokens.
 
-    P is 2 for the branches of a differential head, 1 otherwise. Heads that share keys
-    or values each have their own here.
+    The tokens of an image are its patches. P is the number of branches of a head: 2 in
+    differential attention, 1 otherwise. Keys and values that several heads share are
+    repeated for each head.
 
     Attributes:
-        query, key: rotated, before any feature map.
-        scores: q·k scaled, without the bias of positions; 0 where hidden. None for
-            mechanisms that never form them.
-        products: φ(q)·φ(k) of linear and cosine layers, which their sum divides; 0
-            where hidden.
+        query, key: after the rotation by positions, before any feature map.
+        scores: scaled q·k without the bias of positions, 0 at hidden pairs; None for
+            mechanisms that compute no scores.
+        products: φ(q)·φ(k) of linear and cosine layers before the division by the sum
+            of their row, 0 at hidden pairs; None for other mechanisms.
         branches: the map of each branch.
-        map: of the head: that of its branch, or A₁ − λA₂.
-        lam: λ of every token and head; None if not differential.
+        map: the map of the head: A, or A₁ − λA₂.
+        lam: λ of every token and head; None if the layer is not differential.
         hidden: the residual stream after the layer.
     """
 
@@ -62,38 +93,200 @@ class Layer(NamedTuple):
     hidden: Float[np.ndarray, "T D"]
 
 
-def read(model: Model, inputs: Inputs) -> list[Layer]:
-    """What every layer does with a window. Memory O(N T²) a layer.
+def by_layer(
+    run: LoadedRun,
+    options: Options,
+    measure: Callable[[Window, Layer], Measured],
+    layers: Collection[int] | None = None,
+) -> dict[int, list[Measured]]:
+    """Return measure(window, layer) for every window, by the index of the layer.
 
-    Pads are left out: no token sees them, and what they see is of no use.
+    Args:
+        layers: indices of the layers to measure; None means all.
+    """
+    model, causal = run.model(), config.is_causal(run.config.model)
+    results: dict[int, list[Measured]] = {}
+    for inputs, targets in progress(heldout_rows(run, options), "windows"):
+        layers_read = read(model, inputs)
+        tokens = len(layers_read[0].hidden)
+        window = _window(inputs, targets, visible_pairs(tokens, causal=causal))
+        for index, layer in enumerate(layers_read):
+            if layers is None or index in layers:
+                results.setdefault(index, []).append(measure(window, layer))
+    return results
+
+
+def mean_by_layer(
+    run: LoadedRun, options: Options, measure: Callable[[Window, Layer], np.ndarray]
+) -> list[Float[np.ndarray, "..."]]:
+    """Return the mean of a measure over windows, for every layer.
+
+    Args:
+        measure: returns arrays of one shape for all windows; NaN is left out.
+    """
+    return [
+        nan_mean(np.stack(results).astype(np.float64))
+        for results in by_layer(run, options, measure).values()
+    ]
+
+
+def mean_over_rows(
+    run: LoadedRun, options: Options, measure: Callable[[Window, Layer], np.ndarray]
+) -> list[Float[np.ndarray, "..."]]:
+    """Return the mean of a measure over the rows of all windows, for every layer.
+
+    Every row counts alike, also if the windows of an encoder differ in length; the mean
+    of the means of windows would be another number.
+
+    Args:
+        measure: returns an array [... T] with a number for each row; NaN is left out.
+    """
+    return [
+        nan_mean(np.concatenate(results, axis=-1).astype(np.float64), axis=-1)
+        for results in by_layer(run, options, measure).values()
+    ]
+
+
+def mean_by_keys(
+    run: LoadedRun, options: Options, measure: Callable[[Layer], np.ndarray]
+) -> tuple[Int[np.ndarray, " n"], list[Float[np.ndarray, " n"]]]:
+    """Return numbers of visible keys and, for every layer, the mean of a measure there.
+
+    Row t of a decoder sees t keys. All rows of an encoder see the same keys, so its
+    windows are read several times: cut to their first 1, 2, 4, … tokens, and whole.
+    Images are read whole only.
+
+    Args:
+        measure: returns an array [T] with a number for each row.
+    """
+    if config.is_causal(run.config.model):
+        means = mean_by_layer(run, options, lambda _, layer: measure(layer))
+        return np.arange(1, len(means[0]) + 1), means
+    model, rows = run.model(), heldout_rows(run, options)
+    if run.config.model.patch:
+        rows_by_keys = {run.config.model.length: rows}
+    else:
+        longest = max(int((inputs >= 0).sum()) for inputs, _ in rows)
+        sizes = [2**i for i in range(longest.bit_length()) if 2**i < longest]
+        rows_by_keys = {n: _first_tokens(rows, n) for n in (*sizes, longest)}
+    means = []  # [numbers of keys, layers]
+    for cut in progress(rows_by_keys.values(), "number of keys"):
+        of_rows = [[measure(x).mean() for x in read(model, row)] for row, _ in cut]
+        means.append(np.mean(of_rows, axis=0))
+    return np.array(list(rows_by_keys)), list(np.stack(means, axis=1))
+
+
+def _first_tokens(rows: list[Row], count: int) -> list[Row]:
+    """Return the rows of at least `count` tokens, with the later tokens as padding."""
+    positions = np.arange(len(rows[0][0]))
+    return [
+        (np.where(positions < count, inputs, NOTHING), targets)
+        for inputs, targets in rows
+        if (inputs >= 0).sum() >= count
+    ]
+
+
+def nan_mean(x: ArrayLike, axis: int = 0) -> np.ndarray:
+    """Return the mean of the numbers that are not NaN; NaN where all are."""
+    x = np.asarray(x)
+    known = ~np.isnan(x)
+    total, count = np.where(known, x, 0).sum(axis), known.sum(axis)
+    return np.where(count, total / np.maximum(count, 1), np.nan)
+
+
+def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
+    """Return a few rows, with their padding, spread over the held-out examples.
+
+    There are 4 rows (32 if they are images), or `--batches` if that is fewer. Rows are
+    as long as in training, and rows of text have at most 512 tokens.
+    """
+    model = run.config.model
+    whole = run.examples.fixed_length or model.length <= LONGEST
+    length = model.length if whole else LONGEST
+    most = IMAGES if model.patch else WINDOWS
+    count = min(options.batches or most, most)
+    if run.examples.separate:
+        return _rows_within_documents(run, length, count)
+    batches = [rows(0, 1) for rows in run.examples.heldout_batches((1, length), count)]
+    if not model.classes and len(batches) > 1:  # the last window may not be filled
+        batches = [batch for batch in batches if _is_filled(*batch)]
+    return [(inputs[0], targets[0]) for inputs, targets, _ in batches]
+
+
+def _rows_within_documents(run: LoadedRun, length: int, count: int) -> list[Row]:
+    """Return windows that lie within one document each, spread over the candidates.
+
+    If none of the candidates does, return candidates that span several documents.
+    """
+    rows = run.examples.heldout_batches((1, length), CANDIDATES * count)
+    drawn = [row(0, 1) for row in rows]
+    within = [row for row in drawn if not row[0].segment_ids.any() and row[2].all()]
+    chosen = within or drawn
+    step = -(-len(chosen) // count)
+    return [(inputs.tokens[0], targets[0]) for inputs, targets, _ in chosen[::step]]
+
+
+def _is_filled(inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> bool:
+    """Return whether a row of text is neither padded nor filled up at its end.
+
+    A window beyond the end of the text repeats the last token, with weight 0.
+    """
+    return bool((inputs >= 0).all() and (weights[targets >= 0] > 0).all())
+
+
+def _window(inputs: Inputs, targets: np.ndarray, visible: np.ndarray) -> Window:
+    """Return a row without its padding."""
+    if inputs.ndim > 1:
+        return Window(None, targets, visible)
+    exists = inputs >= 0
+    if len(targets) == len(inputs):
+        targets = targets[exists]
+    return Window(inputs[exists], targets, visible)
+
+
+def visible_pairs(count: int, *, causal: bool) -> Bool[np.ndarray, "T T"]:
+    """Return the pairs (query, key) of `count` tokens that attention may use."""
+    pairs = np.ones((count, count), bool)
+    return np.tril(pairs) if causal else pairs
+
+
+def read(model: Model, inputs: Inputs) -> list[Layer]:
+    """Return what every layer of a model computes on one window, without padding.
+
+    The model is not changed. Memory O(N T²) per layer.
     """
     graph, weights = nnx.split(model)
-    found = _read(graph, weights, jnp.asarray(inputs)[None])
-    layers = jax.tree.map(lambda x: np.asarray(x[0], np.float32), found)
+    traced = _read_layers(graph, weights, jnp.asarray(inputs)[None])
+    layers = jax.tree.map(lambda x: np.asarray(x[0], np.float32), traced)
     if inputs.ndim > 1 or (inputs >= 0).all():
         return layers
-    return [_without_pads(layer, inputs >= 0) for layer in layers]
+    return [_without_padding(layer, inputs >= 0) for layer in layers]
 
 
-def _without_pads(layer: Layer, there: Bool[np.ndarray, "T"]) -> Layer:
-    found = {}
+def _without_padding(layer: Layer, exists: Bool[np.ndarray, "T"]) -> Layer:
+    arrays = {}
     for name, x in layer._asdict().items():
         if x is not None:
-            found[name] = np.compress(there, x, axis=-2)
-            if name in ("scores", "products", "branches", "map"):  # of pairs
-                found[name] = np.compress(there, found[name], axis=-1)
-    return layer._replace(**found)
+            arrays[name] = np.compress(exists, x, axis=-2)
+            if name in PAIRED:
+                arrays[name] = np.compress(exists, arrays[name], axis=-1)
+    return layer._replace(**arrays)
 
 
 @partial(jax.jit, static_argnums=0)
-def _read(graph: nnx.GraphDef, weights: Any, inputs: Array) -> list[Layer]:
-    model, found = nnx.merge(graph, weights), []
-    model(inputs, watch=lambda *seen: found.append(_layer(*seen)))
-    return found
+def _read_layers(graph: nnx.GraphDef, weights: Any, inputs: Array) -> list[Layer]:
+    model, layers = nnx.merge(graph, weights), []
+    model(inputs, watch=lambda *seen: layers.append(_layer(*seen)))
+    return layers
 
 
 def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> Layer:
-    """The `Layer` of an `Attention` or a `GatedBlock` for its input x."""
+    """Return the traced `Layer` [B ...] of an `Attention` or a `GatedBlock`.
+
+    Args:
+        x: the input of the layer.
+        hidden: the residual stream after it.
+    """
     positions = jnp.arange(x.shape[1])[None]
     lengths = layer.rotate.lengths(positions, padding_mask)
     operands = layer.operands(x, positions, lengths=lengths)
@@ -110,16 +303,16 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
     operands["value"] = operands["value"]._replace(array=units)
     scores = None
     if layer.mixer.form.keys and layer.mixer.form.state is None:
-        scores = _branches(partial(_scores, layer.mixer), operands, kind)
-    # Traced here; `read` gives them out as numpy arrays.
+        scores = _each_branch(partial(_scores, layer.mixer), operands, kind)
+    # The arrays are traced here; `read` turns them into numpy arrays.
     return Layer._make(
         (
-            _each_head(query, heads, kind),
-            _each_head(key, heads, kind),
+            _by_branch(query, heads, kind),
+            _by_branch(key, heads, kind),
             repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
             scores,
             _products(layer.mixer, operands, kind),
-            _branches(partial(_map, layer.mixer), operands, kind),
+            _each_branch(partial(_map, layer.mixer), operands, kind),
             _map(layer.mixer, operands),
             lam,
             hidden,
@@ -127,43 +320,54 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
     )
 
 
-def _each_head(x: Array, heads: int, kind: str) -> Array:
-    """Queries or keys [B T Nk H] as [B N P T H], shared ones repeated."""
+def _by_branch(x: Array, heads: int, kind: str) -> Array:
+    """Reshape queries or keys [B T Nk H] to [B N P T H], shared ones repeated."""
     if x.shape[2] < 2 * heads and kind == "v2":  # both branches share their key
         x = jnp.repeat(x, 2, axis=2)
     branches = 1 if kind == "none" else 2
-    own = rearrange(x, "b t (k p) h -> b k p t h", p=branches)
-    return repeat(own, "b k p t h -> b (k g) p t h", g=heads // own.shape[1])
+    split = rearrange(x, "b t (k p) h -> b k p t h", p=branches)
+    return repeat(split, "b k p t h -> b (k g) p t h", g=heads // split.shape[1])
 
 
-def _branches(read: Callable, operands: dict[str, Operand], kind: str) -> Array:
-    """read(operands) [B N T T] for every branch: λ = 0 gives the first, and with
-    branches swapped the second."""
+def _each_branch(
+    compute: Callable[[dict[str, Operand]], Array],
+    operands: dict[str, Operand],
+    kind: str,
+) -> Array:
+    """Return compute(operands) [B N T T] for every branch, as [B N P T T].
+
+    With λ = 0 a differential mechanism computes its first branch alone, and with the
+    operands of the branches swapped the second.
+    """
     if kind == "none":
-        return read(operands)[:, :, None]
+        return compute(operands)[:, :, None]
     lam = operands["lam"]
     first = operands | {"lam": lam._replace(array=jnp.zeros_like(lam.array))}
-    own = ("BTN",) if kind == "v2" else ("BTN", "BSK", "BTK")
+    of_branches = ("BTN",) if kind == "v2" else ("BTN", "BSK", "BTK")
     swapped = {
-        name: operand._replace(array=_swap(operand.array))
+        name: operand._replace(array=_swap_branches(operand.array))
         for name, operand in first.items()
-        if operand.axes in own and name not in ("lam", "value")
+        if operand.axes in of_branches and name not in ("lam", "value")
     }
-    return jnp.stack([read(first), read(first | swapped)], axis=2)
+    return jnp.stack([compute(first), compute(first | swapped)], axis=2)
 
 
-def _swap(x: Array) -> Array:
-    """Heads 2n and 2n + 1 in each other's place."""
+def _swap_branches(x: Array) -> Array:
+    """Swap heads 2n and 2n + 1, the branches of one differential head."""
     pairs = x.reshape(*x.shape[:2], -1, 2, *x.shape[3:])
     return jnp.flip(pairs, axis=3).reshape(x.shape)
 
 
 def _map(mixer: Mixer, operands: dict[str, Operand]) -> Array:
+    """Return the attention map [B N T T] of operands whose values are unit vectors."""
     return jnp.swapaxes(mixer(operands), 1, 2)
 
 
 def _scores(mixer: Mixer, operands: dict[str, Operand]) -> Array:
-    """The engine's own scores: the map of a mechanism whose weights are its scores."""
+    """Return the scores as the engine computes them.
+
+    They are the map of a score mechanism whose weights equal its scores.
+    """
     names = ("window", "length_base", "mask_self")
     options: dict[str, Any] = {name: x for name, x in mixer.options if name in names}
     query, key = operands["query"].array, operands["key"].array
@@ -173,192 +377,22 @@ def _scores(mixer: Mixer, operands: dict[str, Operand]) -> Array:
         options["shared_keys"] = mixer.differential == "v2"
     if "mask" in operands:
         options["mask"] = operands["mask"].array
-    return row_map(_itself, query, key, is_causal=mixer.causal, **options)
+    return row_map(_scores_as_weights, query, key, is_causal=mixer.causal, **options)
+
+
+def _scores_as_weights(scores: Array, visible: Array | None) -> Array:
+    return scores if visible is None else jnp.where(visible, scores, 0)
 
 
 def _products(mixer: Mixer, operands: dict[str, Operand], kind: str) -> Array | None:
+    """Return φ(q)·φ(k) [B N P T T]; None for mechanisms without feature maps."""
     features = part_of(mixer.mechanism).features
     if features is None:
         return None
     maps = features(dict(mixer.options))
     query, key = (
-        _each_head(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
+        _by_branch(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
         for of, name in ((maps.query, "query"), (maps.key, "key"))
     )
     products = jnp.einsum("bnpth,bnpsh->bnpts", query, key)
     return jnp.tril(products) if mixer.causal else products
-
-
-def _itself(scores: Array, visible: Array | None) -> Array:
-    return scores if visible is None else jnp.where(visible, scores, 0)
-
-
-WINDOWS = 4  # of held-out text that are read, unless --batches says fewer
-IMAGES = 32  # likewise; they have few tokens
-TRIED = 8  # windows for each that is read, where they should be of one document
-LONGEST = 512  # tokens of a window: a map has the square of them, in every head
-
-Row = tuple[Inputs, np.ndarray]  # inputs and targets
-Measured = TypeVar("Measured")
-
-
-class Window(NamedTuple):
-    """A held-out row without its padding.
-
-    Attributes:
-        tokens: None of an image.
-        targets: below 0 where there is none; of a classifier the label.
-        visible: the pairs that see each other: causal in a decoder, else all.
-    """
-
-    tokens: Int[np.ndarray, "T"] | None
-    targets: Int[np.ndarray, "T"]
-    visible: Bool[np.ndarray, "T T"]
-
-
-def by_layer(
-    run: LoadedRun,
-    options: Options,
-    measure: Callable[[Window, Layer], Measured],
-    layers: Collection[int] | None = None,
-) -> dict[int, list[Measured]]:
-    """measure(window, layer) of every window, by the number of the layer.
-
-    Args:
-        layers: those that are measured; None: all.
-    """
-    model, causal = run.model(), config.is_causal(run.config.model)
-    found: dict[int, list[Measured]] = {}
-    for inputs, targets in progress(heldout_rows(run, options), "windows"):
-        seen = read(model, inputs)
-        window = _window(inputs, targets, all_pairs(len(seen[0].hidden), causal=causal))
-        for index, layer in enumerate(seen):
-            if layers is None or index in layers:
-                found.setdefault(index, []).append(measure(window, layer))
-    return found
-
-
-def mean_by_layer(
-    run: LoadedRun, options: Options, measure: Callable[[Window, Layer], np.ndarray]
-) -> list[Float[np.ndarray, "..."]]:
-    """Return the mean of a measure over windows, for every layer; NaN is left out.
-
-    For measures whose results have one shape in all windows, and count alike.
-    """
-    return [
-        known_mean(np.stack(found).astype(np.float64))
-        for found in by_layer(run, options, measure).values()
-    ]
-
-
-def mean_over_rows(
-    run: LoadedRun, options: Options, measure: Callable[[Window, Layer], np.ndarray]
-) -> list[Float[np.ndarray, "..."]]:
-    """Return the mean of a measure over the rows of all windows, for every layer.
-
-    Windows of an encoder have unequal numbers of tokens, so that a mean of the means of
-    windows would be another number.
-
-    Args:
-        measure: of a window, numbers of every row [... T]; rows with NaN are left out.
-    """
-    return [
-        known_mean(np.concatenate(found, axis=-1).astype(np.float64), axis=-1)
-        for found in by_layer(run, options, measure).values()
-    ]
-
-
-def known_mean(x: ArrayLike, axis: int = 0) -> np.ndarray:
-    """The mean of what is not NaN; NaN where nothing else is."""
-    x = np.asarray(x)
-    known = ~np.isnan(x)
-    total, count = np.where(known, x, 0).sum(axis), known.sum(axis)
-    return np.where(count, total / np.maximum(count, 1), np.nan)
-
-
-def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
-    """A few rows spread over what is held out, as long as those of training.
-
-    With their padding. Of a text at most 512 tokens each. 4 of them, or 32 images, or
-    `--batches` if that is fewer.
-    """
-    model = run.config.model
-    longest = run.examples.fixed_length or model.length <= LONGEST
-    length = model.length if longest else LONGEST
-    most = IMAGES if model.patch else WINDOWS
-    count = min(options.batches or most, most)
-    if run.examples.separate:
-        return _of_one_document(run, length, count)
-    chosen = [rows(0, 1) for rows in run.examples.heldout_batches((1, length), count)]
-    if not model.classes and len(chosen) > 1:  # the last window may not be filled
-        chosen = [rows for rows in chosen if _is_filled(*rows)]
-    return [(inputs[0], targets[0]) for inputs, targets, _ in chosen]
-
-
-def _of_one_document(run: LoadedRun, length: int, count: int) -> list[Row]:
-    """Windows inside a document, the first of each stretch that has one; where there
-    are none, windows as they come."""
-    rows = run.examples.heldout_batches((1, length), TRIED * count)
-    drawn = [row(0, 1) for row in rows]
-    inside = [row for row in drawn if not row[0].segment_ids.any() and row[2].all()]
-    chosen = inside or drawn
-    step = -(-len(chosen) // count)
-    return [(inputs.tokens[0], targets[0]) for inputs, targets, _ in chosen[::step]]
-
-
-def _is_filled(inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> bool:
-    """Whether a row of text has neither padding nor repeated tokens in its place."""
-    return bool((inputs >= 0).all() and (weights[targets >= 0] > 0).all())
-
-
-def _window(inputs: Inputs, targets: np.ndarray, visible: np.ndarray) -> Window:
-    if inputs.ndim > 1:
-        return Window(None, targets, visible)
-    there = inputs >= 0
-    if len(targets) == len(inputs):
-        targets = targets[there]
-    return Window(inputs[there], targets, visible)
-
-
-def all_pairs(count: int, *, causal: bool) -> Bool[np.ndarray, "T T"]:
-    """The pairs of so many tokens that see each other."""
-    pairs = np.ones((count, count), bool)
-    return np.tril(pairs) if causal else pairs
-
-
-def by_keys(
-    run: LoadedRun, options: Options, measure: Callable[[Layer], np.ndarray]
-) -> tuple[Int[np.ndarray, " n"], list[Float[np.ndarray, " n"]]]:
-    """How many keys rows see, and the mean of a measure of such rows in every layer.
-
-    Row t of a decoder sees t keys. All rows of an encoder see the same keys, so that
-    it reads the first 1, 2, 4, … tokens of its windows and all of them; images whole.
-
-    Args:
-        measure: of a layer, a number a row [T].
-    """
-    if config.is_causal(run.config.model):
-        found = mean_by_layer(run, options, lambda _, layer: measure(layer))
-        return np.arange(1, len(found[0]) + 1), found
-    model, rows = run.model(), heldout_rows(run, options)
-    if run.config.model.patch:
-        cuts = {run.config.model.length: rows}
-    else:
-        longest = max(int((inputs >= 0).sum()) for inputs, _ in rows)
-        sizes = [2**i for i in range(longest.bit_length()) if 2**i < longest]
-        cuts = {n: _first_tokens(rows, n) for n in (*sizes, longest)}
-    values = []  # [sizes, layers]
-    for some in progress(cuts.values(), "number of keys"):
-        found = [[measure(x).mean() for x in read(model, row)] for row, _ in some]
-        values.append(np.mean(found, axis=0))
-    return np.array(list(cuts)), list(np.stack(values, axis=1))
-
-
-def _first_tokens(rows: list[Row], count: int) -> list[Row]:
-    """The rows that have so many tokens, the others of them hidden."""
-    places = np.arange(len(rows[0][0]))
-    return [
-        (np.where(places < count, inputs, NOTHING), targets)
-        for inputs, targets in rows
-        if (inputs >= 0).sum() >= count
-    ]

@@ -1,8 +1,15 @@
-"""Speed of prefill, training and decoding, against the same model with softmax.
+"""Speed and memory of prefill, training and decoding, against softmax attention.
 
-The calls of both models are interleaved, so that other load affects both equally.
-Weights are new ones: time does not depend on them. No figure goes into the JSON of a
-checkpoint, which is the same bytes each time.
+The reference is the same model with plain softmax attention in every block. Lengths are
+128, 256, … 2048 tokens, one row each. A rate is tokens per second: the
+tokens of one call divided by the median time of 5 rounds. "÷ softmax" is the median
+over rounds of (time of softmax) / (time of the model): above 1 the model is faster.
+MiB are arguments and workspace of the compiled program, and "MiB ÷ softmax" above 1
+means more memory than softmax.
+
+Rounds of both models alternate, so that other load on the machine affects both equally.
+Weights are drawn anew, since time does not depend on them. Nothing goes into the JSON
+of a checkpoint, which is the same bytes each time.
 """
 
 import dataclasses
@@ -25,31 +32,37 @@ from symjax.training.compile import compiled_step
 from symjax.training.sharding import make_mesh
 from symjax.training.step import batch_like, compile_program
 
-LENGTHS = tuple(2**i for i in range(7, 12))
+LENGTHS = tuple(2**i for i in range(7, 12))  # tokens of a row
 ROUNDS = 5
 STEPS = 16  # tokens decoded in a round
-PATIENCE = 60.0  # seconds for one length, after which no longer one is tried
+PATIENCE = 60.0  # seconds; a length that takes more is the last one
 MIB = 2**20
 
 
 class Job(NamedTuple):
-    """Something to time: calls of `run` do `tokens` tokens of work each."""
+    """A compiled program to time.
+
+    Attributes:
+        run: calls the program once.
+        tokens: number of tokens that one call processes.
+        memory: MiB of arguments and workspace, as the compiler plans them.
+    """
 
     run: Callable[[], Any]
     tokens: int
-    memory: float  # MiB of arguments and workspace, as the compiler plans them
+    memory: float
 
 
 def speed(run: LoadedRun, options: Options) -> Result:
-    """Tokens a second and memory by length: prefill, a training step, decoding.
+    """Measure tokens per second and memory by length, against softmax.
 
-    One row of tokens; decoding with a full context. Ratios to softmax are medians of
-    those of rounds. An encoder is not decoded: it predicts no next token.
+    The work is a prefill of the row, a training step on the row, and for decoders 16
+    decoded tokens at the end of a full context.
     """
     model = run.config.model
     text = [
-        f"{named(model)} against softmax: one row of tokens, {ROUNDS} rounds that take "
-        f"turns, on {jax.devices()[0].device_kind}"
+        f"{name_of(model)} against softmax: one row of tokens, {ROUNDS} rounds that "
+        f"take turns, on {jax.devices()[0].device_kind}"
     ]
     if model.patch:
         text.append("the tokens are patches, of images one patch high")
@@ -59,13 +72,13 @@ def speed(run: LoadedRun, options: Options) -> Result:
     for length in progress(LENGTHS, "speed"):
         start = time.monotonic()
         try:
-            cells += compare(run.config, length)
+            cells += compare_with_softmax(run.config, length)
         except ValueError as error:  # it does not fit into memory
             text.append(f"{length} tokens and more left out: {error}")
             break
         if length < LENGTHS[-1] and time.monotonic() - start > PATIENCE:
-            taken = f"these took {PATIENCE:.0f} s"
-            text.append(f"more than {length} tokens left out: {taken}")
+            reason = f"these took {PATIENCE:.0f} s"
+            text.append(f"more than {length} tokens left out: {reason}")
             break
     measured = ("tokens/s", "÷ softmax", "MiB", "MiB ÷ softmax")
     tables = (Table("speed", ("work", "tokens", *measured), cells),)
@@ -77,11 +90,12 @@ def speed(run: LoadedRun, options: Options) -> Result:
 
 
 def mechanisms(model: config.Model) -> list[str]:
+    """Return the mechanism of every block."""
     return [config.mechanism_of(model, depth) for depth in range(model.depth)]
 
 
-def named(model: config.Model) -> str:
-    """A name for the model: its mechanisms, keys and maps."""
+def name_of(model: config.Model) -> str:
+    """Return a name for the model: its mechanisms, keys and maps."""
     chosen = model.attention
     parts = ["+".join(dict.fromkeys(mechanisms(model)))]
     if chosen.differential != "none":
@@ -91,45 +105,48 @@ def named(model: config.Model) -> str:
     return ", ".join(parts)
 
 
-def compare(options: config.Config, length: int) -> list[tuple[Any, ...]]:
-    """(work, length, tokens/s, ratio, MiB, ratio) of prefill, training and, unless it
-    is an encoder, decoding.
+def compare_with_softmax(options: config.Config, length: int) -> list[tuple[Any, ...]]:
+    """Return rows (work, length, tokens/s, ÷ softmax, MiB, MiB ÷ softmax).
 
     Raises:
         ValueError: a training step needs more memory than there is.
     """
-    models = [sized(options.model, length), softmax(sized(options.model, length))]
+    model = with_length(options.model, length)
+    models = [model, with_softmax(model)]
     cells: list[tuple[Any, ...]] = []
     works = [prefill, training]
     if config.is_causal(options.model):
         works.append(decoding)
     for work in works:
-        one, other = (
+        job, reference = (
             work(dataclasses.replace(options, model=model), length) for model in models
         )
-        seconds = interleaved(one.run, other.run)
+        seconds = time_in_turns(job.run, reference.run)
         ratio = float(np.median(seconds[1] / seconds[0]))
-        rate = one.tokens / float(np.median(seconds[0]))
-        memory = one.memory / other.memory if other.memory else None
-        cells.append((work.__name__, length, rate, ratio, one.memory, memory))
+        rate = job.tokens / float(np.median(seconds[0]))
+        memory = job.memory / reference.memory if reference.memory else None
+        cells.append((work.__name__, length, rate, ratio, job.memory, memory))
     return cells
 
 
-def sized(model: config.Model, length: int) -> config.Model:
-    """A model of so many tokens; of an image, of so many patches side by side."""
+def with_length(model: config.Model, length: int) -> config.Model:
+    """Return the model for rows of `length` tokens, or images of `length` patches.
+
+    Such an image is one patch high.
+    """
     image = model.image
     if model.patch:
         image = (model.patch, model.patch * length, image[2])
     return dataclasses.replace(model, length=length, image=image)
 
 
-def softmax(model: config.Model) -> config.Model:
-    """The same model with plain softmax attention in every block."""
+def with_softmax(model: config.Model) -> config.Model:
+    """Return the same model with plain softmax attention in every block."""
     return dataclasses.replace(model, attention=config.Attention(), pattern=())
 
 
-def interleaved(*jobs: Callable[[], Any]) -> np.ndarray:
-    """Seconds [jobs, rounds], without a first round, which may compile."""
+def time_in_turns(*jobs: Callable[[], Any]) -> np.ndarray:
+    """Return seconds [jobs, rounds]; a first round, which may compile, is left out."""
     seconds = np.zeros((len(jobs), ROUNDS + 1))
     for turn in range(ROUNDS + 1):
         for index, job in enumerate(jobs):
@@ -140,21 +157,21 @@ def interleaved(*jobs: Callable[[], Any]) -> np.ndarray:
 
 
 def prefill(options: config.Config, length: int) -> Job:
-    """The logits of a whole text."""
-    graph, weights = _new(options)
-    inputs, _ = _row(options.model, length)
+    """Return a job that computes the logits of a whole row."""
+    graph, weights = _split_model(options)
+    inputs, _ = _row_of_zeros(options.model, length)
     run = jax.jit(lambda weights, inputs: nnx.merge(graph, weights)(inputs))
     compiled = run.lower(weights, inputs).compile()
     return Job(partial(compiled, weights, inputs), length, _memory(compiled))
 
 
 def training(options: config.Config, length: int) -> Job:
-    """One step of the optimizer on one row."""
+    """Return a job that runs one training step on one row."""
     optimizer = dataclasses.replace(options.optimizer, accumulate=1)
     options = dataclasses.replace(options, batch_size=1, optimizer=optimizer)
     program = compile_program(options, make_mesh(config.Mesh(data=1)))
     compiled = compiled_step(program, (1, length))
-    row = list(map(np.asarray, _row(options.model, length)))
+    row = list(map(np.asarray, _row_of_zeros(options.model, length)))
     rows = program.place((1, length), lambda *_: row)
     key = jax.random.key(0)
     with jax.set_mesh(program.mesh):
@@ -170,8 +187,8 @@ def training(options: config.Config, length: int) -> Job:
 
 
 def decoding(options: config.Config, length: int) -> Job:
-    """Tokens after a context that fills the cache up to its end."""
-    graph, weights = _new(options)
+    """Return a job that decodes the last 16 tokens of a row; the cache has the rest."""
+    graph, weights = _split_model(options)
     steps = min(STEPS, length)
 
     cache = nnx.merge(graph, weights).init_cache(1, length)
@@ -186,21 +203,22 @@ def decoding(options: config.Config, length: int) -> Job:
 
         return jax.lax.scan(step, cache, tokens)[1]
 
-    given = weights, cache, jnp.zeros(steps, jnp.int32)
-    compiled = jax.jit(write).lower(*given).compile()
-    return Job(partial(compiled, *given), steps, _memory(compiled))
+    arguments = weights, cache, jnp.zeros(steps, jnp.int32)
+    compiled = jax.jit(write).lower(*arguments).compile()
+    return Job(partial(compiled, *arguments), steps, _memory(compiled))
 
 
-def _new(options: config.Config) -> tuple[nnx.GraphDef, Any]:
+def _split_model(options: config.Config) -> tuple[nnx.GraphDef, Any]:
     return nnx.split(build(options.model, rngs=nnx.Rngs(0)))
 
 
-def _row(model: config.Model, length: int) -> list[jax.Array]:
-    """Inputs and targets of one row: time does not depend on what they are."""
+def _row_of_zeros(model: config.Model, length: int) -> list[jax.Array]:
+    """Return inputs and targets of one row; time does not depend on their values."""
     return [jnp.zeros(x.shape, x.dtype) for x in batch_like(model, (1, length))]
 
 
 def _memory(compiled: jax.stages.Compiled) -> float:
+    """Return MiB of arguments and workspace; 0 if the compiler does not say."""
     planned = compiled.memory_analysis()
     if planned is None:
         return 0.0

@@ -1,4 +1,12 @@
-"""The entropy of rows of attention, and their support: keys with a weight."""
+"""Over how many keys the rows of attention maps spread: entropy and support.
+
+    entropy  H_t = −Σ_s p_ts ln p_ts in nats, with the shares p_ts = |a_ts| / Σ_s |a_ts|
+    support  number of keys with a_ts ≠ 0, for sparse mechanisms
+
+A row that sees n keys has an entropy between 0 (all weight on one key) and ln n
+(uniform), and e^H is the number of keys that it uses in effect. Both numbers are means
+over heads and over rows of a few held-out windows (`reading`).
+"""
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -10,21 +18,22 @@ from symjax.evaluation.measures.attended import Shares, shares
 from symjax.evaluation.measures.reading import (
     Layer,
     Window,
-    attentions,
-    by_keys,
+    mean_by_keys,
     mean_over_rows,
 )
 from symjax.evaluation.results import Options, Result, Table, table
 from symjax.figures import Lines
+from symjax.models.build import attentions
 
 
 def entropy(run: LoadedRun, options: Options) -> Result:
-    """The entropy of rows by the number of keys they see, beside ln n.
+    """Measure the entropy of rows by the number n of keys they see, beside ln n.
 
-    Row t of a decoder sees t keys; all rows of an encoder see the same, those of
-    windows that are cut: see `by_keys`.
+    The slope dH/d ln n is 1 for uniform attention, and 0 if rows use the same number of
+    keys however many they see. Row t of a decoder sees t keys. The windows of an
+    encoder are cut to their first n tokens (`mean_by_keys`).
     """
-    counts, found = by_keys(
+    counts, means = mean_by_keys(
         run, options, lambda layer: entropies(shares(layer.map)).mean(axis=0)
     )
     shown = [n for n in 2 ** np.arange(20) if n in counts]
@@ -42,12 +51,12 @@ def entropy(run: LoadedRun, options: Options) -> Result:
             "entropy": {str(n): float(x[counts == n][0]) for n in shown},
             "slope": slope(counts, x),
         }
-        for layer, x in enumerate(found)
+        for layer, x in enumerate(means)
     ]
     columns = ("layer", *(f"n={n}" for n in shown), "slope")
     cells = [(row["layer"], *row["entropy"].values(), row["slope"]) for row in rows]
     cells.append(("ln n", *(float(np.log(n)) for n in shown), 1.0))
-    series = {f"layer {i}": (counts.tolist(), x.tolist()) for i, x in enumerate(found)}
+    series = {f"layer {i}": (counts.tolist(), x.tolist()) for i, x in enumerate(means)}
     series["uniform: ln n"] = (counts.tolist(), np.log(counts).tolist())
     lines = Lines(
         "entropy",
@@ -63,7 +72,7 @@ def entropy(run: LoadedRun, options: Options) -> Result:
 
 
 def entropies(shares: Shares) -> Float[np.ndarray, "*N T"]:
-    """−Σ p ln p of every row; 0 of a row without weights."""
+    """Return −Σ p ln p of every row, in nats; 0 for a row of zeros."""
     logarithms = np.log(np.where(shares > 0, shares, 1))
     return -(shares * logarithms).sum(axis=-1)
 
@@ -73,7 +82,10 @@ def slope(
     entropy: Float[np.ndarray, " n"],
     shortest: int = 16,
 ) -> float | None:
-    """dH/d ln n by least squares over rows that see at least `shortest` keys."""
+    """Return dH/d ln n by least squares over rows that see `shortest` or more keys.
+
+    None if fewer than two numbers of keys remain.
+    """
     long = counts >= shortest
     if long.sum() < 2:
         return None
@@ -81,28 +93,31 @@ def slope(
 
 
 def support(run: LoadedRun, options: Options) -> Result:
-    """Count the keys that have a weight, of those a row sees, by sparse layer."""
+    """Measure how many keys have a nonzero weight, in every sparse layer.
+
+    `keys` is their mean number per row and `share` their part of the visible keys.
+    """
     mechanisms = [layer.mixer.mechanism for layer in attentions(run.model())]
     sparse = [i for i, name in enumerate(mechanisms) if MECHANISMS[name].sparse]
     if not sparse:
-        known = ", ".join(sorted(set(mechanisms)))
-        return Result({"support": []}, [f"support: {known} is not sparse"])
+        names = ", ".join(sorted(set(mechanisms)))
+        return Result({"support": []}, [f"support: {names} is not sparse"])
 
-    def weighted(layer: Layer) -> np.ndarray:
+    def nonzero_keys(layer: Layer) -> np.ndarray:
         return (layer.map != 0).sum(axis=-1).mean(axis=0)
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
-        keys = weighted(layer)
+        keys = nonzero_keys(layer)
         return np.stack([keys, keys / window.visible.sum(axis=-1)])
 
     rows, series = [], {}
-    whole = mean_over_rows(run, options, measure)
-    counts, found = by_keys(run, options, weighted)
+    over_rows = mean_over_rows(run, options, measure)
+    counts, means = mean_by_keys(run, options, nonzero_keys)
     for index in sparse:
-        keys, share = whole[index].tolist()
+        keys, share = over_rows[index].tolist()
         row = {"layer": index, "mechanism": mechanisms[index]}
         rows.append(row | {"keys": keys, "share": share})
-        series[f"layer {index}"] = counts.tolist(), found[index].tolist()
+        series[f"layer {index}"] = counts.tolist(), means[index].tolist()
     columns = ("layer", "mechanism", "keys with a weight", "share of those seen")
     title = "Keys with a weight, by the keys that a row sees"
     lines = Lines(

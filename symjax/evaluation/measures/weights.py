@@ -1,4 +1,4 @@
-"""λ of differential attention, and the sizes of heads."""
+"""λ of differential layers (task `lambda`), and the sizes of heads (`dimension`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,22 +6,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from symjax.evaluation.loading import LoadedRun, history
-from symjax.evaluation.measures.reading import Layer, attentions, mean_over_rows
+from symjax.evaluation.measures.reading import Layer, mean_over_rows
 from symjax.evaluation.results import Options, Result, Table, table
 from symjax.figures import Lines
+from symjax.models.build import attentions
 from symjax.models.lambdas import lambda_table
 from symjax.monitor.metrics import LAMBDA, rows_of
 
 
 def lambdas(run: LoadedRun, options: Options) -> Result:
-    """The table of λ by layer, and by step: at the evaluations during training, or at
-    the checkpoints that are kept.
+    """Measure λ of A₁ − λA₂ by layer, and how it changed over the steps of training.
 
-    Differential V1 has one λ a layer; of V2, with a λ for every token, the mean over
-    held-out tokens. Empty where the attention is not differential.
+    Differential V1 has one λ per layer: λ = λ₁ − λ₂ + λ_init. V2 has one for every
+    token and head, so the table has means over held-out tokens. Steps are those of the
+    evaluations during training, or the kept checkpoints if no λ was logged. The result
+    is empty if the attention is not differential.
     """
     if run.config.model.attention.differential == "v2":
-        return _lambdas_of_tokens(run, options)
+        return _lambdas_v2(run, options)
     rows = lambda_table(run.model())
     if not rows:
         return Result({"lambda": []}, ["λ: none, the attention is not differential"])
@@ -29,7 +31,7 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
     text: list[str] = []
     layers, now = zip(*((row["layer"], row["lambda"]) for row in rows), strict=True)
     steps = _logged(run, layers) | {run.step: now}
-    if len(steps) < 2:  # of runs that logged no λ, and of means of weights
+    if len(steps) < 2:  # the run logged no λ, or its averaged weights are measured
         steps = {
             at.step: [row["lambda"] for row in lambda_table(at.model())]
             for at in history(run, text.append)
@@ -41,32 +43,35 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
 
 
 def _logged(run: LoadedRun, layers: Sequence[int]) -> dict[int, Sequence[float]]:
-    """Return step → λ of these layers, of the evaluations during training."""
+    """Return step → λ of these layers, as the evaluations of training logged them."""
     if run.ema:
         return {}
     names = [f"{LAMBDA}{layer}" for layer in layers]
-    found = {
+    by_step = {
         row["step"]: [row[name] for name in names]
         for row in rows_of(run.workdir)
         if row["step"] <= run.step and all(row.get(x) is not None for x in names)
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(by_step.items()))
 
 
 def _by_step(
     layers: Sequence[int], steps: Mapping[int, Sequence[float]], title: str
 ) -> tuple[Table, Lines]:
+    """Return the table and the figure of λ by step."""
     names = [f"layer {layer}" for layer in layers]
-    rows = [(step, *found) for step, found in steps.items()]
+    rows = [(step, *lambdas) for step, lambdas in steps.items()]
     x = list(map(float, steps))
     curves = {n: (x, list(y)) for n, *y in zip(names, *steps.values(), strict=True)}
     lines = Lines("lambda_by_step", "step", "λ", curves, title=title)
     return Table("lambda_by_step", ("step", *names), rows), lines
 
 
-def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
+def _lambdas_v2(run: LoadedRun, options: Options) -> Result:
+    """Measure λ of differential V2: means over held-out tokens, by layer and head."""
+
     def measure(_, layer: Layer) -> np.ndarray:
-        """λ of every head and token [N T]; NaN in a layer without λ."""
+        """Return λ of every head and token [N T]; NaN in a layer without λ."""
         return np.full((1, 1), np.nan) if layer.lam is None else layer.lam.T
 
     rows = []
@@ -89,7 +94,11 @@ def _lambdas_of_tokens(run: LoadedRun, options: Options) -> Result:
 
 
 def dimension(run: LoadedRun, options: Options) -> Result:
-    """The 8 ln n rule for some lengths, and the head sizes of this model."""
+    """Compare the head sizes of the model with the rule of thumb 8 ln n.
+
+    The rule says which size of queries and keys can tell n tokens apart. A head of size
+    H reaches e^(H/8) tokens by the rule.
+    """
     length = run.config.model.length
     layers = attentions(run.model())
     sizes = sorted({layer.mixer.sizes.head_size for layer in layers})
@@ -107,7 +116,7 @@ def dimension(run: LoadedRun, options: Options) -> Result:
 
 
 def needed_dimension(tokens: int) -> float:
-    """8 ln n: the size of queries and keys that can tell n tokens apart.
+    """Return 8 ln n, the size of queries and keys that can tell n tokens apart.
 
     Source: Su Jianlin 2020, spaces.ac.cn/archives/7695.
     """

@@ -11,7 +11,7 @@ from device_peers import DOCUMENT
 from device_rows import Sizes
 
 from symjax import config
-from symjax.data.documents import separated
+from symjax.data.documents import with_segment_ids
 from symjax.evaluation.measures.speed import decoding
 from symjax.models.chips import known
 from symjax.models.cost import train_flops
@@ -86,7 +86,7 @@ def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
         starts = np.arange(start, stop) * model.length
         if not apart:
             return given
-        return separated(starts, *given, np.cumsum(lengths), shared=False)
+        return with_segment_ids(starts, *given, np.cumsum(lengths), shared=False)
 
     batch, seen = program.place(shape, rows), model.length
     if apart:  # as many pairs as rows of so many tokens would have

@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # configs are not installed
 
 from symjax import validation
-from symjax.data.documents import Separate
+from symjax.data.documents import SegmentedTokens
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
 
@@ -55,7 +55,7 @@ def seconds(name: str, length: int, rounds: int) -> list[float]:
     state, constants = program.initial(0)
     for turn in range(2 * rounds + 2):
         separate = turn % 2
-        inputs = Separate(tokens, ids.astype(np.int32)) if separate else tokens
+        inputs = SegmentedTokens(tokens, ids.astype(np.int32)) if separate else tokens
         whole = (inputs, tokens)
         rows = program.place(
             shape, lambda i, j, x=whole: jax.tree.map(lambda y: y[i:j], x)

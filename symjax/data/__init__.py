@@ -1,1 +1,52 @@
-"""Sources, tokenizers, packed corpora, generated tasks, and the batches of a run."""
+"""Texts, labelled examples and generated tasks, and the batches of a run.
+
+    examples.py   `open_examples`: the entry; a run gets all its rows from `Examples`
+    corpus.py     text → token ids in a folder, packed once: `open_corpus`, `Corpus`
+    batches.py    row number → window of the packed text: `Examples`, `training_windows`
+    shuffle.py    row number → window number, in a new order every epoch
+    documents.py  documents in a row: `with_segment_ids`
+    boundaries.py the tokens that packing writes between documents
+    sources/      where text comes from, and how to add a source (see its docstring)
+    store/        packed token ids on disk: written, cached, read, streamed
+    tokens.py     byte and character tokenizers; subwords.py: `tokenizer.json` and BPE,
+                  with post_processing.py
+    labelled.py   texts or images with one label each
+    generated.py  tasks with known answers: recall, needles, copying, ListOps;
+                  draws.py: their random numbers
+    ngrams.py     n-gram baselines; text_statistics.py: held-out targets and their bytes
+    delimiters.py the tokens before and after a document, for prompts of a model
+    given.py      the text of `eval.py --text` in place of held-out text
+    progress.py   the progress bar of packing
+
+From the packed file to the gradient, in the order of calls:
+
+1.  `examples.open_examples` opens `train.npy` and `train_ends.npy` as `PackedArray`s
+    and binds them to `training_windows`: this is `Examples.train`.
+2.  `training/run.py` asks for the batch of a step in a thread, one step ahead:
+    `Examples.batch(shape, seed=, step=)` returns a function of (start, stop).
+3.  `Program.place` (`training/step.py`) calls this function for the rows of each device
+    and makes global arrays of the results.
+4.  `batches.training_windows` computes one batch. `window_starts` and
+    `shuffle.shuffled` turn row numbers into places in the text. `_cut_windows` reads
+    length + 1 tokens from each place (`PackedArray.__getitem__`, one `os.pread`); the
+    first `length` are inputs, the last `length` targets. `documents.with_segment_ids`
+    adds the document of each token if documents are kept apart.
+5.  `training/loop.py` calls the compiled step with inputs and targets: `Steps.train`
+    (`training/step.py`) takes `jax.value_and_grad` of `Steps.loss`, which calls
+    `loss.hidden_of` (the model's `hidden`) and `loss.objective`.
+
+A document boundary in a row, if documents are kept apart (`data.documents`):
+
+-   `store/writer.py` has written a token at the boundary (`boundaries.boundaries`) and
+    the place where the document ends (`train_ends.npy`).
+-   `documents.with_segment_ids` gives the tokens of each document in the row one id.
+    A separator that two documents share is the last target of the first document and
+    the first input of the second. If they share none, the last token of a document has
+    the target −1.
+-   The model hides other documents from each token: attention masks pairs of different
+    ids, the states of recurrences restart, convolutions read zeros, and positions begin
+    at 0 (`layers/segments.py`).
+-   The loss leaves out targets below 0.
+
+If documents are joined, there are no ids: a token sees all earlier tokens of its row.
+"""

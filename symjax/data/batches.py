@@ -1,7 +1,12 @@
-"""Training examples: rows, each a pure function of its number.
+"""Batches: row number → window of the packed text, with no state in between.
 
-No state: resuming a run needs one integer, any step costs the same, and a process can
-ask for its own rows of the global batch only.
+Training rows are numbered from 0 on: step s (from 0) has the rows s · B to
+(s + 1) · B − 1. Each row is a pure function of its number and the seed. So a run
+resumes from its step alone, every step costs the same, and each process reads only its
+own rows of the global batch.
+
+`Examples` is what a run knows about its data. `training_windows` and `heldout_windows`
+make the rows of a text.
 """
 
 from __future__ import annotations
@@ -15,53 +20,58 @@ from typing import Any
 import numpy as np
 
 from symjax.data.corpus import Corpus, check_length
-from symjax.data.documents import Ends, separated
-from symjax.data.order import visited
-from symjax.data.sources.mixture import Part, assigned
-from symjax.data.store.packed import Packed
-from symjax.data.store.stream import Growing, Stream
+from symjax.data.documents import Ends, with_segment_ids
+from symjax.data.shuffle import shuffled
+from symjax.data.sources.mixture import MixturePart, assign_rows
+from symjax.data.store.packed import PackedArray
+from symjax.data.store.stream import GrowingArray, Stream
 from symjax.data.tokens import Tokenizer
 
-Tokens = np.ndarray | Packed | Growing
-Shape = tuple[int, int]  # rows, tokens a row
-# (start, stop) → some rows of a batch, [length] each: inputs (`Separate` or an array)
-# and targets int32 and, where rows are judged, weights float32
-Rows = Callable[[int, int], tuple[Any, ...]]
+Tokens = np.ndarray | PackedArray | GrowingArray
+Shape = tuple[int, int]  # rows per batch, tokens per row
+# (start, stop) → these rows of one batch: inputs (an array or `SegmentedTokens`),
+# targets int32 and, for held-out rows, weights float32.
+ReadRows = Callable[[int, int], tuple[Any, ...]]
 
-ENDLESS = 32  # held-out batches of generated examples
+ENDLESS_BATCHES = 32  # held-out batches of generated tasks, which have no end
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Examples:
-    """Training rows and held-out rows, and what they say of themselves.
+    """Training rows and held-out rows of a run, and facts about them.
 
     Attributes:
-        train: (numbers [B], length, seed) → inputs and targets of training rows, which
-            are numbered from the first row of the first step; targets below 0 are not
-            learned.
-        heldout: (numbers [B], length) → inputs, targets, and weights: 0 beyond the end.
-            The mean loss is Σ weights · loss / Σ weights over all rows.
-        heldout_rows: length → how many rows cover what is held out; None: no end.
-        check_length: raises a ValueError where there are no rows of a length.
-        vocabulary: token types; 0 of images.
-        unit: what a loss is a mean over: byte, character, answer or label.
-        size: how much there is, in words.
-        language: plain values that describe the tokens. "document_start" is the token
-            before a document that its first token is predicted from; it is absent
-            where nothing is, as in texts that older versions packed. "bos" is there
-            where all documents and prompts begin with that token.
-        fingerprint: plain values that identify the examples, "sha256" among them.
-        references: losses that need no model, by name.
-        files: those that are being read.
-        stream: what packs them, while it does.
-        tokenizer: of the text in the inputs; None where there is no text.
-        text: what a decoder learns to continue; None where targets are answers (labels,
-            masked tokens, answers of a task), whose accuracy is reported.
-        separate: inputs are `Separate`: documents of a row do not see each other.
-        longest: tokens of the longest held-out row; None: any number.
-        fixed_length: rows cannot be shortened: the length belongs to the task.
+        train: (numbers [B], length, seed) → inputs and targets of training rows.
+            Numbers count from the first row of the first step. Targets below 0 are
+            left out of the loss.
+        heldout: (numbers [B], length) → inputs, targets and weights of held-out rows.
+            The mean loss is Σ weights · loss / Σ weights over all rows. Weights are 0
+            after the end of the held-out text.
+        heldout_rows: length → number of rows that cover the held-out text; None if
+            there is no end.
+        check_length: raises a ValueError if there are no rows of this length.
+        vocabulary: number of token types; 0 for images.
+        unit: the unit that losses are a mean over, such as byte, character, answer or
+            label.
+        size: amount of training data, in words.
+        language: a dict of plain values that describe the tokens. A checkpoint keeps
+            it, and `examples.tokenizer_of` makes the tokenizer from it.
+            "document_start" is the token before every document, from which the first
+            token of the document is predicted; texts that older versions packed have
+            no such token. "bos" is a key if all documents and prompts begin with that
+            token.
+        fingerprint: plain values that identify the examples; one is "sha256".
+        references: losses of baselines without a model, by name.
+        files: the open files.
+        stream: the process that packs the text; None once all is packed.
+        tokenizer: the tokenizer of the inputs; None if they are no text.
+        text: the text that a decoder learns to continue. None if targets are answers
+            (labels, masked tokens, answers of a task); accuracy is reported then.
+        separate: inputs are `SegmentedTokens`: a token sees only its own document.
+        longest: tokens of the longest held-out row; None if any length is possible.
+        fixed_length: the length belongs to the task, so rows cannot be shortened.
         labels: names of the classes.
-        image: height, width and channels of the inputs; None of tokens.
+        image: height, width and channels of image inputs; None for tokens.
     """
 
     train: Callable[[np.ndarray, int, int], tuple[Any, ...]]
@@ -74,7 +84,7 @@ class Examples:
     language: dict[str, Any]
     fingerprint: dict[str, Any]
     references: dict[str, float]
-    files: tuple[Packed, ...] = ()
+    files: tuple[PackedArray, ...] = ()
     stream: Stream | None = None
     tokenizer: Tokenizer | None = None
     text: Corpus | None = None
@@ -87,16 +97,27 @@ class Examples:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size}, losses in nats/{self.unit})"
 
-    def batch(self, shape: Shape, *, seed: int, step: int) -> Rows:
-        """The training batch of a step."""
+    def batch(self, shape: Shape, *, seed: int, step: int) -> ReadRows:
+        """Return a function of (start, stop) that makes these rows of a training batch.
+
+        Args:
+            shape: rows per batch, and tokens per row.
+            step: the steps that were taken before.
+        """
         return lambda start, stop: self.train(
-            _numbers(shape, step, start, stop), shape[1], seed
+            _row_numbers(shape, step, start, stop), shape[1], seed
         )
 
-    def heldout_batches(self, shape: Shape, count: int | None = None) -> Iterator[Rows]:
-        """`count` batches spread evenly over what is held out, in order; None: all.
+    def heldout_batches(
+        self, shape: Shape, count: int | None = None
+    ) -> Iterator[ReadRows]:
+        """Held-out batches, each a function of (start, stop) as in `batch`.
 
-        All have the same shape. Of examples without an end the first ones.
+        All have the same shape.
+
+        Args:
+            count: number of batches, spread evenly over the held-out rows; None for all
+                of them. Examples without an end give their first batches.
         """
         total = self.heldout_count(shape)
         count = total if count is None else min(count, total)
@@ -104,18 +125,18 @@ class Examples:
         chosen = [n if endless else n * total // count for n in range(count)]
 
         def rows(index: int, start: int, stop: int) -> tuple[Any, ...]:
-            return self.heldout(_numbers(shape, index, start, stop), shape[1])
+            return self.heldout(_row_numbers(shape, index, start, stop), shape[1])
 
         return (functools.partial(rows, index) for index in chosen)
 
     def heldout_count(self, shape: Shape) -> int:
-        """Batches that cover what is held out."""
+        """Number of batches that cover the held-out rows."""
         if self.heldout_rows is None:
-            return ENDLESS
+            return ENDLESS_BATCHES
         return math.ceil(self.heldout_rows(shape[1]) / shape[0])
 
     def vanished(self) -> str:
-        """One line if files that are being read are gone from their folder, else ""."""
+        """One line if open files were deleted or replaced on disk; else ""."""
         gone = [str(file) for file in self.files if file.vanished]
         if not gone:
             return ""
@@ -125,8 +146,8 @@ class Examples:
         )
 
 
-def _numbers(shape: Shape, index: int, start: int, stop: int) -> np.ndarray:
-    """The numbers of the rows [start, stop) of batch `index`."""
+def _row_numbers(shape: Shape, index: int, start: int, stop: int) -> np.ndarray:
+    """Numbers int64 [stop − start] of the rows from start to stop of batch `index`."""
     return int(index) * shape[0] + np.arange(start, stop, dtype=np.int64)
 
 
@@ -138,28 +159,30 @@ def training_windows(
     *,
     ends: Ends | None = None,
     shared: bool = False,
-    parts: Sequence[Part] = (),
+    parts: Sequence[MixturePart] = (),
     shard: int = 0,
 ) -> tuple[Any, np.ndarray]:
     """Inputs and targets of rows of a training text.
 
-    The text is cut into windows of length + 1 tokens, each starting `length` after the
-    one before, so that every token is a target once an epoch (short of two windows at
-    the ends). An epoch visits every window once, in a pseudo-random order; each epoch
-    has its own order and its own shift of the cuts. Batches run across epoch ends.
+    The text is cut into windows of length + 1 tokens, each `length` tokens after the
+    one before. An epoch shows every window once, in a pseudo-random order. Each epoch
+    has another order and another shift of the cuts. So every token is a target once
+    per epoch, except up to two windows at the ends of the text. A batch may begin in
+    one epoch and end in the next.
 
-    Time O(rows · length), whatever the numbers. Any `seed` of 64 bits.
+    Time O(rows · length) for any row numbers.
 
     Args:
-        numbers: int64 [B], from the first row of the first step.
-        ends: of the documents, where they are kept apart.
-        shared: whether one separator stands between two documents: see `separated`.
-        parts: of the text, each with windows, epochs and a share of the rows of its
-            own.
-        shard: of a stream, its tokens: see `shard_starts`.
+        numbers: int64 [B], counted from the first row of the first step.
+        seed: any integer; its last 64 bits count.
+        ends: the place after the last token of each document; None to join documents.
+        shared: one separator token belongs to two documents: see `with_segment_ids`.
+        parts: the sources of a mixture. Each has its own windows and epochs, and its
+            share of the rows.
+        shard: tokens per shard of a stream (see `shard_starts`); 0 for other texts.
     Returns:
-        int32 [B, length]; targets are inputs one token later. With ends the inputs are
-        `Separate`, and targets are as `separated` has them.
+        int32 [B, length] each; targets are the inputs one token later. With ends, the
+        inputs are `SegmentedTokens`, and the targets those of `with_segment_ids`.
     Raises:
         ValueError: the text is shorter than one window.
     """
@@ -171,30 +194,30 @@ def training_windows(
     else:
         starts = np.empty(len(numbers), np.int64)
         shares = [part.share for part in parts]
-        source, own = assigned(shares, numbers, seed)
+        source, number_in_source = assign_rows(shares, numbers, seed)
         for index, (_, start, stop) in enumerate(parts):
-            mine = source == index
-            found = window_starts(stop - start, own[mine], length, seed + index)
-            starts[mine] = start + found
-    inputs, targets = _cut(starts, tokens, length)
+            rows = source == index
+            size, number = stop - start, number_in_source[rows]
+            starts[rows] = start + window_starts(size, number, length, seed + index)
+    inputs, targets = _cut_windows(starts, tokens, length)
     if ends is None:
         return inputs, targets
-    return separated(starts, inputs, targets, ends, shared=shared)
+    return with_segment_ids(starts, inputs, targets, ends, shared=shared)
 
 
 def windows_in(size: int, length: int) -> int:
-    """How many windows of length + 1 tokens an epoch of a text of `size` tokens has.
+    """Number of windows of length + 1 tokens per epoch of a text of `size` tokens.
 
-    One fewer than would fit, so that there is room for any shift below length.
+    It is one fewer than fits, so that there is room for any shift below length.
     """
     return max(1, (size - 1) // length - 1)
 
 
 def window_starts(size: int, numbers: np.ndarray, length: int, seed: int) -> np.ndarray:
-    """Where the windows of rows begin in a text of `size` tokens, int64 [B]."""
+    """Places int64 [B] of the first tokens of rows, in a text of `size` tokens."""
     windows = windows_in(size, length)
     shifts = min(length, size - windows * length)
-    window, key = visited(windows, numbers, seed)
+    window, key = shuffled(windows, numbers, seed)
     shift = key % np.uint64(shifts)
     return (window * np.uint64(length) + shift).astype(np.int64)
 
@@ -202,29 +225,33 @@ def window_starts(size: int, numbers: np.ndarray, length: int, seed: int) -> np.
 def shard_starts(
     tokens: Tokens, numbers: np.ndarray, length: int, seed: int, shard: int
 ) -> np.ndarray:
-    """Where the windows of rows begin in a text of shards of `shard` tokens, int64 [B].
+    """Places int64 [B] of the first tokens of rows, in a text made of shards.
 
-    An epoch goes through the shards in order, the last one shorter, and through each as
-    through a text of its own. Where a row is does not depend on how many shards are
-    packed so far; of a text that grows this waits for the shards of these rows.
+    An epoch goes through the shards in order, and through the windows of each shard in
+    a pseudo-random order. The place of a row does not depend on how many shards are
+    packed. If the shards of these rows are not packed yet, this function waits for
+    them.
+
+    Args:
+        shard: tokens per shard; the last shard may be shorter.
     """
-    each = windows_in(shard, length)
-    last = int(numbers.max()) // each
-    growing = isinstance(tokens, Growing)
-    size = tokens.stream.until((last + 1) * shard) if growing else len(tokens)
+    per_shard = windows_in(shard, length)
+    last = int(numbers.max()) // per_shard
+    growing = isinstance(tokens, GrowingArray)
+    size = tokens.stream.wait_for((last + 1) * shard) if growing else len(tokens)
     whole, rest = divmod(size, shard)
     tail = windows_in(rest, length) if rest > length else 0
     if last < whole:  # later shards may not be packed yet
         epoch, place = np.zeros_like(numbers), numbers
     else:
-        epoch, place = np.divmod(numbers, whole * each + tail)
-    starts, shards = np.empty(len(numbers), np.int64), place // each
+        epoch, place = np.divmod(numbers, whole * per_shard + tail)
+    starts, shards = np.empty(len(numbers), np.int64), place // per_shard
     for index in np.unique(shards).tolist():
-        mine = shards == index
+        rows = shards == index
         full = index < whole
-        own = epoch[mine] * (each if full else tail) + place[mine] - index * each
-        found = window_starts(shard if full else rest, own, length, seed + index)
-        starts[mine] = index * shard + found
+        size, windows = (shard, per_shard) if full else (rest, tail)
+        number = epoch[rows] * windows + place[rows] - index * per_shard
+        starts[rows] = index * shard + window_starts(size, number, length, seed + index)
     return starts
 
 
@@ -239,11 +266,11 @@ def heldout_windows(
     """Inputs, targets and weights of rows of a held-out text.
 
     Windows follow each other as in training, without shuffling or shift, so every token
-    but the first is a target exactly once. Weights float32 are 0 where the text has
-    ended: the end of the last window, and rows after it.
+    except the first is a target exactly once. Weights float32 are 0 after the end of
+    the text: at the end of the last window, and in rows after it.
 
     Args:
-        ends, shared: as of `training_windows`.
+        ends, shared: as in `training_windows`.
     Raises:
         ValueError: the text is shorter than one window.
     """
@@ -251,15 +278,18 @@ def heldout_windows(
     inputs, targets, weights = weighted_windows(numbers * length, tokens, length)
     if ends is None:
         return inputs, targets, weights
-    places = numbers * length
-    rows, targets = separated(places, inputs, targets, ends, shared=shared)
+    starts = numbers * length
+    rows, targets = with_segment_ids(starts, inputs, targets, ends, shared=shared)
     return rows, targets, weights * (targets >= 0)
 
 
-def _cut(
+def _cut_windows(
     starts: np.ndarray, tokens: Tokens, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The windows that begin at starts [B]; beyond the end the last token repeats."""
+    """Inputs and targets int32 [B, length] of the windows that begin at starts [B].
+
+    After the end of the text its last token is repeated.
+    """
     windows = np.empty((len(starts), length + 1), np.int32)
     for window, start in zip(windows, starts.tolist(), strict=True):
         found = tokens[start : start + length + 1]
@@ -272,8 +302,10 @@ def _cut(
 def weighted_windows(
     starts: np.ndarray, tokens: Tokens, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, targets and weights of the windows that begin at starts [B]; weights are
-    0 beyond the end of the text."""
-    inputs, targets = _cut(starts, tokens, length)
-    target = starts[:, None] + np.arange(1, length + 1)
-    return inputs, targets, (target < len(tokens)).astype(np.float32)
+    """Inputs, targets and weights of the windows that begin at starts [B].
+
+    Weights are 0 after the end of the text, else 1.
+    """
+    inputs, targets = _cut_windows(starts, tokens, length)
+    places = starts[:, None] + np.arange(1, length + 1)
+    return inputs, targets, (places < len(tokens)).astype(np.float32)

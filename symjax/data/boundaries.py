@@ -1,4 +1,8 @@
-"""The tokens that stand before, between and after the documents of a packed text."""
+"""The tokens that packing writes before, between and after documents.
+
+`boundaries` chooses them by the tokenizer, and `store.writer` writes them.
+`delimiters.py` tells later what a trained model has learned of them.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,23 @@ from typing import NamedTuple
 
 from symjax.data.tokens import Tokenizer
 
-SEPARATOR = "\0"  # between documents, for a tokenizer without a token that ends them
-FORMAT = 2  # of a packed text; in format 1 nothing stood before the first document
+SEPARATOR = "\0"  # between documents if the tokenizer has no token for their end
+FORMAT = 2  # of packed texts; in format 1 no token was before the first document
 
 Piece = str | int | None  # a text, a token, or nothing
 
 
 class Boundaries(NamedTuple):
-    """
+    """The pieces around the documents of a text.
+
     Attributes:
-        first: before the first document.
-        between: before each later one; it is also the last of the document before.
-        before: before each later one, after `between`; of that document alone.
-        after: after each document, as its last token.
-        start: the token before a document that its first token is predicted from;
-            None: nothing is.
-        shared: that token is also the last one of the document before.
+        first: written before the first document.
+        between: written between two documents; it ends the earlier one.
+        before: written after `between`, as the first token of the later document.
+        after: written after each document, as its last token.
+        start: the token before every document, from which a model predicts the first
+            token of the document; None if there is no such token.
+        shared: `start` is also the last token of the document before.
     """
 
     first: Piece = None
@@ -33,23 +38,35 @@ class Boundaries(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """Tokens before a part of a text that its first document begins with."""
+        """Number of tokens before a part of a text that its first document reads.
+
+        It is 1 if the last token of one document begins the next one, else 0.
+        """
         return int(self.shared and self.after is not None)
 
 
 def boundaries(
     tokenizer: Tokenizer, *, several: bool, format: int = FORMAT
 ) -> Boundaries:
-    """The boundaries of documents in a text.
+    """Choose the boundaries of the documents of a text.
 
-    A tokenizer with a token that ends documents has it after each, and another one has
-    a NUL between two. Where there are several documents, that token or a NUL stands
-    before the first one, too. With a token that begins documents, each begins with it;
-    it also ends the one before where no other token does.
+    =================  ==========================================================
+    tokenizer has      three documents are packed as
+    =================  ==========================================================
+    end                end A end B end C end
+    neither            NUL A NUL B NUL C
+    begin              begin A begin B begin C
+    begin and end      begin A end begin B end begin C end
+    =================  ==========================================================
+
+    In the first three rows one token is shared by two documents: it ends the earlier
+    document and begins the later one. A text of one document has nothing before it,
+    unless the tokenizer has a token that begins documents. A tokenizer that cannot
+    encode NUL gets no boundaries.
 
     Args:
         several: whether the text has several documents.
-        format: of the packed text.
+        format: of the packed text; format 1 has no token before the first document.
     """
     end = tokenizer.document_end
     if format == 1:

@@ -1,4 +1,10 @@
-"""A corpus: the tokens of a text, packed once into a folder and read from there."""
+"""A corpus: the token ids of a text, packed into a folder once and read from there.
+
+`open_corpus` returns the `Corpus` of a run. The first time, `_pack` reads the source
+(`sources.table.load`), makes the tokenizer, writes the tokens of both splits
+(`store.writer.SplitWriter`), and returns the content of `corpus.json`. A stream is
+packed by another process: see `store.stream`.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +24,16 @@ from symjax.data import tokens
 from symjax.data.boundaries import FORMAT, SEPARATOR, boundaries
 from symjax.data.documents import Ends
 from symjax.data.progress import bar
-from symjax.data.sources import sources
-from symjax.data.sources.mixture import NAMES, Part, entries, key_of
+from symjax.data.sources import table
+from symjax.data.sources.mixture import ENTRY_KEYS, MixturePart, config_key, entries
 from symjax.data.sources.texts import Document, Texts
 from symjax.data.store.folder import SPLITS, open_folder
 from symjax.data.store.manifest import fingerprint
-from symjax.data.store.packed import Packed
-from symjax.data.store.stream import Growing, Stream, open_stream
+from symjax.data.store.packed import PackedArray
+from symjax.data.store.stream import GrowingArray, Stream, open_stream
 from symjax.data.store.writer import SplitWriter
 from symjax.data.subwords import pieces
-from symjax.data.targets import measured
+from symjax.data.text_statistics import text_statistics
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,26 +42,27 @@ class Corpus:
 
     Attributes:
         train, heldout: token ids [T] in files, uint8, uint16 or uint32.
-        tokenizer: what turned text into these ids.
+        tokenizer: the tokenizer that turned the text into these ids.
         fingerprint: plain values that identify the text: source, sha256, versions,
-            and for each split its documents, tokens and bytes.
-        references: held-out cross-entropy of "unigram", "bigram" and "trigram", nats
-            per target.
-        bytes_per_token: UTF-8 bytes a held-out target, for bits per byte. A token that
-            stands before or after a document has none, a NUL one.
-        start: the token before a document that its first token is predicted from;
-            None: nothing is.
-        shared: the documents next to each other have that token in common: see
-            `documents.separated`.
-        ends: for each split, where its documents end; empty: they are joined.
-        parts: of the training text, where it is a mixture of sources.
-        all_counted: bytes_per_token and references are about all tokens, also about
-            first tokens of documents that are no targets, as older versions had it.
-        shard: tokens of a shard, where the training text is a stream; else 0.
+            and the documents, tokens and bytes of each split.
+        references: held-out cross-entropy of "unigram", "bigram" and "trigram" tables,
+            in nats per target.
+        bytes_per_token: UTF-8 bytes per held-out target, for bits per byte. Special
+            tokens before or after a document count 0 bytes, a NUL between documents 1.
+        start: the token before every document, from which a model predicts the first
+            token of the document; None if there is no such token.
+        shared: `start` is also the last token of the document before: see
+            `documents.with_segment_ids`.
+        ends: the place after the last token of each document, by split; empty if
+            documents are joined.
+        parts: the sources of the training text if it is a mixture; else empty.
+        shard: tokens per shard if the training text is a stream; else 0.
+        all_counted: `bytes_per_token` and `references` count all tokens, including
+            first tokens of documents that are no targets. Older versions did so.
     """
 
-    train: Packed | Growing | np.ndarray
-    heldout: Packed | Growing | np.ndarray
+    train: PackedArray | GrowingArray | np.ndarray
+    heldout: PackedArray | GrowingArray | np.ndarray
     tokenizer: tokens.Tokenizer
     fingerprint: dict[str, Any]
     references: dict[str, float]
@@ -63,38 +70,43 @@ class Corpus:
     start: int | None = None
     shared: bool = False
     ends: Mapping[str, Ends] = dataclasses.field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MixturePart, ...] = ()
     shard: int = 0
     all_counted: bool = False
 
     @property
     def stream(self) -> Stream | None:
-        """What packs the training text, while it does."""
-        return self.train.stream if isinstance(self.train, Growing) else None
+        """The process that packs the training text; None once all is packed."""
+        return self.train.stream if isinstance(self.train, GrowingArray) else None
 
     @property
     def size(self) -> str:
-        """How much training text there is, or will be."""
+        """Number of training tokens, in words; of a stream the number to be packed."""
         tokens = self.stream.wanted if self.stream else len(self.train)
         return f"{tokens:,} training tokens{' of a stream' if self.shard else ''}"
 
     def bits_per_byte(self, nats: float) -> float:
-        """Of a held-out loss in nats a token."""
+        """Return a held-out loss in bits per byte.
+
+        Args:
+            nats: the loss in nats per token.
+        """
         return nats / self.bytes_per_token / math.log(2)
 
-    def shown(self, ids: Any) -> str:
-        """The text of token ids [T], without the token before the first document."""
+    def decode(self, ids: Any) -> str:
+        """The text of token ids [T]. A `start` token at the beginning is left out."""
         ids = np.asarray(ids)
         skip = len(ids) > 0 and ids[0] == self.start
         return self.tokenizer.decode(ids[int(skip) :])
 
     def check_length(self, length: int) -> None:
-        """Refuse a model longer than the text, before anything is compiled.
+        """Raise if the text is shorter than a row, before anything is compiled.
 
         Raises:
-            ValueError: train or held-out is shorter than length + 1 tokens.
+            ValueError: the training or held-out text, or the text of one source of a
+                mixture, has fewer than length + 1 tokens.
         """
-        key = key_of(self.fingerprint["source"])
+        key = config_key(self.fingerprint["source"])
         mixed = self.fingerprint.get("mixture", [])
         for part, facts in zip(self.parts, mixed, strict=True):
             where = f"data.mixture: {facts['entry']}"
@@ -111,11 +123,17 @@ def open_corpus(
     replace: bool = False,
     format: int = FORMAT,
 ) -> Corpus:
-    """The corpus of a run, packed from its source the first time: `open_folder`,
-    `open_stream`."""
+    """The corpus of a run; the first time it is packed from its source.
+
+    Args:
+        directory: the folder "data" of the run, for its `corpus.json`.
+        replace, format: as in `open_folder`.
+    Raises:
+        ValueError: as in `open_folder` and `open_stream`.
+    """
     directory = Path(directory)
     if options.streaming:
-        sources.check_keys(options)
+        table.check_keys(options)
         manifest, parts = open_stream(
             options, directory, replace=replace, format=format
         )
@@ -124,9 +142,9 @@ def open_corpus(
             options, directory, _pack, replace=replace, format=format
         )
     heldout = manifest["fingerprint"]["heldout"]
-    judged = manifest.get("judged", heldout)  # format 1 took all tokens
+    judged = manifest.get("judged", heldout)  # older versions counted all tokens
     ends = {x: parts[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in parts}
-    if options.documents == "joined":  # streams keep them all the same
+    if options.documents == "joined":  # a stream writes the ends in any case
         ends = {}
     return Corpus(
         train=parts["train"],
@@ -139,7 +157,7 @@ def open_corpus(
         start=manifest.get("document_start"),
         shared=manifest.get("shared", False),
         parts=tuple(
-            Part(x["share"], *x["tokens"])
+            MixturePart(x["share"], *x["tokens"])
             for x in manifest["fingerprint"].get("mixture", [])
         ),
         shard=manifest.get("shard", 0),
@@ -148,28 +166,34 @@ def open_corpus(
 
 
 def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
-    """Write the tokens of both splits, in memory that does not grow with them."""
+    """Write the tokens of both splits piece by piece, and return their manifest.
+
+    Args:
+        folder: an empty folder, for `train.npy`, `heldout.npy` and their ends.
+        format: as in `boundaries`.
+    """
     parts = entries(options)
-    loaded = [sources.load(part) for _, part in parts]
-    texts = [its for its, _ in loaded]
+    loaded = [table.load(part) for _, part in parts]
+    texts = [source for source, _ in loaded]
     several = any(sum(x.count(split) for x in texts) > 1 for split in SPLITS)
-    if format == 1:  # which had no token before a document
+    if format == 1:  # format 1 has no token before a document
         options = dataclasses.replace(options, bos="false")
     tokenizer = _tokenizer(options, texts, several)
     marks = boundaries(tokenizer, several=several, format=format)
     content, counts, stops = hashlib.sha256(), {}, {}
-    with bar(sum(x.characters for x in texts), "packing") as shown:
+    with bar(sum(x.characters for x in texts), "packing") as progress:
         for split in SPLITS:
-            made = folder, split, tokenizer, marks, content, shown.update
-            writer = SplitWriter(*made)
+            update = progress.update
+            writer = SplitWriter(folder, split, tokenizer, marks, content, update)
             stops[split] = [0]
-            for its in texts:
-                for document in its.read(split):
+            for source in texts:
+                for document in source.read(split):
                     writer.add(document)
                 stops[split].append(writer.counts.tokens)
             counts[split] = writer.close()
-    apart = options.documents == "separate" or (options.documents == "auto" and several)
-    if not apart:
+    separate = options.documents == "separate"
+    separate = separate or (options.documents == "auto" and several)
+    if not separate:
         for split in SPLITS:
             Path(folder, f"{split}_ends.npy").unlink()
     facts = loaded[0][1]
@@ -177,17 +201,17 @@ def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
         edges = itertools.pairwise(stops["train"])
         mixed = [
             {
-                "entry": getattr(part, NAMES[part.source]),
+                "entry": getattr(part, ENTRY_KEYS[part.source]),
                 "share": share,
                 "tokens": [max(0, start - marks.overlap), stop],
-                **own,
+                **identity,
             }
-            for (share, part), (_, own), (start, stop) in zip(
+            for (share, part), (_, identity), (start, stop) in zip(
                 parts, loaded, edges, strict=True
             )
         ]
         facts = {"mixture": mixed}
-    names = [*SPLITS, *(f"{x}_ends" for x in SPLITS if apart)]
+    names = [*SPLITS, *(f"{x}_ends" for x in SPLITS if separate)]
     arrays = {x: np.load(folder / f"{x}.npy", mmap_mode="r") for x in names}
     return {
         "tokenizer": tokenizer.describe(),
@@ -195,35 +219,47 @@ def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
             **fingerprint(options.source, facts, content),
             "format": format,
             "datasets": version("datasets"),
-            **{split: its._asdict() for split, its in counts.items()},
+            **{split: count._asdict() for split, count in counts.items()},
         },
-        **measured(arrays, tokenizer, marks, counts["heldout"]),
+        **text_statistics(arrays, tokenizer, marks, counts["heldout"]),
     }
 
 
 def _tokenizer(
     options: config.Data, texts: list[Texts], several: bool
 ) -> tokens.Tokenizer:
-    """An alphabet is that of both splits, with the separator; BPE learns from one."""
+    """Make the tokenizer of texts.
+
+    The alphabet of "char" has the characters of both splits and the separator. BPE
+    learns from the training split alone.
+    """
 
     def documents(split: str) -> Iterator[Document]:
         return itertools.chain.from_iterable(x.read(split) for x in texts)
 
-    some = itertools.chain.from_iterable(map(pieces, documents("train")))
+    learned_from = itertools.chain.from_iterable(map(pieces, documents("train")))
     if options.tokenizer == "char":
         heldout = itertools.chain.from_iterable(documents("heldout"))
-        some = itertools.chain(some, heldout, SEPARATOR if several else "")
-    more = {"vocabulary": options.vocabulary, "bos": options.bos}
-    return tokens.build(options.tokenizer, some, **more)
+        separator = SEPARATOR if several else ""
+        learned_from = itertools.chain(learned_from, heldout, separator)
+    return tokens.build(
+        options.tokenizer,
+        learned_from,
+        vocabulary=options.vocabulary,
+        bos=options.bos,
+    )
 
 
 def check_length(
     tokens: Sized, length: int, split: str, key: str = "data.path"
 ) -> None:
-    """Refuse a text shorter than one window.
+    """Raise if a text is shorter than one window of length + 1 tokens.
 
+    Args:
+        split: "training" or "held-out", for the message.
+        key: the configuration key that names the text, for the message.
     Raises:
-        ValueError: naming both sizes.
+        ValueError: the text is too short; the message names both sizes.
     """
     if length < 1:
         raise ValueError(f"model.length must be at least 1, got {length}")

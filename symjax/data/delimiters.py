@@ -1,4 +1,8 @@
-"""The tokens before and after a document, as a model has learned them."""
+"""The tokens before and after a document, as a trained model has seen them.
+
+They are needed to encode prompts and scored texts. `boundaries.py` chooses the tokens
+that packing writes.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,11 +17,10 @@ class Delimiters(NamedTuple):
     """Tokens before and after a document.
 
     Attributes:
-        start: the token that precedes a document; None: the model has not learned
-            how a document begins.
-        end: the token that ends a document; None: there is none.
-        every: every document of training began with `start` (data.bos), so that every
-            prompt does.
+        start: the token before a document; None if training had no such token.
+        end: the token that ends a document; None if there is none.
+        every: every document of training began with `start` (data.bos), so every prompt
+            begins with it.
     """
 
     start: int | None
@@ -25,41 +28,43 @@ class Delimiters(NamedTuple):
     every: bool
 
     def prompt(self, ids: np.ndarray) -> np.ndarray:
-        """Return the token ids of a prompt, after `start` if all prompts begin with it
-        or if there are no ids."""
+        """Return the token ids of a prompt, after `start` where it is needed.
+
+        It is needed if all prompts begin with it, or if there are no ids.
+        """
         if self.start is None or (len(ids) and not self.every):
             return ids
-        return self.begun(ids)
+        return self.with_start(ids)
 
-    def begun(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids of a whole document, after `start` if it is known."""
+    def with_start(self, ids: np.ndarray) -> np.ndarray:
+        """Return the token ids of a document, after `start` if there is one."""
         if self.start is None:
             return ids
         return np.concatenate([[self.start], ids]).astype(np.int32)
 
 
 def delimiters(tokenizer: Tokenizer, language: Mapping[str, Any]) -> Delimiters:
-    """The delimiters of documents for a model, as its training had them.
+    """The delimiters of documents that a model was trained with.
 
-    A document ends with the tokenizer's own token for it. Without one it ends with the
-    token that began every document, or else with a NUL, if that is a token.
+    The end of a document is the tokenizer's token for it. If the tokenizer has none, it
+    is the token that began every document, or else NUL if that is one token.
 
     Args:
-        language: as `Examples.language`; its "document_start" is the token that
-            preceded documents in training, and "bos" says that all began with it.
+        language: as in `Examples.language`. "document_start" is the token before
+            documents in training, and "bos" tells that all documents began with it.
     """
     end, start = tokenizer.document_end, language.get("document_start")
-    begun = bool(language.get("bos")) and start is not None
+    every = bool(language.get("bos")) and start is not None
     if end is None:
-        end = start if begun else _nul(tokenizer)
-    return Delimiters(start, end, begun)
+        end = start if every else _nul(tokenizer)
+    return Delimiters(start, end, every)
 
 
 def _nul(tokenizer: Tokenizer) -> int | None:
-    """The token of a NUL; None where there is none."""
+    """The token id of NUL; None if NUL is not exactly one token."""
     try:
         ids = tokenizer.encode(SEPARATOR)
     except ValueError:  # not in the alphabet
         return None
-    known = len(ids) == 1 and tokenizer.decode(ids) == SEPARATOR
-    return int(ids[0]) if known else None
+    one_token = len(ids) == 1 and tokenizer.decode(ids) == SEPARATOR
+    return int(ids[0]) if one_token else None

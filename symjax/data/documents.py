@@ -1,4 +1,9 @@
-"""Ends of the documents of a packed text, and rows that keep documents apart."""
+"""Documents in a row of packed text: the segment id of every token.
+
+A row is a window of the text, so it may begin inside a document and hold several. If
+documents are kept apart, `with_segment_ids` turns the inputs into `SegmentedTokens`.
+The model then shows each token only the earlier tokens with the same id.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from symjax.data.generated import NOTHING
-from symjax.data.store.packed import Packed
-from symjax.data.store.stream import Growing
+from symjax.data.store.packed import PackedArray
+from symjax.data.store.stream import GrowingArray
 
-Ends = np.ndarray | Packed | Growing  # sorted, one past the last token of each document
+# Sorted places in the text, one after the last token of each document.
+Ends = np.ndarray | PackedArray | GrowingArray
 
 
-class Separate(NamedTuple):
+class SegmentedTokens(NamedTuple):
     """Inputs of rows with several documents.
 
     Attributes:
         tokens: int32 [B, T].
-        segment_ids: int32 [B, T], from 0 in every row; tokens of one id are of one
-            document.
+        segment_ids: int32 [B, T], from 0 on in every row. Tokens with the same id in a
+            row belong to the same document.
     """
 
     tokens: Any
@@ -28,38 +34,52 @@ class Separate(NamedTuple):
 
 
 def tokens_of(inputs: Any) -> Any:
-    """The tokens of inputs, whether their documents are told apart or not."""
-    return inputs.tokens if isinstance(inputs, Separate) else inputs
+    """The token ids of inputs, with or without segment ids."""
+    return inputs.tokens if isinstance(inputs, SegmentedTokens) else inputs
 
 
-def separated(
+def with_segment_ids(
     starts: np.ndarray,
     inputs: np.ndarray,
     targets: np.ndarray,
     ends: Ends,
     *,
     shared: bool,
-) -> tuple[Separate, np.ndarray]:
-    """Rows [B, T] that begin at `starts` [B] of a text, with their documents apart.
+) -> tuple[SegmentedTokens, np.ndarray]:
+    """Add the segment ids of documents to rows of text.
 
-    Time O(log documents + T) a row.
+    If a separator is shared, it is part of both documents: the last target of the
+    earlier document, and the first input of the later one. Every input then has the
+    segment id of its target, and all targets stay:
+
+        text      a a ␀ b b        inputs a a ␀ b    ids 0 0 1 1
+                                   targets  a ␀ b b
+
+    If no separator is shared, the last token of a document has no target (−1), because
+    the next token belongs to another document.
+
+    Time O(log documents + T) per row.
 
     Args:
-        shared: one separator stands between two documents. As an input it belongs to
-            the later document, whose first token is its target; as a target it ends
-            the earlier one. Otherwise a document's tokens are its own, and the last
-            one has no target.
+        starts: [B], the places in the text at which the rows begin.
+        inputs, targets: token ids [B, T].
+        ends: the place after the last token of each document.
+        shared: one separator token belongs to the two documents around it.
+    Returns:
+        the inputs as `SegmentedTokens`, and the targets.
     """
     length = inputs.shape[1]
-    numbers = np.stack([_numbers(ends, start, length + 1) for start in starts.tolist()])
-    if shared:  # an input is of the document of its target
-        return Separate(inputs, numbers[:, 1:] - numbers[:, 1:2]), targets
+    numbers = np.stack(
+        [_document_numbers(ends, start, length + 1) for start in starts.tolist()]
+    )
+    if shared:  # an input belongs to the document of its target
+        return SegmentedTokens(inputs, numbers[:, 1:] - numbers[:, 1:2]), targets
     targets = np.where(numbers[:, 1:] == numbers[:, :-1], targets, NOTHING)
-    return Separate(inputs, numbers[:, :-1]), targets
+    return SegmentedTokens(inputs, numbers[:, :-1]), targets
 
 
-def _numbers(ends: Ends, start: int, count: int) -> np.ndarray:
-    """The documents of `count` tokens from `start` on, numbered from 0."""
+def _document_numbers(ends: Ends, start: int, count: int) -> np.ndarray:
+    """Number of the document of each of `count` tokens from `start` on, from 0."""
 
     def end(index: int) -> int:
         return int(ends[index : index + 1][0])

@@ -1,10 +1,13 @@
-"""Counter-based random numbers: a pure function of seed, row, attempt and call."""
+"""Counter-based random numbers: pure functions of the seed, row, attempt and call."""
 
 import numpy as np
 
 
 def mix(value: np.ndarray) -> np.ndarray:
-    """splitmix64, a bijection of 64 bits; source: Steele, Lea, Flood 2014."""
+    """Mix the bits of uint64 numbers by splitmix64, which is one-to-one.
+
+    Source: Steele, Lea and Flood 2014.
+    """
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -12,12 +15,12 @@ def mix(value: np.ndarray) -> np.ndarray:
 
 
 class Draws:
-    """Independent draws for every row; each call gives others.
+    """Random numbers of rows. Rows are independent, and so are successive calls.
 
     Args:
         seed: any integer.
-        rows: int64 [B], what tells the rows apart.
-        attempt: gives all of them anew.
+        rows: int64 [B]; equal numbers get equal draws.
+        attempt: another attempt gets other draws for all rows.
     """
 
     def __init__(self, seed: int, rows: np.ndarray, attempt: int = 0):
@@ -27,7 +30,7 @@ class Draws:
         self._calls = 0
 
     def bits(self, columns: int) -> np.ndarray:
-        """Uint64 [B, columns]."""
+        """Random bits uint64 [B, columns]."""
         self._calls += 1
         keys = mix(self._keys ^ mix(np.full(1, self._calls, np.uint64)))
         return mix(keys[:, None] + np.arange(1, columns + 1, dtype=np.uint64))

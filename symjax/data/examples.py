@@ -1,4 +1,9 @@
-"""The examples of a run: a text, masked tokens of one, labels, or a generated task."""
+"""The examples of a run, by its configuration.
+
+`open_examples` chooses: next tokens of a text (`text_examples`), masked tokens of a
+text (`masked_examples`), labels (`labelled.labelled_examples`), or a generated task
+(`generated_examples`).
+"""
 
 from __future__ import annotations
 
@@ -20,17 +25,20 @@ from symjax.data.corpus import Corpus, open_corpus
 from symjax.data.draws import Draws
 from symjax.data.generated import NOTHING
 from symjax.data.labelled import labelled_examples, open_labelled
-from symjax.data.sources import classes
-from symjax.data.sources.sources import check_keys
+from symjax.data.sources import labelled_sources
+from symjax.data.sources.table import check_keys
 from symjax.data.store.folder import open_folder
-from symjax.data.store.packed import Packed
+from symjax.data.store.packed import PackedArray
 from symjax.data.tokens import Tokenizer, from_description
 
-SHARE = 0.15  # of the tokens of a row that are targets
-MASKED, RANDOM = 0.8, 0.1  # of these; the rest stays as it is
-START = "document_start"  # in a language: the token before a document that predicts it
-# What the fingerprint of a generated task is made of: checkpoints know it.
-SIGNED = (
+MASKED_LM_TARGETS = 0.15  # share of the tokens of a row
+# Shares of these targets whose input is the mask, or a random token. The others keep
+# their token as input.
+MASKED, RANDOM = 0.8, 0.1
+START = "document_start"  # key of `Examples.language`: the token before a document
+# The options in the fingerprint of a generated task. Checkpoints have the fingerprint,
+# so this list stays as it is.
+FINGERPRINT_OPTIONS = (
     *("source", "path", "name", "subset", "column", "label", "tokenizer"),
     *("items", "symbols", "asked"),
 )
@@ -43,22 +51,23 @@ def open_examples(
     replace: bool = False,
     format: int = FORMAT,
 ) -> Examples:
-    """The examples of a run, for which the folder holds what they need.
+    """Open the examples of a run; the first time, pack them.
 
-    A decoder learns the next token of a text, an encoder its labels or, without
-    classes, tokens that are masked.
+    A decoder learns the next tokens of a text. An encoder learns labels, or masked
+    tokens if it has no classes.
 
     Args:
-        replace: build anew over those of other options, as long as nothing has been
-            trained on them.
-        format: of a text that has not been packed for the run: see `boundaries`.
+        directory: the folder "data" of the run, for its `corpus.json`.
+        replace: replace the manifest if it has other options or its files are damaged.
+            Allowed only while nothing has been trained on it.
+        format: the format of a text that is packed now: see `boundaries`.
     Raises:
-        ValueError: as `open_corpus`; options of a generated task that do not fit; a
-            model that does not fit the source.
+        ValueError: as in `open_corpus`; options of a generated task that contradict
+            each other; a model that does not fit the source.
     """
     options, encoder = whole.data, not config.is_causal(whole.model)
     _check_task(options, whole.model)
-    if classes.has_labels(options):
+    if labelled_sources.has_labels(options):
         found = open_labelled(options, directory, replace=replace)
         return labelled_examples(found, whole.model.length)
     if options.source not in generated.GENERATORS:
@@ -73,10 +82,10 @@ def open_examples(
 
 
 def _joined(corpus: Corpus) -> Corpus:
-    """A corpus whose documents follow each other, for an encoder.
+    """Return a corpus with joined documents, for an encoder.
 
-    The unigram table is then about all tokens. Documents that are kept apart may begin
-    with tokens that are no targets.
+    The unigram cross-entropy is computed again over all tokens, if the corpus left out
+    first tokens of documents, which are no targets of a decoder.
     """
     references = corpus.references
     if corpus.ends and not corpus.shared:
@@ -90,8 +99,15 @@ def _joined(corpus: Corpus) -> Corpus:
 
 
 def _check_task(options: config.Data, model: config.Model) -> None:
-    """Raises: ValueError: the kind of model does not fit the source, naming both."""
-    labelled, source = classes.has_labels(options), f"data.source {options.source!r}"
+    """Raise if the kind of model does not fit the source.
+
+    Raises:
+        ValueError: the message names both.
+    """
+    labelled, source = (
+        labelled_sources.has_labels(options),
+        f"data.source {options.source!r}",
+    )
     if labelled and not model.classes:
         what = f"data.label {options.label!r}" if options.label else source
         raise ValueError(
@@ -115,10 +131,10 @@ def _check_task(options: config.Data, model: config.Model) -> None:
 
 
 def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer that `Examples.language` describes; None where there is no text.
+    """The tokenizer that `Examples.language` describes; None for images and tasks.
 
     Raises:
-        ValueError: it is of an unknown kind.
+        ValueError: the tokenizer is of an unknown kind.
     """
     if "kind" not in language:  # images, generated tasks
         return None
@@ -126,22 +142,22 @@ def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
 
 
 def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether the tokens of two `Examples.language` mean the same.
+    """Return whether equal token ids mean the same in two `Examples.language`.
 
-    What stands before a document may differ: it is a token of both.
+    The token before a document may differ, since both have it among their tokens.
     """
-    return _plain(one) == _plain(other)
 
+    def without_start(language: dict[str, Any]) -> dict[str, Any]:
+        return {n: x for n, x in language.items() if n not in (START, "bos")}
 
-def _plain(language: dict[str, Any]) -> dict[str, Any]:
-    return {n: x for n, x in language.items() if n not in (START, "bos")}
+    return without_start(one) == without_start(other)
 
 
 def text_examples(corpus: Corpus) -> Examples:
-    """Windows of a text, whose targets are the next tokens."""
+    """Windows of a text, with the next tokens as targets."""
     last, ends = len(corpus.heldout) - 1, corpus.ends
     arrays = corpus.train, corpus.heldout, *ends.values()
-    begin = {} if corpus.start is None else {START: corpus.start}
+    start = {} if corpus.start is None else {START: corpus.start}
     return Examples(
         train=partial(
             training_windows,
@@ -162,10 +178,10 @@ def text_examples(corpus: Corpus) -> Examples:
         vocabulary=corpus.tokenizer.vocabulary,
         unit=corpus.tokenizer.unit,
         size=corpus.size,
-        language={**corpus.tokenizer.describe(), **begin},
+        language={**corpus.tokenizer.describe(), **start},
         fingerprint=corpus.fingerprint,
         references=corpus.references,
-        files=tuple(x for x in arrays if isinstance(x, Packed)),
+        files=tuple(x for x in arrays if isinstance(x, PackedArray)),
         stream=corpus.stream,
         tokenizer=corpus.tokenizer,
         text=corpus,
@@ -175,11 +191,11 @@ def text_examples(corpus: Corpus) -> Examples:
 
 
 def masked_examples(text: Examples) -> Examples:
-    """The rows of a text with 15 % of each row's tokens as targets.
+    """The rows of a text, with 15 % of the tokens of each row as targets.
 
-    Of these 80 % are replaced by a token of their own, the last of the vocabulary, and
-    10 % by any token. Training masks others in every epoch, held-out rows the same
-    ones each time.
+    80 % of the targets have the mask as input, which is one more token of the
+    vocabulary; 10 % have a random token, and 10 % themselves. Training rows mask other
+    tokens in every epoch. Held-out rows always mask the same tokens.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
     """
@@ -193,12 +209,14 @@ def masked_examples(text: Examples) -> Examples:
         return _masked(tokens, Draws(seed, numbers), mask)
 
     def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
-        """Beyond the end of the text is padding: an encoder would see the repeated
-        tokens that fill up the row of a decoder."""
-        tokens, _, there = text.heldout(numbers, length)
+        """Held-out rows, with padding after the end of the text.
+
+        `text.heldout` repeats the last token there, which an encoder would see.
+        """
+        tokens, _, weights = text.heldout(numbers, length)
         inputs, targets = _masked(tokens, Draws(0, numbers), mask)
-        inputs = np.where(there > 0, inputs, NOTHING)
-        return inputs, targets, there * (targets != NOTHING)
+        inputs = np.where(weights > 0, inputs, NOTHING)
+        return inputs, targets, weights * (targets != NOTHING)
 
     return dataclasses.replace(
         text,
@@ -215,18 +233,22 @@ def masked_examples(text: Examples) -> Examples:
 def _masked(
     tokens: np.ndarray, draws: Draws, mask: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of rows [B, T] with tokens masked, replaced or kept."""
-    count = max(1, round(SHARE * tokens.shape[1]))
+    """Inputs and targets of rows [B, T]; the other places have the target −1.
+
+    Args:
+        mask: the id of the mask token.
+    """
+    count = max(1, round(MASKED_LM_TARGETS * tokens.shape[1]))
     places = draws.distinct(tokens.shape[1], count)
-    asked, chance = np.take_along_axis(tokens, places, axis=1), draws.uniform(count)
-    shown = np.select(
+    answers, chance = np.take_along_axis(tokens, places, axis=1), draws.uniform(count)
+    replacements = np.select(
         [chance < MASKED, chance < MASKED + RANDOM],
         [mask, draws.below(mask, count)],
-        asked,
+        answers,
     )
     inputs, targets = tokens.copy(), np.full_like(tokens, NOTHING)
-    np.put_along_axis(inputs, places, shown.astype(tokens.dtype), axis=1)
-    np.put_along_axis(targets, places, asked, axis=1)
+    np.put_along_axis(inputs, places, replacements.astype(tokens.dtype), axis=1)
+    np.put_along_axis(targets, places, answers, axis=1)
     return inputs, targets
 
 
@@ -255,18 +277,20 @@ def generated_examples(options: config.Data) -> Examples:
         language={"source": source, "symbols": options.symbols},
         fingerprint={
             "source": source,
-            "sha256": hashlib.sha256(_sign(options)).hexdigest(),
+            "sha256": hashlib.sha256(_identity(options)).hexdigest(),
         },
         references={"chance": math.log(task.answers(options))},
         fixed_length=True,
     )
 
 
-def _sign(options: config.Data) -> bytes:
-    """The options, and rows of a small task, which tell whether the generator has
-    changed."""
+def _identity(options: config.Data) -> bytes:
+    """The options of a task, and rows of a small task of the same generator.
+
+    The rows change if the generator changes.
+    """
     small = dataclasses.replace(options, items=4, symbols=8, asked=2)
     rows = generated.rows(small, 64, seed=0, indices=np.arange(8), heldout=True)
-    signed = {key: getattr(options, key) for key in SIGNED}
-    parts = json.dumps(signed).encode(), *map(bytes, rows)
+    values = {key: getattr(options, key) for key in FINGERPRINT_OPTIONS}
+    parts = json.dumps(values).encode(), *map(bytes, rows)
     return b"".join(parts)

@@ -1,9 +1,11 @@
-"""Generated tasks, whose answers are known.
+"""Generated tasks with known answers: mqar, needle, copy and listops (`GENERATORS`).
 
-A row is `length` tokens and as many targets: the token to predict at that place, or −1
-where there is none. Rows are a pure function of (seed, index), made for a whole batch
-at once. One row in eight is held out, by a hash of its tokens: training and held-out
-rows are disjoint, whatever the seeds.
+A row has `length` tokens and `length` targets. A target is the token to predict at its
+place, or −1 if there is nothing to predict. `rows` makes all rows of a batch at once;
+each is a pure function of the seed and its index.
+
+A hash of the tokens of a row tells whether the row is held out; one row in eight is. So
+no row is in both training and held-out data, for any seeds.
 """
 
 from __future__ import annotations
@@ -16,20 +18,21 @@ import numpy as np
 from symjax import config
 from symjax.data.draws import Draws, mix
 
-NOTHING = -1  # where there is no target, and in place of padding tokens
-HELDOUT = 8  # one row of so many
-ATTEMPTS = 5000  # to draw a row on its side of the split
+NOTHING = -1  # the target of a place without target, and the id of padding tokens
+HELDOUT = 8  # one row in so many is held out
+ATTEMPTS = 5000  # at most, to draw a row of the wanted split
 
 Rows = tuple[np.ndarray, np.ndarray]  # tokens and targets, int32 [B, length]
 
 
 class Generator(NamedTuple):
-    """
+    """A generated task.
+
     Attributes:
         make: (options, length, draws) → rows.
-        vocabulary: options → token types.
-        least: options → the shortest possible row.
-        answers: options → how many answers are equally likely; chance is one of them.
+        vocabulary: options → number of token types.
+        least: options → length of the shortest possible row.
+        answers: options → number of answers that are equally likely.
     """
 
     make: Callable[[config.Data, int, Draws], Rows]
@@ -46,11 +49,14 @@ def rows(
     indices: np.ndarray,
     heldout: bool,
 ) -> Rows:
-    """The rows of these indices.
+    """Make the rows of a task.
 
+    Args:
+        indices: [B], the numbers of the rows.
+        heldout: whether to make held-out rows or training rows.
     Raises:
-        ValueError: the task does not fit the length, or the options each other; or it
-            has so few rows that all of them are on one side.
+        ValueError: the length is too small, the options contradict each other, or the
+            task has so few rows that none is in the wanted split.
     """
     generator = GENERATORS[options.source]
     check(options, length)
@@ -67,15 +73,16 @@ def rows(
                 f"{side}: choose more"
             )
         draws = Draws(seed, indices[waiting], attempt)
-        some, answers = generator.make(options, length, draws)
-        right = is_heldout(some) == heldout
-        tokens[waiting[right]], targets[waiting[right]] = some[right], answers[right]
-        waiting, attempt = waiting[~right], attempt + 1
+        drawn, answers = generator.make(options, length, draws)
+        wanted = is_heldout(drawn) == heldout
+        tokens[waiting[wanted]] = drawn[wanted]
+        targets[waiting[wanted]] = answers[wanted]
+        waiting, attempt = waiting[~wanted], attempt + 1
     return tokens, targets
 
 
 def is_heldout(tokens: np.ndarray) -> np.ndarray:
-    """Which rows [B, T] are held out, by their tokens alone."""
+    """Return for each of the rows [B, T] whether it is held out, by its tokens."""
     hashed = np.zeros(len(tokens), np.uint64)
     for column in np.asarray(tokens, np.int64).T.astype(np.uint64):
         hashed = mix(hashed ^ column)
@@ -83,7 +90,11 @@ def is_heldout(tokens: np.ndarray) -> np.ndarray:
 
 
 def check(options: config.Data, length: int) -> None:
-    """Raises: ValueError: naming the task, its options and the length."""
+    """Raise if a task cannot have rows of a length.
+
+    Raises:
+        ValueError: the message has the task, its options and the length.
+    """
     source = options.source
     if source in ("mqar", "needle") and options.items > options.symbols:
         raise ValueError(
@@ -103,13 +114,13 @@ def check(options: config.Data, length: int) -> None:
 
 
 def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
-    """Multi-query associative recall: pairs of key and value, then keys alone.
+    """Multi-query associative recall: pairs of key and value, then the keys again.
 
         k₁ v₁ … kₙ vₙ  … kᵢ vᵢ … kⱼ vⱼ …
 
-    Each key comes back once, at a gap from a power law, and its value is the target
-    there; the places between hold random values. Keys and values are different tokens,
-    `symbols` of each.
+    Each key is repeated once, at a distance drawn from a power law. The target there is
+    its value. Other places hold random values. There are `symbols` different keys and
+    as many different values.
 
     Source: Arora et al. 2023, arXiv:2312.04927, section 4 and appendix.
     """
@@ -119,7 +130,7 @@ def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
     tokens = symbols + draws.below(symbols, length + 1)
     tokens[:, 0 : 2 * count : 2], tokens[:, 1 : 2 * count : 2] = keys, values
     slots = (length + 1 - 2 * count) // 2
-    # the largest of u^(1/w) are a draw without replacement by the weights w
+    # Places with the largest u^(1/w) are a draw without replacement with weights w.
     weights = (1 + np.arange(slots)) ** (POWER - 1)
     chances = np.log(draws.uniform(slots) + 2.0**-54) / weights
     chosen = np.argsort(-chances, axis=1)[:, :count]
@@ -131,16 +142,16 @@ def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
     return tokens[:, :length].astype(np.int32), targets.astype(np.int32)
 
 
-POWER = 0.01  # of the gaps in `mqar`, as in Zoology
+POWER = 0.01  # of the power law of distances in `mqar`, as in Zoology
 
 
 def _needle(options: config.Data, length: int, draws: Draws) -> Rows:
-    """Needles (key and value after a mark) in a hay of other tokens, and questions.
+    """Needles (a mark, a key and its value) in hay, followed by questions.
 
         hay mark k v hay hay mark k v hay … ask kᵢ vᵢ ask kⱼ vⱼ
 
-    The value is the target at its key. Key, value and hay are different tokens,
-    `symbols` of each.
+    The target at a key of a question is its value. There are `symbols` different keys,
+    values and hay tokens each.
     """
     depths = draws.uniform(options.items)
     order = draws.distinct(options.items, options.asked)
@@ -154,9 +165,11 @@ def plant(
     depths: np.ndarray,
     order: np.ndarray,
 ) -> Rows:
-    """Needles at depths [B, items] from 0 to 1; questions about `order` [B, asked].
+    """Rows of `needle` with chosen depths and questions. Needles do not overlap.
 
-    Needles do not overlap: each takes three places of its own.
+    Args:
+        depths: [B, items], from 0 (the beginning of the hay) to 1 (its end).
+        order: [B, asked], the needles that the questions ask for.
     """
     count, asked, symbols = options.items, options.asked, options.symbols
     keys = draws.distinct(symbols, count)
@@ -165,7 +178,7 @@ def plant(
     room = length + 1 - 3 * asked
     free = room - 3 * count  # tokens of hay before the questions
     tokens = 2 * symbols + draws.below(symbols, length + 1)
-    # In order of depth: hay before each needle, then the needles before it.
+    # Before a needle are its share of the hay, and the needles of smaller depth.
     ranks = np.argsort(np.argsort(depths, axis=1), axis=1)
     places = np.round(depths * free).astype(np.int64) + 3 * ranks
     start = room + 3 * np.arange(asked)[None].repeat(len(tokens), axis=0)
@@ -182,10 +195,11 @@ def plant(
     return tokens[:, :length].astype(np.int32), targets.astype(np.int32)
 
 
-def shown(options: config.Data, tokens: np.ndarray) -> np.ndarray:
-    """The places [B, items, size] of the examples in rows of `mqar` and `needle`.
+def example_places(options: config.Data, tokens: np.ndarray) -> np.ndarray:
+    """Places [B, items, size] of the examples in rows of `mqar` and `needle`.
 
-    In the order in which they are shown; the last two of each are key and value.
+    Examples are pairs or needles, in the order of the row. The last two places of each
+    are those of its key and value.
     """
     count = options.items
     if options.source == "mqar":
@@ -197,20 +211,20 @@ def shown(options: config.Data, tokens: np.ndarray) -> np.ndarray:
 def reordered(
     options: config.Data, tokens: np.ndarray, order: np.ndarray
 ) -> np.ndarray:
-    """Rows [B, T] that show example order[i] at the place of example i.
+    """Rows [B, T] with example order[i] at the place of example i.
 
-    Their questions, and whatever else is in them, stay where they are.
+    All other tokens stay at their places.
     """
-    places = shown(options, tokens)
+    places = example_places(options, tokens)
     changed, rows = tokens.copy(), np.arange(len(tokens))[:, None, None]
     changed[rows, places] = tokens[rows, places[:, order]]
     return changed
 
 
 def _copy(options: config.Data, length: int, draws: Draws) -> Rows:
-    """`items` symbols, a separator, and the same symbols again, each a target.
+    """Copying: `items` symbols, a separator, and the same symbols again as targets.
 
-    Rows that are longer begin with separators.
+    Longer rows begin with separators.
     """
     count, separator = options.items, options.symbols
     symbols = draws.below(options.symbols, count)
@@ -223,18 +237,18 @@ def _copy(options: config.Data, length: int, draws: Draws) -> Rows:
 
 
 MAXIMUM, MINIMUM, MEDIAN, SUM, CLOSE, EQUALS, BLANK = range(10, 17)
-ARGUMENTS = 5  # of an operator at most, 2 at least
-DEPTH = 4  # of operators inside operators
+ARGUMENTS = 5  # the most arguments of an operator; the least are 2
+DEPTH = 4  # the most operators inside each other
 
 
 def _listops(options: config.Data, length: int, draws: Draws) -> Rows:
-    """Nested lists of digits, with one operator each; the target at "=" is the value.
+    """ListOps: nested lists of digits, each with an operator.
 
         [MAX 2 9 [MIN 4 7] 0] = 9
 
-    MED is the lower middle, SM the sum modulo 10. Written token by token, all rows at
-    once: an operator opens while there is room to close it again. Rows begin with
-    blanks where the expression is shorter.
+    The target at "=" is the value. MED is the lower median, SM the sum modulo 10. All
+    rows are written at once, token by token. An operator opens only if there is room to
+    close it again. Rows with shorter expressions begin with blanks.
 
     Source: Nangia & Bowman 2018, arXiv:1804.06028.
     """
@@ -247,36 +261,36 @@ def _listops(options: config.Data, length: int, draws: Draws) -> Rows:
     depth = np.zeros(len(batch), np.int64)
     result = np.full(len(batch), NOTHING)
     for place in range(budget):
-        left = budget - place
+        room_left = budget - place
         choice = draws.uniform(1)[:, 0]
         operator = MAXIMUM + draws.below(4, 1)[:, 0]
         digit = draws.below(10, 1)[:, 0]
         done, inner = result != NOTHING, np.maximum(depth - 1, 0)
         count = counts[batch, inner]
-        # what closing everything needs: each open list its second argument and "]"
+        # Tokens needed to close all lists: missing second arguments, and "]" of each.
         level = np.arange(DEPTH)
-        lacking = np.maximum(2 - counts[:, :DEPTH] - (level < inner[:, None]), 0)
-        needed = ((lacking + 1) * (level < depth[:, None])).sum(axis=1)
-        room = (depth < DEPTH) & (count < ARGUMENTS) & (left >= needed + 4)
+        missing = np.maximum(2 - counts[:, :DEPTH] - (level < inner[:, None]), 0)
+        needed = ((missing + 1) * (level < depth[:, None])).sum(axis=1)
+        room = (depth < DEPTH) & (count < ARGUMENTS) & (room_left >= needed + 4)
         opens = ~done & ((depth == 0) | (room & (choice < 0.3)))
-        full = (count == ARGUMENTS) | (left <= needed + 1)
+        full = (count == ARGUMENTS) | (room_left <= needed + 1)
         enough = full | (choice > np.where(depth == 1, 0.97, 0.75))
         closes = ~done & ~opens & (count >= 2) & enough
-        says = ~done & ~opens & ~closes
+        digits = ~done & ~opens & ~closes
         tokens = [operator, CLOSE, digit]
-        written[:, place] = np.select([opens, closes, says], tokens, BLANK)
+        written[:, place] = np.select([opens, closes, digits], tokens, BLANK)
         operators[batch[opens], depth[opens]] = operator[opens]
         counts[batch[opens], depth[opens]] = 0
         depth = depth + opens
         closed = _evaluate(operators[batch, inner], arguments[batch, inner], count)
         depth = depth - closes
         result = np.where(closes & (depth == 0), closed, result)
-        gives = says | (closes & (depth > 0))
+        finished = digits | (closes & (depth > 0))
         parent = np.maximum(depth - 1, 0)
         value = np.where(closes, closed, digit)
-        where = batch[gives], parent[gives], counts[batch, parent][gives]
-        arguments[where] = value[gives]
-        counts[batch[gives], parent[gives]] += 1
+        where = batch[finished], parent[finished], counts[batch, parent][finished]
+        arguments[where] = value[finished]
+        counts[batch[finished], parent[finished]] += 1
     return _completed(written, result, length)
 
 
@@ -297,7 +311,7 @@ def _evaluate(
 
 
 def _completed(written: np.ndarray, result: np.ndarray, length: int) -> Rows:
-    """Blanks moved to the front, "=" behind, its target the result."""
+    """Move blanks to the front, and append "=" with the result as its target."""
     blanks = written == BLANK
     order = np.argsort(~blanks, axis=1, kind="stable")
     tokens = np.full((len(written), length), EQUALS)

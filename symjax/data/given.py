@@ -1,4 +1,4 @@
-"""A text that is given by hand, evaluated with the tokenizer of a checkpoint."""
+"""The text of `eval.py --text`, with the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from symjax.data.corpus import Corpus
 from symjax.data.examples import START, text_examples
 from symjax.data.tokens import from_description
 
-GIVEN = "given"  # the source of such a text
+GIVEN = "given"  # stands for the source in the fingerprint of such a text
 NO_DATA = (
     "the folder data of the run has no corpus.json: --text gives a text to evaluate, "
     "--prompt one to continue with"
@@ -21,21 +21,24 @@ NO_DATA = (
 
 
 def is_given(examples: Examples) -> bool:
-    """Whether they are such a text, or that there is none."""
+    """Return whether examples come from `given_examples`."""
     return examples.fingerprint.get("source") == GIVEN
 
 
 def given_examples(language: dict[str, Any], text: str | None) -> Examples:
-    """A text as all that is held out; there is none to train on.
+    """A text as held-out examples, without training examples.
 
-    Its first token is predicted from the token that stood before documents in training,
-    if one did; otherwise nothing predicts it.
+    The first token is predicted from the token before documents in training. If
+    training had no such token, the first token is no target.
 
     Args:
-        language: of the examples that the model was trained on, which have a tokenizer.
-        text: None: whatever asks for held-out text is refused.
+        language: `Examples.language` of the examples that the model was trained on.
+            They must have a tokenizer.
+        text: the text; None if there is none. Its held-out rows then raise a
+            ValueError.
     Raises:
-        ValueError: the text has no token that can be predicted, or unknown characters.
+        ValueError: the text has no token that can be predicted, or has characters that
+            the tokenizer does not know.
     """
     tokenizer, start = from_description(language), language.get(START)
     ids, content = tokenizer.encode(text or ""), (text or "").encode()
@@ -56,14 +59,14 @@ def given_examples(language: dict[str, Any], text: str | None) -> Examples:
         bytes_per_token=size / max(1, len(ids) - 1),
         start=start,
     )
-    found = text_examples(corpus)
+    examples = text_examples(corpus)
 
     def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
         return weighted_windows(numbers * length, ids, length)
 
-    def refuse(length: int) -> int:
+    def no_rows(length: int) -> int:
         raise ValueError(NO_DATA)
 
     if text is None:
-        return dataclasses.replace(found, heldout_rows=refuse)
-    return dataclasses.replace(found, heldout=heldout)
+        return dataclasses.replace(examples, heldout_rows=no_rows)
+    return dataclasses.replace(examples, heldout=heldout)

@@ -1,8 +1,8 @@
-"""Texts or images with labels, packed once into a folder and read from there.
+"""Texts or images with labels, packed into a folder once and read from there.
 
-The folder holds, for each split, `<split>.npy` (the token ids or pixels of all of its
-examples, one after the other), `<split>_ends.npy` (where each ends) and
-`<split>_labels.npy`; and `corpus.json`: see `folder`.
+For each split the folder has `<split>.npy` (the token ids or pixels of all examples,
+one after another), `<split>_ends.npy` (the place after each example) and
+`<split>_labels.npy`. It also has a `corpus.json`: see `store.folder`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from symjax import config
 from symjax.data import tokens
 from symjax.data.batches import Examples
 from symjax.data.generated import NOTHING
-from symjax.data.order import visited
-from symjax.data.sources import classes
+from symjax.data.shuffle import shuffled
+from symjax.data.sources import labelled_sources
 from symjax.data.store.folder import SPLITS, open_folder
 from symjax.data.store.manifest import fingerprint
-from symjax.data.store.packed import Packed
+from symjax.data.store.packed import PackedArray
 
 
-class Pieces(NamedTuple):
-    """What one row each shows of the content of a split."""
+class LabelledPieces(NamedTuple):
+    """The pieces of a split: the range of tokens or pixels of each, and its label."""
 
     starts: np.ndarray
     stops: np.ndarray
@@ -38,12 +38,12 @@ class Labelled:
 
     Attributes:
         parts: the arrays of the folder, by name.
-        labels: their names.
-        image: height, width and channels; None for texts.
+        labels: the names of the labels.
+        image: height, width and channels of the images; None for texts.
         white: the largest value of a pixel.
     """
 
-    def __init__(self, manifest: dict[str, Any], parts: dict[str, Packed]):
+    def __init__(self, manifest: dict[str, Any], parts: dict[str, PackedArray]):
         self.parts = parts
         self.fingerprint: dict[str, Any] = manifest["fingerprint"]
         self.labels: list[str] = manifest["labels"]
@@ -52,30 +52,30 @@ class Labelled:
         self.tokenizer = tokens.from_description(manifest["tokenizer"])
         self.pieces = functools.cache(self._pieces)
 
-    def _pieces(self, split: str, length: int) -> Pieces:
-        """The examples of a split: texts in pieces of at most `length` tokens."""
+    def _pieces(self, split: str, length: int) -> LabelledPieces:
+        """The examples of a split; texts in pieces of at most `length` tokens."""
         ends, labels = (self.parts[f"{split}_{x}"][:] for x in ("ends", "labels"))
         starts = np.concatenate([[0], ends[:-1]])
         if self.image:
-            return Pieces(starts, ends, labels)
+            return LabelledPieces(starts, ends, labels)
         counts = -(-(ends - starts) // length)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         begin = np.repeat(starts, counts) + length * (np.arange(len(first)) - first)
         stops = np.minimum(begin + length, np.repeat(ends, counts))
-        return Pieces(begin, stops, np.repeat(labels, counts))
+        return LabelledPieces(begin, stops, np.repeat(labels, counts))
 
     def rows(
         self, split: str, chosen: np.ndarray, length: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets [B, 1] of the chosen pieces [B] of a split.
 
-        A text that is longer than a row is cut into pieces, each with its label; a
-        shorter piece is filled up with tokens of −1, which an encoder does not see.
-        Images come as numbers from 0 (black) to 1 (white).
+        A text that is longer than a row is cut into pieces, each with the label of the
+        text. A shorter piece is padded with tokens of −1, which an encoder masks.
+        Images are float32 from 0 (black) to 1 (white).
         """
         pieces, content = self.pieces(split, length), self.parts[split]
-        places = zip(pieces.starts[chosen], pieces.stops[chosen], strict=True)
-        contents = [content[int(start) : int(stop)] for start, stop in places]
+        ranges = zip(pieces.starts[chosen], pieces.stops[chosen], strict=True)
+        contents = [content[int(start) : int(stop)] for start, stop in ranges]
         targets = pieces.labels[chosen].astype(np.int32)[:, None]
         if self.image:
             pixels = [content.reshape(self.image) for content in contents]
@@ -86,79 +86,85 @@ class Labelled:
         return inputs, targets
 
 
-def labelled_examples(found: Labelled, length: int) -> Examples:
+def labelled_examples(labelled: Labelled, length: int) -> Examples:
     """Rows with one label each; an epoch shows every piece once.
 
     Args:
-        length: of the rows that the reference is about.
+        length: tokens per row, for the reference loss. It counts pieces, whose number
+            depends on the length.
     """
-    words = found.tokenizer.vocabulary
+    words = labelled.tokenizer.vocabulary
 
     def train(
         numbers: np.ndarray, length: int, seed: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        count = len(found.pieces("train", length).labels)
-        chosen, _ = visited(count, numbers, seed)
-        return found.rows("train", chosen.astype(np.int64), length)
+        count = len(labelled.pieces("train", length).labels)
+        chosen, _ = shuffled(count, numbers, seed)
+        return labelled.rows("train", chosen.astype(np.int64), length)
 
     def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
-        """Beyond the last piece it is repeated, with a weight of 0."""
+        """Held-out rows; after the last piece this piece is repeated with weight 0."""
         last = heldout_rows(length) - 1
-        rows = found.rows("heldout", np.minimum(numbers, last), length)
+        rows = labelled.rows("heldout", np.minimum(numbers, last), length)
         return *rows, (numbers <= last).astype(np.float32)[:, None]
 
     def heldout_rows(length: int) -> int:
-        return len(found.pieces("heldout", length).labels)
+        return len(labelled.pieces("heldout", length).labels)
 
-    # What a loss is a mean over are pieces, not files nor their bytes.
-    labels = {name: found.pieces(name, length).labels for name in SPLITS}
-    count, kind = len(found.labels), "images" if found.image else "texts"
+    # A loss is a mean over pieces, not over texts or bytes.
+    labels = {name: labelled.pieces(name, length).labels for name in SPLITS}
+    count, kind = len(labelled.labels), "images" if labelled.image else "texts"
     return Examples(
         train=train,
         heldout=heldout,
         heldout_rows=heldout_rows,
-        check_length=lambda length: None,  # rows of any length can be had
-        # One more than the tokenizer has, as a masked-LM needs: weights carry over.
-        vocabulary=0 if found.image else words + 1,
+        check_length=lambda length: None,  # rows of any length are possible
+        # One more than the tokenizer has, as in masked language models, so that their
+        # weights can be used here.
+        vocabulary=0 if labelled.image else words + 1,
         unit="label",
-        size=f"{len(found.parts['train_ends']):,} training {kind} of {count} labels",
-        language={"image": list(found.image)}
-        if found.image
-        else {**found.tokenizer.describe(), "mask": words},
-        fingerprint=found.fingerprint,
+        size=f"{len(labelled.parts['train_ends']):,} training {kind} of {count} labels",
+        language={"image": list(labelled.image)}
+        if labelled.image
+        else {**labelled.tokenizer.describe(), "mask": words},
+        fingerprint=labelled.fingerprint,
         references={"frequency": _frequency(**labels, count=count)},
-        files=tuple(found.parts[split] for split in SPLITS),
-        tokenizer=None if found.image else found.tokenizer,
-        fixed_length=found.image is not None,
-        labels=tuple(found.labels),
-        image=found.image,
+        files=tuple(labelled.parts[split] for split in SPLITS),
+        tokenizer=None if labelled.image else labelled.tokenizer,
+        fixed_length=labelled.image is not None,
+        labels=tuple(labelled.labels),
+        image=labelled.image,
     )
 
 
 def open_labelled(
     options: config.Data, directory: Path, *, replace: bool = False
 ) -> Labelled:
-    """The labelled examples of a folder, built from their source the first time:
-    `open_folder`."""
+    """The labelled examples of a run; the first time they are packed from their source.
+
+    Args:
+        replace: as in `open_folder`.
+    """
     return Labelled(*open_folder(options, Path(directory), _pack, replace=replace))
 
 
 def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
-    del format  # all have been packed alike so far
-    found = classes.load(options)
-    image = found.contents[0].shape if found.white else None
-    texts = () if image else found.contents
+    """Write the arrays of both splits, and return their manifest."""
+    del format  # labelled examples have one format
+    source = labelled_sources.load(options)
+    image = source.contents[0].shape if source.white else None
+    texts = () if image else source.contents
     tokenizer = tokens.build(
         options.tokenizer, texts, vocabulary=options.vocabulary, bos="false"
     )
     arrays, counts, content = {}, {}, hashlib.sha256()
     for split, side in zip(SPLITS, (False, True), strict=True):
-        chosen = [i for i, held in enumerate(found.held) if held == side]
+        chosen = [i for i, held in enumerate(source.held) if held == side]
         if not chosen:
             raise ValueError(f"data.source={options.source} has no {split} examples")
-        some = [found.contents[i] for i in chosen]
-        pieces = [x.reshape(-1) if image else tokenizer.encode(x) for x in some]
-        labels = np.asarray([found.labels[i] for i in chosen], np.int32)
+        contents = [source.contents[i] for i in chosen]
+        pieces = [x.reshape(-1) if image else tokenizer.encode(x) for x in contents]
+        labels = np.asarray([source.labels[i] for i in chosen], np.int32)
         arrays[split] = np.concatenate(pieces)
         arrays[f"{split}_ends"] = np.cumsum([len(piece) for piece in pieces])
         arrays[f"{split}_labels"] = labels
@@ -169,17 +175,18 @@ def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
     return {
         "tokenizer": tokenizer.describe(),
         "fingerprint": {
-            **fingerprint(options.source, found.facts, content),
+            **fingerprint(options.source, source.facts, content),
             **counts,
         },
-        "labels": found.names,
+        "labels": source.names,
         "image": image,
-        "white": found.white,
+        "white": source.white,
     }
 
 
 def _frequency(train: np.ndarray, heldout: np.ndarray, count: int) -> float:
-    """Cross-entropy of the held-out labels and how often training has each, nats."""
-    known, wanted = (np.bincount(x, minlength=count) / len(x) for x in (train, heldout))
-    smooth = (known + 1e-3) / (1 + 1e-3 * count)
+    """Cross-entropy of held-out labels under their frequencies in training, nats."""
+    shares = (np.bincount(x, minlength=count) / len(x) for x in (train, heldout))
+    training, wanted = shares
+    smooth = (training + 1e-3) / (1 + 1e-3 * count)
     return float(-(wanted * np.log(smooth)).sum())

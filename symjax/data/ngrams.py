@@ -11,8 +11,8 @@ import numpy as np
 ORDERS = {"unigram": 1, "bigram": 2, "trigram": 3}
 LONGEST = max(ORDERS.values())
 PSEUDO_COUNT = 0.01
-COUNTED = 1 << 23  # targets of a text at most, else a sample of them: 64 MB of codes
-STRETCHES = 16  # of a sample, spread evenly
+COUNTED_TARGETS = 1 << 23  # a sample if there are more; their codes take 64 MB
+RANGES = 16  # of a sample, spread evenly
 
 
 def cross_entropies(
@@ -28,19 +28,23 @@ def cross_entropies(
 
     p(c | context) = (count(context c) + 0.01) / (count(context) + 0.01 vocabulary)
 
-    Counted and averaged over the targets of a model of the text: all tokens but the
-    first of all, and first tokens of documents only where the model predicts them. A
-    context that would begin before its document repeats the document's first input.
-    Of more than `COUNTED` targets a sample is taken. Time O(T log T); memory grows with
-    the distinct n-grams of train, not with vocabulary³.
+    The tables are counted and averaged over the targets of a model of the text. The
+    first token of the text is no target. The first token of a document is a target only
+    if the model predicts it. A context that would begin before its document repeats the
+    document's first input. If there are more than `COUNTED_TARGETS` targets, a sample
+    of them is taken.
+
+    Time O(T log T). Memory grows with the number of distinct n-grams of train, not with
+    vocabulary³.
 
     Args:
         train, heldout: token ids [T], each in [0, vocabulary).
-        ends: of the documents of "train" and "heldout", where they are kept apart.
-        shared: as of `documents.separated`.
-        names: of the figures: "unigram", "bigram", "trigram".
+        ends: the places after the documents of "train" and "heldout"; None if documents
+            are joined.
+        shared: as in `documents.with_segment_ids`.
+        names: the n-grams to compute: "unigram", "bigram", "trigram".
     Returns:
-        Each figure by its name.
+        The cross-entropies by these names.
     Raises:
         ValueError: train or held-out has fewer than three tokens.
     """
@@ -60,35 +64,38 @@ def cross_entropies(
 
 
 def _grams(tokens: np.ndarray, ends: Any, shared: bool) -> np.ndarray:
-    """The targets of a text and their contexts: [n, targets], the nearest first."""
+    """Return the targets of a text and their contexts [n, targets], nearest first."""
     none = np.empty(0, np.int64)
     edges = none if ends is None else np.asarray(ends[:]) - shared
     parts = (
         _grams_of(tokens, start, stop, edges, shared)
-        for start, stop in _stretches(len(tokens))
+        for start, stop in _target_ranges(len(tokens))
     )
     return np.concatenate(list(parts), axis=1)
 
 
-def _stretches(size: int) -> Iterator[tuple[int, int]]:
-    """Places of targets of a text of so many tokens: all, or a sample of them."""
-    stretch, targets = COUNTED // STRETCHES, size - 1
-    if targets <= COUNTED:
+def _target_ranges(size: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the targets that are counted, in a text of `size` tokens.
+
+    These are all targets, or `RANGES` ranges of them that are spread evenly.
+    """
+    stretch, targets = COUNTED_TARGETS // RANGES, size - 1
+    if targets <= COUNTED_TARGETS:
         for start in range(1, size, stretch):
             yield start, min(start + stretch, size)
         return
-    for number in range(STRETCHES):
-        start = 1 + number * (targets - stretch) // (STRETCHES - 1)
+    for number in range(RANGES):
+        start = 1 + number * (targets - stretch) // (RANGES - 1)
         yield start, start + stretch
 
 
 def _grams_of(
     tokens: np.ndarray, start: int, stop: int, edges: np.ndarray, shared: bool
 ) -> np.ndarray:
-    """The n-grams of the targets from `start` to `stop`.
+    """Return the n-grams of the targets from `start` to `stop`.
 
     Args:
-        edges: sorted; the first input of each document but the first one.
+        edges: sorted; the place of the first input of each document but the first one.
     """
     low = max(0, start + 1 - LONGEST)
     text = np.asarray(tokens[low:stop])
@@ -108,21 +115,22 @@ def _grams_of(
 
 
 def _cross_entropy(train: np.ndarray, heldout: np.ndarray, vocabulary: int) -> float:
-    codes, counts = _count(train, vocabulary)
+    codes, counts = _counted(train, vocabulary)
     contexts, first = np.unique(codes // vocabulary, return_index=True)
     context_counts = np.add.reduceat(counts, first)
 
-    scored, repeats = _count(heldout, vocabulary)
-    seen = _look_up(codes, counts, scored) + PSEUDO_COUNT
-    total = _look_up(contexts, context_counts, scored // vocabulary)
+    scored, repeats = _counted(heldout, vocabulary)
+    seen = _count_of(codes, counts, scored) + PSEUDO_COUNT
+    total = _count_of(contexts, context_counts, scored // vocabulary)
     nats = np.log(total + PSEUDO_COUNT * vocabulary) - np.log(seen)
     return math.fsum(nats * repeats) / int(repeats.sum())
 
 
-def _count(grams: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct n-grams as sorted codes (base-vocabulary numbers), and how often.
+def _counted(grams: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct n-grams as sorted codes, and the count of each.
 
-    vocabulary³ stays below 2⁶³ for any alphabet, since Unicode has 1,114,112 points.
+    A code is a number in base `vocabulary`. vocabulary³ stays below 2⁶³ for any
+    alphabet, since Unicode has 1,114,112 code points.
     """
     codes = np.zeros(grams.shape[1], np.int64)
     for tokens in grams[::-1]:
@@ -131,7 +139,7 @@ def _count(grams: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
     return np.unique(codes, return_counts=True)
 
 
-def _look_up(codes: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The count of each wanted code, 0 where it was never seen."""
+def _count_of(codes: np.ndarray, counts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return the count of each wanted code; 0 if the code was never seen."""
     where = np.searchsorted(codes, wanted).clip(max=len(codes) - 1)
     return np.where(codes[where] == wanted, counts[where], 0)

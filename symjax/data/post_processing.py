@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-HARMLESS = ("ByteLevel",)  # post-processors that add no token
+ADDS_NOTHING = ("ByteLevel",)  # post-processors that add no token
 
 
-def added(library: Any) -> tuple[list[str], list[str]]:
+def added_tokens(library: Any) -> tuple[list[str], list[str]]:
     """Return the tokens that a library's tokenizer adds before and after a text."""
-    words = ("a", *library.get_vocab())
-    plain = ((x, library.encode(x, add_special_tokens=False).ids) for x in words)
+    texts = ("a", *library.get_vocab())
+    plain = ((x, library.encode(x, add_special_tokens=False).ids) for x in texts)
     text, ids = next((pair for pair in plain if pair[1]), ("", []))
     whole = library.encode(text)
     spans = (n for n in range(len(whole.ids)) if whole.ids[n : n + len(ids)] == ids)
@@ -19,16 +19,18 @@ def added(library: Any) -> tuple[list[str], list[str]]:
     return whole.tokens[:start], whole.tokens[start + len(ids) :]
 
 
-def processed(definition: str, library: Any, bos: str) -> str:
-    """The `tokenizer.json` of a tokenizer that puts `bos` before every text, or nothing
-    if it is empty, and leaves long and short texts as they are.
+def with_beginning(definition: str, library: Any, bos: str) -> str:
+    """Return a `tokenizer.json` that adds exactly `bos` to a text, at its beginning.
+
+    It neither truncates nor pads texts.
 
     Args:
-        definition: of the tokenizer as it was read.
-        library: the tokenizer.
+        definition: the `tokenizer.json` as it was read.
+        library: the tokenizer of this definition.
+        bos: the token; "" to add no token.
     """
     found = json.loads(definition)
-    if added(library) != ([bos] if bos else [], []):
+    if added_tokens(library) != ([bos] if bos else [], []):
         known, token = found.get("post_processor"), library.token_to_id(bos)
         found["post_processor"] = _post_processor(known, bos, token)
     elif not found.get("truncation") and not found.get("padding"):
@@ -39,7 +41,7 @@ def processed(definition: str, library: Any, bos: str) -> str:
 
 def _post_processor(known: dict[str, Any] | None, bos: str, token: Any) -> Any:
     parts = (known or {}).get("processors", [known] if known else [])
-    kept = [part for part in parts if part["type"] in HARMLESS]
+    kept = [part for part in parts if part["type"] in ADDS_NOTHING]
     if token is not None:
         kept.append(_template(bos, token))
     if len(kept) > 1:

@@ -1,4 +1,4 @@
-"""What packing shows of itself: a bar on a terminal, a line in a file."""
+"""Progress of packing: a bar on a terminal, one line in a log file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import sys
 
 from tqdm import tqdm
 
-LARGE = 1 << 26  # bytes or characters, from which a line says what is done
+LARGE = 1 << 26  # bytes or characters from which a log file gets a line
 
 
 def bar(total: int, what: str, unit: str = "B") -> tqdm:
-    """A bar on stderr that leaves nothing behind.
+    """Return a bar on stderr, which is removed when it is closed.
+
+    If stderr is no terminal, there is no bar, but a line if the total is large.
 
     Args:
-        total: in units; bytes or characters unless said.
+        total: the amount of work in units, by default bytes or characters.
+        what: the description of the work.
     """
     if total >= LARGE and not sys.stderr.isatty():
         print(f"{what}: {total / 1e6:,.0f} M{unit}", file=sys.stderr, flush=True)

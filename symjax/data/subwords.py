@@ -1,6 +1,6 @@
 """Subword tokenizers: any `tokenizer.json` of Hugging Face, and byte-level BPE.
 
-The package `tokenizers` does the work and is imported only here.
+The package `tokenizers` does the work and is imported in this file only.
 """
 
 from __future__ import annotations
@@ -18,35 +18,38 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from symjax.data.post_processing import added, processed
+from symjax.data.post_processing import added_tokens, with_beginning
 from symjax.optional import needed
 
 REPLACEMENT = "\ufffd"  # for ids outside the vocabulary
-END = "<|endoftext|>"  # of documents, in the vocabularies that are trained here
+END = "<|endoftext|>"  # ends a document in the vocabularies that are trained here
 ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
-PIECE = 1 << 20  # characters of a piece of a corpus
-CUT = 1 << 16  # encoded or learned at a time: the library takes 450 bytes for each
-WORD = "a"  # before a piece that is not the first one of its text
-SAMPLE = 1 << 28  # characters that a vocabulary is learned from, at most
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of byte fallback
-FILE, ABOUT = "tokenizer.json", "tokenizer_config.json"  # as Hugging Face names them
+PIECE_SIZE = 1 << 20  # characters of a piece that a vocabulary is learned from
+ENCODED_AT_ONCE = 1 << 16  # characters; the library takes 450 bytes for each
+CONTEXT_WORD = "a"  # encoded before each piece of a text except the first
+LEARNED_FROM = 1 << 28  # the most characters that a vocabulary is learned from
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a token of byte fallback
+FILE, CONFIG_FILE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+)  # as Hugging Face names them
 
 
-class Rest(str):
-    """A piece of a text that follows another one."""
+class Continuation(str):
+    """A piece of a text that follows another piece of the same document."""
 
 
 @dataclass(frozen=True)
 class SubwordTokenizer:
-    """One token a piece of a word.
+    """A tokenizer whose tokens are words or pieces of words.
 
     Text that spells a special token, such as "<|endoftext|>", is encoded as ordinary
-    text. `encode` adds no token before or after it.
+    text. `encode` adds no token before or after a text.
 
     Attributes:
         definition: the content of `tokenizer.json`.
-        end: the special token that ends a document; empty: there is none.
-        bos: the token that begins every document and prompt; empty: there is none.
+        end: the special token that ends a document; "" if there is none.
+        bos: the token that begins every document and prompt; "" if there is none.
     """
 
     definition: str
@@ -72,30 +75,31 @@ class SubwordTokenizer:
         return max(self._library.get_vocab().values()) + 1
 
     def token_of(self, name: str) -> int | None:
-        """The id of a token of the vocabulary; None if there is no such token."""
+        """Return the id of a token, or None if the vocabulary does not have it."""
         return self._library.token_to_id(name)
 
     @functools.cached_property
     def document_begin(self) -> int | None:
-        """The id of `bos`."""
+        """The id of `bos`, or None."""
         return self.token_of(self.bos) if self.bos else None
 
     @functools.cached_property
     def document_end(self) -> int | None:
-        """The id of `end`."""
+        """The id of `end`, or None."""
         return self.token_of(self.end) if self.end else None
 
     @functools.cached_property
     def added_before(self) -> list[str]:
         """The tokens that the post-processor of the file adds before a text."""
-        return added(self._library)[0]
+        return added_tokens(self._library)[0]
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids [T], of the smallest unsigned type that holds the vocabulary.
 
-        A text longer than `CUT` characters is cut where white space follows a word, and
-        each part is encoded after a word, which gives the tokens of the whole text
-        where no token crosses the beginning of white space.
+        A text longer than `ENCODED_AT_ONCE` characters is cut at white space after a
+        word. Each part but the first is encoded after a word, whose tokens are left
+        out. The result equals that of the whole text if no token crosses the beginning
+        of this white space.
 
         Raises:
             ValueError: the text holds half of a surrogate pair.
@@ -105,15 +109,18 @@ class SubwordTokenizer:
         return np.concatenate([none, *self.encode_all(list(self.pieces([text])))])
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids [T] of each of some pieces of text, on all cores.
+        """Token ids [T] of each of some pieces of text, encoded on all cores.
 
-        A `Rest` is encoded after a word, whose tokens are left out: a tokenizer may
-        add a prefix to a text, or remove the white space that it begins with.
+        A `Continuation` is encoded after a word, whose tokens are left out. Otherwise a
+        tokenizer could add a prefix to it, or remove white space at its beginning.
         """
         dtype, word = np.min_scalar_type(self.vocabulary - 1), self._word
-        whole = [WORD + x if word and isinstance(x, Rest) else x for x in texts]
-        found = self._library.encode_batch_fast(whole, add_special_tokens=False)
-        ids = [np.asarray(x.ids, dtype) for x in found]
+        whole = [
+            CONTEXT_WORD + x if word and isinstance(x, Continuation) else x
+            for x in texts
+        ]
+        encoded = self._library.encode_batch_fast(whole, add_special_tokens=False)
+        ids = [np.asarray(x.ids, dtype) for x in encoded]
         for place, text in enumerate(texts):
             if text is not whole[place]:
                 before, own = np.split(ids[place], [len(word)])
@@ -124,12 +131,14 @@ class SubwordTokenizer:
 
     @functools.cached_property
     def _word(self) -> list[int]:
-        """The tokens of `WORD`."""
-        return self._library.encode(WORD, add_special_tokens=False).ids
+        """The token ids of `CONTEXT_WORD`."""
+        return self._library.encode(CONTEXT_WORD, add_special_tokens=False).ids
 
     def decode(self, ids: Any) -> str:
-        """The text of token ids [T], special tokens by their names; ids outside the
-        vocabulary become U+FFFD."""
+        """The text of token ids [T].
+
+        Special tokens become their names, and ids outside the vocabulary U+FFFD.
+        """
         ids = np.asarray(ids).reshape(-1).astype(np.int64)
         unknown = np.flatnonzero((ids < 0) | (ids >= self.vocabulary))
         decode = functools.partial(self._library.decode, skip_special_tokens=False)
@@ -138,20 +147,20 @@ class SubwordTokenizer:
         return REPLACEMENT.join(decode(part.tolist()) for part in parts)
 
     def size_of(self, token: int, text: str = "") -> int:
-        """The bytes of UTF-8 that a token at the beginning of a text stands for.
+        """Number of UTF-8 bytes of a token at the beginning of a text.
 
-        A space that the tokenizer adds before a text is none of its bytes.
+        A space that the tokenizer adds before a text is not counted.
 
         Args:
-            text: the text; empty: any that begins with no space.
+            text: the text; "" stands for any text that does not begin with a space.
         """
         spelled, shown = self._library.id_to_token(token), self._after_word([token])
-        added = shown.startswith(" ") and self._adds_space(text[:1] == " ")
+        space = shown.startswith(" ") and self._adds_space(text[:1] == " ")
         if isinstance(self._library.decoder, _tokenizers().decoders.ByteLevel):
-            return len(spelled) - added  # a letter of its alphabet is a byte
-        if BYTE.fullmatch(spelled):
+            return len(spelled) - space  # each letter of its alphabet is one byte
+        if BYTE_TOKEN.fullmatch(spelled):
             return 1
-        return len(shown.encode()) - added
+        return len(shown.encode()) - space
 
     def _adds_space(self, spaced: bool) -> bool:
         """Return whether a space is added before a text.
@@ -160,32 +169,35 @@ class SubwordTokenizer:
             spaced: the text begins with a space.
         """
         own = " " * spaced
-        return self._after_word(self.encode(own + WORD)).startswith(own + " ")
+        return self._after_word(self.encode(own + CONTEXT_WORD)).startswith(own + " ")
 
     def _after_word(self, ids: Any) -> str:
-        """The text of token ids after a word; before one, decoders may drop a space."""
+        """The text of token ids after `CONTEXT_WORD`.
+
+        At the beginning of a text, a decoder may drop a space.
+        """
         return self.decode([*self._word, *ids])[len(self.decode(self._word)) :]
 
     @staticmethod
     def pieces(document: Iterable[str]) -> Iterator[str]:
-        """A document cut where no token is, as far as `encode` does: its first piece,
-        and each `Rest`."""
-        for number, piece in enumerate(pieces(document, CUT)):
-            yield Rest(piece) if number else piece
+        """Cut a document at white space into a first piece and `Continuation`s."""
+        for number, piece in enumerate(pieces(document, ENCODED_AT_ONCE)):
+            yield Continuation(piece) if number else piece
 
     def describe(self) -> dict[str, str]:
         """Return what `from_description` needs, as JSON."""
-        known = {"kind": self.kind, "definition": self.definition, "end": self.end}
-        return {**known, "bos": self.bos} if self.bos else known
+        facts = {"kind": self.kind, "definition": self.definition, "end": self.end}
+        return {**facts, "bos": self.bos} if self.bos else facts
 
     def files(self, length: int, *, trained: bool = True) -> dict[str, str]:
         """The files that `from_file` and AutoTokenizer of transformers read, by name.
 
-        AutoTokenizer gives a text the ids of `encode`, after `bos`.
+        AutoTokenizer encodes a text as `bos` and the ids of `encode`.
 
         Args:
-            length: the tokens that the model beside them was trained to see.
-            trained: with `encode`, so that text that spells a special token is text.
+            length: the number of tokens that the model was trained to read.
+            trained: the model was trained on the ids of `encode`. AutoTokenizer then
+                encodes the spelling of a special token as ordinary text, too.
         """
         about = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -195,12 +207,18 @@ class SubwordTokenizer:
             **({"bos_token": self.bos} if self.bos else {}),
             **({"split_special_tokens": True} if trained else {}),
         }
-        definition = processed(self.definition, self._library, self.bos)
-        return {FILE: definition, ABOUT: json.dumps(about, indent=1) + "\n"}
+        definition = with_beginning(self.definition, self._library, self.bos)
+        return {FILE: definition, CONFIG_FILE: json.dumps(about, indent=1) + "\n"}
 
 
 def utf8(text: str, errors: str) -> bytes:
-    """Raises: ValueError: the text holds half of a surrogate pair."""
+    """Encode a text as UTF-8.
+
+    Args:
+        errors: as in `str.encode`.
+    Raises:
+        ValueError: the text holds half of a surrogate pair.
+    """
     try:
         return text.encode("utf-8", errors)
     except UnicodeEncodeError as error:
@@ -210,29 +228,29 @@ def utf8(text: str, errors: str) -> bytes:
         ) from None
 
 
-def pieces(parts: Iterable[str], size: int = PIECE) -> Iterator[str]:
-    """A text in pieces of about `size` characters, which begin at white space."""
-    rest, seen = "", 1
+def pieces(parts: Iterable[str], size: int = PIECE_SIZE) -> Iterator[str]:
+    """Cut a text into pieces of about `size` characters that begin at white space."""
+    rest, searched = "", 1  # no place before `searched` in the rest is a word's end
     for part in parts:
         for start in range(0, len(part), size):
             rest += part[start : start + size]
             if len(rest) < size:
                 continue
-            if cut := _last_word_end(rest, seen):
+            if cut := _last_word_end(rest, searched):
                 yield rest[:cut]
-                rest, seen = rest[cut:], 1
+                rest, searched = rest[cut:], 1
             else:
-                seen = len(rest)
+                searched = len(rest)
     if rest:
         yield rest
 
 
 def _last_word_end(text: str, first: int) -> int:
-    """Find the best end of a word to cut a text at, from a place on; 0: there is none.
+    """Return the best place to cut a text, from `first` on; 0 if there is none.
 
-    The best is the last space after a letter or digit: tokens of some vocabularies
-    cross other ends of words, such as "};\\n". The next best is the last new line
-    after a letter or digit, and then the last white space after anything else.
+    The best place is the last space after a letter or digit, since tokens of some
+    vocabularies cross other ends of words, such as "};\\n". The second best is the last
+    new line after a letter or digit; the third, the last white space after anything.
     """
     best, found = 0, 0
     for place in range(len(text) - 1, first - 1, -1):
@@ -245,24 +263,25 @@ def _last_word_end(text: str, first: int) -> int:
     return found
 
 
-def state(path: Path) -> str:
-    """A hash of the files that `from_file` reads."""
+def files_hash(path: Path) -> str:
+    """Return a hash of the files that `from_file` reads."""
     path = path / FILE if path.is_dir() else path
-    files = [x for x in (path, path.with_name(ABOUT)) if x.is_file()]
+    files = [x for x in (path, path.with_name(CONFIG_FILE)) if x.is_file()]
     return hashlib.sha256(b"\0".join(x.read_bytes() for x in files)).hexdigest()
 
 
 def from_file(path: Path, bos: str = "auto") -> SubwordTokenizer:
-    """The tokenizer of a `tokenizer.json`, or of the folder that it is in.
+    """The tokenizer of a `tokenizer.json`.
 
-    The end of documents is `eos_token` of the `tokenizer_config.json` beside it, else
-    the first of `ENDS` that the vocabulary has.
+    The token that ends a document is `eos_token` of the `tokenizer_config.json` in the
+    same folder, else the first of `ENDS` that is in the vocabulary.
 
     Args:
-        bos: as `with_bos`.
+        path: the file, or its folder.
+        bos: as in `with_bos`.
     Raises:
-        ValueError: the file cannot be read or is no tokenizer, it does not say which
-            token begins a text, or the package `tokenizers` is not installed.
+        ValueError: the file cannot be read or is no tokenizer, no file tells the BOS
+            token that `bos` asks for, or the package `tokenizers` is not installed.
     """
     path = path / FILE if path.is_dir() else path
     try:
@@ -274,14 +293,14 @@ def from_file(path: Path, bos: str = "auto") -> SubwordTokenizer:
     library = _tokenizers()
     try:
         known = library.Tokenizer.from_str(definition).get_vocab()
-    except Exception as error:  # the library has no other kind
+    except Exception as error:  # the library raises no narrower class
         raise ValueError(
             f"data.tokenizer {str(path)!r} is no tokenizer.json of Hugging Face: "
             f"{' '.join(str(error).split())}"
         ) from None
     if not known:
         raise ValueError(f"data.tokenizer {str(path)!r} has an empty vocabulary")
-    ends = (stated(path, "eos_token"), *ENDS)
+    ends = (configured_token(path, "eos_token"), *ENDS)
     made = SubwordTokenizer(definition, next((x for x in ends if x in known), ""))
     return with_bos(made, bos, path)
 
@@ -290,29 +309,33 @@ def with_bos(tokenizer: SubwordTokenizer, bos: str, path: Path) -> SubwordTokeni
     """The tokenizer with or without a token that begins every document and prompt.
 
     Args:
-        bos: "auto": as its post-processor does, if it adds one token before a text;
-            "false": without; "true": with that token, or else with `bos_token` of the
-            `tokenizer_config.json` beside it.
-        path: of its file.
+        bos: "auto": the token that its post-processor adds before a text, if it adds
+            exactly one. "true": that token, or else `bos_token` of the
+            `tokenizer_config.json` in the same folder. "false": no token.
+        path: the file of the tokenizer.
     Raises:
-        ValueError: it is to have one, and nothing says which.
+        ValueError: bos is "true", and no file tells the token.
     """
     before = tokenizer.added_before
     found = before[0] if len(before) == 1 and bos != "false" else ""
     if bos == "true" and not found:
-        found = stated(path, "bos_token")
+        found = configured_token(path, "bos_token")
         if tokenizer.token_of(found) is None:
             raise ValueError(
                 f"data.bos true: {str(path)!r} does not say which token begins a text: "
                 f"its post-processor adds {len(before)} before it, and bos_token of "
-                f"{ABOUT} is {found!r}"
+                f"{CONFIG_FILE} is {found!r}"
             )
     return dataclasses.replace(tokenizer, bos=found)
 
 
-def stated(path: Path, name: str) -> str:
-    """The token of a name in the `tokenizer_config.json` beside a file, or ""."""
-    path = path.with_name(ABOUT)
+def configured_token(path: Path, name: str) -> str:
+    """The token under a key of the `tokenizer_config.json` beside a file, or "".
+
+    Args:
+        name: the key, such as "eos_token".
+    """
+    path = path.with_name(CONFIG_FILE)
     try:
         found = json.loads(path.read_text(encoding="utf-8")).get(name)
     except (OSError, ValueError, AttributeError):
@@ -322,10 +345,10 @@ def stated(path: Path, name: str) -> str:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int) -> SubwordTokenizer:
-    """Byte-level BPE of at most `vocabulary` tokens, learned from texts.
+    """Learn a byte-level BPE of at most `vocabulary` tokens from texts.
 
-    Every text can be encoded: all 256 bytes are tokens. Words are split as in GPT-2.
-    The same texts give the same tokens. Bars on a terminal only.
+    All 256 bytes are tokens, so every text can be encoded. Words are split as in GPT-2.
+    The same texts give the same tokens. A bar shows progress if stderr is a terminal.
 
     Raises:
         ValueError: the package `tokenizers` is not installed.
@@ -341,13 +364,17 @@ def train_bpe(texts: Iterable[str], vocabulary: int) -> SubwordTokenizer:
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=sys.stderr.isatty(),
     )
-    cut = (piece for text in _first(texts, SAMPLE) for piece in pieces([text], CUT))
+    cut = (
+        piece
+        for text in _first_characters(texts, LEARNED_FROM)
+        for piece in pieces([text], ENCODED_AT_ONCE)
+    )
     made.train_from_iterator(cut, trainer)
     return SubwordTokenizer(made.to_str(), END)
 
 
-def _first(texts: Iterable[str], count: int) -> Iterator[str]:
-    """Texts until they have so many characters."""
+def _first_characters(texts: Iterable[str], count: int) -> Iterator[str]:
+    """Yield texts until they have `count` characters together."""
     for text in texts:
         yield text
         count -= len(text)

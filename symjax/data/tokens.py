@@ -12,13 +12,13 @@ import numpy as np
 from symjax.data import subwords
 from symjax.data.subwords import REPLACEMENT, SubwordTokenizer, utf8
 
-KINDS = ("byte", "char", "bpe")  # all others are paths of files
-CHUNK = 1 << 22  # characters looked up at a time: about 80 MB
+KINDS = ("byte", "char", "bpe")  # any other value of data.tokenizer is a path
+ENCODED_AT_ONCE = 1 << 22  # characters; about 80 MB of memory
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """One token a byte of UTF-8; knows every text."""
+    """Tokenizer with one token per byte of UTF-8; it can encode every text."""
 
     kind: ClassVar[str] = "byte"
     unit: ClassVar[str] = "byte"
@@ -29,7 +29,8 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids uint8 [T].
 
-        Bytes that a terminal passed on undecoded (surrogate escapes) are kept.
+        Surrogate escapes, by which Python keeps undecodable bytes of a terminal, become
+        these bytes again.
 
         Raises:
             ValueError: the text holds half of a surrogate pair.
@@ -41,13 +42,16 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
-        """The text of token ids [T]; what is not UTF-8, or no byte, becomes U+FFFD."""
+        """The text of token ids [T].
+
+        Bytes that are not UTF-8, and ids that are no bytes, become U+FFFD.
+        """
         ids = np.asarray(ids).reshape(-1)
         ids = np.where((ids >= 0) & (ids < 256), ids, 255)  # 0xff is never UTF-8
         return ids.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def size_of(self, token: int, text: str = "") -> int:
-        """The bytes of UTF-8 that a token stands for."""
+        """Number of UTF-8 bytes of a token."""
         return 1
 
     def describe(self) -> dict[str, str]:
@@ -59,7 +63,11 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class CharTokenizer:
-    """One token a character (Unicode code point) of a fixed, sorted alphabet."""
+    """Tokenizer with one token per character (Unicode code point) of an alphabet.
+
+    Attributes:
+        alphabet: all characters that it can encode, sorted.
+    """
 
     alphabet: str
     kind: ClassVar[str] = "char"
@@ -80,11 +88,11 @@ class CharTokenizer:
         Raises:
             ValueError: a character is not in the alphabet.
         """
-        known = _points(self.alphabet)
+        known = _code_points(self.alphabet)
         dtype = np.min_scalar_type(len(known) - 1)
         ids = np.empty(len(text), dtype)
-        for start in range(0, len(text), CHUNK):
-            points = _points(text[start : start + CHUNK])
+        for start in range(0, len(text), ENCODED_AT_ONCE):
+            points = _code_points(text[start : start + ENCODED_AT_ONCE])
             found = np.searchsorted(known, points)
             missing = np.flatnonzero(known[found.clip(max=len(known) - 1)] != points)
             if missing.size:
@@ -94,7 +102,7 @@ class CharTokenizer:
                     f"position {position} is not among the {len(known)} characters of "
                     "the corpus"
                 )
-            ids[start : start + CHUNK] = found
+            ids[start : start + ENCODED_AT_ONCE] = found
         return ids
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
@@ -104,13 +112,13 @@ class CharTokenizer:
     def decode(self, ids: Any) -> str:
         """The text of token ids [T]; ids outside the alphabet become U+FFFD."""
         ids = np.asarray(ids).reshape(-1).astype(np.int64)
-        known = _points(self.alphabet + REPLACEMENT)
+        known = _code_points(self.alphabet + REPLACEMENT)
         inside = (ids >= 0) & (ids < self.vocabulary)
         points = known[np.where(inside, ids, self.vocabulary)]
         return points.astype("<u4").tobytes().decode("utf-32-le")
 
     def size_of(self, token: int, text: str = "") -> int:
-        """The bytes of UTF-8 that a token stands for."""
+        """Number of UTF-8 bytes of a token."""
         return len(self.alphabet[token].encode("utf-8", "surrogatepass"))
 
     def describe(self) -> dict[str, str]:
@@ -126,14 +134,13 @@ Tokenizer = ByteTokenizer | CharTokenizer | SubwordTokenizer
 def build(
     kind: str, texts: Iterable[str], *, vocabulary: int = 32000, bos: str = "auto"
 ) -> Tokenizer:
-    """The tokenizer of a corpus: data.tokenizer as it is written.
-
-    The alphabet of char is every character of its texts; bpe learns from them.
+    """Make the tokenizer that `data.tokenizer` names.
 
     Args:
         kind: byte, char, bpe, or the path of a `tokenizer.json`.
-        vocabulary: of bpe.
-        bos: of a file, as `subwords.from_file`.
+        texts: char takes its alphabet from them, and bpe learns from them.
+        vocabulary: the number of tokens that bpe learns.
+        bos: for the path of a file: see `subwords.with_bos`.
     Raises:
         ValueError: the kind is unknown, or the file is no tokenizer.
     """
@@ -155,14 +162,14 @@ def build(
     return subwords.from_file(path, bos)
 
 
-def state(kind: str) -> str:
-    """A hash of the file that `build` would read for a kind; "" where it reads none."""
+def file_hash(kind: str) -> str:
+    """A hash of the files that `build` reads for a kind; "" if it reads none."""
     path = Path(kind).expanduser()
-    return subwords.state(path) if kind not in KINDS and path.exists() else ""
+    return subwords.files_hash(path) if kind not in KINDS and path.exists() else ""
 
 
 def from_description(description: Mapping[str, Any]) -> Tokenizer:
-    """The inverse of `describe`; other keys are not read.
+    """The tokenizer that its `describe` returned as JSON; other keys are ignored.
 
     Raises:
         ValueError: the kind is unknown.
@@ -174,5 +181,5 @@ def from_description(description: Mapping[str, Any]) -> Tokenizer:
     return build(description["kind"], alphabet)
 
 
-def _points(text: str) -> np.ndarray:
+def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")

@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
         """
         ids = self.text_tokenizer.encode(string)
         if self.delimiters.every and add_special_tokens is not False:
-            ids = self.delimiters.begun(ids)
+            ids = self.delimiters.with_start(ids)
         return ids.tolist()
 
     def loglikelihood(

@@ -12,7 +12,7 @@ from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.config import Config, Mesh, attention_of, is_causal
 from symjax.data.examples import Examples, open_examples
 from symjax.data.given import given_examples
-from symjax.data.sources.sources import TEXT_SOURCES
+from symjax.data.sources.table import TEXT_SOURCES
 from symjax.data.store.manifest import MANIFEST
 from symjax.models.build import Model, decoder_of
 from symjax.models.decoder import Decoder

@@ -177,7 +177,7 @@ class Loaded:
             ValueError: no tokens, or ids that the vocabulary does not have.
         """
         if isinstance(tokens, str) and self.delimiters.every:
-            tokens = self.delimiters.begun(self.encode(tokens))
+            tokens = self.delimiters.with_start(self.encode(tokens))
         if not self.config.model.patch:
             tokens = self._ids(tokens, axes=(1, 2))
             if not tokens.size:
@@ -205,7 +205,7 @@ class Loaded:
         """
         model, ids = decoder_of(self.model), self._ids(tokens, axes=(1,))
         if isinstance(tokens, str):
-            ids = self.delimiters.begun(ids)
+            ids = self.delimiters.with_start(ids)
         (found,) = text_losses(model, [ids], self.config.model.length)
         return found
 

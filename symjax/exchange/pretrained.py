@@ -135,7 +135,7 @@ def save_pretrained(
 
 def _remove_others(folder: Path | epath.Path, kept: set[str]) -> None:
     """Remove what another model of this folder had, and this one has not."""
-    own = {SETTINGS, subwords.FILE, subwords.ABOUT, INDEX, TENSORS}
+    own = {SETTINGS, subwords.FILE, subwords.CONFIG_FILE, INDEX, TENSORS}
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in kept and (path.name in own or SHARD.fullmatch(path.name)):
             path.unlink()
@@ -197,7 +197,7 @@ def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
         )
     begin = tokenizer.document_begin
     if begin is None:
-        named = subwords.stated(folder / subwords.FILE, "bos_token")
+        named = subwords.configured_token(folder / subwords.FILE, "bos_token")
         begin = tokenizer.token_of(named)
     if begin is None:
         begin = tokenizer.document_end

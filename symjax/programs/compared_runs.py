@@ -12,7 +12,7 @@ from etils import epath
 
 from symjax import config
 from symjax.checkpoints.checkpoint import Checkpoints
-from symjax.data.sources.sources import TEXT_SOURCES
+from symjax.data.sources.table import TEXT_SOURCES
 from symjax.programs.commandline import Command, Parser, parse
 from symjax.storage import in_bucket
 from symjax.training import loop

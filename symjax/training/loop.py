@@ -18,7 +18,7 @@ from symjax.data.corpus import Corpus
 from symjax.data.delimiters import delimiters
 from symjax.data.documents import tokens_of
 from symjax.data.examples import Examples
-from symjax.data.sources.mixture import rounded
+from symjax.data.sources.mixture import rounding_notes
 from symjax.data.store.folder import source_change
 from symjax.distributed.exit_codes import Interrupted
 from symjax.distributed.processes import (
@@ -209,7 +209,7 @@ def introduce(run: Run, state: State) -> None:
             f"optimizer.version {run.options.optimizer.version}: the run continues by "
             "the rules of the optimizer that it began with (docs/checkpoints.md)"
         )
-    for line in rounded(run.options.data):
+    for line in rounding_notes(run.options.data):
         run.progress.line(line)
     if line := source_change(run.options.data, local_folder(run.workdir) / "data"):
         run.progress.line(line)
@@ -347,7 +347,7 @@ def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
         key, prompts = jax.random.key(0), jnp.asarray(tokens[None])
         more = generate(model, prompts, count, key, temperature=0.8, stop=stop)
         tokens = np.concatenate([tokens, before_stop(np.asarray(more[0]), stop)])
-    return text.shown(tokens)
+    return text.decode(tokens)
 
 
 def save_checkpoint(run: Run, state: State, loss: float | None) -> None:

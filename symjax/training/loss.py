@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.meshes import backend
 from symjax.attention.rescue import RARE
-from symjax.data.documents import Separate
+from symjax.data.documents import SegmentedTokens
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer
 from symjax.models.build import Model
@@ -33,7 +33,7 @@ SCOPE = "token_losses"  # of operations, as compiled programs name them
 
 def hidden_of(model: Any, inputs: Any, dropout_key: Array | None = None) -> Array:
     """Hidden states [B T D] of inputs: tokens, images, or tokens with documents."""
-    if not isinstance(inputs, Separate):
+    if not isinstance(inputs, SegmentedTokens):
         return model.hidden(inputs, dropout_key=dropout_key)
     tokens, segment_ids = inputs
     return model.hidden(tokens, dropout_key=dropout_key, segment_ids=segment_ids)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from symjax import config
-from symjax.data.documents import Separate
+from symjax.data.documents import SegmentedTokens
 from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, objective, target_count, token_losses
@@ -55,7 +55,7 @@ class Program(NamedTuple):
         """The training step for batches of `shape`, from abstract arrays alone."""
         inputs, targets = batch_like(self.model, shape)
         if self.separate:
-            inputs = Separate(inputs, inputs)
+            inputs = SegmentedTokens(inputs, inputs)
         key = jax.eval_shape(lambda: jax.random.key(0))
         with jax.set_mesh(self.mesh):
             return self.train.lower(self.state, self.constants, inputs, targets, key)
@@ -159,7 +159,7 @@ def compile_program(
     """The steps of a configuration over a mesh; nothing is compiled before its use.
 
     Args:
-        separate: inputs are `Separate`, as those of `Examples` with documents apart.
+        separate: inputs are `SegmentedTokens`: see `Examples.separate`.
     Raises:
         ValueError: sizes that exclude each other or do not divide over the mesh.
     """

@@ -23,19 +23,19 @@ from symjax import (
     storage,  # noqa: E402
 )
 from symjax.data import corpus  # noqa: E402
-from symjax.data.sources import sources  # noqa: E402
+from symjax.data.sources import table  # noqa: E402
 from symjax.data.store import (
     cache,  # noqa: E402
     folder,  # noqa: E402
     manifest,  # noqa: E402
 )
-from symjax.data.store.writer import Writer  # noqa: E402
+from symjax.data.store.writer import ArrayWriter  # noqa: E402
 
 TRACED = {
     inspect.unwrap(function).__code__
     for function in (
-        *(corpus._pack, folder.open_folder, cache._build),
-        *(storage.replaced, Writer.close, np.save, Path.write_text),
+        *(corpus._pack, folder.open_folder, cache._pack_into_cache),
+        *(storage.replaced, ArrayWriter.close, np.save, Path.write_text),
     )
 }
 
@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
     cached = str(folder / "cache")
     options = config.Data("text", str(folder / "source.txt"), cache=cached)
     (folder / "source.txt").write_text("a text to read")
-    sources.load(options)  # imports what is slow once, and not in every child
+    table.load(options)  # imports what is slow once, and not in every child
     died = (check(options, folder / "data", place) for place in itertools.count())
     print(len(list(itertools.takewhile(bool, died))))
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symjax.data import order
+from symjax.data import shuffle
 from symjax.data.corpus import Corpus
 from symjax.data.examples import text_examples
 from symjax.data.tokens import ByteTokenizer
@@ -41,8 +41,8 @@ def heldout(tokens, length, batch_size, count=None):
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
 @settings(max_examples=60)
 def test_the_permutation_is_one_to_one(size, seed, epoch):
-    keys = order._keys(seed, np.full(size, epoch))[: order.ROUNDS]
-    image = order._permute(np.arange(size, dtype=np.uint64), size, keys)
+    keys = shuffle._keys(seed, np.full(size, epoch))[: shuffle.ROUNDS]
+    image = shuffle._permuted(np.arange(size, dtype=np.uint64), size, keys)
     assert np.array_equal(np.sort(image), np.arange(size))
 
 
@@ -50,7 +50,7 @@ def test_the_permutation_looks_random():
     size = 10007
     index = np.arange(size, dtype=np.uint64)
     images = [
-        order._permute(index, size, order._keys(seed, np.zeros(size, int))[:4])
+        shuffle._permuted(index, size, shuffle._keys(seed, np.zeros(size, int))[:4])
         for seed in range(3)
     ]
     for image in images:

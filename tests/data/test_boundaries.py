@@ -14,7 +14,7 @@ from symjax.data import corpus
 from symjax.data.boundaries import boundaries
 from symjax.data.examples import same_tokens, text_examples
 from symjax.data.store import packer, stream
-from symjax.data.store.cache import cached
+from symjax.data.store.cache import open_cached
 from symjax.data.store.manifest import (
     MANIFEST,
     format_of,
@@ -38,7 +38,7 @@ def options(tmp_path):
 
 def older(options, folder):
     """A corpus as it was packed in format 1: what its manifest said, and its lines."""
-    manifest, _ = cached(options, corpus._pack, format=1)
+    manifest, _ = open_cached(options, corpus._pack, format=1)
     known = {name: x for name, x in manifest.items() if name not in NEW}
     del known["fingerprint"]["format"]
     known["ngrams"] = {"unigram": 3.0, "bigram": 2.0, "trigram": 1.0}
@@ -146,14 +146,14 @@ def test_a_stream_of_an_older_packer_goes_on_in_its_format(tmp_path, monkeypatch
     whole = order_of(options, tmp_path / "whole" / "corpus")._replace(format=1)
     packer.pack(whole)
     wanted = {x.name: x.read_bytes() for x in whole.place.glob("*.npy")}
-    order, advance = order_of(options)._replace(format=1), packer._Packing._advance
+    order, advance = order_of(options)._replace(format=1), packer._Packer._advance
 
     def dies(self, writer):
         advance(self, writer)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(packer._Packing, "_advance", dies)
+        patch.setattr(packer._Packer, "_advance", dies)
         packer.pack(order)
     head = read_manifest(order.place, packer.HEAD)
     head = {name: x for name, x in head.items() if name not in NEW}  # as it was then
@@ -161,7 +161,7 @@ def test_a_stream_of_an_older_packer_goes_on_in_its_format(tmp_path, monkeypatch
     (order.place / packer.HEAD).write_text(sealed(head))
     write_manifest(tmp_path / "run", head)
     opened = corpus.open_corpus(options, tmp_path / "run")
-    opened.stream.until(10**9)
+    opened.stream.wait_for(10**9)
     found = {x.name: x.read_bytes() for x in order.place.glob("*.npy")}
     assert found == wanted and opened.start is None
     whole = json.loads((order.place / MANIFEST).read_text())

@@ -15,7 +15,7 @@ import pytest
 
 from symjax import config
 from symjax.data import corpus
-from symjax.data.sources import sources
+from symjax.data.sources import table
 from symjax.data.store import cache, folder
 from symjax.data.store.manifest import MANIFEST, read_manifest, sealed
 
@@ -41,7 +41,7 @@ def corpora(options):
 
 def test_runs_share_what_was_packed_once(options, tmp_path, monkeypatch):
     first = corpus.open_corpus(options, tmp_path / "a" / "data")
-    monkeypatch.setattr(sources, "load", None)
+    monkeypatch.setattr(table, "load", None)
     second = corpus.open_corpus(options, tmp_path / "b" / "data")
     assert first.train.path == second.train.path
     assert [p.name for p in (tmp_path / "a" / "data").iterdir()] == [MANIFEST]
@@ -68,8 +68,8 @@ def test_a_cache_that_cannot_be_written_is_named(options, tmp_path):
 
 @pytest.mark.parametrize("key", ["tokenizer", "documents", "path", "text"])
 def test_what_changes_the_tokens_changes_the_name(options, tmp_path, key):
-    before = cache.name_of(options)
-    assert cache.name_of(config.Data(**vars(options) | {"cache": "x"})) == before
+    before = cache.folder_name(options)
+    assert cache.folder_name(config.Data(**vars(options) | {"cache": "x"})) == before
     other = tmp_path / "other.txt"
     other.write_text(TEXT)
     value = {"tokenizer": "char", "documents": "joined", "path": str(other)}
@@ -77,7 +77,7 @@ def test_what_changes_the_tokens_changes_the_name(options, tmp_path, key):
         Path(options.path).write_text(TEXT + "!")
     else:
         options = config.Data(**vars(options) | {key: value[key]})
-    assert cache.name_of(options) != before
+    assert cache.folder_name(options) != before
 
 
 def test_another_tokenizer_in_a_file_of_one_name_is_another_corpus(options, tmp_path):
@@ -86,9 +86,9 @@ def test_another_tokenizer_in_a_file_of_one_name_is_another_corpus(options, tmp_
     for content in "ab":
         path.write_text(content)
         chosen = config.Data(**vars(options) | {"tokenizer": str(path)})
-        names.add(cache.name_of(chosen))
+        names.add(cache.folder_name(chosen))
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert len(names | {cache.name_of(chosen)}) == 3
+    assert len(names | {cache.folder_name(chosen)}) == 3
 
 
 def test_an_interrupted_build_leaves_nothing_and_is_repeated(
@@ -129,7 +129,7 @@ def test_a_build_killed_at_any_line_is_repeated(tmp_path):
 
 def pack_slowly(options, directory, packed):
     """Open a corpus, in a process of its own; a line each time that it packs."""
-    load = sources.load
+    load = table.load
 
     def slow(options):
         with packed.open("a") as file:
@@ -137,7 +137,7 @@ def pack_slowly(options, directory, packed):
         time.sleep(0.5)
         return load(options)
 
-    sources.load = slow
+    table.load = slow
     corpus.open_corpus(options, directory)
 
 
@@ -159,7 +159,7 @@ def test_of_two_that_pack_at_once_one_packs(options, tmp_path):
 
 
 def test_the_one_that_waits_says_so(options, tmp_path, capsys):
-    place = cache.root(options) / cache.name_of(options)
+    place = cache.root(options) / cache.folder_name(options)
     place.parent.mkdir()
     done = []
 

@@ -10,7 +10,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 
 from symjax import config
-from symjax.data.sources import classes, columns, hub
+from symjax.data.sources import columns, hub, labelled_sources
 
 TEXTS = ["one two\nthree", "NA", "é\u2028 nul\0l", "null", "[3]", "17"] * 3
 
@@ -24,8 +24,8 @@ def packed(options) -> list[str]:
 
 
 def streamed(options) -> list[str]:
-    rows, _ = hub.streams(options, "")
-    return [text for text, _ in hub.stream(options, rows[0])]
+    rows, _ = hub.open_streams(options, "")
+    return [text for text, _ in hub.streamed_texts(options, rows[0])]
 
 
 READERS = pytest.mark.parametrize("read", [packed, streamed])
@@ -58,17 +58,17 @@ def test_a_csv_column_is_text_whatever_it_looks_like(tmp_path, read):
 def test_labels_that_look_like_missing_values_are_labels(tmp_path):
     rows = [f"text {x},{'NA US FR'.split()[x % 3]}" for x in range(45)]
     write(tmp_path, a_csv="\n".join(["text,label", *rows]))
-    found = classes.load(wanted(tmp_path, label="label"))
+    found = labelled_sources.load(wanted(tmp_path, label="label"))
     assert found.names == ["FR", "NA", "US"] and len(found.labels) == 45
 
 
 def test_numbers_as_labels_are_in_their_order(tmp_path):
     rows = [(f"text {x}", x % 12) for x in range(48)]
     write(tmp_path, a_csv="text,label\n" + "\n".join(f"{x},{y}" for x, y in rows))
-    csv = classes.load(wanted(tmp_path, label="label"))
+    csv = labelled_sources.load(wanted(tmp_path, label="label"))
     (tmp_path / "a.csv").unlink()
     write(tmp_path, a_jsonl=lines(*({"text": x, "label": y} for x, y in rows)))
-    found = classes.load(wanted(tmp_path, label="label"))
+    found = labelled_sources.load(wanted(tmp_path, label="label"))
     assert found.names == csv.names == list(map(str, range(12)))
     assert found.labels == csv.labels == [y for _, y in rows]
 
@@ -132,12 +132,12 @@ def test_typed_files_may_differ_in_other_columns(tmp_path, ending, read):
 def test_what_is_prepared_offline_is_found_by_its_columns(kind):
     """`datasets` looks for it by the options that it was prepared with."""
     one, other = ({"column": name} for name in ("text", "body"))
-    options = columns.reading(kind, one)
+    options = columns.builder_options(kind, one)
     made = datasets.load_dataset_builder(
         kind, data_files={"train": [__file__]}, **options
     )
     assert "features" not in options and made.config_kwargs.items() >= options.items()
-    assert (options != columns.reading(kind, other)) == (kind != "text")
+    assert (options != columns.builder_options(kind, other)) == (kind != "text")
 
 
 @READERS
@@ -325,7 +325,7 @@ def test_an_unknown_column_is_named_with_those_there_are(tmp_path, ending, read)
 
 @READERS
 def test_a_key_may_begin_after_many_rows_of_json(tmp_path, read, capsys):
-    without = [{"n": 1}] * (2 * columns.TOGETHER + 1)
+    without = [{"n": 1}] * (2 * columns.ROWS_PER_TABLE + 1)
     write(tmp_path, a_jsonl=lines(*without, *ROWS), b_jsonl=lines(*without))
     assert sorted(read(wanted(tmp_path))) == sorted(x for x in TEXTS if x)
     if read is packed:

@@ -11,10 +11,10 @@ import pytest
 
 from symjax import config
 from symjax.data import corpus
-from symjax.data.sources import sources
+from symjax.data.sources import local_files, table
 from symjax.data.store import cache, folder, packed
 from symjax.data.store.manifest import read_manifest, sealed
-from symjax.data.store.packed import Packed
+from symjax.data.store.packed import PackedArray
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAKESPEARE = REPOSITORY.parent / "shared/data/tinyshakespeare.txt"
@@ -61,7 +61,7 @@ def everything(opened):
 def test_a_single_file_is_exactly_its_text(options, directory, tokenizer):
     opened = corpus.open_corpus(replaced(options, tokenizer=tokenizer), directory)
     assert everything(opened) == TEXT
-    assert isinstance(opened.train, Packed)
+    assert isinstance(opened.train, PackedArray)
     assert opened.train.dtype == np.uint8
     sizes = [opened.fingerprint[split]["bytes"] for split in folder.SPLITS]
     assert sum(sizes) == len(TEXT.encode())
@@ -77,7 +77,7 @@ def test_a_nul_stands_before_every_document(tmp_path, directory, tokenizer):
         (tmp_path / f"{number}.txt").write_text(f"document {number}\n")
     options = config.Data("text", str(tmp_path / "*.txt"), tokenizer=tokenizer)
     opened = corpus.open_corpus(options, directory)
-    expected = sources.text(options.path)
+    expected = local_files.text_files(options.path)
     for split in folder.SPLITS:
         text = opened.tokenizer.decode(getattr(opened, split))
         texts = ["".join(x) for x in expected.read(split)]
@@ -144,7 +144,7 @@ def test_all_of_a_folder_is_compared_if_it_is_asked_for(
     options, directory, monkeypatch
 ):
     for module in (cache, packed):
-        monkeypatch.setattr(module, "LARGE", 1)
+        monkeypatch.setattr(module, "SAMPLED_FROM", 1)
     monkeypatch.setattr(packed, "BLOCK", 1)
     place = arrays(options, directory)
     assert "sample" in read_manifest(directory)["files"]["train.npy"]
@@ -274,14 +274,14 @@ def test_a_new_file_of_a_glob_is_a_change(tmp_path, directory):
 def test_a_source_that_changes_while_it_is_read_is_a_change(
     options, directory, monkeypatch
 ):
-    load = sources.load
+    load = table.load
 
     def slow(options):
         found = load(options)
         Path(options.path).write_text("another text" * 99)
         return found
 
-    monkeypatch.setattr(sources, "load", slow)
+    monkeypatch.setattr(table, "load", slow)
     corpus.open_corpus(options, directory)
     assert "has changed" in folder.source_change(options, directory)
 

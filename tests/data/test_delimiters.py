@@ -43,11 +43,11 @@ def test_prompts_begin_as_the_documents_of_training_did():
     known = delimiters(ByteTokenizer(), {"document_start": 0})
     assert known.prompt(ids).tolist() == [5, 6]
     assert known.prompt(ids[:0]).tolist() == [0]
-    assert known.begun(ids).tolist() == [0, 5, 6]
+    assert known.with_start(ids).tolist() == [0, 5, 6]
     bos = delimiters(byte_fallback(), {"document_start": 258, "bos": True})
     assert bos.prompt(ids).tolist() == [258, 5, 6]
     nothing = delimiters(ByteTokenizer(), {})
-    assert nothing.begun(ids).tolist() == [5, 6]
+    assert nothing.with_start(ids).tolist() == [5, 6]
     assert nothing.prompt(ids[:0]).tolist() == []
 
 

@@ -13,7 +13,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 from test_columns import READERS, packed, wanted
 
-from symjax.data.sources import classes, hub, sources
+from symjax.data.sources import hub, labelled_sources, local_files
 
 TEXTS = [f"text {number}, é\nnew line" for number in range(12)]
 
@@ -130,7 +130,7 @@ def test_a_saved_data_set_of_splits_is_read(tmp_path, read):
 def test_a_saved_data_set_has_labels(tmp_path):
     rows = {"text": TEXTS, "label": ["NA", "b"] * 6}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "one")
-    found = classes.load(wanted(tmp_path / "one", label="label"))
+    found = labelled_sources.load(wanted(tmp_path / "one", label="label"))
     assert found.names == ["NA", "b"] and found.contents == TEXTS
 
 
@@ -155,7 +155,7 @@ def test_a_missing_package_for_zstd_is_named(tmp_path, read, monkeypatch):
     with pytest.raises(ValueError, match="a.jsonl.zst' .*: pip install zstandard$"):
         read(wanted(tmp_path))
     with pytest.raises(ValueError, match="a.jsonl.zst' .*: pip install zstandard$"):
-        sources.text(tmp_path / "a.jsonl.zst")
+        local_files.text_files(tmp_path / "a.jsonl.zst")
 
 
 @READERS
@@ -188,7 +188,9 @@ def test_compressed_texts_are_texts(tmp_path, packer, ending):
     for number in range(3):
         content = PACKERS[packer](f"text {number}\r\n".encode())
         (tmp_path / f"{number}.{ending}.{packer}".strip(".")).write_bytes(content)
-    got = ["".join(document) for document in sources.text(tmp_path).documents()]
+    got = [
+        "".join(document) for document in local_files.text_files(tmp_path).documents()
+    ]
     assert got == [f"text {number}\r\n" for number in range(3)]
 
 
@@ -196,7 +198,7 @@ def test_compressed_texts_are_texts(tmp_path, packer, ending):
 def test_a_folder_of_texts_refuses_what_is_no_text(tmp_path, name):
     (tmp_path / name).write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ValueError, match=f"{name}', which is .* and no plain text"):
-        sources.text(tmp_path)
+        local_files.text_files(tmp_path)
 
 
 MARK = "\ufeff".encode()
@@ -204,7 +206,7 @@ MARK = "\ufeff".encode()
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(MARK + b"0123456789")
-    [train, heldout] = sources.text(tmp_path / "a.txt").documents()
+    [train, heldout] = local_files.text_files(tmp_path / "a.txt").documents()
     assert "".join(train) + "".join(heldout) == "0123456789"
 
 
@@ -231,7 +233,7 @@ def test_a_byte_order_mark_of_any_format_is_no_text(tmp_path, ending, content, r
 def test_wide_encodings_of_texts_are_named(tmp_path, encoding):
     (tmp_path / "a.txt").write_bytes("abc".encode(encoding))
     with pytest.raises(ValueError, match=f"a.txt' is {encoding.upper()}: convert it"):
-        sources.text(tmp_path / "a.txt")
+        local_files.text_files(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("packer", ["gz", "bz2", "xz", "zst"])
@@ -240,7 +242,7 @@ def test_damaged_compressed_texts_are_named(tmp_path, packer):
     for kept in (content[: len(content) // 2], b"plain"):
         (tmp_path / f"a.txt.{packer}").write_bytes(kept)
         with pytest.raises(ValueError, match=f"a.txt.{packer}' cannot be read"):
-            sources.text(tmp_path / f"a.txt.{packer}")
+            local_files.text_files(tmp_path / f"a.txt.{packer}")
 
 
 @READERS

@@ -15,7 +15,7 @@ import runs
 
 from symjax import config
 from symjax.data import corpus
-from symjax.data.sources import hub, sources
+from symjax.data.sources import hub, table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -163,7 +163,7 @@ def test_a_corpus_of_a_folder_says_where_it_is_from(parquet, tmp_path):
 
 def refused(folder, **keys) -> str:
     with pytest.raises(ValueError) as error:
-        sources.load(wanted(folder, **keys))
+        table.load(wanted(folder, **keys))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -193,10 +193,10 @@ def test_refusals_name_what_there_is(parquet, subsets, tmp_path):
 
 def test_keys_of_another_source_are_refused(parquet):
     with pytest.raises(ValueError, match="data.path 'a' is read by data.source=text o"):
-        sources.load(wanted(parquet, path="a"))
+        table.load(wanted(parquet, path="a"))
     message = "data.column 'a' is read by data.source=hub only: set data.source=hub, or"
     with pytest.raises(ValueError, match=f"{message} leave data.column text"):
-        sources.load(config.Data(column="a"))
+        table.load(config.Data(column="a"))
 
 
 @contextlib.contextmanager

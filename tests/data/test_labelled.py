@@ -11,7 +11,7 @@ import pytest
 from symjax import config
 from symjax.data.examples import open_examples
 from symjax.data.labelled import labelled_examples, open_labelled
-from symjax.data.sources import classes, sources, splits
+from symjax.data.sources import labelled_sources, local_files, splits
 
 SHAPE = (4, 16)
 ENCODER = config.Model(kind="encoder", classes=2)
@@ -108,9 +108,9 @@ def test_what_is_held_out_is_judged_once(digits):
 
 
 def test_packages_are_split_by_file(tmp_path):
-    packages = sources.packages()
+    packages = local_files.packages()
     assert len(packages) == 8 and min(map(len, packages.values())) >= 5
-    found = classes.load(config.Data(source="packages"))
+    found = labelled_sources.load(config.Data(source="packages"))
     assert found.names == sorted(packages)
     counts = [
         Counter(
@@ -201,13 +201,13 @@ def test_images_whose_pixels_need_more_than_8_bits_are_refused(tmp_path):
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(np.full((3, 4), 1000 * number, np.uint16)).save(path)
     with pytest.raises(ValueError, match="0.png', row 1 .* more than 8 bits .mode 'I"):
-        classes.load(hub(tmp_path, column="image"))
+        labelled_sources.load(hub(tmp_path, column="image"))
 
 
 def test_a_label_that_has_copies_only_is_named(tmp_path):
     write_rows(tmp_path, rows=[*REVIEWS, *[("the same film", "odd")] * 5])
     with pytest.raises(ValueError, match="label 'odd' has one example, or only copies"):
-        classes.load(hub(tmp_path))
+        labelled_sources.load(hub(tmp_path))
 
 
 def test_the_folder_is_enough_and_a_damaged_one_is_refused(tmp_path):

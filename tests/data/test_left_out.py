@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from symjax import config
-from symjax.data.sources import classes, hub, sources
+from symjax.data.sources import hub, labelled_sources, local_files
 from symjax.data.store import packer, stream
-from symjax.data.store.cache import name_of, root
+from symjax.data.store.cache import folder_name, root
 
 ROWS = [{"text": f"text {number}", "label": "ab"[number % 2]} for number in range(20)]
 
@@ -69,10 +69,10 @@ def test_a_stream_counts_rows_without_text_and_copies_of_held_out_ones(
         vocabulary=300,
         cache=str(tmp_path / "cache"),
     )
-    monkeypatch.setattr(packer, "HELD", 300)
-    place = root(options) / name_of(options)
+    monkeypatch.setattr(packer, "LARGEST_HELD_OUT", 300)
+    place = root(options) / folder_name(options)
     place.parent.mkdir(parents=True)
-    packer.pack(packer.Order(options, place, [], 300))
+    packer.pack(packer.PackRequest(options, place, [], 300))
     copies, without = sorted(said(capsys))
     assert copies.startswith("copies of held-out texts: 1, such as 'document 0")
     assert without.startswith("rows without text in 'text': 1, such as row ")
@@ -86,7 +86,7 @@ def test_rows_without_label_are_counted(tmp_path, capsys, ending):
         write(tmp_path / "a.jsonl", rows)
     else:
         getattr(table, f"to_{ending}")(str(tmp_path / f"a.{ending}"))
-    found = classes.load(wanted(tmp_path, label="label"))
+    found = labelled_sources.load(wanted(tmp_path, label="label"))
     assert len(found.labels) == 20 and found.names == ["a", "b"]
     assert sorted(said(capsys)) == [
         "rows without content in 'text': 1, such as row 22 of 'train'",
@@ -142,7 +142,7 @@ def test_entries_of_a_folder_of_texts_that_are_not_read_are_named(tmp_path, caps
     (folder / "empty.txt").touch()
     (folder / "link").symlink_to(tmp_path / "other")
     os.mkfifo(folder / "pipe")
-    loaded = sources.text(folder)
+    loaded = local_files.text_files(folder)
     lines = {x.rpartition(", such as")[0] for x in said(capsys)}
     assert loaded.count("train") + loaded.count("heldout") == 3
     assert lines == {
@@ -165,7 +165,7 @@ def test_folders_that_cannot_be_listed_are_named(tmp_path, capsys, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    for load in (sources.text, lambda folder: hub.load(wanted(folder))):
+    for load in (local_files.text_files, lambda folder: hub.load(wanted(folder))):
         load(tmp_path)
         line = f"folders that cannot be read: 1, such as {closed!r}"
         assert line in said(capsys)
@@ -174,7 +174,7 @@ def test_folders_that_cannot_be_listed_are_named(tmp_path, capsys, monkeypatch):
 def test_folders_that_a_glob_matches_are_named(tmp_path, capsys):
     write(tmp_path / "a.txt", ROWS)
     write(tmp_path / "deep" / "b.txt", ROWS)
-    sources.text(tmp_path / "*")
+    local_files.text_files(tmp_path / "*")
     assert said(capsys) == [f"folders: 1, such as {str(tmp_path / 'deep')!r}"]
 
 
@@ -189,7 +189,7 @@ def test_files_beside_images_and_saved_rows_are_named(tmp_path, capsys):
         write_image(tmp_path / "images" / "ab"[number % 2] / f"{number}.png", number)
     write(tmp_path / "images" / "a" / "notes.txt", ROWS)
     options = wanted(tmp_path / "images", column="image", label="label")
-    assert len(classes.load(options).labels) == 6
+    assert len(labelled_sources.load(options).labels) == 6
     assert said(capsys) == ["files of another format: 1, such as 'a/notes.txt'"]
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     write(tmp_path / "saved" / "more.jsonl", ROWS)
@@ -202,7 +202,7 @@ def test_images_that_the_metadata_does_not_list_are_named(tmp_path, capsys):
     listed = [f"{path.name},{'ab'[n % 2]}\n" for n, path in enumerate(paths[:6])]
     (tmp_path / "metadata.csv").write_text("file_name,label\n" + "".join(listed))
     options = wanted(tmp_path, column="image", label="label")
-    assert len(classes.load(options).labels) == 6
+    assert len(labelled_sources.load(options).labels) == 6
     [line] = said(capsys)
     assert line.startswith("images that the metadata does not list: 1, such as")
     assert line.endswith("6.png'")
@@ -212,8 +212,8 @@ def test_images_that_cannot_be_read_are_named(tmp_path, capsys):
     for number in range(6):
         path = write_image(tmp_path / "ab"[number % 2] / f"{number}.png", number)
     options = wanted(tmp_path, column="image", label="label")
-    assert len(classes.load(options).labels) == 6
+    assert len(labelled_sources.load(options).labels) == 6
     assert said(capsys) == []
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(ValueError, match="5.png', row 6 of 'train' is no image"):
-        classes.load(options)
+        labelled_sources.load(options)

@@ -9,7 +9,7 @@ from symjax import config
 from symjax.data import batches, corpus
 from symjax.data.examples import text_examples
 from symjax.data.sources import mixture
-from symjax.data.sources.mixture import Part
+from symjax.data.sources.mixture import MixturePart
 
 LENGTH = 7
 TEXTS = {"a": "abcdefgh" * 400, "b": "01234567" * 90, "c": "ABCDEFGH" * 60}
@@ -28,19 +28,19 @@ def options(tmp_path):
 @pytest.mark.parametrize("shares", [[0.7, 0.3], [1 / 3] * 3, [0.9996, 0.0004], [1.0]])
 def test_each_period_keeps_the_shares(shares):
     """To a row, and every source has one; each row of a source is met once, in turn."""
-    rows = mixture.counts(shares)
+    rows = mixture.rows_in_period(shares)
     assert rows.sum() == mixture.PERIOD and rows.min() >= 1
     assert np.abs(rows - np.array(shares) * mixture.PERIOD).max() <= 1
     numbers = np.arange(2 * mixture.PERIOD)
-    source, own = mixture.assigned(shares, numbers, 3)
+    source, own = mixture.assign_rows(shares, numbers, 3)
     for index, count in enumerate(rows):
         for period in range(2):
             mine = own[(source == index) & (numbers // mixture.PERIOD == period)]
             wanted = period * count + np.arange(count)
             np.testing.assert_array_equal(np.sort(mine), wanted)
-    again = mixture.assigned(shares, numbers[37:40], 3)
+    again = mixture.assign_rows(shares, numbers[37:40], 3)
     np.testing.assert_array_equal(again, [source[37:40], own[37:40]])
-    other, _ = mixture.assigned(shares, numbers, 4)
+    other, _ = mixture.assign_rows(shares, numbers, 4)
     assert len(shares) == 1 or (other != source).any()
 
 
@@ -62,7 +62,7 @@ def test_rows_are_of_one_source_and_as_many_as_its_share(options, tmp_path):
 def test_each_window_of_a_source_is_visited_as_often_and_no_row_crosses_sources():
     """A period has 250 rows of the second: two epochs of its 125 windows."""
     tokens = np.arange(300 + 126 * LENGTH + 1)
-    parts = Part(0.75, 0, 300), Part(0.25, 300, len(tokens))
+    parts = MixturePart(0.75, 0, 300), MixturePart(0.25, 300, len(tokens))
     numbers = np.arange(mixture.PERIOD)
     inputs, targets = batches.training_windows(tokens, numbers, LENGTH, 5, parts=parts)
     rows = np.concatenate([inputs, targets[:, -1:]], axis=1)
@@ -104,11 +104,11 @@ def test_a_mixture_that_is_none_is_refused(given, words, tmp_path):
 
 def test_a_share_that_rows_cannot_keep_is_said():
     mixed = config.Data(source="text", mixture="a:9996,b:4")
-    assert mixture.rounded(mixed) == [
+    assert mixture.rounding_notes(mixed) == [
         "data.mixture: b is 1 of 1000 rows, for a share of 0.0004"
     ]
-    assert not mixture.rounded(config.Data(source="text", mixture="a:995,b:5"))
-    assert not mixture.rounded(config.Data(source="text", path="a"))
+    assert not mixture.rounding_notes(config.Data(source="text", mixture="a:995,b:5"))
+    assert not mixture.rounding_notes(config.Data(source="text", path="a"))
 
 
 def test_other_keys_beside_it_are_refused(tmp_path):

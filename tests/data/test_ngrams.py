@@ -35,7 +35,7 @@ def by_hand(train, heldout, order, vocabulary, ends=((), ()), shared=False):
 @pytest.mark.parametrize("apart", ["joined", "own", "shared"])
 @pytest.mark.parametrize("vocabulary", [7, 256, 1000, 1_114_112])
 def test_lines_equal_counting_by_hand(vocabulary, apart, monkeypatch):
-    monkeypatch.setattr(ngrams, "STRETCHES", 1 << 18)  # of 32 targets
+    monkeypatch.setattr(ngrams, "RANGES", 1 << 18)  # of 32 targets
     draw = np.random.default_rng(0)
     dtype = np.min_scalar_type(vocabulary - 1)
     # Few types at the top of the range: a code that overflows would be wrong.
@@ -56,8 +56,8 @@ def test_lines_equal_counting_by_hand(vocabulary, apart, monkeypatch):
 
 
 def test_a_sample_of_a_text_has_so_many_targets(monkeypatch):
-    monkeypatch.setattr(ngrams, "COUNTED", 64)
-    stretches = list(ngrams._stretches(1000))
+    monkeypatch.setattr(ngrams, "COUNTED_TARGETS", 64)
+    stretches = list(ngrams._target_ranges(1000))
     assert stretches[0] == (1, 5) and stretches[-1] == (996, 1000)
     assert {stop - start for start, stop in stretches} == {4}
 

@@ -9,7 +9,7 @@ import pytest
 
 from symjax.data import batches
 from symjax.data.store import packed as module
-from symjax.data.store.packed import Packed
+from symjax.data.store.packed import PackedArray
 
 TOKENS = np.arange(1009, dtype=np.uint16)
 
@@ -24,7 +24,9 @@ def path(tmp_path):
 @pytest.fixture
 def packed(path):
     content = path.read_bytes()
-    return Packed(path, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    return PackedArray(
+        path, size=len(content), sha256=hashlib.sha256(content).hexdigest()
+    )
 
 
 def drawn(tokens):
@@ -91,7 +93,7 @@ def test_a_file_system_that_is_lost_is_one_line(packed, path, monkeypatch):
 
 
 def test_a_dropped_corpus_closes_its_file(path, packed):
-    held = Packed(path, size=path.stat().st_size, sha256=packed.sha256)
+    held = PackedArray(path, size=path.stat().st_size, sha256=packed.sha256)
     descriptor = held._descriptor
     os.fstat(descriptor)
     del held
@@ -100,20 +102,20 @@ def test_a_dropped_corpus_closes_its_file(path, packed):
 
 
 def test_of_a_large_file_a_sample_is_compared(path, monkeypatch):
-    monkeypatch.setattr(module, "LARGE", 1000)
+    monkeypatch.setattr(module, "SAMPLED_FROM", 1000)
     monkeypatch.setattr(module, "BLOCK", 2)
     content = bytearray(path.read_bytes())
     size = len(content)
     facts = {"size": size, "sha256": hashlib.sha256(content).hexdigest()}
-    facts["sample"] = module.sample_of(io.BytesIO(content), size)
-    Packed(path, **facts).verify()
+    facts["sample"] = module.sample_hash(io.BytesIO(content), size)
+    PackedArray(path, **facts).verify()
     for place, sampled in ((0, True), (size - 1, True), (350, False)):
         changed = bytearray(content)
         changed[place] ^= 1
         path.write_bytes(changed)
         said = "a sample of it has changed" if sampled else "its sha256 has changed"
         with pytest.raises(ValueError, match=said):
-            Packed(path, **facts).verify()
-    assert Packed(path, **facts)  # what is not in the sample is not seen
+            PackedArray(path, **facts).verify()
+    assert PackedArray(path, **facts)  # what is not in the sample is not seen
     with pytest.raises(ValueError, match="its sha256 has changed"):
-        Packed(path, **{**facts, "sample": ""})
+        PackedArray(path, **{**facts, "sample": ""})

@@ -7,9 +7,9 @@ import pytest
 
 from symjax import config
 from symjax.data.corpus import open_corpus
-from symjax.data.documents import Separate, separated
+from symjax.data.documents import SegmentedTokens, with_segment_ids
 from symjax.data.examples import open_examples, text_examples, tokenizer_of
-from symjax.data.sources import sources
+from symjax.data.sources import local_files
 
 LENGTH = 16
 
@@ -34,7 +34,7 @@ def tokens_of(options, tmp_path, tokenizer):
 
 def documents_in(options, split, corpus):
     """The tokens of each document of a split, without what is around it."""
-    texts = ["".join(x) for x in sources.text(options.path).read(split)]
+    texts = ["".join(x) for x in local_files.text_files(options.path).read(split)]
     return [corpus.tokenizer.encode(text).tolist() for text in texts]
 
 
@@ -52,7 +52,7 @@ def test_every_token_of_a_document_is_a_target_once_and_sees_its_own_document(
     asked, seen = [], []
     for rows in text_examples(corpus).heldout_batches((3, LENGTH)):
         inputs, targets, weights = rows(0, 3)
-        assert isinstance(inputs, Separate) and (targets >= 0).all()
+        assert isinstance(inputs, SegmentedTokens) and (targets >= 0).all()
         for tokens, ids, own, kept in zip(*inputs, targets, weights > 0, strict=True):
             asked += own[kept].tolist()
             for place in np.flatnonzero(kept):
@@ -103,7 +103,7 @@ def test_a_row_may_begin_and_end_anywhere(shared):
     tokens = np.arange(9)
     for start in range(5):
         inputs, targets = tokens[start : start + 4], tokens[start + 1 : start + 5]
-        found, asked = separated(
+        found, asked = with_segment_ids(
             np.array([start]), inputs[None], targets[None].copy(), ends, shared=shared
         )
         own = targets if shared else inputs

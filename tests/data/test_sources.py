@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from symjax import config
-from symjax.data.sources import sources, splits
+from symjax.data.sources import local_files, splits, table
 
 LINES = (
     "first line\r\nsecond\rthird\n\n  \u2028é\0\ufeff\U0001f600 no newline at the end"
@@ -31,14 +31,14 @@ def documents(texts):
 def test_a_single_file_is_exact_and_holds_out_its_last_tenth(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes((LINES * 7).encode())
-    got = documents(sources.text(path))
+    got = documents(local_files.text_files(path))
     [train], [heldout] = got["train"], got["heldout"]
     assert train + heldout == LINES * 7
     assert len(train) == len(LINES * 7) * 9 // 10
 
 
 def test_every_document_of_a_glob_is_on_one_side(many):
-    got = documents(sources.text(many / "**" / "*.txt"))
+    got = documents(local_files.text_files(many / "**" / "*.txt"))
     everything = {path.read_bytes().decode() for path in many.glob("**/*.txt")}
     assert set(got["train"]) | set(got["heldout"]) == everything
     assert not set(got["train"]) & set(got["heldout"])
@@ -47,13 +47,13 @@ def test_every_document_of_a_glob_is_on_one_side(many):
 
 
 def test_the_split_does_not_depend_on_order_or_place(many, tmp_path):
-    first = documents(sources.text(many / "**" / "*.txt"))
+    first = documents(local_files.text_files(many / "**" / "*.txt"))
     paths = sorted(many.glob("**/*.txt"), reverse=True)
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     for number, path in enumerate(paths):
         (moved / f"{number}.text").write_bytes(path.read_bytes())
-    second = documents(sources.text(moved / "*.text"))
+    second = documents(local_files.text_files(moved / "*.text"))
     assert {key: set(value) for key, value in first.items()} == {
         key: set(value) for key, value in second.items()
     }
@@ -63,7 +63,7 @@ def test_the_split_does_not_depend_on_order_or_place(many, tmp_path):
 def test_a_few_files_leave_no_split_empty(tmp_path, count):
     for number in range(count):
         (tmp_path / f"{number}.txt").write_text(f"file {number} of {count}, " * 30)
-    got = documents(sources.text(",".join(map(str, tmp_path.glob("*.txt")))))
+    got = documents(local_files.text_files(",".join(map(str, tmp_path.glob("*.txt")))))
     assert got["train"] and got["heldout"]
     assert len(got["train"]) + len(got["heldout"]) == count
 
@@ -81,7 +81,7 @@ def test_copies_of_a_file_are_on_one_side(tmp_path):
     for number in range(30):
         for copy in "ab":
             (tmp_path / f"{number}{copy}.txt").write_text(f"text {number}")
-    got = documents(sources.text(tmp_path / "*.txt"))
+    got = documents(local_files.text_files(tmp_path / "*.txt"))
     assert not set(got["train"]) & set(got["heldout"])
 
 
@@ -89,28 +89,28 @@ def test_a_file_met_twice_counts_once(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("0123456789")
     (tmp_path / "link.txt").symlink_to(path)
-    got = documents(sources.text(f"{path}, {tmp_path / '*.txt'}"))
+    got = documents(local_files.text_files(f"{path}, {tmp_path / '*.txt'}"))
     assert got == {"train": ["012345678"], "heldout": ["9"]}
 
 
 def test_names_with_commas_and_brackets_are_files_first(tmp_path):
     path = tmp_path / "a, [1].txt"
     path.write_text("0123456789")
-    assert documents(sources.text(path))["heldout"] == ["9"]
+    assert documents(local_files.text_files(path))["heldout"] == ["9"]
 
 
 def test_folders_may_have_commas_in_their_names(tmp_path):
     folder = tmp_path / "a, b"
     folder.mkdir()
     (folder / "text").write_text("0123456789")
-    assert documents(sources.text(folder))["heldout"] == ["9"]
+    assert documents(local_files.text_files(folder))["heldout"] == ["9"]
 
 
 def test_files_that_hold_no_text_are_empty_files(tmp_path):
     (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbf")
     (tmp_path / "nothing.txt.gz").write_bytes(gzip.compress(b""))
     (tmp_path / "full.txt").write_text("0123456789")
-    got = documents(sources.text(tmp_path))
+    got = documents(local_files.text_files(tmp_path))
     assert got == {"train": ["012345678"], "heldout": ["9"]}
     assert "mark.txt' holds no text" in refused(tmp_path / "mark.txt")
     assert "matches only empty files" in refused(tmp_path / "[mn]*")
@@ -119,12 +119,12 @@ def test_files_that_hold_no_text_are_empty_files(tmp_path):
 def test_empty_files_of_a_glob_are_left_out(tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "full.txt").write_text("0123456789")
-    got = documents(sources.text(tmp_path / "*.txt"))
+    got = documents(local_files.text_files(tmp_path / "*.txt"))
     assert got == {"train": ["012345678"], "heldout": ["9"]}
 
 
 def test_the_standard_library_is_split_by_file():
-    got = documents(sources.stdlib())
+    got = documents(local_files.stdlib())
     sizes = {split: sum(map(len, texts)) for split, texts in got.items()}
     assert sum(sizes.values()) > 2_000_000
     assert 0.02 < sizes["heldout"] / sum(sizes.values()) < 0.12
@@ -133,7 +133,7 @@ def test_the_standard_library_is_split_by_file():
 
 def refused(path) -> str:
     with pytest.raises(ValueError) as error:
-        sources.text(path)
+        local_files.text_files(path)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -164,30 +164,30 @@ def test_refusals_name_the_thing(tmp_path, monkeypatch):
 
 def test_options_are_checked():
     with pytest.raises(ValueError, match="'books' is unknown: choose from stdlib, te"):
-        sources.load(config.Data(source="books"))
+        table.load(config.Data(source="books"))
     with pytest.raises(ValueError, match="'a.txt' is read by data.source=text only"):
-        sources.load(config.Data(path="a.txt"))
+        table.load(config.Data(path="a.txt"))
 
 
 def test_a_python_without_sources_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ValueError, match="no Python source files in .*: set data.sour"):
-        sources.stdlib()
+        local_files.stdlib()
 
 
 def test_a_folder_is_read_whole_or_refused(many, tmp_path):
-    by_glob = documents(sources.text(f"{many}/**/*.txt"))
-    assert documents(sources.text(many)) == by_glob
+    by_glob = documents(local_files.text_files(f"{many}/**/*.txt"))
+    assert documents(local_files.text_files(many)) == by_glob
     (many / ".hidden").mkdir()
     (many / ".hidden" / "a.txt").write_bytes(b"\xff")
     (many / ".also").write_bytes(b"\xff")
-    assert documents(sources.text(many)) == by_glob
+    assert documents(local_files.text_files(many)) == by_glob
     for name, kind in (("a.jsonl", "json"), ("b.parquet", "parquet"), ("c.gz", "comp")):
         (many / name).write_text("{}")
         with pytest.raises(ValueError, match=f"has '.*{name}', which is {kind}"):
-            sources.text(many)
+            local_files.text_files(many)
         (many / name).unlink()
     empty = tmp_path / "nothing"
     empty.mkdir()
     with pytest.raises(ValueError, match="matches no file"):
-        sources.text(empty)
+        local_files.text_files(empty)

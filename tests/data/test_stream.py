@@ -17,9 +17,9 @@ from symjax import config
 from symjax.data import corpus
 from symjax.data.batches import shard_starts, windows_in
 from symjax.data.examples import text_examples
-from symjax.data.sources import hub, sources
+from symjax.data.sources import hub, table
 from symjax.data.store import packer, stream
-from symjax.data.store.cache import name_of, root
+from symjax.data.store.cache import folder_name, root
 from symjax.data.store.manifest import MANIFEST, read_manifest
 
 SHARD, LENGTH, TOKENS = 3000, 32, 20_000
@@ -51,10 +51,10 @@ def small(monkeypatch):
 
 
 def order_of(options, place=None):
-    revisions = sources.revisions(options)
-    place = place or root(options) / name_of(options, revisions)
+    revisions = table.revisions(options)
+    place = place or root(options) / folder_name(options, revisions)
     place.parent.mkdir(parents=True, exist_ok=True)
-    return packer.Order(options, place, revisions, SHARD)
+    return packer.PackRequest(options, place, revisions, SHARD)
 
 
 def files_in(place):
@@ -73,7 +73,7 @@ def equal(one, other):
 def test_a_stream_is_its_documents_up_to_so_many_tokens(options, tmp_path):
     opened = corpus.open_corpus(options, tmp_path / "data")
     assert opened.size == f"{TOKENS:,} training tokens of a stream"
-    stands = opened.stream.until(10**9)
+    stands = opened.stream.wait_for(10**9)
     assert TOKENS <= stands < TOKENS + 2000 and len(opened.train) == stands
     text = opened.tokenizer.decode(np.concatenate([opened.heldout[:], opened.train[:]]))
     assert text.split("\0") == ["", *TEXTS[: text.count("\0")]]
@@ -93,7 +93,7 @@ def test_a_split_by_name_is_held_out_and_its_copies_are_not_trained_on(
     write_rows(tmp_path / "rows", TEXTS[5:7], "validation")
     options = config.Data(**vars(options) | {"documents": "joined"})
     opened = corpus.open_corpus(options, tmp_path / "data")
-    opened.stream.until(10**9)
+    opened.stream.wait_for(10**9)
     assert opened.tokenizer.decode(opened.heldout[:]).split("\0") == ["", *TEXTS[5:7]]
     begin, *trained = opened.tokenizer.decode(opened.train[:]).split("\0")
     assert begin == ""
@@ -143,7 +143,7 @@ def test_a_packer_killed_anywhere_goes_on_to_the_same_files(
     if tokenizer == "bpe":
         changes = {"tokenizer": "bpe", "vocabulary": 300, "tokens": TOKENS // 2}
         options = config.Data(**vars(options) | changes)
-    undisturbed = order_of(options, tmp_path / "undisturbed" / name_of(options))
+    undisturbed = order_of(options, tmp_path / "undisturbed" / folder_name(options))
     packer.pack(undisturbed)
     wanted = files_in(undisturbed.place)
     order, add = order_of(options), packer.SplitWriter.add
@@ -165,7 +165,7 @@ def test_a_packer_killed_anywhere_goes_on_to_the_same_files(
 
 
 def test_a_stream_that_breaks_goes_on_where_it_was(options, monkeypatch, capsys):
-    [rows], _ = hub.streams(options, "")
+    [rows], _ = hub.open_streams(options, "")
     iterate, breaks = type(rows).__iter__, iter([7, 30, 31])
 
     def broken(self):
@@ -176,7 +176,7 @@ def test_a_stream_that_breaks_goes_on_where_it_was(options, monkeypatch, capsys)
             yield row
 
     monkeypatch.setattr(type(rows), "__iter__", broken)
-    assert [text for text, _ in hub.stream(options, rows)] == TEXTS
+    assert [text for text, _ in hub.streamed_texts(options, rows)] == TEXTS
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3 and "broke off (ConnectionResetError): continuing" in said[0]
 
@@ -193,7 +193,7 @@ def test_a_state_of_an_older_version_goes_on_after_its_row(options, written):
     """Tables had other sizes, and some rows no types."""
     write_rows(Path(options.name), TEXTS[200:], "train-2")
     previous, since = TABLES[written]
-    [rows], _ = hub.streams(options, "")
+    [rows], _ = hub.open_streams(options, "")
     kind = "ArrowExamplesIterable"
     state = {
         "examples_iterable": {
@@ -210,19 +210,19 @@ def test_a_state_of_an_older_version_goes_on_after_its_row(options, written):
         },
         "epoch": 0,
     }
-    texts = [text for text, _ in hub.stream(options, rows)]
-    assert [text for text, _ in hub.stream(options, rows, state)] == texts[219:]
+    texts = [text for text, _ in hub.streamed_texts(options, rows)]
+    assert [text for text, _ in hub.streamed_texts(options, rows, state)] == texts[219:]
 
 
 def test_a_stream_that_stays_broken_is_one_line(options, monkeypatch):
-    [rows], _ = hub.streams(options, "")
+    [rows], _ = hub.open_streams(options, "")
 
     def broken(self):
         raise ConnectionResetError("gone")
 
     monkeypatch.setattr(type(rows), "__iter__", broken)
     with pytest.raises(ValueError, match="data.name .* cannot be loaded: no answer"):
-        list(hub.stream(options, rows))
+        list(hub.streamed_texts(options, rows))
 
 
 @pytest.mark.parametrize(
@@ -250,15 +250,15 @@ def test_what_the_packer_refuses_is_the_line_of_the_run(
 )
 def test_keys_that_do_not_fit_a_stream_are_refused(options, changes, said):
     with pytest.raises(ValueError, match=said):
-        sources.check_keys(config.Data(**vars(options) | changes))
+        table.check_keys(config.Data(**vars(options) | changes))
 
 
 def test_the_packer_ends_with_the_one_that_started_it(options, tmp_path):
     """By kill −9: nothing of it runs then, and the next one continues."""
     program = (
-        "import sys, time; from pathlib import Path; from symjax.data import stream\n"
-        "from symjax.data.store.packer import from_json\n"
-        "held = stream.Stream(from_json(sys.argv[1]))\n"
+        "import sys, time; from symjax.data.store import stream\n"
+        "from symjax.data.store.packer import request_from_json\n"
+        "held = stream.Stream(request_from_json(sys.argv[1]))\n"
         "print(held._process.pid, flush=True); time.sleep(600)"
     )
     order = order_of(options)
@@ -292,7 +292,7 @@ def _runs(process):
 
 def test_another_beginning_is_refused_where_the_cache_was_cleared(options, tmp_path):
     opened = corpus.open_corpus(options, tmp_path / "data")
-    opened.stream.until(10**9)
+    opened.stream.wait_for(10**9)
     opened.stream.close()
     shutil.rmtree(options.cache)
     again = corpus.open_corpus(options, tmp_path / "data")

@@ -70,20 +70,20 @@ def test_ids_outside_the_vocabulary_are_replaced(bpe):
 def test_long_texts_are_cut_where_no_token_is(bpe, monkeypatch):
     whole = bpe.encode(TEXT * 5)
     for size in (1, 7, 30):
-        monkeypatch.setattr(subwords, "CUT", size)
+        monkeypatch.setattr(subwords, "ENCODED_AT_ONCE", size)
         assert len(list(bpe.pieces([TEXT * 5]))) > 3
         np.testing.assert_array_equal(bpe.encode(TEXT * 5), whole)
 
 
 def test_a_vocabulary_is_learned_from_the_beginning_of_a_large_text(monkeypatch):
-    monkeypatch.setattr(subwords, "SAMPLE", 1)
+    monkeypatch.setattr(subwords, "LEARNED_FROM", 1)
     one = tokens.build("bpe", ["abab " * 9, "xyxy " * 9], vocabulary=300)
     assert one == tokens.build("bpe", ["abab " * 9], vocabulary=300)
 
 
 def test_pieces_that_are_learned_from_change_no_vocabulary(bpe, monkeypatch):
     for size in (1, 7, 30):
-        monkeypatch.setattr(subwords, "CUT", size)
+        monkeypatch.setattr(subwords, "ENCODED_AT_ONCE", size)
         again = tokens.build("bpe", [TEXT * 20, "another text\n" * 9], vocabulary=400)
         assert again == bpe
 

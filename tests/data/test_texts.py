@@ -9,7 +9,7 @@ import pytest
 from symjax import config
 from symjax.data import corpus, ngrams, subwords
 from symjax.data.sources import texts
-from symjax.data.store.writer import Writer
+from symjax.data.store.writer import ArrayWriter
 
 TEXT = "één 日本 😀 and\r\n\n some more words.\n" * 9
 
@@ -46,7 +46,7 @@ def test_a_byte_that_is_no_text_is_named_by_its_place(tmp_path, monkeypatch, blo
 @pytest.mark.parametrize("cut", [0, 1, 4, 6, 9])
 def test_a_document_is_cut_between_two_characters(cut):
     pieces = ["ab", "", "cdef", "ghi"]
-    halves = partial(texts.in_two, lambda: iter([pieces]), cut)
+    halves = partial(texts.cut_in_two, lambda: iter([pieces]), cut)
     found = texts.Texts(halves, np.array([False, True]), 9)
     [train], [heldout] = map(list, (found.read("train"), found.read("heldout")))
     assert ("".join(train), "".join(heldout)) == ("abcdefghi"[:cut], "abcdefghi"[cut:])
@@ -65,7 +65,7 @@ def test_packing_in_small_pieces_gives_the_same_files(
     options = config.Data("text", str(path), tokenizer=tokenizer, **more)
     whole = corpus.open_corpus(options, tmp_path / "whole")
     monkeypatch.setattr(texts, "BLOCK", 5)
-    monkeypatch.setattr(subwords, "CUT", 4)
+    monkeypatch.setattr(subwords, "ENCODED_AT_ONCE", 4)
     parts = corpus.open_corpus(options, tmp_path / "parts")
     assert parts.fingerprint == whole.fingerprint
     if tokenizer == "bpe":  # words and their counts are the same, their order is not
@@ -76,7 +76,7 @@ def test_packing_in_small_pieces_gives_the_same_files(
 
 def test_an_array_written_in_parts_is_the_file_of_the_whole(tmp_path):
     whole = np.arange(1000, dtype=np.uint16)
-    written = Writer(tmp_path / "a.npy", np.uint16)
+    written = ArrayWriter(tmp_path / "a.npy", np.uint16)
     for part in np.split(whole, [0, 3, 700]):
         written.append(part)
     with pytest.raises(ValueError, match="has uint16, got int64"):
@@ -91,7 +91,7 @@ def test_tables_of_a_large_text_are_counted_on_a_sample_of_it(monkeypatch):
     text = np.random.default_rng(0).integers(0, 5, 4000)
     text = np.sort(text.reshape(-1, 4), axis=1).reshape(-1)
     whole = ngrams.cross_entropies(text, text, 5)
-    monkeypatch.setattr(ngrams, "COUNTED", 1600)
+    monkeypatch.setattr(ngrams, "COUNTED_TARGETS", 1600)
     some = ngrams.cross_entropies(text, text, 5)
     for name, value in whole.items():
         assert some[name] == pytest.approx(value, abs=0.05) and some[name] != value

@@ -54,7 +54,7 @@ def test_an_unknown_character_is_named():
 
 
 def test_long_texts_are_encoded_in_pieces(monkeypatch):
-    monkeypatch.setattr(tokens, "CHUNK", 4)
+    monkeypatch.setattr(tokens, "ENCODED_AT_ONCE", 4)
     tokenizer = tokens.CharTokenizer("abc")
     assert tokenizer.encode("abcabcabc").tolist() == [0, 1, 2] * 3
     with pytest.raises(ValueError, match="'d' .* at position 6 "):

@@ -155,8 +155,8 @@ def watched(name, cut):
         return cut(starts, tokens, length)
     return noted
 
-batches._cut, batches.weighted_windows = (
-    watched("cut", batches._cut), watched("weighted", batches.weighted_windows)
+batches._cut_windows, batches.weighted_windows = (
+    watched("cut", batches._cut_windows), watched("weighted", batches.weighted_windows)
 )
 loop.report = reported
 from symjax.distributed.exit_codes import run_and_exit
@@ -456,7 +456,7 @@ def test_two_processes_begin_with_the_weights_of_another_run(text, cache, tmp_pa
 # A stream of small shards, so that the steps below need more than the first one.
 STREAMED = """
 import sys, train
-from symjax.data import stream
+from symjax.data.store import stream
 from symjax.distributed.exit_codes import run_and_exit
 stream.SHARD = 1500
 run_and_exit(lambda: train.main(sys.argv[1:]))

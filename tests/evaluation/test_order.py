@@ -74,7 +74,7 @@ def test_only_the_examples_change_their_places(options):
     new = np.arange(options.items)[::-1]
     changed = generated.reordered(options, tokens, new)
     for before, after, asked in zip(tokens, changed, targets, strict=True):
-        places = generated.shown(options, before[None])[0]
+        places = generated.example_places(options, before[None])[0]
         np.testing.assert_array_equal(after[places], before[places[::-1]])
         rest = np.delete(np.arange(32), places)
         np.testing.assert_array_equal(after[rest], before[rest])

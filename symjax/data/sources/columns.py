@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from symjax.data.sources.damaged import DamagedFile, naming
+from symjax.data.sources.errors import DamagedFile, error_with_path
 from symjax.data.sources.formats import UnusableData
 from symjax.data.sources.json_rows import Row, read_rows
 from symjax.data.sources.zstd import check_whole
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 
 Columns = Mapping[str, str]  # the asked columns by their keys: {"column": "text"}
 
-TOGETHER = 1000  # rows of JSON in a table
+ROWS_PER_TABLE = 1000  # rows of JSON in a table
 
 
-def check_known(key: str, column: str, known: Iterable[str]) -> None:
+def check_column(key: str, column: str, known: Iterable[str]) -> None:
     """Raises: ValueError: there is no such column."""
     known = list(known)
     if column not in known:
-        raise UnusableData(unknown(key, column, known))
+        raise UnusableData(unknown_column(key, column, known))
 
 
-def unknown(key: str, column: str, known: list[str]) -> str:
+def unknown_column(key: str, column: str, known: list[str]) -> str:
     """Return the message about a column that is not one of those there are."""
     return f"data.{key} {column!r} is unknown: choose from {', '.join(known)}"
 
 
-def names_of(columns: Columns) -> list[str]:
+def column_names(columns: Columns) -> list[str]:
     """Return the names of the asked columns, each once."""
     return list(dict.fromkeys(columns.values()))
 
@@ -52,13 +52,13 @@ def is_text(kind: Any) -> bool:
     return getattr(kind, "dtype", "") in ("string", "large_string", "string_view")
 
 
-def reading(kind: str, columns: Columns) -> dict[str, Any]:
+def builder_options(kind: str, columns: Columns) -> dict[str, Any]:
     """Return the options with which `datasets` reads the columns of a format.
 
     In CSV no text stands for a missing value. What is prepared is found again by the
     options, so they tell the columns, in the description where nothing else does.
     """
-    names = names_of(columns)
+    names = column_names(columns)
     described = {"description": f"columns {', '.join(names)}"}
     options = {
         "text": {"sample_by": "document"},
@@ -84,26 +84,27 @@ def _types(kind: str, columns: Columns, known: Features | None) -> Features:
     types = {}
     for key, name in columns.items():
         if known:
-            check_known(key, name, known)
+            check_column(key, name, known)
         types[name] = known[name] if known else usual[key]
     return datasets.Features(types)
 
 
-def restrict(builder: DatasetBuilder, columns: Columns, where: str) -> None:
-    """Make a builder, made with the options of `reading`, read these columns alone.
+def restrict_columns(builder: DatasetBuilder, columns: Columns, where: str) -> None:
+    """Make a builder read these columns alone.
 
     Args:
-        where: what the data set is, for messages: "data.name 'a'".
+        builder: a builder that was made with the options of `builder_options`.
+        where: the name of the data set in messages, such as "data.name 'a'".
     """
     reader: Any = builder
-    asked = _Asked(columns, where, builder.name)
+    asked = _Request(columns, where, builder.name)
     if builder.name == "text" and reader.config.encoding == "utf-8":
         reader.config.encoding = "utf-8-sig"
     if builder.name in ("csv", "json"):
         types = _types(builder.name, columns, builder.info.features)
         builder.info.features = reader.config.features = types
     if builder.name in ("parquet", "arrow"):
-        reader._split_generators = _knowing_types(reader, asked)
+        reader._split_generators = _with_column_types(reader, asked)
     if builder.name == "arrow":
         cast = reader._cast_table
         reader._cast_table = lambda table: cast(table.select(asked.names))
@@ -114,17 +115,17 @@ def restrict(builder: DatasetBuilder, columns: Columns, where: str) -> None:
         reader._generate_tables = _file_by_file(own[builder.name](reader, asked), asked)
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     columns: Columns
     where: str
     kind: str
 
     @property
     def names(self) -> list[str]:
-        return names_of(self.columns)
+        return column_names(self.columns)
 
 
-def _file_by_file(read: Any, asked: _Asked) -> Any:
+def _file_by_file(read: Any, asked: _Request) -> Any:
     """The tables of `read`, with errors that name their file."""
     from datasets.builder import Key
 
@@ -144,7 +145,7 @@ def _file_by_file(read: Any, asked: _Asked) -> Any:
             except Exception as error:
                 if _has_no_rows(error, path):
                     continue
-                raise _naming(error, path, asked) from None
+                raise _error_with_path(error, path, asked) from None
 
     return tables
 
@@ -160,7 +161,7 @@ def _has_no_rows(error: Exception, path: str) -> bool:
         return not pyarrow.parquet.read_metadata(file).num_rows
 
 
-def _knowing_types(builder: Any, asked: _Asked) -> Any:
+def _with_column_types(builder: Any, asked: _Request) -> Any:
     """Splits of a builder that knows the types of the asked columns, and no others."""
     generators = builder._split_generators
 
@@ -174,15 +175,15 @@ def _knowing_types(builder: Any, asked: _Asked) -> Any:
             try:
                 schema = _schema(path, asked.kind)
             except Exception as error:
-                raise _naming(error, path, asked) from None
+                raise _error_with_path(error, path, asked) from None
             for key, name in asked.columns.items():
-                check_known(key, name, schema.names)
+                check_column(key, name, schema.names)
             fields = [schema.field(name) for name in asked.names]
             only = pyarrow.schema(fields, schema.metadata)
             builder.info.features = datasets.Features.from_arrow_schema(only)
         else:
             for key, name in asked.columns.items():
-                check_known(key, name, types)
+                check_column(key, name, types)
             only = {name: types[name] for name in asked.names}
             builder.info.features = datasets.Features(only)
         return generators(manager)
@@ -204,7 +205,7 @@ def _schema(path: str, kind: str) -> pyarrow.Schema:
             return pyarrow.ipc.open_file(file).schema
 
 
-def _csv_tables(builder: Any, asked: _Asked) -> Any:
+def _csv_tables(builder: Any, asked: _Request) -> Any:
     """Tables of the asked columns of CSV files, as text."""
     import pandas
     from datasets.builder import Key
@@ -220,12 +221,12 @@ def _csv_tables(builder: Any, asked: _Asked) -> Any:
                     for rows in pandas.read_csv(file, **options):
                         yield Key(0, next(number)), _csv_table(builder, rows, asked)
                 except pandas.errors.ParserError as error:
-                    raise _in_line(error, path, options) from None
+                    raise _error_with_line(error, path, options) from None
 
     return tables
 
 
-def _in_line(error: Exception, path: str, options: dict[str, Any]) -> Exception:
+def _error_with_line(error: Exception, path: str, options: dict[str, Any]) -> Exception:
     """The error of a CSV file with the line that a row begins in.
 
     pandas counts rows, and a row with line ends inside quotes takes several lines.
@@ -256,7 +257,7 @@ def _in_line(error: Exception, path: str, options: dict[str, Any]) -> Exception:
     return DamagedFile(f"line {line}: {problem}")
 
 
-def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Asked) -> pyarrow.Table:
+def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Request) -> pyarrow.Table:
     import pandas
     import pyarrow
 
@@ -268,7 +269,7 @@ def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Asked) -> pyarrow.T
         raise DamagedFile("its lines have more fields than the header")
     arrays = {}
     for key, name in asked.columns.items():
-        check_known(key, name, map(str, rows.columns))
+        check_column(key, name, map(str, rows.columns))
         texts = rows[name]
         if not is_text(builder.info.features[name]):
             texts = texts.replace("", None)
@@ -276,7 +277,7 @@ def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Asked) -> pyarrow.T
     return builder._cast_table(pyarrow.table(arrays))
 
 
-def _json_tables(builder: Any, asked: _Asked) -> Any:
+def _json_tables(builder: Any, asked: _Request) -> Any:
     """Tables of the asked keys of JSON files.
 
     A row may lack a key. A key is unknown if it is in no row of a file, nor in one of
@@ -290,19 +291,19 @@ def _json_tables(builder: Any, asked: _Asked) -> Any:
         number = itertools.count()
         for file in (file for files in files_iterables for file in files):
             shown: dict[str, None] = {}  # the keys of its first rows
-            for rows in _parts(file, builder.config):
+            for rows in _row_batches(file, builder.config):
                 shown = shown or dict.fromkeys(x for row in rows for x in row.values)
                 missing = set(asked.names) - known
                 known.update(x for x in missing if any(x in row.values for row in rows))
                 yield Key(0, next(number)), _json_table(builder, rows, asked)
             for key, name in asked.columns.items():
                 if shown and name not in known:
-                    raise UnusableData(unknown(key, name, list(shown)))
+                    raise UnusableData(unknown_column(key, name, list(shown)))
 
     return tables
 
 
-def _parts(file: str, config: Any) -> Iterator[list[Row]]:
+def _row_batches(file: str, config: Any) -> Iterator[list[Row]]:
     """The rows of a JSON file, so many at a time that tables stay small."""
     from datasets.utils.file_utils import xopen
 
@@ -311,11 +312,11 @@ def _parts(file: str, config: Any) -> Iterator[list[Row]]:
     lines: Any
     with xopen(file, "r", encoding=encoding, errors=errors, newline="\n") as lines:
         rows = read_rows(lines, config.field)
-        while some := list(itertools.islice(rows, TOGETHER)):
+        while some := list(itertools.islice(rows, ROWS_PER_TABLE)):
             yield some
 
 
-def _json_table(builder: Any, rows: list[Row], asked: _Asked) -> pyarrow.Table:
+def _json_table(builder: Any, rows: list[Row], asked: _Request) -> pyarrow.Table:
     """A table of the asked keys of rows; null where a row lacks one.
 
     Raises:
@@ -331,7 +332,7 @@ def _json_table(builder: Any, rows: list[Row], asked: _Asked) -> pyarrow.Table:
         kind = builder.info.features[name]
         values = [row.values.get(name) for row in rows]
         if is_text(kind):
-            arrays[name] = _texts(values, rows, key, name)
+            arrays[name] = _text_array(values, rows, key, name)
         elif type(kind).__name__ == "Json":
             said = [None if x is None else json.dumps(x) for x in values]
             arrays[name] = pyarrow.array(said, pyarrow.string())
@@ -340,7 +341,9 @@ def _json_table(builder: Any, rows: list[Row], asked: _Asked) -> pyarrow.Table:
     return builder._cast_table(pyarrow.table(arrays))
 
 
-def _texts(values: list[Any], rows: list[Row], key: str, name: str) -> pyarrow.Array:
+def _text_array(
+    values: list[Any], rows: list[Row], key: str, name: str
+) -> pyarrow.Array:
     import pyarrow
 
     for value, row in zip(values, rows, strict=True):
@@ -369,10 +372,10 @@ def _is_empty(path: str) -> bool:
     return os.path.isfile(path) and not os.path.getsize(path)
 
 
-def _naming(error: Exception, path: str, asked: _Asked) -> Exception:
+def _error_with_path(error: Exception, path: str, asked: _Request) -> Exception:
     """The error to raise for one of a file, which may be that a column is missing."""
     if asked.kind == "parquet" and "No match for FieldRef" in str(error):
         known = _schema(path, asked.kind).names
         key = next(x for x, name in asked.columns.items() if name not in known)
-        error = UnusableData(unknown(key, asked.columns[key], known))
-    return naming(error, path, asked.where)
+        error = UnusableData(unknown_column(key, asked.columns[key], known))
+    return error_with_path(error, path, asked.where)

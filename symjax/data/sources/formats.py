@@ -20,30 +20,34 @@ FORMATS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
-# Endings of compressed files, and what fsspec calls each.
-PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+# Endings of compressed files, and the name of each compression in fsspec.
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 ZSTANDARD = "compressed by zstd, which needs: pip install zstandard"
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
-CARD = "README.md"  # may say which files are which subset
-ABOUT = "config", "dataset_info", "dataset_infos", "dataset_dict", "metadata"  # no rows
-# Of these, the files that are about every data set; that they are not read is no news.
+DATA_CARD = "README.md"  # may say which files belong to which subset
+# Names, without their endings, of files that describe a data set and have no rows.
+WITHOUT_ROWS = "config", "dataset_info", "dataset_infos", "dataset_dict", "metadata"
+# Files that many data sets have. They are not counted among the files left out.
 DESCRIPTIONS = frozenset(
     f"{name}.json" for name in ("dataset_info", "dataset_infos", "dataset_dict")
 )
-STATE = "state.json"  # what Dataset.save_to_disk writes beside its arrow files
-OTHER, ANOTHER = "files of no known format", "files of another format"
-# Held-out splits by the words that `datasets` looks for in the names of files.
+STATE = "state.json"  # Dataset.save_to_disk writes it beside its arrow files
+UNKNOWN_FORMAT, OTHER_FORMAT = "files of no known format", "files of another format"
+# The words in names of files by which `datasets` recognises held-out splits.
 _WORDS = "validation|valid|val|dev|testing|test|evaluation|eval"
 _HELD_OUT = re.compile(rf"(?<![^-._ 0-9/])({_WORDS})(?![^-._ 0-9/])")
 
 
 class UnusableData(ValueError):
-    """Raised here, and told apart from the ValueErrors of the libraries."""
+    """Data that cannot be used, found by this library and not by one below it."""
 
 
 def table_format(name: str) -> str:
-    """Return what a file is that is no plain text by its name: "parquet", "an archive",
-    "compressed" where nothing says what is inside; else ""."""
+    """Return the kind of a file that is no plain text, judged by its name; else "".
+
+    A kind is a format such as "parquet", "an archive", or "compressed" if the name does
+    not tell the format inside.
+    """
     path = Path(name)
     inside = path.with_suffix("") if compression(path) else path
     if inside.suffix.lower() in ARCHIVES:
@@ -55,22 +59,23 @@ def table_format(name: str) -> str:
 
 
 def compression(path: Path) -> str:
-    """Return what fsspec calls the compression of a file, by its ending; else ""."""
-    return PACKED.get(path.suffix.lower(), "")
+    """Return the name of a file's compression in fsspec, by its ending; else ""."""
+    return COMPRESSIONS.get(path.suffix.lower(), "")
 
 
 def _format(path: Path) -> str:
-    """The format of a file by its endings, in capitals too; "" if it is unknown."""
+    """Return the format of a file by its endings, in any case; "" if it is unknown."""
     plain = path
-    if path.suffix.lower() in (*PACKED, ".zip"):
+    if path.suffix.lower() in (*COMPRESSIONS, ".zip"):
         plain = path.with_suffix("")
     return FORMATS.get(plain.suffix.lower(), "")
 
 
 def data_files(folder: str) -> dict[Path, str]:
-    """The files of known formats, and the format of each; no hidden ones.
+    """Return the files of known formats in a folder, with the format of each.
 
-    None of a folder whose data card says which files to read: it is read as it says.
+    Hidden files are left out. The result is empty if a data card says which files to
+    read, because `datasets` then follows the card.
     """
     found = {}
     if has_card(folder):
@@ -78,7 +83,7 @@ def data_files(folder: str) -> dict[Path, str]:
     for path in Path(folder).rglob("*"):
         parts = path.relative_to(folder).parts
         hidden = any(part.startswith((".", "__")) for part in parts)
-        if hidden or path.stem in ABOUT or not path.is_file():
+        if hidden or path.stem in WITHOUT_ROWS or not path.is_file():
             continue
         if path.name == STATE and any(path.parent.glob("*.arrow")):
             continue
@@ -95,7 +100,7 @@ def has_card(folder: str) -> bool:
     """
     from huggingface_hub import DatasetCard
 
-    card = Path(folder, CARD)
+    card = Path(folder, DATA_CARD)
     if not card.is_file():
         return False
     try:
@@ -106,7 +111,7 @@ def has_card(folder: str) -> bool:
 
 
 def in_capitals(files: Iterable[Path]) -> bool:
-    """Return whether an ending has capitals, which `datasets` does not know."""
+    """Return whether an ending has capital letters, which `datasets` does not know."""
     return any(x != x.lower() for path in files for x in path.suffixes[-2:])
 
 
@@ -140,14 +145,18 @@ def add_unread(folder: str, read: Iterable[str], left_out: LeftOut) -> None:
             if path.resolve() in found:
                 if not path.stat().st_size:
                     left_out.add("empty files", repr(str(inside / name)))
-            elif name not in (CARD, STATE, *DESCRIPTIONS):
-                known = _format(path) and path.stem not in ABOUT
-                kind = _why(path) or other or (ANOTHER if known else OTHER)
+            elif name not in (DATA_CARD, STATE, *DESCRIPTIONS):
+                known = _format(path) and path.stem not in WITHOUT_ROWS
+                kind = (
+                    _unreadable_kind(path)
+                    or other
+                    or (OTHER_FORMAT if known else UNKNOWN_FORMAT)
+                )
                 left_out.add(kind, repr(str(inside / name)))
 
 
-def _why(path: Path) -> str:
-    """The kind of a file that no data set has rows in; "" for others."""
+def _unreadable_kind(path: Path) -> str:
+    """Return the kind of a file without rows, by its name or size; "" for others."""
     if path.name.startswith("."):
         return "hidden files"
     if not path.is_file():
@@ -156,10 +165,14 @@ def _why(path: Path) -> str:
 
 
 def check_one_format(folder: str, files: dict[Path, str]) -> None:
-    """Refuse a folder of which only the files of the commonest format would be read.
+    """Raise if a folder has files of several formats.
 
+    `datasets` would read the files of the commonest format alone.
+
+    Args:
+        files: the `data_files` of the folder.
     Raises:
-        UnusableData: naming the formats and how many of its `data_files` each has.
+        UnusableData: the message has each format and its number of files.
     """
     counts = Counter(files.values())
     if len(counts) > 1:
@@ -173,13 +186,15 @@ def check_one_format(folder: str, files: dict[Path, str]) -> None:
 def check_splits_seen(
     folder: str, files: Iterable[Path], splits: Iterable[str]
 ) -> None:
-    """Refuse a folder whose held-out files would be trained on, for their capitals.
+    """Raise if held-out files of a folder would be trained on.
+
+    `datasets` does not recognise the names of splits in capitals, such as TEST.JSONL.
 
     Args:
-        files: its `data_files`.
-        splits: those that `datasets` has found by names in small letters.
+        files: the `data_files` of the folder.
+        splits: the splits that `datasets` found.
     Raises:
-        UnusableData: naming the first file, unless all files are held out.
+        UnusableData: some files, but not all, have the name of a held-out split.
     """
     if [str(split) for split in splits] != ["train"]:
         return
@@ -193,14 +208,16 @@ def check_splits_seen(
 
 
 def check_all_read(folder: str, files: Iterable[Path], read: Iterable[str]) -> None:
-    """Refuse a folder of which only the files named after splits would be read.
+    """Raise if a loader reads only some of the data files of a folder.
+
+    `datasets` reads the files that are named after splits and skips the others.
 
     Args:
-        files: its `data_files`.
-        read: the paths that a loader has found; if they are others, such as images, the
-            folder passes.
+        files: the `data_files` of the folder.
+        read: the paths that the loader reads. If none of `files` is among them (for
+            example, if all are images), the folder passes.
     Raises:
-        UnusableData: naming the first file that it has not found.
+        UnusableData: the message has the first file that is not read.
     """
     found, files = {Path(path).resolve() for path in read}, sorted(files)
     left = [path for path in files if path.resolve() not in found]

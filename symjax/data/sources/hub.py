@@ -13,16 +13,22 @@ import numpy as np
 from symjax import config
 from symjax.data.progress import bar
 from symjax.data.sources import splits
-from symjax.data.sources.columns import check_known, is_text
-from symjax.data.sources.damaged import is_silence
+from symjax.data.sources.columns import check_column, is_text
+from symjax.data.sources.errors import is_connection_error
 from symjax.data.sources.formats import UnusableData
 from symjax.data.sources.left_out import LeftOut
-from symjax.data.sources.opening import Opened, named, one_line, opened, quiet
-from symjax.data.sources.saved import Saved
+from symjax.data.sources.opening import (
+    OpenedDataset,
+    errors_in_one_line,
+    message_name,
+    open_dataset,
+    quiet_libraries,
+)
+from symjax.data.sources.saved_datasets import SavedDataset
 from symjax.data.sources.texts import Document, Texts
 
 HELDOUT = ("validation", "test")  # the first of them that there is
-ROWS = 256  # read at a time
+ROWS_AT_ONCE = 256  # read at a time
 PAUSES = (1, 2, 4, 8, 16)  # seconds before each attempt at a stream that breaks
 
 
@@ -43,12 +49,12 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
     """
     left_out = LeftOut()
 
-    def texts(rows: Any, split: str) -> _Texts:
-        return _Texts(rows, options.column, split)
+    def texts(rows: Any, split: str) -> _TextColumn:
+        return _TextColumn(rows, options.column, split)
 
     found, facts, kept = read_splits(options, texts)
 
-    def documents(_: Opened | Saved = kept) -> Iterator[Document]:
+    def documents(_: OpenedDataset | SavedDataset = kept) -> Iterator[Document]:
         return ((text,) for texts in found.values() for text in texts)
 
     if len(found) == 1:
@@ -56,57 +62,67 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
         scanned = []
         with bar(len(rows), "reading", " rows") as shown:
             for text in rows.counting(left_out):
-                scanned.append(splits.scan([text]))
+                scanned.append(splits.hash_and_size([text]))
                 shown.update()
-        left_out.say(named(options))
-        return splits.by_content(documents, scanned, named(options), "rows"), facts
+        left_out.say(message_name(options))
+        return splits.held_out_by_content(
+            documents, scanned, message_name(options), "rows"
+        ), facts
     sizes = [
         np.array([len(text) for text in texts.counting(left_out)])
         for texts in found.values()
     ]
-    left_out.say(named(options))
+    left_out.say(message_name(options))
     held = np.repeat([False, True], [len(own) for own in sizes])
     return Texts(documents, held, int(sum(own.sum() for own in sizes))), facts
 
 
 def revision(options: config.Data) -> str:
     """The revision of a data set: its commit on the hub."""
-    with opened(options, columns_of(options)) as found:
+    with open_dataset(options, columns_of(options)) as found:
         return found.revision
 
 
-def streams(options: config.Data, revision: str) -> tuple[list[Any], dict[str, Any]]:
+def open_streams(
+    options: config.Data, revision: str
+) -> tuple[list[Any], dict[str, Any]]:
     """The rows of the training split and of the held-out one, if there is one, not read
     yet; and what identifies them.
 
     Args:
         revision: of `revision`; the rows are those, wherever the data set is at since.
     """
-    with opened(options, columns_of(options), revision) as found:
-        names = _choose(options, found.names)
+    with open_dataset(options, columns_of(options), revision) as found:
+        names = _chosen_splits(options, found.names)
         rows = found.read(names, stream=True)
-        return list(rows.values()), _facts(options, found, names)
+        return list(rows.values()), _identity(options, found, names)
 
 
-def stream(
+def streamed_texts(
     options: config.Data,
     rows: Any,
     state: dict[str, Any] | None = None,
     left_out: LeftOut | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The texts of a split of `streams`, each with the state that is to be given to go
-    on after it. Where the connection breaks it is taken up again.
+    """Yield the texts of a split, each with the state from which to continue after it.
+
+    If the connection breaks, it is opened again after the last row, up to
+    len(PAUSES) times in a row.
 
     Args:
+        rows: a split that `open_streams` returned.
+        state: the state from which to continue; None for the beginning.
         left_out: counts rows without text.
     Raises:
         ValueError: the data set has no such column, or cannot be read.
     """
     failed, number = 0, 0
     went_on = " since it went on" if state else ""
-    with quiet(), one_line(options):
+    with quiet_libraries(), errors_in_one_line(options):
         while True:
-            rows.load_state_dict(_by_row(state) if rows.features else state)
+            rows.load_state_dict(
+                _counted_from_file_start(state) if rows.features else state
+            )
             try:
                 for row in rows:
                     state, failed, number = rows.state_dict(), 0, number + 1
@@ -117,10 +133,10 @@ def stream(
                         left_out.add(kind, f"row {number}{went_on}")
                 return
             except Exception as error:
-                if failed == len(PAUSES) or not is_silence(error):
+                if failed == len(PAUSES) or not is_connection_error(error):
                     raise
                 print(
-                    f"{named(options)} broke off ({type(error).__name__}): "
+                    f"{message_name(options)} broke off ({type(error).__name__}): "
                     f"continuing after it in {PAUSES[failed]} s",
                     file=sys.stderr,
                     flush=True,
@@ -129,7 +145,7 @@ def stream(
             failed += 1
 
 
-def _by_row(state: dict[str, Any] | None) -> dict[str, Any] | None:
+def _counted_from_file_start(state: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return a state that counts rows from the beginning of a file.
 
     `datasets` counts them from a table, so its states hold for tables of one size only:
@@ -149,7 +165,7 @@ def _by_row(state: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _text(row: dict[str, Any], column: str) -> str | None:
-    check_known("column", column, row)
+    check_column("column", column, row)
     if not isinstance(row[column], str | None):
         kind = type(row[column]).__name__
         raise UnusableData(f"data.column {column!r} holds no text, but {kind}")
@@ -158,18 +174,20 @@ def _text(row: dict[str, Any], column: str) -> str | None:
 
 def read_splits(
     options: config.Data, convert: Callable[[Any, str], Any]
-) -> tuple[dict[str, Any], dict[str, Any], Opened | Saved]:
+) -> tuple[dict[str, Any], dict[str, Any], OpenedDataset | SavedDataset]:
     """convert(rows, split) of the training split and of the held-out one, if there is
     one, by name; what identifies them; and what keeps the rows of a folder on disk, as
     long as it lives."""
-    with opened(options, columns_of(options)) as source:
-        names = _choose(options, source.names)
+    with open_dataset(options, columns_of(options)) as source:
+        names = _chosen_splits(options, source.names)
         found = {}
         for split, rows in source.read(names).items():
             found[split] = convert(rows, split)
             if not found[split]:
-                raise UnusableData(f"{named(options)} has no text in split {split!r}")
-        return found, _facts(options, source, names), source
+                raise UnusableData(
+                    f"{message_name(options)} has no text in split {split!r}"
+                )
+        return found, _identity(options, source, names), source
 
 
 def columns_of(options: config.Data) -> dict[str, str]:
@@ -178,8 +196,8 @@ def columns_of(options: config.Data) -> dict[str, str]:
     return columns | ({"label": options.label} if options.label else {})
 
 
-def _facts(
-    options: config.Data, source: Opened | Saved, read: list[str]
+def _identity(
+    options: config.Data, source: OpenedDataset | SavedDataset, read: list[str]
 ) -> dict[str, Any]:
     """Plain values that identify a data set of which some splits are read."""
     return {
@@ -191,28 +209,28 @@ def _facts(
     }
 
 
-def _choose(options: config.Data, names: list[str]) -> list[str]:
+def _chosen_splits(options: config.Data, names: list[str]) -> list[str]:
     """The split to train on, and the one to hold out, if there is one; the others are
     named."""
     if len(names) == 1:
         return names
     if "train" not in names:
         only = ", ".join(names)
-        raise UnusableData(f"{named(options)} has no split 'train', only {only}")
+        raise UnusableData(f"{message_name(options)} has no split 'train', only {only}")
     chosen = ["train", *[name for name in HELDOUT if name in names][:1]]
     left_out = LeftOut()
     for name in names:
         if name not in chosen:
             left_out.add("splits", repr(name))
-    left_out.say(named(options))
+    left_out.say(message_name(options))
     return chosen
 
 
-class _Texts:
+class _TextColumn:
     """The column of a `Dataset` on disk, without rows that have no text."""
 
     def __init__(self, rows: Any, column: str, split: str):
-        check_known("column", column, rows.column_names)
+        check_column("column", column, rows.column_names)
         kind = rows.features[column]
         if not is_text(kind):
             raise UnusableData(f"data.column {column!r} holds no text, but {kind}")
@@ -220,12 +238,12 @@ class _Texts:
         self._split = split
 
     def __iter__(self) -> Iterator[str]:
-        for batch in self._rows.iter(ROWS):
+        for batch in self._rows.iter(ROWS_AT_ONCE):
             yield from filter(None, batch[self._column])
 
     def counting(self, left_out: LeftOut) -> Iterator[str]:
         """The same texts; rows that have none are counted."""
-        batches = (batch[self._column] for batch in self._rows.iter(ROWS))
+        batches = (batch[self._column] for batch in self._rows.iter(ROWS_AT_ONCE))
         for number, text in enumerate(itertools.chain.from_iterable(batches), 1):
             if text:
                 yield text

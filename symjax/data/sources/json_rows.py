@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from symjax.data.sources.damaged import DamagedFile
+from symjax.data.sources.errors import DamagedFile
 
 
 class Row(NamedTuple):
@@ -24,25 +24,27 @@ class Row(NamedTuple):
     twice: frozenset[str]
 
 
-class _Object(dict):
+class _ObjectWithRepeatedKeys(dict):
     """An object that has keys more than once; the last value of each counts."""
 
     twice: frozenset[str] = frozenset()
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
     names = [name for name, _ in pairs]
-    found = _Object(found)
+    found = _ObjectWithRepeatedKeys(found)
     found.twice = frozenset(name for name in names if names.count(name) > 1)
     return found
 
 
 _SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-_LARGE = json.JSONDecoder(object_pairs_hook=_object, parse_int=float)
+_DECODER = json.JSONDecoder(object_pairs_hook=_checked_object)
+_DECODER_OF_LARGE_NUMBERS = json.JSONDecoder(
+    object_pairs_hook=_checked_object, parse_int=float
+)
 
 
 def read_rows(lines: Iterable[str], field: str | None = None) -> Iterator[Row]:
@@ -86,17 +88,17 @@ def _objects(lines: Iterator[str], number: int) -> Iterator[tuple[int, Any]]:
     for line, text in enumerate(lines, number):
         try:
             found = [*_values(text, line)]
-        except _Damaged as error:
+        except _JsonSyntaxError as error:
             if not error.goes_on:
                 raise
             try:
                 found = [*_values(text + "".join(lines), line)]
-            except _Damaged as other:
+            except _JsonSyntaxError as other:
                 raise (other if other.line > line else error) from None
         yield from found
 
 
-class _Damaged(DamagedFile):
+class _JsonSyntaxError(DamagedFile):
     """Text that is no JSON, in a line of a file; it may go on in the next one."""
 
     line = 0
@@ -116,13 +118,13 @@ def _values(text: str, number: int) -> Iterator[tuple[int, Any]]:
             return
         line += text.count("\n", end, begin)
         try:
-            value, end = _decoded(text, begin)
+            value, end = _decode_at(text, begin)
         except json.JSONDecodeError as error:
             place = min(error.pos, len(text.rstrip()))
             at = number + text.count("\n", 0, place)
             column = place - text.rfind("\n", 0, place)
             why = error.msg.removesuffix(" at").removesuffix(" starting")
-            damaged = _Damaged(f"line {at}, column {column}: {why}")
+            damaged = _JsonSyntaxError(f"line {at}, column {column}: {why}")
             damaged.line, damaged.goes_on = at, place < error.pos or place == len(text)
             raise damaged from None
         except RecursionError as error:
@@ -131,14 +133,14 @@ def _values(text: str, number: int) -> Iterator[tuple[int, Any]]:
         line += text.count("\n", begin, end)
 
 
-def _decoded(text: str, begin: int) -> tuple[Any, int]:
+def _decode_at(text: str, begin: int) -> tuple[Any, int]:
     """A value of a text and where it ends; numbers may be of any size."""
     try:
         return _DECODER.raw_decode(text, begin)
     except json.JSONDecodeError:
         raise
     except ValueError:  # Python refuses to read an integer of more than 4,300 digits
-        return _LARGE.raw_decode(text, begin)
+        return _DECODER_OF_LARGE_NUMBERS.raw_decode(text, begin)
 
 
 def _items(whole: Any) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Rows and files that are not read: each kind is counted, and named in one line."""
+"""Counts of rows and files that are not read, printed as one line per kind."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import sys
 
 
 class LeftOut:
-    """Counts of what is left out of a data set, by kind, with the first example."""
+    """Counts of rows and files that are left out of a data set.
+
+    Each kind has a count and its first example.
+    """
 
     def __init__(self):
         self._kinds: dict[str, tuple[int, str]] = {}
 
     def add(self, kind: str, example: str) -> None:
-        """Count one more of a kind, such as "rows without text"."""
+        """Count one more row or file of a kind, such as "rows without text"."""
         count, first = self._kinds.get(kind, (0, example))
         self._kinds[kind] = count + 1, first
 
@@ -21,10 +24,10 @@ class LeftOut:
         self.add("folders that cannot be read", repr(error.filename))
 
     def say(self, where: str) -> None:
-        """Print one line a kind on stderr, and forget the counts.
+        """Print one line per kind on stderr, and reset the counts.
 
         Args:
-            where: what they are left out of, for the lines: "data.name 'a'".
+            where: the name of the data set in the lines, such as "data.name 'a'".
         """
         for kind, (count, first) in self._kinds.items():
             line = f"{where}: not read: {kind}: {count:,}, such as {first}"

@@ -1,7 +1,7 @@
-"""Several sources in one corpus, each with its share of the training rows.
+"""Several sources in one corpus, each with a share of the training rows.
 
-Their tokens follow each other in the file. Which of them a row is cut from depends on
-its number and the seed alone, so a run resumes by its step.
+The tokens of the sources follow each other in one file. The source of a row depends on
+the number of the row and the seed alone, so a run resumes from its step.
 """
 
 from __future__ import annotations
@@ -15,44 +15,51 @@ from typing import NamedTuple
 import numpy as np
 
 from symjax import config
-from symjax.data.order import visited
+from symjax.data.shuffle import shuffled
 
-PERIOD = 1000  # rows in which the shares are kept exactly, to a row
-NEAR = 0.1  # of a share, by which the rows may miss it without a word
-NAMES = {"text": "path", "hub": "name"}  # the key that an entry of a mixture stands for
+PERIOD = 1000  # rows in which each source has its share, rounded to a row
+TOLERANCE = 0.1  # relative error of a share from which a line reports the rounding
+ENTRY_KEYS = {"text": "path", "hub": "name"}  # the key that an entry replaces
 
 
-class Part(NamedTuple):
-    """One source of a corpus."""
+class MixturePart(NamedTuple):
+    """One source of a mixture.
 
-    share: float  # of the rows; all add up to 1
-    start: int  # its first training token
+    Attributes:
+        share: its share of the training rows; all shares add up to 1.
+        start, stop: the range of its tokens in the training text.
+    """
+
+    share: float
+    start: int
     stop: int
 
 
 def entries(options: config.Data) -> list[tuple[float, config.Data]]:
-    """The sources of `data.mixture`, each with its share; without it the one source.
+    """Return the (share, options) of each source of `data.mixture`.
+
+    Without a mixture the single source has the share 1.
 
     Raises:
-        ValueError: an entry is no SOURCE:WEIGHT, a weight is not positive, a source
-            is given twice, or one is given beside the mixture.
+        ValueError: an entry is no SOURCE:WEIGHT, a weight is not positive, a source is
+            given twice, or data.path or data.name is set too.
     """
     if not options.mixture:
         return [(1.0, options)]
-    key, found, places = NAMES[options.source], {}, set()
+    key, found, places = ENTRY_KEYS[options.source], {}, set()
     where = f"data.mixture {options.mixture!r}"
     if getattr(options, key):
         raise ValueError(f"{where}: leave data.{key} {getattr(options, key)!r} empty")
     for entry in options.mixture.split(","):
         name, _, number = entry.strip().rpartition(":")
-        place = os.path.realpath(os.path.expanduser(name))  # of the hub too: unique
+        place = os.path.realpath(os.path.expanduser(name))  # equal for equal sources
         if not name or place in places:
             why = "is given twice" if name else "is no SOURCE:WEIGHT"
             raise ValueError(f"{where}: {entry.strip()!r} {why}")
         found[name] = _weight(number, where)
         places.add(place)
     total = sum(found.values())
-    if counts([weight / total for weight in found.values()]).min() < 1:
+    if rows_in_period([weight / total for weight in found.values()]).min() < 1:
         raise ValueError(f"{where}: {len(found)} are too many for {PERIOD} rows")
     return [
         (weight / total, dataclasses.replace(options, mixture="", **{key: name}))
@@ -60,22 +67,26 @@ def entries(options: config.Data) -> list[tuple[float, config.Data]]:
     ]
 
 
-def key_of(source: str) -> str:
-    """What a user changes to have another text: data.path, data.source=stdlib."""
-    return f"data.{NAMES[source]}" if source in NAMES else f"data.source={source}"
+def config_key(source: str) -> str:
+    """The configuration key that names a source's text, such as "data.path"."""
+    return (
+        f"data.{ENTRY_KEYS[source]}"
+        if source in ENTRY_KEYS
+        else f"data.source={source}"
+    )
 
 
-def rounded(options: config.Data) -> list[str]:
-    """A line for each source whose share of the rows is not about what was asked."""
+def rounding_notes(options: config.Data) -> list[str]:
+    """Lines about sources whose share of the rows is changed much by rounding."""
     if not options.mixture:
         return []
     shares, parts = zip(*entries(options), strict=True)
-    rows = zip(parts, shares, counts(shares), strict=True)
+    rows = zip(parts, shares, rows_in_period(shares), strict=True)
     return [
-        f"data.mixture: {getattr(part, NAMES[part.source])} is {count} of {PERIOD} "
-        f"rows, for a share of {share:.2g}"
+        f"data.mixture: {getattr(part, ENTRY_KEYS[part.source])} is {count} of "
+        f"{PERIOD} rows, for a share of {share:.2g}"
         for part, share, count in rows
-        if abs(count / PERIOD / share - 1) > NEAR
+        if abs(count / PERIOD / share - 1) > TOLERANCE
     ]
 
 
@@ -89,8 +100,12 @@ def _weight(number: str, where: str) -> float:
     return weight
 
 
-def counts(shares: Sequence[float]) -> np.ndarray:
-    """Rows of each of PERIOD rows, at least 1; the largest remainders get the rest."""
+def rows_in_period(shares: Sequence[float]) -> np.ndarray:
+    """Number of rows of each source in a period of PERIOD rows, at least 1 each.
+
+    The shares are rounded down; the sources with the largest remainders get the rows
+    that are left.
+    """
     exact = np.array(shares) * PERIOD
     rows = np.maximum(np.floor(exact), 1).astype(np.int64)
     order = np.argsort(rows - exact, kind="stable")
@@ -99,17 +114,17 @@ def counts(shares: Sequence[float]) -> np.ndarray:
     return rows
 
 
-def assigned(
+def assign_rows(
     shares: Sequence[float], numbers: np.ndarray, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each row, and the number of the row among those of that source.
+    """Return the source of each row, and the number of the row within that source.
 
     Args:
-        numbers: int64 [B], from the first row of the first step.
+        numbers: int64 [B], counted from the first row of the first step.
     """
-    rows = counts(shares)
+    rows = rows_in_period(shares)
     edges = np.cumsum(rows)
-    place = visited(PERIOD, numbers, seed)[0].astype(np.int64)
+    place = shuffled(PERIOD, numbers, seed)[0].astype(np.int64)
     source = np.searchsorted(edges, place, side="right")
     rank = place - (edges - rows)[source]
     return source, numbers // PERIOD * rows[source] + rank

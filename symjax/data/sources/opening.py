@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from symjax import config
-from symjax.data.sources.columns import Columns, reading, restrict
-from symjax.data.sources.damaged import causes, is_silence
+from symjax.data.sources.columns import Columns, builder_options, restrict_columns
+from symjax.data.sources.errors import causes, is_connection_error
 from symjax.data.sources.formats import (
     UnusableData,
     add_unread,
@@ -33,17 +33,17 @@ from symjax.data.sources.formats import (
     table_format,
 )
 from symjax.data.sources.left_out import LeftOut
-from symjax.data.sources.saved import Saved, is_saved
+from symjax.data.sources.saved_datasets import SavedDataset, is_saved
 from symjax.data.store.manifest import stamp_of
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
-SILENCE = 10.0  # seconds
+ANSWER_SECONDS = 10.0  # seconds
 FOLDER = "a local folder of parquet, json or text files"
 
 
-class Opened:
+class OpenedDataset:
     """A data set whose splits can be read.
 
     Attributes:
@@ -62,7 +62,7 @@ class Opened:
         """
         self._builder, self._own, self._where = builder, own, where
         if own:
-            restrict(builder, columns, where)
+            restrict_columns(builder, columns, where)
         files = builder.config.data_files or {}
         self.names = list(map(str, files or builder.info.splits or ()))
         self.subset = builder.info.config_name or builder.config.name
@@ -112,9 +112,9 @@ def _add_unlisted(files: Iterable[str], rows: Any, left_out: LeftOut) -> None:
 
 
 @contextlib.contextmanager
-def opened(
+def open_dataset(
     options: config.Data, columns: Columns, revision: str = ""
-) -> Iterator[Opened | Saved]:
+) -> Iterator[OpenedDataset | SavedDataset]:
     """Open a data set for reading the asked columns.
 
     Entries of a folder that are not read are named, one line a kind.
@@ -123,28 +123,28 @@ def opened(
         ValueError: there is none, or inside something about it fails.
     """
     _check_name(options.name)
-    path, where = os.path.expanduser(options.name), named(options)
-    with quiet(), one_line(options):
+    path, where = os.path.expanduser(options.name), message_name(options)
+    with quiet_libraries(), errors_in_one_line(options):
         if not os.path.isdir(path):
             _check_reachable(options.name)
             builder = _builder(path, options.subset, columns, None, revision or None)
-            own = bool(reading(builder.name, columns))
-            yield Opened(builder, columns, where, own=own)
+            own = bool(builder_options(builder.name, columns))
+            yield OpenedDataset(builder, columns, where, own=own)
             return
         left_out = LeftOut()
         if is_saved(path):
             _check_no_subset(options.subset)
-            rows = Saved(path, columns, where)
+            rows = SavedDataset(path, columns, where)
             add_unread(path, rows.files, left_out)
         else:
-            rows = _opened_folder(path, options.subset, columns, where, left_out)
+            rows = _open_folder_of_files(path, options.subset, columns, where, left_out)
         left_out.say(where)
         yield rows
 
 
-def _opened_folder(
+def _open_folder_of_files(
     path: str, subset: str, columns: Columns, where: str, left_out: LeftOut
-) -> Opened:
+) -> OpenedDataset:
     """The rows of a folder of files, which are copied to where they can be mapped."""
     files = data_files(path)
     check_one_format(path, files)
@@ -153,7 +153,7 @@ def _opened_folder(
         cache = made.enter_context(folder)
         if in_capitals(files):
             _check_no_subset(subset)
-            builder = _capitals_builder(path, files, columns, cache)
+            builder = _builder_for_capitals(path, files, columns, cache)
         else:
             builder = _builder(path, subset, columns, cache, None)
         found = builder.config.data_files or {}
@@ -161,7 +161,7 @@ def _opened_folder(
         check_splits_seen(path, files, found)
         check_all_read(path, files, read)
         add_unread(path, read, left_out)
-        rows = Opened(builder, columns, where, own=True)
+        rows = OpenedDataset(builder, columns, where, own=True)
         weakref.finalize(rows, made.pop_all().close)
     return rows
 
@@ -171,7 +171,7 @@ def _check_no_subset(subset: str) -> None:
         raise UnusableData(f"data.subset {subset!r} is unknown: choose from default")
 
 
-def _capitals_builder(
+def _builder_for_capitals(
     path: str, files: dict[Path, str], columns: Columns, cache: str
 ) -> DatasetBuilder:
     """A builder for files with endings in capitals, which `datasets` does not find."""
@@ -193,13 +193,13 @@ def _capitals_builder(
         data_files=DataFilesDict({x: its for x, its in kept.items() if its}),
         cache_dir=cache,
         **options,
-        **reading(kind, columns),
+        **builder_options(kind, columns),
     )
     builder.hash = stamp_of({str(file.relative_to(path)): file for file in files})
     return builder
 
 
-def named(options: config.Data) -> str:
+def message_name(options: config.Data) -> str:
     """What messages call a data set."""
     return f"data.name {options.name!r}"
 
@@ -226,7 +226,7 @@ def _check_reachable(name: str) -> None:
     import huggingface_hub
 
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
-        huggingface_hub.HfApi().dataset_info(name, timeout=SILENCE)
+        huggingface_hub.HfApi().dataset_info(name, timeout=ANSWER_SECONDS)
 
 
 def _builder(
@@ -249,7 +249,7 @@ def _builder(
         # What is prepared is found by the options it was prepared with.
         for kind in ("text", "parquet", "csv", "json"):
             with contextlib.suppress(ValueError, TypeError):
-                own = reading(kind, columns)
+                own = builder_options(kind, columns)
                 return datasets.load_dataset_builder(path, **options, **own)
     try:
         builder = datasets.load_dataset_builder(path, **options)
@@ -266,12 +266,12 @@ def _builder(
             f"data.name {path!r} is in the local cache by lines only, without their "
             "ends: unset HF_HUB_OFFLINE once"
         )
-    own = reading(builder.name, columns)
+    own = builder_options(builder.name, columns)
     return datasets.load_dataset_builder(path, **options, **own) if own else builder
 
 
 @contextlib.contextmanager
-def one_line(options: config.Data) -> Iterator[None]:
+def errors_in_one_line(options: config.Data) -> Iterator[None]:
     """Raises: ValueError: any error of the libraries, in one line."""
     try:
         yield
@@ -281,7 +281,7 @@ def one_line(options: config.Data) -> Iterator[None]:
         for cause in causes(error):
             if isinstance(cause, UnusableData):
                 raise cause from None
-        raise ValueError(f"{named(options)} {_problem(error)}") from None
+        raise ValueError(f"{message_name(options)} {_problem(error)}") from None
 
 
 def _problem(error: BaseException) -> str:
@@ -305,7 +305,7 @@ def _problem(error: BaseException) -> str:
     first = chain[-1]
     said = " ".join(str(first).split()).partition(" with any supported extension")[0]
     reason = f"{type(first).__name__}: {said}"
-    if not any(map(is_silence, chain)):
+    if not any(map(is_connection_error, chain)):
         return f"cannot be loaded ({reason})"
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return f"is not in the local cache: unset HF_HUB_OFFLINE, or give {FOLDER}"
@@ -316,7 +316,7 @@ def _problem(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_libraries() -> Iterator[None]:
     """Bars on a terminal only, no log of attempts, and downloads that time out.
 
     They go by HTTP and not by xet, which has no time limit.

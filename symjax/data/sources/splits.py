@@ -1,4 +1,4 @@
-"""Choice of held-out documents by a hash: the same ones on every machine."""
+"""Choice of held-out documents by a hash, which is the same on every machine."""
 
 from __future__ import annotations
 
@@ -9,59 +9,61 @@ from typing import Any
 
 import numpy as np
 
-from symjax.data.sources.texts import Document, Texts, in_two
+from symjax.data.sources.texts import Document, Texts, cut_in_two
 
-HELD_SHARE = 1 / 20  # of the documents; 3.5 % of the bytes of Python 3.11
+HELD_SHARE = 1 / 20  # of the documents; for Python 3.11 this is 3.5 % of the bytes
 LABELLED_SHARE = 1 / 5  # of the examples of every label
-LARGEST_SHARE = 1 / 4  # the hash of a few documents may hold out more
+LARGEST_SHARE = 1 / 4  # of the characters; by chance, few documents may exceed it
 
 
 def held_out(keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Which documents are held out by their keys; both splits are non-empty.
+    """Choose the held-out documents by their keys. Both splits get documents.
 
-    Where the hash holds out nothing, or more than a quarter of the text (which happens
-    with few documents), those whose share is closest to a tenth are held out. Documents
-    with one key are copies, and on one side.
+    With few documents, the hash may hold out nothing or more than a quarter of the
+    text. Then the document whose share is closest to a tenth is held out instead.
+    Documents with equal keys are copies, and are in the same split.
 
     Args:
-        keys: uint64 [D], the first 64 bits of a hash.
-        sizes: [D], characters.
+        keys: uint64 [documents], the first 64 bits of a hash.
+        sizes: [documents], the characters of each.
     Returns:
-        bool [D].
+        bool [documents].
     """
-    unique, copy = np.unique(keys, return_inverse=True)
-    own = np.bincount(copy, weights=sizes)
+    unique, index = np.unique(keys, return_inverse=True)
+    size = np.bincount(index, weights=sizes)
     held = (unique >> np.uint64(32)) < HELD_SHARE * 2**32
-    if not 0 < own[held].sum() <= own.sum() * LARGEST_SHARE:
-        held = np.arange(len(own)) == np.argmin(np.abs(own - own.sum() / 10))
-    return held[copy]
+    if not 0 < size[held].sum() <= size.sum() * LARGEST_SHARE:
+        held = np.arange(len(size)) == np.argmin(np.abs(size - size.sum() / 10))
+    return held[index]
 
 
-def number(sha256: str) -> int:
-    """The first 64 bits of a hash, as `held_out` takes them."""
+def hash_number(sha256: str) -> int:
+    """Return the first 64 bits of a hash, the key of `held_out`."""
     return int(sha256[:16], 16)
 
 
-def by_content(
+def held_out_by_content(
     documents: Callable[[], Iterator[Document]],
     scanned: list[tuple[int, int]],
     where: str,
     unit: str,
 ) -> Texts:
-    """Documents held out by the sha256 of their content, so copies are on one side.
+    """Split documents by the sha256 of their content, so copies stay together.
 
-    A single document holds out its last tenth, cut between two characters.
+    The last tenth of a single document is held out.
 
     Args:
-        scanned: of each document the number of its hash, and its characters.
-        where, unit: what the texts are, for messages: "data.path 'a'", "files".
+        documents: reads all documents again, in order.
+        scanned: the `hash_and_size` of each document.
+        where, unit: the name of the texts, and of one of them in plural, for messages:
+            "data.path 'a'", "files".
     Raises:
         ValueError: all texts are copies of one.
     """
     keys, sizes = np.array(scanned, np.uint64).reshape(-1, 2).T
     total = int(sizes.sum())
     if len(keys) == 1:
-        halves = partial(in_two, documents, total * 9 // 10)
+        halves = partial(cut_in_two, documents, total * 9 // 10)
         return Texts(halves, np.array([False, True]), total)
     if len(np.unique(keys)) == 1:
         raise ValueError(
@@ -71,37 +73,40 @@ def by_content(
     return Texts(documents, held_out(keys, sizes), total)
 
 
-def scan(document: Document) -> tuple[int, int]:
-    """The number of the hash of a document's content, and its characters."""
+def hash_and_size(document: Document) -> tuple[int, int]:
+    """Return the `hash_number` of a document's content, and its characters."""
     content, characters = hashlib.sha256(), 0
     for piece in document:
         content.update(piece.encode("utf-8", "surrogateescape"))
         characters += len(piece)
-    return number(content.hexdigest()), characters
+    return hash_number(content.hexdigest()), characters
 
 
 def stratified(keys: Iterable[str], labels: Sequence[Any]) -> list[bool]:
-    """Return which examples are held out: a fifth of every label, by their hash.
+    """Choose a fifth of the examples of every label as held out, by their keys.
 
-    Examples with one key are copies, and on one side.
+    Examples with equal keys are copies, and are in the same split.
 
+    Args:
+        keys: a hash of each example.
     Raises:
         ValueError: all examples of a label are copies of one.
     """
     keys, held = list(keys), set()
     for label in sorted(set(labels)):
-        own = {key for key, its in zip(keys, labels, strict=True) if its == label}
-        if len(own) < 2:
+        pairs = zip(keys, labels, strict=True)
+        same = {key for key, other in pairs if other == label}
+        if len(same) < 2:
             raise ValueError(
                 f"label {label!r} has one example, or only copies of one: none can be "
                 "held out"
             )
-        held |= {*sorted(own)[: max(1, round(len(own) * LABELLED_SHARE))]}
+        held |= {*sorted(same)[: max(1, round(len(same) * LABELLED_SHARE))]}
     return [key in held for key in keys]
 
 
 def sha256(content: str | np.ndarray) -> str:
-    """Of a text or of the pixels of an image."""
+    """Return the sha256 of a text, or of the pixels of an image, in hexadecimal."""
     if isinstance(content, str):
         return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()
     return hashlib.sha256(content.tobytes()).hexdigest()

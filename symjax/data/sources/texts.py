@@ -1,6 +1,6 @@
 """The documents of a source, read piece by piece and as often as they are needed.
 
-What is kept in memory is a piece of text, and 17 bytes a document.
+Memory holds one piece of text at a time, and 17 bytes per document.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ Document = Iterable[str]  # the pieces of its text, in order
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """
+    """The documents of a source.
+
     Attributes:
-        documents: reads them again, in order.
-        held: bool, of each document whether it is held out.
-        characters: of all documents.
+        documents: a function that reads all documents again, in order.
+        held: bool [documents]; True for held-out documents.
+        characters: the number of characters of all documents together.
     """
 
     documents: Callable[[], Iterator[Document]]
@@ -35,24 +36,26 @@ class Texts:
     characters: int
 
     def count(self, split: str) -> int:
-        """How many documents a split has."""
+        """Number of documents in a split, "train" or "heldout"."""
         return int((self.held == (split == "heldout")).sum())
 
     def read(self, split: str) -> Iterator[Document]:
-        """The documents of "train" or "heldout"."""
+        """Yield the documents of a split, "train" or "heldout"."""
         for document, held in zip(self.documents(), self.held, strict=True):
             if held == (split == "heldout"):
                 yield document
 
 
-def in_two(documents: Callable[[], Iterator[Document]], cut: int) -> Iterator[Document]:
-    """The one document there is up to a character, and from there on."""
+def cut_in_two(
+    documents: Callable[[], Iterator[Document]], cut: int
+) -> Iterator[Document]:
+    """Yield the first `cut` characters of a single document, then the rest of it."""
     for before in (True, False):
         [document] = documents()
-        yield _part(document, cut, before=before)
+        yield _side_of_cut(document, cut, before=before)
 
 
-def _part(document: Document, cut: int, *, before: bool) -> Iterator[str]:
+def _side_of_cut(document: Document, cut: int, *, before: bool) -> Iterator[str]:
     place = 0
     for piece in document:
         left = max(0, cut - place)
@@ -64,9 +67,9 @@ def _part(document: Document, cut: int, *, before: bool) -> Iterator[str]:
 
 
 def wide_encoding(block: bytes) -> str:
-    """Return "UTF-16" or "UTF-32" if a file begins with the mark of it, else ""."""
+    """Return "UTF-16" or "UTF-32" if bytes begin with its byte order mark, else ""."""
     marks = {
-        codecs.BOM_UTF32_LE: "UTF-32",  # begins with the mark of UTF-16
+        codecs.BOM_UTF32_LE: "UTF-32",  # first, since it begins with that of UTF-16
         codecs.BOM_UTF32_BE: "UTF-32",
         codecs.BOM_UTF16_LE: "UTF-16",
         codecs.BOM_UTF16_BE: "UTF-16",
@@ -75,34 +78,36 @@ def wide_encoding(block: bytes) -> str:
 
 
 def read_pieces(path: Path, key: str) -> Iterator[str]:
-    """The text of a UTF-8 file, which may be compressed; a byte order mark is no text.
+    """Yield the text of a UTF-8 file, without its byte order mark.
+
+    A compressed file is decompressed.
 
     Args:
-        key: what names the file, for messages.
+        key: the configuration key or option that names the file, for messages.
     Raises:
         ValueError: the file cannot be read, or is not UTF-8.
     """
-    decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
+    decoder, bytes_read = codecs.getincrementaldecoder("utf-8")(), 0
     try:
         with _opened(path, key) as file:
             block = file.read(BLOCK)
             if name := wide_encoding(block):
                 raise ValueError(f"{key}: {str(path)!r} is {name}: convert it to UTF-8")
             if block.startswith(codecs.BOM_UTF8):
-                before = len(codecs.BOM_UTF8)
-                block = block[before:]
+                bytes_read = len(codecs.BOM_UTF8)
+                block = block[bytes_read:]
             while True:
-                begun = before - len(decoder.getstate()[0])
+                start = bytes_read - len(decoder.getstate()[0])
                 if text := decoder.decode(block, final=not block):
                     yield text
                 if not block:
                     return
-                before += len(block)
+                bytes_read += len(block)
                 block = file.read(BLOCK)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{key}: {str(path)!r} is not UTF-8 (byte 0x{error.object[error.start]:02x}"
-            f" at offset {begun + error.start}): convert it first"
+            f" at offset {start + error.start}): convert it first"
         ) from None
     except ValueError:
         raise
@@ -114,7 +119,7 @@ def read_pieces(path: Path, key: str) -> Iterator[str]:
 
 
 def _opened(path: Path, key: str) -> Any:
-    """The bytes of a file; of a compressed one those that were compressed."""
+    """Open a file for reading its bytes, decompressed if it is compressed."""
     kind = compression(path)
     if not kind:
         return path.open("rb")

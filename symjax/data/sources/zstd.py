@@ -1,5 +1,5 @@
-"""A check of files that are compressed by zstd: the package zstandard does not notice
-where one ends early."""
+"""A check that a zstd file is whole: the package zstandard reads a file that ends early
+without an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 1 << 20  # bytes read at a time
 
 
 def check_whole(path: Path) -> None:
-    """Refuse a zstd file that ends inside a frame; other files pass.
+    """Raise if a zstd file ends inside a frame. Other files pass.
 
     Raises:
         EOFError: the file ends early.
@@ -21,7 +21,7 @@ def check_whole(path: Path) -> None:
     try:
         import zstandard
     except ImportError:
-        return  # what fsspec reads it with then does notice
+        return  # fsspec then uses another package, which does raise an error
     frame = zstandard.ZstdDecompressor().decompressobj()
     with path.open("rb") as file:
         while block := file.read(BLOCK):

@@ -22,7 +22,7 @@ import filelock
 from symjax import config
 from symjax.data import tokens
 from symjax.data.boundaries import FORMAT
-from symjax.data.sources import sources
+from symjax.data.sources import table
 from symjax.data.store.manifest import (
     MANIFEST,
     content_of,
@@ -30,10 +30,10 @@ from symjax.data.store.manifest import (
     read_manifest,
     sha256_of,
     stamp_of,
-    stored,
+    stored_options,
     write_manifest,
 )
-from symjax.data.store.packed import LARGE, Packed, sample_of
+from symjax.data.store.packed import SAMPLED_FROM, PackedArray, sample_hash
 from symjax.storage import UNFINISHED, check_writable, user_cache
 
 # Writes .npy files of a format into a folder, and returns what else the manifest says.
@@ -54,7 +54,7 @@ def root(options: config.Data) -> Path:
     return Path(options.cache).expanduser() if options.cache else user_cache("data")
 
 
-def name_of(
+def folder_name(
     options: config.Data, revisions: list[str] | None = None, *, format: int = FORMAT
 ) -> str:
     """The name of a corpus. Reads no text.
@@ -65,18 +65,25 @@ def name_of(
     Raises:
         ValueError: the source is not there, or the hub does not answer.
     """
-    files = sources.files(options)
+    files = table.files(options)
     places = [str(path.resolve()) for path in files.values()]
     if revisions is None:
-        revisions = sources.revisions(options)
-    tokenizer = tokens.state(options.tokenizer)
-    parts = [format, stored(options), places, stamp_of(files), revisions, tokenizer]
+        revisions = table.revisions(options)
+    tokenizer = tokens.file_hash(options.tokenizer)
+    parts = [
+        format,
+        stored_options(options),
+        places,
+        stamp_of(files),
+        revisions,
+        tokenizer,
+    ]
     return f"{options.source}-{json_sha256(parts)[:20]}"
 
 
-def cached(
+def open_cached(
     options: config.Data, pack: Pack, *, repair: bool = False, format: int = FORMAT
-) -> tuple[dict[str, Any], dict[str, Packed]]:
+) -> tuple[dict[str, Any], dict[str, PackedArray]]:
     """The manifest and the arrays of a corpus, packed if it is not in the cache.
 
     Killed at any moment, a process leaves the corpus whole or not at all.
@@ -87,32 +94,34 @@ def cached(
     Raises:
         ValueError: the source or the cache cannot be read, or the cache written.
     """
-    place = root(options) / name_of(options, format=format)
+    place = root(options) / folder_name(options, format=format)
     check_writable(place.parent, f"data.cache {str(place.parent)!r}")
     if not (place / MANIFEST).exists():
         with locked(place):
             if not (place / MANIFEST).exists():  # no other process was faster
-                _build(options, place, pack, format)
+                _pack_into_cache(options, place, pack, format)
     try:
         manifest = read_manifest(place)
-        return manifest, opened(place, manifest)
+        return manifest, open_arrays(place, manifest)
     except ValueError:
         if not repair:
             raise
     with locked(place):
-        _build(options, place, pack, format)
+        _pack_into_cache(options, place, pack, format)
     manifest = read_manifest(place)
-    return manifest, opened(place, manifest)
+    return manifest, open_arrays(place, manifest)
 
 
-def opened(place: Path, manifest: dict[str, Any]) -> dict[str, Packed]:
+def open_arrays(place: Path, manifest: dict[str, Any]) -> dict[str, PackedArray]:
     """The arrays of a corpus by name.
 
     Raises:
         ValueError: one of them is missing or not what the manifest says.
     """
     files = manifest.get("files", {}).items()
-    return {Path(name).stem: Packed(place / name, **facts) for name, facts in files}
+    return {
+        Path(name).stem: PackedArray(place / name, **facts) for name, facts in files
+    }
 
 
 @contextlib.contextmanager
@@ -132,7 +141,7 @@ def _lock(place: Path) -> filelock.BaseFileLock:
     return filelock.FileLock(place.with_name(f".{place.name}.lock"))
 
 
-def _sweep(folder: Path) -> None:
+def _remove_unfinished(folder: Path) -> None:
     """Remove what killed processes left, but nothing that one is writing now."""
     for rest in folder.glob(f"{UNFINISHED}*"):
         place = folder / rest.name.removeprefix(UNFINISHED)
@@ -141,21 +150,23 @@ def _sweep(folder: Path) -> None:
                 shutil.rmtree(rest)
 
 
-def _build(options: config.Data, place: Path, pack: Pack, format: int) -> None:
+def _pack_into_cache(
+    options: config.Data, place: Path, pack: Pack, format: int
+) -> None:
     """Pack into a folder of another name, which is then moved to its place."""
-    files = sources.files(options)
+    files = table.files(options)
     stamp, unfinished = stamp_of(files), place.with_name(f"{UNFINISHED}{place.name}")
-    _sweep(place.parent)
+    _remove_unfinished(place.parent)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     unfinished.mkdir()
     try:
         facts = pack(options, unfinished, format)
-        written = {path.name: facts_of(path) for path in sorted(unfinished.iterdir())}
+        written = {path.name: file_facts(path) for path in sorted(unfinished.iterdir())}
         # Of files that changed meanwhile it is unknown which content was read.
         content = content_of(files) if stamp_of(files) == stamp else ""
         manifest = {
             "name": place.name,
-            "options": stored(options),
+            "options": stored_options(options),
             **facts,
             "origin": {"stamp": stamp, "sha256": content},
             "files": written,
@@ -168,11 +179,11 @@ def _build(options: config.Data, place: Path, pack: Pack, format: int) -> None:
         raise
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """Size and hashes of a file, by which `Packed` knows it; it is on the disk then."""
+def file_facts(path: Path) -> dict[str, Any]:
+    """Flush a file to the disk, and return its size and hashes for `PackedArray`."""
     facts: dict[str, Any] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        if facts["size"] >= LARGE:
-            facts["sample"] = sample_of(file, facts["size"])
+        if facts["size"] >= SAMPLED_FROM:
+            facts["sample"] = sample_hash(file, facts["size"])
     return facts

@@ -12,9 +12,9 @@ from typing import Any
 
 from symjax import config
 from symjax.data.boundaries import FORMAT
-from symjax.data.sources import sources
-from symjax.data.sources.mixture import NAMES, key_of
-from symjax.data.store.cache import Pack, cached, opened, root
+from symjax.data.sources import table
+from symjax.data.sources.mixture import ENTRY_KEYS, config_key
+from symjax.data.store.cache import Pack, open_arrays, open_cached, root
 from symjax.data.store.manifest import (
     MANIFEST,
     check_options,
@@ -24,7 +24,7 @@ from symjax.data.store.manifest import (
     stamp_of,
     write_manifest,
 )
-from symjax.data.store.packed import Packed
+from symjax.data.store.packed import PackedArray
 
 SPLITS = ("train", "heldout")
 
@@ -36,7 +36,7 @@ def open_folder(
     *,
     replace: bool = False,
     format: int = FORMAT,
-) -> tuple[dict[str, Any], dict[str, Packed]]:
+) -> tuple[dict[str, Any], dict[str, PackedArray]]:
     """The manifest of a run and its arrays by name, packed where no run has yet.
 
     Args:
@@ -49,11 +49,11 @@ def open_folder(
     """
     if (directory / MANIFEST).exists():
         try:
-            return _read(options, directory, pack)
+            return _read_folder(options, directory, pack)
         except ValueError:
             if not replace:
                 raise
-    manifest, arrays = cached(options, pack, repair=replace, format=format)
+    manifest, arrays = open_cached(options, pack, repair=replace, format=format)
     write_manifest(directory, manifest)
     return manifest, arrays
 
@@ -74,7 +74,7 @@ def verify(options: config.Data, directory: Path) -> None:
         return
     place = arrays_in(options, directory)
     if (place / MANIFEST).exists():
-        for file in opened(place, read_manifest(directory)).values():
+        for file in open_arrays(place, read_manifest(directory)).values():
             file.verify()
 
 
@@ -83,28 +83,30 @@ def source_change(options: config.Data, directory: Path) -> str:
     if not _changed(options, read_manifest(directory)):
         return ""
     return (
-        f"{source_of(options)} has changed since it was packed: the run continues with "
-        f"what it has of it in {arrays_in(options, directory)}, a new --workdir takes "
-        "the new text"
+        f"{source_name(options)} has changed since it was packed: the run continues "
+        f"with what it has of it in {arrays_in(options, directory)}, a new --workdir "
+        "takes the new text"
     )
 
 
-def _read(
+def _read_folder(
     options: config.Data, directory: Path, pack: Pack
-) -> tuple[dict[str, Any], dict[str, Packed]]:
+) -> tuple[dict[str, Any], dict[str, PackedArray]]:
     manifest = read_manifest(directory)
     check_options(manifest["options"], options, directory)
     place = arrays_in(options, directory)
     if (place / MANIFEST).exists():
-        return manifest, opened(place, manifest)
+        return manifest, open_arrays(place, manifest)
     gone = f"{place}, which this run has been packed into, is gone"
     changed = (
-        f"{gone}, and {source_of(options)} has changed since: use another --workdir"
+        f"{gone}, and {source_name(options)} has changed since: use another --workdir"
     )
     if _changed(options, manifest):
         raise ValueError(changed)
     try:
-        again, arrays = cached(options, pack, format=format_of(manifest["fingerprint"]))
+        again, arrays = open_cached(
+            options, pack, format=format_of(manifest["fingerprint"])
+        )
     except ValueError as error:
         raise ValueError(f"{gone}, and cannot be packed again: {error}") from None
     if again["files"] != manifest["files"]:
@@ -119,7 +121,7 @@ def _changed(options: config.Data, manifest: dict[str, Any]) -> bool:
     """
     packed = manifest.get("origin")
     try:
-        files = sources.files(options)
+        files = table.files(options)
         if not files or packed is None or stamp_of(files) == packed["stamp"]:
             return False
         return content_of(files) != packed["sha256"]
@@ -127,7 +129,9 @@ def _changed(options: config.Data, manifest: dict[str, Any]) -> bool:
         return False
 
 
-def source_of(options: config.Data) -> str:
+def source_name(options: config.Data) -> str:
     """What a user would call it: data.path 'book.txt'."""
-    key = "mixture" if options.mixture else NAMES.get(options.source)
-    return f"data.{key} {getattr(options, key)!r}" if key else key_of(options.source)
+    key = "mixture" if options.mixture else ENTRY_KEYS.get(options.source)
+    return (
+        f"data.{key} {getattr(options, key)!r}" if key else config_key(options.source)
+    )

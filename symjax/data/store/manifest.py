@@ -16,7 +16,7 @@ from symjax.storage import replaced
 MANIFEST = "corpus.json"
 
 
-def stored(options: config.Data) -> dict[str, Any]:
+def stored_options(options: config.Data) -> dict[str, Any]:
     """The options that decide what is packed: all but where it is kept."""
     found = dataclasses.asdict(options)
     del found["cache"]
@@ -73,7 +73,7 @@ def check_options(found: dict[str, Any], options: config.Data, directory: Path) 
     found = dataclasses.asdict(config.Data()) | found  # keys it did not have yet
     different = [
         f"data.{name}: {found[name]!r} → {value!r}"
-        for name, value in stored(options).items()
+        for name, value in stored_options(options).items()
         if found[name] != value
     ]
     if different:

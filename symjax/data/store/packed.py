@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-LARGE = 1 << 26  # bytes of a file, from which opening it checks a sample
+SAMPLED_FROM = 1 << 26  # bytes of a file, from which opening it checks a sample
 BLOCKS, BLOCK = 64, 1 << 16  # of a sample, and the bytes of each
 REMEDY = "delete the folder to build it again"
 
 
-def sample_of(file: BinaryIO, size: int) -> str:
+def sample_hash(file: BinaryIO, size: int) -> str:
     """A hash of blocks of a file of so many bytes, from its first to its last."""
     content = hashlib.sha256()
     for number in range(BLOCKS):
@@ -35,7 +35,7 @@ def layout_of(file: BinaryIO) -> tuple[int, np.dtype, int]:
     return length, dtype, file.tell()
 
 
-class Packed:
+class PackedArray:
     """Token ids [T] of a .npy file that is held open; slices of it are arrays.
 
     A slice costs one read, wherever it is. The file may be deleted or
@@ -43,7 +43,7 @@ class Packed:
 
     Args:
         size, sha256: what the file was when it was written.
-        sample: what `sample_of` it was. A large file is compared with it when it is
+        sample: what `sample_hash` it was. A large file is compared with it when it is
             opened, and with sha256 by `verify`; "": with sha256.
     Raises:
         ValueError: the file is missing or not what was written; while it is in use,
@@ -61,11 +61,11 @@ class Packed:
         found = os.fstat(self._descriptor)
         if found.st_size != size:
             raise self._damaged(f"{found.st_size} bytes, {size} were written")
-        sampled = sample and size >= LARGE
+        sampled = sample and size >= SAMPLED_FROM
         if not sampled:
             self.verify()
         with self._file() as file:
-            if sampled and sample_of(file, size) != sample:
+            if sampled and sample_hash(file, size) != sample:
                 raise self._damaged("a sample of it has changed")
             file.seek(0)
             self._length, self.dtype, self._begin = layout_of(file)

@@ -1,6 +1,6 @@
 """A program that packs a stream, beside the runs that train on what it has packed.
 
-    python -m symjax.data.store.packer   with an `Order` as JSON in line 1 of stdin
+    python -m symjax.data.store.packer   reads a `PackRequest` as JSON from stdin
 
 It is a process of its own, since tokenizing and decoding in a thread would hold the
 interpreter's lock for as long as a step takes. It ends with the one that started it,
@@ -35,10 +35,10 @@ from symjax import config
 from symjax.data import tokens
 from symjax.data.boundaries import FORMAT, boundaries
 from symjax.data.progress import bar
-from symjax.data.sources import hub, sources, splits
+from symjax.data.sources import hub, splits, table
 from symjax.data.sources.left_out import LeftOut
-from symjax.data.sources.opening import named
-from symjax.data.store.cache import facts_of, locked
+from symjax.data.sources.opening import message_name
+from symjax.data.store.cache import file_facts, locked
 from symjax.data.store.folder import SPLITS
 from symjax.data.store.manifest import (
     MANIFEST,
@@ -46,21 +46,24 @@ from symjax.data.store.manifest import (
     format_of,
     read_manifest,
     stamp_of,
-    stored,
+    stored_options,
     write_manifest,
 )
 from symjax.data.store.packed import layout_of
 from symjax.data.store.writer import Counts, SplitWriter
 from symjax.data.subwords import pieces
-from symjax.data.targets import measured
+from symjax.data.text_statistics import text_statistics
 from symjax.storage import replaced
 
 HEAD, PROGRESS, KEYS = "head.json", "progress.json", "heldout_keys.npy"
-HELD_FILES = "heldout.npy", "heldout_ends.npy"
-HELD_SHARE, HELD = 1 / 20, 1 << 24  # characters held out, of data.tokens and at most
+HELDOUT_FILES = "heldout.npy", "heldout_ends.npy"
+HELD_SHARE, LARGEST_HELD_OUT = (
+    1 / 20,
+    1 << 24,
+)  # characters held out, of data.tokens and at most
 
 
-class Order(NamedTuple):
+class PackRequest(NamedTuple):
     """The data to pack, and the folder for it.
 
     Attributes:
@@ -81,12 +84,12 @@ class Order(NamedTuple):
         return json.dumps([dataclasses.asdict(options), str(place), *rest])
 
 
-def from_json(text: str) -> Order:
+def request_from_json(text: str) -> PackRequest:
     options, place, *rest = json.loads(text)
-    return Order(config.Data(**options), Path(place), *rest)
+    return PackRequest(config.Data(**options), Path(place), *rest)
 
 
-def pack(order: Order) -> None:
+def pack(order: PackRequest) -> None:
     """Pack a stream as far as it is not yet.
 
     Raises:
@@ -98,10 +101,10 @@ def pack(order: Order) -> None:
         if not (order.place / PROGRESS).exists():
             shutil.rmtree(order.place, ignore_errors=True)
             order.place.mkdir()
-        _Packing(order).run()
+        _Packer(order).run()
 
 
-class _Packing:
+class _Packer:
     """The rest of a stream, from its beginning or from where a packer stopped.
 
     Attributes:
@@ -111,10 +114,10 @@ class _Packing:
         head: the manifest as far as the first shard decides it; None before that.
     """
 
-    def __init__(self, order: Order):
+    def __init__(self, order: PackRequest):
         self.order, self.options, self.place = order, order.options, order.place
         revision = next(iter(order.revisions), "")
-        self.rows, self.facts = hub.streams(self.options, revision)
+        self.rows, self.facts = hub.open_streams(self.options, revision)
         self.content = hashlib.sha256()  # of what is held out and the first shard
         self.state: dict[str, Any] | None = None
         self.counts, self.head = Counts(), None
@@ -139,13 +142,13 @@ class _Packing:
     def _documents(
         self, split: int, left_out: LeftOut | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        return hub.stream(self.options, self.rows[split], self.state, left_out)
+        return hub.streamed_texts(self.options, self.rows[split], self.state, left_out)
 
     def _held_out(
         self, left_out: LeftOut | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Documents of the held-out split, or else the first ones of training."""
-        left = min(HELD, self.options.tokens * HELD_SHARE)
+        left = min(LARGEST_HELD_OUT, self.options.tokens * HELD_SHARE)
         for text, state in self._documents(-1, left_out):
             yield text, state
             left -= len(text)
@@ -167,7 +170,7 @@ class _Packing:
         keys, after = [], None
         for text, state in self._held_out(self.left_out):
             writer.add([text])
-            keys.append(splits.scan([text])[0])
+            keys.append(splits.hash_and_size([text])[0])
             after = state
         np.save(self.place / KEYS, np.array(keys, np.uint64))
         if len(self.rows) == 1:
@@ -188,7 +191,7 @@ class _Packing:
                 if writer.counts.tokens >= wanted:
                     break
                 self.state = state
-                if splits.scan([text])[0] in self.keys:
+                if splits.hash_and_size([text])[0] in self.keys:
                     self.left_out.add("copies of held-out texts", repr(text[:40]))
                     continue
                 before = writer.counts.tokens // shard
@@ -199,7 +202,7 @@ class _Packing:
                 if size // shard > before:
                     self._advance(writer)
                     shown.close()
-        self.left_out.say(named(self.options))
+        self.left_out.say(message_name(self.options))
         if self.head is None:
             self._advance(writer)
         self._finish(writer.close())
@@ -217,7 +220,7 @@ class _Packing:
     def _finish(self, whole: Counts) -> None:
         names = sorted(path.name for path in self.place.glob("*.npy"))
         manifest = dict(self.head or {})
-        manifest["files"] = {name: facts_of(self.place / name) for name in names}
+        manifest["files"] = {name: file_facts(self.place / name) for name in names}
         manifest["fingerprint"]["train"] = whole._asdict()
         write_manifest(self.place, manifest)
 
@@ -227,19 +230,19 @@ class _Packing:
             raise ValueError(
                 f"data.name {self.options.name!r} has no text beside what is held out"
             )
-        files = sources.files(self.options)
-        arrays = {x: np.load(self.place / x, mmap_mode="r") for x in HELD_FILES}
+        files = table.files(self.options)
+        arrays = {x: np.load(self.place / x, mmap_mode="r") for x in HELDOUT_FILES}
         arrays = {Path(name).stem: array for name, array in arrays.items()}
-        arrays["train"] = _growing(self.place / "train.npy", counts.tokens)
+        arrays["train"] = _written_entries(self.place / "train.npy", counts.tokens)
         arrays["train"] = arrays["train"][: self.order.shard]
-        arrays["train_ends"] = _growing(
+        arrays["train_ends"] = _written_entries(
             self.place / "train_ends.npy", counts.documents - 1
         )
         if self.options.documents == "joined":
             arrays = {x: arrays[x] for x in SPLITS}
         return {
             "name": self.place.name,
-            "options": stored(self.options),
+            "options": stored_options(self.options),
             "revisions": self.order.revisions,
             "shard": self.order.shard,
             "tokenizer": self.tokenizer.describe(),
@@ -249,13 +252,13 @@ class _Packing:
                 "datasets": version("datasets"),
                 "heldout": self.held._asdict(),
             },
-            **measured(arrays, self.tokenizer, self.marks, self.held),
+            **text_statistics(arrays, self.tokenizer, self.marks, self.held),
             "origin": {"stamp": stamp_of(files), "sha256": ""},
-            "files": {name: facts_of(self.place / name) for name in HELD_FILES},
+            "files": {name: file_facts(self.place / name) for name in HELDOUT_FILES},
         }
 
 
-def _growing(path: Path, length: int) -> np.ndarray:
+def _written_entries(path: Path, length: int) -> np.ndarray:
     """The first entries of a .npy file that is being written."""
     with path.open("rb") as file:
         _, dtype, begin = layout_of(file)
@@ -280,7 +283,7 @@ def main() -> None:
     """Exit code 0: all is packed; 1: it cannot be, for the reason on stdout."""
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no reason
-    order = from_json(sys.stdin.buffer.readline().decode())
+    order = request_from_json(sys.stdin.buffer.readline().decode())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pack(order)

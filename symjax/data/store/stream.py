@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from symjax import config
 from symjax.data.progress import bar
-from symjax.data.sources import sources
-from symjax.data.store.cache import name_of, opened, root
-from symjax.data.store.folder import source_of
+from symjax.data.sources import table
+from symjax.data.store.cache import folder_name, open_arrays, root
+from symjax.data.store.folder import source_name
 from symjax.data.store.manifest import (
     MANIFEST,
     check_options,
@@ -30,13 +30,16 @@ from symjax.data.store.manifest import (
     read_manifest,
     write_manifest,
 )
-from symjax.data.store.packed import Packed, layout_of
-from symjax.data.store.packer import HEAD, PROGRESS, Order, read_progress
+from symjax.data.store.packed import PackedArray, layout_of
+from symjax.data.store.packer import HEAD, PROGRESS, PackRequest, read_progress
 from symjax.data.store.writer import Counts
 from symjax.storage import check_writable
 
 SHARD = 1 << 24  # tokens: of 2,048 a row, 8,192 rows are in a random order
-LOOK, SAY = 0.2, 30.0  # seconds between looks at the progress, and between lines
+POLL_SECONDS, REPORT_SECONDS = (
+    0.2,
+    30.0,
+)  # seconds between looks at the progress, and between lines
 
 
 class Stream:
@@ -46,7 +49,7 @@ class Stream:
         order: what that process is told.
     """
 
-    def __init__(self, order: Order):
+    def __init__(self, order: PackRequest):
         self.place, self.wanted = order.place, order.options.tokens
         self.complete, self.counts = False, Counts()
         self._closed = False
@@ -61,11 +64,11 @@ class Stream:
             text=True,
             start_new_session=True,  # Ctrl-C is for the run
         )
-        self._end = weakref.finalize(self, _end, self._process)
+        self._end = weakref.finalize(self, _end_process, self._process)
         self._input = self._process.stdin
         print(order.as_json(), file=self._input, flush=True)
 
-    def until(self, tokens: int) -> int:
+    def wait_for(self, tokens: int) -> int:
         """Wait until so many tokens are packed, or the stream has ended.
 
         Returns:
@@ -73,28 +76,28 @@ class Stream:
         Raises:
             ValueError: the packer has ended before that, for a reason that it says.
         """
-        said = time.monotonic() + 1 - SAY
+        said = time.monotonic() + 1 - REPORT_SECONDS
         while not self._look() and self.counts.tokens < tokens:
             if self._closed:
                 raise ValueError(f"{self.place} is closed")
             ended = self._process.poll() is not None
             if ended and not self._look() and not self._closed:
                 raise ValueError(self._reason())
-            if self.counts.tokens and time.monotonic() - said > SAY:
+            if self.counts.tokens and time.monotonic() - said > REPORT_SECONDS:
                 said = time.monotonic()
                 tqdm.write(
                     f"waiting for the stream: {self.counts.tokens:,} of "
                     f"{self.wanted:,} tokens are packed, {tokens:,} are needed",
                     file=sys.stderr,
                 )
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return self.counts.tokens
 
     def finish(self) -> None:
         """Wait until all is packed, with a bar."""
         with bar(self.wanted, "packing", " tokens") as shown:
             while not self.complete:
-                self.until(self.counts.tokens + 1)
+                self.wait_for(self.counts.tokens + 1)
                 shown.update(self.counts.tokens - shown.n)
 
     def close(self) -> None:
@@ -121,7 +124,7 @@ class Stream:
         )
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end_process(process: subprocess.Popen) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -129,7 +132,7 @@ def _end(process: subprocess.Popen) -> None:
             pipe.close()
 
 
-class Growing:
+class GrowingArray:
     """An array [T] of a .npy file to which a packer appends; slices of it are arrays.
 
     Its length is what is packed so far.
@@ -162,7 +165,7 @@ class Growing:
 
 def open_stream(
     options: config.Data, directory: Path, *, replace: bool, format: int
-) -> tuple[dict[str, Any], dict[str, Packed | Growing]]:
+) -> tuple[dict[str, Any], dict[str, PackedArray | GrowingArray]]:
     """The manifest of a run and its arrays by name, once the first shard is packed.
 
     Args:
@@ -170,36 +173,36 @@ def open_stream(
     Raises:
         ValueError: the data set cannot be read, or is not the one of the run.
     """
-    known = _known(options, directory, replace)
-    revisions = known["revisions"] if known else sources.revisions(options)
+    known = _kept_manifest(options, directory, replace)
+    revisions = known["revisions"] if known else table.revisions(options)
     format = format_of(known["fingerprint"]) if known else format
     place = root(options) / (known["name"] if known else "")
     if known is None or not (place / PROGRESS).exists():
-        place = root(options) / name_of(options, revisions, format=format)
+        place = root(options) / folder_name(options, revisions, format=format)
     check_writable(place.parent, f"data.cache {str(place.parent)!r}")
     if (place / MANIFEST).exists():
         manifest = read_manifest(place)
-        arrays: dict[str, Packed | Growing] = {**opened(place, manifest)}
+        arrays: dict[str, PackedArray | GrowingArray] = {**open_arrays(place, manifest)}
     else:
-        stream = Stream(Order(options, place, revisions, SHARD, format))
-        stream.until(1)
+        stream = Stream(PackRequest(options, place, revisions, SHARD, format))
+        stream.wait_for(1)
         manifest = read_manifest(place, HEAD)
         names = "train", "train_ends"
-        arrays = {name: Growing(stream, name) for name in names}
-        arrays |= opened(place, manifest)
+        arrays = {name: GrowingArray(stream, name) for name in names}
+        arrays |= open_arrays(place, manifest)
     if known is None:
         write_manifest(directory, manifest)
     elif known["fingerprint"]["sha256"] != manifest["fingerprint"]["sha256"]:
         raise ValueError(
-            f"{source_of(options)} does not begin as it did when this run was packed: "
-            "use another --workdir"
+            f"{source_name(options)} does not begin as it did when this run was "
+            "packed: use another --workdir"
         )
     else:  # what the run has said of its targets so far
         manifest = {**known, "fingerprint": manifest["fingerprint"]}
     return manifest, arrays
 
 
-def _known(
+def _kept_manifest(
     options: config.Data, directory: Path, replace: bool
 ) -> dict[str, Any] | None:
     """The manifest of a run, if it has one that is to be kept."""

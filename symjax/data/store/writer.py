@@ -13,10 +13,10 @@ from symjax.data.boundaries import SEPARATOR, Boundaries, Piece
 from symjax.data.sources.texts import Document
 from symjax.data.tokens import Tokenizer
 
-TOGETHER = 1 << 20  # characters that are encoded together, on all cores
+ENCODED_AT_ONCE = 1 << 20  # characters that are encoded together, on all cores
 
 
-class Writer:
+class ArrayWriter:
     """A .npy file of one axis, to which arrays are appended.
 
     The header has room for any length: it is written again when the file is closed.
@@ -92,9 +92,9 @@ class SplitWriter:
         self._characters = 0
         self.documents, tokens, self.bytes = counts or Counts()
         dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
-        self._tokens = Writer(folder / f"{split}.npy", dtype, tokens)
+        self._tokens = ArrayWriter(folder / f"{split}.npy", dtype, tokens)
         before = max(0, self.documents - 1)  # the last end may still move
-        self._ends = Writer(folder / f"{split}_ends.npy", np.int64, before)
+        self._ends = ArrayWriter(folder / f"{split}_ends.npy", np.int64, before)
 
     @property
     def counts(self) -> Counts:
@@ -146,7 +146,7 @@ class SplitWriter:
         self.bytes += len(encoded)
         self._waiting.append(piece)
         self._characters += len(piece)
-        if self._characters >= TOGETHER:
+        if self._characters >= ENCODED_AT_ONCE:
             self._encode()
 
     def _encode(self) -> None:

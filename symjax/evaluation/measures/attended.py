@@ -200,7 +200,7 @@ def needle_pairs(
 ) -> tuple[Pairs, Pairs]:
     """Return (answer, context) of the first question in a row of needles."""
     question = np.flatnonzero(targets >= 0)[0]
-    needles = generated.shown(data, tokens[None])[0]
+    needles = generated.example_places(data, tokens[None])[0]
     asked = needles[tokens[needles[:, -2]] == tokens[question]]
     answer = np.zeros((len(tokens), len(tokens)), bool)
     answer[question, asked] = True

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from symjax.data.batches import Rows, Shape
+from symjax.data.batches import ReadRows, Shape
 from symjax.data.corpus import Corpus
 from symjax.data.delimiters import delimiters
 from symjax.data.given import NO_DATA
@@ -106,7 +106,9 @@ def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
     total = examples.heldout_count(shape)
     count = min(batches or total, total)
 
-    def mean(name: str, rows: Iterator[Rows], key: jax.Array | None = None) -> Means:
+    def mean(
+        name: str, rows: Iterator[ReadRows], key: jax.Array | None = None
+    ) -> Means:
         """Return means over batches, with dropout if there is a key."""
         bar = progress(rows, name, count)
         return means(run.program, run.params, run.constants, shape, bar, key)
@@ -136,7 +138,7 @@ def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
     return {"heldout": heldout, "train": train}
 
 
-def _training_batches(run: LoadedRun, shape: Shape, count: int) -> Iterator[Rows]:
+def _training_batches(run: LoadedRun, shape: Shape, count: int) -> Iterator[ReadRows]:
     """Return the first training batches, every target with weight 1."""
 
     def rows(step: int, start: int, stop: int):
@@ -176,7 +178,7 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
         raise ValueError(NO_DATA)
     else:
         ids = _whole_characters(text.heldout[:PROMPT], tokenizer)
-        shown = text.shown(ids)
+        shown = text.decode(ids)
     (written,) = texts(
         run.decoder(),
         tokenizer,

@@ -47,7 +47,7 @@ def order(run: LoadedRun, options: Options) -> Result:
     for new_order in progress(drawn, "orders"):
         prompts = generated.reordered(data, tokens, new_order)
         predicted.append(predict(prompts)[questions])
-        positions = generated.shown(data, prompts)[..., -2]
+        positions = generated.example_places(data, prompts)[..., -2]
         keys = np.take_along_axis(prompts, positions, 1)
         examples.append(_asked_examples(keys, tokens, questions))
     answers, asked = np.stack(predicted), np.stack(examples)  # [orders, questions]

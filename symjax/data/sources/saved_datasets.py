@@ -7,28 +7,28 @@ import os
 from pathlib import Path
 from typing import Any
 
-from symjax.data.sources.columns import Columns, check_known, names_of
-from symjax.data.sources.damaged import naming
+from symjax.data.sources.columns import Columns, check_column, column_names
+from symjax.data.sources.errors import error_with_path
 from symjax.data.sources.formats import STATE, UnusableData
 from symjax.data.store.manifest import stamp_of
 
-SPLITS = "dataset_dict.json"  # names the splits, each a folder
+SPLITS_FILE = "dataset_dict.json"  # lists the splits, each a folder
 
 
 def is_saved(folder: str) -> bool:
-    """Return whether a folder is one of `save_to_disk`."""
+    """Return whether `save_to_disk` wrote a folder."""
     one = Path(folder, STATE).is_file() and Path(folder, "dataset_info.json").is_file()
-    return one or Path(folder, SPLITS).is_file()
+    return one or Path(folder, SPLITS_FILE).is_file()
 
 
-class Saved:
-    """A saved data set whose splits can be read; a single one is called "train".
+class SavedDataset:
+    """A data set that `save_to_disk` wrote. A single split is called "train".
 
     Attributes:
-        names: of its splits.
-        subset: a name that all of them have.
+        names: the names of its splits.
+        subset: "default" for every such data set.
         revision: a hash of the names, sizes and times of its files.
-        files: those that are read.
+        files: the files that are read.
     """
 
     subset = "default"
@@ -36,17 +36,17 @@ class Saved:
     def __init__(self, folder: str, columns: Columns, where: str):
         self._columns, self._where, place = columns, where, Path(folder)
         self._folders = {"train": place}
-        if (place / SPLITS).is_file():
-            names = _described(place / SPLITS, "splits", where)
+        if (place / SPLITS_FILE).is_file():
+            names = _json_value(place / SPLITS_FILE, "splits", where)
             self._folders = {name: place / name for name in names}
         self.names = list(self._folders)
         self._files = {name: self._arrow(path) for name, path in self._folders.items()}
-        self.files = [str(path) for its in self._files.values() for path in its]
+        self.files = [str(path) for paths in self._files.values() for path in paths]
         read = {os.path.relpath(path, folder): Path(path) for path in self.files}
         self.revision = stamp_of(read)
 
     def _arrow(self, folder: Path) -> list[Path]:
-        found = _described(folder / STATE, "_data_files", self._where)
+        found = _json_value(folder / STATE, "_data_files", self._where)
         files = [folder / file["filename"] for file in found]
         for path in files:
             if not path.is_file():
@@ -54,8 +54,12 @@ class Saved:
         return files
 
     def read(self, names: list[str], *, stream: bool = False) -> dict[str, Any]:
-        """The rows of splits, `Dataset`s or `IterableDataset`s, on the disk as they
-        are. Other splits are not read."""
+        """Return the rows of splits by name, as `Dataset`s that map the files.
+
+        Args:
+            names: the splits; others are not read.
+            stream: return `IterableDataset`s.
+        """
         import datasets
 
         found = {}
@@ -68,26 +72,31 @@ class Saved:
             try:
                 rows = datasets.Dataset.load_from_disk(folder)
             except Exception as error:
-                raise naming(error, folder, self._where) from None
+                raise error_with_path(error, folder, self._where) from None
             for key, column in self._columns.items():
-                check_known(key, column, rows.column_names)
-            rows = rows.select_columns(names_of(self._columns))
+                check_column(key, column, rows.column_names)
+            rows = rows.select_columns(column_names(self._columns))
             found[name] = rows.to_iterable_dataset() if stream else rows
         return found
 
     def _check(self, path: Path) -> None:
-        """Raises: ValueError: the file is damaged; its rows are mapped, not read."""
+        """Read a whole file, since mapping it would not notice damage.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         import pyarrow
 
         try:
             with pyarrow.memory_map(str(path)) as file:
                 pyarrow.ipc.open_stream(file).read_all()
         except Exception as error:
-            raise naming(error, str(path), self._where) from None
+            raise error_with_path(error, str(path), self._where) from None
 
 
-def _described(path: Path, key: str, where: str) -> Any:
+def _json_value(path: Path, key: str, where: str) -> Any:
+    """Return the value of a key of a JSON file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise naming(error, str(path), where) from None
+        raise error_with_path(error, str(path), where) from None

@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from symjax import config
-from symjax.data.sources import hub, sources, splits
-from symjax.data.sources.columns import check_known, is_text
+from symjax.data.sources import hub, local_files, splits, table
+from symjax.data.sources.columns import check_column, is_text
 from symjax.data.sources.formats import UnusableData
 from symjax.data.sources.left_out import LeftOut
-from symjax.data.sources.opening import named
+from symjax.data.sources.opening import message_name
 from symjax.data.sources.texts import read_pieces
 from symjax.optional import needed
 
-NUMBER = r"-?\d+(\.\d+)?"
+NUMBER_PATTERN = r"-?\d+(\.\d+)?"
 SOURCES = ("packages", "digits")  # those whose examples always have labels
 
 
-class Source(NamedTuple):
+class LabelledSource(NamedTuple):
     """
     Attributes:
         contents: texts, or images uint8 [height, width, channels], all of one size.
@@ -47,33 +47,33 @@ def has_labels(options: config.Data) -> bool:
     return options.source in SOURCES or bool(options.label)
 
 
-def load(options: config.Data) -> Source:
+def load(options: config.Data) -> LabelledSource:
     """The labelled examples of a configured source.
 
     Raises:
         ValueError: the source cannot give any for these options.
     """
-    sources.check_keys(options)
+    table.check_keys(options)
     if options.source == "packages":
         return _packages()
     if options.source == "digits":
         return _digits()
-    return _hub(options)
+    return _columns_of_dataset(options)
 
 
-def _packages() -> Source:
+def _packages() -> LabelledSource:
     """Files of the standard library; the label is the package that a file is in."""
-    files = sources.packages()
+    files = local_files.packages()
     names = list(files)
     paths = {name: path for package in files.values() for name, path in package.items()}
     key = "data.source=packages"
     texts = ["".join(read_pieces(path, key)) for path in paths.values()]
     labels = [i for i, name in enumerate(names) for _ in files[name]]
     held = splits.stratified(map(splits.sha256, paths), labels)
-    return Source(texts, labels, held, names, 0, {})
+    return LabelledSource(texts, labels, held, names, 0, {})
 
 
-def _digits() -> Source:
+def _digits() -> LabelledSource:
     """The 1797 digits of scikit-learn, 8 × 8 pixels of 17 shades.
 
     Raises:
@@ -84,10 +84,12 @@ def _digits() -> Source:
     images = list(found.images.astype(np.uint8)[..., None])
     labels = [int(label) for label in found.target]
     held = splits.stratified(map(splits.sha256, images), labels)
-    return Source(images, labels, held, list(map(str, found.target_names)), 16, {})
+    return LabelledSource(
+        images, labels, held, list(map(str, found.target_names)), 16, {}
+    )
 
 
-def _hub(options: config.Data) -> Source:
+def _columns_of_dataset(options: config.Data) -> LabelledSource:
     """Texts or images of a data set with their labels; its splits as in `hub.load`.
 
     Rows without content or label are left out, and counted. Images are of one size,
@@ -104,15 +106,15 @@ def _hub(options: config.Data) -> Source:
         return _examples(rows, *columns, split, left_out)
 
     found, facts, _ = hub.read_splits(options, examples)
-    left_out.say(named(options))
+    left_out.say(message_name(options))
     names = next(iter(found.values()))[2]  # those of training
     numbers = {name: number for number, name in enumerate(names)}
     contents, labels, held = [], [], []
     for side, (split, (own, its, _)) in enumerate(found.items()):
         if unknown := sorted(set(its) - set(names)):
             raise ValueError(
-                f"{named(options)} has label {unknown[0]!r} in split {split!r} only, "
-                f"training has {', '.join(names)}"
+                f"{message_name(options)} has label {unknown[0]!r} in split {split!r} "
+                f"only, training has {', '.join(names)}"
             )
         contents += own
         labels += [numbers[label] for label in its]
@@ -121,13 +123,13 @@ def _hub(options: config.Data) -> Source:
     if len(shapes) > 1:
         one, other = sorted(shapes)[:2]
         raise ValueError(
-            f"{named(options)} has images of several sizes: {one} and {other}"
+            f"{message_name(options)} has images of several sizes: {one} and {other}"
         )
     if len(found) == 1:
         own = [names[label] for label in labels]
         held = splits.stratified(map(splits.sha256, contents), own)
     facts["label"] = options.label
-    return Source(contents, labels, held, names, 255 if shapes else 0, facts)
+    return LabelledSource(contents, labels, held, names, 255 if shapes else 0, facts)
 
 
 def _examples(
@@ -137,7 +139,7 @@ def _examples(
     import datasets
 
     for key, name in (("column", column), ("label", label)):
-        check_known(key, name, rows.column_names)
+        check_column(key, name, rows.column_names)
     kind, labels = rows.features[column], rows.features[label]
     images = isinstance(kind, datasets.Image)
     if not images and not is_text(kind):
@@ -171,12 +173,16 @@ def _examples(
     contents, values = map(list, zip(*pairs, strict=True))
     if names:
         return contents, [names[value] for value in values], names
-    return contents, list(map(str, values)), _names(set(values), rows.info.builder_name)
+    return (
+        contents,
+        list(map(str, values)),
+        _label_names(set(values), rows.info.builder_name),
+    )
 
 
-def _names(values: set[Any], kind: str) -> list[str]:
+def _label_names(values: set[Any], kind: str) -> list[str]:
     """The names of labels in order: numbers by their size, also those of a CSV."""
-    if kind == "csv" and all(re.fullmatch(NUMBER, value) for value in values):
+    if kind == "csv" and all(re.fullmatch(NUMBER_PATTERN, value) for value in values):
         return sorted(values, key=float)
     if len({isinstance(value, str) for value in values}) > 1:
         return sorted(set(map(str, values)))

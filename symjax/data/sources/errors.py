@@ -1,4 +1,4 @@
-"""Errors of files that cannot be read: one line with the file, the line and why."""
+"""Errors about files that cannot be read: one line with file, line and reason."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from symjax.data.sources.texts import wide_encoding
 
 
 class DamagedFile(UnusableData):
-    """Something is wrong inside a file, such as "line 3: …"; the file is not named."""
+    """An error inside a file, such as "line 3: …", without the file's name."""
 
 
-def is_silence(error: BaseException) -> bool:
-    """Return whether an error is one of the connection, or of a server that is busy."""
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether an error comes from the connection, or from a busy server."""
     response = getattr(error, "response", None)
     if response is not None:
         return response.status_code == 429 or response.status_code >= 500
@@ -25,7 +25,7 @@ def is_silence(error: BaseException) -> bool:
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """Return an error and the errors before it, as a traceback would show them."""
+    """Return an error and the errors that caused it, as a traceback shows them."""
     chain, cause = [], error
     while cause is not None:
         chain.append(cause)
@@ -34,35 +34,37 @@ def causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def naming(error: Exception, path: str, where: str) -> Exception:
-    """Return the error to raise for one that reading a file has raised.
+def error_with_path(error: Exception, path: str, where: str) -> Exception:
+    """Return an error with the file's path, for an error from reading the file.
+
+    Connection errors are returned unchanged.
 
     Args:
-        where: the data set that the file is of, for messages: "data.name 'a'".
+        where: the name of the data set in messages, such as "data.name 'a'".
     """
     chain = causes(error)
-    if any(map(is_silence, chain)):
+    if any(map(is_connection_error, chain)):
         return error
-    said = next((x for x in chain if isinstance(x, UnusableData)), None)
-    if isinstance(said, DamagedFile):
-        return UnusableData(f"{where}: {path!r}, {said}")
-    if said is not None:
-        return UnusableData(f"{said}, in {path!r}")
+    ours = next((x for x in chain if isinstance(x, UnusableData)), None)
+    if isinstance(ours, DamagedFile):
+        return UnusableData(f"{where}: {path!r}, {ours}")
+    if ours is not None:
+        return UnusableData(f"{ours}, in {path!r}")
     return UnusableData(f"{where}: {path!r} cannot be read: {_reason(chain, path)}")
 
 
 def _reason(chain: list[BaseException], path: str) -> str:
     if any(isinstance(error, UnicodeDecodeError) for error in chain):
-        if found := _undecodable(path):
-            return found
-    said = " ".join(str(chain[-1]).split())
-    if "zstd" in said and "not supported" in said or "zstandard" in said:
+        if reason := _undecodable(path):
+            return reason
+    message = " ".join(str(chain[-1]).split())
+    if "zstd" in message and "not supported" in message or "zstandard" in message:
         return f"it is {ZSTANDARD}"
-    return f"{type(chain[-1]).__name__}: {said}"
+    return f"{type(chain[-1]).__name__}: {message}"
 
 
 def _undecodable(path: str) -> str:
-    """The first line of a file that is not UTF-8, and why; empty: there is none."""
+    """Return the reason why a file is not UTF-8, with its first such line; else ""."""
     import fsspec
 
     try:

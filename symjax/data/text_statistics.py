@@ -1,4 +1,7 @@
-"""Held-out targets of a packed text: how many, their bytes, and lines of n-grams."""
+"""Statistics of a packed text, for `corpus.json`.
+
+They are the number of held-out targets, the bytes of these, and the losses of n-grams.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,37 @@ from symjax.data.store.writer import Counts
 from symjax.data.tokens import Tokenizer
 
 
-def measured(
+def text_statistics(
     arrays: Mapping[str, np.ndarray],
     tokenizer: Tokenizer,
     marks: Boundaries,
     heldout: Counts,
 ) -> dict[str, Any]:
-    """Return what a manifest says of the targets of a model: see `Corpus`.
+    """Return the entries of a manifest about the targets of a model.
+
+    They are "document_start" and "shared" (`Corpus.start`, `Corpus.shared`), "judged"
+    (the number of held-out targets and their bytes) and "ngrams"
+    (`Corpus.references`).
 
     Args:
-        arrays: tokens, and ends of documents where they are kept apart, by name.
+        arrays: by name: the tokens of both splits and, if documents are kept apart,
+            their ends.
         heldout: the counts of the held-out text.
     """
     ends = {x: arrays[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in arrays}
-    firsts = np.zeros(1, np.int64)  # the held-out tokens that are no targets
+    not_targets = np.zeros(1, np.int64)  # places of held-out tokens
     if ends and not marks.shared:
-        firsts = np.concatenate([firsts, ends["heldout"][:-1]])
-    kinds, times = np.unique(arrays["heldout"][firsts], return_counts=True)
+        not_targets = np.concatenate([not_targets, ends["heldout"][:-1]])
+    ids, times = np.unique(arrays["heldout"][not_targets], return_counts=True)
     sizes = [
-        0 if kind in (marks.first, marks.before) else tokenizer.size_of(kind)
-        for kind in kinds.tolist()
+        0 if token in (marks.first, marks.before) else tokenizer.size_of(token)
+        for token in ids.tolist()
     ]
     return {
         "document_start": marks.start,
         "shared": marks.shared,
         "judged": {
-            "tokens": heldout.tokens - len(firsts),
+            "tokens": heldout.tokens - len(not_targets),
             "bytes": heldout.bytes - int(np.dot(sizes, times)),
         },
         "ngrams": ngrams.cross_entropies(

@@ -8,7 +8,7 @@ import re
 
 import pytest
 from PIL import Image
-from runs import ROOT
+from runs import ROOT, train, write_text
 
 from symjax import attention, exchange, layers, models
 
@@ -81,6 +81,24 @@ def test_pages_and_pictures_belong_together():
     for name in pictures:
         path = PAGES / f"{name}.png"
         assert f"]({path.name})" in TEXTS[name] and path.stat().st_size < 30_000
+
+
+def test_the_first_pages_show_a_small_figure():
+    figure = ROOT / "docs/overview.png"
+    assert figure.stat().st_size < 150_000
+    assert f"](docs/{figure.name})" in (ROOT / "README.md").read_text()
+    assert f"]({figure.name})" in (ROOT / "docs/index.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_figure_is_drawn_of_runs(tmp_path):
+    assert train(write_text(tmp_path), tmp_path / "run", model__depth=2) == 0
+    overview = loaded(ROOT / "docs/overview.py")
+    figure = overview.drawing([overview.load(tmp_path / "run")] * 3)
+    assert [axes.get_title() for axes in figure.axes[:3]] == [*overview.TITLES]
+    (start, learned) = figure.axes[3].get_lines()
+    assert start.get_ydata() == pytest.approx([0.2, 0.3555], abs=1e-4)
+    assert len(learned.get_ydata()) == 2
 
 
 @pytest.mark.slow

@@ -32,11 +32,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax import attention
-from symjax.attention import chunks, features
-from symjax.attention.chunks import Tokens
-from symjax.attention.features import RANDOM, RandomFeatures
-from symjax.attention.normalised import Normalised
-from symjax.attention.performer_fused import FusedFeatures
+from symjax.attention import features
+from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.operands import Tokens
+from symjax.attention.features import RANDOM
+from symjax.attention.kernels.tpu.normalised import FusedFeatures
+from symjax.attention.recurrent import chunks
+from symjax.attention.recurrent.normalised import Normalised
 
 HEADS, SIZE, FEATURES = 2, 64, 256
 SCALES = 0.5, 1, 2, 4, 8

@@ -34,7 +34,7 @@ SOFTPLUS = '''\
 
 import jax
 
-from symjax.attention.plain_features import PLAIN, plain
+from symjax.attention.features import PLAIN, plain
 
 PLAIN["softplus"] = plain(jax.nn.softplus)
 '''
@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 
 from symjax.attention import Option, decay_causal, decay_state, decay_step
-from symjax.attention.log_decays import LOG_DECAYS, LogDecay
+from symjax.attention.gated_linear import LOG_DECAYS, LogDecay
 from symjax.attention.mechanisms import MECHANISMS
 from symjax.layers.parts.decays import DECAY
 from symjax.layers.parts.table import PARTS

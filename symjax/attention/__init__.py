@@ -4,13 +4,13 @@ Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query leng
 S key length, N heads, K key/value heads, H head size, V value size, M features.
 """
 
+from symjax.attention.core.options import Option
 from symjax.attention.cosine import (
     cosine,
     cosine_causal,
     cosine_state,
     cosine_step,
 )
-from symjax.attention.decayed_linear import decay_causal, decay_state, decay_step
 from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
 from symjax.attention.differential import (
     differential,
@@ -19,33 +19,35 @@ from symjax.attention.differential import (
     lambda_initial,
 )
 from symjax.attention.favor import Statistics, favor_statistics
-from symjax.attention.features import orthogonal_projection
+from symjax.attention.features import hedgehog, orthogonal_projection, t2r
 from symjax.attention.flash import (
     flash,
     flash_causal,
     flash_state,
     flash_step,
 )
+from symjax.attention.gated_linear import (
+    decay_causal,
+    decay_state,
+    decay_step,
+    gated_log_decay,
+    lightning_log_decay,
+    retention_log_decay,
+)
 from symjax.attention.gau import gau
-from symjax.attention.learned_features import hedgehog, t2r
 from symjax.attention.linear import (
     linear,
     linear_causal,
     linear_state,
     linear_step,
 )
-from symjax.attention.log_decays import (
-    gated_log_decay,
-    lightning_log_decay,
-    retention_log_decay,
-)
+from symjax.attention.matrix_function import matrix_function
 from symjax.attention.mechanisms import (
     BIDIRECTIONAL,
     MECHANISMS,
     Mechanism,
     table,
 )
-from symjax.attention.options import Option
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -59,10 +61,9 @@ from symjax.attention.positions import (
     sinusoidal,
 )
 from symjax.attention.rope_scaling import rope_attention_factor, rope_frequencies
-from symjax.attention.scores import ScoreMechanism
+from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
-from symjax.attention.spectral import matrix_function
 from symjax.attention.symmetric import symmetric, symmetric_key
 from symjax.attention.tables import TABLES
 

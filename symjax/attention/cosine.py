@@ -14,12 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import state_sizes
-from symjax.attention.noncausal import attend
-from symjax.attention.normalised import LinearState, Normalised
-from symjax.attention.normalised_gpu import GpuFeatures
-from symjax.attention.plain_features import UNIT
-from symjax.attention.recurrences import attend_causal, attend_step
+from symjax.attention.core.arguments import state_sizes
+from symjax.attention.features import UNIT
+from symjax.attention.kernels.gpu.normalised import GpuFeatures
+from symjax.attention.recurrent.bidirectional import attend
+from symjax.attention.recurrent.engine import attend_causal, attend_step
+from symjax.attention.recurrent.normalised import LinearState, Normalised
 
 RECURRENCE = Normalised(UNIT)
 

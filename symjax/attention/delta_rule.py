@@ -22,26 +22,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import as_array, check_arrays, state_sizes
-from symjax.attention.chunks import (
+from symjax.attention.core.arguments import as_array, check_arrays, state_sizes
+from symjax.attention.core.products import einsum, products, sum_dtype
+from symjax.attention.kernels.gpu.recurrent import GpuDelta
+from symjax.attention.kernels.tpu.recurrent import FusedDelta
+from symjax.attention.recurrent.chunks import (
     Chunk,
     Stretch,
     chunk_of,
-    einsum,
-    products,
-    sum_dtype,
     time_first,
     widened,
 )
-from symjax.attention.decayed_fused import FusedDelta
-from symjax.attention.decayed_gpu import GpuDelta
-from symjax.attention.faded import (
-    Faded,
-    faded,
-    shared_or_own,
-    times_decay,
-)
-from symjax.attention.recurrences import attend_causal, attend_step
+from symjax.attention.recurrent.decays import Faded, faded, shared_or_own, times_decay
+from symjax.attention.recurrent.engine import attend_causal, attend_step
 
 
 class DeltaState(NamedTuple):

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import (
+from symjax.attention.core.arguments import (
     as_array,
     check_arrays,
     check_floating,
     check_function,
     check_number,
 )
-from symjax.attention.scores import ScoreMechanism
+from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.softmax import softmax
 
 

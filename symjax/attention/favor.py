@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import check_choice, check_floating, check_positive
-from symjax.attention.features import RandomFeatures
+from symjax.attention.core.arguments import check_choice, check_floating, check_positive
+from symjax.attention.core.feature_maps import RandomFeatures
 
 KINDS = ("favor#", "favor++")
 _product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)

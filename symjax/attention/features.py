@@ -2,86 +2,25 @@
 
 Features are an amplitude times a power of e. `normalised.py` keeps the exponents below
 a running maximum, so that nothing overflows and nothing that matters is lost.
+
+Learned features for `linear(features="identity")`.
+
+Features without parameters: of linear attention by name, and of 1 + cos.
+
+Weights of pairs are computed without features where these would cancel.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from symjax.attention.checks import check_choice
-from symjax.attention.chunks import einsum, in_six_passes
-
-
-class LogFeatures(NamedTuple):
-    """Features φ = amplitude · exp(exponent), without an amplitude of 1 or exponent 0.
-
-    The last axis is that of features; of the exponent it is 1 where all share it.
-    """
-
-    amplitude: Any  # [… M], or None
-    exponent: Any  # [… M] or [… 1], or None
-
-    def raised(self, exponent: Array) -> "LogFeatures":
-        """φ · exp(exponent)."""
-        return self._replace(exponent=self.exponent + exponent)
-
-    def where(self, keep: Array) -> "LogFeatures":
-        """φ, and 0 where keep says no. keep lacks the axis of features."""
-        keep = keep[..., None]
-        if self.exponent is None:
-            return self._replace(amplitude=jnp.where(keep, self.amplitude, 0))
-        return self._replace(exponent=jnp.where(keep, self.exponent, -jnp.inf))
-
-    def weights(self) -> Array:
-        """φ itself."""
-        if self.exponent is None:
-            return self.amplitude
-        powers = jnp.exp(self.exponent)
-        return powers if self.amplitude is None else self.amplitude * powers
-
-
-def finite(exponent: Array) -> Array:
-    """An exponent to subtract: 0 where no key was seen, since −inf − (−inf) is NaN."""
-    return jnp.where(jnp.isneginf(exponent), 0, exponent)
-
-
-def row_shift(query: LogFeatures) -> Array:
-    """The largest exponent of each row, to subtract; a constant to the gradient."""
-    highest = query.exponent.max(axis=-1, keepdims=True)
-    return finite(jax.lax.stop_gradient(highest))
-
-
-class Features(NamedTuple):
-    """How queries and keys become features: (array, parameters) → LogFeatures.
-
-    They act on the last axis only. Both have the same parts, and what cancels in a
-    row's ratio may be left out of the query's.
-
-    Attributes:
-        pairs: (einsum, query, key, divisor) → φ(q)·φ(k) / divisor of all pairs, where a
-            sum over features that change sign would lose digits.
-        signed: whether features change sign, so that sums of products may cancel.
-        leading: H → how many of the first features are never negative, where no pair
-            weighs less than 0 either though other features change sign.
-        around: (query, key) → other features of the same products, which cancel less.
-            They are made for these keys, so no state holds them; a key's first is 1.
-        bounded: whether no feature exceeds 1 and no pair weighs less than 0. The mean
-            weight of a row then has a known rounding error, so that kernels can add up
-            features that change sign.
-    """
-
-    query: Callable[[Array, Any], LogFeatures]
-    key: Callable[[Array, Any], LogFeatures]
-    pairs: Callable[[Callable, Array, Array, Array], Array] | None = None
-    signed: bool = False
-    leading: Callable[[int], int] | None = None
-    around: Callable[[Array, Array], tuple[LogFeatures, LogFeatures]] | None = None
-    bounded: bool = False
+from symjax.attention.core.arguments import check_choice, check_floating
+from symjax.attention.core.feature_maps import Features, LogFeatures, RandomFeatures
+from symjax.attention.core.products import einsum, in_six_passes, products
 
 
 def named(who: str, table: dict[str, Features], name: str) -> Features:
@@ -93,14 +32,6 @@ def named(who: str, table: dict[str, Features], name: str) -> Features:
 def squared_length(x: Array) -> Array:
     """|x|² [… 1], as a product, which XLA's compiler for CPUs adds up faster."""
     return einsum("...h,...h->...", x, x)[..., None]
-
-
-class RandomFeatures(NamedTuple):
-    """The parameters of random features: rows w, the scale, log factors of the rows."""
-
-    rows: Float[Array, "M H"]
-    scale: Float[Array, ""]
-    offset: Float[Array, " M"] | None = None
 
 
 def _project(x: Array, random: RandomFeatures) -> Array:
@@ -207,3 +138,185 @@ def default_projection(head_size: int) -> np.ndarray:
     with jax.ensure_compile_time_eval():
         rows = orthogonal_projection(jax.random.key(0), 256, head_size)
     return np.asarray(rows)
+
+
+def hedgehog(
+    x: Float[Array, "B T N H"], weight: Float[Array, "N H M"]
+) -> Float[Array, "B T N 2M"]:
+    """Learned features softmax([x W, −x W]) for `linear(features="identity")`.
+
+    Cost: O(T H M). In float32 at least, as the features that are given by name.
+
+    Raises:
+        ValueError: a weight that does not fit.
+    Source: Zhang et al. 2024, arXiv:2402.04347.
+    """
+    projected = _learned("hedgehog", x, weight)
+    return jax.nn.softmax(jnp.concatenate([projected, -projected], axis=-1), axis=-1)
+
+
+def t2r(
+    x: Float[Array, "B T N H"],
+    weight: Float[Array, "N H M"],
+    bias: Float[Array, "N M"],
+) -> Float[Array, "B T N M"]:
+    """Learned features relu(x W + b) for `linear(features="identity")`.
+
+    Cost: O(T H M). In float32 at least, as the features that are given by name. A row
+    whose features are all 0 gets an output of 0.
+
+    Raises:
+        ValueError: a weight or a bias that does not fit.
+    Source: Kasai et al. 2021, arXiv:2103.13076.
+    """
+    projected = _learned("t2r", x, weight)
+    check_floating("t2r", bias=bias)
+    if bias.shape != projected.shape[2:]:
+        raise ValueError(
+            f"t2r: bias must be [N M] of x {x.shape} and weight {weight.shape}, "
+            f"got {bias.shape}"
+        )
+    return jax.nn.relu(projected + bias[None, None].astype(projected.dtype))
+
+
+def _learned(who: str, x: Array, weight: Array) -> Array:
+    check_floating(who, x=x, weight=weight)
+    if x.ndim != 4 or weight.ndim != 3 or weight.shape[:2] != x.shape[2:]:
+        raise ValueError(
+            f"{who}: weight must be [N H M] for x [B T N H], got weight "
+            f"{weight.shape} and x {x.shape}"
+        )
+    dtype = jnp.promote_types(jnp.result_type(x, weight), jnp.float32)
+    given = x.astype(dtype), weight.astype(dtype)
+    return products(x, weight)("btnh,nhm->btnm", *given)
+
+
+_NORM_EPSILON = 1e-6
+PAIRS = "bkgth,bksh->bkgts"
+Product = Callable[..., Array]  # an einsum
+
+
+def plain(
+    function: Callable[[Array], Array],
+    pairs: Callable | None = None,
+    signed: bool = False,
+    leading: Callable[[int], int] | None = None,
+    around: Callable | None = None,
+    bounded: bool = False,
+) -> Features:
+    """Return the entry of `PLAIN` for a function of the last axis: jax.nn.softplus.
+
+    The other arguments are those of `Features`.
+    """
+
+    def both(x: Array, parameters: None = None) -> LogFeatures:
+        return LogFeatures(function(x), None)
+
+    return Features(both, both, pairs, signed, leading, around, bounded)
+
+
+def _length(x: Array) -> Array:
+    """|x| [… 1], with a gradient of 0 at 0."""
+    square = squared_length(x)
+    positive = square > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), 0)
+
+
+def _unit(x: Array) -> Array:
+    """[1, x / (|x| + 1e-6)]: products of these are 1 + cos."""
+    length = _length(x)
+    unit = einsum("...h,...i->...h", x, 1 / (length + _NORM_EPSILON))
+    return jnp.concatenate([jnp.ones_like(length), unit], -1)
+
+
+def _unit_around(
+    query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
+) -> tuple[LogFeatures, LogFeatures]:
+    """Features of 1 + cos that are small where it is: around m, the keys' direction.
+
+    1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
+
+    m = max |k̂| Σ k̂ / |Σ k̂|: beside it no vectors far below 1e-6 are lost.
+    """
+    unit, other = _unit(query)[..., 1:], _unit(key)[..., 1:]
+    lengths = _length(key)
+    longest = (lengths / (lengths + _NORM_EPSILON)).max(-2, keepdims=True, initial=0)
+    mean = other.sum(axis=-2, keepdims=True)
+    mean, longest = jax.lax.stop_gradient((mean, longest))
+    length = _length(mean)
+    mean *= longest / jnp.where(length > 0, length, jnp.inf)
+    row, column = unit + mean[:, :, None], other - mean
+    one, ones = jnp.ones_like(row[..., :1]), jnp.ones_like(column[..., :1])
+    rows = [squared_length(row) / 2 + _half_shortfall(query), one, row]
+    columns = [ones, squared_length(column) / 2 + _half_shortfall(key), column]
+    both = jnp.concatenate(rows, axis=-1), jnp.concatenate(columns, axis=-1)
+    return LogFeatures(both[0], None), LogFeatures(both[1], None)
+
+
+def _half_shortfall(x: Array) -> Array:
+    """(1 − |x̂|²)/2 with x̂ = x / (|x| + 1e-6): no form cancels, nor its derivative."""
+    length = _length(x)
+    unit, missing = (y / (length + _NORM_EPSILON) for y in (length, _NORM_EPSILON))
+    return jnp.where(missing < 0.5, missing * (1 - missing / 2), (1 - unit * unit) / 2)
+
+
+def _unit_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+    """1 + cos, and 0 where that is less than the rounding error of 1."""
+    row, column = (x.amplitude for x in _unit_around(query, key))
+    scores = product(PAIRS, row, column)
+    return jnp.where(scores > jnp.finfo(scores.dtype).eps / 2, scores, 0) / divisor
+
+
+def _elu_plus_one(x: Array) -> Array:
+    """elu(x) + 1, with eˣ itself below 0: (eˣ − 1) + 1 is 0 from x = −17 on."""
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+
+def _relu2(x: Array) -> Array:
+    return jnp.square(jax.nn.relu(x))
+
+
+def _squared(x: Array) -> Array:
+    """All x_i x_j with i ≤ j: products of these are (q·k)².
+
+    Pairs are taken by their distance on a ring, in whole vectors; at distance H/2 each
+    pair would come twice.
+    """
+    size = x.shape[-1]
+    ring = jnp.concatenate([x, x], axis=-1)
+    pairs = [x * x]
+    for distance in range(1, size // 2 + 1):
+        count = size // 2 if 2 * distance == size else size
+        other = ring[..., distance : distance + count]
+        pairs.append(2**0.5 * x[..., :count] * other)
+    return jnp.concatenate(pairs, axis=-1)
+
+
+def _squared_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+    scores = product(PAIRS, query, key)
+    return scores * (scores / divisor)
+
+
+def _taylor(x: Array) -> Array:
+    """Products of these are 1 + s + s²/2, exp(s) to the second order; s = q·k/√H."""
+    size = x.shape[-1]
+    squares = _squared(x) * (2 * size) ** -0.5
+    return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
+
+
+def _taylor_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+    scores = product(PAIRS, query, key) * key.shape[-1] ** -0.5
+    return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
+
+
+IDENTITY = plain(lambda x: x, signed=True)
+UNIT = plain(_unit, _unit_pairs, True, lambda size: 1, _unit_around, bounded=True)
+PLAIN = {
+    "elu": plain(_elu_plus_one),
+    "identity": IDENTITY,
+    "relu": plain(jax.nn.relu),
+    "relu2": plain(_relu2),
+    "squared": plain(_squared, _squared_pairs, True, lambda size: size),
+    "taylor": plain(_taylor, _taylor_pairs, True, lambda size: 1),
+}
+ELEMENTWISE = PLAIN["elu"], PLAIN["relu"], PLAIN["relu2"]  # and never negative

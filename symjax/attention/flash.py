@@ -17,21 +17,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention import groups
-from symjax.attention.checks import (
+from symjax.attention.core.arguments import (
     check_axis,
     check_count,
     check_dtype,
     check_flag,
     check_number,
     check_state,
+    check_tokens,
     shown_state,
 )
+from symjax.attention.core.sequence import segment_runs_over
+from symjax.attention.core.visibility import only_seen, visible_keys
 from symjax.attention.gau import fixed_divisor
-from symjax.attention.groups import FlashState, Rule, Tokens
-from symjax.attention.masks import only_seen, visible_keys
-from symjax.attention.recurrences import check_tokens
-from symjax.attention.shards import segment_runs_over
+from symjax.attention.recurrent import groups
+from symjax.attention.recurrent.groups import FlashState, Rule, Tokens
 
 
 def flash(

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.checks import shown
-from symjax.attention.scores import ScoreMechanism
+from symjax.attention.core.arguments import shown
+from symjax.attention.scores.mechanism import ScoreMechanism
 
 DIVISORS = ("count", "squared_count")
 

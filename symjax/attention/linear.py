@@ -19,15 +19,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check_arrays, check_mask, state_sizes
-from symjax.attention.features import named
-from symjax.attention.masks import only_seen, visible_keys
-from symjax.attention.noncausal import attend
-from symjax.attention.normalised import LinearState, Normalised
-from symjax.attention.normalised_gpu import GpuFeatures
-from symjax.attention.performer_fused import FusedFeatures
-from symjax.attention.plain_features import IDENTITY, PLAIN
-from symjax.attention.recurrences import attend_causal, attend_step
+from symjax.attention.core.arguments import check_arrays, check_mask, state_sizes
+from symjax.attention.core.visibility import only_seen, visible_keys
+from symjax.attention.features import IDENTITY, PLAIN, named
+from symjax.attention.kernels.gpu.normalised import GpuFeatures
+from symjax.attention.kernels.tpu.normalised import FusedFeatures
+from symjax.attention.recurrent.bidirectional import attend
+from symjax.attention.recurrent.engine import attend_causal, attend_step
+from symjax.attention.recurrent.normalised import LinearState, Normalised
 
 FeatureFunction = Callable[[Array], Array]
 

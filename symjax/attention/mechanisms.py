@@ -4,24 +4,23 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from symjax.attention.core.options import Option
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
-from symjax.attention.decayed_linear import decay_causal, decay_state, decay_step
 from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
-from symjax.attention.features import RANDOM
+from symjax.attention.features import PLAIN, RANDOM
 from symjax.attention.flash import flash, flash_causal, flash_state, flash_step
+from symjax.attention.gated_linear import decay_causal, decay_state, decay_step
 from symjax.attention.gau import gau
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
-from symjax.attention.options import Option
+from symjax.attention.matrix_function import matrix_function
 from symjax.attention.performer import (
     performer,
     performer_causal,
     performer_state,
     performer_step,
 )
-from symjax.attention.plain_features import PLAIN
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
-from symjax.attention.spectral import matrix_function
 from symjax.tables import aligned
 
 

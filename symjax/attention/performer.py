@@ -24,14 +24,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.checks import check_kind, check_positive, state_sizes
+from symjax.attention.core.arguments import check_kind, check_positive, state_sizes
+from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.favor import KINDS, Statistics, adapted
-from symjax.attention.features import RANDOM, RandomFeatures, default_projection, named
-from symjax.attention.noncausal import attend
-from symjax.attention.normalised import LinearState, Normalised
-from symjax.attention.normalised_gpu import GpuFeatures
-from symjax.attention.performer_fused import FusedFeatures
-from symjax.attention.recurrences import attend_causal, attend_step
+from symjax.attention.features import RANDOM, default_projection, named
+from symjax.attention.kernels.gpu.normalised import GpuFeatures
+from symjax.attention.kernels.tpu.normalised import FusedFeatures
+from symjax.attention.recurrent.bidirectional import attend
+from symjax.attention.recurrent.engine import attend_causal, attend_step
+from symjax.attention.recurrent.normalised import LinearState, Normalised
 
 
 def performer(

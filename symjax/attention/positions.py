@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
-from symjax.attention.checks import (
+from symjax.attention.core.arguments import (
     as_array,
     check_arrays,
     check_count,
@@ -18,7 +18,7 @@ from symjax.attention.checks import (
     check_number,
     check_positive,
 )
-from symjax.attention.meshes import by_platform
+from symjax.attention.core.devices import by_platform
 
 LANES = 128  # of a TPU: numbers that lie side by side in its registers
 HEADS_LAST = Layout((0, 1, 2, 3))  # as the kernel of attention reads [B T N H]

@@ -20,7 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from symjax.attention.checks import check_choice, check_count, check_flag, check_number
+from symjax.attention.core.arguments import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+)
 
 SCALED = ("linear", "dynamic", "yarn", "llama3")
 KINDS = ("none", *SCALED)

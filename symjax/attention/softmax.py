@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.rows import KEPT
-from symjax.attention.scores import ScoreMechanism
+from symjax.attention.scores.mechanism import ScoreMechanism
+from symjax.attention.scores.rows import KEPT
 
 
 def softmax_weights(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.scores import ScoreMechanism
+from symjax.attention.scores.mechanism import ScoreMechanism
 
 FLOOR = -2.0  # below the highest score, scaled; every threshold lies above −1
 

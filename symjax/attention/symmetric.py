@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.checks import (
+from symjax.attention.core.arguments import (
     check_arrays,
     check_choice,
     check_floating,

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from symjax.attention.features import RANDOM
-from symjax.attention.log_decays import LOG_DECAYS
+from symjax.attention.features import PLAIN, RANDOM
+from symjax.attention.gated_linear import LOG_DECAYS
 from symjax.attention.mechanisms import MECHANISMS
-from symjax.attention.plain_features import PLAIN
 
 TABLES: dict[str, tuple[dict[str, Any], ...]] = {
     "mechanism": (MECHANISMS,),

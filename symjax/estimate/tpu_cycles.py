@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from symjax.attention.rescue import RARE
+from symjax.attention.core.meshes import RARE
 from symjax.estimate.hlo import Instruction, buffers, computations, total
 from symjax.models.chips import Chip
 from symjax.training.loss import SCOPE

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import config
-from symjax.attention.kernels import RESIDUAL
+from symjax.attention.kernels.operands import RESIDUAL
 from symjax.layers.attention import Attention
 from symjax.layers.norms import norm
 from symjax.layers.primitives import FEEDFORWARD, PROJECTION, Linear, dropout, keep

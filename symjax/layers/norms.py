@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from symjax.attention.meshes import like_its_first
+from symjax.attention.core.meshes import like_its_first
 
 EPSILON = 1e-5
 

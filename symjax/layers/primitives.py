@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
-from symjax.attention.meshes import by_platform, on_tpu
+from symjax.attention.core.devices import by_platform, on_tpu
 from symjax.attention.positions import turning_features
 from symjax.layers.segments import Segments, document_lengths
 from symjax.layers.sharded import time_axis

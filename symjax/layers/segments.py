@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.segments import starts
+from symjax.attention.core.sequence import starts
 from symjax.layers.sharded import Operand
 
 

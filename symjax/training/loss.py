@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.meshes import backend
-from symjax.attention.rescue import RARE
+from symjax.attention.core.devices import backend
+from symjax.attention.core.meshes import RARE
 from symjax.data.documents import SegmentedTokens
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer

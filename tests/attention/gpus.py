@@ -10,14 +10,15 @@ from interpreted import B, K, N
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from symjax.attention import meshes, recurrences
-from symjax.attention.chunks import Tokens
+from symjax.attention.core import devices
+from symjax.attention.core.operands import Tokens
+from symjax.attention.recurrent import engine
 from symjax.estimate import targets
 
 
 def on(capability, monkeypatch):
     device = SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(meshes, "backend", lambda: "gpu")
+    monkeypatch.setattr(devices, "backend", lambda: "gpu")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -27,7 +28,7 @@ def served(kernel, parameters=None, *, size=64, width=64, length=128, dtype=None
     """Whether a kernel takes arrays of these sizes, bfloat16 unless said."""
     heads = (N, size), (K, size), (K, width)
     like = [jax.ShapeDtypeStruct((B, length, *x), dtype or jnp.bfloat16) for x in heads]
-    return recurrences.served(kernel, Tokens(*like), parameters)
+    return engine.served(kernel, Tokens(*like), parameters)
 
 
 def compiled_for_an_h200(attend, *heads, dtypes=()):

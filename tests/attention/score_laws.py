@@ -14,8 +14,8 @@ import pytest
 from laws import SEGMENTS, B, H, K, N, S, T, V, close, same
 
 from symjax import attention
-from symjax.attention import rows
-from symjax.attention.meshes import lowered_for
+from symjax.attention.core.devices import lowered_for
+from symjax.attention.scores import rows
 
 LAMBDA = np.array([0.8, -0.3, 1.7, 0.0, 0.5, -2.0])
 ALL_ROWS = {"is_causal": True, "mask_self": True, "length_base": 5.0}

@@ -13,7 +13,7 @@ import pytest
 from score_laws import jitted
 
 from symjax import attention
-from symjax.attention.row_maps import row_map
+from symjax.attention.scores.mechanism import row_map
 from symjax.attention.softmax import softmax_weights
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "conformance"

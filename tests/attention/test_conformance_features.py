@@ -14,7 +14,8 @@ import oracles
 import pytest
 from laws import close
 
-from symjax.attention.features import RANDOM, RandomFeatures
+from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.features import RANDOM
 from symjax.attention.linear import linear, linear_causal
 from symjax.attention.performer import performer, performer_causal
 

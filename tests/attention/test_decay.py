@@ -11,14 +11,12 @@ import oracles
 import pytest
 from laws import CHUNK, SEGMENTS, B, H, K, N, T, V, close, hiding, inputs, same
 
-from symjax.attention.decayed_linear import (
+from symjax.attention.differential import differential
+from symjax.attention.gated_linear import (
     DecayState,
     decay_causal,
     decay_state,
     decay_step,
-)
-from symjax.attention.differential import differential
-from symjax.attention.log_decays import (
     gated_log_decay,
     lightning_log_decay,
     retention_log_decay,

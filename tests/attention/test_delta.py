@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from laws import CHUNK, SEGMENTS, B, H, K, N, T, V, close, hiding, inputs, same
 
-from symjax.attention.decayed_linear import decay_causal
 from symjax.attention.delta_rule import (
     DeltaState,
     delta_causal,
@@ -19,6 +18,7 @@ from symjax.attention.delta_rule import (
     delta_step,
 )
 from symjax.attention.differential import differential
+from symjax.attention.gated_linear import decay_causal
 
 SHAPES = {"none": None, "head": (B, T, K), "channel": (B, T, K, H)}
 each_kind = pytest.mark.parametrize("kind", SHAPES)

@@ -8,8 +8,9 @@ import numpy as np
 import oracles
 import pytest
 
+from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.favor import apply_statistics, favor_statistics
-from symjax.attention.features import RANDOM, RandomFeatures, orthogonal_projection
+from symjax.attention.features import RANDOM, orthogonal_projection
 from symjax.attention.performer import performer
 
 ESTIMATORS = sorted(set(RANDOM) - {"relu"})

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from symjax.attention.features import (
+    PLAIN,
     RANDOM,
+    UNIT,
     default_projection,
+    hedgehog,
     named,
     orthogonal_projection,
+    t2r,
 )
-from symjax.attention.learned_features import hedgehog, t2r
-from symjax.attention.plain_features import PLAIN, UNIT
 
 
 @pytest.mark.parametrize(("features", "norms"), [(3, "chi"), (21, "constant")])

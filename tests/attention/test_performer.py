@@ -10,16 +10,17 @@ import oracles
 import pytest
 from laws import close, inputs, run, same
 
-from symjax.attention.chunks import einsum
+from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.products import einsum
 from symjax.attention.favor import Statistics, favor_statistics
-from symjax.attention.features import RANDOM, RandomFeatures, orthogonal_projection
-from symjax.attention.normalised import Arithmetic, query_state, update
+from symjax.attention.features import RANDOM, orthogonal_projection
 from symjax.attention.performer import (
     performer,
     performer_causal,
     performer_state,
     performer_step,
 )
+from symjax.attention.recurrent.normalised import Arithmetic, query_state, update
 
 FORMS = performer, performer_causal, performer_step, performer_state
 ROWS = np.asarray(orthogonal_projection(jax.random.key(7), 11, laws.H))

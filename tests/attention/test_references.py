@@ -58,7 +58,7 @@ CASES = {
         (Q @ W.T, K @ W.T - (K * K).sum(axis=-1, keepdims=True) / 2, VALUE),
         lambda heads: A.performer_causal(*heads(Q, K, VALUE), W, scale=1.0),
     ),
-    "decayed_linear": (
+    "gated_linear": (
         (Q, K, VALUE, G),
         lambda heads: A.decay_causal(*heads(Q, K, VALUE), G[None, :, None]),
     ),
@@ -72,7 +72,7 @@ CASES = {
         (Q, K, LQ, LK, VALUE, 4),
         lambda heads: A.flash_causal(*heads(Q, K, LQ, LK, VALUE), group_size=4),
     ),
-    "spectral": (
+    "matrix_function": (
         (Q, VALUE, np.exp),
         lambda heads: A.matrix_function(*heads(Q, VALUE), "exp"),
     ),

@@ -11,7 +11,7 @@ from score_laws import SCORED, blocks, every_close, graded, single
 
 from symjax import attention
 from symjax.attention import sparse
-from symjax.attention.row_maps import row_map
+from symjax.attention.scores.mechanism import row_map
 
 WEIGHTS = {1: sparse.sparsemax_weights, 2: sparse.entmax15_weights}
 each = pytest.mark.parametrize("power", WEIGHTS)

@@ -8,7 +8,7 @@ import pytest
 from laws import B, H, N, T, V, close
 
 from symjax import attention
-from symjax.attention.row_maps import row_map
+from symjax.attention.scores.mechanism import row_map
 
 
 def scores(query, key):

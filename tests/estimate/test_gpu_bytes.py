@@ -2,7 +2,7 @@
 
 import pytest
 
-from symjax.attention.rescue import RARE
+from symjax.attention.core.meshes import RARE
 from symjax.estimate.gpu_bytes import passes
 
 PROGRAM = """\

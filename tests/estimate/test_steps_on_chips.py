@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from runs import preset
 
 from symjax import config
-from symjax.attention.rescue import RARE
+from symjax.attention.core.meshes import RARE
 from symjax.estimate import plan, targets
 from symjax.estimate.hlo import buffers, computations
 from symjax.estimate.tpu_cycles import estimate

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from symjax import config
-from symjax.attention.rescue import RARE
+from symjax.attention.core.meshes import RARE
 from symjax.estimate import targets
 from symjax.estimate.tpu_cycles import PARTS, estimate
 from symjax.models.chips import Chip

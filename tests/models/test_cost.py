@@ -10,8 +10,7 @@ from flax import nnx
 
 from symjax import config
 from symjax.attention import MECHANISMS
-from symjax.attention.features import RANDOM
-from symjax.attention.plain_features import PLAIN
+from symjax.attention.features import PLAIN, RANDOM
 from symjax.layers.parts.table import part_of
 from symjax.models import transformer
 from symjax.models.cost import attention_flops

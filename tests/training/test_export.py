@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from symjax import config
-from symjax.attention.meshes import lowered_for
+from symjax.attention.core.devices import lowered_for
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from symjax import config
-from symjax.attention.row_maps import row_map
+from symjax.attention.scores.mechanism import row_map
 from symjax.data.generated import NOTHING
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Options, progress

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from symjax import config
-from symjax.attention.log_decays import LOG_DECAYS
+from symjax.attention.gated_linear import LOG_DECAYS
 from symjax.layers.parts.part import Part, Sizes
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from symjax import attention, config
+from symjax.attention.core.feature_maps import Features, RandomFeatures
 from symjax.attention.favor import KINDS, unit_statistics
-from symjax.attention.features import RANDOM, Features, RandomFeatures
-from symjax.attention.plain_features import PLAIN, UNIT
+from symjax.attention.features import PLAIN, RANDOM, UNIT
 from symjax.layers.parts.part import (
     Constant,
     Part,

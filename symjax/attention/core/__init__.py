@@ -1,0 +1,1 @@
+"""Ground of all mechanisms: arguments, visibility, operands, products, meshes."""

@@ -1,0 +1,272 @@
+"""What the arguments of mechanisms must be; messages name both sides."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+KINDS = {  # of arrays, as errors name them
+    jnp.number: "an array of real numbers",
+    jnp.floating: "an array of floating numbers",
+    jnp.integer: "an array of whole numbers",
+    jnp.bool_: "a boolean array (True = attend)",
+}
+
+
+def shown(value: Any) -> str:
+    """A value as errors name it: on one line, an array by its shape."""
+    if getattr(value, "shape", ()):
+        return f"an array of shape {value.shape}"
+    return " ".join(repr(value).split())
+
+
+def check_choice(who: str, name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise unless the value is one of these words, and list them."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"{who}: {name} {shown(value)} is unknown: choose from {', '.join(choices)}"
+        )
+
+
+def check_count(who: str, name: str, value: int, least: int = 1) -> None:
+    """Raise unless the value is such an integer, known at trace time."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{who}: {name} must be an int, got {shown(value)}")
+    if value < least:
+        raise ValueError(f"{who}: {name} must be at least {least}, got {value}")
+
+
+def state_sizes(
+    who: str, batch: int, kv_heads: int, head_size: int, value_size: int, dtype: Any
+) -> tuple[int, int, int, int]:
+    """The sizes of a state that has read nothing.
+
+    Raises:
+        ValueError: one of them or the dtype is no such thing, by its name.
+    """
+    check_count(who, "batch", batch, least=0)
+    check_count(who, "kv_heads", kv_heads)
+    check_count(who, "head_size", head_size)
+    check_count(who, "value_size", value_size, least=0)
+    check_dtype(who, dtype)
+    return batch, kv_heads, head_size, value_size
+
+
+def check_dtype(who: str, dtype: Any) -> None:
+    """Refuse what is no dtype of floating numbers."""
+    try:
+        floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    except (TypeError, ValueError):
+        floating = False
+    if not floating:
+        raise ValueError(
+            f"{who}: dtype must be that of floating numbers, got {shown(dtype)}"
+        )
+
+
+def check_flag(who: str, name: str, value: bool) -> None:
+    """Refuse what is not Python's True or False: programs are compiled for it."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{who}: {name} must be True or False, got {shown(value)}")
+
+
+def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> None:
+    """Refuse what is not one number, or one of Python or numpy that is not finite.
+
+    needed: None, which is left out, is refused, too.
+    """
+    if hasattr(value, "shape"):
+        one, found = value.shape == (), value.shape
+    else:
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        one, found = real or (value is None and not needed), repr(value)
+    if not one:
+        raise ValueError(f"{who}: {name} must be one number, got {found}")
+    if hasattr(value, "dtype"):
+        check_kind(who, jnp.number, **{name: value})
+    if isinstance(value, int | float) and not math.isfinite(value):
+        raise ValueError(f"{who}: {name} must be finite, got {value}")
+
+
+def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> None:
+    """As `check_number`, and refuse what is not above 0 where its value is known."""
+    check_number(who, name, value, needed=needed)
+    if value is None or isinstance(value, Tracer):
+        return
+    if not 0 < value < math.inf:
+        raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
+
+
+def check_function(who: str, attend: Callable) -> None:
+    """Refuse a mechanism by name where the function itself is wanted."""
+    if not callable(attend):
+        raise ValueError(f"{who}: attend must be a function, got {attend!r}")
+
+
+def check_kind(who: str, kind: type, **arrays: Any) -> None:
+    """Refuse what is no array of this kind, by its name; None is left out."""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        found = getattr(array, "dtype", f"a {type(array).__name__}")
+        fits = hasattr(array, "dtype") and jnp.issubdtype(found, kind)
+        if not fits or jnp.issubdtype(found, jnp.complexfloating):
+            raise ValueError(f"{who}: {name} must be {KINDS[kind]}, got {found}")
+
+
+def check_floating(who: str, **arrays: Any) -> None:
+    """Refuse what is no array of floating numbers, by its name, None among them."""
+    for name, array in arrays.items():
+        if array is None:
+            raise ValueError(f"{who}: {name} must be {KINDS[jnp.floating]}, got None")
+    check_kind(who, jnp.floating, **arrays)
+
+
+def as_array(who: str, name: str, value: Any) -> Array:
+    """What may be a number or a list as an array of real numbers, or an error that
+    names it."""
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{who}: {name} must be an array, got {shown(value)}"
+        ) from None
+    check_kind(who, jnp.number, **{name: array})
+    return array
+
+
+def check_arrays(who: str, **arrays: Array) -> None:
+    """Refuse what is not a floating array [batch, time, heads, size], by its name.
+
+    Raises:
+        ValueError: naming all of the arrays and their shapes, or the one whose numbers
+            are not floating.
+    """
+    check_floating(who, **arrays)
+    if any(x.ndim != 4 or x.shape[2] == 0 for x in arrays.values()):
+        shapes = ", ".join(str(x.shape) for x in arrays.values())
+        raise ValueError(
+            f"{who}: {', '.join(arrays)} must be [batch, time, heads, size], heads not "
+            f"0, got {shapes}"
+        )
+
+
+def check_heads(
+    who: str, query: Array, key: Array, value: Array, *, branches: bool = False
+) -> None:
+    """Raise on shapes that do not fit, naming both.
+
+    Args:
+        branches: a value head may belong to several key heads.
+    """
+
+    def refuse(wanted: str, **two: Array) -> None:
+        found = " and ".join(f"{name} {x.shape}" for name, x in two.items())
+        raise ValueError(f"{who}: {wanted}, got {found}")
+
+    check_arrays(who, query=query, key=key, value=value)
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
+        refuse("query and key must agree in batch and head size", query=query, key=key)
+    if query.shape[3] == 0:
+        refuse("query and key must have a size above 0", query=query, key=key)
+    heads = key.shape[2] % value.shape[2] if branches else key.shape[2] - value.shape[2]
+    if key.shape[:2] != value.shape[:2] or heads:
+        refuse(
+            "key and value must agree in batch, time and heads", key=key, value=value
+        )
+    if query.shape[2] % key.shape[2]:
+        refuse("query heads must be a multiple of key heads", query=query, key=key)
+
+
+def check_mask(who: str, mask: Array, key: Array) -> None:
+    """A mask may hide keys, the same for all rows and heads: [B or 1, 1, 1, S]."""
+    check_kind(who, jnp.bool_, mask=mask)
+    shape = (1,) * (4 - mask.ndim) + mask.shape
+    batch, length = key.shape[:2]
+    fits = len(shape) == 4 and shape[0] in (1, batch) and shape[3] in (1, length)
+    if not fits or shape[1:3] != (1, 1):
+        raise ValueError(
+            f"{who}: a mask may only hide keys, shape ({batch} or 1, 1, 1, {length}) "
+            f"for key {key.shape}, got {mask.shape}"
+        )
+
+
+def device_count(who: str, axis_name: str | None) -> int:
+    """How many devices time is split over, or an error that names the axis."""
+    if axis_name is None:
+        return 1
+    try:
+        return jax.lax.axis_size(axis_name)
+    except (NameError, TypeError, ValueError):
+        raise ValueError(
+            f"{who}: axis_name must be a mesh axis of a jax.shard_map around the call, "
+            f"got {shown(axis_name)}"
+        ) from None
+
+
+def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) -> None:
+    """Time that is split over a mesh axis is all of time, from the first token on."""
+    device_count(who, axis_name)
+    for name, given in (("state", state is not None), ("return_state", return_state)):
+        if axis_name is not None and given:
+            raise ValueError(
+                f"{who}: {name} has no meaning with axis_name {axis_name!r}, whose "
+                "devices read all tokens from the first on"
+            )
+
+
+def check_state(who: str, given: str, state: Any, wanted: Any) -> None:
+    """Raise unless a state is like the wanted one, a NamedTuple of arrays.
+
+    given: what needs such a state, as errors name it.
+    """
+    shapes = partial(jax.tree.map, jnp.shape)
+    if type(state) is not type(wanted) or shapes(state) != shapes(wanted):
+        raise ValueError(
+            f"{who}: {given} need {shown_state(wanted)}, got {shown_state(state)}"
+        )
+    for name, like in wanted._asdict().items():
+        if like is not None:
+            sums = jnp.issubdtype(like.dtype, jnp.floating)
+            kind = jnp.floating if sums else jnp.integer
+            check_kind(who, kind, **{f"the state's {name}": getattr(state, name)})
+
+
+def shown_state(state: Any) -> str:
+    """A state as errors name it: its kind, and the shape of each part."""
+    parts = state._asdict() if hasattr(state, "_asdict") else {}
+    named = [f"{name} {jnp.shape(x)}" for name, x in parts.items() if x is not None]
+    return f"a {type(state).__name__}" + (f" of {', '.join(named)}" if named else "")
+
+
+def check_tokens(
+    who: str,
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+    *,
+    causal: bool,
+) -> None:
+    """Raise on shapes that do not fit, naming both; `causal` wants T = S."""
+    check_heads(who, query, key, value)
+    check_kind(who, jnp.integer, segment_ids=segment_ids)
+    if causal and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"{who}: as many queries as keys are needed here, got query {query.shape} "
+            f"and key {key.shape}"
+        )
+    if segment_ids is not None and segment_ids.shape != query.shape[:2]:
+        raise ValueError(
+            f"{who}: segment_ids must be [B T] of query {query.shape}, "
+            f"got {segment_ids.shape}"
+        )
+    if mask is not None:
+        check_mask(who, mask, key)

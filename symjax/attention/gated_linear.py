@@ -1,0 +1,287 @@
+"""Linear attention whose state decays: RetNet, Lightning, gated linear attention.
+
+    def decay(q, k, v, g):                   # one head: q, k [T H], v [T V], g [T]
+        sums, out = 0, []
+        for t in range(len(q)):
+            sums = np.exp(g[t]) * sums + np.outer(k[t], v[t])
+            out.append(q[t] @ sums)
+        return np.stack(out)
+
+There is no denominator. `faded.py` has the weights of pairs inside a chunk of time.
+
+Logarithms of decays: the constants of papers, and those of learned gates.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.core.arguments import (
+    as_array,
+    check_choice,
+    check_count,
+    check_positive,
+    state_sizes,
+)
+from symjax.attention.core.products import sum_dtype
+from symjax.attention.kernels.gpu.recurrent import GpuDecay
+from symjax.attention.kernels.tpu.recurrent import FusedDecay
+from symjax.attention.positions import alibi_slopes
+from symjax.attention.recurrent.chunks import (
+    Chunk,
+    Stretch,
+    chunk_of,
+    time_first,
+    widened,
+)
+from symjax.attention.recurrent.decays import (
+    Faded,
+    faded,
+    fades_by_channel,
+    shared_or_own,
+    times_decay,
+)
+from symjax.attention.recurrent.engine import attend_causal, attend_step
+
+
+class DecayState(NamedTuple):
+    """What decaying attention keeps of its past, in float32 at least.
+
+    sums_t = Σ_{s≤t} exp(g_{s+1} + … + g_t) k_s v_sᵀ
+    """
+
+    sums: Float[Array, "B K H V"]
+
+
+@dataclass(frozen=True)
+class Decayed:
+    """The recurrence. The log-decay is what all tokens share, or an operand of each."""
+
+    def may_stand_side_by_side(
+        self, state: DecayState, stretch: Stretch, platform: str
+    ) -> bool:
+        return platform == "cpu" or not fades_by_channel(stretch)
+
+    def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
+        dtype = jnp.promote_types(dtype, jnp.float32)
+        return DecayState(jnp.zeros(sizes, dtype))
+
+    def prepare(
+        self, parameters: Array | None, stretch: Stretch
+    ) -> tuple[Chunk, Faded]:
+        chunk = chunk_of(stretch)
+        _, query, key, _ = widened(chunk)
+        return chunk, faded(parameters, query, key, chunk)
+
+    def advance(
+        self, state: DecayState, prepared: tuple[Chunk, Faded]
+    ) -> tuple[DecayState, Float[Array, "B T K G V"]]:
+        chunk, (since, _, _, scores) = prepared
+        product, query, _, value = widened(chunk)
+        rows = product("bkgts,bksv->bkgtv", scores, value)
+        asking = times_decay(query, since)
+        rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
+        after, _ = self.merge((state, 0), self.effect(prepared))
+        return after, time_first(rows)
+
+    def effect(
+        self, prepared: tuple[Chunk, Faded]
+    ) -> tuple[DecayState, Float[Array, "B K F"]]:
+        chunk, (_, until, through, _) = prepared
+        product, _, key, value = widened(chunk)
+        sums = product("bksh,bksv->bkhv", times_decay(key, until), value)
+        return DecayState(sums), through
+
+    def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:
+        """The first state fades through the second stretch."""
+        left = one[0].sums * jnp.exp(two[1])[..., None]
+        return DecayState(left + two[0].sums), one[1] + two[1]
+
+
+def decay_causal(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    log_decay: Float[Array, "#B #T K *F"] | Float[Array, " K"],
+    mask: Bool[Array, "B 1 1 T"] | None = None,
+    *,
+    chunk_size: int = 64,
+    state: DecayState | None = None,
+    return_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DecayState]:
+    """Unnormalised linear attention over a past that fades.
+
+    S_t = exp(g_t) S_{t−1} + k_t v_tᵀ and out[t] = q_t S_t, with g_t = log_decay[t]
+
+    There is no scale and no denominator: scale the query and normalise the output.
+    Query head n uses key head n // (N/K), whose decay it shares. Sums run in float32
+    at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
+    O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, on
+    accelerators one every 4096 tokens, and of few tokens on one CPU device what all
+    chunks need. On one TPU a kernel serves (`decayed_fused`), which keeps a state a
+    query head every 128 tokens, and for bfloat16 on an NVIDIA GPU another
+    (`decayed_gpu`), with a state a key head every 64 and 64 numbers a token and query
+    head. They have no forward-mode derivative; for decays a channel none is promised
+    anywhere.
+
+    Args:
+        log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or
+            [B or 1, T or 1, K, H] for one a channel. Above 0 the state grows, which
+            cannot be refused here: under `jax.jit` no value is known. −∞ forgets all.
+        mask: True = attend; it may only hide keys. A hidden token is as good as
+            absent: it neither adds nor decays. Its own output is read from the state.
+        chunk_size: at most so many tokens are handled together, best a power of two, on
+            a CPU in chunks of one length; T or more is the parallel form, quadratic in
+            T. Accelerators take multiples of 128.
+        state: from `decay_state`, `decay_step` or an earlier call.
+        return_state, segment_ids, axis_name: as in `linear_causal`.
+    Raises:
+        ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
+            state of other sizes; a state given or wanted with an axis_name.
+    Source: Sun et al. 2023, arXiv:2307.08621 (a constant a head); Qin et al. 2023,
+        arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate a channel).
+    """
+    who = "decay_causal"
+    shared, operands = shared_or_own(who, log_decay, key, mask, segment_ids)
+    return attend_causal(
+        who,
+        Decayed(),
+        query,
+        key,
+        value,
+        mask,
+        parameters=shared,
+        operands=operands,
+        chunk_size=chunk_size,
+        state=state,
+        return_state=return_state,
+        segment_ids=segment_ids,
+        axis_name=axis_name,
+        kernels=(FusedDecay(), GpuDecay()),
+    )
+
+
+def decay_step(
+    state: DecayState,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    value: Float[Array, "B 1 K V"],
+    log_decay: Float[Array, "#B 1 K *F"] | Float[Array, " K"],
+) -> tuple[Float[Array, "B 1 N V"], DecayState]:
+    """One more token of `decay_causal`, in O(H V): the output and the state after it.
+
+    Raises:
+        ValueError: as `decay_causal`; more than one token.
+    """
+    who = "decay_step"
+    shared, operands = shared_or_own(who, log_decay, key)
+    tokens = query, key, value
+    return attend_step(
+        who, Decayed(), state, *tokens, parameters=shared, operands=operands
+    )
+
+
+def decay_state(
+    batch: int,
+    kv_heads: int,
+    head_size: int,
+    value_size: int,
+    *,
+    dtype: Any = jnp.float32,
+) -> DecayState:
+    """The state of `decay_causal` before the first token; float32 at least."""
+    sizes = state_sizes("decay_state", batch, kv_heads, head_size, value_size, dtype)
+    return Decayed().empty(None, sizes, dtype)
+
+
+def retention_log_decay(heads: int) -> Float[Array, "N"]:
+    """log(1 − 2^(−5−h)) of heads h from 0: a memory of 32, 64, 128 … tokens.
+
+    Raises:
+        ValueError: fewer than 1 head.
+    Source: Sun et al. 2023, arXiv:2307.08621, "multi-scale retention".
+    """
+    check_count("retention_log_decay", "heads", heads)
+    return jnp.asarray(np.log1p(-(2.0 ** (-5 - np.arange(heads)))))
+
+
+def lightning_log_decay(
+    heads: int, layer: int, layers: int, *, convention: str
+) -> Float[Array, "N"]:
+    """The constant decays of Lightning attention, by one of two published conventions.
+
+    "transnormer": −2^(−8(h+1)/N) (1 − l/(L−1) + 1e-5), as in OpenNLPLab's models; by
+        `alibi_slopes` where N is no power of two.
+    "fla": −(8h/N) (1 − l/L), as in flash-linear-attention; head 0 never decays.
+
+    Args:
+        layer, layers: l, counted from 0, of L: later layers remember longer.
+    Raises:
+        ValueError: an unknown convention, fewer than 1 head, or no such layer.
+    Source: Qin et al. 2023, arXiv:2307.14995.
+    """
+    who = "lightning_log_decay"
+    check_count(who, "heads", heads)
+    check_count(who, "layers", layers)
+    check_count(who, "layer", layer, least=0)
+    if layer >= layers:
+        raise ValueError(
+            f"{who}: layer must be 0 to layers - 1, got layer {layer} "
+            f"and layers {layers}"
+        )
+    check_choice(who, "convention", convention, ("fla", "transnormer"))
+    if convention == "transnormer":
+        slopes = alibi_slopes(heads) * (1 - layer / max(layers - 1, 1) + 1e-5)
+    else:
+        slopes = 8 * np.arange(heads) / heads * (1 - layer / layers)
+    return jnp.asarray(-slopes)
+
+
+def gated_log_decay(
+    logits: Float[Array, "*shape"], power: float = 1 / 16
+) -> Float[Array, "*shape"]:
+    """power · log sigmoid(logits), in float32 at least: a gate that a layer learns.
+
+    Raises:
+        ValueError: a power that is not above 0, whose state would grow.
+    Source: Yang et al. 2023, arXiv:2312.06635.
+    """
+    logits = as_array("gated_log_decay", "logits", logits)
+    check_positive("gated_log_decay", "power", power, needed=True)
+    return power * jax.nn.log_sigmoid(logits.astype(sum_dtype(logits)))
+
+
+class LogDecay(NamedTuple):
+    """A rule that gives every key head of a layer its log-decay, which is at most 0.
+
+    Attributes:
+        rates: (heads, layer, layers) → constants [heads]; layers count from 0.
+        gate: logits → log-decays, element by element; the logits are a learned linear
+            map of the token.
+        per: "head" or "channel", for which there is one logit.
+    """
+
+    rates: Callable[[int, int, int], Float[Array, "N"]] | None = None
+    gate: Callable[[Array], Array] | None = None
+    per: str = "head"
+
+
+# By the names of model.attention.decay. Those of mamba2 and kda need more weights than
+# a map of the token: `symjax.layers.parts.decays` has them.
+LOG_DECAYS = {
+    "retention": LogDecay(lambda heads, layer, layers: retention_log_decay(heads)),
+    "transnormer": LogDecay(partial(lightning_log_decay, convention="transnormer")),
+    "lightning": LogDecay(partial(lightning_log_decay, convention="fla")),
+    "gated": LogDecay(gate=gated_log_decay, per="channel"),
+    "mamba2": LogDecay(),
+    "kda": LogDecay(per="channel"),
+    "none": LogDecay(lambda heads, layer, layers: jnp.zeros(heads)),
+}

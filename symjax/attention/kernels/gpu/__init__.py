@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs, and the adapters that call them."""

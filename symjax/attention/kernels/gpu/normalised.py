@@ -1,0 +1,138 @@
+"""Causal Performer, linear and cosine attention on NVIDIA GPUs' kernels."""
+
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float
+
+from symjax.attention.core.feature_maps import LOST, Features, LogFeatures
+from symjax.attention.core.meshes import vary_alike
+from symjax.attention.core.operands import Tokens
+from symjax.attention.core.products import TILE
+from symjax.attention.core.sequence import starts
+from symjax.attention.features import ELEMENTWISE
+from symjax.attention.kernels.gpu.chunks import SIZES, of_key_heads
+from symjax.attention.kernels.gpu.features import Kept, backward, forward
+from symjax.attention.kernels.gpu.states import (
+    Form,
+    Ids,
+    in_blocks,
+    mean_weights,
+    whole_blocks,
+)
+from symjax.attention.kernels.operands import RESIDUAL
+from symjax.attention.kernels.tpu.normalised import MOST_FEATURES
+from symjax.attention.recurrent.chunks import heads_joined, layout, scan
+from symjax.attention.recurrent.normalised import Normalised
+from symjax.attention.recurrent.precision import rescued
+from symjax.attention.recurrent.schedule import in_one
+
+
+def _exponents(x: Array, _: None) -> LogFeatures:
+    return LogFeatures(None, x)
+
+
+_BY_EXPONENTS = Normalised(Features(_exponents, _exponents))
+
+
+class GpuFeatures(NamedTuple):
+    """The kernels, as a `Kernel` of the engine, of bfloat16 and of features that are
+    never negative or bounded. XLA makes them in float32, except elementwise ones."""
+
+    recurrence: Normalised
+    interpret: Any = False
+
+    platform = "cuda"
+
+    def serves(self, tokens: Tokens, parameters: Any) -> bool:
+        maps, (_, key, value) = self.recurrence.features, tokens[:3]
+        narrow = all(x.dtype == jnp.bfloat16 for x in tokens[:3])
+        exact_pairs = (maps.signed or maps.pairs) and not maps.bounded
+        if not narrow or exact_pairs or value.shape[3] not in SIZES:
+            return False
+        like = jax.ShapeDtypeStruct(key.shape, jnp.float32)
+        made = jax.tree.leaves(jax.eval_shape(maps.key, like, parameters))
+        return len(made) == 1 and made[0].shape[3] <= MOST_FEATURES
+
+    def attend(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
+        query, key, value, ids = Ids.of(tokens)
+        maps = self.recurrence.features
+        if maps in ELEMENTWISE and query.shape[3] == whole_blocks(query.shape[3]):
+            form = Form(False, maps, self.interpret)
+        else:
+            query, key = (x.astype(jnp.float32) for x in (query, key))
+            asking = maps.query(query, parameters)
+            asked = maps.key(key, parameters).where((ids.key >= 0)[..., None])
+            if maps.bounded:
+                asking = LogFeatures(mean_weights(asking.amplitude, ids), None)
+            exponents = asked.exponent is not None
+            form = Form(exponents, None, self.interpret, maps.bounded)
+            query, key = (
+                in_blocks(x.exponent if form.exponents else x.amplitude, form.nothing)
+                for x in (asking, asked)
+            )
+        if form.exponents:
+            given = query, key, value
+            rows: Array = rescued(partial(_quick, form), _exactly, ids, given)
+        else:
+            rows = cast(tuple, _attend(form, ids, query, key, value))[0]
+        return rows[:, : tokens.query.shape[1]]
+
+
+def _quick(
+    form: Form, ids: Ids, given: tuple[Array, Array, Array]
+) -> tuple[Float[Array, "B T N V"], Bool[Array, "B T N"]]:
+    """Rows, and which of them see a key but have lost all of them to rounding."""
+    rows, denominator = cast(tuple, _attend(form, ids, *given))
+    time = jnp.arange(rows.shape[1])
+    first = jax.lax.cummax(jnp.where(starts(ids.query), time, 0), axis=1)
+    latest = jax.lax.cummax(jnp.where(ids.key >= 0, time, -1), axis=1)
+    small = jax.lax.stop_gradient(denominator) < LOST
+    return rows, (latest >= first)[..., None] & jnp.swapaxes(small, 1, 2)
+
+
+def _exactly(ids: Ids, given: tuple[Array, Array, Array]) -> Float[Array, "B T N V"]:
+    """By one chunk after the other in XLA, which takes least memory."""
+    key, value = given[1:]
+    mask = (ids.key >= 0)[:, None, None]
+    stretch = layout(Tokens(*given, mask=mask, segment_ids=ids.query))
+    sizes = *key.shape[::2], key.shape[3], value.shape[3]
+    empty = _BY_EXPONENTS.empty(None, sizes, jnp.float32)
+    state, stretch = vary_alike((empty, stretch))
+    _, rows = scan(partial(in_one, _BY_EXPONENTS), TILE, None, state, stretch)
+    return heads_joined(rows, value.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    form: Form,
+    ids: Ids,
+    query: Float[Array, "B T N M"],
+    key: Float[Array, "B T K M"],
+    value: Float[Array, "B T K V"],
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+    """The output, and its denominators, which have no gradient."""
+    return forward(form, query, key, value, ids, keep=False)[:2]
+
+
+def _forward(
+    form: Form, ids: Ids, query: Array, key: Array, value: Array
+) -> tuple[tuple, tuple]:
+    output, _, kept = forward(form, query, key, value, ids, keep=True)
+    states, *rows = cast(Kept, kept)
+    output, *rows = checkpoint_name((output, *rows), RESIDUAL)
+    kept = Kept(states, *rows)
+    return (output, kept.denominator), (ids, (query, key, value), kept)
+
+
+def _backward(form: Form, saved: tuple, changes: tuple[Array, Array]) -> tuple:
+    ids, given, kept = saved
+    query, key, value = given
+    found = backward(form, query, key, value, ids, kept, changes[0])
+    return None, *map(of_key_heads, found, given)
+
+
+_attend.defvjp(_forward, _backward)

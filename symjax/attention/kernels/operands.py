@@ -1,0 +1,92 @@
+"""Arrays and shapes that the kernels of all platforms share."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.core.operands import Tokens
+from symjax.attention.core.sequence import segment_runs, starts
+from symjax.attention.core.visibility import only_seen, visible_keys
+from symjax.attention.kernels.tpu.tiles import LANES
+
+# The checkpoint_name of the outputs of forward kernels: where a policy of
+# `jax.checkpoint` saves them, the backward pass does not run that kernel again.
+RESIDUAL = "attention_residual"
+
+NEVER = -1e30  # the logarithm of a decay that forgets all; no sum of them is NaN
+
+
+def log_decay_of(
+    own: Sequence[Array], parameters: Float[Array, "K 1"] | None
+) -> Float[Array, "#B #T K F"]:
+    """Each token's own, or that of all."""
+    return own[0] if parameters is None else parameters[None, None]
+
+
+def seen_decays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
+    """Query, key, value, log-decays of each head or channel and β, 0 for hidden tokens;
+    the first token of a segment forgets all."""
+    query, key, value, visible, segment = Shown.of(tokens)
+    if log_decay is not None:
+        shape = *key.shape[:3], log_decay.shape[3]
+        log_decay = jnp.broadcast_to(log_decay, shape).astype(jnp.float32)
+    if visible is not None:
+        if log_decay is not None:
+            (log_decay,) = only_seen(visible, log_decay)
+        if beta is not None:
+            beta = jnp.where(visible[..., None], beta, 0)
+    if log_decay is not None:
+        if segment is not None:
+            first = starts(segment)[:, :, None, None]
+            log_decay = jnp.where(first, NEVER, log_decay)
+        log_decay = jnp.maximum(log_decay, NEVER)
+        if log_decay.shape[3] == 1:
+            log_decay = log_decay[..., 0]
+    return [query, key, value, log_decay, beta]
+
+
+def result(like: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An output that differs over the same manual mesh axes as an input."""
+    kind = jax.typeof(like).manual_axis_type
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
+def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:
+    """bfloat16 numbers, the largest first, that add up to float32 ones: to 8 bits of
+    their 24 each."""
+    parts = []
+    for _ in range(count):
+        parts.append(x.astype(jnp.bfloat16))
+        x -= parts[-1].astype(x.dtype)
+    return parts
+
+
+def even(size: int, unit: int = LANES) -> int:
+    """The next multiple of `unit`."""
+    return -(-size // unit) * unit
+
+
+class Shown(NamedTuple):
+    """Query, key and value in one dtype, those of hidden tokens 0."""
+
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B T K H"]
+    value: Float[Array, "B T K V"]
+    visible: Bool[Array, "B T"] | None  # None: all are
+    segment: Int[Array, "B T"] | None  # the number of it
+
+    @classmethod
+    def of(cls, tokens: Tokens):
+        query, key, value, _, mask, segment_ids = tokens
+        dtype = jnp.result_type(query, key, value)
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+        visible = segment = None
+        if mask is not None:
+            visible = visible_keys(mask, *key.shape[:2])
+            key, value = only_seen(visible, key, value)
+        if segment_ids is not None:
+            segment = segment_runs(segment_ids)
+        return cls(query, key, value, visible, segment)

@@ -1,0 +1,1 @@
+"""Pallas kernels for TPUs, and the adapters that call them."""

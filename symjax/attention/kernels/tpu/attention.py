@@ -1,0 +1,78 @@
+"""Score mechanisms on the fused kernel, for TPUs.
+
+Forced by `implementation="fused"` it is interpreted on other machines, slowly, which
+serves to check it. Like the ring, it has no forward-mode derivative (`jax.jvp`), and no
+second one; `implementation="rows"` has both.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.core.devices import backend, on_tpu, split_by_xla
+from symjax.attention.core.meshes import on_any_mesh, varying
+from symjax.attention.core.operands import Operands, Rule, rows_spec
+from symjax.attention.kernels.tpu.attention_gradient import fused
+from symjax.attention.kernels.tpu.tiles import LANES
+
+LARGEST_HEAD = 512
+WIDEST = 2**14  # lanes of all queries of a key head, whose gradients are in VMEM
+FEWEST_ROWS = 128  # with fewer query rows the kernel is not used, unless forced
+
+
+def refusal(rule: Rule, operands: Operands) -> str | None:
+    """Why the kernel does not serve a call; None if it does."""
+    query, _, value, bias, slopes, _, _, known = operands
+    if backend() == "tpu" and not on_tpu():
+        return "it needs a TPU of v4 or later, without jax's types of 64 bits"
+    if backend() == "tpu" and split_by_xla():
+        return "XLA cannot split it over devices: call it in a jax.shard_map"
+    if backend() != "tpu" and varying(operands[:3]):
+        return "interpreted, it needs a jax.shard_map with check_vma=False"
+    dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
+    if not dtypes <= {"bfloat16", "float32"}:
+        return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"
+    if bias is not None or slopes is not None:
+        return "it adds no bias and no alibi"
+    if known.mask is not None and known.mask.shape[1:3] != (1, 1):
+        return f"it takes a mask of keys alone, [B 1 1 S], got {known.mask.shape}"
+    if not known.consecutive:
+        return "it takes rows that follow each other, without positions"
+    if rule.scale is None:
+        return "its scale is a number, not an array"
+    if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
+        return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
+    lanes = -(-query.shape[3] // LANES) * LANES * (query.shape[1] // value.shape[1])
+    if lanes > WIDEST:
+        return f"the queries of a key take at most {WIDEST} lanes, got {lanes}"
+    return None
+
+
+@on_any_mesh(static=2, specs=rows_spec)  # outside jit it compiles once a shape
+def _attend(interpret: bool, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+    """`attend_rows` for the weights of softmax, by the kernel."""
+    known, lam = operands.visibility, operands.lam
+    mask = known.mask
+    if mask is not None:
+        mask = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], known.length))
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
+    output = fused(
+        query,
+        key,
+        value,
+        None if lam is None else jnp.swapaxes(lam, 1, 2),
+        scale=rule.scale,
+        window=known.window,
+        mask=mask,
+        mask_self=known.mask_self,
+        runs=known.key_segments,
+        length_base=rule.length_base,
+        first=known.rows[0, 0] if rule.offset is None else rule.offset,
+        interpret=interpret,
+    )
+    return jnp.swapaxes(output, 1, 2)
+
+
+attend_fused = partial(_attend, False)
+attend_interpreted = partial(_attend, True)

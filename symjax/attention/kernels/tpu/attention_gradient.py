@@ -1,0 +1,267 @@
+"""Softmax and differential attention as TPU kernels, which keep no scores in memory.
+
+Forward: a block of rows meets the blocks of keys that it sees, and keeps a running
+maximum m of its scores, the sum of exp(score − m) and the values weighed by it, which
+fade when m grows (online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867). Kept
+are the output and the normaliser log Σ exp(score) of every row.
+Backward: a block of keys meets the blocks of rows that see it; weights come again from
+the normaliser (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Gradients of keys and
+values grow in VMEM over the rows, those of all queries over the keys. The row sums
+Σ change · output read the output as it was rounded, as in FlashAttention-2 (Dao 2023,
+arXiv:2307.08691): in bfloat16 a mean of values, which cancels in exact gradients of
+queries and keys, blurs them (docs/performance.md).
+
+One pass over the keys serves both maps of differential attention, and heads are read
+where projections leave them, side by side in [B T N·H], if they are whole tiles of
+128 lanes: nothing is transposed or repeated.
+
+Compared, for B 4, T 4096, N 16 on a v5e, causal, bfloat16, forward + backward, in
+millions of cycles: these kernels have 3.2 + 7.0 for softmax with heads of 128, 6.2 +
+10.9 for differential V1 with halves of 64 and values of 128, counted from the bundles
+that the compiler schedules; jax's splash kernel 12.2 and, with repeated values, 24.9;
+blocks of rows in XLA (`attend_rows`) 41 to 118 and 166 to 335. FLOPs at peak: 7.3.
+Splash has one map a call and no length scale; tokamax's attention for TPU is a splash
+kernel that is chosen by the default device, not at lowering, and it needs Python 3.12;
+cuDNN's is for GPUs.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.core.meshes import vary_alike
+from symjax.attention.core.visibility import length_scale
+from symjax.attention.kernels.intervals import (
+    Seen,
+    pairs_in_window,
+    seen_by_rows,
+)
+from symjax.attention.kernels.operands import RESIDUAL
+from symjax.attention.kernels.tpu.attention_backward import backward, row_sums
+from symjax.attention.kernels.tpu.attention_forward import forward
+from symjax.attention.kernels.tpu.attention_plan import Operands, Plan
+from symjax.attention.kernels.tpu.tiles import LANES
+
+
+def fused(
+    query: Float[Array, "B T Nq H"],
+    key: Float[Array, "B S Nk H"],
+    value: Float[Array, "B S K V"],
+    lam: Float[Array, "#B #T N"] | None = None,
+    *,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    mask: Bool[Array, "#B S"] | None = None,
+    mask_self: bool = False,
+    runs: Int[Array, "#B S"] | None = None,
+    length_base: float | None = None,
+    first: int | Int[Array, ""] | None = None,
+    block: int = 512,
+    resident: int = 8192,
+    gradients: int = 2**25,
+    interpret: Any = False,
+) -> Float[Array, "B T N V"]:
+    """`attend_rows` for the weights of softmax, on a TPU.
+
+    With `lam`, sub-heads 2n and 2n+1 are the branches of head n and the weights are
+    w[2n] − lam[n]·w[2n+1]; there are 2K key heads (V1) or K (V2). Products are of the
+    operands as they are (float32 ones with all their bits), scores and sums are
+    float32, and a score below −7e29 counts as none. Blocks of keys that no row of a
+    block sees cost nothing.
+
+    Time O(T S (H + V)) a head, half of it if causal; memory O(T + S) a head.
+
+    Args:
+        window: how many keys before and after its own position a row may see.
+        mask: the keys that exist; the others are finite, as are their values.
+        runs: the number of each key's segment, non-decreasing; rows have the runs of
+            the keys at their positions.
+        first: the position of row 0, S − T by default.
+        block: rows and keys of a block; at most `resident` of them stay in VMEM, and so
+            many bytes of the queries' gradients. 512 × 512 keep the MXU of a v5e busy
+            for 81 to 95 % of a step.
+        interpret: run on any machine, slowly: True, or pltpu.InterpretParams.
+    """
+    length, keys = query.shape[1], key.shape[1]
+    seen, count = seen_by_rows(
+        length,
+        keys,
+        keys - length if first is None else first,
+        left=window[0],
+        right=window[1],
+        mask_self=mask_self,
+        exists=mask,
+        runs=runs,
+    )
+    sizes = block, resident, gradients
+    plan, operands = prepared(query, key, value, lam, scale, window, sizes, interpret)
+    by_row = mask_self or runs is not None
+    operands = restricted(operands, seen, count, length_base, by_row)
+    output: Array = _attend(plan, *vary_alike((operands, seen)))
+    return apart(plan, output, value)
+
+
+def prepared(
+    query: Float[Array, "B T Nq H"],
+    key: Float[Array, "B S Nk H"],
+    value: Float[Array, "B S K V"],
+    lam: Float[Array, "#B #T N"] | None,
+    scale: float | None,
+    window: tuple[int | None, int | None],
+    sizes: tuple[int, int, int] = (512, 8192, 2**25),
+    interpret: Any = False,
+) -> tuple[Plan, Operands]:
+    """For rows that see all keys in the window. sizes: block, resident, gradients."""
+    (batch, length, queries, size), (keys, kv_heads, value_size) = (
+        query.shape,
+        value.shape[1:],
+    )
+    heads, key_maps = queries // (1 if lam is None else 2), key.shape[2] // kv_heads
+    block, resident, gradients = sizes
+    left, right = window
+    plan = Plan(
+        batch=batch,
+        kv_heads=kv_heads,
+        groups=heads // kv_heads,
+        maps=queries // heads,
+        key_maps=key_maps,
+        length=length,
+        keys=keys,
+        head_size=-(-size * key_maps // LANES) * LANES // key_maps,
+        value_size=-(-value_size // LANES) * LANES,
+        scale=float(size**-0.5 if scale is None else scale),
+        left=left,
+        right=right,
+        pairs=pairs_in_window(length, keys, left, right),
+        block=block,
+        resident=resident,
+        gradients=gradients,
+        interpret=interpret,
+    )
+    common = jnp.promote_types(query.dtype, key.dtype)
+    return plan, Operands(
+        heads_in_lanes(query.astype(common), plan.head_size),
+        heads_in_lanes(key.astype(common), plan.head_size),
+        heads_in_lanes(value, plan.value_size),
+        None if lam is None else _by_row(lam, (batch, length, heads)),
+        None,
+        None,
+        None,
+    )
+
+
+def restricted(
+    operands: Operands,
+    seen: Seen,
+    count: Int[Array, "b T"],
+    length_base: float | None,
+    by_row: bool,
+) -> Operands:
+    """Operands for rows that see less than the window.
+
+    Args:
+        by_row: the limits of every row are among them.
+    """
+    factor = None
+    if length_base:  # float64 in a program that has it, which kernels do not
+        factor = length_scale(count, length_base)[:, None].astype(jnp.float32)
+    return operands._replace(
+        factor=factor,
+        rows=seen.rows if by_row else None,
+        exists=None if seen.exists is None else seen.exists[:, None].astype(jnp.int32),
+    )
+
+
+def apart(
+    plan: Plan, output: Float[Array, "B T N*V"], value: Float[Array, "B S K V"]
+) -> Float[Array, "B T N V"]:
+    output = output.reshape(plan.batch, plan.length, plan.heads, -1)
+    return output[..., : value.shape[-1]]
+
+
+def heads_in_lanes(x: Float[Array, "B T n h"], size: int) -> Float[Array, "B T n*size"]:
+    """Heads side by side, filled up to whole tiles."""
+    filling = [(0, 0)] * 3 + [(0, size - x.shape[-1])]
+    return jnp.pad(x, filling).reshape(*x.shape[:2], -1)
+
+
+def _by_row(lam: Float[Array, "#B #T N"], shape: tuple) -> Float[Array, "B N 1 T"]:
+    return jnp.swapaxes(jnp.broadcast_to(lam, shape), 1, 2)[:, :, None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, operands: Operands, seen: Seen) -> Float[Array, "B T N*V"]:
+    return forward(plan, operands, seen)[0]
+
+
+def _forward(plan: Plan, operands: Operands, seen: Seen) -> tuple[Array, tuple]:
+    found = checkpoint_name(forward(plan, operands, seen), RESIDUAL)
+    output, second, normaliser = found
+    return output, (operands, seen, output, second, normaliser)
+
+
+def _backward(plan: Plan, residuals: tuple, change: Array) -> tuple[Operands, None]:
+    operands, seen, output, second, normaliser = residuals
+    sums = row_sums(plan, change, output, second, operands.lam)
+    dtypes = [x.dtype for x in operands[:3]]
+    query, key, value = by_bands(plan, operands, seen, change, normaliser, sums, dtypes)
+    lam = None if second is None else -sums[:, :, 1:]
+    return Operands(query, key, value, lam, None, None, None), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def by_bands(
+    plan: Plan,
+    operands: Operands,
+    seen: Seen,
+    change: Array,
+    normaliser: Array,
+    sums: Array,
+    dtypes: list[Any],
+) -> list[Array]:
+    """Gradients of query, key and value, in these dtypes. The backward kernel keeps
+    those of queries in VMEM; where they do not fit it takes a band of rows at a time.
+    """
+    limit = plan.gradients // (4 * plan.query_width * plan.groups)
+    limit = max(limit // plan.block, 1) * plan.block
+    if plan.length <= limit:
+        return backward(plan, operands, seen, change, normaliser, sums, dtypes)
+    queries, keys, values = [], 0, 0
+    for start in range(0, plan.length, limit):
+        stop = min(start + limit, plan.length)
+
+        def band(x: Any, axis: int, start=start, stop=stop) -> Any:
+            if x is None:
+                return None
+            return jax.lax.slice_in_dim(x, start, stop, axis=axis)
+
+        query, key, value = backward(
+            plan._replace(
+                length=stop - start,
+                pairs=plan.pairs * (stop - start) // plan.length,
+            ),
+            operands._replace(
+                query=band(operands.query, 1),
+                lam=band(operands.lam, 3),
+                factor=band(operands.factor, 2),
+                rows=band(operands.rows, 2),
+            ),
+            seen._replace(rows=band(seen.rows, 2), first=seen.first + start),
+            band(change, 1),
+            band(normaliser, 3),
+            band(sums, 3),
+            [dtypes[0], jnp.float32, jnp.float32],
+        )
+        queries.append(query)
+        keys, values = keys + key, values + value
+    return [
+        jnp.concatenate(queries, axis=1),
+        jnp.asarray(keys, dtypes[1]),
+        jnp.asarray(values, dtypes[2]),
+    ]

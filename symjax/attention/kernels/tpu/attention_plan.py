@@ -1,0 +1,206 @@
+"""Plan of a TPU attention kernel: blocks, their order, and the operands of each."""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Int
+
+from symjax.attention.kernels.tpu.tiles import (
+    LANES,
+    MOST_RESIDENT,
+    estimate,
+    even,
+    in_lanes,
+    mxu_passes,
+)
+
+
+class Plan(NamedTuple):
+    """The static half of a call."""
+
+    batch: int
+    kv_heads: int
+    groups: int  # heads that share keys and values
+    maps: int  # 2 with λ
+    key_maps: int  # keys a head: 2 for differential V1
+    length: int
+    keys: int
+    head_size: int
+    value_size: int
+    scale: float
+    left: int | None  # keys before its own position that a row may see; None: all
+    right: int | None
+    pairs: int  # of rows and keys that both leave, in about
+    block: int  # rows and keys of a block, at most
+    resident: int  # rows or keys in VMEM at once, at most
+    gradients: int  # bytes of the queries' gradients in VMEM, at most
+    interpret: Any
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.groups
+
+    @property
+    def query_width(self) -> int:
+        return self.maps * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        return self.key_maps * self.head_size
+
+
+class Operands(NamedTuple):
+    """Inputs of both kernels, or their blocks. Heads lie side by side in lanes; b is 1
+    where all examples are alike."""
+
+    query: Any  # [B T N·maps·H]
+    key: Any  # [B S K·key_maps·H]
+    value: Any  # [B S K·V]
+    lam: Any  # [B N 1 T], or None
+    factor: Any  # of each row's scores, [b 1 T], or None
+    rows: Any  # interval of each row and its hidden own key, [b 3 T], or None
+    exists: Any  # the keys that are not hidden, [b 1 S], or None
+
+
+class Visits(NamedTuple):
+    """Which blocks each block of rows (or of keys) visits, as scalars in SMEM."""
+
+    count: int
+    by_example: bool
+
+    @classmethod
+    def of(cls, bounds: Int[Array, "b 4 count"], first: Array):
+        """And the scalars: the bounds, and the position of row 0."""
+        visits = cls(bounds.shape[2], bounds.shape[0] > 1)
+        return visits, jnp.append(bounds.reshape(-1), first)
+
+    def bounds(self, scalars, example, block) -> list:
+        """First block, first and last of those that need no mask, last block."""
+        start = example * self.by_example * 4 * self.count + block
+        return [scalars[start + i * self.count] for i in range(4)]
+
+    def nearest(self, scalars, example, block, index, group: int):
+        """`index` of a group of blocks, or the nearest group that is visited."""
+        first, _, _, last = self.bounds(scalars, example, block)
+        return jnp.clip(index, first // group, jnp.maximum(last - 1, first) // group)
+
+
+def held(plan: Plan, length: int, size: int, row: int) -> int:
+    """How many blocks of `size` rows, each of `row` bytes, are in VMEM at once."""
+    most = min(plan.resident, MOST_RESIDENT // row) // size
+    return even(-(-length // size), max(most, 1), 1)
+
+
+def specs(
+    plan: Plan, operands: Operands, rows: Callable, keys: Callable, sizes: tuple
+) -> Operands:
+    """The blocks of operands; `rows` and `keys` give example, head and block."""
+
+    def shared(x, size: int, index: Callable) -> pl.BlockSpec | None:
+        if x is None:
+            return None
+
+        def place(*at):
+            example, _, block = index(*at)
+            return example * (x.shape[0] > 1), 0, block
+
+        return pl.BlockSpec((None, x.shape[1], size), place)
+
+    return Operands(
+        in_lanes(plan.query_width, sizes[0], rows),
+        in_lanes(plan.key_width, sizes[1], keys),
+        in_lanes(plan.value_size, sizes[1], keys),
+        None if operands.lam is None else by_row(1, sizes[0], rows),
+        shared(operands.factor, sizes[0], rows),
+        shared(operands.rows, sizes[0], rows),
+        shared(operands.exists, sizes[1], keys),
+    )
+
+
+def by_row(count: int, size: int, index: Callable) -> pl.BlockSpec:
+    """Blocks of [B N count T]."""
+
+    def place(*at):
+        example, head, block = index(*at)
+        return example, head, 0, block
+
+    return pl.BlockSpec((None, None, count, size), place)
+
+
+def cost(
+    plan: Plan, operands: Operands, by_head: int, by_value: int, more: Any
+) -> pl.CostEstimate:
+    """What a kernel declares: a product of so many heads and values for each pair, and
+    the bytes of the operands and of more.
+
+    They count in whole tiles, since half a tile keeps all of the MXU busy.
+    """
+    of_head, of_value = (
+        count * mxu_passes(x.dtype) * -(-size // LANES) * LANES
+        for count, x, size in (
+            (by_head, operands.query, plan.head_size),
+            (by_value, operands.value, plan.value_size),
+        )
+    )
+    pairs = plan.batch * plan.heads * plan.pairs
+    flops = 2 * pairs * (of_head + of_value)
+    return estimate(flops, pairs * plan.maps, [operands, more])
+
+
+def visit(bounds: list, low, high, step: Callable) -> None:
+    """step(block, masked) of the blocks in [low, high), those with masks first."""
+    first, start, stop, last = (jnp.clip(x, low, high) for x in bounds)
+    before = start - first
+
+    def edge(j, _):
+        step(jnp.where(j < before, first + j, stop + j - before), True)
+
+    jax.lax.fori_loop(0, before + last - stop, edge, None)
+    jax.lax.fori_loop(start, stop, lambda j, _: step(j, False), None)
+
+
+def visible(
+    plan: Plan,
+    axis: int,
+    shape: tuple[int, int],
+    row: Array,
+    key: Array,
+    intervals: list[Array] | None,
+    exists: Int[Array, "_ _"] | None,
+) -> Bool[Array, "_ _"]:
+    """Which pairs of a block see each other; rows run along `axis`. Their positions
+    begin at `row` and `key`; the rest is of each row and of each key."""
+    rows, keys = (
+        jax.lax.broadcasted_iota(jnp.int32, shape, x) for x in (axis, 1 - axis)
+    )
+    tests = [keys < plan.keys - key]
+    if intervals is not None:
+        begin, end, own = intervals
+        keys += key
+        tests = [keys >= begin, keys < end, keys != own]
+    else:
+        if plan.left is not None:
+            tests.append(keys - rows >= row - key - plan.left)
+        if plan.right is not None:
+            tests.append(keys - rows <= row - key + plan.right)
+    if exists is not None:
+        tests.append(jnp.broadcast_to(exists, shape) > 0)
+    return reduce(jnp.logical_and, tests)
+
+
+def part(x: Array, size: int, i: int) -> Array:
+    """The i-th of the branches that lie side by side, or the only one."""
+    i = min(i, x.shape[1] // size - 1)
+    return x[:, i * size : (i + 1) * size]
+
+
+def within(x: Array, start: Array, length: int) -> Array:
+    """A block that begins at `start`, with 0 after the end of its array."""
+    if length % x.shape[0] == 0:
+        return x
+    index = start + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where(index < length, x, 0)

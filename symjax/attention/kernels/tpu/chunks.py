@@ -1,0 +1,298 @@
+"""Two kernels that pass over chunks of time, forward and back, with a state in VMEM.
+
+Heads lie in tiles as `lanes.py` says. Query heads that share a key head read its blocks
+where they are; only packed ones have a copy each.
+
+Which pairs of a chunk of time see each other, for kernels that keep a state.
+
+A kernel gets the flags of each token, in one integer, and the number of its segment, or
+None where all tokens are visible and of one segment.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.core.sequence import starts
+from symjax.attention.kernels.operands import even, result
+from symjax.attention.kernels.tpu import tiles
+from symjax.attention.kernels.tpu.lanes import heads_in_a_tile, side_by_side
+from symjax.attention.kernels.tpu.tiles import LANES, column
+
+
+class Plan(NamedTuple):
+    """The static half of a call."""
+
+    batch: int
+    heads: int
+    groups: int  # heads that share keys and values
+    packed: int  # heads in one tile of lanes
+    length: int
+    head_size: int
+    value_size: int
+    interpret: Any
+    block: int  # tokens of a chunk
+
+    @classmethod
+    def of(
+        cls,
+        query: Array,
+        value: Array,
+        interpret: Any,
+        block: int = LANES,
+        together: int = 1,
+    ):
+        """For query [B T N H] and value [B T K V], and `Kernels.together`."""
+        (batch, length, heads, size), value_size = query.shape, value.shape[3]
+        packed = heads_in_a_tile(heads, size, value_size)
+        sizes = size, value_size
+        if packed == 1:
+            sizes = even(size), even(value_size)
+        groups, length = heads // value.shape[2], even(length, block * together)
+        return cls(batch, heads, groups, packed, length, *sizes, interpret, block)
+
+    @property
+    def sharing(self) -> int:
+        """Query heads that read one head of keys and values in the operands: packed
+        ones have their own copy beside each other."""
+        return self.groups if self.packed == 1 else 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.value_size, self.head_size
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Lanes of the values and of the keys of packed heads."""
+        return self.packed * self.value_size, self.packed * self.head_size
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.batch, self.heads // self.packed, self.length // self.block
+
+    def by_query(self, x: Array, size: int) -> Float[Array, "B length N*size"]:
+        """[B T N h] as operands have it."""
+        return side_by_side(x, self.heads, self.length, size)
+
+    def by_key(self, x: Array, size: int) -> Float[Array, "B length K*size"]:
+        """[B T K h] as operands have it."""
+        return side_by_side(x, self.heads // self.sharing, self.length, size)
+
+
+class Chunks(NamedTuple):
+    """Blocks of arrays: those of chunk `turn(i)` in turn i."""
+
+    plan: Plan
+    turn: Callable
+
+    def by_query(self, width: int) -> pl.BlockSpec:
+        """Of [B T N·size], where packed heads have this width."""
+        shape = None, self.plan.block, width
+        return pl.BlockSpec(shape, lambda b, n, i: (b, self.turn(i), n))
+
+    def by_key(self, width: int) -> pl.BlockSpec:
+        """Of [B T K·size]."""
+        shape = None, self.plan.block, width
+        return pl.BlockSpec(shape, lambda b, n, i: (b, self.turn(i), self.key_head(n)))
+
+    def key_head(self, n: Any) -> Any:
+        sharing = self.plan.sharing
+        return n if sharing == 1 else jax.lax.div(n, jnp.int32(sharing))
+
+    def of_examples(self, x: Array | None) -> pl.BlockSpec | None:
+        """Of [B 1 T]."""
+        shape = None, 1, self.plan.block
+        place = pl.BlockSpec(shape, lambda b, n, i: (b, 0, self.turn(i)))
+        return None if x is None else place
+
+    def of_tiles(self, x: Array | None) -> pl.BlockSpec | None:
+        """Of [B N/P P T], a number of each token and head."""
+        shape = None, None, self.plan.packed, self.plan.block
+        place = pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, self.turn(i)))
+        return None if x is None else place
+
+    def whole(self, x: Array | None) -> pl.BlockSpec | None:
+        return None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+
+    def of_kept(self, shape: tuple[int, ...]) -> pl.BlockSpec:
+        """Of [B tiles chunks *shape]."""
+        zeros, block = (0,) * len(shape), (None, None, None, *shape)
+        return pl.BlockSpec(block, lambda b, n, i: (b, n, self.turn(i), *zeros))
+
+
+class Kernels(NamedTuple):
+    """The two kernels of a mechanism, and what a call of them needs. Hashable."""
+
+    name: str
+    forward: Callable[..., None]  # plan, operands, output, kept, scratch
+    backward: Callable[..., None]  # plan, operands, changes, kept, gradients, scratch
+    specs: Callable[[Plan, Any, Chunks], Any]  # the blocks of operands
+    kept: Callable[[Plan, Any], list]  # shapes and dtypes of what a chunk keeps
+    scratch: Callable[[Plan, Any], Sequence]  # shapes in VMEM of each, float32
+    cost: Callable[[Plan, Any], Sequence]  # FLOPs and transcendentals of each
+    dtype: Callable[[Any], Any] = lambda operands: operands.value.dtype  # of the output
+    more: Callable[[Any, Any], list] = lambda operands, specs: []  # float32 gradients,
+    #   beside those of queries, keys and values: arrays of their shapes, and blocks
+    shared: int = 3  # operands from the first to this one are of key heads
+    together: int = 1  # chunks of a turn forward; what several keep has an axis
+
+
+def forward(kernels: Kernels, plan: Plan, operands: Any, keep: bool) -> list[Array]:
+    """The output [B T N·V], and if `keep` what `backward` needs of each chunk."""
+    kept, grid = kernels.kept(plan, operands), plan.grid
+    if kernels.together > 1:
+        plan = plan._replace(block=plan.block * kernels.together)
+        kept = [((kernels.together, *x), y) for x, y in kept]
+    chunks = Chunks(plan, lambda i: i)
+    specs = kernels.specs(plan, operands, chunks)
+    shape = plan.batch, plan.length, plan.heads * plan.value_size
+    rows = chunks.by_query(plan.widths[0])
+    results, scratch = [(shape, kernels.dtype(operands), rows)], kept
+    if keep:
+        results += [((*plan.grid, *x), y, chunks.of_kept(x)) for x, y in kept]
+        scratch = []
+    output, *found = _call(kernels, 0, plan, [operands], [specs], results, scratch)
+    if kernels.together > 1:
+        found = [x.reshape(*grid, *x.shape[len(grid) + 1 :]) for x in found]
+    return [output, *found]
+
+
+def backward(
+    kernels: Kernels, plan: Plan, operands: Any, changes: list[Array], kept: list[Array]
+) -> list[Array]:
+    """Gradients of query, key and value by query head, float32 ones where those of
+    several heads will be summed; and of more, if the kernels say so.
+
+    Args:
+        changes: the gradient of the output, and what else has its shape.
+    """
+    chunks = Chunks(plan, lambda i: plan.grid[2] - 1 - i)
+    specs = kernels.specs(plan, operands, chunks)
+    rows, query = chunks.by_query(plan.widths[0]), operands.query
+    dtypes = [x.dtype for x in operands[1:3]]
+    if plan.groups > 1:
+        dtypes = [jnp.float32] * 2
+    results = [
+        (query.shape, query.dtype, specs.query),
+        (query.shape, dtypes[0], specs.query),
+        (changes[0].shape, dtypes[1], rows),
+    ]
+    more = kernels.more(operands, specs)
+    results += [(x.shape, jnp.float32, spec) for x, spec in more]
+    kept_specs = [chunks.of_kept(x) for x, _ in kernels.kept(plan, operands)]
+    in_specs = [specs, *[rows] * len(changes), *kept_specs]
+    return _call(kernels, 1, plan, [operands, *changes, *kept], in_specs, results, [])
+
+
+def _call(
+    kernels: Kernels,
+    back: int,
+    plan: Plan,
+    given: list[Any],
+    in_specs: list[Any],
+    results: list[tuple],
+    scratch: list[tuple],
+) -> list[Array]:
+    operands = given[0]
+    shapes = [result(operands.value, *x) for *x, _ in results]
+    again = [operands[1 : kernels.shared]] * (plan.sharing - 1)
+    flops, transcendentals = kernels.cost(plan, operands)[back]
+    sums = [(x, jnp.float32) for x in kernels.scratch(plan, operands)[back]]
+    return pl.pallas_call(
+        partial((kernels.forward, kernels.backward)[back], plan),
+        out_shape=shapes,
+        grid=plan.grid,
+        in_specs=in_specs,
+        out_specs=[spec for *_, spec in results],
+        scratch_shapes=[pltpu.VMEM(*x) for x in (*scratch, *sums)],
+        compiler_params=tiles.compiler(2, 1),
+        cost_estimate=tiles.estimate(flops, transcendentals, [given, shapes, again]),
+        interpret=plan.interpret,
+        name=f"{kernels.name}_{('forward', 'backward')[back]}",
+    )(*given)
+
+
+# What flags say of a token.
+VISIBLE, SEES, REACHES, JOINS, KEEPS = 1, 2, 4, 8, 16
+
+
+class Seen(NamedTuple):
+    """Columns [c 1] of 0 and 1, None: all 1."""
+
+    pairs: Bool[Array, "c c"]  # by time and segment, hidden keys among them
+    visible: Any = None
+    sees: Any = None  # some key
+    segment: Any = None  # the number of it
+    reaches: Any = None  # the state before the chunk
+    joins: Any = None  # the state after it
+    keeps: Any = None  # [1 1]: whether the state before is part of the one after
+
+
+def described(
+    visible: Bool[Array, "B T"] | None,
+    segment: Int[Array, "B T"] | None,
+    query: Float[Array, "B T N H"],
+    length: int,
+    block: int,
+) -> tuple[Int[Array, "B 1 length"] | None, Int[Array, "B 1 length"] | None]:
+    """Flags and segments of the tokens of queries, filled up with hidden ones to
+    `length`."""
+    missing = length - query.shape[1]
+    if not missing and visible is None and segment is None:
+        return None, None
+    visible = jnp.ones(query.shape[:2], bool) if visible is None else visible
+    visible = jnp.pad(visible, ((0, 0), (0, missing)))
+    if segment is None:
+        return _flags(visible, None, block)[:, None], None
+    segment = jnp.pad(segment, ((0, 0), (0, missing)), mode="edge")
+    return _flags(visible, segment, block)[:, None], segment[:, None]
+
+
+def _flags(
+    visible: Bool[Array, "B T"], segment: Int[Array, "B T"] | None, block: int
+) -> Int[Array, "B T"]:
+    seen = jnp.cumsum(visible, axis=1)
+    if segment is None:
+        return visible * VISIBLE + (seen > 0) * SEES
+    before = jnp.where(starts(segment), seen - visible, 0)  # the segment's first token
+    sees = seen > jax.lax.cummax(before, axis=1)
+    chunks = segment.reshape(segment.shape[0], -1, block)
+    last = chunks[..., -1:]
+    first = jnp.concatenate([chunks[:, :1, :1], last[:, :-1]], axis=1)
+    of_state = REACHES * (chunks == first) + JOINS * (chunks == last)
+    of_state += KEEPS * (first == last)
+    flags = visible * VISIBLE + sees * SEES
+    return flags + of_state.reshape(flags.shape)
+
+
+def seen_in_chunk(size: int, flags: Any, segment: Any) -> Seen:
+    """Of a chunk of `size` tokens, by its blocks [1 size] of these."""
+    row, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), x) for x in (0, 1))
+    if flags is None:
+        return Seen(key <= row)
+    flags = flags[...]
+    in_column = column(flags)
+
+    def bit(kind: int, flags=in_column) -> Array:
+        return jnp.where((flags & kind) > 0, 1.0, 0.0)
+
+    if segment is None:
+        return Seen(key <= row, bit(VISIBLE), bit(SEES))
+    segment = segment[...]
+    number = column(segment)
+    same = number == jnp.broadcast_to(segment, (size, size))
+    columns = bit(VISIBLE), bit(SEES), number, bit(REACHES), bit(JOINS)
+    return Seen((key <= row) & same, *columns, bit(KEEPS, flags[:, :1]))
+
+
+def where(keep: Any, x: Array, other: Any) -> Float[Array, "..."]:
+    """x where the 0 and 1 of `keep`, a row or a column, say so."""
+    if keep is None:
+        return x
+    return jnp.where(jnp.broadcast_to(keep, x.shape) > 0, x, other)

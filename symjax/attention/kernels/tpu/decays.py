@@ -1,0 +1,254 @@
+"""How the pairs and the state of a chunk fade, in the kernels of recurrences.
+
+Exponents are sums of log-decays: nothing is subtracted or divided, so that no digit is
+lost to a stronger decay elsewhere and no factor is above 1. A sum is a product with a
+matrix of 0 and 1, of bfloat16 parts of the log-decays: three for float32, which lose
+nothing, and two where the operands are bfloat16.
+
+A decay a channel is not one number a pair. Its pairs are those of `faded.py`: the later
+half of each block of 2, 4, … 128 tokens looks at the earlier half, and both fade
+towards the boundary between them. Each level is one product of all 128 rows and keys,
+from which its pairs are taken.
+
+A decay a head multiplies the scores of all pairs, by one exponential each. With L the
+pairs u ≤ t and U the pairs u > s, the exponents are L diag(g) U.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from symjax.attention.kernels.operands import in_parts
+from symjax.attention.kernels.tpu.chunks import Plan
+from symjax.attention.kernels.tpu.lanes import in_lanes, own
+from symjax.attention.kernels.tpu.tiles import LANES, PLAIN, column, product
+
+BLOCK = LANES  # tokens of a chunk
+LEVELS = BLOCK.bit_length() - 1
+DIAGONAL, LATER = -1, LEVELS  # levels of a token with itself, and with later ones
+ALL = -2  # levels but these
+PARTS = {"bfloat16": 2, "float32": 3}  # of log-decays
+SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its end
+
+
+class Fading:
+    """Factors of a chunk, each exp of a sum of log-decays, and the gradient of these,
+    which is a sum of what `grown…` return: of each channel [c P·H], or of each head
+    [P c], as they were given. Of this class itself: nothing fades."""
+
+    levels: Sequence[int] = (ALL,)  # of pairs, beside DIAGONAL
+    since: Any = 1.0  # [c P·H], from the chunk's start through each token
+    until: Any = 1.0  # [c P·H], after each token through the chunk's end
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    @property
+    def through(self) -> Any:
+        """[1 P·H], of all of the chunk."""
+        return 1.0 if self.since is Fading.since else self.since[BLOCK - 1 :]
+
+    @property
+    def factors(self) -> Sequence[Any]:
+        """[c P·H], of the queries and keys of each level's pairs."""
+        return [1.0] * len(self.levels)
+
+    @property
+    def weights(self) -> Sequence[Any]:
+        """[c c], of the pairs of each head, a row for each query."""
+        return [1.0] * self.plan.packed
+
+    @property
+    def turned_weights(self) -> Sequence[Any]:
+        """The same with a row for each key."""
+        return [1.0] * self.plan.packed
+
+    def grown(self, level: int, change: Float[Array, "c P*H"]) -> Any:
+        """By the gradient of a level's sums."""
+        return 0.0
+
+    def grown_by_pairs(self, changes: list[Float[Array, "c c"]]) -> Any:
+        """By those of the exponents of each head's pairs."""
+        return 0.0
+
+    def grown_by_state(self, change: Float[Array, "1 P*H"]) -> Any:
+        """By that of the sums of all of the chunk."""
+        return 0.0
+
+
+class ByChannel(Fading):
+    """Each channel of a key head fades by itself."""
+
+    levels = range(LEVELS)
+
+    def __init__(self, plan: Plan, parts: Any, sums: Any):
+        super().__init__(plan)
+        self.parts, self.sums = parts, sums
+
+    @cached_property
+    def factors(self) -> list[Float[Array, "c P*H"]]:
+        return [self._factor(level) for level in self.levels]
+
+    @cached_property
+    def since(self) -> Float[Array, "c P*H"]:
+        return self._factor(SINCE)
+
+    @cached_property
+    def until(self) -> Float[Array, "c P*H"]:
+        return self._factor(UNTIL)
+
+    def _factor(self, level: int) -> Float[Array, "c P*H"]:
+        parts = [self.parts[i] for i in range(self.parts.shape[0])]
+        return jnp.exp(_summed(self.sums[0, level], parts))
+
+    def grown(self, level: int, change: Array) -> Float[Array, "c P*H"]:
+        return _summed(self.sums[1, level], in_parts(change, self.parts.shape[0]))
+
+    def grown_by_state(self, change: Array) -> Float[Array, "1 P*H"]:
+        return change
+
+
+class ByHead(Fading):
+    """All channels of a head fade alike."""
+
+    def __init__(self, plan: Plan, rates: Any, order: Any, parts: int):
+        super().__init__(plan)
+        self.rates, self.order, self.parts = rates, order, parts
+        self.up_to = order[0] != LATER  # L: row t, column u, whether u ≤ t
+        self.before = pairs_of(order, ALL, 1)  # Uᵀ: row s, column u, whether s < u
+
+    @cached_property
+    def weights(self) -> list[Float[Array, "c c"]]:
+        """exp(L diag(g) U)."""
+        return self._between(self.up_to, pairs_of(self.order, ALL))
+
+    @cached_property
+    def turned_weights(self) -> list[Float[Array, "c c"]]:
+        """exp(Uᵀ diag(g) Lᵀ)."""
+        return self._between(self.before, self.order[1] != LATER)
+
+    @cached_property
+    def since(self) -> Float[Array, "c P*H"]:
+        return self._in_lanes(self.up_to)
+
+    @cached_property
+    def until(self) -> Float[Array, "c P*H"]:
+        return self._in_lanes(self.before)
+
+    def grown(self, level: int, change: Array) -> Any:
+        if level not in (SINCE, UNTIL):
+            return 0.0
+        taken = self.up_to if level == SINCE else self.before
+        return self._rows(
+            jnp.where(taken, x, 0).sum(axis=0, keepdims=True)
+            for x in self._by_head(change)
+        )
+
+    def grown_by_pairs(self, changes: list[Array]) -> Float[Array, "P c"]:
+        """The diagonal of Lᵀ change Uᵀ."""
+        before = _as_numbers(self.before)
+        found = []
+        for change in changes:
+            parts = in_parts(change, self.parts)
+            later = reduce(jnp.add, [product(x, before, PLAIN) for x in parts])
+            found.append(jnp.where(self.up_to, later, 0).sum(axis=0, keepdims=True))
+        return self._rows(found)
+
+    def grown_by_state(self, change: Array) -> Float[Array, "P 1"]:
+        return self._rows(self._by_head(change))
+
+    def _between(
+        self, first: Bool[Array, "c c"], last: Bool[Array, "c c"]
+    ) -> list[Float[Array, "c c"]]:
+        rates = [column(self._rates(i)) for i in range(self.plan.packed)]
+        parts = [in_parts(jnp.where(last, x, 0), self.parts) for x in rates]
+        return [jnp.exp(_summed(_as_numbers(first), x)) for x in parts]
+
+    def _rates(self, head: int) -> Float[Array, "1 c"]:
+        return self.rates[head : head + 1, :]
+
+    def _in_lanes(self, taken: Bool[Array, "c c"]) -> Float[Array, "c P*H"]:
+        """exp of the sums of the log-decays that each token takes."""
+        columns = [
+            jnp.where(taken, self._rates(i), 0).sum(axis=1, keepdims=True)
+            for i in range(self.plan.packed)
+        ]
+        return jnp.exp(in_lanes(columns, (BLOCK, self.plan.widths[1])))
+
+    def _by_head(self, x: Float[Array, "_ P*H"]) -> list[Float[Array, "_ 1"]]:
+        """The sums over each head's channels."""
+        size = self.plan.head_size
+        heads = [own(x, size, i) for i in range(self.plan.packed)]
+        return [head.sum(axis=1, keepdims=True) for head in heads]
+
+    def _rows(self, rows: Iterable[Float[Array, "1 _"]]) -> Float[Array, "P _"]:
+        """One of each head."""
+        first, *others = rows
+        found = jnp.broadcast_to(first, (self.plan.packed, first.shape[1]))
+        index = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
+        for i, row in enumerate(others, 1):
+            found = jnp.where(index == i, row, found)
+        return found
+
+
+def fading_of(plan: Plan, given: Any) -> Fading:
+    """Of the operands of a kernel (`decay.Operands`)."""
+    if given.by_channel is not None:
+        return ByChannel(plan, given.by_channel, given.sums)
+    if given.by_head is None:
+        return Fading(plan)
+    return ByHead(plan, given.by_head, given.levels, PARTS[given.value.dtype.name])
+
+
+def constants(by_channel: bool) -> tuple[Array | None, Array]:
+    """Matrices of sums [2 LEVELS+2 c c], of 0 and 1, and each transposed, for decays a
+    channel; and the level of each pair [2 c c], of rows and keys, and of keys and
+    rows."""
+    row, other = np.arange(BLOCK)[:, None], np.arange(BLOCK)
+    levels = np.frexp(row ^ other)[1] - 1  # the highest bit that differs; -1: none
+    levels = np.where(other <= row, levels, LATER).astype(np.int32)
+    both = jnp.asarray(np.stack([levels, levels.T]))
+    if not by_channel:
+        return None, both
+    sums = []
+    for level in range(LEVELS):
+        same = row >> level == other >> level
+        later = (row >> level) % 2 == 1
+        sums.append(same & np.where(later, other <= row, other > row))
+    sums += [other <= row, other > row]
+    sums = np.stack([np.stack(sums), np.stack([x.T for x in sums])])
+    return jnp.asarray(sums, jnp.bfloat16), both
+
+
+def pairs_of(levels: Any, level: int, turned: int = 0) -> Bool[Array, "c c"]:
+    """The pairs of a level: of rows and keys, or `turned`, of keys and rows."""
+    found = levels[turned]
+    if level == ALL:
+        return (found != DIAGONAL) & (found != LATER)
+    return found == level
+
+
+def exponents(plan: Plan, operands: Any) -> list[tuple[int, int]]:
+    """Of a chunk's log-decays, forward and back: passes of the MXU for sums, each of
+    128 rows over a tile of 128 columns, and exponentials of a token of packed heads."""
+    width = plan.widths[1]
+    if operands.by_channel is not None:
+        passes = operands.by_channel.shape[0] * (LEVELS + 2)
+        return [(passes, width * (LEVELS + 2)), (2 * passes, width * (LEVELS + 2))]
+    if operands.by_head is None:
+        return [(0, 0)] * 2
+    passes, pairs = PARTS[operands.value.dtype.name] * plan.packed, plan.packed * BLOCK
+    return [(passes, pairs + 2 * width), (3 * passes, 2 * (pairs + width))]
+
+
+def _summed(matrix: Array, parts: list[Array]) -> Float[Array, "c _"]:
+    return reduce(jnp.add, [product(matrix, x, PLAIN) for x in parts])
+
+
+def _as_numbers(x: Bool[Array, "c c"]) -> Float[Array, "c c"]:
+    return jnp.where(x, 1.0, 0.0).astype(jnp.bfloat16)

@@ -1,0 +1,468 @@
+"""Causal Performer and linear attention as TPU kernels.
+
+Features of the Performer are made in here and never kept in memory; others are given.
+
+One pass over chunks of time, forward, and one back. The state, features × values of a
+head, stays in VMEM, transposed: what fades by feature then lies along lanes. Exponents
+are to base 2 and refer to a running maximum that is rounded up to an integer, so that a
+state fades by powers of 2, exactly. Saved for the backward pass are the state before
+each chunk, in the dtype of the operands, and the denominator of each row.
+
+A value is read with ones beside it: numerator and denominator are lanes of one product.
+Heads of 64 lie two by two in a tile of 128 lanes, as projections leave them, and are
+not taken apart: their projection is block-diagonal, and the ones of one head stand
+where the values of the other are.
+
+Products are of the operands as they are (float32 ones with all their bits), sums are
+float32, and the projection counts by two bfloat16 parts where operands are bfloat16: an
+error of an exponent is a factor of a feature. A row whose keys a later key of its chunk
+pushed out of float32 is computed once more by itself, with its own highest exponent.
+
+What both kernels of the Performer need of a chunk: the weights of its features, its
+values with ones beside them, and the rows that have lost their keys.
+"""
+
+from collections.abc import Iterable
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from symjax.attention.kernels.tpu import features as chunk
+from symjax.attention.kernels.tpu import lanes, tiles
+from symjax.attention.kernels.tpu.chunks import (
+    Chunks,
+    Kernels,
+    Plan,
+    Seen,
+    seen_in_chunk,
+    where,
+)
+from symjax.attention.kernels.tpu.tiles import (
+    ACROSS,
+    LANES,
+    LOG2E,
+    PLAIN,
+    TURNED,
+    column,
+    product,
+)
+
+EMPTY = -1e30  # the running maximum before the first key
+
+
+class Operands(NamedTuple):
+    """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
+
+    query: Any  # [B T N·H], or features that are given, in float32
+    key: Any  # [B T K·H], K = N / plan.sharing
+    value: Any  # [B T K·V]
+    rows: Any  # of the projection, times √scale log₂ e: [parts M H] of packed heads; or
+    #   None where features are given, none negative, those of hidden keys 0
+    offset: Any  # of all exponents, [1 M] of packed heads
+    norm: Any  # [1]: what |k|² takes from a key's exponents
+    flags: Any  # [B 1 T], or None where all tokens are visible and of one segment
+    segment: Any  # [B 1 T], or None
+
+
+class Weights(NamedTuple):
+    """Of the features of a head in a chunk, at most 1."""
+
+    row: Float[Array, "c M"]
+    key: Float[Array, "c M"]
+    fade: Float[Array, "1 M"]  # of the state before, for the rows
+    joining: Float[Array, "c M"]  # of the keys, for the state after
+    after: Float[Array, "1 M"]  # the running maximum of that state
+    left: Float[Array, "1 M"]  # what it has of the state before
+
+
+def width(plan: Plan) -> int:
+    """Lanes of a head's values and the ones beside them."""
+    return LANES if plan.packed > 1 else plan.value_size + LANES
+
+
+def lane_of_ones(plan: Plan, head: int) -> int:
+    if plan.packed == 1:
+        return plan.value_size
+    return (head + 1) % plan.packed * plan.value_size
+
+
+def features(plan: Plan, given: Operands) -> int:
+    """Of a head, in whole tiles."""
+    if given.rows is None:
+        return plan.widths[1]
+    return given.rows.shape[1] // plan.packed
+
+
+def features_of(plan: Plan, given: Operands, head: int) -> slice:
+    count = features(plan, given)
+    return slice(head * count, (head + 1) * count)
+
+
+def dtype_of(given: Operands) -> Any:
+    """That of operands of products: features that are given stay exact."""
+    return jnp.float32 if given.rows is None else given.value.dtype
+
+
+def own_head(plan: Plan, x: Array, head: int) -> Array:
+    """Packed heads with 0 for all but one."""
+    return x if plan.packed == 1 else lanes.own(x, plan.value_size, head)
+
+
+def exponents(plan: Plan, given: Operands) -> list[Float[Array, "c P*M"]]:
+    """Of the features of queries and of keys, to base 2, packed heads side by side; or
+    the features that are given."""
+    if given.rows is None:
+        return [given.query[...], given.key[...]]
+    query, key = (
+        added(product(x[...], y, ACROSS) for y in projection(given)) + given.offset[...]
+        for x in (given.query, given.key)
+    )
+    square = given.key[...].astype(jnp.float32) ** 2
+    norms = [
+        own_head(plan, square, head).sum(axis=-1, keepdims=True) * given.norm[0]
+        for head in range(plan.packed)
+    ]
+    parts = [key[:, features_of(plan, given, i)] - norm for i, norm in enumerate(norms)]
+    return [query, jnp.concatenate(parts, axis=1)]
+
+
+def exponents_of(
+    plan: Plan, given: Operands, seen: Seen, both: list[Array], head: int
+) -> list[Float[Array, "c M"]]:
+    """Its exponents, those of hidden keys −∞."""
+    if given.rows is None:
+        return [own_head(plan, x, head) for x in both]
+    query, key = (x[:, features_of(plan, given, head)] for x in both)
+    return [query, where(seen.visible, key, -jnp.inf)]
+
+
+def projection(given: Operands) -> list[Float[Array, "P*M P*H"]]:
+    return [given.rows[i] for i in range(given.rows.shape[0])]
+
+
+def added(parts: Iterable[Array]) -> Array:
+    return reduce(jnp.add, parts)
+
+
+def weights_of(
+    given: Operands, seen: Seen, query: Array, key: Array, old: Array
+) -> Weights:
+    """All but those of `joining` refer to the highest exponent in the chunk."""
+    if given.rows is None:
+        same, joining = jnp.ones_like(old), where(seen.joins, key, 0)
+        return Weights(query, key, same, joining, old, where(seen.keeps, same, 0))
+    highest = jnp.maximum(old, jnp.ceil(key.max(axis=0, keepdims=True)))
+    raised = query + highest
+    row = jnp.exp2(raised - raised.max(axis=-1, keepdims=True))
+    weights, fade = jnp.exp2(key - highest), jnp.exp2(old - highest)
+    if seen.joins is None:
+        return Weights(row, weights, fade, weights, highest, fade)
+    joining = where(seen.joins, key, -jnp.inf)
+    old = where(seen.keeps, old, EMPTY)
+    after = jnp.maximum(old, jnp.ceil(joining.max(axis=0, keepdims=True)))
+    left = where(seen.keeps, jnp.exp2(old - after), 0)
+    return Weights(row, weights, fade, jnp.exp2(joining - after), after, left)
+
+
+def faded(state: Float[Array, "w M"], fade: Float[Array, "1 M"]) -> Array:
+    return (state.astype(jnp.float32) * fade).astype(state.dtype)
+
+
+def exactly(t, seen: Seen, query: Array, key: Array, old: Array) -> list[Array]:
+    """Weights of row t with each key and feature, [c M], and of the state's features,
+    [1 M]: all relative to the row's highest exponent."""
+    own = pick(query, t)
+    index = jax.lax.broadcasted_iota(jnp.int32, (key.shape[0], 1), 0)
+    near = jnp.where(index <= t, 1.0, 0.0)
+    past = own + old
+    if seen.segment is not None:
+        near *= jnp.where(seen.segment == pick(seen.segment, t), 1.0, 0.0)
+        past = where(pick(seen.reaches, t), past, -jnp.inf)
+    pairs = where(near, key + own, -jnp.inf)
+    shift = jnp.maximum(pairs.max(keepdims=True), past.max(keepdims=True))
+    return [jnp.exp2(x - shift) for x in (pairs, past)]
+
+
+def pick(x: Array, t) -> Array:
+    """Row t of an array [c n], as [1 n]."""
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where(index == t, x, 0).sum(axis=0, keepdims=True)
+
+
+def each_lost(
+    plan: Plan, given: Operands, lost: list[Float[Array, "c 1"]], rescue: Any
+) -> None:
+    """rescue(head, seen, query, key, t) for each lost row t of each head."""
+
+    if given.rows is None:
+        return
+
+    @pl.when(added(lost).max() > 0)
+    def _():
+        seen, both = seen_by(given), exponents(plan, given)
+        for head in range(plan.packed):
+            query, key = exponents_of(plan, given, seen, both, head)
+            step = partial(rescue, head, seen, query, key)
+
+            def body(t, _, some=lost[head], step=step) -> None:
+                pl.when(pick(some, t).max() > 0)(lambda: step(t))
+
+            jax.lax.fori_loop(0, plan.block, body, None)
+
+
+def seen_by(given: Operands) -> Seen:
+    return seen_in_chunk(given.query.shape[0], given.flags, given.segment)
+
+
+def values_of(plan: Plan, given: Operands, head: int) -> Float[Array, "c w"]:
+    """With ones beside them, in the dtype of the operands of products."""
+    value = given.value[...]
+    return beside(plan, value.astype(dtype_of(given)), head, 1)
+
+
+def beside(plan: Plan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
+    """The values of a head, and `other` in the lanes beside them."""
+    if plan.packed > 1:
+        return jnp.where(
+            lanes.is_own(x.shape, plan.value_size, head), x, jnp.asarray(other, x.dtype)
+        )
+    tile = jnp.broadcast_to(jnp.asarray(other, x.dtype), (x.shape[0], LANES))
+    return jnp.concatenate([x, tile], axis=1)
+
+
+def joined(plan: Plan, heads: list[Array], size: int) -> Array:
+    """The values of packed heads, each from its own lanes."""
+    if plan.packed == 1:
+        return heads[0][:, :size]
+    return added(own_head(plan, x, i) for i, x in enumerate(heads))
+
+
+def ones_of(plan: Plan, rows: Any, head: int) -> Float[Array, "c 1"]:
+    """What a head's weights add up to."""
+    lane = lane_of_ones(plan, head)
+    return rows[head, :, lane : lane + 1]
+
+
+LOST = 1e-20  # a denominator below this has lost its keys
+
+
+def _forward(
+    plan: Plan,
+    given: Operands,
+    output,
+    inverse,
+    before,
+    highest,
+    sums,
+    running_max,
+    rows,
+) -> None:
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+        running_max[...] = jnp.full_like(running_max, EMPTY)
+
+    before[...] = sums[...].astype(before.dtype)
+    highest[...] = running_max[...]
+    seen, both = chunk.seen_by(given), chunk.exponents(plan, given)
+    lost = []
+    for head in range(plan.packed):
+        query, key = chunk.exponents_of(plan, given, seen, both, head)
+        weights = chunk.weights_of(given, seen, query, key, highest[head : head + 1, :])
+        values = chunk.values_of(plan, given, head)
+        dtype = values.dtype
+        row, past = weights.row.astype(dtype), chunk.faded(before[head], weights.fade)
+        scores = product(row, weights.key.astype(dtype), ACROSS)
+        scores = jnp.where(seen.pairs, scores, 0).astype(dtype)
+        earlier = where(seen.reaches, product(row, past, ACROSS), 0)
+        rows[head] = product(scores, values, PLAIN) + earlier
+        least = 0.0 if given.rows is None else LOST
+        lost.append(jnp.where(chunk.ones_of(plan, rows, head) < least, 1.0, 0.0))
+        if seen.sees is not None:
+            lost[head] *= seen.sees
+        new = product(values, weights.joining.astype(dtype), TURNED)
+        sums[head] = sums[head] * weights.left + new
+        running_max[head : head + 1, :] = weights.after
+
+    def rescue(head: int, seen: Seen, query: Array, key: Array, t) -> None:
+        own, past = chunk.exactly(t, seen, query, key, highest[head : head + 1, :])
+        values = chunk.values_of(plan, given, head).astype(jnp.float32)
+        near = (own.sum(axis=-1, keepdims=True) * values).sum(axis=0, keepdims=True)
+        past = jnp.broadcast_to(past, (8, features(plan, given)))
+        earlier = product(past, before[head].astype(jnp.float32), ACROSS)
+        rows[head, pl.ds(t, 1), :] = near + earlier[:1]
+
+    chunk.each_lost(plan, given, lost, rescue)
+    results = []
+    for head in range(plan.packed):
+        total = chunk.ones_of(plan, rows, head)
+        scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+        results.append(rows[head] * scale)
+        tiles.write_row(inverse, head, jnp.where(lost[head] > 0, -scale, scale))
+    output[...] = chunk.joined(plan, results, plan.value_size).astype(output.dtype)
+
+
+def _backward(
+    plan: Plan,
+    given: Operands,
+    change,
+    output,
+    inverse,
+    before,
+    highest,
+    query_out,
+    key_out,
+    value_out,
+    grown,
+    query_change,
+    key_change,
+    value_change,
+) -> None:
+    """`grown` is the gradient of the state after the chunk, then of the one before."""
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        grown[...] = jnp.zeros_like(grown)
+
+    seen, both = chunk.seen_by(given), chunk.exponents(plan, given)
+    scales, changes = [], []
+    for head in range(plan.packed):
+        query, key = chunk.exponents_of(plan, given, seen, both, head)
+        weights = chunk.weights_of(given, seen, query, key, highest[head : head + 1, :])
+        values = chunk.values_of(plan, given, head)
+        dtype, past = values.dtype, chunk.faded(before[head], weights.fade)
+        changes.append(_of_row(plan, change[...], output[...], head))
+        read = where(seen.reaches, changes[head], 0).astype(dtype)
+        grow = changes[head].astype(dtype)
+        scales.append(column(inverse[head : head + 1, :]))
+        weighed = weights.row * jnp.maximum(scales[head], 0)
+        row, keys = weighed.astype(dtype), weights.key.astype(dtype)
+        scores = jnp.where(seen.pairs, product(row, keys, ACROSS), 0).astype(dtype)
+        pairs = product(grow, values, ACROSS)
+        pairs = jnp.where(seen.pairs, pairs, 0).astype(dtype)
+        later = grown[head].astype(dtype)
+        asked = product(pairs, keys, PLAIN) + product(read, past, PLAIN)
+        near, far = product(pairs, row, TURNED), product(values, later, PLAIN)
+        if given.rows is None:
+            query_change[head] = asked * scales[head]
+            key_change[head] = near + where(seen.joins, far, 0)
+        else:
+            query_change[head] = asked * weighed
+            key_change[head] = near * weights.key + far * weights.joining
+        value_change[head] = product(scores, grow, TURNED) + product(
+            weights.joining.astype(dtype), later, ACROSS
+        )
+        here = product(read, row, TURNED) * weights.fade
+        grown[head] = grown[head] * weights.left + here
+
+    def rescue(head: int, seen: Seen, query: Array, key: Array, t) -> None:
+        state = before[head].astype(jnp.float32)
+        own, past = chunk.exactly(t, seen, query, key, highest[head : head + 1, :])
+        values = chunk.values_of(plan, given, head).astype(jnp.float32)
+        grow = chunk.pick(changes[head], t) * -chunk.pick(scales[head], t)
+        pairs = own * (values * grow).sum(axis=-1, keepdims=True)
+        first = jax.lax.broadcasted_iota(jnp.int32, (8, width(plan)), 0) == 0
+        first = jnp.where(first, grow, 0.0)
+        of_past = past * product(first, state, PLAIN)[:1]
+        query_change[head, pl.ds(t, 1), :] = pairs.sum(axis=0, keepdims=True) + of_past
+        key_change[head] += pairs
+        value_change[head] += own.sum(axis=-1, keepdims=True) * grow
+        past = jnp.broadcast_to(past, (8, features(plan, given)))
+        grown[head] += product(first, past, TURNED)
+
+    chunk.each_lost(plan, given, [jnp.where(x < 0, 1.0, 0.0) for x in scales], rescue)
+    values = [value_change[head] for head in range(plan.packed)]
+    found = _of_inputs(plan, given, query_change, key_change)
+    found.append(chunk.joined(plan, values, plan.value_size))
+    for out, x in zip((query_out, key_out, value_out), found, strict=True):
+        out[...] = x.astype(out.dtype)
+
+
+def _of_row(plan: Plan, change: Array, output: Array, head: int) -> Float[Array, "c w"]:
+    """The gradients of a head's numerators and, in the lane of ones, of their
+    denominators, times these."""
+    change, output = change.astype(jnp.float32), output.astype(jnp.float32)
+    along = chunk.own_head(plan, change * output, head).sum(axis=-1, keepdims=True)
+    own = chunk.beside(plan, change, head, 0)
+    lane = jax.lax.broadcasted_iota(jnp.int32, own.shape, 1)
+    return jnp.where(lane == chunk.lane_of_ones(plan, head), -along, own)
+
+
+def _of_inputs(plan: Plan, given: Operands, query_change, key_change) -> list[Array]:
+    """The gradients of queries and keys by those of features that are given, or of the
+    exponents of others."""
+    heads = range(plan.packed)
+    if given.rows is None:
+        count = features(plan, given)
+        both = ([x[head] for head in heads] for x in (query_change, key_change))
+        return [chunk.joined(plan, x, count) for x in both]
+    query, key = (_from_exponents(plan, given, x) for x in (query_change, key_change))
+    for head in heads:
+        total = key_change[head].sum(axis=-1, keepdims=True)
+        own = chunk.own_head(plan, given.key[...].astype(jnp.float32), head)
+        key -= own * (total * (2 / LOG2E * given.norm[0]))
+    return [query, key]
+
+
+def _from_exponents(plan: Plan, given: Operands, change: Any) -> Float[Array, "c P*H"]:
+    """The gradient of what exponents are made of, by w·x alone."""
+    return chunk.added(
+        product(
+            change[head].astype(given.key.dtype),
+            y[chunk.features_of(plan, given, head)],
+            PLAIN,
+        )
+        for head in range(plan.packed)
+        for y in chunk.projection(given)
+    ) * (1 / LOG2E)
+
+
+def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
+    values, keys = plan.widths
+    tokens = chunks.by_query(keys), chunks.by_key(keys), chunks.by_key(values)
+    norm = None if operands.norm is None else pl.BlockSpec(memory_space=pltpu.SMEM)
+    rows, offset = chunks.whole(operands.rows), chunks.whole(operands.offset)
+    of_examples = map(chunks.of_examples, operands[6:])
+    return Operands(*tokens, rows, offset, norm, *of_examples)
+
+
+def _kept(plan: Plan, operands: Operands) -> list[tuple]:
+    """Of a chunk: 1/denominator of each row, negative where it was lost; the state
+    before; its running maxima."""
+    state, peaks, _ = _scratch(plan, operands)[0]
+    kinds = jnp.float32, chunk.dtype_of(operands), jnp.float32
+    return list(zip([(plan.packed, plan.block), state, peaks], kinds, strict=True))
+
+
+def _scratch(plan: Plan, operands: Operands) -> tuple[list, list]:
+    """The state, its running maxima and a head's rows; gradients of it and of a head's
+    queries, keys and values."""
+    count, lanes = features(plan, operands), width(plan)
+    state, rows = (plan.packed, lanes, count), (plan.packed, plan.block, lanes)
+    of_features = plan.packed, plan.block, count
+    return [state, (plan.packed, count), rows], [state, of_features, of_features, rows]
+
+
+def _cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
+    """By multiply-adds of a token and head, in whole tiles; float32 ones count as six:
+    those for chunk.exponents, for pairs and for the state."""
+    tokens = plan.batch * plan.heads * plan.length
+    count = features(plan, operands)
+    passes = tiles.mxu_passes(chunk.dtype_of(operands))
+    parts = 0 if operands.rows is None else operands.rows.shape[0]
+    lanes = parts * plan.widths[1]
+    products = [
+        passes * count * (x * lanes + y * plan.block + z * width(plan))
+        for x, y, z in ((2, 2, 2), (4, 5, 4))
+    ]
+    return [(2 * tokens * x, 2 * tokens * count) for x in products]
+
+
+PERFORMER = Kernels(
+    "performer", _forward, _backward, _specs, _kept, _scratch, _cost, chunk.dtype_of
+)

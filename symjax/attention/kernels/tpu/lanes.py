@@ -1,0 +1,80 @@
+"""Heads side by side in tiles of 128 lanes, as projections leave them.
+
+Heads of 64 numbers lie two by two in a tile, of 32 four by four, and are not taken
+apart: what a product needs of one head is its tile with 0 for the others. A NaN in one
+head therefore reaches the others of its tile.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from symjax.attention.kernels.tpu.tiles import LANES
+
+
+def heads_in_a_tile(heads: int, size: int, value_size: int) -> int:
+    """How many lie together: as many as fill a tile, keys and values alike, or one."""
+    packed = LANES // size
+    fits = size == value_size and packed * size == LANES and heads % packed == 0
+    return packed if fits else 1
+
+
+def side_by_side(
+    x: Float[Array, "B T K h"], heads: int, length: int, size: int
+) -> Float[Array, "B length heads*size"]:
+    """Heads in lanes, one for each query head; time and heads are filled up with 0."""
+    x = jnp.repeat(x, heads // x.shape[2], axis=2)
+    missing = length - x.shape[1], size - x.shape[3]
+    x = jnp.pad(x, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1])))
+    return x.reshape(*x.shape[:2], -1)
+
+
+def apart(x: Float[Array, "B length W"], heads: int, like: Array) -> Array:
+    """The inverse, of the length and size of `like`: [B T heads h]."""
+    x = x.reshape(*x.shape[:2], heads, -1)
+    return x[:, : like.shape[1], :, : like.shape[3]]
+
+
+def summed_apart(
+    x: Float[Array, "B length W"], heads: int, like: Float[Array, "B T K h"]
+) -> Float[Array, "B T K h"]:
+    """The gradient of `like` by that of `side_by_side`, in its dtype: each key head's
+    is the sum over its query heads."""
+    parts = apart(x, heads, like)
+    parts = parts.reshape(*like.shape[:3], -1, like.shape[3])
+    return parts.sum(axis=3).astype(like.dtype)
+
+
+def is_own(shape: tuple[int, ...], size: int, head: int) -> Bool[Array, "..."]:
+    """The lanes of a head."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return (lane >= head * size) & (lane < (head + 1) * size)
+
+
+def own(x: Float[Array, "c W"], size: int, head: int) -> Float[Array, "c W"]:
+    """A tile with 0 for all heads but one."""
+    return jnp.where(is_own(x.shape, size, head), x, 0) if x.shape[1] > size else x
+
+
+def in_lanes(
+    columns: Sequence[Float[Array, "c 1"]], shape: tuple[int, ...]
+) -> Float[Array, "c W"]:
+    """Each head's column in its lanes."""
+    wide = jnp.broadcast_to(columns[0], shape)
+    for head in range(1, len(columns)):
+        mine = is_own(shape, shape[1] // len(columns), head)
+        wide = jnp.where(mine, columns[head], wide)
+    return wide
+
+
+def of_heads(
+    sizes: tuple[int, int], state: Float[Array, "P*V P*H"]
+) -> Float[Array, "P*V P*H"]:
+    """A state of packed heads, of sizes V and H: 0 but for values and keys of one
+    head."""
+    if state.shape == sizes:
+        return state
+    value, key = (jax.lax.broadcasted_iota(jnp.int32, state.shape, x) for x in (0, 1))
+    return jnp.where(value // sizes[0] == key // sizes[1], state, 0)

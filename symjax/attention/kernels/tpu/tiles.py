@@ -1,0 +1,93 @@
+"""What the forward and the backward kernel share: operands in blocks, visible pairs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Shaped
+
+LANES = 128
+MOST_RESIDENT = 2**24  # bytes in VMEM at once, of which there are two buffers
+LOG2E = 1.4426950408889634
+PLAIN = (((1,), (0,)), ((), ()))  # a b
+ACROSS = (((1,), (1,)), ((), ()))  # a bᵀ
+TURNED = (((0,), (0,)), ((), ()))  # aᵀ b
+
+
+def even(length: int, limit: int, unit: int = LANES) -> int:
+    """The size of equal blocks, a multiple of `unit` of about `limit` at most."""
+    return -(-length // (-(-length // limit) * unit)) * unit
+
+
+def in_lanes(width: int, size: int, index: Callable) -> pl.BlockSpec:
+    """Blocks of [B T heads·width]."""
+
+    def place(*at):
+        example, head, block = index(*at)
+        return example, block, head
+
+    return pl.BlockSpec((None, size, width), place)
+
+
+def estimate(flops: int, transcendentals: int, arrays: list[Any]) -> pl.CostEstimate:
+    """These, and every byte of the arrays once."""
+    return pl.CostEstimate(
+        flops=flops,
+        transcendentals=transcendentals,
+        bytes_accessed=sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
+    )
+
+
+def compiler(parallel: int, sequential: int = 0) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel",) * parallel + ("arbitrary",) * sequential,
+        vmem_limit_bytes=100 * 2**20,
+    )
+
+
+def product(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _"]:
+    """In float32, of float32 arrays with all their bits."""
+    exact = jnp.float32 in (a.dtype, b.dtype)
+    precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def mxu_passes(dtype: Any) -> int:
+    """Of the MXU, which multiplies bfloat16, for a product of such operands."""
+    return 6 if dtype == jnp.float32 else 1
+
+
+def _diagonal() -> Bool[Array, "128 128"]:
+    rows, columns = (
+        jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), x) for x in (0, 1)
+    )
+    return rows == columns
+
+
+def column(row: Shaped[Array, "1 r"]) -> Shaped[Array, "r 1"]:
+    """A row as a column; by the sums of diagonals, at a tenth of a reshape's cost."""
+    pieces = [
+        jnp.where(_diagonal(), row[:, x : x + LANES], 0).sum(axis=1, keepdims=True)
+        for x in range(0, row.shape[1], LANES)
+    ]
+    return jnp.concatenate(pieces, axis=0)
+
+
+def row(column: Float[Array, "r _"]) -> Float[Array, "1 r"]:
+    """A column laid down; it may be 128 equal ones."""
+    equal = jnp.broadcast_to(column, (column.shape[0], LANES))
+    pieces = [
+        jnp.where(_diagonal(), equal[x : x + LANES], 0).sum(axis=0, keepdims=True)
+        for x in range(0, column.shape[0], LANES)
+    ]
+    return jnp.concatenate(pieces, axis=1)
+
+
+def write_row(rows, i: int, column: Float[Array, "r _"]) -> None:
+    """Row i of a block, from one column or from 128 equal ones."""
+    rows[i : i + 1, :] = row(column)

@@ -1,0 +1,1 @@
+"""Recurrences: their protocol, the engine, schedules, and shared arithmetic."""

@@ -1,0 +1,205 @@
+"""The engine of recurrences: it runs mechanisms with a state over chunks of time.
+
+    state = recurrence.empty(…)
+    for chunk in chunks:                      # jax.lax.scan of a checkpointed body
+        state, rows = recurrence.advance(parameters, state, chunk)
+
+On accelerators the chunks of 4096 tokens stand side by side where they can, on GPUs of
+as many tokens as memory holds, and are a multiple of 128 tokens long. On a CPU they are
+of one length, and on a single one, where no state is given or wanted, an example
+follows the other. Of few tokens a gradient there keeps what all chunks side by side
+need, and computes nothing once more.
+
+A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
+taken and given, masks, segments, and time that is split over a mesh axis. It may bring
+kernels, each of one platform, which take the place of the chunks where no state is
+given or wanted, time is not split over devices, and the call is `served`.
+
+What runs is then decided where the program is lowered. Kernels have no forward-mode
+derivative (`jax.jvp`), and no second one.
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.core.arguments import (
+    check_axis,
+    check_count,
+    check_flag,
+    check_state,
+    check_tokens,
+)
+from symjax.attention.core.devices import on_cuda, on_one_device, on_tpu
+from symjax.attention.core.meshes import on_any_mesh, rows_alone
+from symjax.attention.core.operands import Tokens
+from symjax.attention.core.products import TILE, sum_dtype
+from symjax.attention.recurrent.chunks import (
+    heads_joined,
+    layout,
+)
+from symjax.attention.recurrent.recurrence import Recurrence
+from symjax.attention.recurrent.schedule import (
+    _on_accelerators,
+    _on_cpus,
+    in_one,
+    state_before,
+)
+
+LARGEST_HEAD = 256  # that kernels serve
+
+
+class Kernel(Protocol):
+    """A mechanism on one kind of accelerator. Hashable."""
+
+    platform: str  # that programs are lowered for: "tpu" or "cuda"
+
+    def serves(self, tokens: Tokens, parameters: Any) -> bool:
+        """Whether it may run; the engine has looked at devices and sizes."""
+        ...
+
+    def attend(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
+        """The output of `attend_causal`."""
+        ...
+
+
+def attend_causal(
+    who: str,
+    recurrence: Recurrence,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    mask: Array | None,
+    *,
+    parameters: Any = None,
+    operands: tuple[Array | None, ...] = (),
+    chunk_size: int = 64,
+    state: Any = None,
+    return_state: bool = False,
+    segment_ids: Array | None = None,
+    axis_name: str | None = None,
+    kernels: tuple[Kernel, ...] = (),
+) -> Any:
+    """Every query sees the visible tokens of its segment up to its own.
+
+    Args:
+        operands: more arrays [#B #T K …] that the recurrence takes of each token.
+        kernels: what may take the place of the recurrence.
+    """
+    check_tokens(who, query, key, value, mask, segment_ids, causal=True)
+    check_axis(who, axis_name, state, return_state)
+    check_count(who, "chunk_size", chunk_size)
+    check_flag(who, "return_state", return_state)
+    tokens = Tokens(query, key, value, operands, mask, segment_ids)
+    alone = state is None and not return_state and axis_name is None
+    state = _start(who, recurrence, parameters, state, tokens)
+    static = recurrence, int(chunk_size), axis_name, alone
+    for kernel in kernels:
+        if alone and served(kernel, tokens, parameters):
+            return _on_kernel(kernel, static, tokens, parameters, state)
+    output, state = _causal(*static, tokens, parameters, state)
+    return (output, state) if return_state else output
+
+
+def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
+    """Whether a call of these tokens is for the kernel, and its device in sight.
+
+    XLA cannot split a kernel: under a mesh the call is made in a `jax.shard_map`, as
+    layers do.
+    """
+    query, key, value = tokens[:3]
+    return (
+        {"tpu": on_tpu, "cuda": on_cuda}[kernel.platform]()
+        and on_one_device()
+        and query.shape[1] >= TILE
+        and 0 not in (*query.shape, value.shape[3])
+        and max(key.shape[3], value.shape[3]) <= LARGEST_HEAD
+        and jnp.result_type(query, key, value) in (jnp.bfloat16, jnp.float32)
+        and kernel.serves(tokens, parameters)
+    )
+
+
+@on_any_mesh(2, rows_alone)
+def _on_kernel(
+    kernel: Kernel,
+    by_chunks: tuple[Recurrence, int, None, bool],
+    tokens: Tokens,
+    parameters: Any,
+    state: Any,
+) -> Float[Array, "B T N V"]:
+    return jax.lax.platform_dependent(
+        **{kernel.platform: lambda: kernel.attend(tokens, parameters)},
+        default=lambda: _causal(*by_chunks, tokens, parameters, state)[0],
+    )
+
+
+def attend_step(
+    who: str,
+    recurrence: Recurrence,
+    state: Any,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    value: Float[Array, "B 1 K V"],
+    *,
+    parameters: Any = None,
+    operands: tuple[Array | None, ...] = (),
+) -> tuple[Float[Array, "B 1 N V"], Any]:
+    """One token, which sees itself and what the state has read: a chunk of its own."""
+    check_tokens(who, query, key, value, None, None, causal=True)
+    if query.shape[1] != 1:
+        raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
+    tokens = Tokens(query, key, value, operands)
+    if state is None:
+        raise ValueError(f"{who}: a step needs the state before its token, got None")
+    state = _start(who, recurrence, parameters, state, tokens)
+    return _step(recurrence, tokens, parameters, state)
+
+
+def _start(
+    who: str, recurrence: Recurrence, parameters: Any, state: Any, tokens: Tokens
+) -> Any:
+    """The given state in the dtype of the sums, or the empty one."""
+    (_, key, value), dtype = tokens[:3], sum_dtype(*tokens[:3])
+    batch, _, heads, size = key.shape
+    sizes = batch, heads, size, value.shape[-1]
+    if state is None:
+        return recurrence.empty(parameters, sizes, dtype)
+    wanted = jax.eval_shape(lambda: recurrence.empty(parameters, sizes, dtype))
+    given = f"key {key.shape} and value {value.shape}"
+    check_state(who, given, state, wanted)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
+
+
+@on_any_mesh(4)
+def _causal(
+    recurrence: Recurrence,
+    chunk_size: int,
+    axis_name: str | None,
+    alone: bool,
+    tokens: Tokens,
+    parameters: Any,
+    state: Any,
+) -> tuple[Float[Array, "B T N V"], Any]:
+    """alone: the state given is empty, and that after the last token is not wanted."""
+    stretch = layout(tokens, axis_name)
+    if axis_name is not None:
+        given = parameters, stretch, chunk_size, axis_name
+        state = state_before(recurrence, *given)
+    state, rows = jax.lax.platform_dependent(
+        parameters,
+        state,
+        stretch,
+        cpu=_on_cpus(recurrence, chunk_size, alone, state, stretch),
+        default=_on_accelerators(recurrence, chunk_size, state, stretch),
+    )
+    return heads_joined(rows, tokens.value.dtype), state
+
+
+@on_any_mesh(1)
+def _step(
+    recurrence: Recurrence, tokens: Tokens, parameters: Any, state: Any
+) -> tuple[Float[Array, "B 1 N V"], Any]:
+    state, rows = in_one(recurrence, parameters, state, layout(tokens))
+    return heads_joined(rows, tokens.value.dtype), state

@@ -1,0 +1,126 @@
+"""Windows: rows that see few keys are given these keys alone.
+
+The engine of row blocks then reads and writes O(T (left + right)), forward and
+backward, where every key of a sequence would be O(T S).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.core.meshes import on_any_mesh
+from symjax.attention.core.operands import Operands, Rule, rows_spec
+from symjax.attention.scores.rows import attend_rows, widened
+
+
+@on_any_mesh(static=1, specs=rows_spec)
+def attend_window(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+    """`attend_rows` in a window that is bounded on both sides."""
+    batch, _, time, _ = operands.query.shape
+    if time == 1:
+        return attend_rows(rule, _around(operands))
+    size = _strip(rule, operands)
+    if not size:
+        return attend_rows(rule, operands)
+    rows = attend_rows(*_strips(rule, widened(operands), size))
+    rows = rows.reshape(batch, -1, *rows.shape[1:]).swapaxes(1, 2)
+    return rows.reshape(batch, rows.shape[1], -1, rows.shape[-1])[:, :, :time]
+
+
+def _strip(rule: Rule, operands: Operands) -> int:
+    """Rows of a strip of time that sees few keys beside its own; 0: all see many.
+
+    A mask or bias of pairs is as large as all pairs, and is not cut into strips.
+    """
+    left, right = operands.visibility.window
+    pairs = [x for x in (operands.bias, operands.visibility.mask) if x is not None]
+    if left is None or right is None or rule.offset is None or rule.whole:
+        return 0
+    if any(x.shape[2] > 1 and x.shape[3] > 1 for x in pairs):
+        return 0
+    blocks = max(rule.extents, -(-max(left, right) // rule.block_rows))
+    size = blocks * rule.block_rows
+    return size if operands.query.shape[2] > 2 * size else 0
+
+
+def _strips(rule: Rule, operands: Operands, size: int) -> tuple[Rule, Operands]:
+    """Strips of `size` rows as examples of their own, each with the keys in its window.
+
+    A strip's keys are its own and those of the strip before, or after, as the window
+    goes: copies of two or three times the keys, instead of T times all of them.
+    """
+    before, after = (int(bool(x)) for x in operands.visibility.window)
+    offset = rule.offset or 0
+    batch, _, time, _ = operands.query.shape
+    count = -(-time // size)
+
+    def cut(x: Array | None, axis: int, fill: int, front: int, near: int):
+        """[B … S …] as [B·count … near·size …], `front` entries of `fill` first."""
+        if x is None or x.shape[axis] == 1:
+            return x
+        missing = (count + near - 1) * size - x.shape[axis] - front
+        edges = [(0, 0, 0)] * x.ndim
+        edges[axis] = (front, missing, 0)  # below 0: entries that no row sees
+        x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), edges)
+        x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+        shifted = [
+            jax.lax.slice_in_dim(x, i, i + count, axis=axis) for i in range(near)
+        ]
+        x = jnp.moveaxis(jnp.concatenate(shifted, axis=axis + 1), axis, 1)
+        x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+        return x.reshape(batch * count, *x.shape[2:])
+
+    def rows(x: Array | None, axis: int) -> Array | None:
+        return cut(x, axis, 0, 0, 1)
+
+    def keys(x: Array | None, axis: int, fill: int = 0) -> Array | None:
+        return cut(x, axis, fill, before * size - offset, 1 + before + after)
+
+    def alike(x: Array) -> Array:
+        """What has no time, once a strip."""
+        whole = batch > 1 and x.shape[:1] == (batch,)
+        return jnp.repeat(x, count, axis=0) if whole else x
+
+    strips = jax.tree.map(alike, operands.map_rows(rows).map_keys(keys))
+    return rule._replace(offset=before * size), strips
+
+
+def _around(operands: Operands) -> Operands:
+    """The keys in the window of one row an example, wherever the row stands."""
+    known, count = operands.visibility, operands.key.shape[2]
+    left, right = (x or 0 for x in known.window)
+    size = min(left + 1 + right, count)
+    start = jnp.clip(known.rows[:, 0] - left, 0, count - size)
+
+    def keys(x: Array | None, axis: int, fill: int = 0) -> Array | None:
+        if x is None or x.shape[axis] == 1:
+            return x
+        if len(start) == 1:
+            return jax.lax.dynamic_slice_in_dim(x, start[0], size, axis)
+        x = jnp.broadcast_to(x, (len(start), *x.shape[1:]))
+        own = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=axis - 1)
+        return jax.vmap(own)(x, start)
+
+    return operands.map_keys(keys)
+
+
+def attend_window_of_device(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+    """`attend_window` of consecutive rows from a position known at run time, with the
+    keys in their window alone."""
+    first = operands.visibility.rows[0, 0]
+    left, right = operands.visibility.window
+    size = operands.query.shape[2] + (left or 0) + (right or 0)
+    if left is None or right is None or size >= operands.key.shape[2]:
+        return attend_window(rule, operands)
+
+    def keys(x: Array | None, axis: int, fill: int = 0) -> Array | None:
+        if x is None or x.shape[axis] == 1:
+            return x
+        edges = [(0, 0, 0)] * x.ndim
+        edges[axis] = (left, right, 0)
+        x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), edges)
+        return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
+
+    return attend_window(rule._replace(offset=left), operands.map_keys(keys))

@@ -1,0 +1,178 @@
+"""The kernels of Performer and linear attention equal these, interpreted on CPU."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import oracles
+import pytest
+from interpreted import STRICT, B, K, N, differentiated, seen_by
+from laws import close, same
+
+from symjax.attention import linear_causal, performer_causal
+from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.operands import Tokens
+from symjax.attention.features import IDENTITY, PLAIN, RANDOM
+from symjax.attention.kernels.tpu.normalised import FusedFeatures
+from symjax.attention.recurrent import engine
+from symjax.attention.recurrent.normalised import Normalised
+
+
+class Sizes(NamedTuple):
+    length: int = 256
+    head_size: int = 64
+    value_size: int = 64
+    rows: int = 40
+    features: str = "positive"
+
+
+TWO_IN_A_TILE = Sizes()
+FOUR_IN_A_TILE = Sizes(200, 32, 32, 40, "hyperbolic")
+ODD = Sizes(300, 16, 24, 11)
+WIDE = Sizes(256, 128, 128, 128)
+ELU = Sizes(200, 64, 64, 0, "elu")
+RELU2 = Sizes(300, 16, 24, 0, "relu2")
+
+
+def arrays(sizes, scale=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    length, size, value_size, *_ = sizes
+    shapes = (B, length, N, size), (B, length, K, size), (B, length, K, value_size)
+    query, key, value = (rng.normal(size=shape) for shape in shapes)
+    return query * scale, key * scale, value
+
+
+def projection(sizes):
+    return np.random.default_rng(4).normal(size=(sizes.rows, sizes.head_size))
+
+
+def kernel(sizes, query, key, value, rows=None, **seen):
+    features = sizes.features
+    recurrence = Normalised((RANDOM if sizes.rows else PLAIN)[features])
+    fused = FusedFeatures(features, recurrence, 64, interpret=STRICT)
+    rows = jnp.asarray(projection(sizes), jnp.float32) if rows is None else rows
+    random = RandomFeatures(rows, jnp.float32(sizes.head_size**-0.5))
+    random = random if sizes.rows else None
+    mask, segment_ids = seen.get("mask"), seen.get("segment_ids")
+    tokens = Tokens(query, key, value, (), mask, segment_ids)
+    return fused.attend(tokens, random)
+
+
+def definition(sizes, query, key, value, **seen):
+    """By pairs; of linear attention the scan, which tests hold to that."""
+    if not sizes.rows:
+        return linear_causal(query, key, value, features=sizes.features, **seen)
+    logarithms, signs = oracles.performer_products(
+        query, key, projection(sizes), features=sizes.features, module=jnp
+    )
+    pairs = oracles.seen(len(query), sizes.length, sizes.length, causal=True, **seen)
+    return oracles.weighted_mean(logarithms, signs, value, pairs, jnp)
+
+
+LOST = "rows are lost, both"
+CASES = {
+    "two heads in a tile": (TWO_IN_A_TILE, 1, (), 1e-5),
+    "four heads in a tile, a mask": (FOUR_IN_A_TILE, 1, ("mask",), 1e-5),
+    "odd sizes, segments": (ODD, 1, ("segment_ids",), 1e-5),
+    "a head of a tile, both": (WIDE, 1, ("mask", "segment_ids"), 1e-5),
+    "linear": (ELU, 1, (), 1e-5),
+    "linear, odd sizes, both": (RELU2, 1, ("mask", "segment_ids"), 1e-5),
+    "rows are lost": (TWO_IN_A_TILE, 8, (), 3e-5),
+    LOST: (ODD, 8, ("mask", "segment_ids"), 3e-5),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=[pytest.mark.always] if x == LOST else []) for x in CASES],
+)
+def test_it_equals_the_definition(case):
+    """At size 8 exponents reach hundreds, and rows leave float32."""
+    sizes, scale, names, tolerance = CASES[case]
+    seen, given = seen_by(sizes.length, *names), arrays(sizes, scale)
+    wanted = differentiated(partial(definition, sizes, **seen), given, np.float64)
+    found = differentiated(partial(kernel, sizes, **seen), given)
+    for one, exact in zip(found, wanted, strict=True):
+        close(one, exact, tolerance)
+
+
+def test_a_key_that_dwarfs_the_past_leaves_it_alone():
+    """Bitwise in the chunks before it; in its own chunk such rows are rescued."""
+    query, key, value = (x.astype(np.float32) for x in arrays(TWO_IN_A_TILE, 4))
+    changed = key.copy()
+    changed[:, 200] = projection(TWO_IN_A_TILE)[0] * 64**0.25
+    run = jax.jit(partial(kernel, TWO_IN_A_TILE))
+    before, after = (np.asarray(run(query, x, value)) for x in (key, changed))
+    same(after[:, :128], before[:, :128])
+    close(after[:, 128:200], before[:, 128:200], 1e-5)
+    assert np.abs(after[:, 200:] - before[:, 200:]).max() > 0.1
+
+
+def test_hidden_keys_may_be_anything_and_rows_without_keys_are_zero():
+    seen, given = seen_by(ODD.length, "mask"), arrays(ODD)
+    hidden = ~seen["mask"][:, 0, 0]
+    bad = [x.copy() for x in given]
+    bad[1][hidden], bad[2][hidden] = np.nan, np.inf
+    form = partial(kernel, ODD, **seen)
+    one, two = differentiated(form, given), differentiated(form, bad)
+    for clean, found in zip(one, two, strict=True):
+        same(found, clean)
+    assert not one[0][0, :140].any() and np.abs(one[0][0, 150:]).min() > 0
+    assert not one[2][hidden].any() and not one[3][hidden].any()
+
+
+@pytest.mark.parametrize(
+    "sizes, scale", [(Sizes(rows=128), 0.5), (Sizes(rows=128), 2), (ELU, 1)]
+)
+def test_bfloat16_products_cost_what_rounded_inputs_do(sizes, scale):
+    form, exact = partial(kernel, sizes), partial(definition, sizes)
+    graded = partial(differentiated, given=[x[:1] for x in arrays(sizes, scale)])
+    laws.bfloat16_products_cost_what_rounded_inputs_do(graded, form, exact)
+
+
+def test_a_learned_projection_gets_the_gradient_of_the_scan():
+    given = [x.astype(np.float32) for x in arrays(ODD)]
+    rows = jnp.asarray(projection(ODD), jnp.float32)
+
+    def by_kernel(rows, *given):
+        return kernel(ODD, *given, rows=rows).sum()
+
+    def by_scan(rows, *given):
+        return performer_causal(*given, rows).sum()
+
+    found, wanted = (
+        jax.jit(jax.grad(form, (0, 1)))(rows, *given) for form in (by_kernel, by_scan)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other, 1e-5)
+
+
+def test_other_machines_features_and_lengths_take_the_scan():
+    random = RandomFeatures(jnp.zeros((8, 16)), jnp.float32(1))
+    tokens = Tokens(*(jnp.zeros((1, 128, 2, 16), jnp.bfloat16) for _ in range(3)))
+    short = Tokens(*(x[:, :100] for x in tokens[:3]))
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), tokens)
+
+    def served(features, tokens, random):
+        table = PLAIN if random is None else RANDOM
+        recurrence = Normalised(table.get(features, IDENTITY))
+        fused = FusedFeatures(features, recurrence, 64)
+        return engine.served(fused, tokens, random)
+
+    assert not served("positive", tokens, random)  # on a CPU
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "on_tpu", lambda: True)
+        patch.setattr(engine, "on_one_device", lambda: True)
+        assert served("positive", tokens, random)
+        assert served("elu", tokens, None)
+        assert not served("trigonometric", tokens, random)
+        assert not served("taylor", tokens, None)
+        assert not served(jnp.abs, tokens, None)
+        assert not served("positive", short, random)
+        assert not served("positive", tokens._replace(query=tokens.query[:0]), random)
+        empty = tokens.value[..., :0]
+        assert not served("positive", tokens._replace(value=empty), random)
+        assert not served("positive", half, random)

@@ -13,6 +13,7 @@ import griffe
 
 ALIGNED = re.compile(r"^\S.*\S {2,}\S", re.MULTILINE)
 SECTION = re.compile(r"\n(?=(?:Args|Attributes|Returns|Yields|Raises):\n)")
+RAISES = re.compile(r"^Raises: (\S.*(?:\n[ \t]+\S.*)*)", re.MULTILINE)
 SOURCE = re.compile(r"^Source: ((?:.*\n?)(?:[ \t]+\S.*\n?)*)", re.MULTILINE)
 
 
@@ -101,6 +102,7 @@ def _prepare(found: griffe.Object) -> None:
 
 def prepared(text: str) -> str:
     """Return a docstring whose sections, sources and tables Markdown keeps apart."""
+    text = RAISES.sub(lambda x: f"Raises:\n    {' '.join(x[1].split())}", text)
     text = SECTION.sub("\n\n", text)
     text = SOURCE.sub(lambda x: f"\n**Source.** {' '.join(x[1].split())}\n", text)
     blocks = re.split(r"\n{2,}", text)

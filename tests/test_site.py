@@ -199,6 +199,11 @@ Source: Somebody 2020,
         "Raises:\n    ValueError: no number.",
         "**Source.** Somebody 2020, arXiv:2006.16236.\n",
     ]
+    short = "First line.\nRaises: ValueError: no\n    number."
+    assert docstrings.prepared(short).split("\n\n") == [
+        "First line.",
+        "Raises:\n    ValueError: no number.",
+    ]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from runs import ROOT, call, train, words
 from symjax.checkpoints import record
 from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.evaluation.loading import load
-from symjax.training import loop
+from symjax.training import heldout
 from symjax.training.step import Means
 from symjax.training.workdir import LOCK, locked
 
@@ -421,7 +421,7 @@ def test_the_best_is_kept_apart_and_never_made_way_for_a_bad_one(
 
     changes = {**SMALL, "evaluate__every": 1, "checkpoint__best": True}
     changes |= {"checkpoint__keep": 1, "optimizer__decay_steps": 9}
-    monkeypatch.setattr(loop, "heldout", judged)
+    monkeypatch.setattr(heldout, "measure", judged)
     losses |= {2: 2.9, 4: 1.0}
     assert train(text, tmp_path, steps=6, **changes) == 0
     assert steps(tmp_path) == [3, 6]

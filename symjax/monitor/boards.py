@@ -1,6 +1,6 @@
-"""Where the numbers of a run are shown beside metrics.jsonl, if asked for.
+"""Dashboards that show the metrics of a run: TensorBoard and Weights & Biases.
 
-Each takes one number at a time: `add_scalar(name, number, step)`, and `close()`.
+Both have the methods `add_scalar(name, number, step)` and `close()`.
 """
 
 import secrets
@@ -16,17 +16,17 @@ from symjax.storage import local_folder
 def boards(
     log: Log, workdir: epath.Path, step: int, config: dict[str, Any]
 ) -> list[Any]:
-    """Those of the configuration, for a run that continues after `step`.
+    """Return the dashboards of a configuration, for a run that continues after `step`.
 
     Raises:
         ValueError: a package is not installed, or Weights & Biases cannot be reached.
     """
     found = []
-    if log.tensorboard:  # its files are ten seconds late
+    if log.tensorboard:
         line = "log.tensorboard needs tensorboardX: pip install tensorboardX"
         writer = needed("tensorboardX", line).SummaryWriter
         folder = str(local_folder(workdir) / "tensorboard")
-        # TensorBoard then hides what earlier files say about later steps.
+        # With purge_step TensorBoard hides values of later steps in earlier files.
         found.append(writer(folder, purge_step=step + 1, flush_secs=10))
     if log.wandb:
         found.append(WeightsAndBiases(log, workdir, config))
@@ -34,10 +34,11 @@ def boards(
 
 
 class WeightsAndBiases:
-    """A run of the project log.wandb, the same one when the workdir resumes.
+    """A run in the project log.wandb; a workdir that resumes continues the same run.
 
-    What a killed run has logged after its last checkpoint stays there: steps are not
-    taken back. WANDB_MODE=offline writes to wandb/ of the run's `home` alone.
+    Values that a killed run logged after its last checkpoint stay there, since wandb
+    accepts no earlier steps. With WANDB_MODE=offline wandb writes only to wandb/ in the
+    run's local folder.
     """
 
     def __init__(self, log: Log, workdir: epath.Path, config: dict[str, Any]):

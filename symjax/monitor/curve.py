@@ -1,4 +1,4 @@
-"""The loss curve of a run: a figure for `metrics.png`, and for reports."""
+"""Loss curve of a run, as a figure for `metrics.png` and for reports."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,20 +13,20 @@ from symjax.monitor.metrics import rows_of
 from symjax.storage import local_folder, replaced
 
 NAME = "metrics.png"
-# Of the training loss that are drawn. Each is a mean of as many lines, one line a step,
-# whatever the number of targets of the step.
+# Points drawn of the training loss. Each is the mean over equally many lines, where
+# every line counts the same, whatever the number of targets of its step.
 POINTS = 400
-WIDTH = 0.02  # of the steps: that of the mean through them
+WIDTH = 0.02  # width of the smoothing window, as a share of the steps
 
 
 def loss_curve(rows: Iterable[dict[str, Any]], unit: str) -> Lines | None:
-    """Training loss, measured and smoothed, and held-out loss by step.
+    """Return a figure of training loss, measured and smoothed, and held-out loss.
 
-    None where there are not two points of either.
+    It is None if neither loss has two points.
 
     Args:
-        rows: of `metrics.jsonl`.
-        unit: of the loss: byte, character, answer or label.
+        rows: lines of `metrics.jsonl`.
+        unit: what a target is: byte, character, answer or label.
     """
     rows, lines, points = list(rows), {}, {}
     x, y = _column(rows, "train/loss")
@@ -48,9 +48,9 @@ def loss_curve(rows: Iterable[dict[str, Any]], unit: str) -> Lines | None:
 
 
 def draw(workdir: epath.Path, unit: str) -> None:
-    """Write `metrics.png`, where matplotlib is installed and there is a curve.
+    """Write `metrics.png`, if matplotlib is installed and there is a curve.
 
-    What goes wrong is one line: the run is complete without its picture.
+    A failure is only a warning, since the run is complete without its figure.
     """
     if (figure := loss_curve(rows_of(workdir), unit)) is None:
         return
@@ -69,7 +69,7 @@ def draw(workdir: epath.Path, unit: str) -> None:
 
 
 def _column(rows: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, and the finite values at them."""
+    """Return the steps that have a value of this name, and the values."""
     known = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     x, y = np.array(known, float).reshape(-1, 2).T
     return x, y

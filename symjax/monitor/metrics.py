@@ -1,11 +1,13 @@
-"""The numbers of a run, in `metrics.jsonl` of its workdir, as it goes.
+"""Metrics of a run, written to `metrics.jsonl` of its workdir at once.
 
-Of a workdir in a bucket: in the run's `home`, from where `Mirror` copies them.
+For a workdir in a bucket the file is in the run's local folder, and `Mirror` copies it
+to the bucket.
 
-One object a line, with `step` and named floats; a resumed run reads it, and pandas:
+Each line is a JSON object with `step` and named floats. A resumed run reads the file,
+and so can pandas:
 
     frame = pandas.read_json("metrics.jsonl", lines=True)
-    frame.groupby("step").first()  # lines of training and of evaluation side by side
+    frame.groupby("step").first()  # training and evaluation of a step in one row
 """
 
 from __future__ import annotations
@@ -24,20 +26,23 @@ from symjax.config import Config
 from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
 from symjax.monitor.boards import boards
+from symjax.monitor.mirror import Mirror
 from symjax.storage import check_writable, local_folder, replaced, store_errors
 
 NAME = "metrics.jsonl"
-LAMBDA = "lambda/"  # and the number of a layer
+LAMBDA = "lambda/"  # the number of a layer follows
 
 
 class Metrics:
-    """Writes the numbers of a run; of several processes only the first.
+    """Writer of a run's metrics. With several processes only the first one writes.
 
     Args:
-        workdir: whose earlier lines are kept, also on another machine.
-        step: the one the run starts or continues from. What a killed run wrote after it
-            goes, so that no step is there twice; so does a line it did not finish.
-        options: whose `log` names the boards that take the numbers, too.
+        workdir: its earlier lines are kept, also if they were written on another
+            machine.
+        step: the step that the run starts or continues from. Lines that a killed run
+            wrote for later steps are removed, so that no step is there twice. So is a
+            line that it did not finish.
+        options: its `log` names the boards that show the metrics too.
     Raises:
         ValueError: the files cannot be written, or as `boards`.
     """
@@ -46,8 +51,9 @@ class Metrics:
         self, workdir: epath.Path, step: int = 0, options: Config | None = None
     ):
         self._file: FileIO | None = None
-        self._late = b""
+        self._late = b""  # what a full disk did not take
         self._boards = []
+        self._mirror = Mirror(workdir)
         if not is_process_zero():
             return
         if options is not None:
@@ -58,17 +64,18 @@ class Metrics:
         kept = [_json(row) for row in rows_of(workdir) if row["step"] <= step]
         with replaced(here, NAME) as folder:
             Path(folder, NAME).write_text("".join(kept), encoding="utf-8")
-        # Unbuffered: what a full disk did not take is known, and written later.
+        # Unbuffered, so that `_append` knows what a full disk did not take.
         self._file = open(here / NAME, "ab", buffering=0)
+        self.upload()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append what was measured at a step, at once.
+        """Append the values of a step, at once.
 
-        What does not fit on a full disk is kept, said in one line, and written as soon
-        as there is room. What is not a finite number is null: JSON has no word for it.
+        If the disk is full, one warning says so, and the rest is written when there is
+        room. Infinities and NaN become null, since JSON has no other form for them.
 
         Args:
-            values: name → what `float` takes, a JAX scalar too.
+            values: name → a number, or anything that `float` accepts.
         Raises:
             ValueError: a value is called `step`.
         """
@@ -97,7 +104,12 @@ class Metrics:
                 )
         self._late = rest
 
+    def upload(self) -> None:
+        """Copy the files to the workdir, if it is in a bucket."""
+        self._mirror.copy()
+
     def close(self) -> None:
+        """Write what is left, close the files and boards, and `upload` them."""
         self._append(b"")
         if self._file is not None:
             if self._late:
@@ -107,10 +119,11 @@ class Metrics:
             self._file.close()
         for board in self._boards:
             board.close()
+        self.upload()
 
 
 def rows_of(workdir: epath.Path) -> list[dict[str, Any]]:
-    """The lines that are whole."""
+    """Return the whole lines of metrics.jsonl, parsed."""
     path = workdir / NAME
     with store_errors(workdir):
         content = path.read_bytes() if path.exists() else b""

@@ -1,4 +1,4 @@
-"""Copies in a bucket of what a run writes on the machine."""
+"""Copies in a bucket of the files that a run writes on its machine."""
 
 from etils import epath
 
@@ -6,24 +6,27 @@ from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
 from symjax.storage import in_bucket, local_folder, upload
 
-# Of what lies in `home`, that of which a bucket gets copies.
+# Patterns of the files in `local_folder` that are copied to a bucket.
 COPIED = ("metrics.jsonl", "metrics.png", "tensorboard/**/*", "profile/**/*")
 
 
 class Mirror:
-    """Brings whole files from a run's `home` to its workdir, where these are two.
+    """Copies whole files from a run's local folder to its workdir, if that is a bucket.
 
-    The first of several processes does, with the files of its machine.
+    With several processes only the first one copies, from its machine.
     """
 
     def __init__(self, workdir: epath.Path):
-        self._workdir, self._home = workdir, local_folder(workdir)
+        self._workdir, self._local = workdir, local_folder(workdir)
         self._copied: dict[str, tuple[int, int]] = {}
         self._failed = False
 
     def copy(self) -> None:
-        """What has changed since it was copied; a store that cannot be written is said
-        in one line, and tried again the next time."""
+        """Copy the files that have changed since they were last copied.
+
+        If the bucket cannot be written, one line says so, and the next call tries
+        again.
+        """
         if not in_bucket(self._workdir) or not is_process_zero():
             return
         try:
@@ -35,17 +38,17 @@ class Mirror:
             if not self._failed:
                 print_warning(
                     f"metrics cannot be copied to {self._workdir} ({error.strerror}): "
-                    f"continuing, they are in {self._home}"
+                    f"continuing, they are in {self._local}"
                 )
             self._failed = True
         else:
             self._failed = False
 
     def _stamps(self) -> dict[str, tuple[int, int]]:
-        """Size and time of each file."""
-        found = [path for name in COPIED for path in sorted(self._home.glob(name))]
+        """Return the size and the time of change of each file."""
+        found = [path for name in COPIED for path in sorted(self._local.glob(name))]
         stats = {path: path.stat() for path in found if path.is_file()}
         return {
-            path.relative_to(self._home).as_posix(): (stat.st_size, stat.st_mtime_ns)
+            path.relative_to(self._local).as_posix(): (stat.st_size, stat.st_mtime_ns)
             for path, stat in stats.items()
         }

@@ -1,4 +1,4 @@
-"""A trace of a few steps, which XProf and TensorBoard open: log.profile=10:15."""
+"""Trace of a few steps for XProf and TensorBoard, for instance log.profile=10:15."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,12 @@ FOLDER = "profile"  # in the workdir
 
 
 def steps_of(text: str, steps: int) -> tuple[int, int]:
-    """The first and the last step of `10:15`; (0, 0), which is no step, of nothing.
+    """Return the first and the last step of a text such as "10:15".
+
+    An empty text returns (0, 0), which matches no step, since steps count from 1.
 
     Args:
-        steps: of the run.
+        steps: number of steps of the run.
     Raises:
         ValueError: the text is no such pair, or begins after the last step.
     """
@@ -32,7 +34,8 @@ def steps_of(text: str, steps: int) -> tuple[int, int]:
 class Profile:
     """Starts and ends the trace of a run, in every process.
 
-    Raises: ValueError: as `steps_of`.
+    Raises:
+        ValueError: as `steps_of`.
     """
 
     def __init__(self, text: str, steps: int, workdir: Path):
@@ -41,18 +44,19 @@ class Profile:
         self.running = False
 
     def before(self, step: int) -> None:
-        """Also a run that resumes inside of these steps traces what is left."""
+        """Start the trace before its first step, or where a run resumes within it."""
         if not self.running and self.first <= step <= self.last:
             jax.profiler.start_trace(self.folder)
             self.running = True
 
     def after(self, step: int, result: Any) -> None:
-        """Waits for the result of the last traced step."""
+        """End the trace after its last step; wait for the result of this step first."""
         if self.running and step >= self.last:
             jax.block_until_ready(result)
             self.close()
 
     def close(self) -> None:
+        """End the trace, if it has begun."""
         if self.running:
             jax.profiler.stop_trace()
             self.running = False

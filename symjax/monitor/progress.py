@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, plain lines in a file."""
+"""Progress of a run: a bar on a terminal, plain lines in a file; and its speed."""
 
 import contextlib
 import sys
@@ -9,13 +9,19 @@ from tqdm import tqdm
 
 from symjax.distributed.launch import is_process_zero
 
-SECONDS, SHARE = 5.0, 1 / 50  # between two lines, at least; the share is of the run
+# Two lines are at least so many seconds apart, or this share of the time since the
+# start if that is longer.
+SECONDS, SHARE = 5.0, 1 / 50
 
 
 class Progress:
-    """Loss, tokens a second and time left of a run of `total` steps.
+    """Display of loss, tokens a second and time left, on stderr.
 
-    Of several processes only the first one shows anything.
+    With several processes only the first one shows anything.
+
+    Args:
+        total: number of steps of the run.
+        start: steps that were made before it resumed.
     """
 
     def __init__(self, total: int, start: int):
@@ -34,13 +40,18 @@ class Progress:
         loss: float,
         tokens_per_second: float,
         left: float,
-        more: str = "",
+        suffix: str = "",
     ):
-        """Called after every step; `left` is in seconds, `more` is shown as it is."""
+        """Show the progress after a step.
+
+        Args:
+            left: seconds until the end of the run.
+            suffix: shown after the tokens a second.
+        """
         now = time.monotonic()
         if self.bar is not None:
             self.bar.set_postfix_str(
-                f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s{more}",
+                f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s{suffix}",
                 refresh=False,
             )
             self.bar.update(step - self.bar.n)
@@ -48,18 +59,18 @@ class Progress:
             self.next = now + max(SECONDS, SHARE * (now - self.began))
             self.line(
                 f"step {step}/{self.total}  loss {loss:.3f}  "
-                f"{tokens_per_second:,.0f} tokens/s{more}  {duration(left)} left"
+                f"{tokens_per_second:,.0f} tokens/s{suffix}  {duration(left)} left"
             )
 
     def line(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line, above the bar if there is one."""
         if self.bar is not None:
             self.bar.write(text, file=sys.stderr)
         elif self.shown:
             print(text, file=sys.stderr, flush=True)
 
     def compiling(self, program: str) -> None:
-        """Say, before a program runs for the first time, that it is compiled."""
+        """Print that a program is compiled, the first time that it is named."""
         if program not in self.compiled:
             self.compiled.add(program)
             self.line(f"compiling {program}")
@@ -76,7 +87,7 @@ def print_line(line: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
+    """Return seconds as h:mm:ss, or as m:ss below an hour."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     tail = f"{minutes:02d}:{seconds:02d}"
@@ -84,29 +95,34 @@ def duration(seconds: float) -> str:
 
 
 class Clock:
-    """Tokens a second, pauses left out.
+    """Clock of a run: tokens a second without pauses, and goodput.
 
     Args:
-        tokens: of a step.
+        tokens: number of tokens of a step.
+    Attributes:
+        peak: tokens a second that the devices reach at their peak FLOP/s; 0 if it is
+            unknown.
     """
 
     def __init__(self, tokens: int):
         self.tokens = tokens
+        self.peak = 0.0
         self.last = float(tokens)
         self.made = time.monotonic()
         self.begin()
 
     def begin(self) -> None:
-        """Here the first step begins."""
+        """Note that the first step begins now."""
         self.first, self.paused = time.monotonic(), 0.0
         self.restart()
 
     def restart(self) -> None:
+        """Begin to measure `speed` and `data_seconds` anew."""
         self.steps, self.since, self.waited = 0, time.monotonic(), 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, a step waits for its batch."""
+        """Count the time of the block as waiting for a batch."""
         began = time.monotonic()
         yield
         self.waited += time.monotonic() - began
@@ -116,25 +132,28 @@ class Clock:
         self.steps += 1
 
     def data_seconds(self) -> float:
-        """What a step has waited for its batch since the start, on average."""
+        """Return the mean wait of a step for its batch since `restart`, in seconds."""
         return self.waited / max(1, self.steps)
 
     def speed(self) -> float:
-        """Tokens a second since `restart`; the previous value if no step has passed."""
+        """Return tokens a second since `restart`, or the last value before any step."""
         if self.steps:
             passed = max(time.monotonic() - self.since, 1e-9)
             self.last = self.steps * self.tokens / passed
         return self.last
 
     def goodput(self) -> tuple[float, float]:
-        """The share of the time since this clock was made that steps have taken, and
-        that time in seconds."""
+        """Return the goodput, and the seconds since this clock was made.
+
+        The goodput is the share of these seconds that steps have taken.
+        """
         now = time.monotonic()
-        whole = max(now - self.made, 1e-9)
-        return (now - self.first - self.paused) / whole, whole
+        total = max(now - self.made, 1e-9)
+        return (now - self.first - self.paused) / total, total
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
+        """Leave the time of the block out of `speed` and goodput."""
         began = time.monotonic()
         yield
         passed = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Compiled programs: kept in a cache, and refused where they do not fit."""
+"""Compilation of the training step: its cache, and a check of the memory it needs."""
 
 import math
 import os
@@ -16,15 +16,16 @@ GIB = 2**30
 def compiled_step(
     program: Program, shape: tuple[int, int], *, refuse: bool = True, machine: str = ""
 ) -> jax.stages.Compiled:
-    """The training step for batches of `shape`, compiled; a line on stderr says so.
+    """Return the compiled training step for batches of `shape`; print that it compiles.
 
     Args:
-        refuse: what does not fit; False for devices that are not there.
-        machine: the name of another machine that it is compiled for.
+        refuse: whether to refuse a step that needs more memory than a device has. False
+            for devices that this machine does not have.
+        machine: name of another machine that the step is compiled for.
     Raises:
-        ValueError: it needs more memory than there is.
+        ValueError: the step needs more memory than there is.
     """
-    if refuse:  # here too, since sizes beyond all bounds may end a compiler
+    if refuse:  # before compiling too, since absurd sizes may crash a compiler
         state = shard_bytes((program.state, program.constants))
         batch = 2 * 4 * math.prod(shape) // program.mesh.size
         check_memory(state + batch, "weights, optimizer and batch alone take")
@@ -38,12 +39,17 @@ def compiled_step(
 
 
 def check_memory(needed: int, what: str) -> None:
-    """Refuse what a device cannot hold, instead of being killed half-way.
+    """Check that a device has the memory that a step needs.
 
+    Without the check the operating system may kill the run later.
+
+    Args:
+        needed: bytes on each device.
+        what: needs them; the message begins with it.
     Raises:
-        ValueError: naming both sizes.
+        ValueError: there is less memory; the message names both sizes.
     """
-    there = _memory_of_a_device()
+    there = _device_memory()
     if needed > there:
         raise ValueError(
             f"{what} {needed / GIB:,.1f} GiB a device, there are {there / GIB:,.1f}: "
@@ -53,13 +59,13 @@ def check_memory(needed: int, what: str) -> None:
 
 
 def use_compile_cache() -> None:
-    """Keep compiled programs in the user's cache folder, unless jax has one set."""
+    """Keep compiled programs in the user's cache, unless jax already has a folder."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("jax")))
 
 
-def _memory_of_a_device() -> float:
-    """Bytes; infinite where the platform does not tell."""
+def _device_memory() -> float:
+    """Return the bytes of memory of a device; infinity if they are unknown."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit:

@@ -1,4 +1,4 @@
-"""First state of a run: a checkpoint, the weights of another run, or new ones."""
+"""First state of a run: from a checkpoint, from other weights, or new."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -30,28 +30,33 @@ def initial_state(
     examples: Examples,
     checkpoints: Checkpoints,
 ) -> tuple[State, dict[str, Any], config.Config | None]:
-    """The newest whole checkpoint; else weights of `init_from`, or from the seed.
+    """Restore the newest whole checkpoint, or return a new state if there is none.
+
+    A new state has random weights, or the weights of `options.init_from`.
 
     Returns:
-        The state, the constants, and of a resumed run the configuration until then.
+        The state, the constants, and the configuration in the checkpoint, if there is
+        one.
     Raises:
-        ValueError: the checkpoints or the weights of the other run do not fit.
+        ValueError: the checkpoints or the weights of `init_from` do not fit.
     """
     if not checkpoints.steps():
-        return *_new(options, program, examples), None
+        return *_new_state(options, program, examples), None
     like = program.state
     wanted = {"params": like.params, "optimizer": like.optimizer}
     trees, meta = checkpoints.restore({**wanted, "constants": program.constants})
     step = jax.device_put(jnp.int32(meta["step"]), like.step.sharding)
     workdir = checkpoints.directory.parent
-    saved = saved_options(meta, workdir, warn=lambda line: None)  # said before
+    # `preflight.as_begun` has already printed the warnings.
+    saved = saved_options(meta, workdir, warn=lambda line: None)
     state = State(step, trees["params"], trees["optimizer"])
     return state, trees["constants"], saved
 
 
-def _new(
+def _new_state(
     options: config.Config, program: Program, examples: Examples
 ) -> tuple[State, dict[str, Any]]:
+    """Return random weights, or those of `init_from`, and the constants."""
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(options.seed)
     model = program.model
@@ -70,12 +75,14 @@ def _new(
 
 
 def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Folder:
-    """The weights of a workdir or of a folder, as those of a `target` model for
-    `corpus`.
+    """Return the weights of a run or of a model's folder, converted to `target`.
 
+    Args:
+        origin: a workdir with checkpoints, or a folder of symjax or of transformers.
+        corpus: data of the new run.
     Raises:
         ValueError: there is no checkpoint, its tokens are not those of the corpus, or
-            its weights do not fit the model; the message names `init_from`.
+            its weights do not fit the model; the message begins with `init_from`.
     """
     try:
         where = resolve(origin)
@@ -87,16 +94,16 @@ def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Fo
                 f"{from_the_hub(origin)}"
             )
         if folder:
-            found = _of_folder(where, target, corpus)
+            found = _folder_weights(where, target, corpus)
         else:
-            found = _of_run(where, corpus)
+            found = _run_weights(where, corpus)
         return found._replace(params=convert(found.params, found.options, target))
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None
 
 
-def _of_run(workdir: epath.Path, corpus: Examples) -> Folder:
-    """The newest weights of a workdir."""
+def _run_weights(workdir: epath.Path, corpus: Examples) -> Folder:
+    """Return the newest weights of a workdir."""
     found = read_run(workdir)
     data, kind = found.config.data, found.config.model.kind
     if not same_tokens(found.language, corpus.language):
@@ -107,15 +114,17 @@ def _of_run(workdir: epath.Path, corpus: Examples) -> Folder:
     return Folder(found.config.model, found.params, found.constants, {})
 
 
-def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Folder:
-    """The weights of a folder, of symjax or of transformers."""
+def _folder_weights(
+    folder: epath.Path, target: config.Model, corpus: Examples
+) -> Folder:
+    """Return the weights of a folder of symjax or of transformers."""
     with local_copy(folder, *SUFFIXES) as here:
         found = read_folder(here)
     language = found.about.get("language")
     if language is not None and not same_tokens(language, corpus.language):
         raise ValueError(f"the model in {folder} was trained on other tokens")
-    if given := _given(found.options, target):
-        raise ValueError(f"{folder} needs {' '.join(given)}")
+    if needed := _needed_keys(found.options, target):
+        raise ValueError(f"{folder} needs {' '.join(needed)}")
     if language is None and is_process_zero():
         print_warning(
             f"init_from: {folder} does not say what its {found.options.vocabulary} "
@@ -124,30 +133,34 @@ def _of_folder(folder: epath.Path, target: config.Model, corpus: Examples) -> Fo
     return found
 
 
-def _given(source: config.Model, target: config.Model) -> list[str]:
-    """The keys that make a target whose weights fit, in words of a command line."""
-    given = []
+def _needed_keys(source: config.Model, target: config.Model) -> list[str]:
+    """Return the command-line options that make the weights of `source` fit a target.
+
+    The list is empty if they fit already.
+    """
+    needed = []
     for name, _, _ in validation.fields(config.Model):
-        one, other = (attrgetter(name)(x) for x in (source, target))
-        turned, group = name.startswith("rope_"), name.split(".")[0]
-        if one != other and (turned or group not in FREE):
-            given.append(f"--config.model.{name}={one}")
+        wanted, actual = (attrgetter(name)(x) for x in (source, target))
+        rotary, group = name.startswith("rope_"), name.split(".")[0]
+        if wanted != actual and (rotary or group not in FREE):
+            needed.append(f"--config.model.{name}={wanted}")
     before, after = sizes(source), sizes(target)
     if after.kv_heads % before.kv_heads:
-        given.append(f"--config.model.kv_heads={before.kv_heads}")
+        needed.append(f"--config.model.kv_heads={before.kv_heads}")
     if before.value_size != after.value_size:
         halves = 2 if target.attention.differential == "v1" else 1
-        given.append(f"--config.model.head_size={before.value_size // halves}")
+        needed.append(f"--config.model.head_size={before.value_size // halves}")
     hidden = [x.feedforward or 4 * x.width for x in (source, target)]
     if hidden[0] != hidden[1]:
-        given.append(f"--config.model.feedforward={hidden[0]}")
-    return given
+        needed.append(f"--config.model.feedforward={hidden[0]}")
+    return needed
 
 
 def _placed(values: Any, like: Any) -> Any:
-    """Arrays where those of another tree of the same kind are.
+    """Return copies of the arrays with the shardings of another tree.
 
-    Copies: a conversion may give two weights one array, and a step donates each.
+    They must be copies: a conversion may use one array for two weights, and a training
+    step donates each.
     """
-    places = jax.tree.map(lambda x: x.sharding, like)
-    return jax.device_put(values, places, may_alias=False)
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+    return jax.device_put(values, shardings, may_alias=False)

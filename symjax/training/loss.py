@@ -1,9 +1,10 @@
-"""The loss of every token, without the logits of all tokens at once.
+"""Loss of every token, in parts if the logits of all tokens would be too large.
 
-Logits [B T vocabulary] are the largest array of a step where the vocabulary is large.
-Beyond a limit a device makes those of a few tokens and reduces them to losses, and for
-a training step to gradients, before it makes the next ones. A backward pass of its own
-would make them again, by one more product with the output layer.
+With a large vocabulary the logits [B T vocabulary] are the largest array of a step.
+Beyond a limit, each device computes the logits of one part of its tokens at a time. It
+reduces them to losses, and in a training step also to gradients, before the next part.
+A separate backward pass would have to compute the logits again: one more product with
+the output layer.
 """
 
 from collections.abc import Callable
@@ -21,18 +22,19 @@ from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer
 from symjax.models.build import Model
 
-# Logits at once: 256 MiB in float32. For each part the gradient of the output layer is
-# read and written; a GPU, which has the memory, takes larger parts.
+# Most logits that are computed at once: 256 MiB in float32. Every part reads and writes
+# the gradient of the output layer, so GPUs, which have the memory, take larger parts.
 LARGEST = 2**26
 ON_GPU = 2**28
-# Sums of exponentials from 1/TAME to TAME need no shift: infinity is as far, and words
-# whose exponential float32 loses, below −87, are less than 2e-8 of it for 10⁵ of them.
-TAME = 1e25
-SCOPE = "token_losses"  # of operations, as compiled programs name them
+# A sum of exponentials between 1/SAFE_SUM and SAFE_SUM needs no shift. It does not
+# overflow. Exponentials of logits below −87, which underflow in float32, make up less
+# than 2e-8 of it, even for 10⁵ words.
+SAFE_SUM = 1e25
+SCOPE = "token_losses"  # prefix of these operations in compiled programs
 
 
 def hidden_of(model: Any, inputs: Any, dropout_key: Array | None = None) -> Array:
-    """Hidden states [B T D] of inputs: tokens, images, or tokens with documents."""
+    """Return hidden states [B T D] of tokens, images, or tokens with documents."""
     if not isinstance(inputs, SegmentedTokens):
         return model.hidden(inputs, dropout_key=dropout_key)
     tokens, segment_ids = inputs
@@ -40,42 +42,53 @@ def hidden_of(model: Any, inputs: Any, dropout_key: Array | None = None) -> Arra
 
 
 class Losses(NamedTuple):
-    """Loss, normaliser and correctness of every token; 0 and False where there is no
-    target (below 0)."""
+    """Losses of all tokens. A token with a negative target has none: 0, and False.
 
-    loss: Float[Array, "B T"]  # −log softmax(logits)[target], in nats
-    right: Bool[Array, "B T"]  # whether the target has the highest logit
-    normaliser: Float[Array, "B T"]  # log Σ exp(logit), whose square is the z-loss
+    Attributes:
+        loss: −log softmax(logits)[target], in nats.
+        right: whether the target has the highest logit.
+        normaliser: log Σ exp(logit). Its square is the z-loss.
+    """
+
+    loss: Float[Array, "B T"]
+    right: Bool[Array, "B T"]
+    normaliser: Float[Array, "B T"]
 
 
 def token_losses(
     model: Model, hidden: Float[Array, "B T D"], targets: Int[Array, "B T"]
 ) -> Losses:
-    """The losses of hidden states: all logits at once, or a part of them a device.
+    """Return the losses of hidden states, for evaluation.
 
-    In parts each device has the whole output layer, gathered once, and its own tokens.
-    For evaluation: a gradient would keep all logits; `objective` is for that.
+    If the logits are more than `LARGEST`, each device gathers the output layer once and
+    computes its own tokens in parts. A gradient of this function would keep all logits:
+    use `objective` for training.
     """
     logits, weights = transformer.output_layer(model)
 
-    def own(weights: Any, hidden: Array, targets: Array) -> tuple[Array, ...]:
+    def local(weights: Any, hidden: Array, targets: Array) -> tuple[Array, ...]:
         def part(tokens: tuple[Array, Array]) -> Losses:
             return losses(logits(weights, tokens[0]), tokens[1])
 
         split = _splitter(jax.eval_shape(logits, weights, hidden))
-        found = jax.lax.map(part, (split(hidden), split(targets)))
-        return tuple(jnp.swapaxes(x, 0, 1).reshape(targets.shape) for x in found)
+        by_part = jax.lax.map(part, (split(hidden), split(targets)))
+        return tuple(jnp.swapaxes(x, 0, 1).reshape(targets.shape) for x in by_part)
 
     if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
         return losses(logits(weights, hidden), targets)
-    return Losses(*_per_device(own, 3, weights, hidden, targets))
+    return Losses(*_per_device(local, 3, weights, hidden, targets))
 
 
 class Objective(NamedTuple):
-    """Sums over tokens that have a target, divided by the number of targets."""
+    """Sums over the tokens that have a target, divided by the number of targets.
 
-    minimised: Float[Array, ""]  # loss + z_loss · normaliser²
-    loss: Float[Array, ""]  # as reported: no gradient passes through it
+    Attributes:
+        minimised: of loss + z_loss · normaliser².
+        loss: of the loss alone, to report; no gradient passes through it.
+    """
+
+    minimised: Float[Array, ""]
+    loss: Float[Array, ""]
 
 
 def objective(
@@ -85,21 +98,23 @@ def objective(
     z_loss: float = 0,
     count: Int[Array, ""] | None = None,
 ) -> Objective:
-    """Return the means of `token_losses`, of which to take a gradient.
+    """Return the mean loss over targets, for training.
 
-    In parts that gradient is computed with the losses, by three products with the
-    output layer in all. There is no forward mode then.
+    If the logits are more than `LARGEST`, they are computed in parts. The gradient is
+    then computed together with the losses, with three products with the output layer in
+    all, and forward-mode differentiation is not possible.
 
     Args:
-        count: what sums are divided by: the targets of a whole batch, of which these
-            are a part. The results of the parts then add up to the mean over the
-            batch. None: the targets given here are all.
+        z_loss: weight of the squared normalisers.
+        count: the sums are divided by it. For a micro-batch it is the number of targets
+            of the whole batch, so that the results of all micro-batches add up to the
+            mean. None counts `targets`.
     """
     logits, weights = transformer.output_layer(model)
     count = target_count(targets) if count is None else count
 
     def means(loss: Array, normaliser: Array, count: Array) -> Objective:
-        # A sum for each row: one over all tokens rounds to the places of thousands.
+        # Sum by rows first: one sum over all tokens grows large, and rounds more.
         mean = minimised = (loss.sum(axis=1) / count).sum()
         if z_loss:
             squares = (normaliser**2).sum(axis=1)
@@ -111,84 +126,85 @@ def objective(
         return means(found.loss, found.normaliser, count)
 
     def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
-        made, backward = jax.vjp(logits, weights, hidden)
-        kept = made
-        if backend() == "gpu":  # all that reads them does so in memory, and rounded
-            kept = jax.lax.optimization_barrier(made.astype(hidden.dtype))
-            made = kept.astype(made.dtype)
-        shift, total = _exponentials(kept)
-        asked = (targets >= 0)[..., None]
-        target = jnp.where(asked, targets[..., None], 0)
-        logit = jnp.take_along_axis(made, target, axis=-1)
-        each = jnp.where(asked, jnp.log(total) - (logit - shift), 0)
-        normaliser = jnp.where(asked, jnp.log(total) + shift, 0)
-        # By the sum: exp(logit − normaliser) would have the normaliser's rounding.
+        scores, backward = jax.vjp(logits, weights, hidden)
+        stored = scores
+        if backend() == "gpu":  # store rounded scores once, for all that reads them
+            stored = jax.lax.optimization_barrier(scores.astype(hidden.dtype))
+            scores = stored.astype(scores.dtype)
+        shift, total = _exponentials(stored)
+        has_target = (targets >= 0)[..., None]
+        target = jnp.where(has_target, targets[..., None], 0)
+        target_score = jnp.take_along_axis(scores, target, axis=-1)
+        loss = jnp.where(has_target, jnp.log(total) - (target_score - shift), 0)
+        normaliser = jnp.where(has_target, jnp.log(total) + shift, 0)
+        # Division by the sum: exp(score − normaliser) would round with the normaliser.
         weight = (1 + 2 * z_loss * normaliser) / total
-        slope = jnp.exp(made - shift) * weight
-        slope -= jax.nn.one_hot(targets, made.shape[-1], dtype=made.dtype)
-        slope = jnp.where(asked, slope / count, 0)
-        return means(each[..., 0], normaliser[..., 0], count), backward(slope)
+        gradient = jnp.exp(scores - shift) * weight
+        gradient -= jax.nn.one_hot(targets, scores.shape[-1], dtype=scores.dtype)
+        gradient = jnp.where(has_target, gradient / count, 0)
+        return means(loss[..., 0], normaliser[..., 0], count), backward(gradient)
 
-    def own(weights: Any, hidden: Array, targets: Array) -> tuple[Array, ...]:
+    def local(weights: Any, hidden: Array, targets: Array) -> tuple[Array, ...]:
         split = _splitter(jax.eval_shape(logits, weights, hidden))
-        found = _added_up(part)(weights, split(hidden), split(targets), count)
-        return tuple(x[None, None] for x in found)
+        total = _sum_over_parts(part)(weights, split(hidden), split(targets), count)
+        return tuple(x[None, None] for x in total)
 
-    return Objective(*(x.sum() for x in _per_device(own, 2, weights, hidden, targets)))
+    sums = _per_device(local, 2, weights, hidden, targets)
+    return Objective(*(x.sum() for x in sums))
 
 
 def target_count(targets: Int[Array, "*B"]) -> Int[Array, ""]:
-    """Return the number of targets, and 1 if there is none: sums are divided by it."""
+    """Return the number of targets, but at least 1, since sums are divided by it."""
     return jnp.maximum((targets >= 0).sum(), 1)
 
 
 def _exponentials(logits: Float[Array, "B T vocabulary"]) -> tuple[Array, Array]:
-    """(shift, Σ exp(logit − shift)) of every token [B T 1], in float32 at least.
+    """Return (shift, Σ exp(logit − shift)) of every token [B T 1], at least in float32.
 
-    The shift is 0 where all sums are within `TAME`: a TPU then adds them up as it
-    multiplies. One sum beyond, a normaliser of ±57, and the shift of all these tokens
-    is their highest logit; logits are read twice more.
+    The shift is 0 if the sums of all tokens are within `SAFE_SUM`, that is, if no
+    normaliser is beyond ±57. A TPU then computes the sums together with the logits.
+    Otherwise the shift of each token is its highest logit, and the logits are read
+    twice more.
     """
     kind = jnp.promote_types(logits.dtype, jnp.float32)
     total = jnp.exp(logits.astype(kind)).sum(axis=-1, keepdims=True)
 
     def shifted() -> tuple[Array, Array]:
-        # Else XLA for GPUs runs both branches: it finds only sums and maxima here.
+        # Without the barrier XLA for GPUs runs both branches, since they are cheap.
         wide = jax.lax.optimization_barrier(logits).astype(kind)
         highest = wide.max(axis=-1, keepdims=True)
         highest = jnp.where(jnp.isfinite(highest), highest, 0)
         return highest, jnp.exp(wide - highest).sum(axis=-1, keepdims=True)
 
-    tame = (total > 1 / TAME) & (total < TAME)
+    safe = (total > 1 / SAFE_SUM) & (total < SAFE_SUM)
     with jax.named_scope(RARE):
-        return jax.lax.cond(tame.all(), lambda: (jnp.zeros_like(total), total), shifted)
+        return jax.lax.cond(safe.all(), lambda: (jnp.zeros_like(total), total), shifted)
 
 
-def _added_up(part: Callable) -> Callable[..., Objective]:
-    """The sum of `part` over parts [parts B …] of hidden states and targets.
+def _sum_over_parts(part: Callable) -> Callable[..., Objective]:
+    """Return the function that adds up `part` over hidden states [parts B …].
 
     Args:
-        part: (weights, hidden, targets, count) → Objective, and the gradients of what
-            is minimised by weights and hidden states. Arrays are all operands, since
-            `jax.custom_vjp` wants none in a closure.
+        part: (weights, hidden, targets, count) → (Objective, gradients), where the
+            gradients of `minimised` are with respect to weights and hidden states. All
+            arrays are arguments, since `jax.custom_vjp` allows none in a closure.
     """
 
     def forward(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
-        # As the layer rounds them, to the type of its inputs, but once for all parts.
+        # The layer would round the weights to the type of its inputs in every part.
         rounded = jax.tree.map(lambda x: x.astype(hidden.dtype), weights)
 
         def add(sums: Any, tokens: tuple[Array, Array]) -> Any:
-            found, (by_weights, by_hidden) = part(rounded, *tokens, count)
+            result, (by_weights, by_hidden) = part(rounded, *tokens, count)
             by_weights = jax.tree.map(
                 lambda x, weight: x.astype(weight.dtype), by_weights, weights
             )
-            return jax.tree.map(jnp.add, sums, (found, by_weights)), by_hidden
+            return jax.tree.map(jnp.add, sums, (result, by_weights)), by_hidden
 
         kind = jnp.promote_types(hidden.dtype, jnp.float32)
-        nothing = Objective(*jnp.zeros(2, kind))
-        start = nothing, jax.tree.map(jnp.zeros_like, weights)
-        (found, by_weights), by_hidden = jax.lax.scan(add, start, (hidden, targets))
-        return found, (by_weights, by_hidden)
+        zero = Objective(*jnp.zeros(2, kind)), jax.tree.map(jnp.zeros_like, weights)
+        (result, by_weights), by_hidden = jax.lax.scan(add, zero, (hidden, targets))
+        return result, (by_weights, by_hidden)
 
     def backward(gradients: Any, cotangent: Objective) -> tuple[Any, ...]:
         def scaled(x: Array) -> Array:
@@ -202,23 +218,34 @@ def _added_up(part: Callable) -> Callable[..., Objective]:
 
 
 def _per_device(
-    own: Callable, outputs: int, weights: Any, hidden: Array, targets: Array
+    local: Callable, outputs: int, weights: Any, hidden: Array, targets: Array
 ) -> Any:
-    """own(weights, hidden, targets) of each device's tokens, so many arrays [B T]; the
-    gradient of the layer is added over devices once."""
+    """Return local(weights, hidden, targets), computed by each device for its tokens.
+
+    The gradients of the weights are added over devices once.
+
+    Args:
+        outputs: number of arrays [B T] that `local` returns.
+    """
     operands = {
         "weights": Operand(weights, ""),
         "hidden": Operand(hidden, "BT"),
         "targets": Operand(targets, "BT"),
     }
-    own = jax.named_scope(SCOPE)(own)
+    local = jax.named_scope(SCOPE)(local)
     time = time_axis(hidden.shape[1])
-    return per_device(own, operands, ("BT",) * outputs, time=time)
+    return per_device(local, operands, ("BT",) * outputs, time=time)
 
 
 def _splitter(logits: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
-    """[B T …] → [parts B T …], the fewest equal parts of the rows that have no more
-    logits than `LARGEST` or `ON_GPU`, or single tokens."""
+    """Return a function that splits tokens: [B T …] → [parts B T/parts …].
+
+    Parts are equally long and as few as possible, with at most `LARGEST` logits each
+    (`ON_GPU` on a GPU). If one token of each row has more, parts are single tokens.
+
+    Args:
+        logits: abstract logits of all tokens.
+    """
     length, most = logits.shape[1], ON_GPU if backend() == "gpu" else LARGEST
     counts = (n for n in range(1, length) if length % n == 0)
     count = next((n for n in counts if logits.size <= most * n), length)
@@ -232,13 +259,14 @@ def _splitter(logits: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
 def losses(
     logits: Float[Array, "B T vocabulary"], targets: Int[Array, "B T"]
 ) -> Losses:
-    asked = targets >= 0
+    """Return the losses of given logits."""
+    has_target = targets >= 0
     loss = optax.softmax_cross_entropy_with_integer_labels(
-        logits, jnp.where(asked, targets, 0)
+        logits, jnp.where(has_target, targets, 0)
     )
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     return Losses(
-        jnp.where(asked, loss, 0),
+        jnp.where(has_target, loss, 0),
         logits.argmax(axis=-1) == targets,
-        jnp.where(asked, normaliser, 0),
+        jnp.where(has_target, normaliser, 0),
     )

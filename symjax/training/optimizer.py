@@ -1,10 +1,13 @@
-"""The optimizer, its learning rate and its guard, by the names of the configuration.
+"""The optimizer of a run: update rules, weight decay, average of weights and guard.
 
-Layers that are alike as one stack, so that an optimizer is one program for them.
+`optimizer` chains what the configuration names: clipping, an update rule for each group
+of weights, and an average of the weights (`averaged`). `guarded` wraps the chain and
+skips harmful steps.
 
-The weights of 20 layers and their moments are hundreds of arrays, and each would have
-its own update for the compiler to fuse, place and schedule. Stacked they are as many
-as those of one layer. States and checkpoints keep the layers apart.
+The training step runs the optimizer on stacked layers (`Stacks`). The weights of 20
+layers and their moments are hundreds of arrays, and the compiler would fuse and
+schedule one update for each. Stacked, there are as many updates as one layer has
+arrays. States and checkpoints keep the layers separate.
 """
 
 from __future__ import annotations
@@ -15,48 +18,53 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import optax.contrib
 from jaxtyping import Array, Float, Int
 
 from symjax import config, validation
+from symjax.training.schedule import schedule
 
-MEMORY = 0.98  # of the running mean of gradient norms: the last 50 steps
-MUON_MOMENTUM = 0.95  # with Nesterov's step ahead
-ADAMW_RMS = 0.2  # of AdamW's updates, in units of the learning rate
-ENOUGH = 20  # steps, before which no norm counts as unusual
+MEMORY = 0.98  # decay of the running mean of gradient norms: about 50 steps
+MUON_MOMENTUM = 0.95  # Nesterov momentum
+ADAMW_RMS = 0.2  # root mean square of AdamW's updates in units of the learning rate
+ENOUGH = 20  # a gradient norm can be a spike only after so many steps
 EMBEDDINGS = ("embedding", "positions", "patches", "head")
 
 
 def optimizer(
     options: config.Optimizer, steps: int, params_abstract: Any
 ) -> optax.GradientTransformation:
-    """Clip the whole gradient, step by the schedule; skip harmful steps (`guarded`).
+    """Return the optimizer of a configuration, guarded against harmful steps.
 
-    `adamw` and `lion` shrink the weights themselves; `adam` and `sgd` add
-    weight_decay · weight to the clipped gradient, as PyTorch's do. `muon` moves the
-    matrices of blocks by their momentum made orthogonal, in steps of AdamW's size, so
-    that rate and decay are those of AdamW, which moves all other weights, and
-    convolutions over taps. Embeddings and the output layer may have a rate and a decay
-    of their own. Moments have the paths and shapes of the weights, and so has their
-    mean over time if `ema` asks for one.
+    It clips the whole gradient to `clip`, then applies the update rule `name`:
+
+    - `adamw` and `lion` decay the weights directly.
+    - `adam` and `sgd` add weight_decay · weight to the clipped gradient, as in PyTorch.
+    - `muon` makes the momentum of each matrix of the blocks orthogonal. Its updates are
+      scaled to the size of AdamW's, so the same rates and decays fit. AdamW updates all
+      other weights, including kernels of convolutions.
+
+    Embeddings and the output layer may have another rate and another decay. Moments,
+    and the average of the weights if `ema` asks for one, have the paths and shapes of
+    the weights.
 
     | name        | betas                         | eps    |
     |-------------|-------------------------------|--------|
     | adamw, adam | both moments                  | used   |
-    | lion        | both, of its one moment       | unused |
-    | sgd         | the first: its momentum       | unused |
+    | lion        | both, for its one moment      | unused |
+    | sgd         | the first is the momentum     | unused |
     | muon        | both moments of AdamW's part; | used   |
-    |             | its own momentum is 0.95      |        |
+    |             | muon's own momentum is 0.95   |        |
 
     Args:
-        steps: of the run, where `decay_steps` is 0.
-        params_abstract: nested dict of what has a shape; decides which weights decay.
+        steps: of the run; the schedule ends there if `decay_steps` is 0.
+        params_abstract: nested dict of arrays or abstract arrays. Their paths and
+            shapes decide which weights decay and which rule each one has.
     Raises:
         ValueError: a number is out of its range, or a name is unknown.
-    Source: of muon, Jordan et al. 2024, kellerjordan.github.io/posts/muon; its scale,
-        Liu et al. 2025, arXiv:2502.16982.
+    Source: muon, Jordan et al. 2024, kellerjordan.github.io/posts/muon; its scale, Liu
+        et al. 2025, arXiv:2502.16982.
     """
     validation.check(options, "optimizer.")
     if not options.eps > 0:
@@ -74,25 +82,25 @@ def optimizer(
     chain: list[optax.GradientTransformation] = []
     if options.clip:
         chain.append(optax.clip_by_global_norm(options.clip))
-    chain += _moved(options, schedule(options, steps), params_abstract)
+    chain += _updates(options, schedule(options, steps), params_abstract)
     if options.ema:
         chain.append(averaged(options.ema, corrected=options.version > 1))
     return guarded(optax.chain(*chain), options.spike)
 
 
-def _moved(
+def _updates(
     options: config.Optimizer, rate: optax.Schedule, params: Any
 ) -> list[optax.GradientTransformation]:
-    """The transformations that move the weights, one for each group of weights."""
+    """Return the update rules, one for each group of weights."""
     rest = "adamw" if options.name == "muon" else options.name
     decay, own_decay = options.weight_decay, options.embedding_weight_decay
     own_decay = decay if own_decay == -1 else own_decay
     factor, mask = options.embedding_learning_rate, decays(params)
-    groups = {rest: _by_name(rest, options, rate, decay, mask)}
+    groups = {rest: _update_rule(rest, options, rate, decay, mask)}
     if options.name == "muon":
-        groups["muon"] = _by_name("muon", options, rate, decay, mask)
+        groups["muon"] = _update_rule("muon", options, rate, decay, mask)
     if (factor, own_decay) != (1, decay):
-        groups["embeddings"] = _by_name(
+        groups["embeddings"] = _update_rule(
             rest, options, lambda step: factor * rate(step), own_decay, mask
         )
     if len(groups) == 1:
@@ -105,10 +113,14 @@ def _moved(
     return [optax.partition(by_label, labels)]
 
 
-def _by_name(
+def _update_rule(
     name: str, options: config.Optimizer, rate: optax.Schedule, decay: float, mask: Any
 ) -> list[optax.GradientTransformation]:
-    """The optimizer of a name. Args: mask: which weights decay."""
+    """Return the transformations of an update rule.
+
+    Args:
+        mask: tree of booleans: which weights decay.
+    """
     (first, second), eps = options.betas, options.eps
     decayed = {"weight_decay": decay, "mask": mask}
     match name:
@@ -116,175 +128,58 @@ def _by_name(
             return [optax.adamw(rate, first, second, eps, **decayed)]
         case "lion":
             return [optax.lion(rate, first, second, **decayed)]
-        case "muon":  # of matrices alone
+        case "muon":  # its group has only matrices
             return [
                 optax.contrib.muon(
                     rate,
                     beta=MUON_MOMENTUM,
                     weight_decay=decay,
                     weight_decay_mask=mask,
-                    muon_weight_dimension_numbers=_matrices,
+                    muon_weight_dimension_numbers=_matrix_axes,
                     consistent_rms=ADAMW_RMS,
                 )
             ]
         case "adam":
-            moved = optax.adam(rate, first, second, eps)
+            rule = optax.adam(rate, first, second, eps)
         case _:
-            moved = optax.sgd(rate, momentum=first or None)
-    return [optax.add_decayed_weights(**decayed), moved]
+            rule = optax.sgd(rate, momentum=first or None)
+    return [optax.add_decayed_weights(**decayed), rule]
 
 
-def _matrices(params: Any) -> Any:
-    """Of each array the axes of a matrix: the last two, also in a stack of layers."""
+def _matrix_axes(params: Any) -> Any:
+    """Return the axes of each matrix: the last two, also in a stack of layers."""
     axes = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     return jax.tree.map(lambda _: axes, params)
 
 
-def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
-    """Return the function from steps taken (0: none) to the rate of the next step.
-
-    Step n of a warm-up of w steps has n/w of the peak, `learning_rate`. From step w, or
-    from step 1 without a warm-up, the rate falls to the end, `final` times the peak. It
-    is there in step `decay_steps`, or in the last of the run if that is 0, and stays.
-
-    `wsd` warms up, stays at the peak, and decays linearly in the last `cooldown` steps;
-    without any the end begins after `decay_steps`. More steps delay the decay and
-    change no rate before it, so that a run can be extended from a checkpoint that is
-    older than its decay. Source: Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024,
-    arXiv:2405.18392.
-
-    Runs of `version` 1 count from step 0, which has the rate 0 in a warm-up; their last
-    step is the one before the end.
-
-    Args:
-        options: checked by `optimizer`.
-    Raises:
-        ValueError: there are too few steps for the warm-up and the cool-down.
-    """
-    name, length = options.schedule, options.decay_steps or steps
-    if length < 1:
-        raise ValueError(f"steps {steps} must be at least 1")
-    if name == "wsd" and 0 < options.warmup < 1:
-        raise ValueError(
-            f"optimizer.warmup {options.warmup} is a share of the steps, and would "
-            "change when they are extended: optimizer.schedule=wsd needs a number of "
-            f"steps, for instance {math.ceil(options.warmup * length)}"
-        )
-    warmed = name.startswith("warmup_") or name == "wsd"
-    warmup = _steps(options.warmup, length) if warmed else 0
-    if name == "warmup_cosine_decay_schedule" and warmup >= length:
-        raise ValueError(
-            f"optimizer.warmup {warmup} must be less than the {length} steps "
-            "after which optimizer.schedule has reached its end"
-        )
-    first = 0 if options.version == 1 else 1
-    warmup = max(warmup, first)
-    rising = optax.linear_schedule(0.0, options.learning_rate, warmup)
-    parts = [rising, _after_warmup(options, length, warmup)]
-    rate = optax.join_schedules(parts, [warmup])
-    return lambda taken: rate(taken + first)
-
-
-def _after_warmup(
-    options: config.Optimizer, length: int, warmup: int
-) -> optax.Schedule:
-    """Return the schedule from the last step of the warm-up on, which has the peak."""
-    peak, left = options.learning_rate, max(length - warmup, 1)
-    end = peak * options.final
-    match options.schedule:
-        case "cosine_decay_schedule" | "warmup_cosine_decay_schedule":
-            return optax.cosine_decay_schedule(peak, left, alpha=options.final)
-        case "linear_schedule":
-            return optax.linear_schedule(peak, end, left)
-        case "wsd":
-            return _stable_decay(options, length, warmup)
-        case _:
-            return optax.constant_schedule(peak)
-
-
-def _stable_decay(
-    options: config.Optimizer, length: int, warmup: int
-) -> optax.Schedule:
-    peak, cooldown = options.learning_rate, _steps(options.cooldown, length)
-    if _steps(options.warmup, length) + cooldown > length:
-        raise ValueError(
-            f"optimizer.warmup {warmup} and optimizer.cooldown {cooldown} must not "
-            f"be more than the {length} steps of optimizer.schedule=wsd"
-        )
-    end = peak * options.final
-    falling, start = optax.linear_schedule(peak, end, cooldown), length - cooldown
-    if not cooldown:
-        falling, start = optax.constant_schedule(end), length + 1
-        if options.version == 1:  # it never came to its end
-            return optax.constant_schedule(peak)
-    stable = optax.constant_schedule(peak)
-    return optax.join_schedules([stable, falling], [start - warmup])
-
-
-def schedule_change(
-    saved: config.Config, options: config.Config, taken: int
-) -> str | None:
-    """One line where other `steps` change the learning rate of a step to come.
-
-    It names the step that both have and where the rates differ most. That wsd decays
-    later with more steps is no change.
-
-    Args:
-        taken: the steps that the schedule has made.
-    """
-    last, hint = min(saved.steps, options.steps), ""
-    before, now = saved.optimizer.schedule, options.optimizer.schedule
-    if before == now == "wsd" and options.steps > saved.steps:
-        last -= _steps(saved.optimizer.cooldown, last)
-        if taken == last:  # the next step would be the first of the decay
-            return None
-        if taken > last:
-            hint = (
-                f" (the rate has decayed since step {last}: if a checkpoint up to then "
-                "is kept, remove the newer ones to continue without this jump)"
-            )
-    elif now != "wsd" and saved.optimizer == options.optimizer:
-        hint = " (optimizer.schedule=wsd can be extended)"
-    ahead = np.unique(np.linspace(taken, max(taken, last - 1), 1000).astype(int))
-    old, new = (
-        np.broadcast_to(schedule(each.optimizer, each.steps)(ahead), ahead.shape)
-        for each in (saved, options)
-    )
-    change = np.abs(new - old) / np.maximum(np.maximum(old, new), 1e-30)
-    most = int(change.argmax())
-    if change[most] < 1e-5:
-        return None
-    return (
-        f"learning rate of step {ahead[most] + 1}: {new[most]:.3g} with steps "
-        f"{options.steps}, was {old[most]:.3g} with steps {saved.steps}{hint}"
-    )
-
-
-def _steps(given: float, length: int) -> int:
-    """A number of steps, or below 1 a share of all."""
-    return round(given * length if given < 1 else given)
-
-
 class Guarded(NamedTuple):
-    """The state of a guarded optimizer."""
+    """State of a guarded optimizer.
+
+    Attributes:
+        taken, skipped: numbers of steps.
+        norm: running mean Σ (1 − MEMORY) MEMORYᵏ |g| over the steps taken; k counts
+            backwards from the last one.
+        inner: state of the optimizer itself.
+    """
 
     taken: Int[Array, ""]
     skipped: Int[Array, ""]
-    norm: Float[Array, ""]  # Σ (1 − MEMORY) MEMORYᵏ |g| over the steps taken
+    norm: Float[Array, ""]
     inner: Any
 
 
 def guarded(
     transform: optax.GradientTransformation, spike: float
 ) -> optax.GradientTransformation:
-    """`transform`, but a harmful step changes nothing except the count of such steps.
+    """Return an optimizer that skips harmful steps and otherwise does as `transform`.
 
-    Harmful is a gradient whose norm is not finite or, where `spike` is above 0, larger
-    than spike times the running mean of the norms of the steps taken. A skipped step
-    does not move the schedule either.
+    A step is harmful if the norm of its gradient is not finite. It is also harmful if
+    the norm exceeds `spike` times the running mean over the steps taken, unless `spike`
+    is 0. A skipped step changes only the count of skipped steps: weights, moments and
+    the position in the schedule stay.
 
     Cost: the norm, which clipping needs too, and one selection per weight and moment,
-    which the compiler fuses with their update.
+    which the compiler fuses with the update.
     """
 
     def init(params: Any) -> Guarded:
@@ -295,24 +190,25 @@ def guarded(
         norm = optax.tree.norm(gradient)
         good = jnp.isfinite(norm)
         if spike:
-            usual = state.norm / (1 - MEMORY ** jnp.maximum(state.taken, 1))
-            good &= (state.taken < ENOUGH) | (norm <= spike * usual)
+            expected = state.norm / (1 - MEMORY ** jnp.maximum(state.taken, 1))
+            good &= (state.taken < ENOUGH) | (norm <= spike * expected)
         updates, inner = transform.update(gradient, state.inner, params)
         mean = MEMORY * state.norm + (1 - MEMORY) * norm
         new = Guarded(state.taken + 1, state.skipped, mean, inner)
         old = state._replace(skipped=state.skipped + 1)
         none = jax.tree.map(jnp.zeros_like, updates)
         return jax.tree.map(
-            lambda one, other: jnp.where(good, one, other), (updates, new), (none, old)
+            lambda new, old: jnp.where(good, new, old), (updates, new), (none, old)
         )
 
     return optax.GradientTransformation(init, cast(optax.TransformUpdateFn, update))
 
 
 def state_layout(options: config.Config) -> Any:
-    """The structure of the optimizer's state, of a model with an embedding and a block.
+    """Return the structure of the optimizer's state for a minimal model.
 
-    Where two are equal, an optimizer continues from the state of the other.
+    If two configurations have equal structures, one can continue from the state of the
+    other. The model has one embedding and one block.
     """
     kernel = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     params = {"embedding": kernel, "blocks": {"kernel": kernel}}
@@ -324,8 +220,8 @@ class Averaged(NamedTuple):
     """State of `averaged`.
 
     Attributes:
-        average: of the weights.
-        count: the steps that it is an average of; nothing if it is not corrected.
+        average: average of the weights.
+        count: number of steps in the average; the empty tuple if it is not corrected.
     """
 
     average: Any
@@ -333,16 +229,18 @@ class Averaged(NamedTuple):
 
 
 def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransformation:
-    """Change no update, and keep an exponential moving average of the weights.
+    """Return a transformation that keeps an exponential moving average of the weights.
 
-    a_t = Σ_{s≤t} decay^{t−s} w_s / Σ_{s≤t} decay^{t−s} over the weights w_s after the
-    steps that were taken, which needs no first weights: after one step it is w_1.
+    a_t = Σ_{s≤t} decay^{t−s} w_s / Σ_{s≤t} decay^{t−s}, where w_s are the weights after
+    step s of the steps taken. After one step it is w_1: the initial weights have no
+    part in it. Updates pass unchanged.
 
     Args:
-        corrected: False, as of runs of `version` 1: a_t = decay · a_{t−1} +
-            (1 − decay) · w_t from the first weights on, of which decayᵗ stays.
-    Source: Polyak & Juditsky 1992; exponential, for instance in arXiv:2006.11239; the
-        correction as in Kingma & Ba 2014, arXiv:1412.6980, section 3.
+        corrected: False for runs of `version` 1: a_t = decay · a_{t−1} +
+            (1 − decay) · w_t, where a_0 are the initial weights. They keep the share
+            decayᵗ.
+    Source: Polyak & Juditsky 1992; the exponential form, for instance,
+        arXiv:2006.11239; the correction, Kingma & Ba 2014, arXiv:1412.6980, section 3.
     """
 
     def init(params: Any) -> Averaged:
@@ -352,7 +250,8 @@ def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransform
         weights, share, count = optax.apply_updates(params, updates), 1 - decay, ()
         if corrected:
             count = state.count + 1
-            share /= -jnp.expm1(count * math.log(decay))  # 1 − decayᵗ, to its digits
+            # expm1, since 1 − decayᵗ would lose digits by cancellation.
+            share /= -jnp.expm1(count * math.log(decay))  # 1 − decayᵗ
         average = optax.incremental_update(weights, state.average, share)
         return updates, Averaged(average, count)
 
@@ -360,25 +259,25 @@ def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransform
 
 
 def average_of(state: Any) -> Any:
-    """The averaged weights in the state of an optimizer with `ema`."""
+    """Return the averaged weights from the state of an optimizer with `ema`."""
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Averaged))
     return next(x.average for x in leaves if isinstance(x, Averaged))
 
 
 def decays(params: Any) -> Any:
-    """Which weights decay: a tree of booleans.
+    """Return a tree of booleans: whether each weight decays.
 
-    Kernels, embeddings and the metrics of pairwise attention: what has two axes or
-    more. Norms, biases and λ vectors do not, whatever their shape: in a stack of layers
-    a vector has two axes as well.
+    Weights with two axes or more do: kernels, embeddings and the metrics of pairwise
+    attention. Biases, scales, and all weights with "norm" or "lambda" in their path do
+    not, whatever their shape: in a stack of layers a vector has two axes too.
     """
 
     def decays_at(path: Any, leaf: Any) -> bool:
         parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        kept = parts[-1] in ("bias", "scale") or any(
+        excluded = parts[-1] in ("bias", "scale") or any(
             word in part for part in parts for word in ("norm", "lambda")
         )
-        return len(leaf.shape) >= 2 and not kept
+        return len(leaf.shape) >= 2 and not excluded
 
     return jax.tree_util.tree_map_with_path(decays_at, params)
 
@@ -386,14 +285,18 @@ def decays(params: Any) -> Any:
 def _labels(
     params: Any, rest: str, groups: Container[Hashable], *, convolutions: bool = False
 ) -> Any:
-    """Return the group of each weight.
+    """Return the name of the group of each weight: "muon", "embeddings" or `rest`.
 
-    Of muon the kernels of blocks that are matrices, with more than one row and column;
-    of embeddings tokens, positions and patches of images, and the output layer.
+    "muon" has the kernels of blocks that are matrices with more than one row and
+    column. "embeddings" has the embeddings of tokens, positions and image patches, and
+    the output layer.
 
     Args:
-        convolutions: muon has kernels [taps channels], as in runs of `version` 1. They
-            are no matrices: every channel has a filter of its own.
+        rest: group of all other weights.
+        groups: names of the groups that exist.
+        convolutions: whether muon also has the kernels [taps channels] of convolutions,
+            as in runs of `version` 1. They are no matrices: each channel has its own
+            filter.
     """
 
     def label(path: Any, leaf: Any) -> str:
@@ -410,48 +313,53 @@ def _labels(
 
 
 class Stacks(NamedTuple):
-    """Where equal layers stand among the blocks of a model.
+    """Positions of equal layers among the blocks of a model.
+
+    Layers i and i + period have weights of the same shapes, so a tree of weights can
+    hold one stack [layers ...] for each position in a period.
 
     Attributes:
-        depth: the number of blocks.
-        period: the same place of another period has weights of the same shapes; 0: no
-            layers are stacked.
+        depth: number of blocks.
+        period: 0 if no layers are stacked.
     """
 
     depth: int
     period: int
 
     def stack(self, tree: Any) -> Any:
-        """Arrays [layers of a place, ...] under `blocks`, by place in a period."""
+        """Return `tree` with stacks of layers under `blocks`, one for each position."""
 
-        def stacked(blocks: dict[int, Any], place: int) -> Any:
-            alike = [blocks[i] for i in range(place, self.depth, self.period)]
+        def stacked(blocks: dict[int, Any], position: int) -> Any:
+            alike = [blocks[i] for i in range(position, self.depth, self.period)]
             return jax.tree.map(lambda *layers: jnp.stack(layers), *alike)
 
         return self._map(tree, stacked, self.period)
 
     def split(self, tree: Any) -> Any:
-        """The layers of `stack(tree)` apart, as they were."""
+        """Return the separate layers again: split(stack(tree)) equals `tree`."""
 
         def layer(stacks: dict[int, Any], i: int) -> Any:
-            index, place = divmod(i, self.period)
-            return jax.tree.map(lambda stack: stack[index], stacks[place])
+            index, position = divmod(i, self.period)
+            return jax.tree.map(lambda stack: stack[index], stacks[position])
 
         return self._map(tree, layer, self.depth)
 
     def first(self, tree: Any) -> Any:
-        """`tree` with the layers of the first period alone, one for each stack."""
-        return self._map(tree, lambda blocks, place: blocks[place], self.period)
+        """Return `tree` with only the first period of layers, one for each stack."""
+        return self._map(tree, lambda blocks, position: blocks[position], self.period)
 
     def _map(self, tree: Any, choose: Callable, count: int) -> Any:
-        """`tree` with count entries choose(blocks, i) in place of any `blocks`."""
+        """Return `tree` with choose(blocks, i) for i < count in place of all `blocks`.
 
-        def of_weights(x: Any) -> bool:
+        A tree may hold several copies of the weights' structure: moments, averages.
+        """
+
+        def has_blocks(x: Any) -> bool:
             return isinstance(x, dict) and "blocks" in x
 
-        def chosen(x: Any) -> Any:
-            if not of_weights(x):
+        def replaced(x: Any) -> Any:
+            if not has_blocks(x):
                 return x
             return {**x, "blocks": {i: choose(x["blocks"], i) for i in range(count)}}
 
-        return jax.tree.map(chosen, tree, is_leaf=of_weights) if self.period else tree
+        return jax.tree.map(replaced, tree, is_leaf=has_blocks) if self.period else tree

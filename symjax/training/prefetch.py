@@ -1,34 +1,35 @@
-"""Batches that are made while the step before them runs."""
+"""Prefetch: the batch of a step is made while the step before it runs."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-ASK = 0.2  # seconds between the questions whether to stop waiting for a batch
+POLL = 0.2  # seconds between two calls of `stop` while a batch is not ready
 
 
-def ahead(
+def prefetch(
     pool: ThreadPoolExecutor,
     make: Callable[[int], Any],
     first: int,
     last: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Any]:
-    """The batches of steps first … last, each made while the step before it runs.
+    """Yield the batches of steps first … last, each made one step ahead in `pool`.
 
-    A batch depends on its step alone, so a resumed run needs to know nothing of this.
+    A batch depends only on its step, so a resumed run needs no state of this iterator.
 
     Args:
-        make: step → its batch; what it raises is raised where the batch is taken.
-        stop: asked while a batch is not there, as one of a stream may not be; None
-            comes in its place if it says so.
+        make: returns the batch of a step. Its exceptions are raised where the batch is
+            taken.
+        stop: called repeatedly while a batch is not ready, for instance while a stream
+            is slow. If it returns True, None is yielded.
     """
-    made = pool.submit(make, first)
+    future = pool.submit(make, first)
     for step in range(first, last + 1):
-        while not wait([made], ASK).done:
+        while not wait([future], POLL).done:
             if stop():
                 yield None
-        batch = made.result()
+        batch = future.result()
         if step < last:
-            made = pool.submit(make, step + 1)
+            future = pool.submit(make, step + 1)
         yield batch

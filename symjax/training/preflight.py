@@ -1,4 +1,9 @@
-"""Options and data that a run starts from, and those of its checkpoints."""
+"""Checks before a run starts: its configuration and its data against its checkpoints.
+
+`saved_meta` compares the configuration with the newest checkpoint, `as_begun` returns
+the configuration to train with, `open_data` opens or packs the data and compares them,
+and `with_vocabulary` fills in the sizes that the data decide.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,13 +29,16 @@ from symjax.training.workdir import locked, removed_on_failure
 def saved_meta(
     options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()
 ) -> dict[str, Any] | None:
-    """The meta of the newest checkpoint; None where there is none.
+    """Return the meta of the newest checkpoint; None if there is no checkpoint.
 
-    Its list `changed` ends with what differs in the keys that are allowed to.
+    The differences in allowed keys are added to its list `changed`.
 
+    Args:
+        options: configuration of the run that starts.
+        allow: keys that may differ from the checkpoint's.
     Raises:
-        ValueError: it is damaged, or of a run whose configuration differs where it
-            must not.
+        ValueError: the checkpoint is damaged, or its configuration differs in a key
+            that may not change.
     """
     checkpoints = Checkpoints(workdir / "checkpoints")
     if not checkpoints.steps():
@@ -38,22 +46,22 @@ def saved_meta(
     meta = checkpoints.read_meta()
     saved = saved_options(meta, workdir, warn=lambda line: None)
     options = validation.continued(options, saved, allow)
-    found = validation.differences(saved, options)
+    differences = validation.differences(saved, options)
     model = dataclasses.asdict(options.model)
     if code := imports.differences(meta.get("imports"), model, str(workdir)):
-        found["imports"] = f"imports: {', '.join(code)}"
-    if refused := [line for name, line in found.items() if name not in allow]:
+        differences["imports"] = f"imports: {', '.join(code)}"
+    if refused := [line for key, line in differences.items() if key not in allow]:
         raise ValueError(
             f"{workdir} holds a run of another configuration ({', '.join(refused)}): "
             "use its values, or another --workdir, or --allow KEYS to change them"
         )
-    other = [line for name, line in found.items() if name.startswith("optimizer.")]
+    other = [line for key, line in differences.items() if key.startswith("optimizer.")]
     if state_layout(saved) != state_layout(options):
         raise ValueError(
             f"{workdir} holds the arrays of another optimizer ({', '.join(other)}), "
             "which --allow cannot change: use its values, or another --workdir"
         )
-    changed = [f"from step {meta['step']}: {line}" for line in found.values()]
+    changed = [f"from step {meta['step']}: {line}" for line in differences.values()]
     return {**meta, "changed": [*meta.get("changed", []), *changed]}
 
 
@@ -63,10 +71,10 @@ def as_begun(
     workdir: epath.Path,
     allow: Sequence[str] = (),
 ) -> config.Config:
-    """Return the configuration with the rules that the run of a checkpoint began with.
+    """Return the configuration with the optimizer's rules that the run began with.
 
     Args:
-        meta: of the newest checkpoint; None: the run is new.
+        meta: of the newest checkpoint; None for a new run.
         allow: keys that the run may change.
     """
     if meta is None:
@@ -75,43 +83,46 @@ def as_begun(
 
 
 def data_folder(workdir: epath.Path) -> Path:
-    """Where the manifest of a run's data is, or a copy of the one in a bucket."""
+    """Return the local folder of the manifest of a run's data.
+
+    The manifest of a run in a bucket is downloaded first.
+    """
     return download(workdir, f"data/{MANIFEST}").parent
 
 
 def open_data(
     options: config.Config, workdir: epath.Path, meta: dict[str, Any] | None
 ) -> Examples:
-    """Open the data of a run: the first process packs it, the others find it there.
+    """Open the data of a run. Process 0 packs them before the other processes call.
 
     Args:
-        meta: of the newest checkpoint, if there is one.
+        meta: of the newest checkpoint; None if there is no checkpoint.
     Raises:
-        ValueError: the data are damaged, too short, not to be seen by this process or
-            not those of the checkpoint; or files that no run wrote have the names of a
-            run's metrics. A run without a checkpoint is known by its data, which it
-            finishes first.
+        ValueError: the data are damaged, too short, invisible to this process or not
+            those of the checkpoint. Also if the workdir has metrics but neither data
+            nor checkpoints: then no run wrote them, since a run packs its data before
+            it writes metrics.
     """
     folder = data_folder(workdir)
-    there = (folder / MANIFEST).exists()
-    if not is_process_zero() and not there:
+    packed = (folder / MANIFEST).exists()
+    if not is_process_zero() and not packed:
         raise ValueError(
             f"{folder} has no {MANIFEST}, though process 0 has written it: --workdir "
             "must be a folder that all processes share"
         )
     with store_errors(workdir):
-        found = [x for x in ("tensorboard", "metrics.jsonl") if (workdir / x).exists()]
-    if found and not there and meta is None:
+        taken = [x for x in ("tensorboard", "metrics.jsonl") if (workdir / x).exists()]
+    if taken and not packed and meta is None:
         raise ValueError(
-            f"{workdir} has {', '.join(found)}, but no run: it would be overwritten; "
+            f"{workdir} has {', '.join(taken)}, but no run: it would be overwritten; "
             "use another --workdir"
         )
-    seen = FORMAT if meta is None else format_of(meta.get("data") or {})
+    format = FORMAT if meta is None else format_of(meta.get("data") or {})
     examples = open_examples(
         options,
         folder,
         replace=meta is None and is_process_zero(),
-        format=seen,
+        format=format,
     )
     if is_process_zero():
         upload(workdir, f"data/{MANIFEST}")
@@ -122,7 +133,7 @@ def open_data(
 
 
 def pack(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) -> str:
-    """Do what a run does before its first step to the data, and say where they are.
+    """Pack the data of a run without training, and return a line that says where.
 
     Raises:
         ValueError: as `locked`, `saved_meta` and `open_data`.
@@ -131,8 +142,8 @@ def pack(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ())
         examples = open_data(options, workdir, saved_meta(options, workdir, allow))
         if examples.stream:
             examples.stream.finish()
-        place = arrays_in(options.data, local_folder(workdir) / "data")
-    return f"{examples.size} in {place}, {examples.vocabulary:,} token types"
+        folder = arrays_in(options.data, local_folder(workdir) / "data")
+    return f"{examples.size} in {folder}, {examples.vocabulary:,} token types"
 
 
 def saved_options(
@@ -140,13 +151,15 @@ def saved_options(
     workdir: epath.Path,
     warn: Callable[[str], None] = print_warning,
 ) -> config.Config:
-    """The configuration in a checkpoint, which is data and so may hold anything.
+    """Return the configuration in a checkpoint, checked like one from a user.
 
     Args:
-        warn: called with a line where code of this process is not the stored one.
+        meta: of the checkpoint.
+        warn: called with a line if this process imported other code than the
+            checkpoint stores.
     Raises:
-        ValueError: it is none of this version, its values are out of range, or it
-            needs code that was not given (`symjax.imports`).
+        ValueError: it has no configuration of this version, values are out of range, or
+            it needs code that was not imported (`symjax.imports`).
     """
     tree = meta.get("config")
     where = f"checkpoint {meta['step']} of {workdir}"
@@ -160,26 +173,30 @@ def saved_options(
 
 
 def require_stored(where: epath.Path) -> None:
-    """Run the source that a run, or a folder of weights, stores for its model.
+    """Import the code that a run or a folder of weights stores for its model.
 
-    Nothing is done where there is neither.
+    Does nothing if `where` is neither.
 
     Raises:
-        ValueError: the user has not asked for it (`symjax.imports`), or it fails.
+        ValueError: the user has not allowed this code (`symjax.imports`), or it fails.
     """
     checkpoints = Checkpoints(where / "checkpoints")
     if checkpoints.steps():
         saved_options(checkpoints.read_meta(), where, warn=lambda line: None)
         return
     with store_errors(where):
-        known = is_folder(where)
-    if known:
+        weights = is_folder(where)
+    if weights:
         with local_copy(where, ".json") as here:
             require_imports(here)
 
 
 def check_data(meta: dict[str, Any], corpus: Examples, workdir: epath.Path) -> None:
-    """Raises: ValueError: the corpus is not the one that the checkpoint has seen."""
+    """Check that the data are those that the checkpoint was trained on.
+
+    Raises:
+        ValueError: they are not.
+    """
     saved = meta.get("data")
     then = str(saved.get("sha256")) if isinstance(saved, dict) else "unknown"
     now = corpus.fingerprint["sha256"]
@@ -191,11 +208,13 @@ def check_data(meta: dict[str, Any], corpus: Examples, workdir: epath.Path) -> N
 
 
 def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
-    """The configuration with the data's vocabulary, or size of images, where it says 0.
+    """Return the configuration with the data's vocabulary or image size filled in.
+
+    Values that are not 0 stay.
 
     Raises:
         ValueError: the model's vocabulary is smaller than the tokenizer's, its classes
-            are not those of the data, or it is for images and there are none.
+            are not those of the data, or only one of model and data is for images.
     """
     if corpus.labels:
         check_labels(options.model, corpus)
@@ -204,7 +223,7 @@ def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
             return dataclasses.replace(options, model=model)
     needed, given = corpus.vocabulary, options.model.vocabulary
     if given and given < needed:
-        shown = {n: x for n, x in corpus.language.items() if n != "definition"}
+        shown = {k: x for k, x in corpus.language.items() if k != "definition"}
         raise ValueError(
             f"model.vocabulary {given} is smaller than the {needed} tokens of data: "
             f"{shown}"
@@ -214,7 +233,11 @@ def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
 
 
 def check_labels(model: config.Model, corpus: Examples) -> None:
-    """Raises: ValueError: the model is for other examples, naming both."""
+    """Check that classes, patches and image size of a model fit labelled data.
+
+    Raises:
+        ValueError: they do not; the message names both sides.
+    """
     if model.classes != len(corpus.labels):
         raise ValueError(
             f"model.classes {model.classes} must be the {len(corpus.labels)} of data: "

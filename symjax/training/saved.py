@@ -1,4 +1,7 @@
-"""A model as a run saved it: weights, configuration and tokens, without its data."""
+"""Read a run's checkpoint to use its model, without the data that it was trained on.
+
+A checkpoint describes its tokens itself (`described`), so `read_run` needs no data.
+"""
 
 import dataclasses
 import os
@@ -23,12 +26,14 @@ from symjax.training.step import State
 
 
 class Saved(NamedTuple):
-    """A checkpoint.
+    """Model of a checkpoint.
 
     Attributes:
-        config: with the vocabulary, or size of images, that the data gave the model.
-        language: as `Examples.language`: what its tokens mean.
-        labels: as `Examples.labels`: the names of its classes.
+        step: of the checkpoint.
+        config: with the vocabulary or image size that the data decided.
+        language: meaning of the tokens, as `Examples.language`.
+        labels: names of the classes, as `Examples.labels`.
+        params, constants: nested dicts of arrays.
     """
 
     step: int
@@ -39,13 +44,13 @@ class Saved(NamedTuple):
     constants: dict[str, Any]
 
     def __repr__(self) -> str:
-        """Without its arrays."""
+        """Return the step and the mechanism: arrays would fill pages."""
         what = config.attention_of(self.config.model)
         return f"{type(self).__name__}(step {self.step}: {what})"
 
 
 def described(examples: Examples, model: config.Model) -> dict[str, Any]:
-    """What a checkpoint says of the examples, so that it can be used without them."""
+    """Return what a checkpoint stores about its examples, to be used without them."""
     return {
         "vocabulary": model.vocabulary,
         "image": list(model.image),
@@ -61,29 +66,31 @@ def read_run(
     best: bool = False,
     ema: bool = False,
 ) -> Saved:
-    """The newest whole checkpoint of a workdir, the one of `step`, or the best one.
+    """Read a checkpoint of a workdir: the newest whole one by default.
 
-    Reads the folder `checkpoints` alone; `data` too where a checkpoint is older than
-    the descriptions in it.
+    Only the folder `checkpoints` is read, and `data` too if the checkpoint is older
+    than `described`.
 
     Args:
-        ema: take the mean of the weights that the run kept by optimizer.ema.
+        step: read the checkpoint of this step.
+        best: read the checkpoint with the least held-out loss.
+        ema: return the average of the weights that the run kept for optimizer.ema.
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or it has no mean of the
-            weights.
+        ValueError: there is no such checkpoint, it is damaged, or it has no average of
+            the weights.
     """
     workdir = resolve(workdir)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
-        options, about = _options(meta, workdir)
+        options, about = _model_and_examples(meta, workdir)
         (params, constants), moments = parts(abstract(options.model)), None
         if ema:
             check_average(options, workdir)
-            moved = optimizer(options.optimizer, options.steps, params)
-            moments = jax.eval_shape(moved.init, params)
-        everywhere = processes.replicated()
+            transform = optimizer(options.optimizer, options.steps, params)
+            moments = jax.eval_shape(transform.init, params)
+        replicated = processes.replicated()
         state, constants = jax.tree.map(
-            lambda x: x.update(sharding=everywhere),
+            lambda x: x.update(sharding=replicated),
             (State(None, params, moments), constants),
         )
         trees, meta = restored(checkpoints, state, constants, ema, step, best=best)
@@ -92,7 +99,11 @@ def read_run(
 
 
 def check_average(options: config.Config, workdir: epath.Path) -> None:
-    """Raises: ValueError: a run has kept no mean of its weights."""
+    """Check that a run has kept an average of its weights.
+
+    Raises:
+        ValueError: it has not.
+    """
     if not options.optimizer.ema:
         raise ValueError(
             f"{workdir} has no mean of its weights for ema: it was trained with "
@@ -109,7 +120,15 @@ def restored(
     *,
     best: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(params and constants, meta); the mean of the weights is with the optimizer."""
+    """Restore weights and constants from checkpoints.
+
+    Args:
+        state, constants: abstract arrays; `state` has the optimizer's if `ema` is True.
+        ema: return the average of the weights, which the optimizer's state holds.
+        step, best: as `Checkpoints.restore`.
+    Returns:
+        The dict of params and constants, and the meta of the checkpoint.
+    """
     weights = "optimizer" if ema else "params"
     wanted = {weights: getattr(state, weights), "constants": constants}
     trees, meta = checkpoints.restore(wanted, step, best=best)
@@ -117,10 +136,10 @@ def restored(
     return {"params": params, "constants": trees["constants"]}, meta
 
 
-def _options(
+def _model_and_examples(
     meta: dict[str, Any], workdir: epath.Path
 ) -> tuple[config.Config, dict[str, Any]]:
-    """The configuration of the model as it was built, and what `described` said."""
+    """Return the configuration with the model's final sizes, and `described`."""
     options, about = saved_options(meta, workdir), meta.get("examples")
     if about is None:
         folder = data_folder(workdir)
@@ -150,10 +169,11 @@ def _options(
 
 
 def language_of(meta: dict[str, Any]) -> dict[str, Any]:
-    """`Examples.language` of a checkpoint.
+    """Return `Examples.language` of a checkpoint.
 
-    Older checkpoints do not name the token before a document. Where documents were
-    joined, which was so before there was a key for it, rows of training had it.
+    Older checkpoints do not name the token that starts a document. Their training rows
+    had it if documents were joined, also before the key `data.documents` existed. It is
+    added here for them.
     """
     language, fingerprint = meta["examples"]["language"], meta.get("data") or {}
     counts = [fingerprint.get(split) or {} for split in SPLITS]

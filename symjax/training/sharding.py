@@ -1,4 +1,7 @@
-"""Sharding rules: from the path of a weight to mesh axes."""
+"""Meshes of devices, and the sharding of weights, optimizer states and batches.
+
+A table of rules gives the mesh axes of a weight by its path.
+"""
 
 import math
 from fnmatch import fnmatchcase
@@ -14,11 +17,12 @@ from symjax.layers import rules as rules_of_layers
 
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = P(("data", "fsdp"), "sequence")
-ROWS = P(("data", "fsdp"))  # of images, and of what there is once a row
-LARGEST = 4096  # devices that a process can simulate
+ROWS = P(("data", "fsdp"))  # images, and arrays with one entry for each row
+LARGEST = 4096  # most devices that a process can simulate
 
 # The first pattern that matches a weight's path gives its axes. Layer indices match *.
-# Those of layers are read late: users add mechanisms with rules.
+# The rules of `symjax.layers` come between the two tables. They are read when a mesh is
+# used, since users add mechanisms with their own rules.
 BEFORE_LAYERS = (
     ("embedding/embedding", P(None, "fsdp")),
     ("positions", P(None, "fsdp")),
@@ -39,9 +43,13 @@ AFTER_LAYERS = (
 
 
 def simulate(options: config.Mesh) -> bool:
-    """Let CPU devices stand in for those of a mesh that is larger than the machine.
+    """Simulate the devices of a mesh on the CPU if the machine has too few.
 
-    True if they do. Arrays and compiled functions made before then no longer work.
+    Returns:
+        Whether it did. Then arrays and compiled functions made before do not work any
+        more.
+    Raises:
+        ValueError: the mesh has more than `LARGEST` devices.
     """
     needed = math.prod([size for axis in AXES if (size := getattr(options, axis)) > 0])
     if needed <= jax.device_count():
@@ -55,13 +63,15 @@ def simulate(options: config.Mesh) -> bool:
 
 
 def make_mesh(options: config.Mesh, devices: list | None = None) -> Mesh:
-    """The devices as (data, fsdp, tensor, sequence); one size may be -1, what is left.
+    """Return the mesh (data, fsdp, tensor, sequence) of a configuration.
+
+    One size may be -1: it becomes the number of devices divided by the other sizes.
 
     Args:
-        devices: those to use; None: all there are.
+        devices: devices to use; None uses all that jax has.
     Raises:
-        ValueError: the sizes do not fit the number of devices, naming both, or leave
-            out all devices of a process.
+        ValueError: the sizes do not fit the number of devices, or leave out all devices
+            of a process; the message names both.
     """
     sizes = [getattr(options, axis) for axis in AXES]
     devices = jax.devices() if devices is None else devices
@@ -99,25 +109,26 @@ _OPTIONS = {
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """What XLA is told beside the shardings.
+    """Return XLA options for the devices of a mesh.
 
-    On TPUs: to gather weights whole. Over 32 devices and fewer it would hand on the
-    parts of a weight and add up one product for each, which all read and write the
-    whole result. By the estimate of its compiler a product of 16,384 tokens, 2,048 to
-    5,632 features, then takes 27.8 Mcycles on each of 16 v5e, and 2.9 after a gather.
+    On TPUs, weights are gathered before a product. With 32 devices or fewer, XLA would
+    otherwise pass shards of a weight around and add one product for each shard, and
+    each product would read and write the whole result. Its compiler estimates 27.8
+    Mcycles for such a product of 16,384 tokens, 2,048 to 5,632 features, on each of 16
+    v5e, and 2.9 Mcycles after a gather.
 
-    On CPUs: to multiply by Eigen, and leave only sums to YNNPACK, whose products of
+    On CPUs, Eigen computes products and YNNPACK only sums, since YNNPACK's products of
     9,600 tokens with weights are slower. A step of gpt or performer at `:3l` takes 0.88
-    to 0.95 of the time, one of diff as long (benchmarks/compiler_options.py).
+    to 0.95 of the time, and a step of diff as long (benchmarks/compiler_options.py).
     """
     return _OPTIONS.get(mesh.devices.flat[0].platform, {})
 
 
 def check_batch(options: config.Config, mesh: Mesh) -> None:
-    """Refuse a batch or a length that does not divide over the mesh.
+    """Check that rows, tokens and key/value heads divide over the mesh.
 
     Raises:
-        ValueError: naming the sizes.
+        ValueError: they do not; the message names the sizes.
     """
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
     accumulate = options.optimizer.accumulate
@@ -141,7 +152,7 @@ def check_batch(options: config.Config, mesh: Mesh) -> None:
 
 
 def weight_shardings(weights: Any, mesh: Mesh) -> Any:
-    """The sharding of every weight of a nested dict, by the rules above.
+    """Return the sharding of every weight of a nested dict, by the rules above.
 
     Raises:
         ValueError: no rule matches a weight, or an axis of the mesh does not divide
@@ -163,20 +174,24 @@ def weight_shardings(weights: Any, mesh: Mesh) -> Any:
 
 
 def optimizer_shardings(state: Any, shardings: Any, mesh: Mesh) -> Any:
-    """Moments lie where the weights lie whose path ends theirs; counters everywhere."""
+    """Return the shardings of an optimizer's state.
+
+    A moment has the sharding of its weight: the path of the moment ends with the path
+    of the weight. All other arrays, such as counters, are replicated.
+    """
     paths, _ = jax.tree_util.tree_flatten_with_path(shardings)
     of_weights = dict(paths)
 
     def place(path: tuple, _: Any) -> NamedSharding:
         ends = (path[start:] for start in range(len(path)))
-        found = (of_weights[end] for end in ends if end in of_weights)
-        return next(found, NamedSharding(mesh, P()))
+        matches = (of_weights[end] for end in ends if end in of_weights)
+        return next(matches, NamedSharding(mesh, P()))
 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes of a tree of abstract arrays on each device."""
+    """Return the bytes that a tree of abstract arrays takes on each device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(tree)

@@ -1,4 +1,8 @@
-"""The pure training and evaluation steps, compiled for one model and one mesh."""
+"""Training and evaluation steps, compiled for one model and one mesh.
+
+`Steps` has the pure functions. `compile_program` jits them with the shardings of a mesh
+and returns a `Program`. `means` evaluates a program over batches.
+"""
 
 import functools
 import threading
@@ -19,40 +23,51 @@ from symjax.data.documents import SegmentedTokens
 from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, objective, target_count, token_losses
-from symjax.training.optimizer import Guarded, Stacks, optimizer, schedule
+from symjax.training.optimizer import Guarded, Stacks, optimizer
+from symjax.training.schedule import schedule
 
-_CONFIG = threading.Lock()  # of what jax's configuration is changed for a while
+_CONFIG = threading.Lock()  # held while an option of jax is changed
 
 
 class State(NamedTuple):
-    """All that training changes: nested dicts of arrays, or of what stands for them."""
+    """Arrays that a training step changes, or their abstract forms or shardings.
 
-    step: Any  # int32 scalar: steps taken
+    Attributes:
+        step: number of steps made, an int32 scalar.
+        params: nested dict of weights.
+        optimizer: state of the optimizer, whose moments are such dicts too.
+    """
+
+    step: Any
     params: Any
     optimizer: Any
 
 
 class Program(NamedTuple):
-    """One run's compiled functions; call them under `jax.set_mesh(program.mesh)`.
+    """Jitted functions of a run; call them under `jax.set_mesh(program.mesh)`.
 
     initial(seed) → (State, constants)
     train(state, constants, inputs, targets, key) → (State, metrics); state is donated
     evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w,
-        Σ w·right); a key turns dropout on, None is evaluation
+        Σ w·right); a key turns dropout on, None turns it off
+
+    Attributes:
+        state, constants: abstract arrays with shardings.
+        separate: whether inputs are `SegmentedTokens`: they tell the document of each token.
     """
 
     model: config.Model
     graph: nnx.GraphDef
     mesh: Mesh
-    state: State  # abstract, with shardings
-    constants: dict[str, Any]  # abstract, with shardings
+    state: State
+    constants: dict[str, Any]
     initial: Callable
     train: Callable
     evaluate: Callable
-    separate: bool = False  # inputs say which document each token is of
+    separate: bool = False
 
     def lower(self, shape: tuple[int, int]) -> jax.stages.Lowered:
-        """The training step for batches of `shape`, from abstract arrays alone."""
+        """Return the training step for batches of `shape`, lowered without arrays."""
         inputs, targets = batch_like(self.model, shape)
         if self.separate:
             inputs = SegmentedTokens(inputs, inputs)
@@ -61,20 +76,23 @@ class Program(NamedTuple):
             return self.train.lower(self.state, self.constants, inputs, targets, key)
 
     def place(self, shape: tuple[int, int], rows: Callable) -> list[Any]:
-        """The arrays of a batch over the mesh; rows(start, stop) gives a part of them.
+        """Return the arrays of a batch, sharded over the mesh.
+
+        Each process makes only the rows that its devices hold.
 
         Args:
-            shape: rows, and the tokens of a row.
+            shape: rows, and tokens of a row.
+            rows: rows(start, stop) returns the NumPy arrays of these rows.
         """
-        found = functools.cache(lambda start, stop: tuple(rows(start, stop)))
-        parts, structure = jax.tree.flatten(found(*self._a_part(shape)))
+        cached = functools.cache(lambda start, stop: tuple(rows(start, stop)))
+        parts, structure = jax.tree.flatten(cached(*self._local_rows(shape)))
 
         def array(number: int) -> Array:
             whole = (shape[0], *parts[number].shape[1:])
 
             def piece(index: Any) -> np.ndarray:
                 start, stop, _ = index[0].indices(shape[0])
-                part = jax.tree.leaves(found(start, stop))[number]
+                part = jax.tree.leaves(cached(start, stop))[number]
                 return part[(slice(None), *index[1:])]
 
             layout = NamedSharding(self.mesh, _axes(whole, shape))
@@ -82,22 +100,27 @@ class Program(NamedTuple):
 
         return list(structure.unflatten(map(array, range(len(parts)))))
 
-    def _a_part(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The rows (start, stop) of some device of this process."""
+    def _local_rows(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows (start, stop) of one device of this process."""
         layout = NamedSharding(self.mesh, sharding.ROWS)
         index: Any = next(iter(layout.addressable_devices_indices_map(shape).values()))
         return index[0].indices(shape[0])[:2]
 
 
 class Steps(NamedTuple):
-    """The pure functions of `Program`, before they are compiled for a mesh."""
+    """Pure functions of a `Program`, before they are jitted for a mesh.
+
+    Attributes:
+        transform: the optimizer, for weights in stacks.
+    """
 
     options: config.Config
     graph: nnx.GraphDef
-    transform: optax.GradientTransformation  # of weights in stacks
+    transform: optax.GradientTransformation
     stacks: Stacks
 
     def initial(self, seed: Array) -> tuple[State, dict]:
+        """Return the state and the constants of a new run."""
         rngs = nnx.Rngs(jax.random.key(seed))
         params, constants = parts(build(self.options.model, rngs=rngs))
         moments = self.stacks.split(self.transform.init(self.stacks.stack(params)))
@@ -106,32 +129,34 @@ class Steps(NamedTuple):
     def loss(
         self, params, constants, inputs, targets, key, count
     ) -> tuple[Array, Array]:
-        """Return what a micro-batch adds to the batch: (minimised, reported loss).
+        """Return the share of a micro-batch in the batch: (minimised, reported loss).
 
-        Losses and z-losses are sums over targets, divided by those of the batch; ponder
-        costs are sums over tokens, with a target or without, divided by all tokens of
-        the batch.
+        Losses and z-losses are sums over targets, divided by the number of targets of
+        the whole batch. Ponder costs are sums over all tokens, divided by the number of
+        tokens of the whole batch.
 
         Args:
-            count: the targets of the whole batch.
+            count: number of targets of the whole batch.
         """
         model = nnx.merge(self.graph, params, constants)
         hidden = hidden_of(model, inputs, key)
-        ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))  # of universal ones
-        chosen, weight = self.options.optimizer, self.options.model.ponder
+        # Only universal models have ponder costs.
+        ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))
+        options, weight = self.options.optimizer, self.options.model.ponder
         # Micro-batches have equally many tokens.
-        costs = sum(weight * x.sum() / (x.size * chosen.accumulate) for x in ponder)
-        found = objective(model, hidden, targets, chosen.z_loss, count)
-        return found.minimised + costs, found.loss
+        costs = sum(weight * x.sum() / (x.size * options.accumulate) for x in ponder)
+        result = objective(model, hidden, targets, options.z_loss, count)
+        return result.minimised + costs, result.loss
 
     def train(self, state: State, constants, inputs, targets, key):
-        chosen = self.options.optimizer
+        """Return the state after one step, and the metrics of the step."""
+        options = self.options.optimizer
         key = jax.random.fold_in(key, state.step)
         (_, value), gradient = _accumulated(
-            jax.value_and_grad(self.loss, has_aux=True), chosen.accumulate
+            jax.value_and_grad(self.loss, has_aux=True), options.accumulate
         )(state.params, constants, inputs, targets, key, target_count(targets))
-        # Skipped steps do not move the schedule of the optimizer.
-        rate = schedule(chosen, self.options.steps)(state.optimizer.taken)
+        # The schedule counts only the steps that were not skipped.
+        rate = schedule(options, self.options.steps)(state.optimizer.taken)
         gradient, params, moments = map(
             self.stacks.stack, (gradient, state.params, state.optimizer)
         )
@@ -142,26 +167,29 @@ class Steps(NamedTuple):
             "skipped_steps": cast(Guarded, guard).skipped,
             "learning_rate": jnp.asarray(rate, jnp.float32),
         }
-        changed = optax.apply_updates(params, updates), guard
-        return State(state.step + 1, *map(self.stacks.split, changed)), metrics
+        stacked = optax.apply_updates(params, updates), guard
+        return State(state.step + 1, *map(self.stacks.split, stacked)), metrics
 
     def evaluate(self, params, constants, inputs, targets, weights, key):
+        """Return (Σ w·loss, Σ w, Σ w·right) over the tokens of a batch."""
         model = nnx.merge(self.graph, params, constants)
         hidden = hidden_of(model, inputs, key)
-        found = token_losses(model, hidden, targets)
-        right = weights * found.right
-        return (weights * found.loss).sum(), weights.sum(), right.sum()
+        losses = token_losses(model, hidden, targets)
+        right = weights * losses.right
+        return (weights * losses.loss).sum(), weights.sum(), right.sum()
 
 
 def compile_program(
     options: config.Config, mesh: Mesh, *, separate: bool = False
 ) -> Program:
-    """The steps of a configuration over a mesh; nothing is compiled before its use.
+    """Return the program of a configuration on a mesh.
+
+    Each function compiles when it is first called.
 
     Args:
-        separate: inputs are `SegmentedTokens`: see `Examples.separate`.
+        separate: whether inputs are `SegmentedTokens`: see `Examples.separate`.
     Raises:
-        ValueError: sizes that exclude each other or do not divide over the mesh.
+        ValueError: sizes contradict each other or do not divide over the mesh.
     """
     sharding.check_batch(options, mesh)
     model = abstract(options.model)
@@ -186,7 +214,7 @@ def compile_program(
     jit = functools.partial(jax.jit, compiler_options=sharding.compiler_options(mesh))
     initial_state = jit(steps.initial, out_shardings=(state, fixed))
     if mesh.size == 1:
-        initial_state = _drawn_by_kernels(initial_state)
+        initial_state = _with_threefry_kernel(initial_state)
     return Program(
         model=options.model,
         graph=steps.graph,
@@ -208,17 +236,18 @@ def compile_program(
     )
 
 
-def _drawn_by_kernels(initial: Callable) -> Callable:
-    """`initial`, whose random bits come from a kernel of jax on a GPU, the same bits.
+def _with_threefry_kernel(initial: Callable) -> Callable:
+    """Return `initial` with random bits drawn by jax's kernel if it runs on a GPU.
 
-    XLA's compiler for GPUs writes the generator out in every draw: 152 s for 24 layers
-    of a model of 353M parameters (two cores, no GPU), and 16 s so. Only for one device:
-    XLA cannot split the kernel, and each would draw all of every array.
+    The bits are the same. Without the kernel XLA inlines the generator in every draw,
+    which takes long to compile: 152 s instead of 16 s for 24 layers of a model of 353M
+    parameters (two cores, no GPU). This is for one device only: XLA cannot partition
+    the kernel, so each of several devices would draw every whole array.
     """
     name = "jax_threefry_gpu_kernel_lowering"
 
     @functools.wraps(initial)
-    def drawn(seed: int) -> tuple[State, dict]:
+    def with_kernel(seed: int) -> tuple[State, dict]:
         with _CONFIG:
             before = getattr(jax.config, name)
             jax.config.update(name, True)
@@ -227,14 +256,15 @@ def _drawn_by_kernels(initial: Callable) -> Callable:
             finally:
                 jax.config.update(name, before)
 
-    return drawn
+    return with_kernel
 
 
 class Means(NamedTuple):
-    """
+    """Means over the targets of some batches, weighted.
+
     Attributes:
-        loss: Σ weight · loss / Σ weight over all batches, in nats a token.
-        accuracy: the share of targets that have the highest logit, weighed likewise.
+        loss: Σ weight · loss / Σ weight, in nats per target.
+        accuracy: share of targets that have the highest logit.
     """
 
     loss: float
@@ -249,12 +279,12 @@ def means(
     batches: Iterable[Callable],
     key: Array | None = None,
 ) -> Means:
-    """The mean loss over batches, and how often the model is right.
+    """Return the mean loss and accuracy over batches.
 
     Args:
         shape: (rows, length) of each batch.
-        batches: functions that give some of the rows.
-        key: turns dropout on; None is evaluation.
+        batches: the `rows` functions of `Program.place`, one for each batch.
+        key: turns dropout on; None turns it off.
     Raises:
         ValueError: no batch has a target.
     """
@@ -262,9 +292,9 @@ def means(
     index = -1
     for index, batch in enumerate(batches):
         rows = program.place(shape, batch)
-        here = None if key is None else jax.random.fold_in(key, index)
+        batch_key = None if key is None else jax.random.fold_in(key, index)
         with jax.set_mesh(program.mesh):
-            part = program.evaluate(params, constants, *rows, here)
+            part = program.evaluate(params, constants, *rows, batch_key)
         total += float(part[0])
         weight += float(part[1])
         right += float(part[2])
@@ -276,7 +306,7 @@ def means(
 def batch_like(
     model: config.Model, shape: tuple[int, int]
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Inputs and targets of a model, for batches of (rows, tokens)."""
+    """Return abstract inputs and targets of a model, for batches of (rows, tokens)."""
     inputs = jax.ShapeDtypeStruct(shape, jnp.int32)
     targets = inputs
     if model.patch:
@@ -287,29 +317,34 @@ def batch_like(
 
 
 def _axes(whole: tuple[int, ...], shape: tuple[int, int]) -> P:
-    """Tokens are split over the mesh by rows and in a row, all else by rows."""
+    """Return the mesh axes of an array: tokens are split in a row too."""
     return sharding.BATCH if whole == shape else sharding.ROWS
 
 
 def _accumulated(value_and_grad: Callable, count: int) -> Callable:
-    """Return sums of values and gradients over micro-batches, one at a time.
+    """Return `value_and_grad` summed over `count` micro-batches, one after another.
 
     Args:
-        value_and_grad: of a micro-batch, which has divided them by the whole batch.
-        count: micro-batches, of equally many rows.
+        value_and_grad: for a micro-batch; its results are already divided by the number
+            of targets of the whole batch.
+        count: number of micro-batches, which have equally many rows.
     """
     if count == 1:
         return value_and_grad
 
     def accumulate(params, constants, inputs, targets, key, *whole):
-        def cut(x: Array) -> Array:  # every device keeps a part of each micro-batch
+        # [B …] → [count B/count …]. Strided, so that each device has a part of every
+        # micro-batch and no rows move.
+        def cut(x: Array) -> Array:
             return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
 
         def add(total, part):
             index, inputs, targets = part
-            here = jax.random.fold_in(key, index)
-            found = value_and_grad(params, constants, inputs, targets, here, *whole)
-            return jax.tree.map(jnp.add, total, found), None
+            part_key = jax.random.fold_in(key, index)
+            result = value_and_grad(
+                params, constants, inputs, targets, part_key, *whole
+            )
+            return jax.tree.map(jnp.add, total, result), None
 
         zero = jax.tree.map(jnp.zeros_like, ((jnp.zeros(()),) * 2, params))
         parts = (jnp.arange(count), *jax.tree.map(cut, (inputs, targets)))

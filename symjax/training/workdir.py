@@ -1,4 +1,4 @@
-"""The folder of a run: one run has it, and one that is refused leaves it as it was."""
+"""Workdir of a run: locked for one run, and unchanged by a run that is refused."""
 
 import contextlib
 import os
@@ -11,21 +11,22 @@ from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
 from symjax.storage import check_writable, local_folder, store_errors
 
-# What a run makes inside its workdir, and while it lives the lock.
+# Names that a run makes inside its workdir, besides the lock.
 PARTS = ("checkpoints", "data", "tensorboard", "wandb", "profile", "metrics.jsonl")
 LOCK = "lock"
 
 
 @contextlib.contextmanager
 def locked(workdir: epath.Path) -> Iterator[None]:
-    """Make the workdir, and keep other runs out of it until the block ends.
+    """Make the workdir, and lock it against other runs until the block ends.
 
-    The lock is the kernel's, so a process that is killed leaves none. Folders that the
-    block has not filled are removed again. Reading needs no lock. A bucket has none:
-    there, only other runs of this machine are kept out.
+    The operating system holds the lock, so a killed process leaves none. Folders that
+    are still empty at the end are removed again. Reading needs no lock. A bucket has no
+    locks: there only other runs of this machine are kept out.
 
     Raises:
-        ValueError: the workdir cannot be made or written, or another process has it.
+        ValueError: the workdir cannot be made or written, or another process holds the
+            lock.
     """
     here = local_folder(workdir)
     folders = [x for x in (here, *here.parents) if not x.exists()]
@@ -43,7 +44,7 @@ def locked(workdir: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
-    """Whatever ends the block early, the parts of a run that it made are removed."""
+    """Remove the parts of a run that the block has made, if it raises an exception."""
     folders = {epath.Path(local_folder(workdir)), epath.Path(workdir)}
     parts = [folder / name for folder in folders for name in PARTS]
     with store_errors(workdir):
@@ -59,11 +60,12 @@ def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(workdir: epath.Path) -> Iterator[None]:
+    """Hold the lock file of a workdir; only warn if the file system has no locks."""
     path = local_folder(workdir) / LOCK
     lock = filelock.FileLock(path, blocking=False)
     try:
         lock.acquire()
-        path.write_text(str(os.getpid()))  # for people
+        path.write_text(str(os.getpid()))  # for the message below
     except filelock.Timeout:
         raise ValueError(
             f"--workdir {str(workdir)!r} is in use by process {path.read_text()}: wait "
@@ -77,5 +79,6 @@ def _lock(workdir: epath.Path) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            path.unlink(missing_ok=True)  # before it is released: it is still ours
+            # Before the release: afterwards the file may be another run's.
+            path.unlink(missing_ok=True)
             lock.release()

@@ -19,7 +19,7 @@ from symjax.evaluation.measures.weights import lambdas
 from symjax.evaluation.overview import overview
 from symjax.evaluation.results import Options
 from symjax.models.lambdas import lambda_table
-from symjax.training import run as opened
+from symjax.training.run import sessions
 
 pytestmark = pytest.mark.usefixtures("cache")
 OFTEN = {
@@ -64,11 +64,11 @@ def test_a_checkpoint_of_before_says_that_it_has_no_date(workdir):
 
 
 def test_another_version_is_one_more_session():
-    first = opened.sessions(None, 0)
+    first = sessions(None, 0)
     assert first[0]["step"] == 0 and len(first) == 1
-    assert opened.sessions({"sessions": first}, 7) == first
+    assert sessions({"sessions": first}, 7) == first
     older = [first[0] | {"jax": "0.1"}]
-    found = opened.sessions({"sessions": older}, 7)
+    found = sessions({"sessions": older}, 7)
     assert found[0] == older[0] and found[1]["jax"] == jax.__version__
     assert found[1]["step"] == 7
 

@@ -129,7 +129,7 @@ def test_the_keys_of_scaled_rope_and_of_norms_are_named():
     shape = config.Model(positions="rope", norm_eps=1e-6)
     scaled = config.RopeScaling(kind="yarn", factor=4.0, original_length=16)
     theirs = dataclasses.replace(shape, rope_scaling=scaled, length=64)
-    assert initial._given(theirs, dataclasses.replace(shape, norm_eps=1e-5)) == [
+    assert initial._needed_keys(theirs, dataclasses.replace(shape, norm_eps=1e-5)) == [
         "--config.model.norm_eps=1e-06",
         "--config.model.rope_scaling.kind=yarn",
         "--config.model.rope_scaling.factor=4.0",

@@ -22,8 +22,8 @@ from symjax.models import chips
 from symjax.monitor import progress
 from symjax.monitor.progress import Clock
 from symjax.training import compile, loop, preflight
-from symjax.training.optimizer import schedule
-from symjax.training.prefetch import ahead
+from symjax.training.prefetch import prefetch
+from symjax.training.schedule import schedule
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -603,11 +603,11 @@ def test_batches_are_made_one_ahead_and_each_once():
         return -step
 
     with ThreadPoolExecutor(1) as pool:
-        batches = ahead(pool, make, 2, 5)
+        batches = prefetch(pool, make, 2, 5)
         assert next(batches) == -2
         going.set()  # the third is made while the second is in use
         assert next(batches) == -3
         with pytest.raises(ValueError, match="damaged"):
             next(batches)
         assert begun == [2, 3, 4]
-        assert [*ahead(pool, lambda step: step, 4, 5)] == [4, 5]
+        assert [*prefetch(pool, lambda step: step, 4, 5)] == [4, 5]

@@ -16,9 +16,8 @@ from symjax.training.optimizer import (
     averaged,
     decays,
     optimizer,
-    schedule,
-    schedule_change,
 )
+from symjax.training.schedule import schedule, schedule_change
 
 NAMES = ("adamw", "adam", "lion", "sgd", "muon")
 SCHEDULES = (

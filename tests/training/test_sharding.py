@@ -309,7 +309,7 @@ def test_one_device_draws_by_a_kernel_which_is_a_matter_of_its_call_alone():
         raise ValueError("no weights")
 
     with pytest.raises(ValueError, match="no weights"):
-        step._drawn_by_kernels(initial)(0)
+        step._with_threefry_kernel(initial)(0)
     assert seen == [True] and not getattr(jax.config, name)
     options = config.Config(model=MODEL, batch_size=8)
     for mesh, split in ((config.Mesh(data=1), False), (config.Mesh(data=2), True)):

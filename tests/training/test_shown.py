@@ -6,7 +6,7 @@ import pytest
 from runs import train
 
 from symjax.training import compile as fits
-from symjax.training import loop
+from symjax.training import heldout
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -21,7 +21,7 @@ def evaluations(capsys):
 
 
 def test_samples_can_be_turned_off(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loop, "generate", None)  # a sample would call it
+    monkeypatch.setattr(heldout, "generate", None)  # a sample would call it
     assert train(text, tmp_path / "run", steps=2, evaluate__sample="false") == 0
     said = capsys.readouterr().err
     assert "held-out loss" in said and ": sample " not in said

@@ -10,7 +10,7 @@ from runs import TEXT, train
 
 from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.data.store import stream
-from symjax.training import run
+from symjax.training import loop
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -54,15 +54,15 @@ def test_a_resumed_run_reads_the_same_batches_bitwise(keys, tmp_path, capsys):
 def test_a_signal_ends_a_run_that_waits_for_its_stream(
     keys, tmp_path, monkeypatch, capsys
 ):
-    def ahead(pool, make, first, last, stop):
+    def until_step_two(pool, make, first, last, stop):
         yield from real(pool, make, first, 2, stop)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop()
         yield None
 
     with monkeypatch.context() as patch:
-        real = run.ahead
-        patch.setattr(run, "ahead", ahead)
+        real = loop.prefetch
+        patch.setattr(loop, "prefetch", until_step_two)
         assert train("", tmp_path / "run", steps=5, **keys) == 143
     assert "saved checkpoint 2 in" in capsys.readouterr().err
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]

@@ -1,0 +1,120 @@
+"""Evaluation of a run on held-out examples: loss, λ of every layer, and a sample."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from symjax.data.corpus import Corpus
+from symjax.data.delimiters import delimiters
+from symjax.data.documents import tokens_of
+from symjax.data.examples import Examples
+from symjax.distributed.processes import on_process_zero, to_host
+from symjax.models.generate import before_stop, generate
+from symjax.models.lambdas import lambda_table, mean_lambdas
+from symjax.monitor.metrics import LAMBDA
+from symjax.training.run import Run
+from symjax.training.step import Means, State, means
+
+SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
+
+
+def evaluate(run: Run, state: State) -> float:
+    """Return the held-out loss; show and log it, with a sample if it is configured.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    examples, done = run.examples, int(state.step)
+    total = examples.heldout_count(run.shape)
+    count = min(run.options.evaluate.batches or total, total)
+    loss, accuracy = measure(run, state, count)
+    values = {"heldout/loss": loss, "heldout/batches": count}
+    shown = f"{loss:.4f} nats/{examples.unit}"
+    if (text := examples.text) is None:  # targets are answers or labels
+        values["heldout/accuracy"] = accuracy
+        shown += f", accuracy {accuracy:.4f},"
+    else:
+        values["heldout/bits_per_byte"] = bits = text.bits_per_byte(loss)
+        shown += f", {bits:.4f} bits/byte"
+    run.metrics.write(done, values | lambdas(run, state))
+    run.progress.line(
+        f"step {done}: held-out loss {shown} on {count} of {total} batches "
+        f"({references(examples, count, total)})"
+    )
+    if not math.isfinite(loss):
+        raise run.stopped_at(done, f"held-out loss is {loss}")
+    if text is not None and run.options.evaluate.sample:
+        run.progress.compiling("the sample")
+        weights = to_host((state.params, run.constants))
+        shown = on_process_zero(lambda: sample(run, text, weights))
+        run.progress.line(f"step {done}: sample {shown!r}")
+    return loss
+
+
+def measure(run: Run, state: State, count: int) -> Means:
+    """Return the mean loss and accuracy over `count` held-out batches."""
+    run.progress.compiling("the evaluation")
+    batches = run.examples.heldout_batches(run.shape, count)
+    return means(run.program, state.params, run.constants, run.shape, batches)
+
+
+def lambdas(run: Run, state: State) -> dict[str, float]:
+    """Return λ of every differential layer by its name in metrics.jsonl.
+
+    Differential V2 has one λ for each token and head: their mean over the first
+    held-out batch is returned.
+    """
+    kind = run.options.model.attention.differential
+    if kind == "none":
+        return {}
+    model = nnx.merge(run.program.graph, state.params, run.constants)
+    if kind == "v1":
+        found = {row["layer"]: row["lambda"] for row in lambda_table(model)}
+    else:
+        [rows] = run.examples.heldout_batches(run.shape, 1)
+        inputs, *_ = run.program.place(run.shape, rows)
+        with jax.set_mesh(run.program.mesh):
+            found = mean_lambdas(model, tokens_of(inputs))
+    return {f"{LAMBDA}{layer}": lam for layer, lam in found.items()}
+
+
+def references(examples: Examples, count: int, total: int) -> str:
+    """Return a line of the losses that need no model, to compare a model with.
+
+    Tables of n-grams and frequencies of labels are measured on all held-out examples.
+    The line says so if the model was measured on only `count` of `total` batches.
+    """
+    partial = count < total and examples.heldout_rows is not None
+    where = f"on all {total}" if partial else ""
+    found, unit = examples.references, f" nats/{examples.unit}"
+    if text := examples.text:
+        where, unit = f"n-gram tables {where}".rstrip(), " bits/byte"
+        found = {name: text.bits_per_byte(x) for name, x in found.items()}
+    shown = ", ".join(f"{name} {x:.2f}" for name, x in found.items()) + unit
+    return f"{where}: {shown}" if where else shown
+
+
+def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
+    """Return the first words of the held-out text and the model's continuation.
+
+    The continuation ends at the end of a document, if the model writes one.
+
+    Args:
+        weights: params and constants, on the host.
+    """
+    length = run.options.model.length
+    start = min(SAMPLE_PROMPT, (length + 1) // 2)
+    count = min(SAMPLE_LENGTH, length - start)
+    tokens = np.asarray(text.heldout[:start], np.int32)
+    if count:
+        end = delimiters(text.tokenizer, run.examples.language).end
+        stop = [] if end is None else [end]
+        model = nnx.merge(run.program.graph, *weights)
+        key, prompts = jax.random.key(0), jnp.asarray(tokens[None])
+        more = generate(model, prompts, count, key, temperature=0.8, stop=stop)
+        tokens = np.concatenate([tokens, before_stop(np.asarray(more[0]), stop)])
+    return text.decode(tokens)

@@ -1,9 +1,9 @@
-"""The checkpoints of a run: saved in the background, checked when they are read.
+"""Checkpoints of a run: saved in the background, checked when they are restored.
 
-Orbax commits a step by a rename, in a bucket by a last object, so a killed save leaves
-nothing that counts as a step. What it does not notice is a flipped bit, or a directory
-that lost its files and still counts as the latest step. `record` finds both; here the
-step before is taken.
+Orbax commits a step by a rename, or in a bucket by a last object, so a killed save
+leaves nothing that counts as a step. Orbax does not notice two kinds of damage: a
+flipped bit, and a directory that has lost files but still counts as the latest step.
+`record` finds both, and `Checkpoints.restore` then takes the step before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etils import epath
 
 from symjax.checkpoints import record
 from symjax.checkpoints.manager import (
-    Kept,
+    KeepPolicy,
     Manager,
     NotSaved,
     committed,
@@ -34,16 +34,16 @@ from symjax.storage import check_writable, store_errors
 
 
 class Checkpoints:
-    """The checkpoints of one run: saved in the background, checked when restored.
+    """The checkpoints of one run.
 
-    With several processes, each calls every method with the same arguments, and the
-    directory is one that all of them see.
+    With several processes, every process calls every method with the same arguments,
+    and all of them share the directory.
 
     Args:
-        directory: absolute; made if it is missing.
-        keep: how many of the newest whole checkpoints stay; None opens for reading,
-            which makes, writes and deletes nothing.
-        best: beside them, keep the one whose meta has the least `heldout_loss`.
+        directory: absolute path; the directory is made if it is missing.
+        keep: number of the newest whole checkpoints to keep. None opens them for
+            reading only: nothing is made, written or deleted.
+        best: also keep the checkpoint whose meta has the least `heldout_loss`.
     Raises:
         ValueError: the directory is not absolute or cannot be written, or keep < 1.
     """
@@ -61,50 +61,53 @@ class Checkpoints:
             raise ValueError(f"checkpoints need an absolute directory, got {directory}")
         if keep is not None and keep < 1:
             raise ValueError(f"checkpoint.keep {keep} must be at least 1")
-        self._kept = Kept(keep or 0, best)
+        self._policy = KeepPolicy(keep or 0, best)
         self._manager = None
         if keep:
             check_writable(self.directory, f"checkpoints in {self.directory}")
             with store_errors(self.directory):
-                self._manager = Manager(self.directory, self._kept)
+                self._manager = Manager(self.directory, self._policy)
         self._saving: int | None = None
         self._failed: BaseException | None = None
 
     def steps(self) -> list[int]:
-        """Every step on disk, ascending: committed by a save, whole or damaged since.
+        """Return all committed steps on disk, ascending.
 
-        Only `restore` reads the arrays, and so only it can tell the two apart.
+        Some may have been damaged since: only `restore` reads the arrays and finds out.
         """
         with store_errors(self.directory):
             if not self.directory.is_dir():
                 return []
-            found = {path.name: path for path in self.directory.iterdir()}
+            paths = {path.name: path for path in self.directory.iterdir()}
             return sorted(
                 int(name)
-                for name, path in found.items()
+                for name, path in paths.items()
                 if name.isdecimal() and name == str(int(name)) and committed(path)
             )
 
     def improves(self, loss: float) -> bool:
-        """Whether a checkpoint of this held-out loss would be kept as the best."""
-        return self._kept.best and loss < min(
-            self._kept.losses.values(), default=math.inf
+        """Return whether a checkpoint with this held-out loss would be the best one."""
+        return self._policy.best and loss < min(
+            self._policy.losses.values(), default=math.inf
         )
 
     def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Start saving; on return the caller may donate or delete the arrays.
+        """Start to save a checkpoint in the background.
 
-        A save that cannot be written, on a full disk for instance, takes nothing else
-        with it: `wait` raises it, and the next save only says so on stderr (with
-        several processes it raises it too).
+        Waits for the save before it, and for the arrays. On return the caller may
+        donate or delete the arrays.
 
-        Waits for the save before it, and for the arrays. Steps that the last `restore`
-        passed over, because they were damaged or later than the step it was asked for,
-        make way: the same number at once, the others when this save is complete.
+        If the checkpoint cannot be written, for instance on a full disk, older
+        checkpoints are unharmed. `wait` then raises the error. The next `save` only
+        prints it, but with several processes raises it too.
+
+        Steps that the last `restore` passed over are deleted. They were damaged, or
+        later than the step that was asked for. One with the number `step` is deleted at
+        once, the others when this save is complete.
 
         Args:
-            trees: item name → pytree of arrays; empty trees and arrays are fine.
-            meta: what JSON can hold.
+            trees: item name → pytree of arrays; empty trees and arrays are allowed.
+            meta: values that JSON can hold.
         Raises:
             ValueError: the step or a later one exists already, two leaves have one
                 name, or `keep` was None.
@@ -113,15 +116,15 @@ class Checkpoints:
             raise ValueError(f"checkpoints in {self.directory} are open for reading")
         self.settle()
         arguments = record.to_save(step, trees, meta)
-        self._remove_passed(self._manager, step)
-        self._kept.saved(step, meta)
+        self._make_room(self._manager, step)
+        self._policy.saved(step, meta)
         self._saving = step
         try:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
         except Exception as error:
             self._give_up(step, error)
             if is_distributed():
-                self.wait()  # raises it
+                self.wait()  # raises the error
 
     def restore(
         self,
@@ -131,18 +134,23 @@ class Checkpoints:
         best: bool = False,
         warn: Callable[[str], None] = print_warning,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The trees and meta of the newest whole checkpoint, or of the one asked for,
-        or of the one of the least held-out loss.
+        """Restore a checkpoint, by default the newest whole one.
 
-        Bitwise what was saved, on whatever mesh the shardings name. Each damaged
-        checkpoint on the way is named to `warn` in one line. Reads every array once.
+        The arrays are bitwise those that were saved, on any mesh. Every array is read
+        once.
 
         Args:
             abstract_trees: item name → pytree of `jax.ShapeDtypeStruct` with shardings
-                (the default device where there is none); other items are not read.
+                (the default device if there is none). Other items are not read.
+            step: restore the checkpoint of this step.
+            best: restore the whole checkpoint with the least held-out loss.
+            warn: called with one line for each damaged checkpoint that was passed over.
+        Returns:
+            (trees, meta).
         Raises:
-            ValueError: there is no checkpoint, none is whole, the one asked for is not,
-                or its arrays have other names, shapes or types than the trees.
+            ValueError: there is no checkpoint, or no whole one. Also if the checkpoint
+                of `step` is missing or damaged, or its arrays have other names, shapes
+                or types than the trees.
         """
         self.settle()
         (trees, meta), restored, reasons = self._first_whole(
@@ -153,16 +161,17 @@ class Checkpoints:
             warn(f"checkpoint {passed} is damaged ({why}): restored {restored} instead")
         if self._manager is not None:
             present = self.steps()
-            self._kept.restored(restored, present, self._losses(present))
+            self._policy.restored(restored, present, self._losses(present))
         return trees, meta
 
     def read_meta(
         self, step: int | None = None, *, best: bool = False
     ) -> dict[str, Any]:
-        """The meta given to `save`, and `step`, without reading any array.
+        """Return the meta that `save` was given, and `step`; no array is read.
 
-        Without a step, of the newest or best checkpoint whose meta is whole. `restore`
-        may find arrays of that one damaged; it returns the meta of the one it restored.
+        Without `step` it is the meta of the newest or best checkpoint whose meta is
+        whole. The arrays of that checkpoint may be damaged. `restore` then restores
+        another one and returns its meta.
 
         Raises:
             ValueError: there is no checkpoint, or no whole meta.
@@ -171,10 +180,10 @@ class Checkpoints:
         return self._first_whole(self._candidates(step, best), record.read_meta)[0]
 
     def wait(self) -> None:
-        """Until the save in the background is complete and the old ones are deleted.
+        """Wait until the save in the background is complete and old steps are deleted.
 
         Raises:
-            NotSaved: it could not be written; said once.
+            NotSaved: the checkpoint could not be written. It is raised only once.
         """
         if self._manager is not None and self._saving is not None:
             try:
@@ -187,10 +196,11 @@ class Checkpoints:
             raise failed
 
     def settle(self) -> None:
-        """`wait`, but a checkpoint that could not be saved does not end the run.
+        """Wait like `wait`, but only print a warning if the checkpoint was not saved.
 
-        Raises: NotSaved: with several processes, of which the others may wait for this
-            one to finish the save: it ends, and they with it.
+        Raises:
+            NotSaved: the checkpoint was not saved and there are several processes. The
+                others may wait for this one to finish the save, so the run must end.
         """
         try:
             self.wait()
@@ -200,7 +210,7 @@ class Checkpoints:
             print_warning(f"{error}; continuing without it")
 
     def close(self) -> None:
-        """Wait, and end Orbax's threads; reading is still possible afterwards."""
+        """Wait, and end Orbax's threads. Reading is still possible afterwards."""
         try:
             self.wait()
         finally:
@@ -218,18 +228,18 @@ class Checkpoints:
         except NotSaved as error:
             if kind is None:
                 raise
-            print_warning(str(error))  # and what ended the run continues
+            print_warning(str(error))  # the exception that ended the run goes on
 
     def _candidates(self, step: int | None, best: bool) -> list[int]:
-        """The steps to try until one is whole: the newest first.
+        """Return the steps to try until one is whole: the newest first.
 
-        By their loss if the best is asked for: first those whose loss cannot be read,
-        since each of them may be the best.
+        For the best one they are sorted by loss. Steps whose loss cannot be read come
+        first, since each of them may be the best.
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")
-        known = isinstance(step, SupportsIndex | None) and not isinstance(step, bool)
-        if not known:
+        whole = isinstance(step, SupportsIndex | None) and not isinstance(step, bool)
+        if not whole:
             raise ValueError(f"a step must be a whole number, got {step!r}")
         present = self.steps()[::-1]
         if not present:
@@ -247,7 +257,7 @@ class Checkpoints:
         return sorted(losses, key=lambda step: (losses[step], step))
 
     def _losses(self, steps: Sequence[int]) -> dict[int, float]:
-        """Held-out loss by step, of those that have one; −∞ where it is damaged."""
+        """Return the held-out losses of steps that have one; −∞ for damaged meta."""
         losses = {}
         for step in steps:
             try:
@@ -259,9 +269,14 @@ class Checkpoints:
                     losses[step] = loss
         return losses
 
-    def _remove_passed(self, manager: Manager, step: int) -> None:
+    def _make_room(self, manager: Manager, step: int) -> None:
+        """Delete a step that `restore` passed over, if a save has the same number.
+
+        Raises:
+            ValueError: this step, or a later one, exists and was not passed over.
+        """
         steps = manager.all_steps()
-        newest = max((s for s in steps if s not in self._kept.passed), default=-1)
+        newest = max((s for s in steps if s not in self._policy.passed), default=-1)
         if step <= newest:
             raise ValueError(
                 f"checkpoint {step} cannot be saved: {newest} is in {self.directory} "
@@ -269,13 +284,16 @@ class Checkpoints:
             )
         if step in steps:
             manager.delete(step)
-            self._kept.passed.discard(step)
+            self._policy.passed.discard(step)
 
     def _first_whole(
         self, steps: list[int], read: Callable[[epath.Path], Any]
     ) -> tuple[Any, int, dict[int, str]]:
-        """What `read` makes of the first undamaged step, that step, and what was wrong
-        with those before it."""
+        """Read the first undamaged step.
+
+        Returns:
+            The result of `read`, the step, and the damage of each step before it.
+        """
         reasons: dict[int, str] = {}
         for step in steps:
             try:
@@ -290,16 +308,16 @@ class Checkpoints:
         )
 
     def _give_up(self, step: int, error: Exception) -> None:
-        """Forget a step that was not saved, and free the room that it has taken."""
+        """Forget a step that was not saved, and delete its unfinished files."""
         self._saving = None
         self._failed = failure(error, f"checkpoint {step}", self.directory)
-        self._kept.forget(step)
+        self._policy.forget(step)
         with contextlib.suppress(OSError), store_errors(self.directory):
             for path in self.directory.iterdir():
                 if path.name.split(".")[0] == str(step) and not committed(path):
                     path.rmtree(missing_ok=True)
-        # The old one would raise the same error at every save that follows; with
-        # several processes none follows, and closing it would wait for the others.
+        # The old manager would raise the same error at every later save. With several
+        # processes there is no later save, and closing it would wait for the others.
         self._manager = (
-            None if is_distributed() else Manager(self.directory, self._kept)
+            None if is_distributed() else Manager(self.directory, self._policy)
         )

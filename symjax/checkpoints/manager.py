@@ -1,4 +1,4 @@
-"""Orbax's manager of checkpoints: which steps it keeps, and how it fails."""
+"""Orbax's checkpoint manager: a policy of the steps to keep, and its failures."""
 
 import functools
 import logging
@@ -19,15 +19,21 @@ from symjax.distributed.launch import is_distributed
 
 
 class NotSaved(ValueError):
-    """A checkpoint could not be written; those before it are untouched."""
+    """A checkpoint could not be written; older checkpoints are unharmed."""
 
 
-class Kept:
-    """Which steps stay, as an Orbax preservation policy: the newest whole ones.
+class KeepPolicy:
+    """Preservation policy of Orbax that keeps the newest whole steps.
 
-    Whole are those that this process has saved or restored. An older step that nobody
-    has read stays until enough whole ones are newer; a damaged one never counts. The
-    step of the least held-out loss stays too, if `best` says so.
+    A step counts as whole if this process has saved or restored it. An older step that
+    was not read stays until `keep` whole steps are newer, so a damaged step never takes
+    the place of a whole one. If `best` is True, the step with the least held-out loss
+    stays too.
+
+    Attributes:
+        whole: steps that count as whole.
+        passed: steps that the last `restore` passed over; they are deleted.
+        losses: held-out losses by step.
     """
 
     def __init__(self, keep: int, best: bool):
@@ -38,17 +44,25 @@ class Kept:
         self.losses: dict[int, float] = {}
 
     def saved(self, step: int, meta: dict[str, Any]) -> None:
+        """Note a step that is being saved."""
         self.whole.add(step)
         if (loss := heldout_loss(meta)) is not None:
             self.losses[step] = loss
 
     def forget(self, step: int) -> None:
+        """Forget a step whose save has failed."""
         self.whole.discard(step)
         self.losses.pop(step, None)
 
     def restored(
         self, step: int, present: Sequence[int], losses: dict[int, float]
     ) -> None:
+        """Note a step that was restored; later steps were passed over.
+
+        Args:
+            present: all steps on disk.
+            losses: held-out losses by step.
+        """
         self.passed = {other for other in present if other > step}
         self.whole = {step} | (self.whole - self.passed)
         self.losses = {
@@ -58,8 +72,9 @@ class Kept:
         }
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any):
+        """Return for each checkpoint whether to keep it; Orbax calls this."""
         del context
-        steps = [found.step for found in checkpoints]
+        steps = [checkpoint.step for checkpoint in checkpoints]
         whole = sorted(self.whole.intersection(steps))
         oldest = whole[-self.keep] if len(whole) >= self.keep else -1
         judged = self.losses.keys() & set(steps)
@@ -72,37 +87,41 @@ class Kept:
 
 @functools.cache
 def quiet_orbax() -> None:
-    """Keep Orbax from also logging, over pages, what it raises about an array.
+    """Silence Orbax's logs, which repeat over pages an error that it also raises.
 
-    It logs that error, and closes its event loop before the tasks of the other arrays
-    are done: asyncio logs theirs, and threads of TensorStore find the loop closed.
+    If one array fails, Orbax closes its event loop before the tasks of the other arrays
+    are done. asyncio then logs the errors of these tasks, and threads of TensorStore
+    fail because the loop is closed.
     """
     absl.logging.set_verbosity(absl.logging.FATAL)
-    theirs = re.compile(
+    from_orbax = re.compile(
         "orbax|OCDBT|TensorStore|exception was never retrieved|^Event loop is closed$"
     )
-    logging.getLogger("asyncio").addFilter(lambda x: not theirs.search(x.getMessage()))
+    logging.getLogger("asyncio").addFilter(
+        lambda x: not from_orbax.search(x.getMessage())
+    )
     report = sys.unraisablehook
 
     def report_others(unraisable: Any) -> None:
-        if not theirs.search(str(unraisable.exc_value)):
+        if not from_orbax.search(str(unraisable.exc_value)):
             report(unraisable)
 
     sys.unraisablehook = report_others
 
 
 def committed(step: epath.Path) -> bool:
-    """Whether a save has made the directory of this step, to its end."""
+    """Return whether the save of this step was completed."""
     return ocp.utils.is_checkpoint_finalized(step)
 
 
 def heldout_loss(meta: dict[str, Any]) -> float | None:
+    """Return the held-out loss in a checkpoint's meta; None unless it is finite."""
     loss = meta.get("heldout_loss")
     return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def failure(error: Exception, what: str, directory: os.PathLike[str]) -> BaseException:
-    """What a save failed of: the connection to another process, or NotSaved."""
+    """Return the exception of a failed save: a lost connection, or NotSaved."""
     cause = error.__cause__ or error
     if lost_connection(cause):
         return cause
@@ -111,14 +130,15 @@ def failure(error: Exception, what: str, directory: os.PathLike[str]) -> BaseExc
 
 
 class Manager(ocp.CheckpointManager):
-    """Ends this process where it, of several, cannot write its part of a checkpoint.
+    """Orbax's manager, which aborts a process that cannot write its shards.
 
-    Orbax would let it wait for the others, and these for its part: 20 minutes.
+    With several processes Orbax would let this process wait for the others, and them
+    for its shards, for 20 minutes.
     """
 
-    def __init__(self, directory: epath.Path, kept: Kept):
+    def __init__(self, directory: epath.Path, policy: KeepPolicy):
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=kept,
+            preservation_policy=policy,
             cleanup_tmp_directories=True,
             lightweight_initialize=True,
             save_root_metadata=False,
@@ -126,10 +146,12 @@ class Manager(ocp.CheckpointManager):
         super().__init__(directory, options=options)
 
     def reached_preemption(self, step: int) -> bool:
-        """No: `Interrupts` asks jax, which counts its questions, one after each step.
+        """Return False: only `Interrupts` asks jax about preemption.
 
-        Orbax would ask in a save, by the number of the step: jax then agrees on a
-        question that is past or far ahead, and the run stops never or much later.
+        jax counts the calls of all processes, one after each step, and agrees on one of
+        them. Orbax would call it in a save with the number of the step. jax would then
+        agree on a call that is past or far ahead, and the run would stop never or much
+        later.
         """
         return False
 

@@ -1,14 +1,14 @@
-"""One checkpoint on disk: what it holds, and whether that is what was saved.
+"""One checkpoint on disk: its format, and the check that it is what was saved.
 
-    <step>/<item>        an Orbax item a tree: params, constants, optimizer
-    <step>/meta          JSON: step, the caller's meta, kind and checksum of every array
+    <step>/<item>        one Orbax item for each tree: params, constants, optimizer
+    <step>/meta          JSON: step, the caller's meta, type and checksum of every array
 
-A flipped bit restores silently in Orbax. So every array has a checksum, taken on the
-device before the save and after the restore, and meta has one of its own.
+Orbax restores a flipped bit silently. So every array has a checksum, computed on the
+device before the save and after the restore, and meta has a checksum too.
 
-Trees are stored as nested dicts of arrays, NamedTuples and lists by field and position.
-No Python objects are stored. meta may hold source text (`symjax.imports`), which is
-not run here.
+Trees are stored as nested dicts of arrays; NamedTuples and lists become dicts by field
+and position. No Python objects are stored. meta may hold source text
+(`symjax.imports`), which is not run here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ META = "meta"
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was saved; the message says where, in one line."""
+    """A checkpoint is not what was saved; the message says in one line what differs."""
 
 
 def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Orbax's arguments, item by item. Waits for the arrays.
+    """Return Orbax's save arguments by item. Waits for the arrays.
 
     Raises:
         ValueError: two leaves have one name.
@@ -58,7 +58,9 @@ def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str,
 def read(
     directory: epath.Path, abstract_trees: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Trees and meta, compared with their checksums. In every process at once.
+    """Read trees and meta, and compare them with their checksums.
+
+    All processes call this together.
 
     Raises:
         Damaged: something is missing, unreadable or altered.
@@ -67,13 +69,13 @@ def read(
     document = _read_document(directory)
     named = {item: _named(item, tree) for item, tree in abstract_trees.items()}
     for item, leaves in named.items():
-        _must_fit(directory.name, item, document["arrays"], leaves)
+        _check_fits(directory.name, item, document["arrays"], leaves)
     trees = {}
     for item, leaves in named.items():
         task = functools.partial(_read_item, directory / item, leaves)
         arrays = _attempt(item, task)
-        for name, found in zip(arrays, checksums([*arrays.values()]), strict=True):
-            if f"{found:08x}" != document["arrays"][name][1]:
+        for name, number in zip(arrays, checksums([*arrays.values()]), strict=True):
+            if f"{number:08x}" != document["arrays"][name][1]:
                 raise Damaged(f"{name} does not match its checksum")
         structure = jax.tree.structure(abstract_trees[item])
         trees[item] = jax.tree.unflatten(structure, arrays.values())
@@ -81,7 +83,7 @@ def read(
 
 
 def read_meta(directory: epath.Path) -> dict[str, Any]:
-    """What `to_save` was given as meta, and the step.
+    """Return the meta that `to_save` was given, and the step.
 
     Raises:
         Damaged: it is missing, unreadable or altered.
@@ -90,18 +92,21 @@ def read_meta(directory: epath.Path) -> dict[str, Any]:
 
 
 def short(error: BaseException) -> str:
-    """The kind of an error and the end of its first line, where Orbax has the cause."""
+    """Return the type of an error and the end of its first line.
+
+    Orbax's messages give the cause at the end of that line.
+    """
     error = error.__cause__ or error
     line = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: {line if len(line) < 80 else '…' + line[-80:]}"
 
 
 def _named(item: str, tree: Any) -> dict[str, Any]:
-    """`item/path/of/the/leaf` → leaf, in the order of the tree's leaves.
+    """Return the leaves by their names "item/path/of/the/leaf", in the tree's order.
 
     Raises:
-        ValueError: one name is another's, or the beginning of its path. A full stop
-            is a step of the path too, since Orbax takes it for one.
+        ValueError: two leaves have the same name, or one name is the beginning of
+            another's path. A full stop separates parts of a path too, as in Orbax.
     """
     named, taken = {}, set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -115,20 +120,23 @@ def _named(item: str, tree: Any) -> dict[str, Any]:
 
 
 def _nested(named: dict[str, Any]) -> dict[str, Any]:
-    """The nested dicts that Orbax stores, by item, without arrays of no elements: it
-    has none."""
+    """Return the nested dicts that Orbax stores, by item.
+
+    Arrays without elements are left out, since Orbax cannot store them.
+    """
     return unflatten_dict({n: leaf for n, leaf in named.items() if leaf.size}, sep="/")
 
 
 def _document(
     step: int, meta: dict[str, Any], arrays: dict[str, jax.Array]
 ) -> dict[str, Any]:
+    """Return the JSON of `meta`, with types and checksums of all arrays."""
     numbers = checksums([*arrays.values()])
     document = {
         "step": step,
         "meta": json.loads(json.dumps(meta)),
         "arrays": {
-            name: [_kind(leaf), f"{number:08x}"]
+            name: [_type_of(leaf), f"{number:08x}"]
             for (name, leaf), number in zip(arrays.items(), numbers, strict=True)
         },
     }
@@ -136,22 +144,30 @@ def _document(
 
 
 def _seal(document: dict[str, Any]) -> str:
+    """Return the checksum of the document itself."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _meta(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the caller's meta, and the step."""
     return {**document["meta"], "step": document["step"]}
 
 
-def _kind(leaf: Any) -> str:
+def _type_of(leaf: Any) -> str:
+    """Return type and shape of an array, for instance "float32[2, 3]"."""
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _must_fit(
+def _check_fits(
     step: str, item: str, arrays: dict[str, Any], leaves: dict[str, Any]
 ) -> None:
+    """Check names, types and shapes of an item.
+
+    Raises:
+        ValueError: the checkpoint has others; the message names both.
+    """
     stored = {n: kind for n, (kind, _) in arrays.items() if n.split("/")[0] == item}
-    wanted = {name: _kind(leaf) for name, leaf in leaves.items()}
+    wanted = {name: _type_of(leaf) for name, leaf in leaves.items()}
     for name in {**stored, **wanted}:
         there, here = stored.get(name, "nothing"), wanted.get(name, "nothing")
         if there != here:
@@ -161,10 +177,10 @@ def _must_fit(
 
 
 def _attempt(what: str, read: Callable[[], Any]) -> Any:
-    """What `read` returns; Damaged in every process if it fails in one of them.
+    """Return the result of `read`; raise Damaged in every process if one fails.
 
-    A lack of memory, of permission, of a working device or of an answer of the store
-    is no damage, and ends all.
+    Some failures are no damage and end the run: too little memory, no permission, a
+    broken device, or a store that does not answer.
     """
 
     def attempt() -> tuple[Any, str]:
@@ -187,11 +203,13 @@ def _attempt(what: str, read: Callable[[], Any]) -> Any:
 
 
 def _read_document(directory: epath.Path) -> dict[str, Any]:
+    """Return the checked JSON of `meta`."""
+
     def read() -> dict[str, Any]:
         document = dict(ocp.JsonCheckpointHandler().restore(directory / META))
         if document.pop("checksum") != _seal(document):
             raise Damaged(f"{META} does not match its checksum")
-        # Of the form that `_document` makes: anyone can write a file.
+        # The checksum proves no origin, so check the types that `_document` writes.
         kinds = {"step": int, "meta": dict, "arrays": dict}
         if any(type(document.get(n)) is not kind for n, kind in kinds.items()) or any(
             not isinstance(array, list) or [*map(type, array)] != [str, str]
@@ -206,6 +224,7 @@ def _read_document(directory: epath.Path) -> dict[str, Any]:
 
 
 def _read_item(directory: epath.Path, leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    """Restore the arrays of an item by name, in the order of `leaves`."""
     default = SingleDeviceSharding(jax.devices()[0])
     placed = {
         name: leaf.update(sharding=leaf.sharding or default)

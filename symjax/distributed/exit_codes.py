@@ -1,4 +1,8 @@
-"""How a run ends: the exit code and the line that belong to each kind of error."""
+"""Exit code and message of a run for each kind of error.
+
+`exit_of` maps an exception to an `Exit`, and `run_and_exit` runs a program and ends the
+process with it.
+"""
 
 import contextlib
 import io
@@ -18,7 +22,7 @@ from symjax.distributed.launch import is_distributed, is_process_zero
 
 
 class Interrupted(Exception):
-    """A run was told to stop; the message says what was kept."""
+    """End of a run after a signal; the message says what was saved."""
 
     def __init__(self, number: signal.Signals, message: str):
         super().__init__(message)
@@ -26,7 +30,7 @@ class Interrupted(Exception):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal, raised wherever the program is."""
+    """Signal that interrupts the program at once, wherever it is."""
 
     def __init__(self, number: signal.Signals):
         super().__init__()
@@ -34,7 +38,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Refused(ValueError):
-    """What one process could not do, raised in all; the first one prints it."""
+    """Failure of one process, raised in all processes; the first one prints it."""
 
     def __init__(self, reason: str, *, exit_code: int = 2, kind: str = "error"):
         super().__init__(reason)
@@ -42,15 +46,18 @@ class Refused(ValueError):
         self.kind = kind
 
 
-AGREED = (Refused, FloatingPointError, Interrupted)  # raised in all processes at once
+# Exceptions that all processes raise together.
+AGREED = (Refused, FloatingPointError, Interrupted)
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): ")
-LONG = re.compile(r"(\S{100})\S{200,}(\S{20})")  # a word that no line shows whole
+LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # messages shorten such words
 
 
 class Exit(NamedTuple):
+    """Exit code of a process, and its last line: "kind: reason"."""
+
     exit_code: int
-    kind: str  # the first word of the line
+    kind: str
     reason: str
 
     def __str__(self) -> str:
@@ -58,8 +65,8 @@ class Exit(NamedTuple):
 
 
 def exit_of(error: BaseException) -> Exit | None:
-    """What an error means for a run; None for one that symjax does not expect."""
-    reason = LONG.sub(r"\1…\2", " ".join(str(error).split()))
+    """Return the exit of an expected error; None for an error that is a bug."""
+    reason = LONG_WORD.sub(r"\1…\2", " ".join(str(error).split()))
     match error:
         case Refused():
             return Exit(error.exit_code, error.kind, reason)
@@ -88,8 +95,11 @@ def exit_of(error: BaseException) -> Exit | None:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether a collective or the coordination service failed because another
-    process is gone; gloo's errors come as ValueErrors."""
+    """Return whether an error means that another process is gone.
+
+    A collective or jax's coordination service has failed then. Errors of gloo, the
+    collectives on CPUs, are ValueErrors.
+    """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return is_distributed() and not OUT_OF_MEMORY.search(str(error))
     status = STATUS.match(str(error)) if isinstance(error, ValueError) else None
@@ -97,15 +107,15 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def run_and_exit(run: Callable[[], None]) -> NoReturn:
-    """Run, and exit with the code that belongs to its end and one line on stderr.
+    """Run a program, and exit with a code and one line on stderr if it fails.
 
-    Of several processes that end for one reason, the first prints it. An error that
-    symjax does not expect shows where it is by its traceback.
+    If several processes end for the same reason, the first one prints it. An unexpected
+    error prints its traceback.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not every terminal can write λ
+        if isinstance(stream, io.TextIOWrapper):  # some terminals cannot encode λ
             stream.reconfigure(errors="replace")
-    with _told_to_end():
+    with _sigterm_raises():
         exit_code, line, agreed = 0, "", True
         try:
             run()
@@ -127,24 +137,24 @@ def run_and_exit(run: Callable[[], None]) -> NoReturn:
 
 
 def exit_at_once(exit_code: int, line: str) -> NoReturn:
-    """Exit, of several processes while the others are at work: jax will end them.
+    """Print a line and exit, without waiting for other processes: jax ends them.
 
-    At an ordinary exit jax would wait for the others, for minutes.
+    At an ordinary exit jax would wait for the other processes, for minutes.
     """
     try:
         if line:
             print(line, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    finally:  # also where nobody reads them any more, or a signal comes
+    finally:  # also if the streams are closed, or a signal comes
         if is_distributed():
             os._exit(exit_code)
     sys.exit(exit_code)
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[None]:
-    """Inside, SIGTERM ends the program as Ctrl-C does: at once, with a line."""
+def _sigterm_raises() -> Iterator[None]:
+    """Raise `Stopped` in the block at SIGTERM, as KeyboardInterrupt at Ctrl-C."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise Stopped(signal.Signals(number))
@@ -160,4 +170,5 @@ def _told_to_end() -> Iterator[None]:
 
 
 def print_warning(line: str) -> None:
+    """Print a line on stderr at once."""
     print(line, file=sys.stderr, flush=True)

@@ -1,14 +1,18 @@
-"""How the processes of one run find each other: flags, torchrun, or what jax detects.
+"""Connection of the processes of one run: by flags, torchrun, or a launcher.
 
-A run is one process unless one of these says otherwise; the first that applies decides:
+A run has one process unless one of these says otherwise. The first that applies
+decides:
 
 1. the flags `--coordinator HOST:PORT --processes N --process I`;
-2. MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, as torchrun sets them; with
-   LOCAL_WORLD_SIZE above 1 a process takes the GPU of its LOCAL_RANK;
-3. Slurm, Open MPI or a TPU pod, which `jax.distributed.initialize` knows how to ask.
+2. MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, as torchrun sets them. If
+   LOCAL_WORLD_SIZE is above 1, a process uses the GPU number LOCAL_RANK;
+3. Slurm, Open MPI or a TPU pod, which `jax.distributed.initialize` detects.
 
-Where that is one process, nothing is started and no port is opened (but on a TPU VM,
-where only jax can find out whether there are others).
+With one process nothing is started and no port is opened. The exception is a TPU VM,
+where only jax can find out whether there are other processes.
+
+`launch` reads these sources, `join` connects the processes, and `check_count` checks
+that all have connected.
 """
 
 import os
@@ -21,20 +25,22 @@ import jax
 
 from symjax.config import LARGEST
 
-WAIT = 300  # seconds for the other processes to start, jax's own default
+WAIT = 300  # seconds for the other processes to start; jax's default
 HEARTBEAT = 20  # seconds of silence after which a process counts as dead
 FLAGS = ("coordinator", "processes", "process")
 TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
 
 class Launch(NamedTuple):
-    """One process of several, as its user or a launcher says.
+    """Position of this process among several, as the user or a launcher gives it.
 
     Attributes:
-        coordinator: host:port, on the machine of process 0.
-        devices: of this machine's GPUs; None is all.
-        launcher: the name of one that jax asks for all of it.
-        wait: seconds for all to come.
+        coordinator: host:port on the machine of process 0.
+        processes: number of processes.
+        process: number of this process.
+        devices: numbers of the GPUs of this machine to use; None uses all.
+        launcher: name of the launcher that jax asks for all of these, if not "".
+        wait: seconds that all processes have to connect.
         heartbeat: seconds of silence after which a process counts as dead.
     """
 
@@ -48,26 +54,30 @@ class Launch(NamedTuple):
 
 
 def is_distributed() -> bool:
-    """Whether this process is connected with others; asks no device if it is not."""
+    """Return whether this process is connected with others.
+
+    Without a connection no device is initialised to find out.
+    """
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_process_zero() -> bool:
-    """Whether this process writes the files and the lines of the run."""
+    """Return whether this process writes the files and the lines of the run."""
     return not is_distributed() or jax.process_index() == 0
 
 
 def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
-    """The place of this process among several; None where it is the only one.
+    """Return the position of this process among several; None if it is the only one.
 
     Args:
-        flags: coordinator, processes and process, as words or None.
+        flags: coordinator, processes and process, as text or None.
+        environment: environment variables.
     Raises:
-        ValueError: some are given and others not, or they contradict each other.
+        ValueError: only some are given, or they contradict each other.
     """
     given = {f"--{name}": getattr(flags, name) for name in FLAGS}
     if any(value is not None for value in given.values()):
-        return _checked(*_complete(given))
+        return _parsed(*_complete(given))
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _torchrun(environment)
     launcher = _launcher(environment)
@@ -75,15 +85,15 @@ def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
 
 
 def join(found: Launch | None) -> None:
-    """Connect with the other processes, before anything touches a device.
+    """Connect with the other processes. Call it before any device is initialised.
 
-    Afterwards `jax.devices()` are those of all processes. jax ends this process (with
-    SIGABRT, exit code 134) if the others do not come, or one of them dies later; and it
-    takes SIGTERM, as a notice that all are about to be stopped.
+    Afterwards `jax.devices()` are the devices of all processes. jax ends this process
+    with SIGABRT (exit code 134) if the others do not connect, or if one of them dies
+    later. jax also handles SIGTERM: it tells all processes that they will be stopped.
 
     Raises:
-        ValueError: the host is unknown, the port is taken, or a launcher does not say
-            where the processes are.
+        ValueError: the host is unknown, the port is taken, or the launcher does not
+            tell where the processes are.
     """
     if found is None:
         return
@@ -108,7 +118,11 @@ def join(found: Launch | None) -> None:
 
 
 def check_count(found: Launch | None) -> None:
-    """Raises: ValueError: this process was told another number of processes."""
+    """Check that as many processes have connected as this process expects.
+
+    Raises:
+        ValueError: it expects another number.
+    """
     if found and found.processes not in (None, jax.process_count()):
         raise ValueError(
             f"--processes (or WORLD_SIZE) is {found.processes}, but "
@@ -117,6 +131,11 @@ def check_count(found: Launch | None) -> None:
 
 
 def _complete(given: dict[str, str | None]) -> list[str]:
+    """Return the values of a dict.
+
+    Raises:
+        ValueError: one of them is missing or empty.
+    """
     missing = [name for name, value in given.items() if not value]
     if missing:
         raise ValueError(
@@ -126,10 +145,10 @@ def _complete(given: dict[str, str | None]) -> list[str]:
     return [str(value) for value in given.values()]
 
 
-def _checked(
+def _parsed(
     coordinator: str, processes: str, process: str, device: str | None = None
 ) -> Launch | None:
-    """Words as a Launch, or None for one process."""
+    """Return texts as a Launch, or None for one process."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}")
@@ -140,16 +159,20 @@ def _checked(
             f"{count - 1}"
         )
     devices = None if device is None else [number("LOCAL_RANK", device)]
-    if ":" in host and not host.startswith("["):  # jax would wait for ever
+    if ":" in host and not host.startswith("["):  # IPv6; jax would wait for ever
         host = f"[{host}]"
     return None if count == 1 else Launch(f"{host}:{port}", count, index, devices)
 
 
 def number(name: str, text: str) -> int:
-    """Raises: ValueError: the text is no number of its range."""
+    """Return the number in a text: a count from 1, or an index from 0.
+
+    Raises:
+        ValueError: the text is no number, or out of range.
+    """
     least = 0 if name in ("process", "LOCAL_RANK") else 1
-    known = text.isdecimal() and len(text) <= len(str(LARGEST))
-    if not known or not least <= int(text) <= LARGEST:
+    digits = text.isdecimal() and len(text) <= len(str(LARGEST))
+    if not digits or not least <= int(text) <= LARGEST:
         raise ValueError(
             f"{name} must be a number from {least} to {LARGEST}, got {text!r}"
         )
@@ -157,42 +180,46 @@ def number(name: str, text: str) -> int:
 
 
 def _torchrun(environment: Mapping[str, str]) -> Launch | None:
+    """Return the Launch that torchrun's variables describe."""
     given = {name: environment.get(name) for name in TORCHRUN}
     if given["WORLD_SIZE"] == "1":
         return None
     host, port, count, process = _complete(given)
     shared = environment.get("LOCAL_WORLD_SIZE", "1") != "1"
-    if "JAX_LOCAL_DEVICE_IDS" in environment:  # which jax reads; its user knows better
+    if "JAX_LOCAL_DEVICE_IDS" in environment:  # jax reads it; the user chose devices
         shared = False
     device = environment.get("LOCAL_RANK") if shared else None
-    return _checked(f"{host}:{port}", count, process, device)
+    return _parsed(f"{host}:{port}", count, process, device)
 
 
 def _launcher(environment: Mapping[str, str]) -> str:
-    """The launcher of several processes that jax can ask; "" where there is none."""
+    """Return the name of the launcher that jax can ask; "" if there is none."""
 
-    def many(name: str) -> bool:
+    def several(name: str) -> bool:
         return environment.get(name, "1") != "1"
 
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get(
         "TPU_WORKER_HOSTNAMES", ""
     )
-    if many("OMPI_COMM_WORLD_SIZE"):
+    if several("OMPI_COMM_WORLD_SIZE"):
         return "Open MPI"
-    # A shell inside an allocation is no step of it.
-    if many("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment:
+    # In a shell inside an allocation there is no job step, and no other process.
+    if several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment:
         return "Slurm"
-    if "," in hosts or many("MEGASCALE_NUM_SLICES"):
+    if "," in hosts or several("MEGASCALE_NUM_SLICES"):
         return "the TPU pod"
-    # As jax itself marks, at its import, a machine that has TPUs.
+    # jax sets these variables at its import on a machine that has TPUs.
     on_tpu = "TPU_ML_PLATFORM" in environment
     return "the TPU VM" if on_tpu and "TPU_SKIP_MDS_QUERY" not in environment else ""
 
 
 def _check_address(coordinator: str, *, opens: bool) -> None:
-    """Check what jax reports only after `wait`, or aborts on.
+    """Check the host, and the port if this process opens it.
 
-    Raises: ValueError: the host is unknown, or the port that this process opens taken.
+    jax would report these errors only after `wait` seconds, or abort.
+
+    Raises:
+        ValueError: the host is unknown, or the port is taken.
     """
     host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")

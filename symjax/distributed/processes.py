@@ -1,11 +1,12 @@
-"""What the processes of one run agree on.
+"""Agreement among the processes of one run.
 
-All run the same program, and a collective that one of them enters, all enter. Care is
-needed where one may fail alone (a file that only it cannot read) or act alone (process
-0 writes the files): the others must be told, or they block.
+All processes run the same program, and if one enters a collective, all must enter it.
+Two cases need care: a process may fail alone (a file that only it cannot read), and
+process 0 acts alone when it writes files. The other processes must be told, or they
+wait for ever.
 
-Messages are arrays of bytes, gathered over all devices by jax's `multihost_utils`. With
-one process every function here does nothing but what it is given.
+Messages are arrays of bytes, which jax's `multihost_utils` gathers over all devices.
+With one process these functions only call what they are given.
 """
 
 import json
@@ -25,50 +26,62 @@ Result = TypeVar("Result")
 
 
 def all_succeed(task: Callable[[], Result]) -> Result:
-    """What `task` returns here, once it has succeeded in every process.
+    """Run a task in every process, and return its result when all have succeeded.
 
-    It may use collectives if it fails in all processes or before the first of them.
+    The task may use collectives if it fails either in all processes, or before its
+    first collective.
 
     Raises:
-        Refused: it failed in some process for a reason that `exit_of` knows, or, with
-            one process, the error itself. Any other error ends this process alone.
+        Refused: the task failed in some process with an error that `exit_of` knows. An
+            error that it does not know ends only its process. With one process every
+            error is raised as it is.
     """
     if not is_distributed():
         return task()
-    result, failed, cause = None, None, None
+    result, failure, cause = None, None, None
     try:
         result = task()
     except Exception as error:
-        failed, cause = exit_of(error), error
-        if failed is None:
+        failure, cause = exit_of(error), error
+        if failure is None:
             raise
-    for process, said in enumerate(allgather(json.dumps(failed))):
-        if said != "null":
-            exit_code, kind, reason = json.loads(said)
+    for process, message in enumerate(allgather(json.dumps(failure))):
+        if message != "null":
+            exit_code, kind, reason = json.loads(message)
             who = f"process {process}: " if process else ""
             raise Refused(who + reason, exit_code=exit_code, kind=kind) from cause
     return result  # pyright: ignore[reportReturnType]
 
 
 def on_process_zero(task: Callable[[], Result]) -> Result | None:
-    """What `task` returns in process 0, None in the others, which wait for it.
+    """Run a task in process 0 only; the other processes wait for it and return None.
 
-    The task must not use collectives. Raises: as `all_succeed`.
+    The task must not use collectives.
+
+    Raises:
+        Refused: as `all_succeed`.
     """
     return all_succeed(lambda: task() if is_process_zero() else None)
 
 
 def process_zero_first(task: Callable[[], Result]) -> Result:
-    """`all_succeed`, process 0 before the others: they find what it has made.
+    """Run a task in process 0, then in the others, which find the files it has made.
 
     The task must not use collectives.
+
+    Raises:
+        Refused: as `all_succeed`.
     """
-    made = on_process_zero(task)
-    return all_succeed(lambda: made if is_process_zero() else task())  # pyright: ignore
+    result = on_process_zero(task)
+    return all_succeed(lambda: result if is_process_zero() else task())  # pyright: ignore
 
 
 def check_same(**values: Any) -> None:
-    """Raises: Refused: a named value is not that of the first process."""
+    """Check that named values are the same in all processes.
+
+    Raises:
+        Refused: a process has another value than process 0.
+    """
     first, *others = map(json.loads, allgather(json.dumps(values)))
     for process, other in enumerate(others, 1):
         for name, value in first.items():
@@ -80,26 +93,32 @@ def check_same(**values: Any) -> None:
 
 
 def allgather(text: str) -> list[str]:
-    """What every process says, in their order."""
+    """Return the texts of all processes, in the order of their numbers."""
     if not is_distributed():
         return [text]
-    said = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(said.size))
-    width = 2 ** int(sizes.max()).bit_length()  # few shapes, so few programs
-    padded = np.pad(said, (0, width - said.size))
+    message = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(message.size))
+    width = 2 ** int(sizes.max()).bit_length()  # few shapes, so few compilations
+    padded = np.pad(message, (0, width - message.size))
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def replicated() -> NamedSharding | None:
-    """Whole arrays in every process; None, the default device, where there is one."""
+    """Return the sharding of whole arrays on every device.
+
+    With one process it is None, which means the default device.
+    """
     if not is_distributed():
         return None
     return NamedSharding(Mesh(np.array(jax.devices()), ("every",)), P())
 
 
 def to_host(tree: Any) -> Any:
-    """Whole arrays on the host, from all processes; one array at a time on a device."""
+    """Return a tree of whole arrays on the host, gathered from all processes.
+
+    Only one array at a time is whole on the devices.
+    """
 
     def whole(array: jax.Array) -> np.ndarray:
         if not array.is_fully_addressable:

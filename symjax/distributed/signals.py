@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a run ends after a step, once that step is saved."""
+"""SIGINT and SIGTERM: a run saves after the current step and ends."""
 
 import contextlib
 import itertools
@@ -16,16 +16,18 @@ from symjax.distributed.launch import is_distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EARLY = "no step was made, the same command starts again"
-GRACE = 2  # seconds that a second signal leaves for an orderly end
+GRACE = 2  # seconds for an orderly end after a second signal
 
 
 class Interrupts:
-    """Inside, the first signal is noted in `received`, and the second one stops.
+    """Signal handlers of a run, as a context manager.
 
-    A run ends before its first step or after one of them. With several processes jax
-    takes SIGTERM, tells all of them, and they agree on the step; Ctrl-C then ends one
-    process at once, without a checkpoint, and so all. Outside the main thread, signals
-    stay what they were.
+    The first signal is kept in `received`: the run ends before its first step, or after
+    the current one. The second signal ends it at once.
+
+    With several processes jax handles SIGTERM: it tells all processes, and they agree
+    on the step. Ctrl-C then ends one process at once without a checkpoint, and the
+    others with it. Outside the main thread no handlers are installed.
     """
 
     def __init__(self) -> None:
@@ -57,10 +59,11 @@ class Interrupts:
         self._restore.close()
 
     def due(self) -> signal.Signals | None:
-        """The signal to end for now, the same one in every process.
+        """Return the signal to end for now, the same in every process, or None.
 
-        All processes ask equally often: once after every step, and some times before.
-        With several, the answer comes about a second after the signal.
+        All processes must call this equally often: once after every step, and a few
+        times before the first. With several processes a signal is returned about a
+        second after it came.
         """
         if not is_distributed():
             return self.received
@@ -69,20 +72,29 @@ class Interrupts:
         return None
 
     def check(self) -> None:
-        """Raises: Interrupted: a signal has come before the first step."""
+        """End the run if a signal came before the first step.
+
+        Raises:
+            Interrupted: it came.
+        """
         if number := self.due():
             raise Interrupted(number, EARLY)
 
     def begin_steps(self) -> None:
-        """From here on `due` is asked after every step. Raises: as `check`."""
+        """Begin the steps, after each of which `due` is called.
+
+        Raises:
+            Interrupted: as `check`.
+        """
         self._what = "saving after this step"
         self.check()
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal ends the block at once: it leaves nothing to clean up.
+        """Let the first signal end the block at once. Nothing needs to be saved then.
 
-        Raises: Interrupted: it did.
+        Raises:
+            Interrupted: a signal came.
         """
         self._at_once = True
         try:
@@ -95,14 +107,19 @@ class Interrupts:
             self._at_once = False
 
     def _receive(self, number: int, _: FrameType | None) -> None:
+        """Handle a signal."""
         again, self.received = self.received is not None, signal.Signals(number)
         if again or self._at_once:
             raise Stopped(self.received)
-        # print is not allowed to interrupt a print.
+        # os.write, since a print in a handler may interrupt another print and fail.
         os.write(2, f"\ninterrupted: {self._what} (again: stop at once)\n".encode())
 
     def _end_at_second(self, reader: socket.socket) -> None:
-        """End at a second signal where Python handles none, as in a compiler."""
+        """End the process at a second signal that Python cannot handle.
+
+        Python runs no handlers inside a long call into C, such as the compiler. The
+        wakeup file descriptor receives the numbers of signals even then.
+        """
         count = 0
         while number := reader.recv(1):
             count += number[0] in SIGNALS

@@ -53,7 +53,7 @@ class Program(NamedTuple):
 
     Attributes:
         state, constants: abstract arrays with shardings.
-        separate: whether inputs are `SegmentedTokens`: they tell the document of each token.
+        separate: whether inputs are `SegmentedTokens`, which have segment ids.
     """
 
     model: config.Model

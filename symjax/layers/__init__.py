@@ -1,4 +1,30 @@
-"""Flax NNX modules: they own weights and call `symjax.attention` for the maths."""
+"""Flax NNX modules: they hold weights and call `symjax.attention` for the maths.
+
+Read them from the outside to the inside:
+
+block.py       Block: norm, attention, norm, feed-forward; the values of model.remat
+attention.py   Attention: projections, λ of differential attention, output
+mixer.py       Mixer: runs the mechanism over a row, or token by token with a cache
+parts/         what a mechanism adds to its layer: weights, operands, sharding rules
+gau.py         GatedBlock: one block for mechanisms that replace the feed-forward too
+universal.py   UniversalBlock: one block repeated until a token halts
+
+primitives.py  Linear, dropout, rotary positions
+convolution.py norms.py
+segments.py    documents in a row: positions, and the masks that mechanisms receive
+sharded.py     the same computation on each device of a mesh
+validate.py    checks model.* and returns the sizes and the mechanism's options by depth
+flax_compat.py attention_fn: mechanisms inside Flax's own attention layers
+
+Sharding. `RULES` of these files and `rules` of the parts map the path of a weight to
+mesh axes. `rules()` collects them, and `symjax.training.sharding` matches them: a
+weight that no rule matches is an error.
+
+Choices that differ by layer. `config.mechanism_of` reads the mechanism of a layer from
+model.pattern. Its options come from `validate.mechanism_options(options, depth)`, which
+gives all layers of one mechanism the same options today: a window in every second layer
+of softmax needs a key in `symjax.config`, and this function.
+"""
 
 from typing import Any
 
@@ -17,9 +43,10 @@ from symjax.layers.universal import UniversalBlock
 
 
 def rules() -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return how weights are sharded: (pattern of the path in the block, axes).
+    """Return the sharding rules: (pattern of a weight's path in its block, mesh axes).
 
-    The first that matches counts. Those of mechanisms that users add are among them.
+    The first pattern that matches counts. Mechanisms that users add have rules too, so
+    the table is made at each call.
     """
     return (
         *attention.RULES,
@@ -35,7 +62,7 @@ def rules() -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def __getattr__(name: str) -> Any:
-    """`RULES` are those of `rules` at the time that they are asked for."""
+    """Return `rules()` for `symjax.layers.RULES`."""
     if name == "RULES":
         return rules()
     raise AttributeError(f"module 'symjax.layers' has no attribute {name!r}")

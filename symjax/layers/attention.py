@@ -1,4 +1,20 @@
-"""The attention layer: four independent choices, one module."""
+"""The attention layer: weights, and the choices of model.attention.
+
+A layer combines four choices, all keys of the configuration:
+
+keys         symmetric       own projection, the queries themselves, or U·query
+mechanism    mechanism       what a pair of query and key weighs
+maps         differential    one map, A₁ − λA₂ with λ of the layer (v1), or of each
+                             token and head (v2)
+execution    implementation  rows, kernels and so on; the result stays the same
+
+`symjax.layers.validate` refuses combinations that exclude each other. The mechanism's
+own weights come from a `Part` (`symjax.layers.parts`), and `Mixer` runs it.
+
+λ. The formula of differential attention is `symjax.attention.differential`. A V1 layer
+computes λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init in `Attention.lam`; λ_init depends
+on the depth (`_add_lambda`). A V2 layer computes λ = sigmoid(W x) in `operands`.
+"""
 
 from typing import Any
 
@@ -25,18 +41,24 @@ RULES = (
 
 
 class Lambda(nnx.Param):
-    """A learned λ vector; stored with the weights, never decayed."""
+    """Learned λ vector of differential V1; stored with the weights.
+
+    Weight decay leaves out all weights with "lambda" in their path
+    (`symjax.training.optimizer.decays`): the names of the attributes count, not this
+    class.
+    """
 
 
 class Attention(nnx.Module):
     """Self-attention with any mechanism, kind of key and combination of maps.
 
-    It is causal, save in an encoder, whose tokens see all that exist.
+    It is causal in decoders. In an encoder a token sees all tokens that exist.
 
-    With differential V1 a head has two branches of size width/2N, values of twice
-    that size, and an RMSNorm of its output times 1 − λ_init. With V2 it has two query
-    heads of size width/N that share their key, and λ is a map of the token. Mechanisms
-    without a denominator have an RMSNorm of every head in its place.
+    With differential V1, each head has two branches of size width/2N and values of
+    twice that size; its output passes an RMSNorm and is multiplied by 1 − λ_init. With
+    V2, each head has two queries of size width/N that share one key, and λ is a linear
+    map of the token. The output of mechanisms without a denominator passes an RMSNorm
+    per head.
 
     Args:
         options: the model's configuration.
@@ -45,6 +67,8 @@ class Attention(nnx.Module):
         ValueError: choices that exclude each other, naming both.
     """
 
+    # Attributes that are numbers of the depth: `symjax.models.scanned` passes them to
+    # the loop as arrays.
     BY_DEPTH = ("lambda_initial",)
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
@@ -52,8 +76,10 @@ class Attention(nnx.Module):
         self.mixer = mixer_of(options, depth)
         has_keys = self.mixer.form.keys
         self.symmetric = chosen.symmetric if has_keys else "plain"
-        own_keys = self.symmetric == "none"
-        self.projections = ("query", "key", "value") if own_keys else ("query", "value")
+        projects_keys = self.symmetric == "none"
+        self.projections = ("query", "value")
+        if projects_keys:
+            self.projections = ("query", "key", "value")
         self.part = part_of(self.mixer.mechanism)
         self.rotate = rotary(options, self.mixer.sizes.head_size)
         self._add_projections(options, rngs)
@@ -61,8 +87,8 @@ class Attention(nnx.Module):
         if chosen.differential != "none":
             self._add_lambda(options, depth, rngs)
         if self.part.weights is not None:
-            made = self.part.weights(options, depth, self.mixer.sizes, rngs)
-            for name, weight in made.items():
+            weights = self.part.weights(options, depth, self.mixer.sizes, rngs)
+            for name, weight in weights.items():
                 setattr(self, name, weight)
         self.has_head_norm = chosen.differential == "v1" or self.part.head_norm
         if self.has_head_norm:
@@ -71,7 +97,7 @@ class Attention(nnx.Module):
             self.head_norm = norm("rmsnorm", size, **normed, rngs=rngs)
 
     def _add_projections(self, options: config.Model, rngs: nnx.Rngs) -> None:
-        """Queries, keys, values, the output, and their norms."""
+        """Add the projections of queries, keys, values and output, and their norms."""
         heads, kv_heads, queries, keys, size, value_size = self.mixer.sizes
         shared = {"dtype": self.mixer.dtype, "rngs": rngs}
 
@@ -91,8 +117,8 @@ class Attention(nnx.Module):
         if (taps := self.chosen.short_convolution) > 0:
             for kind in self.projections:
                 channels = getattr(self, kind).out_features
-                made = ShortConvolution(taps, channels, **shared)
-                setattr(self, f"{kind}_convolution", made)
+                convolution = ShortConvolution(taps, channels, **shared)
+                setattr(self, f"{kind}_convolution", convolution)
         if self.chosen.query_key_norm:
             normed = {**shared, "epsilon": options.norm_eps}
             self.query_norm = norm("rmsnorm", size, **normed)
@@ -100,6 +126,7 @@ class Attention(nnx.Module):
                 self.own_key_norm = norm("rmsnorm", size, **normed)
 
     def _add_lambda(self, options: config.Model, depth: int, rngs: nnx.Rngs) -> None:
+        """Add the weights of λ: four vectors for V1, a projection for V2."""
         heads, dtype = self.mixer.sizes.heads, self.mixer.dtype
         if self.chosen.differential == "v2":
             shared = {"use_bias": False, "dtype": dtype, "rngs": rngs}
@@ -121,13 +148,13 @@ class Attention(nnx.Module):
         padding_mask: Bool[Array, "B T"] | None = None,
         segments: Segments | None = None,
     ) -> Float[Array, "B T D"]:
-        """Every token attends to itself and to those it may see.
+        """Return the output of attention for each token.
 
         Args:
-            padding_mask: True for tokens that exist; the others are seen by none.
-                None: all.
-            segments: the documents of a row, which do not see each other; None: the
-                row is one.
+            padding_mask: True for tokens that exist. No token sees the others. By
+                default all exist.
+            segments: the documents of a row, which do not see each other. By default
+                the row is one document.
         """
         positions = places(x, segments)
         lengths = self.rotate.lengths(positions, padding_mask, segments)
@@ -136,13 +163,15 @@ class Attention(nnx.Module):
         return self._output(x, self.mixer(operands), operands)
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """The decoding state before the first token; `length` bounds a cache."""
-        more = {} if self.part.state is None else self.part.state(self)
-        cache = self.mixer.init_cache(batch, length, **more)
+        """Return the decoding state before the first of at most `length` tokens."""
+        arguments = {} if self.part.state is None else self.part.state(self)
+        cache = self.mixer.init_cache(batch, length, **arguments)
         if not self.chosen.short_convolution:
             return cache
-        convolutions = {x: getattr(self, f"{x}_convolution") for x in self.projections}
-        inputs = {x: found.init_cache(batch) for x, found in convolutions.items()}
+        inputs = {
+            kind: getattr(self, f"{kind}_convolution").init_cache(batch)
+            for kind in self.projections
+        }
         return Convolved(cache, inputs)
 
     def decode(
@@ -152,9 +181,9 @@ class Attention(nnx.Module):
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The next T tokens of every example: (output, new cache).
+        """Read the next T tokens of each example: (output, new cache).
 
-        See `Mixer.decode`.
+        The arguments are those of `Mixer.decode`.
         """
         positions, inputs = position[:, None] + jnp.arange(x.shape[1])[None], None
         if self.chosen.short_convolution:
@@ -174,7 +203,10 @@ class Attention(nnx.Module):
         segments: Segments | None = None,
         lengths: Int[Array, "#B #T"] | None = None,
     ) -> dict[str, Operand]:
-        """The operands of the mechanism, with their sharding."""
+        """Return the operands of the mechanism, each with its sharding.
+
+        The arguments are those of `project`.
+        """
         options = {"segments": segments, "lengths": lengths}
         query, key, value = self.project(x, positions, *decoding, **options)
         operands = {
@@ -201,17 +233,17 @@ class Attention(nnx.Module):
         segments: Segments | None = None,
         lengths: Int[Array, "#B #T"] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of every (sub-)head, rotated; learned feature maps
-        come after.
+        """Return queries, keys and values per (sub-)head, rotated by their positions.
+
+        The feature maps and weights of the mechanism come later, in `operands`.
 
         Args:
-            inputs: of the convolutions before x, which this replaces by later ones;
-                None: none.
-            padding_mask: True for tokens that exist, the others stand at the end; None:
-                all.
-            segments: convolutions do not reach from one into another.
-            lengths: of the text of every token, for angles that depend on it; None:
-                the largest position and one.
+            inputs: the last inputs of each convolution before x; the dict receives the
+                last inputs of x in their place.
+            padding_mask: True for tokens that exist; the others follow them in the row.
+            segments: documents, over whose borders convolutions do not reach.
+            lengths: number of tokens in the text of each token, for rotations that
+                depend on it; by default the largest position + 1.
         """
         inputs = {} if inputs is None else inputs
 
@@ -241,7 +273,7 @@ class Attention(nnx.Module):
         return query, key, value
 
     def lam(self) -> Float[Array, ""]:
-        """λ of a differential V1 layer, from its learned vectors."""
+        """Return λ of a differential V1 layer, from its learned vectors and λ_init."""
         return attention.differential_lambda(
             self.lambda_query_1[...],
             self.lambda_key_1[...],

@@ -1,4 +1,4 @@
-"""One transformer block: attention and feed-forward, each after a norm."""
+"""Transformer block: attention and feed-forward, each after a norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +15,19 @@ from symjax.layers.norms import norm
 from symjax.layers.primitives import FEEDFORWARD, PROJECTION, Linear, dropout, keep
 from symjax.layers.segments import Segments
 
-# swiglu is silu(gate(x)) · up(x); its tanh-free activation is as cheap as ReLU on CPU.
-# A gradient of gelu computes its tanh again: to keep it takes as much as its input.
+# swiglu is silu(gate(x)) · up(x); without a tanh it is as cheap as ReLU on CPU.
+# The gradient of gelu computes its tanh again: kept, it takes as much memory as its
+# input.
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": jax.checkpoint(jax.nn.gelu),
     "swiglu": jax.nn.silu,
 }
 
-# By the values of model.remat. What a kernel of attention gives is kept: it is about as
-# small as its input, and dear to compute (not the Performer's, whose states are large).
-# Of the products with weights those are kept that are marked, three of four: with all,
-# a model of 1b would fill 16 GB.
+# Value of model.remat → results that the backward pass keeps. All keep the results of
+# attention kernels, which are as small as their inputs and expensive to compute (except
+# the Performer's, whose states are large). The marked products with weights are three
+# of four: with all four, a model of 1b parameters would fill 16 GB.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {
@@ -38,7 +39,7 @@ POLICIES = {
 
 
 class FeedForward(nnx.Module):
-    """down(activation(up(x))), or with a gate down(silu(gate(x)) · up(x)).
+    """down(activation(up(x))), or down(silu(gate(x)) · up(x)) for swiglu.
 
     Raises:
         ValueError: the activation is unknown.
@@ -79,7 +80,7 @@ class Block(nnx.Module):
 
     Args:
         options: the model's configuration.
-        depth: of this block, counted from 0; differential attention starts from it.
+        depth: of this block, counted from 0; λ_init and some decays depend on it.
     """
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
@@ -106,14 +107,15 @@ class Block(nnx.Module):
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """
+        """Return the output of the block.
+
         Args:
-            padding_mask: True for tokens that exist; the others are seen by none.
-                None: all.
-            segments: the documents of a row; None: it is one.
+            padding_mask: True for tokens that exist. No token sees the others. By
+                default all exist.
+            segments: the documents of a row. By default the row is one document.
             dropout_key: None turns dropout off.
-            watch: is told (the layer with the mechanism, what it is given, the padding
-                mask, the output of the block), to read what happens inside.
+            watch: function that is called with (the attention layer, its input, the
+                padding mask, the output of the block), to read values inside a model.
         """
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         normed = self.attention_norm(x)
@@ -127,11 +129,11 @@ class Block(nnx.Module):
 
     @property
     def attentions(self) -> list[Attention]:
-        """The layers inside with a mechanism, in the order of their calls."""
+        """Return the attention layers of the block, in the order of their calls."""
         return [self.attention]
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """The decoding state before the first of at most `length` tokens."""
+        """Return the decoding state before the first of at most `length` tokens."""
         return self.attention.init_cache(batch, length)
 
     def decode(
@@ -141,12 +143,12 @@ class Block(nnx.Module):
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The next T tokens of every example from its cache: (output, new cache).
+        """Read the next T tokens of each example: (output, new cache).
 
         Args:
-            position: how many tokens each example has read.
-            padding_mask: True for tokens that exist, the others stand at the end; None:
-                all.
+            position: number of tokens that each example has read.
+            padding_mask: True for tokens that exist; the others follow them in the row.
+                By default all exist.
         """
         normed = self.attention_norm(x)
         y, cache = self.attention.decode(normed, cache, position, padding_mask)
@@ -155,8 +157,11 @@ class Block(nnx.Module):
 
 
 def run_of(remat: str, watch: Callable | None = None) -> Callable[..., Array]:
-    """(block, x, padding_mask, segments, dropout_key) → output, by the value of
-    model.remat."""
+    """Return a function that runs a block with the rematerialisation of model.remat.
+
+    Its arguments are (block, x, padding_mask, segments, dropout_key). With `watch`
+    nothing is recomputed.
+    """
 
     def run(block: Any, x: Array, mask: Any, segments: Any, key: Any) -> Array:
         return block(x, mask, segments, dropout_key=key, watch=watch)
@@ -165,13 +170,15 @@ def run_of(remat: str, watch: Callable | None = None) -> Callable[..., Array]:
 
 
 def rematerialised(run: Callable, choice: str, *, in_scan: bool = False) -> Callable:
-    """`run`, of modules or arrays, in `jax.checkpoint` by the value of model.remat.
+    """Wrap `run`, a function of modules or arrays, in `jax.checkpoint`.
 
     Args:
-        choice: "none" keeps everything, "dots" the input and most products with
-            weights, "feedforward" the input and one product of the feed-forward, "full"
-            the input alone. All keep what a kernel of attention gives.
-        in_scan: the loop itself keeps the compiler from merging both computations.
+        choice: the value of model.remat. "none" keeps everything, "dots" the input and
+            most products with weights, "feedforward" the input and one product of the
+            feed-forward, "full" the input alone. All keep the results of attention
+            kernels.
+        in_scan: `run` is the body of a loop, which already keeps the compiler from
+            merging the recomputation with the forward pass.
     """
     if choice == "none":
         return run

@@ -1,4 +1,4 @@
-"""A short causal convolution over queries, keys or values, with its decoding state."""
+"""Short causal convolution over queries, keys or values, with its decoding state."""
 
 from typing import Any, NamedTuple
 
@@ -14,14 +14,14 @@ RULES = (("attention/*_convolution/kernel", P(None, "tensor")),)
 
 
 class Convolved(NamedTuple):
-    """The decoding state of a layer with convolutions."""
+    """Decoding state of a layer with convolutions."""
 
-    cache: Any  # of its mechanism
-    inputs: dict[str, Float[Array, "B I C"]]  # the last of each convolution
+    cache: Any  # state of the mechanism
+    inputs: dict[str, Float[Array, "B I C"]]  # the last inputs of each convolution
 
 
 class ShortConvolution(nnx.Module):
-    """silu(Σ_i kernel[i] x[t − size + 1 + i]), for every channel on its own.
+    """silu(Σ_i kernel[i] x[t − size + 1 + i]), separately for each channel.
 
     Source: Fu et al. 2022, arXiv:2212.14052; Yang et al. 2024, arXiv:2406.06484.
     """
@@ -33,7 +33,7 @@ class ShortConvolution(nnx.Module):
         self.kernel = nnx.Param(jax.random.uniform(rngs.params(), shape, **span))
 
     def init_cache(self, batch: int) -> Float[Array, "B I C"]:
-        """No inputs: zeros stand before the first token."""
+        """Return the inputs before the first token: zeros."""
         size, channels = self.kernel.shape
         return jnp.zeros((batch, size - 1, channels), self.dtype)
 
@@ -45,30 +45,30 @@ class ShortConvolution(nnx.Module):
         *,
         segments: Segments | None = None,
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B I C"]]:
-        """The output, and the inputs that the next tokens need.
+        """Return the output, and the last inputs, which the next tokens need.
 
         Args:
-            inputs: those before x; None: none.
-            padding_mask: True for tokens that exist, the others stand at the end; None:
-                all.
-            segments: what stands before the first token of one is zero; None: the row
-                is one.
+            inputs: the last inputs before x. By default zeros.
+            padding_mask: True for tokens that exist; the others follow them in the row.
+                By default all exist.
+            segments: documents; a token's convolution reads zeros in place of tokens of
+                other documents. By default the row is one document.
         """
         kernel, time = self.kernel[...].astype(self.dtype), x.shape[1]
         before = self.init_cache(x.shape[0]) if inputs is None else inputs
-        every = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+        extended = jnp.concatenate([before.astype(x.dtype), x], axis=1)
 
-        def seen(tap: int) -> Float[Array, "B T C"]:
-            inputs, back = every[:, tap : tap + time], len(kernel) - 1 - tap
+        def shifted(tap: int) -> Float[Array, "B T C"]:
+            inputs, back = extended[:, tap : tap + time], len(kernel) - 1 - tap
             if segments is None:
                 return inputs
             return jnp.where((segments.positions >= back)[..., None], inputs, 0)
 
-        mixed = sum(row * seen(i) for i, row in enumerate(kernel[:, None, None]))
+        mixed = sum(row * shifted(i) for i, row in enumerate(kernel[:, None, None]))
         if padding_mask is None:
-            last = every[:, time:]
+            last = extended[:, time:]
         else:
-            places = jnp.arange(before.shape[1])[None]
-            places = padding_mask.sum(axis=1)[:, None] + places
-            last = jnp.take_along_axis(every, places[..., None], axis=1)
+            columns = jnp.arange(before.shape[1])[None]
+            columns = padding_mask.sum(axis=1)[:, None] + columns
+            last = jnp.take_along_axis(extended, columns[..., None], axis=1)
         return jax.nn.silu(mixed), last

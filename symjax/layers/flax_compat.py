@@ -1,12 +1,13 @@
-"""Our mechanisms inside Flax's own attention layers, those of NNX and of Linen.
+"""Mechanisms of symjax inside Flax's own attention layers, of NNX and of Linen.
 
-Masks may be float32, as Flax makes them. Score mechanisms take any. Feature mechanisms
-form no pairs: their mask may hide keys and rows, as `make_attention_mask` does for
-padding, and causality is an option.
+Masks may be boolean or float32, as Flax makes them. Score mechanisms take any mask.
+Feature mechanisms form no pairs: their mask may hide keys and rows, as
+`make_attention_mask` does for padding, and causality is the option `is_causal`.
 
-A single query row is a step of decoding: it sees every key that its mask shows, those
-in Flax's cache among them, at the cost of the whole cache (a mechanism's own `*_step`
-costs one token). A row that sees no key gives zeros, where Flax gives a mean.
+A single query is a decoding step: it sees all keys that its mask shows, the keys in
+Flax's cache included. The step costs as much as the whole cache is long; a mechanism's
+own `*_step` costs one token. A row that sees no key gives zeros, where Flax gives a
+mean.
 """
 
 import contextlib
@@ -28,23 +29,25 @@ ARRAYS = ("query", "key", "value")
 def attention_fn(
     mechanism: str, *, is_causal: bool = False, **options: Any
 ) -> Callable[..., Array]:
-    """A mechanism as the `attention_fn` of a Flax layer, in place of its softmax.
+    """Return a mechanism as the `attention_fn` of a Flax layer, in place of softmax.
 
     `nnx.MultiHeadAttention(…, attention_fn=attention_fn("cosine"))`, or the same in
-    Linen's `nn.MultiHeadDotProductAttention`. Any axes may stand before [T N H];
-    key/value heads may be fewer than query heads. `dtype` and `precision` of the layer
-    hold, save that products which need the highest precision ask for it themselves.
-    Sums run in float32 at least, with or without `force_fp32_for_softmax`.
+    Linen's `nn.MultiHeadDotProductAttention`. Arrays may have any axes before [T N H],
+    and fewer key/value heads than query heads. The layer's `dtype` and `precision`
+    apply, except to products that need the highest precision. Sums run in float32 at
+    least, with or without `force_fp32_for_softmax`.
 
     Args:
-        is_causal: a token sees itself and the past; or say so in an NNX layer's call.
-        options: of the mechanism, such as features or length_base.
+        is_causal: a token sees itself and earlier tokens. An NNX layer's call has the
+            same option.
+        options: options of the mechanism, such as features or length_base.
     Raises:
         ValueError: an unknown mechanism or option, a value that the option cannot
-            have, or a mechanism that needs an array which Flax's layers do not have;
-            in a call: dropout of weights, storing them (`sow_weights`), Linen's own
-            einsums, masks and biases that a mechanism cannot honour, causality with
-            other than T or 1 queries for T keys.
+            have, or a mechanism that needs an array which Flax's layers do not have.
+            The returned function raises on dropout of weights, on storing them
+            (`sow_weights`), on Linen's own einsums, on masks and biases that the
+            mechanism cannot apply, and on causality unless there are T queries or one
+            query for T keys.
     """
     form = _form(mechanism, options)
     causal = is_causal
@@ -67,8 +70,8 @@ def attention_fn(
         qk_attn_weights_einsum: Callable | None = None,
         attn_weights_value_einsum: Callable | None = None,
     ) -> Float[Array, "*B T N V"]:
-        # Linen drops silently every argument that is not named here.
-        _refuse_uses_of_the_map(
+        # All arguments are named: Linen silently drops those that are not.
+        _refuse_uses_of_weights(
             mechanism,
             {
                 f"dropout_rate {dropout_rate}": dropout_rate > 0 and not deterministic,
@@ -88,25 +91,31 @@ def attention_fn(
                 "attention_fn: is_causal needs as many queries as keys, or one query, "
                 f"got {query.shape[1]} and {key.shape[1]}: give a mask instead"
             )
-        run = _scores if isinstance(form.attend, ScoreMechanism) else _features
-        with _products(precision):
+        scored = isinstance(form.attend, ScoreMechanism)
+        run = _attend_scores if scored else _attend_features
+        with _matmul_precision(precision):
             mixed = run(mechanism, options, (query, key, value), bias, mask, is_causal)
         return mixed.reshape(*batch, *mixed.shape[1:])
 
     return attend
 
 
-def _refuse_uses_of_the_map(mechanism: str, wanted: dict[str, bool]) -> None:
-    for name, given in wanted.items():
-        if given:
+def _refuse_uses_of_weights(mechanism: str, uses: dict[str, bool]) -> None:
+    """Raise if the layer wants to read or change attention weights."""
+    for name, wanted in uses.items():
+        if wanted:
             raise ValueError(
                 f"attention_fn: {name} acts on the map of weights, which {mechanism} "
-                "does not hand out"
+                "does not return"
             )
 
 
 def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
-    """The mechanism's functions, if Flax's layers can feed them and options exist."""
+    """Return the mechanism if Flax's layers have its arguments and it has the options.
+
+    Raises:
+        ValueError: otherwise, naming what is unknown or missing.
+    """
     table = {
         name: form
         for name, form in attention.MECHANISMS.items()
@@ -124,7 +133,7 @@ def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
             "layers do not have: use symjax.layers.Attention"
         )
     known = {*form.options, *form.declared, *form.operands}
-    known -= {"bias"}  # which comes with a call
+    known -= {"bias"}  # an argument of the call
     for name in options:
         if name not in known:
             raise ValueError(
@@ -148,7 +157,7 @@ def _try_options(function: Callable, options: dict[str, Any], projected: bool) -
     jax.eval_shape(lambda arrays: function(**arrays, **tried), arrays)
 
 
-def _scores(
+def _attend_scores(
     mechanism: str,
     options: dict[str, Any],
     arrays: tuple[Array, Array, Array],
@@ -156,19 +165,19 @@ def _scores(
     mask: Array | None,
     is_causal: bool,
 ) -> Array:
-    """A mechanism that scores pairs: a mask or bias may be of any pairs."""
+    """Call a score mechanism: mask and bias may differ by pair."""
     queries, keys = (x.shape[1] for x in arrays[:2])
     for name in ("mask_self", "window"):
         if options.get(name) and queries != keys:
             raise ValueError(
-                f"attention_fn: {name} needs the place of a query among the keys, got "
+                f"attention_fn: {name} needs the position of queries among keys, got "
                 f"{queries} queries and {keys} keys"
             )
     attend = attention.MECHANISMS[mechanism].attend
     return attend(*arrays, bias, mask, is_causal=is_causal, **options)
 
 
-def _features(
+def _attend_features(
     mechanism: str,
     options: dict[str, Any],
     arrays: tuple[Array, Array, Array],
@@ -176,7 +185,7 @@ def _features(
     mask: Array | None,
     is_causal: bool,
 ) -> Array:
-    """A mechanism made of features: whole, causal, or one row against all keys."""
+    """Call a feature mechanism: bidirectional, causal, or one query for all keys."""
     form = attention.MECHANISMS[mechanism]
     if bias is not None:
         raise ValueError(
@@ -185,7 +194,7 @@ def _features(
         )
     rows = None
     if mask is not None:
-        mask, rows = _of_keys(mechanism, mask)
+        mask, rows = _keys_and_rows(mechanism, mask)
     function = form.causal if is_causal else form.attend
     if function is None:
         raise ValueError(f"attention_fn: {mechanism} has no causal form")
@@ -197,32 +206,33 @@ def _features(
     return jnp.where(rows == 0, 0, mixed * rows.astype(mixed.dtype))
 
 
-def _of_keys(mechanism: str, mask: Array) -> tuple[Array, Array | None]:
-    """A mask of pairs as the keys that it shows, and the rows that see any.
+def _keys_and_rows(mechanism: str, mask: Array) -> tuple[Array, Array | None]:
+    """Split a mask of pairs into visible keys, and rows that see any key.
 
-    Flax's masks of padding are products of both. A mask that is none, as a causal one,
-    is refused; where it is traced its values are not known, and rows become NaN.
+    Flax's padding masks are products of both. Other masks, such as causal ones, raise.
+    Under `jax.jit` the values are not known: rows of such a mask become NaN.
 
     Returns:
-        [#B 1 1 S], and [#B T 1 1] of 1, 0 or NaN; None: all rows.
+        visible keys [#B 1 1 S], and factors of the rows [#B T 1 1] (1, 0 or NaN), or
+        None if all are 1.
     """
     if mask.shape[1:3] == (1, 1):
         return mask, None
     keys, rows = (mask.any(axis=axis, keepdims=True) for axis in (2, 3))
     product = (mask == (keys & rows)).all(axis=(1, 2, 3))
-    known = not isinstance(mask, Tracer)
-    if mask.shape[1] > 1 or (known and not product.all()):
+    is_concrete = not isinstance(mask, Tracer)
+    if mask.shape[1] > 1 or (is_concrete and not product.all()):
         raise ValueError(
             f"attention_fn: a mask of {mechanism} may only hide keys, (batch, 1, 1, "
             f"{mask.shape[3]}), or rows and keys, got {mask.shape} of other pairs: for "
-            f"a causal one use attention_fn({mechanism!r}, is_causal=True)"
+            f"causality use attention_fn({mechanism!r}, is_causal=True)"
         )
     rows = jnp.where(product[:, None, None, None], rows, jnp.nan)
     return keys, jnp.swapaxes(rows, 1, 2)
 
 
 def _batch(*arrays: Array) -> tuple[int, ...]:
-    """The axes before time, which must be the same in all."""
+    """Return the axes before [T N H], which all arrays must share."""
     shapes = [x.shape for x in arrays]
     if len({shape[:-3] for shape in shapes}) > 1 or min(map(len, shapes)) < 3:
         raise ValueError(
@@ -233,37 +243,37 @@ def _batch(*arrays: Array) -> tuple[int, ...]:
 
 
 def _flat(x: Array, batch: tuple[int, ...]) -> Array:
-    """[*B …] as [B …], the last three axes kept."""
+    """Reshape [*B, …] to [B, …], with the last three axes kept."""
     return x.reshape(math.prod(batch), *x.shape[-3:])
 
 
 def _pairs(name: str, pairs: Array | None, batch: tuple[int, ...]) -> Array | None:
-    """[*#B #N #T #S] as [#B #N #T #S]; masks become boolean."""
+    """Reshape a mask or bias [*#B #N #T #S] to [#B #N #T #S]; masks become boolean."""
     if pairs is None:
         return None
     missing = len(batch) + 3 - pairs.ndim
     padded = pairs.reshape((1,) * missing + pairs.shape)
-    own = padded.shape[:-3]
-    if missing < 0 or any(x not in (1, y) for x, y in zip(own, batch, strict=False)):
+    axes = padded.shape[:-3]
+    if missing < 0 or any(x not in (1, y) for x, y in zip(axes, batch, strict=False)):
         raise ValueError(
             f"attention_fn: {name} must be [*batch, heads, queries, keys] for batch "
             f"{batch}, got {pairs.shape}"
         )
-    if any(size > 1 for size in own):
+    if any(size > 1 for size in axes):
         padded = _flat(jnp.broadcast_to(padded, (*batch, *padded.shape[-3:])), batch)
     else:
         padded = padded.reshape(1, *padded.shape[-3:])
     return padded.astype(bool) if name == "mask" else padded
 
 
-def _products(precision: Any) -> contextlib.AbstractContextManager:
-    """Where products have the precision of a Flax layer; None leaves it as it is."""
+def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager:
+    """Return a context in which matrix products have the precision of a Flax layer."""
     if precision is None:
         return contextlib.nullcontext()
     both = precision if isinstance(precision, tuple) else (precision, precision)
     if both[0] != both[1]:
         raise ValueError(
-            f"attention_fn: precision must be one for both operands, got {precision}"
+            f"attention_fn: precision must be equal for both operands, got {precision}"
         )
     name = getattr(both[0], "name", both[0])
     if isinstance(both[0], jax.lax.Precision):

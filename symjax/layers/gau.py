@@ -1,4 +1,4 @@
-"""The gated attention unit: one block in place of attention and feed-forward."""
+"""Gated attention unit: one block in place of attention and feed-forward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +20,14 @@ RULES = (("roles/*", P(None)),)
 
 
 class Role(nnx.Module):
-    """One use of the shared vector z, as queries or keys: scale · z + bias."""
+    """Query or key of the shared vector z: scale · z + bias."""
 
     def __init__(self, size: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         draw = nnx.initializers.normal(0.02)
         self.dtype = dtype
-        # Around 1, not 0 as in other codes: scores are seen from the first step on.
-        # Held-out loss of configs/gau.py:tiny after 300 steps 1.98, not 2.16.
+        # Scales around 1 instead of 0, as in other codes, so that scores matter from
+        # the first step. configs/gau.py:tiny after 300 steps: held-out loss 1.98
+        # instead of 2.16.
         self.scale = nnx.Param(1 + draw(rngs.params(), (size,)))
         self.bias = nnx.Param(jnp.zeros((size,)))
 
@@ -42,17 +43,17 @@ class GatedBlock(nnx.Module):
     are scales and biases of one vector z = silu(W_z y); u and v have twice the width,
     so that two such blocks cost about as much as one of attention and feed-forward.
 
-    gau   every pair; the divisor is model.length, a constant, since a causal model
-          may not depend on the final length, and of an encoder the number of tokens
-    flash groups of chunk_size tokens, with linear attention across them from a second
-          query and key; both divisors are the size of a group
+    gau    all pairs; weights are divided by model.length in a decoder, which may not
+           depend on the final length, and by the number of tokens in an encoder
+    flash  groups of chunk_size tokens, and linear attention across groups from a second
+           query and key; both are divided by the size of a group
 
     Args:
         options: the model's configuration. z has model.head_size features, by default
-            half the width, at most 128.
+            half the width and at most 128.
         depth: of this block, counted from 0.
     Raises:
-        ValueError: a key is set that the block does not know, by its name.
+        ValueError: a key is set that the block does not have, naming it.
     Source: Hua et al. 2022, arXiv:2202.10447.
     """
 
@@ -79,7 +80,7 @@ class GatedBlock(nnx.Module):
 
     @property
     def attentions(self) -> list[Any]:
-        """The layers inside with a mechanism: the block itself."""
+        """Return the layers with a mechanism: the block itself."""
         return [self]
 
     def __call__(
@@ -91,7 +92,7 @@ class GatedBlock(nnx.Module):
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """Return the block's output, by the arguments of `Block`."""
+        """Return the output of the block; the arguments are those of `Block`."""
         y, positions = self.norm(x), places(x, segments)
         lengths = self.rotate.lengths(positions, padding_mask, segments)
         operands = self.operands(y, positions, lengths=lengths)
@@ -103,7 +104,7 @@ class GatedBlock(nnx.Module):
         return hidden
 
     def init_cache(self, batch: int, length: int) -> Any:
-        """The decoding state before the first of at most `length` tokens."""
+        """Return the decoding state before the first of at most `length` tokens."""
         return self.mixer.init_cache(batch, length)
 
     def decode(
@@ -113,9 +114,9 @@ class GatedBlock(nnx.Module):
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The next T tokens of every example: (output, new cache).
+        """Read the next T tokens of each example: (output, new cache).
 
-        See `Mixer.decode`.
+        The arguments are those of `Mixer.decode`.
         """
         y, positions = self.norm(x), position[:, None] + jnp.arange(x.shape[1])[None]
         lengths = self.rotate.lengths(positions, padding_mask)
@@ -130,8 +131,11 @@ class GatedBlock(nnx.Module):
         *,
         lengths: Int[Array, "#B #T"] | None = None,
     ) -> dict[str, Operand]:
-        """The operands of the mechanism, with their sharding; lengths as in
-        `Attention.project`."""
+        """Return the operands of the mechanism, each with its sharding.
+
+        Args:
+            lengths: as in `Attention.project`.
+        """
         if lengths is None:
             lengths = self.rotate.lengths(positions)
         z = jax.nn.silu(keep(self.shared(y)))
@@ -149,7 +153,7 @@ class GatedBlock(nnx.Module):
         *,
         lengths: Int[Array, "#B #T"] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Queries, keys and values of the one head, rotated."""
+        """Return query, key and value of the one head, rotated by their positions."""
         operands = self.operands(y, positions, lengths=lengths)
         return tuple(operands[name].array for name in ("query", "key", "value"))
 

@@ -1,4 +1,4 @@
-"""How a layer runs its mechanism: over whole rows, or token by token with a cache."""
+"""Execution of a layer's mechanism: over whole rows, or token by token with a cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from symjax.layers.parts.part import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.layers.validate import gated_sizes, mechanism_options, sizes
 
-SMALLEST_PART = 256  # of a cache
-PIECES = ("chunk_size", "group_size")  # how time is cut; a step has one token
+SMALLEST_READ = 256  # the least length of the part of a cache that is read
+CHUNK_OPTIONS = ("chunk_size", "group_size")  # options that a step of one token lacks
 
 
 class KeyValues(NamedTuple):
-    """The decoding state of score mechanisms: the keys and values seen so far."""
+    """Decoding state of score mechanisms: cached keys and values."""
 
     key: Float[Array, "B L K H"]
     value: Float[Array, "B L K V"]
@@ -28,12 +28,12 @@ class KeyValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixer:
-    """A mechanism with its options, over the heads of a layer.
+    """Mechanism with its options, over the heads of a layer.
 
     Attributes:
-        options: of the mechanism, as (name, value): hashable, as jit needs.
-        differential: how the maps of two branches combine: none, v1 or v2.
-        alibi: a bias of scores that grows with distance.
+        options: (name, value) of each option of the mechanism; hashable, as jit needs.
+        differential: combination of the maps of two branches: none, v1 or v2.
+        alibi: add a bias to the scores that falls with distance.
         dtype: of cached keys and values.
     """
 
@@ -50,19 +50,22 @@ class Mixer:
         return attention.MECHANISMS[self.mechanism]
 
     def __call__(self, operands: dict[str, Operand]) -> Float[Array, "B T N V"]:
-        """The output of attention for every head, before any norm.
+        """Return the output of attention per head, before any norm.
 
-        Where a mesh splits the tokens of a row, an encoder gathers them.
+        If a mesh splits the tokens of a row, causal mechanisms exchange states or keys
+        between devices. Encoders gather the tokens.
         """
         options, length = dict(self.options), operands["query"].array.shape[1]
-        function = self.form.attend if self.form.keys else _of_queries(self.form.attend)
+        function = self.form.attend
+        if not self.form.keys:
+            function = _without_key(function)
         if self.causal and self.form.causal is not None:
             function = self.form.causal
         elif self.causal:
             options["is_causal"] = True
-        group = options.get("group_size", 1)  # tokens that cannot be parted
+        group = options.get("group_size", 1)  # tokens that stay on one device
         axis = time_axis(length, group) if self.causal else None
-        if axis is not None:  # keys are a device's own too
+        if axis is not None:  # time splits keys as it splits queries
             options["axis_name"] = axis
             operands = {
                 name: operand._replace(axes=operand.axes.replace("S", "T"))
@@ -73,11 +76,12 @@ class Mixer:
     def init_cache(
         self, batch: int, length: int, *, head_size: int | None = None, **arrays
     ) -> Any:
-        """The decoding state before the first token; `length` bounds a cache.
+        """Return the decoding state before the first of at most `length` tokens.
 
         Args:
-            head_size: of keys as the mechanism is given them, where they are mapped.
-            arrays: what else its empty state takes.
+            head_size: size of the keys that the mechanism receives, if the layer maps
+                them to features.
+            arrays: other arguments of the mechanism's empty state.
         """
         size = head_size or self.sizes.head_size
         keys, value_size = self.sizes.keys, self.sizes.value_size
@@ -86,7 +90,7 @@ class Mixer:
             key = jnp.zeros((batch, length, keys, size), self.dtype)
             return KeyValues(key, jnp.zeros(values, self.dtype))
         options = {x: value for x, value in self.options if x != "chunk_size"} | arrays
-        # V2 reads one state with both query heads; V1 has a state for each branch.
+        # The two query heads of V2 read one state; V1 has a state for each branch.
         shape = batch, keys, size, value_size
         return self.form.state(*shape, dtype=self.dtype, **options)
 
@@ -97,44 +101,45 @@ class Mixer:
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T N V"], Any]:
-        """The next T tokens of every example: (output of every head, new cache).
+        """Read the next T tokens of each example: (output per head, new cache).
 
         Args:
-            position: how many tokens each example has read.
-            padding_mask: True for tokens that exist, the others stand at the end; None:
-                all.
+            position: number of tokens that each example has read.
+            padding_mask: True for tokens that exist; the others follow them in the row.
+                By default all exist.
         Raises:
-            ValueError: more tokens than a cache has places.
+            ValueError: more tokens than fit the cache.
         """
         if self.form.state is None:
-            return self._read(operands, cache, position, padding_mask)
+            return self._decode_scores(operands, cache, position, padding_mask)
         axes = "BK" if self.sizes.keys > 1 else "B"
         operands = operands | {"state": Operand(cache, axes)}
         options = dict(self.options)
         if operands["query"].array.shape[1] == 1 and padding_mask is None:
             function = _state_first(self.form.step)
-            options = {name: x for name, x in self.options if name not in PIECES}
+            options = {x: y for x, y in self.options if x not in CHUNK_OPTIONS}
         else:
             function, options["return_state"] = self.form.causal, True
             if padding_mask is not None:
                 operands["mask"] = Operand(padding_mask[:, None, None], "B")
         return self._run(function, options, operands, ("BTN", axes))
 
-    def _read(
+    def _decode_scores(
         self,
         operands: dict[str, Operand],
         cache: KeyValues,
         position: Array,
         padding_mask: Array | None,
     ) -> tuple[Array, KeyValues]:
-        """Entries written for padding are hidden until they are overwritten.
+        """Write keys and values to the cache and attend to the cache.
 
-        Of the cache a part is read that holds all that is filled, at most twice that
-        or 511 places. What implements attention to whole rows, and may take no
-        positions, does not decode.
+        `positions` hide keys that are not yet written, and keys of padding until later
+        tokens overwrite them. A static prefix of the cache is read: the smallest of
+        `_prefixes` that holds all written keys, at most twice as long as they are, or
+        511. The option `implementation` concerns whole rows alone.
         """
-        count, places = operands["query"].array.shape[1], cache.key.shape[1]
-        check_room(places, f"a cache of {places}", position, count, padding_mask)
+        count, room = operands["query"].array.shape[1], cache.key.shape[1]
+        check_room(room, f"a cache of {room}", position, count, padding_mask)
         positions = position[:, None] + jnp.arange(count)[None]
         key = write(cache.key, operands["key"].array, positions)
         value = write(cache.value, operands["value"].array, positions)
@@ -142,16 +147,16 @@ class Mixer:
         options.pop("implementation", None)
 
         def attend(size: int) -> Array:
-            read = {
+            cached = {
                 "key": Operand(key[:, :size], "BSK"),
                 "value": Operand(value[:, :size], "BSK"),
                 "positions": Operand(positions, "B"),
             }
-            return self._run(self.form.attend, options, operands | read, "BTN")
+            return self._run(self.form.attend, options, operands | cached, "BTN")
 
-        sizes = _parts(places)
-        filled = jnp.searchsorted(jnp.array(sizes), positions.max() + 1)
-        mixed = jax.lax.switch(filled, [partial(attend, size) for size in sizes])
+        prefixes = _prefixes(room)
+        index = jnp.searchsorted(jnp.array(prefixes), positions.max() + 1)
+        mixed = jax.lax.switch(index, [partial(attend, size) for size in prefixes])
         return mixed, KeyValues(key, value)
 
     def _run(
@@ -162,8 +167,7 @@ class Mixer:
         output: Any,
         axis: str | None = None,
     ) -> Any:
-        """`function` over all heads, its maps combined as the layer combines them."""
-
+        """Call `function` for all heads, with differential maps and ALiBi if chosen."""
         if self.alibi:
             slopes = attention.alibi_slopes(self.sizes.heads)
             operands = operands | {"alibi": Operand(slopes, "N")}
@@ -194,8 +198,8 @@ def mixer_of(options: config.Model, depth: int) -> Mixer:
     )
 
 
-def _of_queries(attend: Callable) -> Callable:
-    """A function of the queries alone, with the arguments of a mechanism."""
+def _without_key(attend: Callable) -> Callable:
+    """Return `attend` of a mechanism without keys, with an argument `key` to ignore."""
 
     def run(query, key, value, **options) -> Any:
         return attend(query, value, **options)
@@ -204,7 +208,7 @@ def _of_queries(attend: Callable) -> Callable:
 
 
 def _state_first(step: Any) -> Callable:
-    """A step with the arguments of the causal form."""
+    """Return a mechanism's step with the arguments of its causal form."""
 
     def run(query, key, value, *, state, **options) -> Any:
         return step(state, query=query, key=key, value=value, **options)
@@ -212,39 +216,41 @@ def _state_first(step: Any) -> Callable:
     return run
 
 
-def _parts(places: int) -> list[int]:
-    """The parts of a cache that may be read: all, half of it … but not below 256."""
-    sizes = [places]
-    while (half := -(-sizes[0] // 2)) >= SMALLEST_PART:
-        sizes.insert(0, half)
-    return sizes
+def _prefixes(room: int) -> list[int]:
+    """Return the lengths of a cache that may be read: all, half, … down to 256."""
+    lengths = [room]
+    while (half := -(-lengths[0] // 2)) >= SMALLEST_READ:
+        lengths.insert(0, half)
+    return lengths
 
 
 def check_room(
     room: int,
-    named: str,
+    room_name: str,
     position: Int[Array, "B"],
     count: int,
     padding_mask: Bool[Array, "B T"] | None,
 ) -> None:
-    """Raise if tokens do not fit, as far as their number is static.
+    """Raise if tokens do not fit, as far as their number is known.
 
-    Under `jax.jit` the number of new tokens is static; how many came before, and which
-    of the new ones exist, is not.
+    Under `jax.jit` only the number of new tokens is known; the number of earlier tokens
+    and the padding are not.
 
     Args:
-        room, named: how many tokens fit, and the words that name it.
-        position: how many tokens each example has read.
-        count, padding_mask: how many come, and which of them exist; None: all.
+        room: number of tokens that fit.
+        room_name: words for the error message: "a cache of 512".
+        position: number of tokens that each example has read.
+        count: number of new tokens, padding included.
+        padding_mask: True for new tokens that exist. By default all exist.
     Raises:
-        ValueError: more tokens than room, naming both.
+        ValueError: more tokens than fit, naming both numbers.
     """
     needed = position + (count if padding_mask is None else padding_mask.sum(axis=1))
     least = count if padding_mask is None else 0
     if not isinstance(needed, Tracer):
         least = max(needed.tolist(), default=0)
     if least > room:
-        raise ValueError(f"{least} tokens do not fit {named}")
+        raise ValueError(f"{least} tokens do not fit {room_name}")
 
 
 def write(
@@ -252,9 +258,9 @@ def write(
     new: Float[Array, "B T *rest"],
     positions: Int[Array, "B T"],
 ) -> Float[Array, "B L *rest"]:
-    """`new` at each example's own positions; those beyond the end are dropped.
+    """Write `new` to the cache at the positions of each example.
 
-    A piece may be filled up with tokens that do not exist, and they need no room.
+    Positions beyond the end are dropped: padding at the end of a prompt needs no room.
     """
     examples = jnp.arange(cache.shape[0])[:, None]
     return cache.at[examples, positions].set(new.astype(cache.dtype), mode="drop")

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: parameters and numbers of Flax NNX, a shorter derivative.
+"""LayerNorm and RMSNorm of Flax NNX, with a derivative that needs less memory.
 
     def layer_norm(x, scale, bias):          # RMSNorm: no mean, no bias
         distance = x - x.mean()
@@ -20,21 +20,24 @@ EPSILON = 1e-5
 
 
 class LayerNorm(nnx.LayerNorm):
-    """`nnx.LayerNorm` whose backward pass keeps one array of the size of x, not three:
-    the derivative of `nnx` reads two factors of a row, broadcast to its features."""
+    """`nnx.LayerNorm` whose backward pass keeps one array of the size of x.
+
+    The derivative of `nnx` keeps three: it reads two factors per row, broadcast to the
+    features.
+    """
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        given = (x, _value(self.scale), _value(self.bias))
-        given = self.promote_dtype(given, dtype=self.dtype)
-        return _normalised(True, self.epsilon, *given).astype(given[0].dtype)
+        arrays = (x, _value(self.scale), _value(self.bias))
+        arrays = self.promote_dtype(arrays, dtype=self.dtype)
+        return _normalised(True, self.epsilon, *arrays).astype(arrays[0].dtype)
 
 
 class RMSNorm(nnx.RMSNorm):
-    """`nnx.RMSNorm`; what LayerNorm says of its backward pass holds."""
+    """`nnx.RMSNorm` whose backward pass keeps one array of the size of x."""
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        given = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
-        return _normalised(False, self.epsilon, *given, None).astype(given[0].dtype)
+        arrays = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        return _normalised(False, self.epsilon, *arrays, None).astype(arrays[0].dtype)
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:
@@ -50,10 +53,12 @@ def norm(
     dtype=jnp.float32,
     rngs: nnx.Rngs,
 ) -> LayerNorm | RMSNorm:
-    """LayerNorm (`bias` says whether it shifts) or RMSNorm, with float32 statistics.
+    """Return a LayerNorm or an RMSNorm, with statistics in float32.
 
     Args:
-        epsilon: is added to the variance, inside the root.
+        kind: "layernorm" or "rmsnorm".
+        bias: of a LayerNorm; an RMSNorm has none.
+        epsilon: added to the variance, inside the root.
     Raises:
         ValueError: the kind is unknown.
     """
@@ -69,14 +74,14 @@ def norm(
 def _normalised(
     centred: bool, epsilon: float, x: Array, scale: Array, bias: Array | None
 ) -> Float[Array, "*B D"]:
-    """x, less its mean if `centred`, over its deviation; times scale, plus bias."""
+    """Return x / deviation · scale + bias, with x − mean in place of x if `centred`."""
     distance, inverse = _statistics(centred, epsilon, x)
     output = distance * (inverse * _row(scale, x))
     return output if bias is None else output + _row(bias, x)
 
 
 @_normalised.defjvp
-def _normalised_change(
+def _normalised_tangent(
     centred: bool, epsilon: float, primals: tuple, tangents: tuple
 ) -> tuple[Array, Array]:
     """With u = x / deviation, du = (dx − mean(dx) − u mean(u dx)) / deviation."""
@@ -84,33 +89,33 @@ def _normalised_change(
     distance, inverse = _statistics(centred, epsilon, x)
     unit = distance * inverse
     change = change.astype(unit.dtype)
-    turned = _across(change, unit)
+    turned = _orthogonal_part(change, unit)
     if centred:
         turned -= change.mean(axis=-1, keepdims=True)
-    found = turned * inverse * _row(scale, x) + unit * _row(scale_change, x)
+    tangent = turned * inverse * _row(scale, x) + unit * _row(scale_change, x)
     if bias_change is not None:
-        found += _row(bias_change, x)
-    return _normalised(centred, epsilon, *primals), found
+        tangent += _row(bias_change, x)
+    return _normalised(centred, epsilon, *primals), tangent
 
 
 @like_its_first
-def _across(
+def _orthogonal_part(
     change: Float[Array, "*B D"], unit: Float[Array, "*B D"]
 ) -> Float[Array, "*B D"]:
-    """The change less its part along the unit vector of each row."""
-    # By einsum: XLA's CPU compiler is slow to add up broadcast products.
+    """Return the change without its component along the unit vector of each row."""
+    # By einsum: XLA's CPU compiler sums broadcast products slowly.
     product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     along = product("...d,...d->...", unit, change) / unit.shape[-1]
     return change - product("...,...d->...d", along, unit)
 
 
 def _row(vector: Float[Array, " D"], like: Array) -> Float[Array, "... D"]:
-    """The vector with as many axes as `like`, which it is multiplied with."""
+    """Return the vector with as many axes as `like`."""
     return jnp.expand_dims(vector, range(like.ndim - 1))
 
 
 def _statistics(centred: bool, epsilon: float, x: Array) -> tuple[Array, Array]:
-    """x, less its mean if `centred`, and the inverse of its deviation, in float32."""
+    """Return x (minus its mean if `centred`) and 1/deviation, in float32 at least."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     mean = wide.mean(axis=-1, keepdims=True) if centred else 0.0
     square = jnp.square(wide).mean(axis=-1, keepdims=True)

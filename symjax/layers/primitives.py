@@ -1,4 +1,4 @@
-"""Parts of every block: dense layers, dropout, rotary positions."""
+"""Parts that all blocks share: dense layers, dropout, rotary positions."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,15 +17,16 @@ from symjax.attention.positions import turning_features
 from symjax.layers.segments import Segments, document_lengths
 from symjax.layers.sharded import time_axis
 
-# What the backward pass is left, by checkpoint_name: model.remat=dots keeps both.
+# Names of intermediate results that model.remat may keep for the backward pass
+# (jax.ad_checkpoint.checkpoint_name). remat=dots keeps both kinds.
 PROJECTION, FEEDFORWARD = "projection", "feedforward"
 
 
 class Linear(nnx.Linear):
     """`nnx.Linear` as one [B·T, D] product, up to 1.8 times faster on CPU.
 
-    Where a mesh splits examples and time, B·T would be split as no mesh can: there
-    both axes stay.
+    If a mesh splits both examples and time, the product keeps both axes: no sharding
+    expresses a joined axis B·T of parts of rows.
     """
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B E"]:
@@ -36,8 +37,11 @@ class Linear(nnx.Linear):
 
 
 def features_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """x, whose features lie along the lanes of a TPU. Its compiler would choose time
-    for norms and products, and copy what the kernels of attention read."""
+    """Return x with its features along the lanes of a TPU.
+
+    The TPU's compiler would lay time along the lanes for norms and products, and then
+    copy the arrays that the kernels of attention read.
+    """
     if not on_tpu():
         return x
 
@@ -48,18 +52,18 @@ def features_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
 
 
 def keep(x: Float[Array, "B T D"], name: str = PROJECTION) -> Float[Array, "B T D"]:
-    """Marks a product of tokens with weights as one that model.remat may keep."""
+    """Mark a product of tokens with weights as one that model.remat may keep."""
     return checkpoint_name(features_last(x), name)
 
 
 def dropout(
     x: Float[Array, "*B D"], rate: float, key: Array | None
 ) -> Float[Array, "*B D"]:
-    """x with a share `rate` of its entries zero, and the others larger: the expected
-    output is x. No key: x itself.
+    """Set a share `rate` of the entries of x to 0; divide the others by 1 − rate.
 
-    An entry has 16 random bits, for half of the work of `nnx.Dropout` and a quarter of
-    its time on CPU (8 ms, not 33, for [32 300 256]). The rate is thus one of 65,536ths.
+    Without a key x is returned as it is. Each entry uses 16 random bits: half the work
+    of `nnx.Dropout`, and a quarter of its time on CPU (8 ms instead of 33 for
+    [32 300 256]). So the rate is rounded to a multiple of 1/65,536.
     """
     kept = max(1, 2**16 - round(rate * 2**16))
     if key is None or kept == 2**16:
@@ -72,7 +76,13 @@ def dropout(
 
 @dataclass(frozen=True)
 class Rotary:
-    """Turns queries and keys [B T N H] by their positions [B T], or leaves them."""
+    """Rotation of queries and keys [B T N H] by positions [B T].
+
+    Attributes:
+        turns: False leaves queries and keys as they are.
+        base, interleaved, share: as in `attention.rotate`.
+        scaling: model.rope_scaling.
+    """
 
     turns: bool
     base: float
@@ -86,7 +96,11 @@ class Rotary:
         positions: Int[Array, "#B T"],
         lengths: Int[Array, "#B #T"] | None = None,
     ) -> Float[Array, "B T N H"]:
-        """Args: lengths: of every token's text, as `lengths` finds them."""
+        """Rotate x.
+
+        Args:
+            lengths: number of tokens in the text of each token, from `lengths`.
+        """
         if not self.turns:
             return x
         options: dict[str, Any] = {"interleaved": self.interleaved, "share": self.share}
@@ -119,12 +133,14 @@ class Rotary:
         padding_mask: Bool[Array, "B T"] | None = None,
         segments: Segments | None = None,
     ) -> Int[Array, "#B #T"] | None:
-        """Count the tokens that the text of every token has so far: its largest
-        position and one. None if the angles do not depend on it.
+        """Count the tokens in the text of each token; None if no rotation needs them.
+
+        The count is the largest position + 1, per row or per document. Only "dynamic"
+        scaling depends on it.
 
         Args:
-            padding_mask: True for tokens that exist; None: all.
-            segments: the documents of a row, each with a length of its own.
+            padding_mask: True for tokens that exist. By default all exist.
+            segments: the documents of a row.
         """
         if not self.turns or self.scaling.kind != "dynamic":
             return None

@@ -1,4 +1,10 @@
-"""Documents packed into one row: which tokens belong together, and their places."""
+"""Documents in a row, and what a mechanism is told about visible tokens.
+
+`Segments` holds the documents of packed rows. `row_operands` makes the operands with
+which mechanisms hide tokens: "mask" from padding, "segment_ids" from documents. A
+padded key becomes invisible by this mask [B 1 1 T]: score mechanisms give it weight 0,
+recurrences leave their state as it is.
+"""
 
 from typing import NamedTuple
 
@@ -11,10 +17,11 @@ from symjax.layers.sharded import Operand
 
 
 class Segments(NamedTuple):
-    """
+    """Documents of packed rows.
+
     Attributes:
-        ids: a run of equal ids is a document; its tokens see no other.
-        positions: of each token in its run, from 0.
+        ids: tokens of one document have equal ids; documents do not see each other.
+        positions: of each token in its document, from 0.
     """
 
     ids: Int[Array, "B T"]
@@ -22,32 +29,33 @@ class Segments(NamedTuple):
 
 
 def segments_of(ids: Int[Array, "B T"]) -> Segments:
-    places = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
-    first = jax.lax.cummax(jnp.where(starts(ids), places, 0), axis=1)
-    return Segments(ids, places - first)
+    """Return the documents of rows, with positions that restart in each document."""
+    columns = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
+    first = jax.lax.cummax(jnp.where(starts(ids), columns, 0), axis=1)
+    return Segments(ids, columns - first)
 
 
 def document_lengths(segments: Segments) -> Int[Array, "B T"]:
     """Count the tokens in the document of every token."""
     count = segments.ids.shape[1]
-    places = jnp.arange(count)[None]
-    last = jnp.roll(starts(segments.ids), -1, axis=1).at[:, -1].set(True)
-    end = jax.lax.cummin(jnp.where(last, places, count), axis=1, reverse=True)
-    return end - places + segments.positions + 1
+    columns = jnp.arange(count)[None]
+    is_last = jnp.roll(starts(segments.ids), -1, axis=1).at[:, -1].set(True)
+    end = jax.lax.cummin(jnp.where(is_last, columns, count), axis=1, reverse=True)
+    return end - columns + segments.positions + 1
 
 
 def places(x: Float[Array, "B T D"], segments: Segments | None) -> Int[Array, "#B T"]:
-    """The position of every token: in its row, or in its document."""
+    """Return the position of each token in its document, or in the row without any."""
     return jnp.arange(x.shape[1])[None] if segments is None else segments.positions
 
 
 def row_operands(
     padding_mask: Bool[Array, "B T"] | None, segments: Segments | None
 ) -> dict[str, Operand]:
-    """What a mechanism is told of who sees whom in a row."""
-    found = {}
+    """Return the operands that hide padding and other documents from a token."""
+    operands = {}
     if padding_mask is not None:
-        found["mask"] = Operand(padding_mask[:, None, None], "B")
+        operands["mask"] = Operand(padding_mask[:, None, None], "B")
     if segments is not None:
-        found["segment_ids"] = Operand(segments.ids, "BT")
-    return found
+        operands["segment_ids"] = Operand(segments.ids, "BT")
+    return operands

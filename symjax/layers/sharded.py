@@ -1,8 +1,8 @@
-"""Layers under a mesh: what each device computes on its own part.
+"""Layers under a mesh: each device computes its own examples and heads.
 
-Without a mesh (`jax.set_mesh`) every function here does nothing, so that modules work
-in a notebook. Weights are not annotated here: their places are a table in
-`symjax.training.sharding`.
+Without a mesh (`jax.set_mesh`) each function here changes nothing, so that modules work
+in a notebook. Weights are not annotated here: `symjax.layers.rules` and
+`symjax.training.sharding` map their paths to mesh axes.
 """
 
 import math
@@ -18,17 +18,17 @@ from jaxtyping import Array
 BATCH = ("data", "fsdp")  # mesh axes that split the batch
 HEADS = "tensor"
 SEQUENCE = "sequence"
-LETTERS = {"B": BATCH, "N": HEADS, "K": HEADS}  # of axes that are split
+LETTERS = {"B": BATCH, "N": HEADS, "K": HEADS}  # letter of an axis → mesh axes
 NAMES = {"B": "examples", "N": "heads", "K": "key/value heads"}
 
 
 class Operand(NamedTuple):
-    """What a mechanism is given, and how a mesh splits it.
+    """Argument of a mechanism, and its sharding.
 
     Attributes:
-        array: or a tree of arrays.
-        axes: the letters of the first axes: "BTN" is split over examples and heads,
-            "" is whole on every device. Axes of length 1 are not split.
+        array: an array, or a tree of arrays.
+        axes: the letters of the first axes. "BTN" is split over examples and heads,
+            "" is replicated. Axes of length 1 are not split.
     """
 
     array: Any
@@ -40,10 +40,10 @@ def has_mesh() -> bool:
 
 
 def time_axis(length: int, group_size: int = 1) -> str | None:
-    """The mesh axis that splits rows of so many tokens; None if none does.
+    """Return the mesh axis that splits rows of `length` tokens, None if there is none.
 
     Args:
-        group_size: tokens that cannot be parted.
+        group_size: consecutive tokens that stay on one device.
     """
     if not has_mesh():
         return None
@@ -77,17 +77,17 @@ def per_device(
     *,
     time: str | None,
 ) -> Any:
-    """function(**operands), each device on its own examples and heads.
+    """Call function(**operands) on each device, for its own examples and heads.
 
-    Attention needs no communication between examples or heads; inside a `shard_map`
-    the compiler cannot add any (a loop over a sharded batch would gather it). A
-    mesh of one device needs none; on CPU every gradient would be copied to be summed
-    over it.
+    Attention needs no communication between examples or heads. Inside a `shard_map` the
+    compiler cannot add any: outside, it would gather a sharded batch for a loop over
+    it. A mesh of one device needs no `shard_map`, which on CPU would copy each gradient
+    to sum it over that device.
 
     Args:
-        output: the axes of the result, or a tuple of them for a tuple.
-        time: the mesh axis that splits the letter T. The function then has to tell
-            other devices of this axis what they need, by `axis_name`.
+        output: the axes of the result, or a tuple of them if the result is a tuple.
+        time: the mesh axis that splits axis T. The function then exchanges what it
+            needs with the other devices of this axis (its argument `axis_name`).
     Raises:
         ValueError: examples or heads do not divide over the mesh.
     """
@@ -96,7 +96,7 @@ def per_device(
         return function(**values)
 
     _check_divides(operands)
-    several = {
+    divided = {
         axis
         for value, axes in operands.values()
         for leaf in jax.tree.leaves(value)
@@ -106,30 +106,34 @@ def per_device(
 
     letters = LETTERS | {"T": time}
 
-    def place(axes: str) -> Callable[[Array], P]:
+    def spec(axes: str) -> Callable[[Array], P]:
         def leaf(x: Array) -> P:
             sizes = zip(axes, x.shape, strict=False)
             return P(*(letters.get(a) if size > 1 else None for a, size in sizes))
 
         return leaf
 
-    def place_output(axes: str) -> P:
-        return P(*(letters.get(axis) if axis in several else None for axis in axes))
+    def spec_of_output(axes: str) -> P:
+        return P(*(letters.get(axis) if axis in divided else None for axis in axes))
 
-    places = {
-        name: jax.tree.map(place(axes), value)
+    specs = {
+        name: jax.tree.map(spec(axes), value)
         for name, (value, axes) in operands.items()
     }
     return jax.shard_map(
         lambda values: function(**values),
-        in_specs=(places,),
-        out_specs=jax.tree.map(place_output, output),
+        in_specs=(specs,),
+        out_specs=jax.tree.map(spec_of_output, output),
         check_vma=False,
     )(values)
 
 
 def _check_divides(operands: dict[str, Operand]) -> None:
-    """Raises: ValueError: naming the operand, its size and the mesh."""
+    """Raise if examples or heads do not divide over the mesh.
+
+    Raises:
+        ValueError: naming the operand, its size and the mesh.
+    """
     mesh = jax.sharding.get_abstract_mesh().shape
     for name, (value, axes) in operands.items():
         for leaf in jax.tree.leaves(value):
@@ -145,6 +149,6 @@ def _check_divides(operands: dict[str, Operand]) -> None:
 
 
 def _shown(axes: Iterable[str]) -> str:
-    """The sizes of axes of the mesh, as error messages have them."""
+    """Return the sizes of mesh axes for an error message."""
     mesh = jax.sharding.get_abstract_mesh().shape
     return " × ".join(f"{axis} {mesh.get(axis, 1)}" for axis in axes)

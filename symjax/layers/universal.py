@@ -1,4 +1,4 @@
-"""The Universal Transformer: one block in place of many, with adaptive halting."""
+"""Universal Transformer: one block repeated, with adaptive halting per token."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,20 +24,21 @@ RULES = (
 
 
 class Halting(NamedTuple):
-    """What adaptive computation time keeps of each token between steps."""
+    """State of adaptive computation time between steps, for each token."""
 
-    spent: Float[Array, "B T"]  # the sum of the weights so far; 1 is halted
+    spent: Float[Array, "B T"]  # the sum of the weights so far; 1: the token halted
     ponder: Float[Array, "B T"]  # steps taken, plus the remainder once halted
 
 
 def halt(
     halting: Halting, probability: Float[Array, "B T"], *, last: bool
 ) -> tuple[Float[Array, "B T"], Halting]:
-    """The weight of a step's state in the output, and the tokens that halt with it.
+    """Return the weight of a step's state in the output, and the new halting state.
 
-    The weight is the probability, until the probabilities reach 0.99 or the last step
-    comes: that step takes the remainder, what the weights so far lack to 1. Steps
-    after it have weight 0. The number of steps has no gradient, the remainder has one.
+    The weight is the halting probability. A token halts in the step in which the
+    probabilities sum to 0.99, or in the last step: this step has the remainder,
+    1 − the weights so far, as its weight, and later steps have weight 0. The remainder
+    has a gradient, the number of steps has none.
 
     Source: Graves 2016, arXiv:1603.08983, equations 5–11.
     """
@@ -54,40 +55,40 @@ class UniversalBlock(nnx.Module):
 
     s_r = block(s_{r−1} + e_r), p_r = sigmoid(W s_r/|s_r| + b), out = Σ_r w_r s_r
 
-    with the input s_0, a learned embedding e_r of the step, b = 1 at first, and the
-    weights w_r of `halt`, which sum to 1. The state of a token that has halted stays
-    as it is; tokens that continue still see it. A token's ponder cost is the number of
-    its steps plus the remainder.
+    s_0 is the input, e_r a learned embedding of the step, b = 1 at first, and the
+    weights w_r of `halt` sum to 1. The state of a token that has halted no longer
+    changes; other tokens still see it. A token's ponder cost is the number of its steps
+    plus the remainder.
 
-    The paper does not divide by |s_r|. A token that halts in its first step gives
-    halting no gradient, and without the division Adam got there within 300 steps of
-    configs/universal.py:tiny: about 90 % of tokens took one step, with a ponder cost or
-    without.
+    The paper does not divide by |s_r|. Without the division about 90 % of tokens halted
+    in their first step within 300 steps of configs/universal.py:tiny, with a ponder
+    cost or without, and a token that halts in its first step gives the halting weights
+    no gradient.
 
-    All tokens are computed at every step: depth times the cost of a block, with the
+    All tokens are computed in every step: depth times the cost of a block, with the
     weights of one. Halting is a threshold, so rounding can move a token to another
-    step: two forms of computation then differ by 1 % of a step in its own output, by
-    more in what later tokens see of it.
+    step: two forms of one computation then differ by 1 % of a step in its own output,
+    and by more in tokens that see it.
 
     Args:
         options: the model's configuration; `depth` is the number of steps, and `remat`
             applies to each of them.
     Raises:
-        ValueError: a pattern of mechanisms, since there is one block; a mechanism that
-            replaces the feed-forward too.
+        ValueError: model.pattern has several mechanisms, or a mechanism replaces the
+            feed-forward too.
     Source: Dehghani et al. 2018, arXiv:1807.03819.
     """
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
         if len(set(options.pattern)) > 1:
             raise ValueError(
-                f"model.pattern {', '.join(options.pattern)} is of several blocks: a "
+                f"model.pattern {', '.join(options.pattern)} needs several blocks: a "
                 "universal model repeats one"
             )
         mechanism = config.mechanism_of(options, 0)
         if MECHANISMS[mechanism].gated:
             raise ValueError(
-                f"model.attention.mechanism {mechanism!r} is a block of its own: a "
+                f"model.attention.mechanism {mechanism!r} replaces the feed-forward: a "
                 "universal model repeats attention and feed-forward"
             )
         self.depth = options.depth
@@ -100,7 +101,7 @@ class UniversalBlock(nnx.Module):
             options.width,
             1,
             bias_init=nnx.initializers.ones,
-            dtype=jnp.float32,  # since a threshold follows
+            dtype=jnp.float32,  # a threshold follows
             rngs=rngs,
         )
 
@@ -113,12 +114,12 @@ class UniversalBlock(nnx.Module):
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """The tokens after their last steps; arguments as those of `Block`.
+        """Return the sum of weighted states; the arguments are those of `Block`.
 
-        With a dropout key, in training, every token's ponder cost [B T], from 2 (one
-        step) to depth + 1, stays behind as the `nnx.Intermediate` `ponder`, for
-        `nnx.pop`. Without one the module does not change, so that `jax.jit` may close
-        over it.
+        With a dropout key, as in training, the module also stores the ponder cost of
+        each token [B T], from 2 (one step) to depth + 1, as the `nnx.Intermediate`
+        `ponder`, for `nnx.pop`. Without a key the module does not change, so that
+        `jax.jit` may close over it.
         """
         keys = [None] * self.depth
         if dropout_key is not None:
@@ -133,11 +134,11 @@ class UniversalBlock(nnx.Module):
 
     @property
     def attentions(self) -> list[Any]:
-        """The layers inside with a mechanism, in the order of their calls."""
+        """Return the attention layer once for each step."""
         return self.block.attentions * self.depth
 
     def init_cache(self, batch: int, length: int) -> tuple[Any, ...]:
-        """The decoding states of all steps before the first of `length` tokens."""
+        """Return the decoding states of all steps, before the first token."""
         return tuple(self.block.init_cache(batch, length) for _ in range(self.depth))
 
     def decode(
@@ -147,7 +148,7 @@ class UniversalBlock(nnx.Module):
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
-        """The next T tokens of every example from its cache; as `Block.decode`."""
+        """Read the next T tokens of each example, as `Block.decode`."""
         caches = list(cache)
 
         def advance(step: int, x: Array) -> Array:
@@ -160,7 +161,7 @@ class UniversalBlock(nnx.Module):
     def _steps(
         self, state: Array, advance: Callable[[int, Array], Array]
     ) -> tuple[Array, Array]:
-        """(output, ponder cost) of depth steps, each `advance(step, state)`."""
+        """Return output and ponder cost after `depth` calls of advance(step, state)."""
         zeros = jnp.zeros(state.shape[:2], jnp.float32)
         halting, output = Halting(zeros, zeros), jnp.zeros(state.shape, jnp.float32)
         embeddings = self.step_embedding[...].astype(state.dtype)
@@ -176,6 +177,6 @@ class UniversalBlock(nnx.Module):
 
 
 def _direction(state: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """s/|s|; an added 1e-6 keeps the gradient of a zero state finite."""
+    """Return s/√(|s|² + 1e-6), whose gradient is finite at s = 0."""
     wide = state.astype(jnp.promote_types(state.dtype, jnp.float32))
     return wide * jax.lax.rsqrt((wide**2).sum(axis=-1, keepdims=True) + 1e-6)

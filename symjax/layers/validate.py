@@ -1,4 +1,4 @@
-"""The choices of a model's blocks, checked against each other by name."""
+"""Sizes and options of a model's blocks, checked against each other by name."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,8 @@ from symjax.attention.mechanisms import capabilities
 from symjax.layers.parts.part import Sizes, named_options
 from symjax.layers.parts.table import part_of
 
-# Keys that a block of attention and feed-forward takes, whatever its mechanism. A gated
-# block takes those of its mechanism alone.
+# Keys that a block of attention and feed-forward has with any mechanism. A gated block
+# has the keys of its mechanism alone.
 OF_ATTENTION = (
     "symmetric",
     "differential",
@@ -22,9 +22,9 @@ OF_ATTENTION = (
 )
 OF_BLOCKS = ("kv_heads", "feedforward", "activation")
 LARGEST_GATED_SIZE = 128  # features of queries and keys of a gated block, by default
-# Values that choose nothing: of options that are not passed on, and of older
-# checkpoints, whose models may have no such option.
+# Values that mean "not set": such options are not passed to the mechanism.
 OFF = ("", 0, "auto")
+# Defaults in older checkpoints: they mean "not set" if a mechanism has no such option.
 FORMER_DEFAULTS = {"implementation": "rows"}
 
 
@@ -36,7 +36,7 @@ def sizes(options: config.Model) -> Sizes:
     """
     heads, chosen = options.heads, options.attention
     kv_heads = options.kv_heads or heads
-    halves = 2 if chosen.differential == "v1" else 1  # of a head
+    halves = 2 if chosen.differential == "v1" else 1  # branches that share a head
     if heads % kv_heads:
         raise ValueError(f"model.kv_heads {kv_heads} must divide model.heads {heads}")
     if chosen.symmetric != "none" and kv_heads != heads:
@@ -73,15 +73,16 @@ def gated_sizes(options: config.Model) -> Sizes:
 
 
 def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any], ...]:
-    """The options of the mechanism at `depth`, those at their "off" value left out.
+    """Return the options of the mechanism at `depth` as (name, value).
 
-    Hashable, as jit needs.
+    Options that are not set are left out. The depth chooses the mechanism
+    (model.pattern); layers of one mechanism have equal options.
 
     Raises:
         ValueError: a value is unknown or out of range, an option is set that no
             mechanism of the model has, or choices exclude each other.
     """
-    # Layers compute in float64 too, which a whole model refuses.
+    # The dtype is not checked: a layer alone also computes in float64.
     validation.check(dataclasses.replace(options, dtype="float32"), "model.")
     names = config.mechanisms_of(options)
     _check_keys(options, names)
@@ -90,29 +91,29 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
         _check_direction(options, name)
     mechanism = config.mechanism_of(options, depth)
     _check_words(options, mechanism)
-    found = (part_of(mechanism).options or named_options)(options, mechanism)
-    chosen = tuple((key, value) for key, value in found.items() if value not in OFF)
+    values = (part_of(mechanism).options or named_options)(options, mechanism)
+    chosen = tuple((key, value) for key, value in values.items() if value not in OFF)
     own = config.own_options(options)
     return chosen + tuple((x, own[x]) for x in MECHANISMS[mechanism].declared)
 
 
 def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
-    """Raises: ValueError: a key is set that no block of the model takes."""
-    chosen, taken = options.attention, {"mechanism", "options"}
+    """Raise if a key is set that no block of the model has."""
+    chosen, known = options.attention, {"mechanism", "options"}
     for name in names:
         keys = part_of(name).keys
-        taken |= {*named_options(options, name), *(keys(chosen) if keys else ())}
+        known |= {*named_options(options, name), *(keys(chosen) if keys else ())}
         if not MECHANISMS[name].gated:
-            taken |= {*OF_ATTENTION, *OF_BLOCKS}
-    every = [field.name for field in dataclasses.fields(chosen)]
+            known |= {*OF_ATTENTION, *OF_BLOCKS}
+    of_attention = [field.name for field in dataclasses.fields(chosen)]
     for prefix, group, keys in (
         ("model.", options, OF_BLOCKS),
-        ("model.attention.", chosen, every),
+        ("model.attention.", chosen, of_attention),
     ):
         for key in keys:
             value = getattr(group, key)
             unset = getattr(type(group)(), key), FORMER_DEFAULTS.get(key)
-            if key not in taken and value not in unset:
+            if key not in known and value not in unset:
                 raise ValueError(
                     f"{prefix}{key} {value!r}: {', '.join(names)} has no such option"
                 )
@@ -135,6 +136,7 @@ def _check_words(options: config.Model, mechanism: str) -> None:
 
 
 def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
+    """Raise if choices of a model exclude each other."""
     chosen = options.attention
     if chosen.implementation in ("fused", "hopper", "cudnn", "ring"):
         _check_implementation(options, names)
@@ -142,25 +144,25 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")
     if chosen.key_norm != "none" and chosen.symmetric == "none":
         raise ValueError(
-            f"model.attention.key_norm {chosen.key_norm!r} is of symmetric keys: "
+            f"model.attention.key_norm {chosen.key_norm!r} needs symmetric keys, but "
             "model.attention.symmetric is 'none'"
         )
     if chosen.depth_offset and chosen.differential != "v1":
         raise ValueError(
-            f"model.attention.depth_offset {chosen.depth_offset} is of differential "
-            f"attention v1: model.attention.differential is {chosen.differential!r}"
+            f"model.attention.depth_offset {chosen.depth_offset} needs differential "
+            f"'v1', but model.attention.differential is {chosen.differential!r}"
         )
     if chosen.short_convolution and not config.is_causal(options):
         raise ValueError(
-            f"model.attention.short_convolution {chosen.short_convolution} is causal: "
-            f"model.kind is {options.kind!r}"
+            f"model.attention.short_convolution {chosen.short_convolution} needs a "
+            f"causal model, but model.kind is {options.kind!r}"
         )
     if options.positions == "alibi":
         _check_bias(names)
 
 
 def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None:
-    """Raises: ValueError: a mechanism, or the kind of model, has no such execution."""
+    """Raise if a mechanism or the kind of model lacks the chosen implementation."""
     chosen = options.attention.implementation
     lacking = []
     for name in names:
@@ -174,15 +176,16 @@ def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None
         )
     if chosen == "ring" and not config.is_causal(options):
         raise ValueError(
-            f"model.attention.implementation 'ring' is causal: model.kind is "
-            f"{options.kind!r}"
+            f"model.attention.implementation 'ring' needs a causal model, but "
+            f"model.kind is {options.kind!r}"
         )
 
 
 def _check_bias(names: tuple[str, ...]) -> None:
+    """Raise if a mechanism cannot add the bias of ALiBi."""
     if any(MECHANISMS[name].gated for name in names):
         raise ValueError(
-            "model.positions 'alibi' is a bias of several heads: a gated block has one"
+            "model.positions 'alibi' needs several heads: a gated block has one"
         )
     without = [name for name in names if "bias" not in MECHANISMS[name].operands]
     if without:
@@ -193,7 +196,7 @@ def _check_bias(names: tuple[str, ...]) -> None:
 
 
 def _check_direction(options: config.Model, name: str) -> None:
-    """Raises: ValueError: the mechanism cannot read as the model reads."""
+    """Raise if the mechanism lacks the model's direction, causal or bidirectional."""
     direction = "causal" if config.is_causal(options) else "bidirectional"
     if not capabilities(MECHANISMS[name])[direction]:
         raise ValueError(
@@ -205,7 +208,7 @@ def _check_direction(options: config.Model, name: str) -> None:
 
 
 def _check_no_keys(options: config.Model, mechanism: str) -> None:
-    """Raises: ValueError: a key about keys is set, and the mechanism has none."""
+    """Raise if an option of keys is set and the mechanism has no keys."""
     chosen = options.attention
     for key, value, allowed in (
         ("model.kv_heads", options.kv_heads, (0, options.heads)),

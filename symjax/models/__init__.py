@@ -1,4 +1,17 @@
-"""Whole models, what they cost, and how they write."""
+"""Whole models: build them, write text with them, convert and measure them.
+
+build.py         build: config.Model → Decoder or Encoder; their arrays as nested dicts
+decoder.py       Decoder: logits of the next token, over whole rows or with a cache
+encoder.py       Encoder: every token sees all others; classes or masked tokens
+transformer.py   what both share: embedding, positions, blocks, output layer
+scanned.py       all blocks as one `jax.lax.scan` (model.scan_layers)
+generate.py      generate: sampled continuations of prompts
+convert.py       convert: weights of one model for a model with another mechanism
+statistics.py    fit_statistics: constants of FAVOR++ and FAVOR#
+lambdas.py       λ of differential layers
+cost.py chips.py floating-point operations by formula; speeds of accelerators
+huggingface/     weights from and for models of Hugging Face and of unilm
+"""
 
 from symjax.models.build import build
 from symjax.models.convert import convert

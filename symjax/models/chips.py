@@ -1,36 +1,36 @@
-"""What a step would take on chips that are not here, from their makers' figures."""
+"""Accelerators in their makers' figures, and the least time of a step on them."""
 
 from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """One accelerator, in its maker's figures; both links count one direction."""
+    """One accelerator in its maker's figures. Both links count one direction."""
 
     name: str
-    flops: float  # bfloat16 operations a second, dense
+    flops: float  # dense bfloat16 operations per second
     memory: float  # bytes
-    bandwidth: float  # bytes a second of that memory
-    link: float  # bytes a second that it sends to chips of its group
-    group: int  # chips that are joined so: a pod, or one box
-    network: float  # bytes a second that it sends out of the group
-    per_cycle: int = 0  # bfloat16 operations a cycle of a TPU
+    bandwidth: float  # bytes per second of that memory
+    link: float  # bytes per second sent to chips of the same group
+    group: int  # chips with such links: a pod, or one box
+    network: float  # bytes per second sent out of the group
+    per_cycle: int = 0  # bfloat16 operations per cycle, of a TPU
 
     @property
     def clock(self) -> float:
-        """Cycles a second of a TPU."""
+        """Cycles per second of a TPU."""
         return self.flops / self.per_cycle
 
     def seconds(
         self, devices: int, *, flops: float, touched: float, sent: float
     ) -> tuple[float, float, float]:
-        """The least time of a step's compute, memory traffic and network.
+        """Return the least seconds of a step's compute, memory traffic and network.
 
-        Each part alone, at its maker's figure: they overlap, and the step takes between
-        the longest and their sum.
+        Each is alone and at its maker's figure. They overlap: the step takes between
+        the longest of the three and their sum.
 
         Args:
-            devices: of this kind.
-            flops: of the whole step, over all devices.
+            devices: number of chips of this kind.
+            flops: operations of the whole step, over all devices.
             touched: bytes of memory that each device reads or writes.
             sent: bytes that each device sends.
         """
@@ -38,17 +38,21 @@ class Chip(NamedTuple):
         return compute, memory, sent / self.speed(devices)
 
     def speed(self, devices: int) -> float:
-        """Bytes a second that each of so many chips sends. In more than a group has,
-        all of them are taken to go over the network: rings cross the group's border."""
+        """Return the bytes per second that each of `devices` chips sends.
+
+        If a group has fewer chips, all bytes count as network traffic, since rings
+        cross the border of the group.
+        """
         return self.link if devices <= self.group else self.network
 
 
-# TPU: docs.cloud.google.com/tpu/docs/v5e, /v5p and /v6e, read in 2026; interconnect
-# there in both directions, 400, 1200 and 800 GB/s, and the data centre network 6.4
-# Tbit/s a pod of v5e, 25.6 Tbit/s a pod of v6e and 50 Gbit/s a chip of v5p. Operations
-# a cycle: the compiler's estimate of a 4096³ product is 1.04 to 1.15 of that.
-# GPU: nvidia.com/data-center/h100 and /h200, the SXM forms, without sparsity; NVLink
-# there in both directions, 900 GB/s. DGX H100 and H200: eight ports of 400 Gbit/s.
+# TPU: docs.cloud.google.com/tpu/docs/v5e, /v5p and /v6e, read in 2026. They give the
+# interconnect in both directions, 400, 1200 and 800 GB/s, and a data centre network of
+# 6.4 Tbit/s per pod of v5e, 25.6 Tbit/s per pod of v6e and 50 Gbit/s per chip of v5p.
+# Operations per cycle: the compiler's estimate of a 4096³ product takes 1.04 to 1.15
+# times as many cycles.
+# GPU: nvidia.com/data-center/h100 and /h200, SXM, without sparsity. They give NVLink in
+# both directions, 900 GB/s. DGX H100 and H200: eight ports of 400 Gbit/s.
 CHIPS = (
     Chip("TPU v5e", 197e12, 16e9, 819e9, 200e9, 256, 3.125e9, 2**17),
     Chip("TPU v5p", 459e12, 95e9, 2765e9, 600e9, 8960, 6.25e9, 2**18),
@@ -58,11 +62,11 @@ CHIPS = (
 )
 
 
-# How jax names the kinds of devices of CHIPS that it does not call as we do.
+# `device.device_kind` of jax → name in CHIPS, where they differ.
 KINDS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
 
 
 def known(kind: str) -> Chip | None:
-    """The chip that a jax device says it is (`device.device_kind`), if it is here."""
+    """Return the chip of a `device.device_kind` of jax, None if it is not in CHIPS."""
     kind = KINDS.get(kind, kind)
     return next((x for x in CHIPS if x.name in kind.removeprefix("NVIDIA ")), None)

@@ -1,4 +1,8 @@
-"""From one mechanism to another: the weights of a trained model, for another model."""
+"""Conversion of a trained model's weights to a model with another mechanism.
+
+`convert` returns the weights, `carried` the constants (random projections), and
+`changes` names the keys by which the converted model computes another function.
+"""
 
 import dataclasses
 from functools import partial
@@ -10,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from symjax import config
-from symjax.layers.parts.features import own_halves
+from symjax.layers.parts.features import diagonal_blocks
 from symjax.layers.parts.table import PARTS, part_of
 from symjax.layers.validate import sizes
 from symjax.models.build import build, parts
 
-# Weights that only some models have. Where the source lacks them they start fresh.
+# Beginnings of names of weights that start fresh if the source lacks them.
 FRESH = (
     "lambda_",
     "metric",
@@ -27,7 +31,7 @@ FRESH = (
     "value_convolution",
     "head",
 )
-# Keys that may differ between two models whose weights fit.
+# Keys of model that may differ between source and target.
 FREE = (
     "classes",
     "length",
@@ -42,19 +46,20 @@ FREE = (
     "rope_scaling",
     "attention",
     "pattern",
-    # compared as what they resolve to
+    # compared as the sizes that they resolve to
     "head_size",
     "kv_heads",
     "feedforward",
 )
-# What the attention of a model may become, by how its maps are combined.
+# `differential` of the source → values that the target may have.
 COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
 
-# What acts on queries, and on keys that are made on their own.
+# Weights that act on queries → the weights that act on projected keys.
 OF_KEYS = {"query_norm": "own_key_norm", "query_convolution": "key_convolution"}
 
-# Keys that change what the same weights compute, or add new weights that do. The others
-# convert the weights, or have no function; `changes` adds those that do so at times.
+# Keys that change the function of the same weights, or add weights that change it.
+# `changes` adds keys that do so in some models only. All other keys convert the weights
+# exactly or do not affect the function.
 CHANGING = (
     *("rope_base", "rope_share", "rope_scaling", "pattern"),
     *("attention.mechanism", "attention.depth_offset", "attention.length_base"),
@@ -69,63 +74,66 @@ Params = dict[str, Any]
 
 
 def changes(source: config.Model, target: config.Model) -> list[str]:
-    """Name the keys by which converted weights compute another function at first."""
+    """Name the keys by which converted weights initially compute another function."""
     names, models = CHANGING, (source, target)
     if all("flash" in config.mechanisms_of(x) for x in models):
-        names += ("attention.chunk_size",)  # of other mechanisms it changes rounding
-    one, other = (x.attention for x in models)
-    if one.symmetric == "none":
+        names += ("attention.chunk_size",)  # other mechanisms change by rounding alone
+    if source.attention.symmetric == "none":
         names += ("attention.symmetric",)  # the mean of queries and keys
-    if other.differential == "v1":
-        names += ("attention.differential",)  # with a new norm of every head
+    if target.attention.differential == "v1":
+        names += ("attention.differential",)  # a new norm per head
     pairs = {name: [attrgetter(name)(x) for x in models] for name in names}
     before, after = map(config.own_options, models)
     shared = [name for name in before if name in after]
     pairs |= {f"attention.options.{x}": [before[x], after[x]] for x in shared}
     return [
-        f"model.{name} {one!r} → {other!r}"
-        for name, (one, other) in pairs.items()
-        if one != other
+        f"model.{name} {old!r} → {new!r}"
+        for name, (old, new) in pairs.items()
+        if old != new
     ]
 
 
 def convert(params: Params, source: config.Model, target: config.Model) -> Params:
-    """The weights of a `source` model as those of a `target` model.
+    """Return the weights of a `source` model for a `target` model.
 
-    - another mechanism, option or position scale: the weights as they are;
-    - more key/value heads, a multiple of those there: each several times, the same
-      function (constant decays by attention.decay_heads);
-    - symmetric keys from own ones: the mean of both projections; own keys from
-      symmetric ones, and a metric from plain ones (U = 1): the same function;
-    - gated blocks of another length: the same function, their outputs scaled by it;
-    - other classes, or classes after masked tokens: all but the output layer;
-    - differential V2 from one map: each query head twice, λ's map 0 and the values
-      twice: the same function, since sigmoid(0) = ½;
-    - differential V1 from one map: the projections as they are, halves of a head
-      becoming its branches; of a metric or a feature map of the head each branch gets
-      its own half. A warm start: the new norm of every head changes the function.
+    Exact conversions (the target computes the same function):
+    - more key/value heads, a multiple of the source's: each is repeated (constant
+      decays need attention.decay_heads);
+    - projected keys from symmetric ones, and pairwise from plain symmetric (U = 1);
+    - gated blocks of another length: the output layer is rescaled;
+    - differential V2 from one map: each query head twice, λ's projection 0 and values
+      times 2, since sigmoid(0) = ½.
 
-    Weights that the target alone has (λ, norms, feature maps, gates) start fresh, so do
-    feature maps of another kind; what belongs to the mechanism of the source stays
-    behind (the norm of its heads, feature maps, decays). Random projections and their
-    statistics are constants and not among the weights: the same function needs the
-    same ones.
+    Warm starts (`changes` names their keys, except classes):
+    - another mechanism, option or position scale: the weights stay as they are;
+    - symmetric keys from projected ones: the mean of both projections;
+    - differential V1 from one map: the halves of a head become its branches, each with
+      its own half of a metric or feature map; the new norm per head changes the
+      function;
+    - other classes, or classes after masked tokens: all weights except the output
+      layer.
+
+    Weights that only the target has (λ, norms, feature maps, gates), and feature maps
+    of another kind, start fresh. Weights of the source's mechanism that the target
+    lacks are dropped (its norm per head, feature maps, decays). Random projections and
+    their statistics are constants: `carried` returns them, and the same function needs
+    the same constants.
 
     Raises:
-        ValueError: the models differ where weights cannot follow, naming both, or the
-            target has no place for a weight of the source, naming it.
+        ValueError: the models differ in a way that weights cannot follow, naming both,
+            or the target has no place for a weight of the source, naming it.
     """
     _check(source, target)
     _check_sizes(source, target)
     fresh, _ = parts(build(target, rngs=nnx.Rngs(0)))
-    moved = dict(params)
-    moved["blocks"] = {
+    converted = dict(params)
+    converted["blocks"] = {
         depth: _block(block, source, target, config.mechanism_of(source, int(depth)))
         for depth, block in params["blocks"].items()
     }
     if source.classes != target.classes:
-        moved.pop("head", None)
-    return _overlay(fresh, moved, "")
+        converted.pop("head", None)
+    return _overlay(fresh, converted, "")
 
 
 def carried(
@@ -141,17 +149,17 @@ def carried(
         fresh: the constants of a new target model.
         known: the constants of the source.
     """
-    drawn = dict(found for part in PARTS.values() for found in part.drawn)
+    drawn = dict(pair for part in PARTS.values() for pair in part.drawn)
 
-    def choose(path: tuple, own: jax.Array) -> jax.Array:
-        given: Any = known
-        name = path[-1].key
-        for part in path:
-            given = given.get(part.key) if isinstance(given, dict) else None
-        one, other = (getattr(x.attention, drawn[name]) for x in (source, target))
-        if given is not None and given.shape == own.shape and one == other:
-            return given
-        return own
+    def choose(path: tuple, new: jax.Array) -> jax.Array:
+        old: Any = known
+        key = drawn[path[-1].key]
+        for step in path:
+            old = old.get(step.key) if isinstance(old, dict) else None
+        drawn_alike = getattr(source.attention, key) == getattr(target.attention, key)
+        if old is not None and old.shape == new.shape and drawn_alike:
+            return old
+        return new
 
     return jax.tree_util.tree_map_with_path(choose, fresh)
 
@@ -159,18 +167,19 @@ def carried(
 def _block(
     block: Params, source: config.Model, target: config.Model, mechanism: str
 ) -> Params:
-    """One block's weights for the target; of a universal model those inside."""
+    """Return the weights of one block for the target."""
     if "block" in block:
         return block | {"block": _block(block["block"], source, target, mechanism)}
     layer = block.get("attention", block)
     if layer is not block:
         layer = _attention(layer, source, target)
-    if (own := part_of(mechanism).convert) is not None:
-        layer = own(layer, source, target)
+    if (convert_part := part_of(mechanism).convert) is not None:
+        layer = convert_part(layer, source, target)
     return block | {"attention": layer} if "attention" in block else layer
 
 
 def _check(source: config.Model, target: config.Model) -> None:
+    """Raise if weights of the source cannot follow to the target."""
     for field in dataclasses.fields(source):
         one, other = getattr(source, field.name), getattr(target, field.name)
         if field.name not in FREE and one != other:
@@ -199,20 +208,20 @@ def _check(source: config.Model, target: config.Model) -> None:
         )
     if before.key_norm != "none" and after.symmetric == "none":
         raise ValueError(
-            f"symmetric keys with key_norm {before.key_norm!r} do not turn into own "
-            "ones, which have no such norm"
+            f"symmetric keys with key_norm {before.key_norm!r} do not turn into "
+            "projected keys, which have no such norm"
         )
 
 
 def _check_sizes(source: config.Model, target: config.Model) -> None:
-    """Raises: ValueError: heads or hidden features differ; 0 is what it stands for."""
-    one, other = sizes(source), sizes(target)
-    kv_heads = one.kv_heads
-    if other.kv_heads % kv_heads == 0:
-        kv_heads = other.kv_heads
+    """Raise if heads or hidden features differ, with 0 as the size that it means."""
+    of_source, of_target = sizes(source), sizes(target)
+    kv_heads = of_source.kv_heads
+    if of_target.kv_heads % kv_heads == 0:
+        kv_heads = of_target.kv_heads
     for name, before, after in (
-        ("key/value heads", kv_heads, other.kv_heads),
-        ("value features a head", one.value_size, other.value_size),
+        ("key/value heads", kv_heads, of_target.kv_heads),
+        ("value features a head", of_source.value_size, of_target.value_size),
         (
             "hidden features",
             source.feedforward or 4 * source.width,
@@ -226,7 +235,7 @@ def _check_sizes(source: config.Model, target: config.Model) -> None:
 
 
 def _attention(layer: Params, source: config.Model, target: config.Model) -> Params:
-    """One layer's weights with the keys and maps of the target."""
+    """Return a layer's weights with the keys and differential maps of the target."""
     before, after = source.attention, target.attention
     layer = _ungrouped(layer, sizes(source).kv_heads, sizes(target).kv_heads)
     if before.symmetric == "none" and after.symmetric != "none":
@@ -243,21 +252,21 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
         layer["metric"] = jnp.broadcast_to(jnp.eye(size), (heads, size, size))
     combined = before.differential, after.differential
     if combined == ("none", "v1") and before.symmetric == "pairwise":
-        layer["metric"] = own_halves(layer["metric"])
+        layer["metric"] = diagonal_blocks(layer["metric"])
     if combined == ("none", "v2"):
         twice = partial(_repeated, heads=target.heads, times=2)
         layer["query"] = jax.tree.map(twice, layer["query"])
-        # twice the values, before any norm of the heads
+        # values times 2, before any norm per head
         layer["value"] = jax.tree.map(lambda x: 2 * x, layer["value"])
         layer["lambda_projection"] = {"kernel": jnp.zeros((target.width, target.heads))}
     return layer
 
 
 def _ungrouped(layer: Params, before: int, after: int) -> Params:
-    """The layer with each key/value head as often as the target has heads for it.
+    """Repeat each key/value head `after // before` times.
 
-    A head's features stand together, those of both branches too. The norms of queries
-    and keys are those of all heads.
+    The features of a head are adjacent, with both branches. The norms of queries and
+    keys are shared by all heads.
     """
     if before == after:
         return dict(layer)
@@ -267,39 +276,40 @@ def _ungrouped(layer: Params, before: int, after: int) -> Params:
 
 
 def _repeated(x: jax.Array, heads: int, times: int) -> jax.Array:
-    """Every head's outputs [… N·H] so many times, side by side."""
+    """Repeat the outputs [… N·H] of each head `times` times, next to each other."""
     split = x.reshape(*x.shape[:-1], heads, -1)
     return jnp.repeat(split, times, axis=-2).reshape(*x.shape[:-1], -1)
 
 
 def _overlay(fresh: Params, params: Params, prefix: str) -> Params:
-    """`fresh` with every weight that `params` has too.
+    """Return `fresh` with the weights of `params` in place of its own.
 
     Raises:
-        ValueError: a weight would be lost that no mechanism owns, or is missing.
+        ValueError: the target has no place for a weight that no mechanism owns, the
+            source lacks a weight that may not start fresh, or shapes differ.
     """
-    # Weights of one mechanism, which another has no use for.
+    # Weights of the source's mechanism, which the target's mechanism may lack.
     dropped = ("head_norm", *(x for part in PARTS.values() for x in part.owned))
     for name in params:
         if name not in fresh and name not in dropped:
             path = f"{prefix}{name}"
             raise ValueError(f"the target has no place for the weight {path!r}")
     result = {}
-    for name, own in fresh.items():
-        path, given = f"{prefix}{name}", params.get(name)
-        if given is None:
+    for name, new in fresh.items():
+        path, old = f"{prefix}{name}", params.get(name)
+        if old is None:
             if not any(part.startswith((*FRESH, *dropped)) for part in path.split("/")):
                 raise ValueError(f"the source has no weight {path!r}")
-            result[name] = own
-        elif isinstance(own, dict):
-            result[name] = _overlay(own, given, f"{path}/")
-        elif path == "positions" and given.shape[0] >= own.shape[0]:
-            result[name] = given[: own.shape[0]]
-        elif own.shape != given.shape:
+            result[name] = new
+        elif isinstance(new, dict):
+            result[name] = _overlay(new, old, f"{path}/")
+        elif path == "positions" and old.shape[0] >= new.shape[0]:
+            result[name] = old[: new.shape[0]]
+        elif new.shape != old.shape:
             raise ValueError(
-                f"weight {path!r} is {given.shape} in the source and {own.shape} in "
+                f"weight {path!r} is {old.shape} in the source and {new.shape} in "
                 "the target"
             )
         else:
-            result[name] = jnp.asarray(given)
+            result[name] = jnp.asarray(old)
     return result

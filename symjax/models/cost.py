@@ -1,4 +1,4 @@
-"""What a model costs, by formula: parameters and floating-point operations."""
+"""Floating-point operations of a model, by formula."""
 
 from collections import Counter
 
@@ -9,11 +9,14 @@ from symjax.layers.parts.table import part_of
 
 
 def forward_flops(options: config.Model, parameters: int) -> float:
-    """Operations of the forward pass a token, a multiply-add counted as two.
+    """Return the operations of the forward pass per token; a multiply-add counts two.
 
-    2 for each weight that multiplies a token, as often as it does, plus the work of
-    attention at the model's length. XLA's cost analysis is no alternative: it counts
-    the body of a scan once.
+    Each weight costs 2 for each time that it multiplies a token. The work of attention
+    at the model's length is added. XLA's cost analysis cannot replace the formula: it
+    counts the body of a scan once.
+
+    Args:
+        parameters: number of weights of the model.
     """
     head = options.vocabulary * options.width
     tables = head * (not options.tie_embeddings)
@@ -43,5 +46,8 @@ def attention_flops(options: config.Model, depth: int) -> float:
 
 
 def train_flops(options: config.Model, parameters: int) -> float:
-    """Operations of a training step a token: the backward pass costs two forwards."""
+    """Return the operations of a training step per token: three forward passes.
+
+    The backward pass costs as much as two.
+    """
     return 3 * forward_flops(options, parameters)

@@ -1,4 +1,4 @@
-"""The decoder: a causal language model over any attention mechanism."""
+"""Decoder: a causal language model over any attention mechanism."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,16 +13,16 @@ from symjax.models import transformer
 
 
 class Cache(NamedTuple):
-    """Decoding cache: the state of every layer, and how many tokens it has read."""
+    """Decoding cache of a model."""
 
-    position: Int[Array, "B"]  # tokens read of each example
-    layers: list[Any]
+    position: Int[Array, "B"]  # number of tokens read, for each example
+    layers: list[Any]  # the decoding state of each block
 
 
 class Decoder(nnx.Module):
     """Embedding, positions, blocks, final norm and output layer.
 
-    `Decoder(config.Model(vocabulary=65), rngs=nnx.Rngs(0))` is the reference model of
+    `Decoder(config.Model(vocabulary=65), rngs=nnx.Rngs(0))`, the reference model, has
     2,479,937 parameters.
 
     Raises:
@@ -33,14 +33,14 @@ class Decoder(nnx.Module):
     learned_positions: bool
     embedding: nnx.Embed
     blocks: nnx.List
-    period: int  # blocks that a loop unrolls; 0: there is no loop
+    period: int  # blocks in the body of the loop of model.scan_layers; 0: no loop
     final_norm: Any
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
         transformer.check(options)
         if not config.is_causal(options):
             raise ValueError(
-                f"model.kind {options.kind!r} is no Decoder, but an Encoder"
+                f"model.kind {options.kind!r} needs an Encoder, not a Decoder"
             )
         transformer.assemble(self, options, options.vocabulary, rngs)
 
@@ -52,14 +52,14 @@ class Decoder(nnx.Module):
         watch: Callable | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T vocabulary"]:
-        """Logits of the next token at every place, in float32.
+        """Return the logits of the next token at each position, in float32.
 
         Args:
-            dropout_key: a random key turns dropout on; None is evaluation.
-            watch: is told what every layer does, as in `symjax.layers.Block`.
-            segment_ids: tokens see only their own run of equal ids, in which positions
-                start anew: outputs are those of each document alone. (The groups of
-                flash stay those of the row.)
+            dropout_key: turns dropout on, as in training.
+            watch: function that is called in each block, as in `symjax.layers.Block`.
+            segment_ids: tokens see only tokens with the same id, and positions restart
+                in each document: outputs are those of each document alone. (The
+                mechanism flash divides the row into groups, not each document.)
         Raises:
             ValueError: more tokens than learned positions.
         """
@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
         watch: Callable | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """What the output layer is given; arguments and errors as of a call."""
+        """Return the input of the output layer; arguments and errors as `__call__`."""
         segments = None if segment_ids is None else segments_of(segment_ids)
         x = transformer.look_up(self, tokens)
         x = transformer.placed(self, x, jnp.zeros(1, jnp.int32), segments=segments)
@@ -84,7 +84,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x)
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """The cache before the first token, for at most `length` tokens."""
+        """Return the cache before the first of at most `length` tokens."""
         layers = [block.init_cache(batch, length) for block in self.blocks]
         return Cache(jnp.zeros(batch, jnp.int32), layers)
 
@@ -94,17 +94,17 @@ class Decoder(nnx.Module):
         cache: Cache,
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T vocabulary"], Cache]:
-        """Logits after each of the next tokens, and the cache that has read them.
+        """Read the next tokens: (logits after each of them, new cache).
 
         A token costs one decoding step; earlier tokens are not computed again.
 
         Args:
-            lengths: how many of each row's tokens exist; the rest of the row is
-                padding, which is not read and whose logits mean nothing. None: all.
+            lengths: number of tokens of each row that exist. The rest of the row is
+                padding: it is not read, and its logits mean nothing. By default all
+                exist.
         Raises:
-            ValueError: more tokens than the cache or learned positions have room
-                for. Under `jax.jit` the tokens of one call are counted, not those
-                read before.
+            ValueError: more tokens than fit the cache or the learned positions. Under
+                `jax.jit` only the tokens of one call are counted.
         """
         hidden, cache = self.read(tokens, cache, lengths)
         return transformer.logits(self, hidden), cache
@@ -115,7 +115,7 @@ class Decoder(nnx.Module):
         cache: Cache,
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Hidden states for the output layer in place of logits; else as `decode`."""
+        """Read the next tokens as `decode`, with hidden states in place of logits."""
         count = tokens.shape[1]
         padding_mask = None
         if lengths is not None:

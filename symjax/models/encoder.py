@@ -1,4 +1,4 @@
-"""The encoder: every token sees all others, of a text or of an image."""
+"""Encoder: every token of a text or an image sees all others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,10 @@ class Encoder(nnx.Module):
     """Embedding or patches, positions, blocks, final norm and output layer.
 
     classes > 0   the mean over all tokens, then logits of the classes
-    classes = 0   logits of the token types at every place (masked-LM)
-    patch > 0     tokens are squares of patch × patch pixels, instead of ids
+    classes = 0   logits of the vocabulary at each position (masked-LM)
+    patch > 0     tokens are squares of patch × patch pixels instead of ids
 
-    Ids below 0 are pads: no token sees them, and the mean leaves them out.
+    Ids below 0 are padding: no token sees them, and the mean leaves them out.
 
     Raises:
         ValueError: sizes or choices that exclude each other, naming both.
@@ -31,7 +31,7 @@ class Encoder(nnx.Module):
     length: int
     learned_positions: bool
     blocks: nnx.List
-    period: int  # blocks that a loop unrolls; 0: there is no loop
+    period: int  # blocks in the body of the loop of model.scan_layers; 0: no loop
     final_norm: Any
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
@@ -40,8 +40,8 @@ class Encoder(nnx.Module):
             raise ValueError(f"an Encoder has model.kind 'encoder', not {options.kind}")
         if options.tie_embeddings and (options.classes or options.patch):
             raise ValueError(
-                f"model.tie_embeddings is of logits of tokens: model.classes is "
-                f"{options.classes}, model.patch {options.patch}"
+                "model.tie_embeddings needs logits of tokens, but model.classes is "
+                f"{options.classes} and model.patch {options.patch}"
             )
         self.patch, self.classes = options.patch, options.classes
         if self.patch:
@@ -58,13 +58,13 @@ class Encoder(nnx.Module):
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T outputs"]:
-        """Logits in float32: [B 1 classes], or [B T vocabulary] of a masked-LM.
+        """Return logits in float32: [B 1 classes], or [B T vocabulary] of a masked-LM.
 
         Args:
-            dropout_key: a random key turns dropout on; None is evaluation.
-            watch: is told what every layer does, as in `symjax.layers.Block`.
+            dropout_key: turns dropout on, as in training.
+            watch: function that is called in each block, as in `symjax.layers.Block`.
         Raises:
-            ValueError: more tokens than learned positions, images of another size.
+            ValueError: more tokens than learned positions, or images of another size.
         """
         x = self.hidden(inputs, dropout_key=dropout_key, watch=watch)
         return transformer.logits(self, x)
@@ -76,15 +76,20 @@ class Encoder(nnx.Module):
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """What the output layer is given, [B 1 D] of a classifier; arguments and errors
-        as of a call."""
-        x, padding_mask = self._read(inputs)
+        """Return the input of the output layer, [B 1 D] in a classifier.
+
+        Arguments and errors are those of `__call__`.
+        """
+        x, padding_mask = self._embed(inputs)
         x = transformer.run_blocks(self, x, dropout_key, padding_mask, watch)
         x = self.final_norm(x)
         return _mean(x, padding_mask)[:, None] if self.classes else x
 
-    def _read(self, inputs: Array) -> tuple[Array, Bool[Array, "B T"] | None]:
-        """Tokens in their places, and which of them exist; None: all."""
+    def _embed(self, inputs: Array) -> tuple[Array, Bool[Array, "B T"] | None]:
+        """Return embedded tokens with positions, and a mask of tokens that exist.
+
+        The mask of images is None: all tokens exist.
+        """
         if self.patch:
             x, padding_mask = self.patches(patchify(inputs, self.patch)), None
         else:
@@ -99,7 +104,7 @@ class Encoder(nnx.Module):
 def patchify(
     images: Float[Array, "B height width channels"], patch: int
 ) -> Float[Array, "B T pixels"]:
-    """Squares of patch × patch pixels, row by row, each as one vector.
+    """Split images into squares of patch × patch pixels, row by row, as vectors.
 
     Raises:
         ValueError: the squares do not fill the image.
@@ -113,15 +118,15 @@ def patchify(
 
 
 def _pixels(options: config.Model) -> int:
-    """Numbers in a patch.
+    """Return the number of values in a patch.
 
     Raises:
-        ValueError: the image is not one of model.length patches, or has no classes.
+        ValueError: images do not have model.length patches, or no classes are set.
     """
     height, width, channels = options.image
     patch, size = options.patch, f"{height} × {width} × {channels}"
     if not options.classes:
-        raise ValueError("model.patch is of images with labels: set model.classes")
+        raise ValueError("model.patch needs images with labels: set model.classes")
     if min(options.image) < 1 or height % patch or width % patch:
         raise ValueError(
             f"model.patch {patch} does not divide images of {size} (model.image)"
@@ -138,7 +143,7 @@ def _pixels(options: config.Model) -> int:
 def _mean(
     x: Float[Array, "B T D"], padding_mask: Bool[Array, "B T"] | None
 ) -> Float[Array, "B D"]:
-    """Over the tokens that exist, summed in float32 at least."""
+    """Return the mean over the tokens that exist, summed in float32 at least."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if padding_mask is None:
         return wide.mean(axis=1).astype(x.dtype)

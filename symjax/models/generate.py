@@ -1,7 +1,7 @@
-"""Sampling: the prompt is read once, then each token costs one step.
+"""Sampling: one call reads the prompts, then each new token costs one step.
 
-Shapes are rounded up to powers of two, so that a program is compiled for a range of
-sizes and not for each: rows, tokens of the longest prompt, and room in the cache.
+The numbers of rows, of prompt tokens and of places in the cache are rounded up to
+powers of two, so that a program is compiled for a range of sizes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,12 +19,12 @@ from symjax.config import LARGEST
 from symjax.models import transformer
 from symjax.models.decoder import Decoder
 
-MOST = 2**20  # new tokens of one call, whose cache is in memory as a whole
-PROMPT, ROOM = 16, 64  # the smallest sizes of prompts and caches, in tokens
-PIECE = 16  # tokens between two looks at the text, at most
-GREEDY = 1e-6  # temperatures below it take the likeliest token
-HOTTEST = 1e30  # of temperatures: the inverse of 3e38 is 0 in XLA
-SLACK = 1e-6  # of a sum of probabilities in float32
+MOST = 2**20  # largest number of new tokens in one call
+PROMPT, ROOM = 16, 64  # smallest lengths of padded prompts and of caches, in tokens
+PIECE = 16  # largest number of tokens between two calls of `until`
+GREEDY = 1e-6  # lower temperatures take the likeliest token
+HOTTEST = 1e30  # largest temperature: the inverse of 3e38 is 0 in XLA
+SLACK = 1e-6  # rounding of a sum of probabilities in float32
 
 AnyArray = Array | np.ndarray
 
@@ -42,37 +42,34 @@ def generate(
     stop: Sequence[int] = (),
     until: Callable[[np.ndarray], bool] | None = None,
 ) -> Int[Array, "B count"]:
-    """The `count` tokens that follow each prompt, drawn one after another.
+    """Draw the `count` tokens that follow each prompt, one after another.
 
-    Decodes with the model's cache: keys and values of every layer, or a state whose
-    size does not depend on the length. Two programs are compiled for each top_k and
-    each size of batch, of prompts and of prompt + count, all rounded up to powers of
-    two. The loop ends early where every row has stopped.
+    The model decodes with its cache: keys and values of each layer, or a state whose
+    size does not depend on the length. Two programs are compiled for each top_k and for
+    each number of rows, of prompt tokens and of prompt + count tokens, all rounded up
+    to powers of two. The loop ends early when all rows have stopped.
 
     Args:
         count: at most 2²⁰.
-        key: one for all rows, or one for each row [B]. A row that has its own key
-            has the same draws in any batch.
-        lengths: how many tokens each prompt has, where they differ: prompts end
-            together and are filled up on the left with any token. Each is continued
-            as it would be alone.
-        temperature: divides the logits; 0, or less than 1e-6, takes the likeliest
-            token.
-        top_k: draw from exactly so many of the likeliest tokens; 0: from all. Of equal
-            logits those of lower ids are taken, here and by top_p.
-        top_p: draw from the fewest likeliest tokens whose probabilities, after the
-            temperature and among those of top_k, sum up to at least this much (to
-            within 1e-6).
-        stop: tokens that end a row: after the first of them it is filled up with it.
-        until: is given the tokens so far [B, t] after 1, 2, 4, 8, 16, 32, 48 … tokens
-            and ends the loop by returning True; rows are then filled up with their last
-            token. Not under `jax.jit`.
+        key: one for all rows, or one for each row [B]. A row with its own key has the
+            same draws in any batch.
+        lengths: number of tokens of each prompt, if they differ. Prompts are padded on
+            the left with any token, and each is continued as it would be alone.
+        temperature: divides the logits. Below 1e-6 the likeliest token is taken.
+        top_k: draw from this number of likeliest tokens; 0 draws from all. Among equal
+            logits lower ids count as likelier, here and for top_p.
+        top_p: draw from the fewest likeliest tokens whose probabilities (after
+            temperature and top_k) sum to at least top_p, to within 1e-6.
+        stop: tokens that end a row. The row repeats the stop token until its end.
+        until: function of the tokens so far [B, t], called after 1, 2, 4, 8, 16, 32, 48
+            … tokens; True ends the loop, and each row repeats its last token. Not
+            possible under `jax.jit`.
     Raises:
         ValueError: an empty prompt, one without an axis of examples or with tokens
             outside the vocabulary, lengths that do not fit the prompts, more tokens
-            than learned positions, a temperature that is below 0 or not finite, a
-            count, a top_k or a token to stop at that is no whole number of its range,
-            a top_p outside (0, 1], or keys that are not one or one a row.
+            than learned positions, a temperature below 0 or not finite, a count, top_k
+            or stop token that is not a whole number in its range, a top_p outside
+            (0, 1], or neither one key nor one per row.
     Source: top_p is nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751.
     """
     count = whole("count", count, 1, MOST)
@@ -112,23 +109,26 @@ def generate(
 
 
 def before_stop(row: np.ndarray, stop: Sequence[int]) -> np.ndarray:
-    """The tokens of a row before the first that stops it."""
+    """Return the tokens of a row before its first stop token."""
     stopped = np.isin(row, list(stop))
     return row[: stopped.argmax()] if stopped.any() else row
 
 
 def bucket(size: int, least: int) -> int:
-    """The smallest power of two that is no smaller than `size` and `least`."""
+    """Return the smallest power of two that is at least `size` and `least`."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def _padded(
     prompt: AnyArray, lengths: AnyArray | None, columns: int
 ) -> tuple[AnyArray, AnyArray]:
-    """(prompts, lengths) with so many columns and a power of two of rows.
+    """Pad prompts on the left to `columns`, and the number of rows to a power of two.
 
-    Prompts are padded on the left. Arrays stay on the host where they can, since JAX
-    would compile the padding for every shape.
+    Arrays stay on the host unless they are traced: JAX would compile the padding for
+    each shape.
+
+    Returns:
+        prompts and their lengths.
     """
     traced = isinstance(prompt, Tracer) or isinstance(lengths, Tracer)
     module: Any = jnp if traced else np
@@ -142,10 +142,10 @@ def _padded(
 
 
 def _padded_keys(key: Array, rows: int, padded: int) -> Array:
-    """One key, or as many as there are padded rows; of the new type.
+    """Return typed PRNG keys: one, or one for each of `padded` rows.
 
     Raises:
-        ValueError: there is another number of keys.
+        ValueError: `key` has neither one key nor one for each of `rows`.
     """
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
@@ -190,17 +190,21 @@ def _check_sampling(temperature: Any, top_p: Any) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a single number, which True is not."""
+    """Return whether a value is one real number; a boolean is none."""
     kind = np.asarray(value).dtype
     real = jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)
     return np.ndim(value) == 0 and real
 
 
 def whole(name: str, value: Any, least: int, most: int = LARGEST) -> int:
-    """Raises: ValueError: a value is no whole number, or outside its range."""
+    """Return a value as int.
+
+    Raises:
+        ValueError: it is not a whole number, or outside its range.
+    """
     number = np.asarray(value)
-    known = number.ndim == 0 and number.dtype.kind in "iuf"
-    if not (known and least <= number <= most and number % 1 == 0):
+    is_number = number.ndim == 0 and number.dtype.kind in "iuf"
+    if not (is_number and least <= number <= most and number % 1 == 0):
         raise ValueError(
             f"{name} must be a whole number from {least} to {most}, got {value!r}"
         )
@@ -208,13 +212,13 @@ def whole(name: str, value: Any, least: int, most: int = LARGEST) -> int:
 
 
 def _check_lengths(lengths: AnyArray, prompt: AnyArray) -> None:
-    known = not isinstance(lengths, Tracer)
+    is_concrete = not isinstance(lengths, Tracer)
     if lengths.shape != prompt.shape[:1] or (
-        known and not all(1 <= length <= prompt.shape[1] for length in lengths)
+        is_concrete and not all(1 <= length <= prompt.shape[1] for length in lengths)
     ):
         raise ValueError(
             f"lengths must be one of 1 to {prompt.shape[1]} for each prompt of "
-            f"{prompt.shape}, got {lengths if known else lengths.shape}"
+            f"{prompt.shape}, got {lengths if is_concrete else lengths.shape}"
         )
 
 
@@ -234,10 +238,10 @@ class _State(NamedTuple):
     """State of the loop over new tokens.
 
     Attributes:
-        index: the number of tokens that are written.
-        stopped: rows that have met a stop token, and padding.
-        tokens: of every row; from `index` on the last token is repeated.
-        cache: of the model, which has read all tokens but the last.
+        index: number of tokens that are written.
+        stopped: rows that have drawn a stop token, and rows of padding.
+        tokens: new tokens of each row; from `index` on the last one is repeated.
+        cache: cache of the model, which has read all tokens except the last.
     """
 
     index: Int[Array, ""]
@@ -247,7 +251,7 @@ class _State(NamedTuple):
 
 
 def _so_far(state: _State, rows: int, count: int) -> np.ndarray:
-    """The first `count` tokens, without the rows that are padding."""
+    """Return the first `count` tokens of the rows that are not padding."""
     return np.asarray(state.tokens)[:rows, :count]
 
 
@@ -273,11 +277,11 @@ def _read(
 def _write(
     graph, top_k, weights, cache, state, count, stops, keys, temperature, top_p
 ) -> _State:
-    """Draw tokens until there are `count`, or until every row has stopped."""
+    """Draw tokens until there are `count`, or all rows have stopped."""
     model, room = nnx.merge(graph, weights), state.tokens.shape[1]
     keys = _keys(keys, room)
 
-    def going(state: _State) -> Array:
+    def is_unfinished(state: _State) -> Array:
         return (state.index < count) & ~state.stopped.all()
 
     def step(state: _State) -> _State:
@@ -289,14 +293,17 @@ def _write(
         tokens = tokens.at[:, index].set(token)
         return _State(index + 1, stopped | stops[token], tokens, cache)
 
-    state = jax.lax.while_loop(going, step, state._replace(cache=cache))
+    state = jax.lax.while_loop(is_unfinished, step, state._replace(cache=cache))
     written = jnp.arange(room) < state.index
     last = state.tokens[:, state.index - 1]
     return state._replace(tokens=jnp.where(written, state.tokens, last[:, None]))
 
 
 def _keys(keys: Array, count: int) -> Array:
-    """The keys of every token, [count] or [count B]; more of them change none."""
+    """Return the keys of `count` tokens, [count] or [count B].
+
+    The key of a token does not depend on `count`.
+    """
     if not keys.ndim:
         return jax.random.split(keys, count)
     return jax.vmap(partial(jax.random.split, num=count), out_axes=1)(keys)
@@ -309,12 +316,12 @@ def _draw(
     temperature: Float[Array, ""],
     top_p: Float[Array, ""],
 ) -> Int[Array, "B"]:
-    """A token of each row, by one key for all rows or one for each."""
+    """Draw one token per row, with one key for all rows or one key per row."""
     logits = logits.astype(jnp.float32)
     warm = temperature >= GREEDY
     divisor = jnp.where(warm, temperature.clip(max=HOTTEST), 1)
     highest = logits.max(axis=-1, keepdims=True)
-    # With the highest logit at 0 a small temperature makes the others −∞, never NaN.
+    # With the highest logit at 0, a low temperature makes the others −∞, not NaN.
     shifted = logits - jnp.where(jnp.isfinite(highest), highest, 0)
     likely = _likely(shifted / divisor, top_k, top_p)
     draw = jax.vmap(jax.random.categorical) if keys.ndim else jax.random.categorical
@@ -325,7 +332,7 @@ def _draw(
 def _likely(
     logits: Float[Array, "B vocabulary"], top_k: int, top_p: Float[Array, ""]
 ) -> Float[Array, "B vocabulary"]:
-    """The logits of the likeliest tokens, in float32; those of the others are −∞."""
+    """Set logits outside top_k and top_p to −∞; in float32."""
     logits = logits.astype(jnp.float32)
     if 0 < top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]
@@ -347,9 +354,9 @@ def _highest(
     least: Float[Array, "B 1"],
     count: Int[Array, "..."],
 ) -> Float[Array, "B vocabulary"]:
-    """The `count` highest logits, the last of which is `least`; others become −∞.
+    """Keep the `count` highest logits, the last of which is `least`; others become −∞.
 
-    Of logits that equal `least` those of the lowest ids are taken.
+    Among logits equal to `least`, those of lower ids are kept.
     """
     above, equal = logits > least, logits == least
     rest = count - above.sum(axis=-1, keepdims=True)

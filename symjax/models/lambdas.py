@@ -12,8 +12,9 @@ from symjax.models.build import Model, attentions
 
 
 def lambda_table(model: Model) -> list[dict[str, float]]:
-    """λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with differential V1."""
-    layers = {id(layer): layer for layer in attentions(model)}  # one that is repeated
+    """Return λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with V1."""
+    # A universal model repeats one layer, which has one row.
+    layers = {id(layer): layer for layer in attentions(model)}
     rows = []
     for index, layer in enumerate(layers.values()):
         if layer.mixer.differential == "v1":
@@ -31,9 +32,9 @@ def _exponential(query, key) -> float:
 
 
 def mean_lambdas(model: Model, inputs: Any) -> dict[int, float]:
-    """Return layer → λ of differential V2, the mean over heads and tokens of a batch.
+    """Return index of the layer → mean λ of differential V2, over heads and tokens.
 
-    Every row is read as one document, also if it holds several.
+    Each row counts as one document, also if it holds several.
     """
     graph, weights = nnx.split(model)
     return {
@@ -43,13 +44,14 @@ def mean_lambdas(model: Model, inputs: Any) -> dict[int, float]:
 
 @partial(jax.jit, static_argnums=0)
 def _mean_lambdas(graph: nnx.GraphDef, weights: Any, inputs: Any) -> dict[int, Any]:
-    model, found = nnx.merge(graph, weights), []
+    model, means = nnx.merge(graph, weights), []
 
     def watch(layer: Any, x: jax.Array, *_: Any) -> None:
-        own = getattr(layer, "lambda_projection", None)
-        found.append(
-            None if own is None else jax.nn.sigmoid(own(x)).mean(dtype=jnp.float32)
-        )
+        project = getattr(layer, "lambda_projection", None)
+        mean = None
+        if project is not None:
+            mean = jax.nn.sigmoid(project(x)).mean(dtype=jnp.float32)
+        means.append(mean)
 
     model(inputs, watch=watch)
-    return {layer: lam for layer, lam in enumerate(found) if lam is not None}
+    return {layer: mean for layer, mean in enumerate(means) if mean is not None}

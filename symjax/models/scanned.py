@@ -1,4 +1,8 @@
-"""The blocks of a deep model as one loop: its program is that of one period."""
+"""Blocks of a deep model as one loop (model.scan_layers), whose body is one period.
+
+The size of the program does not grow with depth. A period is one block, or one block
+for each mechanism of model.pattern.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +17,7 @@ from symjax.layers.block import rematerialised
 from symjax.layers.primitives import features_last
 from symjax.layers.segments import Segments
 
-Values = dict[str, Array]  # path of the attribute inside the block → its value
+Values = dict[str, Array]  # path of an attribute inside the block → its value
 
 
 def run_scanned(
@@ -23,17 +27,16 @@ def run_scanned(
     padding_mask: Bool[Array, "B T"] | None = None,
     segments: Segments | None = None,
 ) -> Float[Array, "B T D"]:
-    """`x` through all blocks, as `jax.lax.scan` over the periods of a pattern.
+    """Run x through all blocks by `jax.lax.scan` over the periods of the pattern.
 
-    The weights of the blocks at one place of every period are stacked first, matrices
-    in the type of the computation. So a step copies the weights once; the model, its
-    optimizer and its checkpoints keep those of each block apart.
+    Block i of each period has the same modules, so the weights of these blocks are
+    stacked, kernels in the dtype of the computation. A step thus copies the weights
+    once. The model, its optimizer and its checkpoints have the weights of each block
+    separately.
 
     Args:
-        model: its blocks, their remat, the dtype of the computation, and the period:
-            blocks that are unrolled inside the loop, of which the same place of another
-            period has the same modules.
-        keys: of dropout, one a block.
+        model: has blocks, remat, dtype and period, the number of blocks in the body.
+        keys: dropout keys, one per block.
         padding_mask, segments: as in `symjax.layers.Block`.
     Raises:
         ValueError: blocks differ in more than weights and numbers of their depth.
@@ -48,12 +51,12 @@ def run_scanned(
             )
 
     inputs = [
-        (_weights(block, model.dtype), of_depth(block), key)
+        (_weights(block, model.dtype), values_by_depth(block), key)
         for block, key in zip(blocks, keys, strict=True)
     ]
     stacked = [
-        jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs[place::period])
-        for place in range(period)
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs[first::period])
+        for first in range(period)
     ]
     return _scan(
         tuple(graphs[:period]), model.remat, x, padding_mask, segments, stacked
@@ -69,34 +72,34 @@ def _scan(
     segments: Segments | None,
     stacked: list[Any],
 ) -> Array:
-    """A function of its own, so that a call outside `jax.jit` is compiled once."""
+    """Scan over the stacked weights; jitted, so that eager calls compile it once."""
 
     def run(graph: nnx.GraphDef, inputs: Any, x: Array) -> Array:
         weights, values, key = inputs
         block = nnx.merge(graph, weights)
-        give(block, values)
+        set_values(block, values)
         return block(x, padding_mask, segments, dropout_key=key)
 
     def step(x: Array, inputs: list[Any]) -> tuple[Array, None]:
-        for graph, own in zip(graphs, inputs, strict=True):
+        for graph, of_block in zip(graphs, inputs, strict=True):
             block = rematerialised(partial(run, graph), remat, in_scan=True)
-            x = block(own, features_last(x))
+            x = block(of_block, features_last(x))
         return x, None
 
     return jax.lax.scan(step, x, stacked)[0]
 
 
 def _graph(block: nnx.Module) -> nnx.GraphDef:
-    """The static structure of a block without its numbers of depth."""
+    """Return the static structure of a block without its numbers of depth."""
     bare = nnx.merge(*nnx.split(block))
-    give(bare, dict.fromkeys(of_depth(bare)))
+    set_values(bare, dict.fromkeys(values_by_depth(bare)))
     return nnx.graphdef(bare)
 
 
 def _weights(block: nnx.Module, dtype: Any) -> Any:
-    """Its arrays, the kernels as the layers will use them.
+    """Return the arrays of a block, with kernels in the dtype of the computation.
 
-    Narrow ones are half the copy, and half of what fsdp gathers.
+    In bfloat16 the copy, and what fsdp gathers, is half as large as in float32.
     """
 
     def cast(path: tuple, weight: Array) -> Array:
@@ -106,8 +109,8 @@ def _weights(block: nnx.Module, dtype: Any) -> Any:
     return jax.tree_util.tree_map_with_path(cast, nnx.to_pure_dict(nnx.state(block)))
 
 
-def of_depth(block: nnx.Module) -> Values:
-    """The attributes named in BY_DEPTH, of a block and the modules in it, by path."""
+def values_by_depth(block: nnx.Module) -> Values:
+    """Return the attributes named in BY_DEPTH of a block and its modules, by path."""
     return {
         "/".join(map(str, (*path, name))): jnp.asarray(getattr(module, name))
         for path, module in nnx.iter_modules(block)
@@ -115,8 +118,8 @@ def of_depth(block: nnx.Module) -> Values:
     }
 
 
-def give(block: Any, values: Values | dict[str, None]) -> None:
-    """Put the values where `of_depth` found them."""
+def set_values(block: Any, values: Values | dict[str, None]) -> None:
+    """Set the attributes that `values_by_depth` returned."""
     for path, value in values.items():
         *modules, name = path.split("/")
         module = block

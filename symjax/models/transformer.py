@@ -1,4 +1,4 @@
-"""Embedding, positions, blocks and output, which decoder and encoder share."""
+"""Embedding, positions, blocks and output layer, which both kinds of models share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +22,18 @@ from symjax.models.scanned import run_scanned
 
 
 def check(options: config.Model) -> None:
-    """Raises: ValueError: a value is out of range, or a key has no meaning here."""
+    """Raise if a value is out of range, or a key is set that the model does not use.
+
+    Raises:
+        ValueError: naming the key and its value.
+    """
     validation.check(options, "model.")
     if options.dropout >= 1:
         raise ValueError(f"model.dropout must be below 1, got {options.dropout}")
-    turned = options.positions in ("rope", "rope_interleaved")
+    rotary = options.positions in ("rope", "rope_interleaved")
     for name, used, owner in (
-        ("rope_base", turned, "positions"),
-        ("rope_share", turned, "positions"),
+        ("rope_base", rotary, "positions"),
+        ("rope_share", rotary, "positions"),
         ("ponder", options.kind == "universal", "kind"),
         ("scan_layers", options.kind != "universal", "kind"),
         ("classes", options.kind == "encoder", "kind"),
@@ -41,7 +45,7 @@ def check(options: config.Model) -> None:
             raise ValueError(
                 f"model.{name} {value!r} has no meaning: model.{owner} is {chosen!r}"
             )
-    _check_scaling(options.rope_scaling, turned, options.positions)
+    _check_scaling(options.rope_scaling, rotary, options.positions)
     if options.scan_layers and options.depth % max(1, len(options.pattern)):
         raise ValueError(
             f"model.scan_layers repeats the whole model.pattern: model.depth "
@@ -51,7 +55,7 @@ def check(options: config.Model) -> None:
         raise ValueError("model.vocabulary must be at least 1, got 0")
 
 
-# Keys of model.rope_scaling → the kinds that use them.
+# Key of model.rope_scaling → the kinds of scaling that use it.
 SCALED_BY = {
     "factor": SCALED,
     "original_length": OF_A_LENGTH,
@@ -64,9 +68,9 @@ SCALED_BY = {
 }
 
 
-def _check_scaling(chosen: config.RopeScaling, turned: bool, positions: str) -> None:
-    """Raises: ValueError: a key of model.rope_scaling has no meaning, or is missing."""
-    if chosen.kind != "none" and not turned:
+def _check_scaling(chosen: config.RopeScaling, rotary: bool, positions: str) -> None:
+    """Raise if a key of model.rope_scaling is set but not used, or is missing."""
+    if chosen.kind != "none" and not rotary:
         raise ValueError(
             f"model.rope_scaling.kind {chosen.kind!r} has no meaning: model.positions "
             f"is {positions!r}"
@@ -86,10 +90,10 @@ def _check_scaling(chosen: config.RopeScaling, turned: bool, positions: str) -> 
 
 
 def assemble(model: Any, options: config.Model, outputs: int, rngs: nnx.Rngs) -> None:
-    """Give a model what decoders and encoders have: embedding, blocks, norm and head.
+    """Add embedding, positions, blocks, final norm and output layer to a model.
 
     Args:
-        outputs: logits at every place.
+        outputs: number of logits per position.
     """
     shared = {"dtype": jnp.dtype(options.dtype), "rngs": rngs}
     draw = nnx.initializers.normal(options.embedding_scale)
@@ -116,21 +120,22 @@ def assemble(model: Any, options: config.Model, outputs: int, rngs: nnx.Rngs) ->
 
 
 def blocks(options: config.Model, rngs: nnx.Rngs) -> nnx.List:
-    """The blocks by depth; a universal model has one, which it repeats by itself."""
+    """Return the blocks by depth. A universal model has one, which repeats itself."""
     if options.kind == "universal":
         return nnx.List([UniversalBlock(options, rngs=rngs)])
     return nnx.List(block(options, depth, rngs) for depth in range(options.depth))
 
 
 def block(options: config.Model, depth: int, rngs: nnx.Rngs) -> Block | GatedBlock:
-    """The block at `depth`, by its mechanism."""
+    """Return the block at `depth`: a GatedBlock if its mechanism is gated."""
     mechanism = attention.MECHANISMS[config.mechanism_of(options, depth)]
     return (GatedBlock if mechanism.gated else Block)(options, depth, rngs=rngs)
 
 
 def look_up(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Return the embeddings of tokens."""
     table = model.embedding.embedding[...].astype(model.dtype)
-    # The lookup of a table split over features makes XLA rematerialise it.
+    # XLA fully rematerialises a table that is split over features for the lookup.
     return jnp.take(constrain(table, None, None), tokens, axis=0)
 
 
@@ -141,12 +146,12 @@ def placed(
     padding_mask: Bool[Array, "B T"] | None = None,
     segments: Segments | None = None,
 ) -> Float[Array, "B T D"]:
-    """Tokens with their positions by model.positions, laid out over the mesh.
+    """Add positions (model.positions) to embeddings, and shard them over the mesh.
 
     Args:
-        read: how many tokens came before, of each example or of all.
-        padding_mask: True for tokens that exist; None: all.
-        segments: the documents of a row, in which positions start anew.
+        read: number of earlier tokens, of each example or [1] for all.
+        padding_mask: True for tokens that exist. By default all exist.
+        segments: the documents of a row, in which positions restart.
     Raises:
         ValueError: more tokens than learned positions.
     """
@@ -155,13 +160,15 @@ def placed(
     if segments is not None:
         positions = segments.positions
     if model.learned_positions:
-        named = f"model.length {model.length} learned positions"
-        check_room(model.length, named, read, count, padding_mask)
+        room_name = f"model.length {model.length} learned positions"
+        check_room(model.length, room_name, read, count, padding_mask)
         if padding_mask is not None:  # padding needs no position
             positions = jnp.where(padding_mask, positions, 0)
         rows = jnp.take(model.positions[...], positions, axis=0)
         x = x + rows.astype(x.dtype)
-    if model.sinusoidal_positions:  # as large as the embeddings, as in the paper
+    if (
+        model.sinusoidal_positions
+    ):  # embeddings are scaled to their size, as in the paper
         rows = attention.sinusoidal(positions, x.shape[-1])
         x = x * x.shape[-1] ** 0.5 + rows.astype(x.dtype)
     return constrain(x, BATCH, "sequence", None)
@@ -175,12 +182,12 @@ def run_blocks(
     watch: Callable | None = None,
     segments: Segments | None = None,
 ) -> Float[Array, "B T D"]:
-    """`x` through the blocks of a model, in the way it has chosen.
+    """Run x through the blocks of a model, one after another or as one loop.
 
     Args:
         model: has blocks, dropout, period, remat and dtype.
-        watch: then one block runs after another, and keeps everything. It and the
-            others as in `Block`.
+        padding_mask, watch, segments: as in `symjax.layers.Block`. With `watch` the
+            blocks run one after another and nothing is rematerialised.
     """
     keys = [None] * len(model.blocks)
     if dropout_key is not None:
@@ -195,20 +202,22 @@ def run_blocks(
 
 
 def logits(model: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T outputs"]:
-    """What the output layer makes of the last hidden states, in float32."""
+    """Return the logits of hidden states, in float32."""
     function, weights = output_layer(model)
     return function(weights, x)
 
 
 def output_layer(model: Any) -> tuple[Callable[[Any, Array], Array], Any]:
-    """(weights, hidden) → logits in float32, and its weights: those of the head, or of
-    the embedding in its place."""
+    """Return a function (weights, hidden) → logits in float32, and its weights.
+
+    The weights are those of the head, or of the embedding if embeddings are tied.
+    """
     tied = model.tied
     graph, weights = nnx.split(model.embedding if tied else model.head)
 
     def logits(weights: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T outputs"]:
         layer = nnx.merge(graph, weights)
-        made = (layer.attend if tied else layer)(x)
-        return made.astype(jnp.promote_types(made.dtype, jnp.float32))
+        found = (layer.attend if tied else layer)(x)
+        return found.astype(jnp.promote_types(found.dtype, jnp.float32))
 
     return logits, weights

@@ -235,7 +235,9 @@ def test_shards_of_two_models_are_no_model(tmp_path):
     new = sorted((tmp_path / "new").glob("*.safetensors"))
     pairs = ((tmp_path / "old" / x.name, x) for x in new)
     shutil.copy(*next(x for x in pairs if x[0].read_bytes() != x[1].read_bytes()))
-    with pytest.raises(ValueError, match="new has not the tensors that it was written"):
+    with pytest.raises(
+        ValueError, match="new does not have the tensors that it was written"
+    ):
         symjax.load_pretrained(tmp_path / "new")
 
 

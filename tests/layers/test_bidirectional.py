@@ -154,7 +154,11 @@ def test_flash_and_gau_are_their_pure_functions():
         ),
         ({"mechanism": "matrix_function"}, {"kv_heads": 1}, "model.kv_heads 1 is"),
         ({"function": "expm1"}, {}, "function 'expm1': softmax has no such option"),
-        ({"implementation": "ring"}, {}, "'ring' is causal: model.kind is 'encoder'"),
+        (
+            {"implementation": "ring"},
+            {},
+            "'ring' needs a causal model, but model.kind is 'encoder'",
+        ),
         ({"function_scale": 2.0}, {}, "function_scale 2.0: softmax has no such"),
         (
             {"mechanism": "linear", "chunk_size": 32},

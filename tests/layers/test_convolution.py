@@ -103,7 +103,9 @@ def test_a_mesh_changes_nothing():
 
 
 def test_where_it_has_no_meaning_it_is_refused():
-    with pytest.raises(ValueError, match="short_convolution 4 is causal: model.kind"):
+    with pytest.raises(
+        ValueError, match="short_convolution 4 needs a causal model, but model.kind"
+    ):
         layer_of(kind="encoder")
     with pytest.raises(ValueError, match="short_convolution 4: gau has no such option"):
         GatedBlock(options(mechanism="gau"), 0, rngs=nnx.Rngs(0))

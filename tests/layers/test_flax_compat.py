@@ -237,7 +237,7 @@ SQUARE = np.ones((2, 5, 3, 4), np.float32)
         ("cosine", {"is_causal": True}, {"key": SQUARE[:, :4]}, "one query, got 5 and"),
         ("softmax", {"mask_self": True}, {"key": SQUARE[:, :4]}, "5 queries and 4"),
         ("softmax", {}, {"key": SQUARE[0]}, r"one batch, got .*\(5, 3, 4\)"),
-        ("softmax", {}, {"precision": ("high", "highest")}, "one for both operands"),
+        ("softmax", {}, {"precision": ("high", "highest")}, "equal for both operands"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(mechanism, options, call, message):

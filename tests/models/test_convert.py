@@ -125,7 +125,7 @@ def test_more_heads_repeat_constant_decays(decay, differential, x64, monkeypatch
 
 def test_decay_heads_are_of_constant_decays():
     for options, line in (
-        ({"decay": "gated", "decay_heads": 3}, "decay_heads 3 is of constant decays"),
+        ({"decay": "gated", "decay_heads": 3}, "decay_heads 3 needs constant decays"),
         ({"decay": "none", "decay_heads": 1}, "model.attention.decay is 'none'"),
         ({"decay_heads": 2}, "decay_heads 2 must divide the 3 key/value heads"),
     ):
@@ -337,7 +337,7 @@ def test_constants_are_carried_where_they_mean_the_same():
         (
             model(symmetric="plain", key_norm="unit"),
             model(),
-            "key_norm 'unit' do not turn into own",
+            "key_norm 'unit' do not turn into projected",
         ),
         (model(output_gate=True), model(), "'blocks/0/attention/output_gate'"),
         (model(query_key_norm=True), model(), "no place for the weight 'blocks/0/att"),

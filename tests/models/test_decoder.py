@@ -125,7 +125,7 @@ SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 )
 def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice, monkeypatch):
     """Through all parts of a cache that may be read, of 6, 11 and 21 places."""
-    monkeypatch.setattr(mixer, "SMALLEST_PART", 4)
+    monkeypatch.setattr(mixer, "SMALLEST_READ", 4)
     model = small(**choice)
 
     @nnx.jit
@@ -146,11 +146,11 @@ def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice, monkeypatc
 
 def test_of_a_cache_at_most_twice_what_is_filled_is_read():
     for places in (1, 255, 300, 511, 512, 1023, 1024, 2047, 5000):
-        parts = mixer._parts(places)
+        parts = mixer._prefixes(places)
         assert parts == sorted(parts) and parts[-1] == places
         for filled in range(1, places + 1):
             read = next(part for part in parts if part >= filled)
-            assert read <= max(2 * filled, 2 * mixer.SMALLEST_PART - 1)
+            assert read <= max(2 * filled, 2 * mixer.SMALLEST_READ - 1)
 
 
 @pytest.mark.parametrize("implementation", ["rows", "whole", "fused", "cudnn", "ring"])

@@ -103,7 +103,7 @@ def test_images_are_scored_from_all_their_patches():
         ({"length": 5}, "model.length 5 must be 6, the patches of 2 × 2 in an image"),
         ({"patch": 4}, "model.patch 4 does not divide images of 4 × 6 × 3"),
         ({"classes": 0}, "set model.classes"),
-        ({"tie_embeddings": True}, "model.tie_embeddings is of logits of tokens"),
+        ({"tie_embeddings": True}, "model.tie_embeddings needs logits of tokens"),
         ({"patch": 0}, r"model.image \(4, 6, 3\) has no meaning: model.patch is 0"),
         ({"kind": "decoder", "classes": 0}, "model.patch 2 has no meaning"),
     ],
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused_by_name(changes, words):
 
 
 def test_a_decoder_does_not_pass_for_an_encoder():
-    with pytest.raises(ValueError, match="'encoder' is no Decoder"):
+    with pytest.raises(ValueError, match="'encoder' needs an Encoder"):
         Decoder(TEXT, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="not decoder"):
         encoder(replace(TEXT, kind="decoder", classes=0))

@@ -12,7 +12,7 @@ from flax import nnx
 from symjax import config
 from symjax.layers.block import POLICIES
 from symjax.models import Decoder
-from symjax.models.scanned import give, of_depth, run_scanned
+from symjax.models.scanned import run_scanned, set_values, values_by_depth
 
 MODEL = config.Model(vocabulary=23, width=16, heads=2, depth=2, length=24, dropout=0.1)
 TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
@@ -105,11 +105,11 @@ def test_blocks_of_two_kinds_are_not_run_as_one():
 
 def test_numbers_of_the_depth_are_the_layer_s_own():
     model = Decoder(options({"differential": "v1"}), rngs=nnx.Rngs(0))
-    first, second = (of_depth(block) for block in model.blocks)
+    first, second = (values_by_depth(block) for block in model.blocks)
     path = "attention/lambda_initial"
     assert first[path] != second[path]
-    give(model.blocks[1], first)
-    assert of_depth(model.blocks[1])[path] == first[path]
+    set_values(model.blocks[1], first)
+    assert values_by_depth(model.blocks[1])[path] == first[path]
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,8 @@
-"""Weights that a mechanism adds to its attention layer."""
+"""What a mechanism adds to its attention layer: weights, operands, sharding, cost.
+
+part.py      Part, the declaration; Sizes of a layer; operations of attention
+table.py     PARTS: mechanism → Part
+decays.py    log-decays (RetNet, GLA, Mamba-2, …)
+delta.py     β and decay of the delta rule
+features.py  learned feature maps, random projections
+"""

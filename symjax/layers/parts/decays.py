@@ -1,4 +1,4 @@
-"""The log-decays of a layer: a number a head, or a gate a channel."""
+"""Log-decays of a layer: constants per head, or gates per head or channel."""
 
 import math
 from typing import Any
@@ -15,15 +15,15 @@ from symjax.layers.parts.part import Part, Sizes
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
 
-RANK = 16  # of the gate's map, as in GLA
+RANK = 16  # of the low-rank map of gates, as in GLA
 SOFTPLUS = ("mamba2", "kda")
 
 
 class FixedDecay(nnx.Module):
-    """A log-decay a head: of RetNet, of one of the published Lightning slopes, or 0.
+    """Constant log-decay per head: of RetNet, of a published Lightning slope, or 0.
 
     Args:
-        branches: key heads of each head, which share one decay.
+        branches: key heads per key/value head, which share one decay.
     Raises:
         ValueError: decay_heads do not divide the key/value heads.
     """
@@ -40,8 +40,8 @@ class FixedDecay(nnx.Module):
             )
         self.branches = branches * (kv_heads // heads)
         with jax.ensure_compile_time_eval():  # concrete numbers, also under eval_shape
-            rule: Any = LOG_DECAYS[kind].rates
-            self.rates: Any = tuple(map(float, rule(heads, depth, options.depth)))
+            rates: Any = LOG_DECAYS[kind].rates
+            self.rates: Any = tuple(map(float, rates(heads, depth, options.depth)))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "1 1 K"]:
         return jnp.repeat(jnp.asarray(self.rates), self.branches)[None, None]
@@ -53,17 +53,18 @@ def _has_rates(kind: str) -> bool:
 
 
 def _heads_with_rates(options: config.Model) -> int:
+    """Return the number of heads with different rates."""
     return options.attention.decay_heads or options.kv_heads or options.heads
 
 
 class GatedDecay(nnx.Module):
-    """A function of up(down(x)) for every key head, or for every channel of it.
+    """Learned log-decay gate(up(down(x))), per key head or per channel.
 
-    GLA has log sigmoid(up(down(x)))/16 of every channel.
+    The gate of GLA is log sigmoid(·)/16, per channel.
 
     Args:
-        kind: a name in `LOG_DECAYS`.
-        shape: of the decays of a token, (heads,) or (heads, channels).
+        kind: a name in `LOG_DECAYS`, which has the gate.
+        shape: (heads,) or (heads, channels) of a token's decays.
     Source: Yang et al. 2023, arXiv:2312.06635, section 4.4.
     """
 
@@ -82,15 +83,15 @@ class GatedDecay(nnx.Module):
 
 
 class SoftplusDecay(nnx.Module):
-    """−exp(rate) Δ, with Δ = softplus(up(x) + bias) of every key head or channel.
+    """Learned log-decay −exp(rate) Δ, Δ = softplus(up(x) + bias).
 
-    A head as in Mamba-2 and Gated DeltaNet; a channel, from a map of low rank, as in
-    Kimi Delta Attention. At first exp(rate) is uniform in [1, 16], and softplus(bias)
-    log-uniform in [0.001, 0.1].
+    Per key head as in Mamba-2 and Gated DeltaNet, or per channel, from a low-rank map
+    up(down(x)), as in Kimi Delta Attention. Initially exp(rate) is uniform in [1, 16],
+    and softplus(bias) log-uniform in [0.001, 0.1].
 
     Args:
-        shape: of the decays of a token, (heads,) or (heads, channels).
-        rank: of the map of channels.
+        shape: (heads,) or (heads, channels) of a token's decays.
+        rank: rank of the map to channels.
     Source: Dao & Gu 2024, arXiv:2405.21060; Kimi Team 2025, arXiv:2510.26692.
     """
 
@@ -108,7 +109,7 @@ class SoftplusDecay(nnx.Module):
         self.rate = nnx.Param(jnp.log(rates))
 
     def step(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K *H"]:
-        """Δ, in float32 at least."""
+        """Return Δ, in float32 at least."""
         logits = self.up(x if len(self.shape) == 1 else self.down(x))
         logits = logits.astype(jnp.promote_types(x.dtype, jnp.float32))
         steps = jax.nn.softplus(logits + self.bias[...][None, None])
@@ -122,17 +123,21 @@ class SoftplusDecay(nnx.Module):
 def decay_of(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """The module with the log-decay of every key head."""
+    """Return {"decay": module}, which computes the log-decays of model.attention.decay.
+
+    Raises:
+        ValueError: decay_heads is set and the decays are not constants.
+    """
     kind, head = options.attention.decay, (sizes.keys, sizes.head_size)
     if options.attention.decay_heads and not _has_rates(kind):
         raise ValueError(
-            f"model.attention.decay_heads {options.attention.decay_heads} is of "
-            f"constant decays: model.attention.decay is {kind!r}"
+            f"model.attention.decay_heads {options.attention.decay_heads} needs "
+            f"constant decays, but model.attention.decay is {kind!r}"
         )
     shared = {"dtype": jnp.dtype(options.dtype), "rngs": rngs}
-    rule = LOG_DECAYS[kind]
-    shape = head if rule.per == "channel" else head[:1]
-    if rule.gate is not None:
+    log_decay = LOG_DECAYS[kind]
+    shape = head if log_decay.per == "channel" else head[:1]
+    if log_decay.gate is not None:
         return {"decay": GatedDecay(kind, options.width, shape, **shared)}
     if kind in SOFTPLUS:
         decay = SoftplusDecay(options.width, shape, sizes.value_size, **shared)
@@ -143,14 +148,18 @@ def decay_of(
 def _weights(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    found = decay_of(options, depth, sizes, rngs)
+    weights = decay_of(options, depth, sizes, rngs)
     if options.attention.decay == "mamba2":
-        found["skip"] = nnx.Param(jnp.ones(sizes.heads))
-    return found
+        weights["skip"] = nnx.Param(jnp.ones(sizes.heads))
+    return weights
 
 
 def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
-    """Of Mamba-2 Δ also multiplies the values; here the keys, which give its heads."""
+    """Add the log-decays. For Mamba-2, also multiply the keys by Δ.
+
+    Mamba-2 multiplies the values by Δ; on keys the product is the same, and Δ has an
+    entry per key head.
+    """
     operands = operands | {"log_decay": Operand(layer.decay(x), "BTK")}
     if layer.chosen.decay == "mamba2":
         key, step = operands["key"], layer.decay.step(x)[..., None]
@@ -160,7 +169,7 @@ def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, O
 
 
 def _output(layer: Any, mixed: Array, operands: dict[str, Operand]) -> Array:
-    """Of Mamba-2 a token's own value is added, times a number of its head."""
+    """Add a token's own value times skip, a weight per head, for Mamba-2."""
     if layer.chosen.decay != "mamba2":
         return mixed
     value = operands["value"].array
@@ -171,41 +180,45 @@ def _output(layer: Any, mixed: Array, operands: dict[str, Operand]) -> Array:
 def decay_converted(
     weights: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """Decays of another kind start fresh; both branches of a head get the head's."""
+    """Return the decay weights of a layer of the target.
+
+    Decays of another kind start fresh. For differential V1 from one map, both branches
+    of a head get the decay of the head.
+    """
     before, after = source.attention, target.attention
     if before.decay != after.decay:
-        return {x: given for x, given in weights.items() if x not in ("decay", "skip")}
+        return {x: y for x, y in weights.items() if x not in ("decay", "skip")}
     combined = before.differential, after.differential
     if combined == ("none", "v2") and "skip" in weights:
-        return weights | {"skip": weights["skip"] / 2}  # the values are twice as large
+        return weights | {"skip": weights["skip"] / 2}  # values become twice as large
     if combined != ("none", "v1"):
         return weights
-    rule = LOG_DECAYS[after.decay]
-    gate = ("up",) if rule.gate is not None and rule.per == "head" else ()
-    by_head = {"mamba2": ("up", "bias", "rate"), "kda": ("rate",)}
-    by_head = by_head.get(after.decay, gate)
+    log_decay = LOG_DECAYS[after.decay]
+    has_gate_per_head = log_decay.gate is not None and log_decay.per == "head"
+    per_head = {"mamba2": ("up", "bias", "rate"), "kda": ("rate",)}
+    per_head = per_head.get(after.decay, ("up",) if has_gate_per_head else ())
     twice = {
-        name: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), given)
-        for name, given in weights.get("decay", {}).items()
-        if name in by_head
+        name: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), weight)
+        for name, weight in weights.get("decay", {}).items()
+        if name in per_head
     }
     return weights | ({"decay": weights["decay"] | twice} if twice else {})
 
 
 def check_rates(source: config.Model, target: config.Model) -> None:
-    """Raise if the same weights would decay at other constant rates.
+    """Raise if heads of the target would decay at other constant rates.
 
     Raises:
-        ValueError: the heads with rates of their own differ, naming the key.
+        ValueError: the numbers of heads with different rates differ, naming the key.
     """
     heads = _heads_with_rates(source)
     kind = source.attention.decay
     if not _has_rates(kind) or kind != target.attention.decay:
         return
-    if heads != (found := _heads_with_rates(target)):
+    if heads != (of_target := _heads_with_rates(target)):
         raise ValueError(
-            f"constant decays of {heads} heads differ from those of {found}: give the "
-            f"target model.attention.decay_heads={heads}"
+            f"constant decays of {heads} heads differ from those of {of_target}: give "
+            f"the target model.attention.decay_heads={heads}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Weights of the delta rule in a layer: β, and the decay of the state."""
+"""Weights of the delta rule: β, and the decay of the state."""
 
 from typing import Any
 
@@ -14,34 +14,34 @@ from symjax.layers.parts.part import Part, Sizes, recurrence_flops
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
 
-EPSILON = 1e-6  # inside the root of a squared length
+EPSILON = 1e-6  # added to a squared length before its root
 
 
 def _weights(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
     shared = {"use_bias": False, "dtype": jnp.dtype(options.dtype), "rngs": rngs}
-    found = {"beta": Linear(options.width, sizes.keys, **shared)}
+    weights = {"beta": Linear(options.width, sizes.keys, **shared)}
     if options.attention.decay == "none":
-        return found
-    return found | decay_of(options, depth, sizes, rngs)
+        return weights
+    return weights | decay_of(options, depth, sizes, rngs)
 
 
 def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
-    """β of the token in (0, 1), and queries and keys of length 1."""
+    """Add β in (0, 1) per key head and decays; scale queries and keys to length 1."""
     logits = layer.beta(x)
     wide = jnp.promote_types(logits.dtype, jnp.float32)
     beta = jax.nn.sigmoid(logits.astype(wide))
     operands = operands | {"beta": Operand(beta, "BTK")}
     for name in ("query", "key"):
-        given = operands[name]
-        operands[name] = given._replace(array=_unit(given.array))
+        operand = operands[name]
+        operands[name] = operand._replace(array=_normalised(operand.array))
     if layer.chosen.decay != "none":
         operands["log_decay"] = Operand(layer.decay(x), "BTK")
     return operands
 
 
-def _unit(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+def _normalised(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     squares = (wide * wide).sum(axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(squares + EPSILON)).astype(x.dtype)
@@ -60,7 +60,7 @@ def _flops(mixer: Any, chosen: config.Attention, length: int) -> float:
 def _converted(
     weights: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """Both branches of a differential head get its β, as its decay."""
+    """Give both branches of a head its β and its decay, for V1 from one map."""
     weights = decay_converted(weights, source, target)
     combined = source.attention.differential, target.attention.differential
     if combined != ("none", "v1"):

@@ -1,4 +1,4 @@
-"""Feature maps of a layer: learned ones, and random ones with their constants."""
+"""Feature maps of a layer: learned maps, and constants of random features."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ from symjax.layers.parts.part import (
 )
 from symjax.layers.sharded import Operand
 
-LEARNED = ("hedgehog", "t2r")  # features that are weights of the layer
+LEARNED = ("hedgehog", "t2r")  # feature maps that are weights of the layer
 MAPS = ("query_map", "key_map")
 
 
 class Hedgehog(nnx.Module):
-    """softmax([Wx, −Wx]) with W of every head, the identity at first: 2H features.
+    """softmax([Wx, −Wx]): 2H features; W per head is the identity at first.
 
     Source: Zhang et al. 2024, arXiv:2402.04347.
     """
@@ -41,7 +41,7 @@ class Hedgehog(nnx.Module):
 
 
 class T2R(nnx.Module):
-    """relu(Wx + b) with W and b of every head.
+    """relu(Wx + b), with W and b per head.
 
     Source: Kasai et al. 2021, arXiv:2103.13076.
     """
@@ -56,23 +56,29 @@ class T2R(nnx.Module):
         return attention.t2r(x, self.weight[...], self.bias[...])
 
 
-def _maps(
+def _weights_of_linear(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """One map for queries and one for keys."""
+    """Return a learned map for queries and one for keys, if they are learned."""
     name, count = options.attention.features, options.attention.feature_count
 
-    def made(heads: int) -> Hedgehog | T2R:
+    def feature_map(heads: int) -> Hedgehog | T2R:
         if name == "hedgehog":
             return Hedgehog(heads, sizes.head_size)
         return T2R(heads, sizes.head_size, count, rngs=rngs)
 
     if name not in LEARNED:
         return {}
-    return {"query_map": made(sizes.queries), "key_map": made(sizes.keys)}
+    return {
+        "query_map": feature_map(sizes.queries),
+        "key_map": feature_map(sizes.keys),
+    }
 
 
-def _mapped(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
+def _operands_of_linear(
+    layer: Any, x: Array, operands: dict[str, Operand]
+) -> dict[str, Operand]:
+    """Apply learned maps to queries and keys."""
     if layer.chosen.features not in LEARNED:
         return operands
     query, key = operands["query"], operands["key"]
@@ -83,44 +89,48 @@ def _mapped(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Ope
 
 
 def _options_of_linear(options: config.Model, mechanism: str) -> dict[str, Any]:
-    """The layer itself applies learned maps."""
-    found = named_options(options, mechanism)
-    return found | ({"features": "identity"} if found["features"] in LEARNED else {})
+    """Return the options of linear attention.
+
+    The layer applies learned maps, so the mechanism then has "identity" features.
+    """
+    values = named_options(options, mechanism)
+    return values | ({"features": "identity"} if values["features"] in LEARNED else {})
 
 
 def _maps_converted(
     weights: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """Maps of other features start fresh; each branch of a head gets a map.
+    """Return the learned maps of a layer of the target.
 
-    Of V1 its own half of the head's map, of V2 the head's.
+    Maps of other features start fresh. For differential maps from one map, each branch
+    of a head gets a map: of V1 its own half of the head's map, of V2 the head's map.
     """
     if not {*MAPS} <= weights.keys():
         return weights
     before, after = source.attention, target.attention
-    others = {name: x for name, x in weights.items() if name not in MAPS}
+    rest = {name: x for name, x in weights.items() if name not in MAPS}
     if before.features != after.features:
-        return others
+        return rest
     maps = {name: weights[name] for name in MAPS}
     if (before.differential, after.differential) == ("none", "v1"):
         maps = jax.tree.map(_halved, maps)
     elif (before.differential, after.differential) == ("none", "v2"):
         doubled = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), maps["query_map"])
         maps["query_map"] = doubled
-    return others | maps
+    return rest | maps
 
 
 def _halved(x: jax.Array) -> jax.Array:
-    """A learned map [N H M] of heads as that of their halves; a bias [N M] twice."""
+    """Split a learned map [N H M] into maps of half heads; repeat a bias [N M]."""
     if x.ndim == 2:
         return jnp.repeat(x, 2, axis=0)
     if x.shape[1] == x.shape[2]:
-        return own_halves(x)
+        return diagonal_blocks(x)
     return x.reshape(2 * x.shape[0], x.shape[1] // 2, x.shape[2])
 
 
-def own_halves(x: jax.Array) -> jax.Array:
-    """Of matrices [N H H] the blocks of each half with itself, [2N H/2 H/2]."""
+def diagonal_blocks(x: jax.Array) -> jax.Array:
+    """Return the two diagonal blocks of each matrix [N H H], as [2N H/2 H/2]."""
     heads, size, _ = x.shape
     blocks = x.reshape(heads, 2, size // 2, 2, size // 2)
     return jnp.stack([blocks[:, 0, :, 0], blocks[:, 1, :, 1]], axis=1).reshape(
@@ -145,8 +155,8 @@ def _mapped_size(features: Features, size: int, parameters: Any) -> int:
 
 
 LINEAR = Part(
-    weights=_maps,
-    operands=_mapped,
+    weights=_weights_of_linear,
+    operands=_operands_of_linear,
     state=lambda layer: (
         {"head_size": layer.key_map.size} if layer.chosen.features in LEARNED else {}
     ),
@@ -168,7 +178,7 @@ COSINE = Part(
 )
 
 
-def _drawn(
+def _weights_of_performer(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
     """Return a random projection, and the statistics of FAVOR++ or FAVOR#.
@@ -179,19 +189,27 @@ def _drawn(
     projection = attention.orthogonal_projection(
         rngs.params(), chosen.feature_count, size, norms=chosen.feature_norms
     )
-    found = {"projection": Constant(projection)}
+    constants = {"projection": Constant(projection)}
     if chosen.features in KINDS:
         a, b = unit_statistics(size, size**-0.5)
-        found |= {"statistics_a": Constant(a), "statistics_b": Constant(b)}
-    return found
+        constants |= {"statistics_a": Constant(a), "statistics_b": Constant(b)}
+    return constants
 
 
-def _random(layer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"projection": layer.projection[...]}
+def _random_features(layer: Any) -> dict[str, Any]:
+    """Return the projection, and the statistics of FAVOR++ or FAVOR#."""
+    arguments: dict[str, Any] = {"projection": layer.projection[...]}
     if layer.chosen.features in KINDS:
         arrays = layer.statistics_a[...], layer.statistics_b[...]
-        found["statistics"] = attention.Statistics(*arrays)
-    return found
+        arguments["statistics"] = attention.Statistics(*arrays)
+    return arguments
+
+
+def _operands_of_performer(
+    layer: Any, x: Array, operands: dict[str, Operand]
+) -> dict[str, Operand]:
+    replicated = {name: Operand(x, "") for name, x in _random_features(layer).items()}
+    return operands | replicated
 
 
 def _count_of_random(chosen: config.Attention, size: int) -> int:
@@ -211,11 +229,9 @@ def _flops_of_performer(mixer: Any, chosen: config.Attention, length: int) -> fl
 
 
 PERFORMER = Part(
-    weights=_drawn,
-    operands=lambda layer, x, operands: (
-        operands | {name: Operand(found, "") for name, found in _random(layer).items()}
-    ),
-    state=_random,
+    weights=_weights_of_performer,
+    operands=_operands_of_performer,
+    state=_random_features,
     keys=lambda chosen: ("feature_count", "feature_norms"),
     feature_count=_count_of_random,
     flops=_flops_of_performer,

@@ -1,8 +1,9 @@
-"""Parts of an attention layer for its mechanism, beside queries, keys and values.
+"""`Part`: what a mechanism adds to its layer besides queries, keys and values.
 
-A family of mechanisms has a file with its weights and a `Part`, which `PARTS` in
-`symjax.layers.parts.table` names. The layer, its decoding state, conversion, cost,
-sharding and evaluation loop over these declarations.
+Each family of mechanisms has a file here with its weights and a `Part`, and a line in
+`PARTS` (`symjax.layers.parts.table`). The layer, its decoding state, conversion, cost,
+sharding and evaluation read these declarations, and none of them asks for a mechanism
+by name.
 """
 
 from collections.abc import Callable
@@ -15,22 +16,31 @@ from symjax import attention, config
 
 
 class Constant(nnx.Variable):
-    """An array that is stored with the weights and never optimised."""
+    """Array that is stored with the weights and never optimised."""
 
 
 class Sizes(NamedTuple):
-    """Heads of a layer. With differential V1 keys and queries have two branches."""
+    """Heads and sizes of a layer.
 
-    heads: int  # of the output
+    Attributes:
+        heads: output heads.
+        kv_heads: value heads.
+        queries: query heads; two per head with differential V1 and V2.
+        keys: key heads; two per value head with differential V1.
+        head_size: features of a query or key.
+        value_size: features of a value.
+    """
+
+    heads: int
     kv_heads: int
-    queries: int  # query heads, branches counted
+    queries: int
     keys: int
-    head_size: int  # of queries and keys
+    head_size: int
     value_size: int
 
 
 def named_options(options: config.Model, mechanism: str) -> dict[str, Any]:
-    """The options of a mechanism that are keys of model.attention."""
+    """Return the values of a mechanism's options that are keys of model.attention."""
     known = {*config.Attention.__dataclass_fields__}
     known -= set() if config.is_causal(options) else {"chunk_size"}
     names = attention.MECHANISMS[mechanism].options
@@ -69,32 +79,38 @@ def recurrence_flops(mixer: Any, features: int, length: int) -> float:
 
 
 class Part(NamedTuple):
-    """One mechanism's part of a layer. What it does not declare, it does not need.
+    """Additions of one mechanism to its layer; all are optional.
+
+    `layer` is the attention layer, `options` the model's configuration, `source` and
+    `target` the configurations of two models.
 
     Attributes:
-        weights: (options, depth, sizes, rngs) → name of an attribute of the layer → a
-            parameter, a constant, a module or a number.
-        operands: (layer, x, operands) → the operands of a call, with more or others.
-        output: (layer, mixed, operands) → the output of every head, before its norm.
-        state: layer → what the empty state takes beside sizes and options.
-        head_norm: an RMSNorm of every head follows, since the mechanism has no
-            denominator.
-        options: (options of the model, mechanism) → options of the mechanism, where
-            they are not the keys of the same names.
-        keys: keys of model.attention that are not options of the mechanism, but mean
-            something to it where model.attention is the argument.
+        weights: (options, depth, sizes, rngs) → attributes of the layer by name:
+            parameters, constants, modules or numbers.
+        operands: (layer, x, operands) → the operands of a call, changed or added to.
+        output: (layer, mixed, operands) → the output per head, before its norm.
+        state: layer → arguments of the mechanism's empty state besides sizes and
+            options.
+        head_norm: True adds an RMSNorm per head, for a mechanism without a denominator.
+        options: (options, mechanism) → options of the mechanism, if they are not the
+            keys of model.attention with the same names.
+        keys: model.attention → keys of model.attention that the part reads and that are
+            no options of the mechanism.
         learned: values of model.attention.features that are weights of the layer.
         feature_count: (model.attention, head size) → features of a query or key after
             the mechanism's map; by default the head size.
         flops: (mixer, model.attention, length) → operations per token without the
             projections, unless those of scores or of a recurrence.
-        rules: of sharding, (pattern of the path in the layer, axes).
-        owned: weights that another mechanism has no use for.
-        drawn: (constant, the key of model.attention that it is drawn by).
+        rules: sharding rules, (pattern of the path in the layer, mesh axes).
+        owned: weights that other mechanisms do not have.
+        drawn: (constant, key of model.attention): a converted model keeps the constant
+            if this key has the same value.
         convert: (weights, source, target) → the weights of a layer of the target.
-        check: (source, target) raises if the same weights would be another function.
-        features: options → the feature maps φ of weights φ(q)·φ(k), if they are plain.
-        exponential: weights are exp(score) over the sum of their row.
+        check: (source, target) → None; raises if the same weights compute another
+            function in the target.
+        features: options of the mechanism → the feature map φ, if pairs weigh
+            φ(q)·φ(k) without random features.
+        exponential: True if weights are exp(score), divided by the sum of their row.
     """
 
     weights: Callable[..., dict[str, Any]] | None = None

@@ -1,4 +1,4 @@
-"""The parts of layers by mechanism, of those that declare one."""
+"""`PARTS`: what each mechanism adds to its attention layer."""
 
 from typing import Any
 
@@ -10,8 +10,12 @@ from symjax.layers.parts.part import Part, named_options
 from symjax.layers.sharded import Operand
 
 
-def _of_gau(options: config.Model, mechanism: str) -> dict[str, Any]:
-    """The divisor of a decoder is a constant: it may not know how long its text is."""
+def _options_of_gau(options: config.Model, mechanism: str) -> dict[str, Any]:
+    """Return the divisor of weights, and the options of the same names.
+
+    A decoder divides by a constant, since its output may not depend on how long the
+    text becomes. An encoder divides by the number of tokens.
+    """
     divisor = options.length if config.is_causal(options) else "count"
     return {"divisor": divisor} | named_options(options, mechanism)
 
@@ -19,7 +23,7 @@ def _of_gau(options: config.Model, mechanism: str) -> dict[str, Any]:
 def _gau_converted(
     weights: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """The output layer after attention whose divisor, the length, has changed."""
+    """Rescale the output layer of a decoder whose divisor, model.length, changes."""
     if not config.is_causal(target):
         return weights
     kernel = weights["out"]["kernel"] / (source.length / target.length)
@@ -36,12 +40,13 @@ def _flops_of_flash(mixer: Any, chosen: config.Attention, length: int) -> float:
 def _scaled_queries(
     layer: Any, x: Any, operands: dict[str, Operand]
 ) -> dict[str, Operand]:
-    """A factor of the matrix QQᵀ is its root in every query."""
+    """Multiply queries by √function_scale, and so QQᵀ by function_scale."""
     query = operands["query"].array * layer.chosen.function_scale**0.5
     return operands | {"query": Operand(query, "BTN")}
 
 
 def _flops_of_a_matrix(mixer: Any, chosen: config.Attention, length: int) -> float:
+    """Return the operations of QᵀQ, of QᵀV, and of Q times their product."""
     sizes = mixer.sizes
     products = sizes.head_size**2 + 2 * sizes.head_size * sizes.value_size
     return 2 * sizes.queries * products
@@ -54,7 +59,7 @@ PARTS = {
     "delta": DELTA,
     "linear": LINEAR,
     "performer": PERFORMER,
-    "gau": Part(options=_of_gau, convert=_gau_converted),
+    "gau": Part(options=_options_of_gau, convert=_gau_converted),
     "flash": Part(
         options=lambda options, _: {"group_size": options.attention.chunk_size},
         keys=lambda chosen: ("chunk_size",),
@@ -69,5 +74,5 @@ PARTS = {
 
 
 def part_of(mechanism: str) -> Part:
-    """A mechanism that is not in the table needs nothing of its own."""
+    """Return the part of a mechanism; an empty one if it is not in the table."""
     return PARTS.get(mechanism, Part())

@@ -1,7 +1,7 @@
-"""Folders of Hugging Face: config.json beside tensors in safetensors files.
+"""Files in folders of Hugging Face: config.json, and tensors in safetensors files.
 
-Large models are in several files, model-00001-of-00003.safetensors and so on, with an
-index that says in which one a tensor is.
+Large models have several files, model-00001-of-00003.safetensors and so on, and an
+index that maps the name of a tensor to its file.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 ADAPTER = "adapter_config.json"  # of PEFT
 OTHER_FORMATS = "pytorch_model*.bin", "*.pth", "*.gguf"
-LFS_POINTER = b"version https://git-lfs"  # the first bytes of a file not downloaded
-# Endings of tensors that transformers computes from the configuration: it ignores them
-# in a file, where older versions wrote them.
+LFS_POINTER = b"version https://git-lfs"  # first bytes of a file not downloaded
+# Endings of names of tensors that are ignored: transformers computes them from the
+# configuration, and older versions also wrote them to files.
 BUFFERS = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
@@ -37,12 +37,12 @@ BUFFERS = (
 
 
 def check_folder(directory: Path, name: str) -> None:
-    """Raise if a folder cannot be one of Hugging Face, with the way out.
+    """Raise if a folder holds no model of Hugging Face, and say what to do.
 
     Args:
-        name: the file that describes its model.
+        name: file that describes the model.
     Raises:
-        ValueError: there is no such folder, or it holds no model.
+        ValueError: there is no such folder, or it lacks the file.
     """
     if not directory.is_dir():
         raise ValueError(f"{directory} is no folder{from_the_hub(directory)}")
@@ -54,7 +54,7 @@ def check_folder(directory: Path, name: str) -> None:
 
 
 def from_the_hub(name: Any) -> str:
-    """Say how to download what may be a model of the Hugging Face hub; else ""."""
+    """Return how to download a model if `name` may be one of the hub, else ""."""
     if not HUB_NAME.fullmatch(str(name)) or Path(name).exists():
         return ""
     return (
@@ -64,20 +64,24 @@ def from_the_hub(name: Any) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises: ValueError: the file is missing, or no JSON object."""
+    """Read a file with one JSON object.
+
+    Raises:
+        ValueError: the file is missing, or holds no JSON object.
+    """
     if not path.is_file():
         raise ValueError(f"{path} is missing: it is no checkpoint of Hugging Face")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold an object, got {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
+    return content
 
 
 def check_all(*checks: Callable[[], Any]) -> None:
-    """Raises: ValueError: checks fail; the message has the lines of all of them."""
+    """Run checks that raise ValueError, and raise one with all their messages."""
     problems = []
     for check in checks:
         try:
@@ -89,7 +93,11 @@ def check_all(*checks: Callable[[], Any]) -> None:
 
 
 def check_settings(settings: dict[str, Any], only: dict[str, Any]) -> None:
-    """Raises: ValueError: settings are not the only values that our decoder has."""
+    """Raise unless settings have the only values that symjax's decoder supports.
+
+    Args:
+        only: setting → its supported value; missing settings have it.
+    """
     wrong = [
         f"{name} must be {wanted!r}, got {settings[name]!r}"
         for name, wanted in only.items()
@@ -100,26 +108,26 @@ def check_settings(settings: dict[str, Any], only: dict[str, Any]) -> None:
 
 
 def check_choice(name: str, value: Any, known: Iterable[str]) -> None:
-    """Raises: ValueError: a setting is none of the values that our decoder has."""
+    """Raise unless a setting has one of the values that symjax's decoder supports."""
     known = list(known)
     if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def number(settings: dict[str, Any], name: str, default: float | None = None) -> float:
-    """Return a setting that is a finite number above 0.
+    """Return a setting that must be a finite number above 0.
 
     Raises:
-        ValueError: it is not, or it is missing without a default.
+        ValueError: it is not, or it is missing and has no default.
     """
-    found = settings.get(name, default)
-    if type(found) not in (int, float) or not 0 < found < float("inf"):
-        raise ValueError(f"{name} must be a number above 0, got {found!r}")
-    return float(found)
+    value = settings.get(name, default)
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
+    return float(value)
 
 
 def check_needed(settings: dict[str, Any], *names: str) -> None:
-    """Raises: ValueError: settings are missing, or no whole numbers above 0."""
+    """Raise if settings are missing, or are not whole numbers above 0."""
     missing = [f"{name} is missing" for name in names if name not in settings]
     if missing:
         raise ValueError("; ".join(missing))
@@ -127,25 +135,25 @@ def check_needed(settings: dict[str, Any], *names: str) -> None:
 
 
 def whole(settings: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Return a setting that is a whole number above 0.
+    """Return a setting that must be a whole number above 0.
 
     Raises:
-        ValueError: it is not, or it is missing without a default.
+        ValueError: it is not, or it is missing and has no default.
     """
-    found = settings.get(name, default)
-    if type(found) is not int or found < 1:
-        raise ValueError(f"{name} must be a whole number above 0, got {found!r}")
-    return found
+    value = settings.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+    return value
 
 
 def read_tensors(directory: Path, digest: str | None) -> dict[str, np.ndarray]:
-    """Every tensor of a folder by its name, in float32; in one file or in shards.
+    """Read all tensors of a folder by name, in float32, from one file or several.
 
     Args:
-        digest: of the tensors that the folder should have, if it is known.
+        digest: `digest_of` the tensors that the folder should have, if it is known.
     Raises:
-        ValueError: a file is missing or damaged, files are of different models, a
-            tensor has integers or numbers that are not finite, or safetensors is not
+        ValueError: a file is missing or damaged, files belong to different models, a
+            tensor holds integers or values that are not finite, or safetensors is not
             installed.
     """
     _safetensors()
@@ -157,22 +165,22 @@ def read_tensors(directory: Path, digest: str | None) -> dict[str, np.ndarray]:
         raise ValueError(_missing(directory, missing))
     tensors = {}
     for file, names in sorted(files.items()):
-        found = _read_file(directory / file)
-        if names is not None and names != found.keys():
+        of_file = _read_file(directory / file)
+        if names is not None and names != of_file.keys():
             raise ValueError(
                 f"{directory / INDEX} does not fit the tensors of {directory / file}"
             )
-        tensors |= found
+        tensors |= of_file
     if digest is not None and digest != digest_of(tensors):
         raise ValueError(
-            f"{directory} has not the tensors that it was written with: a save that "
-            "did not end? Write the folder again"
+            f"{directory} does not have the tensors that it was written with: was the "
+            "save interrupted? Write the folder again"
         )
     return tensors
 
 
 def _missing(directory: Path, files: list[str]) -> str:
-    """Say which files of weights are missing, and what to do."""
+    """Return an error message that names missing files of weights and a remedy."""
     first = directory / files[0]
     if files != [TENSORS]:
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
@@ -187,20 +195,21 @@ def _missing(directory: Path, files: list[str]) -> str:
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of one file in float32, without those that are recomputed."""
+    """Read the tensors of one file in float32, without `BUFFERS`."""
     library = _safetensors()
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ValueError(f"{path} is a pointer of Git LFS: git lfs pull gets it")
     try:
-        with library.safe_open(path, framework="flax") as opened:  # it has bfloat16
-            found = {x: opened.get_tensor(x) for x in opened.keys()}
+        # framework="flax" reads bfloat16, which numpy lacks.
+        with library.safe_open(path, framework="flax") as opened:
+            stored = {x: opened.get_tensor(x) for x in opened.keys()}
     except library.SafetensorError as error:
         raise ValueError(
             f"{path} is damaged ({error}): download or write it again"
         ) from None
     tensors = {}
-    for name, tensor in found.items():
+    for name, tensor in stored.items():
         if name.endswith(BUFFERS):
             continue
         if not jnp.issubdtype(tensor.dtype, jnp.floating):
@@ -220,18 +229,25 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def _files_of(index: Path) -> dict[str, set[str]]:
-    """File → its tensors. Raises: ValueError: it does not name files beside it."""
-    found = read_json(index).get("weight_map")
-    places = found if isinstance(found, dict) else {}
-    files = places.values()
+    """Return file → names of its tensors, from an index, without `BUFFERS`.
+
+    Raises:
+        ValueError: the index does not name files in its folder.
+    """
+    weight_map = read_json(index).get("weight_map")
+    file_of = weight_map if isinstance(weight_map, dict) else {}
+    files = file_of.values()
     if not files or not all(isinstance(x, str) and FILE.fullmatch(x) for x in files):
         raise ValueError(f"{index} has no weight_map that names files beside it")
-    kept = {name: file for name, file in places.items() if not name.endswith(BUFFERS)}
-    return {x: {name for name, file in kept.items() if file == x} for x in files}
+    weights = {x: file for x, file in file_of.items() if not x.endswith(BUFFERS)}
+    return {x: {name for name, file in weights.items() if file == x} for x in files}
 
 
 def digest_of(tensors: Mapping[str, Any]) -> str:
-    """That of names and numbers in float32: files of two saves have another."""
+    """Return a digest of names and float32 values of tensors.
+
+    Two files with equal tensors may differ in other bytes, so files are not hashed.
+    """
     content = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         content.update(name.encode())
@@ -240,11 +256,12 @@ def digest_of(tensors: Mapping[str, Any]) -> str:
 
 
 def in_shards(tensors: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
-    """File → its tensors by name, in their order: of at most `size` bytes together,
-    or one that is larger.
+    """Split tensors into files of at most `size` bytes, in order: file → its tensors.
+
+    A tensor that is larger has a file of its own.
 
     Raises:
-        ValueError: a size that is no whole number above 0.
+        ValueError: the size is not a whole number above 0.
     """
     if type(size) is not int or size < 1:
         raise ValueError(f"shard_size must be at least 1 byte, got {size!r}")
@@ -265,14 +282,14 @@ def in_shards(tensors: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]
 
 
 def index_of(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the index of several files says."""
-    sizes = [tensor.nbytes for some in shards.values() for tensor in some.values()]
-    places = {name: file for file, some in shards.items() for name in some}
-    return {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
+    """Return the content of the index of several files."""
+    sizes = [x.nbytes for tensors in shards.values() for x in tensors.values()]
+    file_of = {name: file for file, tensors in shards.items() for name in tensors}
+    return {"metadata": {"total_size": sum(sizes)}, "weight_map": file_of}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Tensors by name in one file.
+    """Write tensors by name to one file.
 
     Raises:
         ValueError: safetensors is not installed.
@@ -281,13 +298,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
     from safetensors.numpy import save_file
 
     arrays = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt"})  # transformers asks for it
+    save_file(arrays, path, metadata={"format": "pt"})  # transformers needs it
 
 
 def check_shapes(
     who: str, tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises: ValueError: names or shapes are not those of the configuration."""
+    """Raise if names or shapes of tensors differ from those of the configuration.
+
+    Args:
+        who: beginning of the error message.
+    """
     check_names(who, tensors, shapes)
     for name, shape in shapes.items():
         if tensors[name].shape != shape:
@@ -300,7 +321,12 @@ def check_shapes(
 def check_names(
     who: str, found: Iterable[str], wanted: Iterable[str], optional: str = ""
 ) -> None:
-    """Raises: ValueError: a name is missing or unknown."""
+    """Raise if names are missing or unknown.
+
+    Args:
+        who: beginning of the error message.
+        optional: a name that may be there or not.
+    """
     found, wanted = set(found), set(wanted)
     for what, names in (
         ("lacks", wanted - found),

@@ -1,8 +1,8 @@
-"""Folders of weights: which of Hugging Face's models one is, and our own kind.
+"""Folders of weights: models of Hugging Face, and symjax's own format.
 
-config.json         settings of a Llama, DiffLlama or GPT-2; none in our own kind
-model.safetensors   tensors by the names of that model, or by our own
-symjax.json         of folders that symjax wrote: configuration, tokens, step
+config.json         settings of a Llama, DiffLlama or GPT-2; absent in symjax's format
+model.safetensors   tensors, named as in that model or as in symjax
+symjax.json         written by symjax: configuration, tokens, step
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ from symjax.models.huggingface.files import (
 )
 from symjax.models.huggingface.weights import flat, nested
 
-# By model_type, a module: its `options_of` and `settings_of` turn a config.json into
-# our configuration and back, `params_of` and `tensors_of` tensors into our parameters.
+# model_type → module. `options_of` and `settings_of` convert a config.json to symjax's
+# configuration and back, `params_of` and `tensors_of` tensors to parameters and back.
 FAMILIES: dict[str, Any] = {"llama": llama, "diffllama": llama, "gpt2": gpt2}
 READ = "of Hugging Face's models, symjax reads Llama, DiffLlama and GPT-2"
 SETTINGS, OWN = "config.json", "symjax.json"
-SUFFIXES = ".json", ".safetensors"  # of every file that is read
-# Configuration keys that change no function of a trained model.
+SUFFIXES = ".json", ".safetensors"  # of the files that are read
+# Configuration keys that do not change the function of a trained model.
 FREE = (
     *("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length"),
     *("attention.implementation", "attention.chunk_size"),
@@ -42,11 +42,11 @@ FREE = (
 
 
 class Folder(NamedTuple):
-    """What a folder of weights holds.
+    """Contents of a folder of weights.
 
     Attributes:
-        constants: random projections of our own kind; none of the others.
-        about: of symjax.json; empty where another program wrote the folder.
+        constants: random projections in symjax's format; empty in the others.
+        about: contents of symjax.json; empty if another program wrote the folder.
     """
 
     options: config.Model
@@ -56,29 +56,29 @@ class Folder(NamedTuple):
 
 
 def is_folder(directory: Path | epath.Path) -> bool:
-    """Whether it is a folder of weights, and no workdir."""
+    """Return whether a directory is a folder of weights and not a workdir."""
     return any((directory / name).is_file() for name in (SETTINGS, OWN))
 
 
 def read_folder(directory: str | Path) -> Folder:
-    """A folder that `save_pretrained` wrote, symjax's or that of transformers.
+    """Read a folder that `save_pretrained` of symjax or transformers wrote.
 
     Raises:
-        ValueError: a file is missing or damaged, a setting is one that the decoder does
-            not have, or names and shapes differ from those of the configuration.
+        ValueError: a file is missing or damaged, the decoder does not have a setting,
+            or names and shapes of tensors do not fit the configuration.
     """
     directory = Path(directory)
     if not (directory / OWN).is_file():
         check_folder(directory, SETTINGS)
     about = require_imports(directory)
     if about.get("format") == "symjax":
-        return _own(directory, about)
+        return _read_symjax_folder(directory, about)
     options, params = read_family(directory, digest=about.get("digest"))
     return Folder(options, params, {}, about)
 
 
 def require_imports(directory: Path) -> dict[str, Any]:
-    """Return symjax.json of a folder, empty where there is none.
+    """Return the contents of a folder's symjax.json, {} if there is none.
 
     Raises:
         ValueError: the model needs code that was not given (`symjax.imports`).
@@ -94,11 +94,11 @@ def require_imports(directory: Path) -> dict[str, Any]:
 def read_family(
     directory: Path, *model_types: str, digest: str | None = None
 ) -> tuple[config.Model, dict[str, Any]]:
-    """Our configuration and parameters, in float32, of a model of Hugging Face.
+    """Read a model of Hugging Face: symjax's configuration, parameters in float32.
 
     Args:
-        model_types: those that are wanted; any known one by default.
-        digest: of its tensors, if it is known.
+        model_types: accepted values of model_type. By default all that are known.
+        digest: of the tensors, if it is known.
     """
     check_folder(directory, SETTINGS)
     settings = read_json(directory / SETTINGS)
@@ -115,28 +115,28 @@ def read_family(
     if family is gpt2:
         tensors = gpt2.renamed(tensors)
     if options.tie_embeddings:
-        tensors.pop("lm_head.weight", None)  # some programs write it twice
+        tensors.pop("lm_head.weight", None)  # a copy that some programs write
     try:
         like, _ = parts(abstract(options))
     except ValueError as error:
         raise ValueError(f"{directory / SETTINGS}: {error}") from None
-    theirs = jax.eval_shape(lambda params: family.tensors_of(params, options), like)
-    shapes = {name: x.shape for name, x in theirs.items()}
+    wanted = jax.eval_shape(lambda params: family.tensors_of(params, options), like)
+    shapes = {name: x.shape for name, x in wanted.items()}
     check_shapes(str(directory), tensors, shapes)
     return options, jax.tree.map(jnp.asarray, family.params_of(tensors, options))
 
 
 def load_diffllama(directory: str | Path) -> tuple[config.Model, dict[str, Any]]:
-    """A DiffLlama as Hugging Face stores it: our configuration and parameters.
+    """Read a DiffLlama of Hugging Face: symjax's configuration and parameters.
 
         options, params = load_diffllama(directory)
         model = Decoder(options, rngs=nnx.Rngs(0))
         nnx.update(model, params)
 
-    Dropout is not carried over; `dataclasses.replace` changes it and other options.
+    Dropout is not read. `dataclasses.replace` changes it and other options.
 
     Raises:
-        ValueError: as `read_folder`, or the model is no DiffLlama.
+        ValueError: as `read_folder`, or the model is not a DiffLlama.
     """
     return read_family(Path(directory), "diffllama")
 
@@ -144,13 +144,14 @@ def load_diffllama(directory: str | Path) -> tuple[config.Model, dict[str, Any]]
 def as_family(
     options: config.Model, params: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A decoder as (settings, tensors) of the model of Hugging Face that computes the
-    same: a DiffLlama, a Llama, or with learned positions a GPT-2.
+    """Return (settings, tensors) of the Hugging Face model that equals a decoder.
 
-    Symmetric keys become keys of their own, the same function.
+    It is a DiffLlama, a Llama, or with learned positions a GPT-2. Symmetric keys become
+    projected keys, which compute the same function.
 
     Raises:
-        ValueError: there is none; the message names every key that differs.
+        ValueError: no such model computes the same; the message names each key that
+            differs.
     """
     differential = options.attention.differential == "v1"
     learned = options.positions == "learned"
@@ -166,12 +167,12 @@ def as_family(
 
 
 def own_tensors(model: Model) -> dict[str, Any]:
-    """Weights and constants of any model by their paths."""
+    """Return weights and constants of a model by their paths."""
     params, constants = parts(model)
     return flat({"params": params, "constants": constants})
 
 
-def _own(directory: Path, about: dict[str, Any]) -> Folder:
+def _read_symjax_folder(directory: Path, about: dict[str, Any]) -> Folder:
     options = options_of(directory, about).model
     shapes = {path: x.shape for path, x in own_tensors(abstract(options)).items()}
     tensors = read_tensors(directory, about.get("digest"))
@@ -182,10 +183,10 @@ def _own(directory: Path, about: dict[str, Any]) -> Folder:
 
 
 def options_of(directory: Path, about: dict[str, Any]) -> config.Config:
-    """The configuration in symjax.json.
+    """Return the configuration in symjax.json.
 
     Raises:
-        ValueError: it is none of this version, or its values are out of range.
+        ValueError: this version cannot read it, or its values are out of range.
     """
     try:
         return validation.from_stored(about["config"])
@@ -194,22 +195,22 @@ def options_of(directory: Path, about: dict[str, Any]) -> config.Config:
 
 
 def _resolved(options: config.Model) -> config.Model:
-    """With the sizes that 0 stands for."""
-    found = sizes(options)
+    """Return the options with sizes in place of 0, their default."""
+    resolved = sizes(options)
     return dataclasses.replace(
         options,
-        kv_heads=found.kv_heads,
-        head_size=found.head_size,
+        kv_heads=resolved.kv_heads,
+        head_size=resolved.head_size,
         feedforward=options.feedforward or 4 * options.width,
     )
 
 
-def _check_equal(found: config.Model, theirs: config.Model, kind: str) -> None:
-    """Raises: ValueError: keys differ that change the function, naming all."""
+def _check_equal(ours: config.Model, theirs: config.Model, kind: str) -> None:
+    """Raise if keys differ that change the function, naming all of them."""
     wrong = []
     for name, _, _ in validation.fields(config.Model):
-        one, two = map(attrgetter(name), (found, theirs))
-        if name not in FREE and one != two:
-            wrong.append(f"model.{name} is {one!r}, in a {kind} it is {two!r}")
+        value, wanted = map(attrgetter(name), (ours, theirs))
+        if name not in FREE and value != wanted:
+            wrong.append(f"model.{name} is {value!r}, in a {kind} it is {wanted!r}")
     if wrong:
         raise ValueError(f"no model of transformers computes this: {'; '.join(wrong)}")

@@ -1,5 +1,8 @@
-"""GPT-2: learned positions, LayerNorm, biases, and an embedding that is also the
-output layer. Its weights are [in, out], as ours; queries, keys and values are one."""
+"""GPT-2: learned positions, LayerNorm, biases, tied embeddings.
+
+Its weights are [in, out], as in symjax. One tensor has the projections of queries, keys
+and values.
+"""
 
 from functools import partial
 from typing import Any
@@ -17,7 +20,7 @@ from symjax.models.huggingface.files import (
 )
 from symjax.models.huggingface.weights import flat, nested
 
-# By the value of activation_function; theirs of tanh is ours.
+# activation_function → model.activation. symjax's gelu is the one with tanh.
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 ONLY = {
     "scale_attn_weights": True,
@@ -27,7 +30,7 @@ ONLY = {
     "tie_word_embeddings": True,
     "quantization_config": None,
 }
-# Ours → theirs, of a block.
+# Path in a block of symjax → name of the tensor.
 BLOCK = {
     "attention_norm/scale": "ln_1.weight",
     "attention_norm/bias": "ln_1.bias",
@@ -50,6 +53,11 @@ ENDS = {
 
 
 def options_of(settings: dict[str, Any]) -> config.Model:
+    """Return symjax's configuration for a config.json.
+
+    Raises:
+        ValueError: a setting is missing, or the decoder does not have it.
+    """
     sizes = "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"
     activation = settings.get("activation_function", "gelu_new")
     check_all(
@@ -75,12 +83,13 @@ def options_of(settings: dict[str, Any]) -> config.Model:
 
 
 def settings_of(options: config.Model) -> dict[str, Any]:
+    """Return the config.json of a GPT-2 with symjax's configuration."""
     activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": options.vocabulary,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # none of our own
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # None: not known here
         "n_embd": options.width,
         "n_layer": options.depth,
         "n_head": options.heads,
@@ -93,6 +102,7 @@ def settings_of(options: config.Model) -> dict[str, Any]:
 
 
 def params_of(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
+    """Return symjax's parameters for the tensors of a GPT-2."""
     params = {ours: tensors[theirs] for ours, theirs in ENDS.items()}
     for i in range(options.depth):
         block, prefix = f"blocks/{i}/", f"transformer.h.{i}."
@@ -105,6 +115,7 @@ def params_of(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
 
 
 def tensors_of(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
+    """Return the tensors of a GPT-2 with symjax's parameters."""
     own = flat(params)
     tensors = {theirs: own[ours] for ours, theirs in ENDS.items()}
     for i in range(options.depth):
@@ -118,8 +129,7 @@ def tensors_of(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
 
 
 def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint of 2019 by their names of today, which have the
-    prefix of the model."""
+    """Add the prefix "transformer." to names of tensors, which files of 2019 lack."""
     return {
         name if name.startswith("transformer.") else f"transformer.{name}": x
         for name, x in tensors.items()

@@ -1,7 +1,7 @@
 """Llama, and DiffLlama, which is a Llama with differential attention.
 
-Both turn features in pairs (i, i + H/2), as ours with `positions="rope"`. The weights
-of torch are [out, in], our kernels [in, out].
+Both rotate pairs of features (i, i + H/2), as symjax with `positions="rope"`. Weights
+of torch are [out, in], kernels of symjax [in, out].
 """
 
 from functools import partial
@@ -22,15 +22,15 @@ from symjax.models.huggingface.weights import (
     to_diffllama,
 )
 
-RMS_NORM_EPS = {"llama": 1e-6, "diffllama": 1e-5}  # the defaults of rms_norm_eps
-# What our decoder does, by the names in config.json.
+RMS_NORM_EPS = {"llama": 1e-6, "diffllama": 1e-5}  # defaults of rms_norm_eps
+# Settings of config.json → the only values that symjax's decoder supports.
 ONLY = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "quantization_config": None,
 }
-# Ours → theirs, of a block; kernels are transposed.
+# Path in a block of symjax → name of the tensor. Kernels are transposed.
 BLOCK = {
     "attention/query/kernel": "self_attn.q_proj.weight",
     "attention/key/kernel": "self_attn.k_proj.weight",
@@ -49,12 +49,13 @@ ENDS = {
 }
 
 
-def _turned(ours: str, array: Any) -> Any:
-    return array.T if ours.endswith("kernel") else array
+def _transposed(path: str, array: Any) -> Any:
+    """Transpose an array if its path in symjax is that of a kernel."""
+    return array.T if path.endswith("kernel") else array
 
 
 def _branches(differential: str) -> int:
-    """Their heads of one of ours."""
+    """Return the number of Hugging Face's heads per head of symjax."""
     return 2 if differential == "v1" else 1
 
 
@@ -97,7 +98,7 @@ def options_of(settings: dict[str, Any]) -> config.Model:
 
 
 def settings_of(options: config.Model) -> dict[str, Any]:
-    """Their config.json, as versions 4 and 5 of transformers have it."""
+    """Return the config.json that versions 4 and 5 of transformers read."""
     branches = _branches(options.attention.differential)
     return {
         "model_type": "diffllama" if branches == 2 else "llama",
@@ -105,7 +106,7 @@ def settings_of(options: config.Model) -> dict[str, Any]:
             "DiffLlamaForCausalLM" if branches == 2 else "LlamaForCausalLM"
         ],
         "vocab_size": options.vocabulary,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # none of our own
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # None: not known here
         "hidden_size": options.width,
         "intermediate_size": options.feedforward,
         "num_hidden_layers": options.depth,
@@ -122,26 +123,32 @@ def settings_of(options: config.Model) -> dict[str, Any]:
 
 
 def params_of(tensors: dict[str, Any], options: config.Model) -> dict[str, Any]:
-    found = {x: _turned(x, tensors[y]) for x, y in ENDS.items() if y in tensors}
+    """Return symjax's parameters for the tensors of a Llama or DiffLlama."""
+    arrays = {x: _transposed(x, tensors[y]) for x, y in ENDS.items() if y in tensors}
     for i in range(options.depth):
         block = {x: tensors[f"model.layers.{i}.{y}"] for x, y in BLOCK.items()}
-        found |= {f"blocks/{i}/{x}": _turned(x, y) for x, y in block.items()}
-    params = nested(found)
+        arrays |= {f"blocks/{i}/{x}": _transposed(x, y) for x, y in block.items()}
+    params = nested(arrays)
     if options.attention.differential == "v1":
         for i, block in params["blocks"].items():
-            own = f"model.layers.{i}.self_attn."
-            inside = {x.removeprefix(own): y for x, y in tensors.items() if own in x}
-            block["attention"] = diffllama_attention(inside)
+            prefix = f"model.layers.{i}.self_attn."
+            layer = {
+                x.removeprefix(prefix): y for x, y in tensors.items() if prefix in x
+            }
+            block["attention"] = diffllama_attention(layer)
     return params
 
 
 def tensors_of(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
+    """Return the tensors of a Llama or DiffLlama with symjax's parameters."""
     ends = flat({x: y for x, y in params.items() if x != "blocks"})
-    tensors = {ENDS[x]: _turned(x, y) for x, y in ends.items()}
+    tensors = {ENDS[x]: _transposed(x, y) for x, y in ends.items()}
     for i in range(options.depth):
         block, prefix = dict(params["blocks"][i]), f"model.layers.{i}."
         if options.attention.differential == "v1":
-            inside = to_diffllama(block.pop("attention"))
-            tensors |= {f"{prefix}self_attn.{x}": y for x, y in inside.items()}
-        tensors |= {prefix + BLOCK[x]: _turned(x, y) for x, y in flat(block).items()}
+            layer = to_diffllama(block.pop("attention"))
+            tensors |= {f"{prefix}self_attn.{x}": y for x, y in layer.items()}
+        tensors |= {
+            prefix + BLOCK[x]: _transposed(x, y) for x, y in flat(block).items()
+        }
     return tensors

@@ -1,7 +1,8 @@
-"""RoPE in a config.json: rope_theta, rope_scaling, or rope_parameters with both.
+"""RoPE in a config.json of Hugging Face.
 
-Versions 4 of transformers write {"rope_theta": …, "rope_scaling": {"rope_type": …}},
-older ones "type", versions 5 {"rope_parameters": {"rope_theta": …, "rope_type": …}}.
+Version 4 of transformers writes {"rope_theta": …, "rope_scaling": {"rope_type": …}},
+with "type" for "rope_type" in older versions. Version 5 writes
+{"rope_parameters": {"rope_theta": …, "rope_type": …}}.
 """
 
 import math
@@ -19,7 +20,7 @@ from symjax.models.huggingface.files import (
 )
 
 ORIGINAL = "original_max_position_embeddings"
-# Their numbers → ours, by kind.
+# Kind of scaling → settings of config.json → keys of model.rope_scaling.
 NUMBERS = {
     "llama3": {
         "low_freq_factor": "low_frequency_factor",
@@ -36,10 +37,10 @@ ONLY = {"partial_rotary_factor": 1.0}
 
 
 def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
-    """rope_base and rope_scaling of our configuration.
+    """Return rope_base and rope_scaling of symjax's configuration for a config.json.
 
     Raises:
-        ValueError: a kind or a number that our decoder does not have.
+        ValueError: a kind or a value that symjax's decoder does not support.
     """
     given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(x, dict) for x in given.values()):
@@ -52,15 +53,15 @@ def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
         partial(check_choice, "rope_type", kind, KINDS),
     )
     theta = {"rope_theta": settings.get("rope_theta") or 10000.0}
-    found: dict[str, Any] = {"rope_base": number(theta | given, "rope_theta")}
+    keys: dict[str, Any] = {"rope_base": number(theta | given, "rope_theta")}
     if kind == "default":
-        return found
+        return keys
     chosen: dict[str, Any] = {"kind": kind}
     if kind in OF_A_LENGTH:
         length = whole(settings, "max_position_embeddings", 2048)
         groups = () if kind == "dynamic" else (settings, given)
-        named = [x[ORIGINAL] for x in groups if x.get(ORIGINAL)]  # the first wins
-        chosen["original_length"] = whole({ORIGINAL: [*named, length][0]}, ORIGINAL)
+        lengths = [x[ORIGINAL] for x in groups if x.get(ORIGINAL)]  # the first counts
+        chosen["original_length"] = whole({ORIGINAL: [*lengths, length][0]}, ORIGINAL)
     if kind == "yarn":
         given = {"factor": length / chosen["original_length"]} | given
         given |= _attention_factor(given)
@@ -69,21 +70,21 @@ def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
     for theirs, ours in NUMBERS.get(kind, {}).items():
         if kind == "llama3" or theirs in given:
             chosen[ours] = number(given, theirs)
-    return found | {"rope_scaling": config.RopeScaling(**chosen)}
+    return keys | {"rope_scaling": config.RopeScaling(**chosen)}
 
 
 def _attention_factor(given: dict[str, Any]) -> dict[str, float]:
-    """The attention factor of yarn from two numbers of DeepSeek's models, if given."""
+    """Return yarn's attention factor from two settings of DeepSeek's models, if set."""
     names = "mscale", "mscale_all_dim"
     if "attention_factor" in given or not all(given.get(x) for x in names):
         return {}
-    grown = math.log(number(given, "factor"))
-    one, other = (0.1 * number(given, x) * grown + 1 for x in names)
-    return {"attention_factor": one / other}
+    log_factor = math.log(number(given, "factor"))
+    numerator, divisor = (0.1 * number(given, x) * log_factor + 1 for x in names)
+    return {"attention_factor": numerator / divisor}
 
 
 def settings_of_rope(options: config.Model) -> dict[str, Any]:
-    """Their settings of RoPE and of the longest text, as versions 4 and 5 read them."""
+    """Return settings of RoPE and of the text length for versions 4 and 5."""
     chosen, length = options.rope_scaling, options.length
     if chosen.kind == "none":
         parameters: dict[str, Any] = {"rope_type": "default"}
@@ -91,19 +92,19 @@ def settings_of_rope(options: config.Model) -> dict[str, Any]:
         parameters = {"rope_type": chosen.kind, "factor": chosen.factor}
     if chosen.kind in ("yarn", "llama3"):
         parameters[ORIGINAL] = chosen.original_length
-    if chosen.kind == "dynamic":  # their original length
+    if chosen.kind == "dynamic":  # max_position_embeddings is the original length
         length = chosen.original_length
-    elif chosen.kind == "yarn":  # versions 4 take the ratio of both for the factor
+    elif chosen.kind == "yarn":  # version 4 takes the ratio of both lengths as factor
         length = round(chosen.factor * chosen.original_length)
         parameters["truncate"] = chosen.truncate
     for theirs, ours in NUMBERS.get(chosen.kind, {}).items():
         if value := getattr(chosen, ours):
             parameters[theirs] = value
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "rope_theta": options.rope_base,
         "rope_parameters": {"rope_theta": options.rope_base, **parameters},
         "max_position_embeddings": length,
     }
     if chosen.kind != "none":
-        found["rope_scaling"] = parameters
-    return found
+        settings["rope_scaling"] = parameters
+    return settings

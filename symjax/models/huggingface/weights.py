@@ -1,10 +1,10 @@
 """Exact conversion of layers: unilm's Diff Transformer, Hugging Face's DiffLlama.
 
-Ours: kernels [in, out], sub-heads in (head, branch) order, and with
-`positions="rope"` features turned in pairs (i, i + H/2). Weights of torch are
-[out, in]. The maps below are permutations of rows and columns, save that
-Hugging Face has no weight in the norm of a head: it is multiplied into the output
-projection. They are for layers without bias, query/key norms or normalised keys.
+symjax has kernels [in, out], sub-heads in (head, branch) order, and with
+`positions="rope"` rotates pairs of features (i, i + H/2). Weights of torch are
+[out, in]. The functions below permute rows and columns. Hugging Face's norm per head
+has no weight, so `to_diffllama` multiplies it into the output projection. Layers with
+bias, query/key norms or normalised keys cannot be converted.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from symjax.models.huggingface.files import check_names
 
-Weights = Mapping[str, Any]  # names → arrays, or groups of them
+Weights = Mapping[str, Any]  # name → array, or a group of arrays
 
-# Our names of a layer's parameters → those of the others.
+# Path of a layer's parameter in symjax → its name in the other implementation.
 SHARED = {
     "query/kernel": "q_proj.weight",
     "key/kernel": "k_proj.weight",
@@ -35,14 +35,15 @@ LLAMA = SHARED | {"out/kernel": "o_proj.weight"}
 
 
 def official_attention(weights: Weights) -> dict[str, Any]:
-    """Parameters of our layer from those of microsoft/unilm's Diff Transformer V1.
+    """Return parameters of symjax's layer for microsoft/unilm's Diff Transformer V1.
 
-    There RoPE turns pairs of features (2i, 2i + 1). Without `k_proj.weight`, keys are
-    the queries: a layer with `symmetric="plain"`. For grouped heads the layer equals
-    their flash modules; their plain one mixes the branches of a group's keys.
+    unilm's RoPE rotates pairs of features (2i, 2i + 1). Without `k_proj.weight` keys
+    are the queries: a layer with `symmetric="plain"`. For grouped heads the layer
+    equals unilm's flash modules; unilm's plain module mixes the branches of a group's
+    keys.
 
     Raises:
-        ValueError: a name or a shape that their layer does not have.
+        ValueError: a name or a shape that unilm's layer does not have.
     Source: Ye et al. 2024, arXiv:2410.05258; Diff-Transformer/multihead_diffattn.py.
     """
     who = "official_attention"
@@ -57,10 +58,10 @@ def official_attention(weights: Weights) -> dict[str, Any]:
 
 
 def to_official(params: Weights) -> dict[str, Any]:
-    """The inverse of `official_attention`: weights of microsoft/unilm's V1 layer.
+    """Return weights of microsoft/unilm's V1 layer: inverse of `official_attention`.
 
     Raises:
-        ValueError: a parameter that their layer does not have, such as a bias.
+        ValueError: a parameter that unilm's layer does not have, such as a bias.
     """
     who = "to_official"
     own = flat(params)
@@ -74,13 +75,13 @@ def to_official(params: Weights) -> dict[str, Any]:
 
 
 def diffllama_attention(weights: Weights) -> dict[str, Any]:
-    """Parameters of our layer from those of Hugging Face's DiffLlamaAttention.
+    """Return parameters of symjax's layer for Hugging Face's DiffLlamaAttention.
 
-    There sub-heads stand in (branch, head) order, and so do the halves of values.
-    A DiffLlama with 2N attention heads has N of ours.
+    DiffLlama has sub-heads and halves of values in (branch, head) order. A DiffLlama
+    with 2N attention heads has N heads in symjax.
 
     Raises:
-        ValueError: a name or a shape that their layer does not have.
+        ValueError: a name or a shape that DiffLlama's layer does not have.
     """
     who = "diffllama_attention"
     own = _renamed(who, weights, {theirs: ours for ours, theirs in LLAMA.items()})
@@ -93,12 +94,12 @@ def diffllama_attention(weights: Weights) -> dict[str, Any]:
 
 
 def to_diffllama(params: Weights) -> dict[str, Any]:
-    """Weights of a DiffLlamaAttention that computes what our layer computes.
+    """Return weights of a DiffLlamaAttention that computes the same as a layer.
 
-    The inverse of `diffllama_attention`, up to the norm's weight.
+    Inverse of `diffllama_attention`, up to the weight of the norm.
 
     Raises:
-        ValueError: a parameter that their layer does not have, such as a bias.
+        ValueError: a parameter that DiffLlama's layer does not have, such as a bias.
     """
     who = "to_diffllama"
     own = flat(params)
@@ -116,7 +117,7 @@ def to_diffllama(params: Weights) -> dict[str, Any]:
 def _renamed(
     who: str, arrays: Weights, names: Mapping[str, str], *, optional: str = ""
 ) -> dict[str, Any]:
-    """The arrays under their new names; all must be there, save one."""
+    """Return the arrays under new names; all must be there, except `optional`."""
     check_names(who, arrays, [name for name in names if name != optional], optional)
     return {
         names[name]: x if isinstance(x, Array) else np.asarray(x)
@@ -125,18 +126,22 @@ def _renamed(
 
 
 def _even(who: str, size: int) -> int:
+    """Return the head size if it is even."""
     if size % 2:
         raise ValueError(
-            f"{who}: RoPE turns pairs of features, head size {size} is odd"
+            f"{who}: RoPE rotates pairs of features, head size {size} is odd"
         )
     return size
 
 
 def _head_size(who: str, own: Mapping[str, np.ndarray], *, axis: int) -> int:
-    """Features of a branch: the length of λ's vectors, of which heads are made.
+    """Return the features of a branch: the length of the λ vectors.
 
     Args:
-        own: arrays by our names; `axis` is that of heads in queries, keys and values.
+        own: arrays by symjax's names.
+        axis: axis of heads in the weights of queries, keys and values.
+    Raises:
+        ValueError: another array does not fit this size.
     """
     size = own["lambda_query_1"].size
     for name, array in own.items():
@@ -156,13 +161,13 @@ def _head_size(who: str, own: Mapping[str, np.ndarray], *, axis: int) -> int:
 
 
 def flat(params: Weights) -> dict[str, Any]:
-    """Nested parameters by path: {"query": {"kernel": x}} as {"query/kernel": x}."""
+    """Return parameters by path: {"query": {"kernel": x}} → {"query/kernel": x}."""
     leaves = tree_leaves_with_path(dict(params))
     return {keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flat`; numbers among the names are those of blocks."""
+    """Return the inverse of `flat`; numbers in a path become int keys, as of blocks."""
 
     def path(name: str) -> tuple[int | str, ...]:
         return tuple(int(x) if x.isdecimal() else x for x in name.split("/"))

@@ -84,7 +84,10 @@ def _normalised(
 def _normalised_tangent(
     centred: bool, epsilon: float, primals: tuple, tangents: tuple
 ) -> tuple[Array, Array]:
-    """With u = x / deviation, du = (dx − mean(dx) − u mean(u dx)) / deviation."""
+    """Return value and tangent: du = (dx − mean(dx) − u mean(u dx)) / deviation.
+
+    u is x / deviation.
+    """
     (x, scale, _), (change, scale_change, bias_change) = primals, tangents
     distance, inverse = _statistics(centred, epsilon, x)
     unit = distance * inverse

@@ -1,4 +1,4 @@
-"""What a mechanism adds to its attention layer: weights, operands, sharding, cost.
+"""Parts that mechanisms add to a layer: weights, operands, sharding, cost.
 
 part.py      Part, the declaration; Sizes of a layer; operations of attention
 table.py     PARTS: mechanism → Part

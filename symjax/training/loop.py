@@ -66,7 +66,7 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         lock = locked(workdir)
-        # Process 0 enters first and leaves last: it makes and removes the folder.
+        # Process 0 enters first, so that it makes the folder, and removes it if empty.
         process_zero_first(lambda: stack.enter_context(lock))
         train(options, workdir, allow, interrupts, stack)
 

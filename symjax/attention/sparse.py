@@ -11,13 +11,13 @@ weights sum to one: [z − τ]₊ is sparsemax, [z/2 − τ]₊² is entmax-1.5,
 the limit of the family. So both share one function of the power, 1 or 2.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from symjax.attention.scores.mechanism import ScoreMechanism
+from symjax.attention.scores.rows import KEPT
 
 FLOOR = -2.0  # below the highest score, scaled; every threshold lies above −1
 
@@ -70,31 +70,42 @@ def _hide(scores: Array, visible: Array | None) -> Array:
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _excess(power: int, scores: Array) -> Array:
+def _above_threshold(power: int, scores: Array) -> Array:
     """[z/power − τ]₊ along the last axis, with Σ [z/power − τ]₊^power = 1.
 
     Scores of −∞, and rows of nothing else, give zeros. The rest is referred to the
     highest and cut at a floor that no threshold reaches: sums stay small and finite.
     """
     top = scores.max(axis=-1, keepdims=True)
-    scaled = (scores - jnp.where(top == -jnp.inf, 0, top)) / power
-    scaled = jnp.maximum(scaled, FLOOR)
-    excess = jnp.maximum(scaled - _threshold(power, scaled), 0)
+    top = checkpoint_name(jnp.where(top == -jnp.inf, 0, top), KEPT)
+    scaled = jnp.maximum((scores - top) / power, FLOOR)
+    threshold = checkpoint_name(_threshold(power, scaled), KEPT)
+    excess = jnp.maximum(scaled - threshold, 0)
     return jnp.where(scores == -jnp.inf, 0, excess)
+
+
+_excess = jax.custom_jvp(_above_threshold, nondiff_argnums=(0,))
 
 
 @_excess.defjvp
 def _excess_change(power: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """The threshold moves with the mean of the support, by the weights' own slopes."""
+    """The threshold moves with the mean of the support, by the weights' own slopes.
+
+    The backward pass keeps the threshold, and does not search for it again.
+    """
     (scores,), (change,) = primals, tangents
-    excess = _excess(power, scores)
+    excess = _above_threshold(power, scores)
     support = excess > 0
-    slopes = jnp.where(support, excess ** (power - 1), 0)
+    slopes = _slopes(power, excess)
     total = slopes.sum(axis=-1, keepdims=True)
     shift = (slopes * change).sum(axis=-1, keepdims=True)
     shift /= jnp.where(total == 0, 1, total)
     return excess, jnp.where(support, (change - shift) / power, 0)
+
+
+def _slopes(power: int, excess: Array) -> Array:
+    """Derivative of excess^power / power, which is 0 where the excess is."""
+    return (excess > 0).astype(excess.dtype) if power == 1 else excess ** (power - 1)
 
 
 def _threshold(power: int, scores: Array) -> Array:
@@ -109,9 +120,8 @@ def _threshold(power: int, scores: Array) -> Array:
 
     def newton(threshold: Array) -> Array:
         excess = jnp.maximum(scores - threshold, 0)
-        slopes = power * jnp.where(excess > 0, excess ** (power - 1), 0)
         surplus = (excess**power).sum(axis=-1, keepdims=True) - 1
-        return surplus / slopes.sum(axis=-1, keepdims=True)
+        return surplus / (power * _slopes(power, excess)).sum(axis=-1, keepdims=True)
 
     def step(past: tuple[Array, Array]) -> tuple[Array, Array]:
         rise = jnp.maximum(newton(past[0]), 0)

@@ -114,6 +114,7 @@ def blocks(size, extents=8, *, batched=False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK_ROWS", size)
         patch.setattr(rows, "EXTENTS", extents)
+        patch.setattr(rows, "FEW_KEYS", 0)
         with lowered_for("tpu") if batched else nullcontext():
             yield
 

@@ -102,6 +102,7 @@ class Rule(NamedTuple):
     dtypes: tuple[Any, Any]  # of keys and values where they are multiplied
     block_rows: int
     extents: int
+    few_keys: int  # up to which a CPU takes causal rows as two blocks
 
 
 def rows_spec(operands: Operands) -> P:

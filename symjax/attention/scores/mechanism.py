@@ -177,6 +177,7 @@ class ScoreMechanism:
             dtypes=(key.dtype, value.dtype),
             block_rows=rows.BLOCK_ROWS,
             extents=rows.EXTENTS,
+            few_keys=rows.FEW_KEYS,
         )
         operands = _operands((query, key, value, bias), scale, lam, alibi, visibility)
         if in_ring:

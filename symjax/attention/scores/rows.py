@@ -29,6 +29,7 @@ from symjax.attention.core.visibility import length_scale, part
 KEPT = "rows of scores"  # what blocks keep for the backward pass, by checkpoint_name
 BLOCK_ROWS = 128  # of a block: a tile of accelerators; on a CPU about so many
 EXTENTS = 8  # different key lengths, each compiled on its own
+FEW_KEYS = 2048  # `Rule.few_keys`
 
 
 @on_any_mesh(static=1, specs=rows_spec)  # outside jit it compiles once a shape
@@ -46,32 +47,53 @@ def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
         return _block(rule, operands, 0, size=time)
     if time > rule.block_rows:
         operands = widened(operands)
+    blocks = partial(_blocks, rule, rows=min(time, rule.block_rows))
+    return by_platform(
+        operands, cpu=partial(_example_by_example, rule), default=_kept(blocks)
+    )
+
+
+def _example_by_example(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+    """All rows on a CPU, one example after another, whose blocks stay in its cache.
+
+    Axes are swapped inside the loop, since XLA would copy whole arrays outside it. The
+    outer checkpoint keeps the keys and values once instead of once per extent.
+    """
+    batch = operands.query.shape[0]
+    blocks = partial(_blocks, rule, rows=_rows_on_a_cpu(rule, operands))
+    if batch == 1:
+        return _kept(blocks)(operands)
     leaves, tree = jax.tree.flatten(operands.swapped())
     own = [x.shape[:1] == (batch,) for x in leaves]
     examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
-
-    # Products of more rows are faster on CPU; in a window they would see more keys.
-    about = rule.block_rows
-    if None in operands.visibility.window:
-        about = about * 3 // 2
-    even = -(-time // max(1, round(time / about)))
 
     def example(owned: list[Array]) -> Array:
         left = iter(owned)
         pairs = zip(leaves, own, strict=True)
         whole = tree.unflatten(next(left)[None] if mine else x for x, mine in pairs)
-        return jnp.swapaxes(_blocks(rule, whole.swapped(), even)[0], 0, 1)
+        return jnp.swapaxes(blocks(whole.swapped())[0], 0, 1)
 
-    # On CPU one example after another, whose blocks stay in cache; axes are swapped in
-    # the loop: XLA would copy them whole. Chosen where the program is lowered, not
-    # where it is traced: `jax.export`. The outer checkpoint keeps no parts of the keys
-    # and values, which every extent has of its own.
-    blocks = _kept(partial(_blocks, rule, rows=min(time, rule.block_rows)))
-    found = by_platform(
-        cpu=partial(jax.lax.map, _kept(example), examples),
-        default=lambda: jnp.swapaxes(blocks(operands), 1, 2),
-    )
-    return jnp.swapaxes(found, 1, 2)
+    return jnp.swapaxes(jax.lax.map(_kept(example), examples), 1, 2)
+
+
+def _rows_on_a_cpu(rule: Rule, operands: Operands) -> int:
+    """Rows of a block, all blocks of about the same size.
+
+    Products of more rows are faster on a CPU; in a window they would see more keys. Two
+    blocks of few keys are a short program, which is compiled in a third of the time.
+    """
+    time, window = operands.query.shape[2], operands.visibility.window
+    about = rule.block_rows
+    if None in window:
+        about = about * 3 // 2
+    count = max(1, round(time / about))
+    if (
+        window != (None, None)
+        and None in window
+        and operands.key.shape[2] <= rule.few_keys
+    ):
+        count = min(count, 2)
+    return -(-time // count)
 
 
 def _kept(function: Callable, **options: Any) -> Callable:

@@ -88,7 +88,7 @@ class Operands(NamedTuple):
     mask: Bool[Array, "B 1 1 T"] | None
 
 
-@on_any_mesh(1, rows_alone)
+@on_any_mesh("name", specs=rows_alone)
 def _rows(name: str | None, operands: Operands) -> Float[Array, "B T N V"]:
     query, value, parameter, scale, mask = operands
     wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)

@@ -1,5 +1,6 @@
 """Functions compiled once a shape, on meshes with axes of any type, and under vmap."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -70,28 +71,37 @@ def rows_as(axes: tuple[Any, Any, Any], value: Array) -> P:
 
 
 def on_any_mesh(
-    static: int,
+    *static: str,
     specs: Callable[[Any], Any] = rows_and_state,
     inline: bool = False,
 ) -> Callable[[Callable], Callable]:
-    """Compiles a function (…, tokens, *more); its first `static` arguments are static.
+    """Decorate a function f(*static, tokens, *arrays): compile it, for any mesh.
 
-    It sees arrays that all vary over the same manual axes.
+    The function is compiled once per shape and per value of its static arguments. It
+    sees arrays that all vary over the same manual axes.
 
-    Under mesh axes of type Explicit every operation would have to say how its result
-    is sharded; in here XLA chooses, as it does for Auto axes. Its results come out
+    Under mesh axes of type Explicit every operation would have to say how its result is
+    sharded. Inside the function XLA chooses, as it does for Auto axes; the results are
     sharded by specs(tokens).
 
-    inline: no call of its own inside another program. XLA (jaxlib 0.11) crashes on a
-    call in a `jax.shard_map` whose gradient holds cuDNN's attention.
+    Args:
+        static: names of the first arguments, which are static.
+        specs: tokens → the shardings of the results.
+        inline: make no separate call inside another program. XLA (jaxlib 0.11) crashes
+            on a call in a `jax.shard_map` whose gradient contains cuDNN's attention.
     """
 
     def decorate(function: Callable) -> Callable:
-        @partial(jax.jit, static_argnums=tuple(range(static)), inline=inline)
+        count = len(static)
+        names = tuple(inspect.signature(function).parameters)
+        if names[:count] != static:
+            raise TypeError(f"{function.__name__} begins with {names}, not {static}")
+
+        @partial(jax.jit, static_argnums=tuple(range(count)), inline=inline)
         @wraps(function)
         def compiled(*arguments: Any) -> Any:
-            tokens, *more = vary_alike(arguments[static:])
-            call = partial(function, *arguments[:static])
+            tokens, *more = vary_alike(arguments[count:])
+            call = partial(function, *arguments[:count])
             return _auto(call, specs(tokens), (tokens, *more))(tokens, *more)
 
         return compiled

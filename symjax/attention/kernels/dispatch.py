@@ -87,7 +87,7 @@ def best(
     return engine
 
 
-@on_any_mesh(static=3, specs=rows_spec, inline=True)
+@on_any_mesh("engine", "kernel", "rule", specs=rows_spec, inline=True)
 def _by_platform(
     engine: Engine, kernel: Kernel, rule: Rule, operands: Operands
 ) -> Float[Array, "B N T V"]:

@@ -53,7 +53,7 @@ def attend(
     return _attend(recurrence, tokens, parameters)
 
 
-@on_any_mesh(1, rows_alone)
+@on_any_mesh("recurrence", specs=rows_alone)
 def _attend(
     recurrence: Normalised, tokens: Tokens, parameters: Any
 ) -> Float[Array, "B T N V"]:

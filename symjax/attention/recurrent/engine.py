@@ -121,7 +121,7 @@ def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
     )
 
 
-@on_any_mesh(2, rows_alone)
+@on_any_mesh("kernel", "by_chunks", specs=rows_alone)
 def _on_kernel(
     kernel: Kernel,
     by_chunks: tuple[Recurrence, int, None, bool],
@@ -172,7 +172,7 @@ def _start(
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
 
 
-@on_any_mesh(4)
+@on_any_mesh("recurrence", "chunk_size", "axis_name", "alone")
 def _causal(
     recurrence: Recurrence,
     chunk_size: int,
@@ -197,7 +197,7 @@ def _causal(
     return heads_joined(rows, tokens.value.dtype), state
 
 
-@on_any_mesh(1)
+@on_any_mesh("recurrence")
 def _step(
     recurrence: Recurrence, tokens: Tokens, parameters: Any, state: Any
 ) -> tuple[Float[Array, "B 1 N V"], Any]:

@@ -97,7 +97,7 @@ class Rule(NamedTuple):
     linear_divisor: float
 
 
-@on_any_mesh(2, rows_alone)
+@on_any_mesh("rule", "axis_name", specs=rows_alone)
 def whole(
     rule: Rule, axis_name: str | None, tokens: Tokens, scale: Array | None
 ) -> Float[Array, "B T N V"]:
@@ -113,7 +113,7 @@ def whole(
     return output[:, :length].astype(tokens.value.dtype)
 
 
-@on_any_mesh(1)
+@on_any_mesh("rule")
 def prefill(
     rule: Rule,
     tokens: Tokens,
@@ -179,7 +179,7 @@ def _after(
     )
 
 
-@on_any_mesh(1)
+@on_any_mesh("rule")
 def step(
     rule: Rule, tokens: Tokens, scale: Array | None, state: FlashState
 ) -> tuple[Float[Array, "B 1 N V"], FlashState]:

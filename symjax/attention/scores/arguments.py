@@ -1,11 +1,12 @@
-"""Checks of the arguments of score mechanisms."""
+"""Arguments of score mechanisms, and what they must be."""
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import (
     check_flag,
@@ -17,74 +18,114 @@ from symjax.attention.core.arguments import (
 )
 
 
-def check_scores(
-    who: str,
-    arrays: tuple[Array, Array, Array, Array | None, Array | None],
-    more: tuple[Array | None, Array | None, Array | None, Array | None],
-    *,
-    scale: float | Array | None,
-    is_causal: bool,
-    axis_name: str | None,
-) -> None:
-    """Raise on arguments of a score mechanism that do not fit, naming both sides.
+@dataclass(frozen=True, kw_only=True)
+class ScoreArguments:
+    """Arguments of one call of a score mechanism; `ScoreMechanism` describes them."""
 
-    Args:
-        arrays: query, key, value, bias and mask.
-        more: lam, alibi, positions and segment_ids.
-    """
-    query, key, value, bias, mask = arrays
-    lam, alibi, positions, segment_ids = more
-    check_heads(who, query, key, value, branches=lam is not None)
-    check_kind(who, jnp.bool_, mask=mask)
-    check_kind(who, jnp.number, bias=bias, lam=lam, alibi=alibi)
-    check_kind(who, jnp.integer, positions=positions, segment_ids=segment_ids)
-    check_number(who, "scale", scale)
-    check_flag(who, "is_causal", is_causal)
-    if is_causal and positions is None and key.shape[1] < query.shape[1]:
-        raise ValueError(
-            f"{who}: causal attention aligns the last query with the last key and "
-            f"needs as many keys as queries, got {query.shape} and {key.shape}"
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K V"]
+    bias: Float[Array, "#B #N #T #S"] | None
+    mask: Bool[Array, "#B #N #T #S"] | None
+    scale: float | Float[Array, ""] | None
+    is_causal: bool
+    window: Any  # (left, right) after `checked`
+    length_base: float | None
+    mask_self: bool
+    alibi: Float[Array, " N"] | None
+    positions: Int[Array, "#B T"] | None
+    segment_ids: Int[Array, "B T"] | None
+    lam: Float[Array, "#B #T N/2"] | None
+    axis_name: str | None
+
+    @property
+    def output_heads(self) -> int:
+        """Number of heads of the output; with `lam`, two query heads make one."""
+        return self.query.shape[2] // (1 if self.lam is None else 2)
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        batch, time = self.query.shape[:2]
+        return batch, time, self.output_heads, self.value.shape[3]
+
+    def checked(self, who: str) -> "ScoreArguments":
+        """Return the arguments with a scale, a window of two sides, and numbers of
+        Python.
+
+        Raises:
+            ValueError: arguments that do not fit together, naming both, or have the
+                wrong type; it begins with `who`.
+        """
+        self._check_types(who)
+        self._check_shapes(who)
+        window = _checked_window(who, self.window)
+        scale = self.scale
+        if scale is None:
+            scale = 1 / math.sqrt(self.query.shape[-1])
+        return replace(
+            self,
+            scale=scale,
+            window=(window[0], 0) if self.is_causal else window,
+            length_base=_checked_base(who, self.length_base),
         )
-    batch, time, heads = query.shape[:3]
-    devices = device_count(who, axis_name)
-    own = heads if lam is None else heads // 2
-    pairs = (batch, own, time, devices * key.shape[1])
-    for name, array, wanted in (
-        ("mask", mask, pairs),
-        ("bias", bias, pairs),
-        ("lam", lam, (batch, time, own)),
-        ("positions", positions, (batch, time)),
-    ):
-        if array is not None and not _broadcasts(array, wanted):
+
+    def _check_types(self, who: str) -> None:
+        has_branches = self.lam is not None
+        check_heads(who, self.query, self.key, self.value, branches=has_branches)
+        check_kind(who, jnp.bool_, mask=self.mask)
+        check_kind(who, jnp.number, bias=self.bias, lam=self.lam, alibi=self.alibi)
+        check_kind(
+            who, jnp.integer, positions=self.positions, segment_ids=self.segment_ids
+        )
+        check_number(who, "scale", self.scale)
+        check_flag(who, "is_causal", self.is_causal)
+        check_flag(who, "mask_self", self.mask_self)
+
+    def _check_shapes(self, who: str) -> None:
+        query, key = self.query.shape, self.key.shape
+        if self.is_causal and self.positions is None and key[1] < query[1]:
             raise ValueError(
-                f"{who}: {name} must broadcast to {wanted} for query {query.shape} and "
-                f"key {key.shape}, got {array.shape}"
+                f"{who}: causal attention aligns the last query with the last key and "
+                f"needs as many keys as queries, got {query} and {key}"
             )
-    if alibi is not None and alibi.shape != (own,):
-        raise ValueError(
-            f"{who}: alibi must be a slope a head {(own,)} for query {query.shape}, "
-            f"got {alibi.shape}"
-        )
-    if positions is not None and axis_name is not None:
-        raise ValueError(
-            f"{who}: positions have no meaning with axis_name {axis_name!r}"
-        )
-    if segment_ids is not None and not (
-        segment_ids.shape == query.shape[:2] == key.shape[:2]
-    ):
-        raise ValueError(
-            f"{who}: segment_ids must be [batch, time] of query and key alike, got "
-            f"{segment_ids.shape} for {query.shape} and {key.shape}"
-        )
+        batch, time, heads = query[0], query[1], self.output_heads
+        pairs = (batch, heads, time, device_count(who, self.axis_name) * key[1])
+        for name, array, wanted in (
+            ("mask", self.mask, pairs),
+            ("bias", self.bias, pairs),
+            ("lam", self.lam, (batch, time, heads)),
+            ("positions", self.positions, (batch, time)),
+        ):
+            if array is not None and not _broadcasts(array, wanted):
+                raise ValueError(
+                    f"{who}: {name} must broadcast to {wanted} for query {query} and "
+                    f"key {key}, got {array.shape}"
+                )
+        if self.alibi is not None and self.alibi.shape != (heads,):
+            raise ValueError(
+                f"{who}: alibi must have one slope per head {(heads,)} for query "
+                f"{query}, got {self.alibi.shape}"
+            )
+        if self.positions is not None and self.axis_name is not None:
+            raise ValueError(
+                f"{who}: positions have no meaning with axis_name {self.axis_name!r}"
+            )
+        ids = self.segment_ids
+        if ids is not None and not ids.shape == query[:2] == key[:2]:
+            raise ValueError(
+                f"{who}: segment_ids must be [batch, time] of both query and key, got "
+                f"{ids.shape} for {query} and {key}"
+            )
 
 
 def _broadcasts(array: Array, shape: tuple[int, ...]) -> bool:
+    """Whether an array broadcasts to a shape; it has as many axes."""
     sizes = zip(array.shape, shape, strict=False)
     return array.ndim == len(shape) and all(x in (1, y) for x, y in sizes)
 
 
 def _checked_base(who: str, base: float | None) -> float | None:
-    """The base of the length scale as Python's number; None is off."""
+    """Return the base of the length scale as a number of Python; None: no scale."""
     if base is None:
         return None
     if not isinstance(base, int | float | np.number):
@@ -96,11 +137,14 @@ def _checked_base(who: str, base: float | None) -> float | None:
     return float(base)
 
 
-def checked_window(who: str, window: Any) -> tuple[int | None, int | None]:
-    """How many keys before and after its own a row may see; None is no bound.
+def _checked_window(who: str, window: Any) -> tuple[int | None, int | None]:
+    """Return the numbers of keys that a row sees before and after its own position.
+
+    None means no bound.
 
     Raises:
-        ValueError: it is neither a number of keys above 0 nor two of 0 and more.
+        ValueError: the window is neither one number above 0 nor two numbers of at
+            least 0.
     """
     pair = window if isinstance(window, tuple) else (window, window)
     least = 0 if isinstance(window, tuple) else 1
@@ -114,6 +158,6 @@ def checked_window(who: str, window: Any) -> tuple[int | None, int | None]:
             f"{who}: window must be (left, right), numbers of keys or None, or one "
             f"number above 0, got {shown(window)}"
         )
-    # Above 2³⁰, which no row reaches, differences of positions would not fit int32.
+    # Differences of positions must fit int32; no sequence has 2³⁰ tokens.
     left, right = (None if x is None else min(int(x) - least, 2**30) for x in pair)
     return left, right

@@ -3,7 +3,6 @@
 The whole map of a score mechanism's weights, for reading.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,21 +14,14 @@ import jax.numpy as jnp
 from einops import repeat
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.arguments import (
-    check_choice,
-    check_flag,
-)
+from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.operands import Operands, RowWeights, Rule
 from symjax.attention.core.options import Option, chosen
 from symjax.attention.core.sequence import first_token, gather, segment_runs_over
 from symjax.attention.core.visibility import Visibility, only_seen
 from symjax.attention.kernels import dispatch
 from symjax.attention.scores import rows
-from symjax.attention.scores.arguments import (
-    _checked_base,
-    check_scores,
-    checked_window,
-)
+from symjax.attention.scores.arguments import ScoreArguments
 from symjax.attention.scores.ring import attend_ring
 from symjax.attention.scores.rows import attend_rows
 from symjax.attention.scores.windows import attend_window, attend_window_of_device
@@ -137,49 +129,33 @@ class ScoreMechanism:
             ValueError: shapes that do not fit together, naming both; an implementation
                 that does not serve these arguments, saying why.
         """
-        self._check_implementation(implementation)
+        if implementation is not None:
+            known = self.implementations
+            check_choice(self.name, "implementation", implementation, known)
         weights = self._weights(own)
-        check_scores(
-            self.name,
-            (query, key, value, bias, mask),
-            (lam, alibi, positions, segment_ids),
+        arguments = ScoreArguments(
+            query=query,
+            key=key,
+            value=value,
+            bias=bias,
+            mask=mask,
             scale=scale,
             is_causal=is_causal,
-            axis_name=axis_name,
-        )
-        check_flag(self.name, "mask_self", mask_self)
-        left, right = checked_window(self.name, window)
-        length_base = _checked_base(self.name, length_base)
-        # No rows, nothing that they see, or nothing of it.
-        if 0 in (*query.shape[:2], key.shape[1], value.shape[3]):
-            heads = query.shape[2] // (1 if lam is None else 2)
-            return jnp.zeros((*query.shape[:2], heads, value.shape[-1]), value.dtype)
-        visibility = replace(
-            _places(query, key, positions, segment_ids, axis_name),
-            mask=mask,
-            window=(left, 0 if is_causal else right),
+            window=window,
+            length_base=length_base,
             mask_self=mask_self,
-        )
+            alibi=alibi,
+            positions=positions,
+            segment_ids=segment_ids,
+            lam=lam,
+            axis_name=axis_name,
+        ).checked(self.name)
+        no_rows = 0 in query.shape[:2]
+        if no_rows or key.shape[1] == 0 or value.shape[3] == 0:
+            return jnp.zeros(arguments.output_shape, value.dtype)
         in_ring = implementation == "ring" and axis_name is not None
-        if axis_name is not None and not in_ring:
-            key, value = gather((key, value), axis_name)
-        if mask is not None and not in_ring:
-            key, value = only_seen(mask.any(axis=(1, 2)), key, value)
-        known = axis_name is None and positions is None
-        if scale is None:
-            scale = 1 / math.sqrt(query.shape[-1])
-        rule = Rule(
-            weights,
-            float(scale) if isinstance(scale, Real) else None,
-            length_base,
-            offset=key.shape[1] - query.shape[1] if known else None,
-            whole=implementation == "whole",
-            dtypes=(key.dtype, value.dtype),
-            block_rows=rows.BLOCK_ROWS,
-            extents=rows.EXTENTS,
-            few_keys=rows.FEW_KEYS,
-        )
-        operands = _operands((query, key, value, bias), scale, lam, alibi, visibility)
+        operands = _operands(arguments, gathers_keys=not in_ring)
+        rule = _rule(arguments, weights, whole=implementation == "whole")
         if in_ring:
             engine = partial(attend_ring, axis_name=axis_name)
         elif implementation in dispatch.KERNELS:
@@ -195,62 +171,99 @@ class ScoreMechanism:
         values = chosen(self.name, self.own, own)
         return WeightsWithOptions(self.weights, values) if values else self.weights
 
-    def _check_implementation(self, implementation: str | None) -> None:
-        if implementation is not None:
-            check_choice(
-                self.name, "implementation", implementation, self.implementations
-            )
+
+def _rule(arguments: ScoreArguments, weights: RowWeights, *, whole: bool) -> Rule:
+    """Return the static half of a call, which programs are compiled for."""
+    scale, first = arguments.scale, arguments.key.shape[1] - arguments.query.shape[1]
+    known = arguments.axis_name is None and arguments.positions is None
+    return Rule(
+        weights,
+        float(scale) if isinstance(scale, Real) else None,
+        arguments.length_base,
+        offset=first if known else None,
+        whole=whole,
+        dtypes=(arguments.key.dtype, arguments.value.dtype),
+        block_rows=rows.BLOCK_ROWS,
+        extents=rows.EXTENTS,
+        few_keys=rows.FEW_KEYS,
+    )
 
 
-def _places(
-    query: Array,
-    key: Array,
-    positions: Array | None,
-    segment_ids: Array | None,
-    axis_name: str | None,
-) -> Visibility:
-    """Positions and segments of a device's queries and of all keys."""
-    first: int | Array = key.shape[1] - query.shape[1]
-    keys = key.shape[1]
-    if axis_name is not None:
-        first = first_token(query, key, axis_name)
-        keys *= jax.lax.axis_size(axis_name)
-    consecutive = positions is None
+def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
+    """Return the arrays of a call with heads before time.
+
+    What scores and weights are multiplied by is float32 at least. With `lam`, both
+    branches of a head have its bias, slope and mask.
+
+    Args:
+        gathers_keys: bring all keys and values of the mesh axis that time is split
+            over to each device, and set those that the mask hides to zero.
+    """
+    visibility = _visibility(arguments)
+    query, key, value = arguments.query, arguments.key, arguments.value
+    bias, alibi, mask = arguments.bias, arguments.alibi, arguments.mask
+    lam = arguments.lam
+    if gathers_keys and arguments.axis_name is not None:
+        key, value = gather((key, value), arguments.axis_name)
+    if gathers_keys and mask is not None:
+        key, value = only_seen(mask.any(axis=(1, 2)), key, value)
+    wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    if alibi is not None:
+        alibi = alibi.astype(wide)[None, :, None, None]
+    if lam is not None:
+        bias, alibi, mask = map(_for_both_branches, (bias, alibi, mask))
+        lam = jnp.swapaxes(lam, 1, 2).astype(wide)
+    return Operands(
+        query=jnp.swapaxes(query, 1, 2),
+        key=jnp.swapaxes(key, 1, 2),
+        value=jnp.swapaxes(value, 1, 2),
+        bias=bias,
+        slopes=alibi,
+        lam=lam,
+        scale=jnp.asarray(arguments.scale, wide),
+        visibility=replace(visibility, mask=mask),
+    )
+
+
+def _visibility(arguments: ScoreArguments) -> Visibility:
+    """Return which keys each row sees, without the mask.
+
+    With `axis_name`, rows are those of a device and keys those of all devices.
+    """
+    time, keys = arguments.query.shape[1], arguments.key.shape[1]
+    first: int | Array = keys - time
+    if arguments.axis_name is not None:
+        first = first_token(arguments.query, arguments.key, arguments.axis_name)
+        keys *= jax.lax.axis_size(arguments.axis_name)
+    positions = arguments.positions
     if positions is None:
-        positions = (first + jnp.arange(query.shape[1]))[None]
-    segments = None, None
-    if segment_ids is not None:
-        segments = segment_runs_over(segment_ids, axis_name)
-    places = positions, jnp.arange(keys)[None], None
-    return Visibility(*places, *segments, length=keys, consecutive=consecutive)
+        positions = (first + jnp.arange(time))[None]
+    row_segments = key_segments = None
+    if arguments.segment_ids is not None:
+        row_segments, key_segments = segment_runs_over(
+            arguments.segment_ids, arguments.axis_name
+        )
+    return Visibility(
+        rows=positions,
+        keys=jnp.arange(keys)[None],
+        row_segments=row_segments,
+        key_segments=key_segments,
+        window=arguments.window,
+        mask_self=arguments.mask_self,
+        length=keys,
+        consecutive=arguments.positions is None,
+    )
 
 
 def _by_rows(operands: Operands, axis_name: str | None) -> Callable:
-    """The engine of row blocks that these operands are for."""
+    """Return the engine of row blocks that these operands are for."""
     if None in operands.visibility.window:
         return attend_rows
     return attend_window if axis_name is None else attend_window_of_device
 
 
-def _operands(
-    arrays: tuple, scale: Any, lam: Any, alibi: Any, visibility: Visibility
-) -> Operands:
-    """Heads before time; what scores and weights are multiplied with in wide floats."""
-    query, key, value, bias = arrays
-    wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
-    if alibi is not None:
-        alibi = alibi.astype(wide)[None, :, None, None]
-    if lam is not None:  # both branches of a head have its bias, slope and mask
-        bias, alibi, mask = map(_twice, (bias, alibi, visibility.mask))
-        visibility = replace(visibility, mask=mask)
-        lam = jnp.swapaxes(lam, 1, 2).astype(wide)
-    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    scale = jnp.asarray(scale, wide)
-    return Operands(query, key, value, bias, alibi, lam, scale, visibility)
-
-
-def _twice(pairs: Array | None) -> Array | None:
-    """Each head of [B N T S] twice, one after the other; one for all stays."""
+def _for_both_branches(pairs: Array | None) -> Array | None:
+    """Repeat each head of [B N T S] for its two branches; one for all heads stays."""
     if pairs is None or pairs.shape[1] == 1:
         return pairs
     return repeat(pairs, "b n t s -> b (n p) t s", p=2)

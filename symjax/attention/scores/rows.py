@@ -32,7 +32,7 @@ EXTENTS = 8  # different key lengths, each compiled on its own
 FEW_KEYS = 2048  # `Rule.few_keys`
 
 
-@on_any_mesh(static=1, specs=rows_spec)  # outside jit it compiles once a shape
+@on_any_mesh("rule", specs=rows_spec)  # outside jit it compiles once a shape
 def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """Values averaged by row weights, block by block of query rows.
 

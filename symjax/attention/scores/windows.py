@@ -15,7 +15,7 @@ from symjax.attention.core.operands import Operands, Rule, rows_spec
 from symjax.attention.scores.rows import attend_rows, widened
 
 
-@on_any_mesh(static=1, specs=rows_spec)
+@on_any_mesh("rule", specs=rows_spec)
 def attend_window(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` in a window that is bounded on both sides."""
     batch, _, time, _ = operands.query.shape

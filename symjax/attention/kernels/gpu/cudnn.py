@@ -69,7 +69,7 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     return None
 
 
-@on_any_mesh(static=1, specs=rows_spec, inline=True)
+@on_any_mesh("rule", specs=rows_spec, inline=True)
 def attend_cudnn(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by cuDNN."""
     lam = operands.lam

@@ -68,7 +68,7 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     return None
 
 
-@on_any_mesh(static=2, specs=rows_spec, inline=True)
+@on_any_mesh("interpret", "rule", specs=rows_spec, inline=True)
 def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by the kernel."""
     from symjax.attention.kernels.gpu.differential import differential

@@ -49,7 +49,9 @@ def refusal(rule: Rule, operands: Operands) -> str | None:
     return None
 
 
-@on_any_mesh(static=2, specs=rows_spec)  # outside jit it compiles once a shape
+@on_any_mesh(
+    "interpret", "rule", specs=rows_spec
+)  # outside jit it compiles once a shape
 def _attend(interpret: bool, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by the kernel."""
     known, lam = operands.visibility, operands.lam

@@ -17,8 +17,8 @@ def lowered_for(*platforms: str) -> AbstractContextManager:
         with lowered_for("tpu", "cuda"):
             jax.export.export(jax.jit(function), platforms=("tpu", "cuda"))(*arrays)
 
-    Only `jax.export` and `lowering_platforms` need it. Without it a program for a
-    platform that is not on this machine is right, but may have the CPU's loops.
+    Only `jax.export` and `lowering_platforms` need it. Without it, a program for a
+    platform that is not on this machine is correct, but may have the loops of the CPU.
 
     Args:
         platforms: "cpu", "cuda", "rocm" or "tpu", as `jax.lax.platform_dependent`
@@ -30,13 +30,13 @@ def lowered_for(*platforms: str) -> AbstractContextManager:
 def platforms() -> frozenset[str]:
     """Return the platforms that the program being traced may be lowered for.
 
-    The first of these that says anything decides:
+    The first of these that is set decides:
 
     1. `lowered_for`;
     2. the devices of the mesh in context (`jax.set_mesh`, `jax.shard_map`), which need
        not be on this machine;
     3. `jax_platforms` (the environment variable JAX_PLATFORMS);
-    4. the default backend, and the CPU beside it.
+    4. the default backend, together with the CPU.
     """
     if _LOWERED_FOR.value:
         return frozenset(_LOWERED_FOR.value)
@@ -47,23 +47,24 @@ def platforms() -> frozenset[str]:
         names = chosen.split(",")
     else:
         names = [jax.default_backend(), "cpu"]
-    if "gpu" in names:  # the name of a backend; programs are for its maker's platform
+    if "gpu" in names:  # name of a backend, not of a platform
         maker, _, _ = _device_kind().partition(" ")
         names += {"NVIDIA": ["cuda"], "AMD": ["rocm"]}.get(maker, ["cuda", "rocm"])
     return frozenset(names) - {"gpu"}
 
 
 def by_platform(*arrays: Any, default: Callable, **forms: Callable) -> Any:
-    """Call the form of a function that is for the platform of the program.
+    """Call the form of a function for the platform of the traced program.
 
-    It does what `jax.lax.platform_dependent` does, but traces only the forms for which
-    the program may be lowered (`platforms`): on a machine with CPUs alone just one.
-    Where several are left, each is traced as if the program were for its own platforms
-    alone, so that choices inside a form are made once.
+    Use it instead of `jax.lax.platform_dependent`, which traces all forms. This
+    function traces only the forms for `platforms()`: one form on a machine that has
+    only CPUs. If several forms are possible, `platform_dependent` chooses when the
+    program is lowered. Inside each form, `platforms()` returns only its own platforms,
+    so that a nested call traces no form that cannot run.
 
     Args:
+        default: form for all platforms without one in `forms`.
         forms: functions of the arrays, by platform; all return the same types.
-        default: that of all other platforms.
     """
     possible = platforms()
     left = possible - forms.keys()
@@ -80,7 +81,7 @@ def by_platform(*arrays: Any, default: Callable, **forms: Callable) -> Any:
 
 
 def _traced_for(platforms: tuple[str, ...], form: Callable) -> Callable:
-    """The form, traced as for these platforms alone."""
+    """Return the form, in which `platforms()` returns only these platforms."""
 
     def call(*arrays: Any) -> Any:
         with lowered_for(*platforms):
@@ -90,21 +91,22 @@ def _traced_for(platforms: tuple[str, ...], form: Callable) -> Callable:
 
 
 def backend() -> str:
-    """That of the devices which the program at hand may be for."""
+    """Return the backend of the devices that the traced program may run on."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def _device_kind() -> str:
-    """The maker's name of these devices."""
+    """Return the name that the maker gave these devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def on_tpu() -> bool:
-    """Whether the program at hand may be for a TPU that kernels compile for.
+    """Return whether the traced program may run on a TPU that our kernels support.
 
-    Their compiler has no types of 64 bits, and TPUs before v4 no products of bfloat16.
+    The compiler of kernels has no 64-bit types, and TPUs before v4 cannot multiply
+    bfloat16.
     """
     if backend() != "tpu" or jax.config.read("jax_enable_x64"):
         return False
@@ -112,20 +114,24 @@ def on_tpu() -> bool:
 
 
 def on_cuda() -> bool:
-    """Whether the program at hand may be for an NVIDIA GPU whose tensor cores multiply
-    bfloat16 (compute capability 8.0)."""
+    """Return whether the traced program may run on an NVIDIA GPU with bfloat16.
+
+    Tensor cores multiply bfloat16 from compute capability 8.0 on.
+    """
     if backend() != "gpu":
         return False
-    if jax.default_backend() != "gpu":  # compiled for one that is not here
+    if jax.default_backend() != "gpu":  # compiled for a GPU that is not here
         return True
     capability = getattr(jax.devices()[0], "compute_capability", "")
-    return capability[:1].isdigit() and float(capability) >= 8  # AMD's begin with gfx
+    return capability[:1].isdigit() and float(capability) >= 8  # not "gfx…" of AMD
 
 
 def on_hopper() -> bool:
-    """Whether the program at hand may be for an NVIDIA H100, H200 or the like, and this
-    jax is one whose Mosaic GPU the kernels for them are written in, without its types
-    of 64 bits."""
+    """Return whether the traced program may run our kernels for NVIDIA Hopper GPUs.
+
+    They need an H100, H200 or GH200, jax 0.11 or later for its Mosaic GPU, and no
+    64-bit types.
+    """
     if backend() != "gpu" or jax.config.read("jax_enable_x64"):
         return False
     if jax.__version_info__ < (0, 11):
@@ -134,14 +140,15 @@ def on_hopper() -> bool:
 
 
 def on_one_device() -> bool:
-    """Whether no axis of a mesh is left for XLA to split arrays over."""
+    """Return whether XLA cannot split arrays over devices: one device, or all axes of
+    the mesh are manual."""
     if jax.sharding.get_abstract_mesh().empty:
         return jax.device_count() == 1
     return not split_by_xla()
 
 
 def split_by_xla() -> bool:
-    """Whether there is a mesh with an axis that XLA may split arrays over."""
+    """Return whether the mesh has an axis that XLA may split arrays over."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     return any(size > 1 and kind != AxisType.Manual for size, kind in axes)

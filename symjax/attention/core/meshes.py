@@ -1,4 +1,4 @@
-"""Functions compiled once a shape, on meshes with axes of any type, and under vmap."""
+"""Functions on meshes: axes of any type, shardings of results, manual axes, vmap."""
 
 import inspect
 from collections.abc import Callable
@@ -11,20 +11,20 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-RARE = "rare_case"  # of branches for rare cases, as compiled programs name them
+RARE = "rare_case"  # name of branches for rare cases in compiled programs
 
 
 def varying(tree: Any) -> frozenset[str]:
-    """The mesh axes of a `jax.shard_map` over which an array is known to differ."""
+    """Return the axes of a `jax.shard_map` over which one of the arrays varies."""
     axes = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
     return frozenset().union(*axes)
 
 
 def vary_alike(tree: Any) -> Any:
-    """The arrays, each varying over all mesh axes that one of them varies over.
+    """Return the arrays, all of them varying over the same mesh axes.
 
-    A loop wants its carry as it will be after a turn, and `jax.shard_map` counts the
-    axes over which an array differs among its type.
+    A loop needs a carry whose type does not change. In a `jax.shard_map` the axes over
+    which an array varies are part of its type.
     """
     axes = varying(tree)
 
@@ -36,12 +36,11 @@ def vary_alike(tree: Any) -> Any:
 
 
 def batched_alike(tree: Any) -> Any:
-    """The arrays, of which `jax.vmap` batches all or none, along their first axis.
+    """Return the arrays such that `jax.vmap` batches all of them or none.
 
-    Results of a function with a derivative of its own need that: jax counts the
-    cotangent of a result of `jax.custom_vjp` that is not batched beside others that are
-    once an example, and takes the batch axes of the function for those of its rule
-    (jax 0.10 and 0.11). XLA leaves nothing of it.
+    Results of `jax.custom_vjp` need this. Under `vmap`, jax 0.10 and 0.11 confuse
+    batched with unbatched results: they add up the cotangent of an unbatched result
+    once per example. XLA removes the operations that this adds.
     """
     none = jnp.zeros((), bool)
     for x in jax.tree.leaves(tree):
@@ -55,17 +54,18 @@ def batched_alike(tree: Any) -> Any:
 
 
 def rows_alone(tokens: Any) -> P:
-    """How rows [B T N V] are sharded: as the queries, and their features as values."""
+    """Return the sharding of rows [B T N V]: B T N as in queries, V as in values."""
     return rows_as(jax.typeof(tokens.query).sharding.spec[:3], tokens.value)
 
 
 def rows_and_state(tokens: Any) -> tuple[P, P]:
-    """As `rows_alone`, and a state [B …] by example."""
+    """Return the sharding of rows, and that of a state [B …], split by example."""
     rows = rows_alone(tokens)
     return rows, P(rows[0])
 
 
 def rows_as(axes: tuple[Any, Any, Any], value: Array) -> P:
+    """Return a sharding by these axes and, if it is not among them, the one of V."""
     size = jax.typeof(value).sharding.spec[3]
     return P(*axes, None if size in axes else size)
 
@@ -110,7 +110,7 @@ def on_any_mesh(
 
 
 def like_its_first(function: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of arrays whose result is sharded as the first, on any mesh."""
+    """Decorate a function: its result is sharded like its first array, on any mesh."""
 
     @wraps(function)
     def call(*arrays: Array) -> Array:
@@ -120,8 +120,12 @@ def like_its_first(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _auto(function: Callable, specs: Any, arguments: Any) -> Callable:
-    """The function, to be called with these arguments: it sees mesh axes of type
-    Explicit as Auto ones. specs: of its results."""
+    """Return the function, which sees mesh axes of type Explicit as Auto ones.
+
+    Args:
+        specs: shardings of its results.
+        arguments: those that it will be called with.
+    """
     types = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments)]
     mesh = next((x for x in types if not x.empty), jax.sharding.get_abstract_mesh())
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

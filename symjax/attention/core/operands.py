@@ -1,4 +1,4 @@
-"""Operands of attention: arrays of one call, and what every block of rows shares."""
+"""Values of one call: its arrays, and the settings that programs are compiled for."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,26 +14,26 @@ from symjax.attention.core.visibility import Visibility
 
 
 class Tokens(NamedTuple):
-    """What a mechanism is given, as it is given."""
+    """Arrays of one call of a recurrence, as they are given."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K V"]
-    operands: tuple[Any, ...] = ()  # more of each token, [#B #T K …]
+    operands: tuple[Any, ...] = ()  # more arrays with one entry per token, [#B #T K …]
     mask: Bool[Array, "#B 1 1 #S"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
 
 
-# Scores [B N t s] and the visible pairs (None: all) → weights, zero where not visible;
-# or weights and what divides them, [B N t 1], which is applied to rows of output.
+# (scores [B N t s], visible pairs or None for all) → weights, zero for hidden pairs; or
+# (weights, divisor [B N t 1]), where the divisor is applied to the rows of the output.
 RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 
 class Operands(NamedTuple):
-    """What a block of rows is computed from; axes of length 1 are broadcast.
+    """Arrays of one call of a score mechanism; axes of length 1 are broadcast.
 
-    Heads stand before time: a block is then a product of plain matrices, 3–11 % faster
-    on CPU.
+    Heads come before time, so that a block is a product of plain matrices. That is 3 to
+    11 % faster on a CPU.
     """
 
     query: Float[Array, "B Nq T H"]
@@ -46,43 +46,53 @@ class Operands(NamedTuple):
     visibility: Visibility
 
     def swapped(self) -> "Operands":
-        """Time before heads, or back."""
+        """Return the operands with time before heads, or with heads before time."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in self[:3])
         return self._replace(query=query, key=key, value=value)
 
     def branch(self, index: int) -> "Operands":
-        """The first or the second head of each pair of query heads, with its keys;
-        `value` and `lam` stay those of the pairs."""
+        """Return the operands of one branch of all differential heads.
 
-        def own(x: Array | None) -> Array | None:
+        Branch 0 has the even query heads and their keys, branch 1 the odd ones. Values
+        and λ are those of both.
+        """
+
+        def heads(x: Array | None) -> Array | None:
             return x if x is None or x.shape[1] == 1 else x[:, index::2]
 
-        shared = self.key.shape[1] == self.value.shape[1]
+        shared_keys = self.key.shape[1] == self.value.shape[1]
         return self._replace(
-            query=own(self.query),
-            key=self.key if shared else own(self.key),
-            bias=own(self.bias),
-            slopes=own(self.slopes),
-            visibility=replace(self.visibility, mask=own(self.visibility.mask)),
+            query=heads(self.query),
+            key=self.key if shared_keys else heads(self.key),
+            bias=heads(self.bias),
+            slopes=heads(self.slopes),
+            visibility=replace(self.visibility, mask=heads(self.visibility.mask)),
         )
 
     def map_rows(self, function: Callable) -> "Operands":
-        """function(array, axis of rows) of every array that may have it."""
-        known = self.visibility
+        """Return the operands with function(array, axis of rows) applied.
+
+        It is applied to every array that may have an axis of rows.
+        """
+        visibility = self.visibility
         return self._replace(
             query=function(self.query, 2),
             bias=function(self.bias, 2),
             lam=function(self.lam, 2),
             visibility=replace(
-                known,
-                rows=function(known.rows, 1),
-                mask=function(known.mask, 2),
-                row_segments=function(known.row_segments, 1),
+                visibility,
+                rows=function(visibility.rows, 1),
+                mask=function(visibility.mask, 2),
+                row_segments=function(visibility.row_segments, 1),
             ),
         )
 
     def map_keys(self, function: Callable) -> "Operands":
-        """function(array, axis of keys) of every array that may have it."""
+        """Return the operands with function(array, axis of keys) applied.
+
+        It is applied to every array that may have an axis of keys. Arrays of the
+        visibility also pass a fill value, see `Visibility.map_keys`.
+        """
         return self._replace(
             key=function(self.key, 2),
             value=function(self.value, 2),
@@ -92,21 +102,33 @@ class Operands(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """The static half of a call: what every block does alike."""
+    """Static settings of one call of a score mechanism; programs are compiled for them.
+
+    Attributes:
+        weights: the row weights of the mechanism.
+        scale: factor of the scores; None if it is known only at run time.
+        length_base: base of the entropy-invariant scale, or None.
+        offset: position of row 0 among the keys; None if known only at run time.
+        whole: compute all rows as one block, without checkpointing.
+        dtypes: types in which keys and values are multiplied.
+        block_rows, extents, few_keys: sizes of blocks, see the constants of
+            `symjax.attention.scores.rows`.
+    """
 
     weights: RowWeights
-    scale: float | None  # of the scores; None: known at run time
+    scale: float | None
     length_base: float | None
-    offset: int | None  # the place of row 0 among the keys; None: known at run time
-    whole: bool  # all rows as one block, without checkpointing
-    dtypes: tuple[Any, Any]  # of keys and values where they are multiplied
+    offset: int | None
+    whole: bool
+    dtypes: tuple[Any, Any]
     block_rows: int
     extents: int
-    few_keys: int  # up to which a CPU takes causal rows as two blocks
+    few_keys: int
 
 
 def rows_spec(operands: Operands) -> P:
-    """How rows are sharded: as queries, by value heads where pairs of heads are one."""
+    """Return the sharding of output rows: that of queries, with heads as in values if
+    pairs of query heads make one output head."""
     batch, heads, time, _ = jax.typeof(operands.query).sharding.spec
     if operands.lam is not None:
         heads = jax.typeof(operands.value).sharding.spec[1]

@@ -1,13 +1,13 @@
-"""Time split over an axis of a mesh, in a `jax.shard_map`.
+"""Time split over an axis of a mesh in a `jax.shard_map`, and segments of time.
 
-Every device holds a stretch of time, of the same length on all, in the order of the
-axis. Mechanisms that score pairs need the keys of other stretches; those that have a
-state need what the stretches before add up to, and no key of them.
+All devices hold parts of time of the same length, in the order of the axis. Score
+mechanisms need the keys of the other parts. Recurrences need only the state after the
+parts before, and none of their keys.
 
-Nothing here is a sum over devices (`psum`), so that gradients are those of the
-function over all of time, for any loss of the devices' outputs.
+Nothing here sums over devices (`psum`). So the gradients of any loss of the devices'
+outputs are those of the function over all of time.
 
-Segments: runs of equal ids, whose tokens see no other.
+A segment is a run of equal ids; its tokens see no token of another segment.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,17 @@ from symjax.attention.core.meshes import like_its_first
 
 @like_its_first
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The number of each token's run of equal ids, from 0, consecutive in time."""
+    """Return the number of the segment of each token, counted from 0."""
     return jnp.cumsum(starts(segment_ids), axis=1)
 
 
 def starts(ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """The first tokens of runs of equal ids, but for that at time 0."""
+    """Return True for the first token of each segment except the first segment."""
     return ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
 
 
 def gather(tree: Any, axis_name: str) -> Any:
-    """All stretches of arrays [B T …], one after the other."""
+    """Return arrays [B T …] of all of time, from those of each device."""
 
     def whole(x: Array) -> Array:
         return jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
@@ -41,7 +41,7 @@ def gather(tree: Any, axis_name: str) -> Any:
 
 
 def first_token(query: Array, key: Array, axis_name: str) -> Int[Array, ""]:
-    """The position of a device's first token.
+    """Return the position of the first token of this device.
 
     Raises:
         ValueError: query and key [B T …] differ in length.
@@ -57,10 +57,10 @@ def first_token(query: Array, key: Array, axis_name: str) -> Int[Array, ""]:
 def segment_runs_over(
     segment_ids: Int[Array, "B T"], axis_name: str | None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
-    """The runs of equal ids of a device's own tokens, and of all tokens.
+    """Return the segment numbers of the tokens of this device, and of all tokens.
 
     Args:
-        axis_name: the mesh axis that time is split over; None: it is not.
+        axis_name: the mesh axis that time is split over, or None.
     """
     if axis_name is None:
         runs = segment_runs(segment_ids)
@@ -71,23 +71,28 @@ def segment_runs_over(
     return jax.lax.dynamic_slice_in_dim(runs, first, length, axis=1), runs
 
 
-def around(
+def around_ring(
     axis_name: str,
     meet: Callable[[Any, Any, Array], tuple[Any, Any]],
-    own: Any,
+    local: Any,
     moving: Any,
 ) -> tuple[Any, Any]:
-    """(own, moving) ← meet(own, moving, source) on every device, once for each device
-    `source` whose things are moving; last they are on the device before their own."""
+    """Send `moving` around the ring of devices; each device meets that of every other.
+
+    Every turn computes (local, moving) ← meet(local, moving, source) on each device,
+    with the index `source` of the device that `moving` began on. Then each device
+    passes `moving` on to the next. With n devices there are n turns and n − 1 passes.
+    At the end `moving` is on the device before the one it began on.
+    """
     count, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
-    def step(carry: tuple, distance: Array) -> tuple[tuple, None]:
-        own, moving = meet(carry[0], carry[1], (index - distance) % count)
-        return (own, pass_on(moving, axis_name)), None
+    def turn(carry: tuple, distance: Array) -> tuple[tuple, None]:
+        local, moving = meet(carry[0], carry[1], (index - distance) % count)
+        return (local, pass_on(moving, axis_name)), None
 
-    turns = jnp.arange(count - 1)
-    (own, moving), _ = jax.lax.scan(step, (own, moving), turns)
-    return meet(own, moving, (index + 1) % count)
+    distances = jnp.arange(count - 1)
+    (local, moving), _ = jax.lax.scan(turn, (local, moving), distances)
+    return meet(local, moving, (index + 1) % count)
 
 
 def if_seen(
@@ -97,13 +102,17 @@ def if_seen(
     visit: Callable[[Any], Any],
     start: Any,
 ) -> Any:
-    """visit(start), or `start` where no row sees a device `distance` later; each has
-    `length` tokens."""
+    """Return visit(start), or `start` if the window hides all keys of another device.
+
+    Args:
+        length: number of tokens of a device.
+        distance: index of the other device minus the index of this one.
+    """
     left, right = window
     seen = jnp.asarray(True)
-    if left is not None:  # its last key is near enough to the first row
+    if left is not None:  # the last key of the other device, from the first row here
         seen &= (distance + 1) * length - 1 >= -left
-    if right is not None:  # its first key is near enough to the last row
+    if right is not None:  # the first key of the other device, from the last row here
         seen &= (distance - 1) * length + 1 <= right
     if left is None and right is None:
         return visit(start)
@@ -111,7 +120,7 @@ def if_seen(
 
 
 def pass_on(tree: Any, axis_name: str) -> Any:
-    """The arrays of the device before, of the last one for the first."""
+    """Send arrays to the next device of a ring; return those of the device before."""
     count = jax.lax.axis_size(axis_name)
     ring = [(device, (device + 1) % count) for device in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, ring), tree)
@@ -120,15 +129,15 @@ def pass_on(tree: Any, axis_name: str) -> Any:
 def state_before(
     merge: Callable[[Any, Any], Any], own: Any, empty: Any, axis_name: str
 ) -> Any:
-    """The merged states of all stretches before a device's own.
+    """Return the merged state of all devices before this one.
 
-    With n devices in 1 + log₂(n − 1) rounds, rounded up, in each of which a device
-    sends one state.
+    With n devices this takes 1 + ⌈log₂(n − 1)⌉ rounds. In each round a device sends one
+    state.
 
     Args:
-        merge: (earlier, later) → the state that has read both; associative.
-        own: what a device's own stretch adds up to.
-        empty: the state that has read nothing.
+        merge: (earlier, later) → the state after both; it must be associative.
+        own: the state after the tokens of this device alone.
+        empty: the state before any token.
     """
     count, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
@@ -141,7 +150,7 @@ def state_before(
 
         return jax.tree.map(receive, state, empty)
 
-    state, window = from_before(own, 1), 1  # of the `window` stretches before
+    state, window = from_before(own, 1), 1  # the state of `window` devices before
     while window < count - 1:
         state = merge(from_before(state, window), state)
         window *= 2
@@ -155,18 +164,19 @@ def segment_state_before(
     segment: Int[Array, "B T"] | None,
     axis_name: str,
 ) -> Any:
-    """`state_before` where a state is that of one segment: of the first token's.
+    """Return the state before the first token of this device, of its segment alone.
 
     Args:
-        own: the state of the last segment of a device's own stretch, arrays [B …].
-        segment: numbers the segments of all tokens, here those of a device's own.
+        own: the state of the last segment on this device, arrays [B …].
+        segment: segment numbers of the tokens of this device, counted over all devices.
     """
     if segment is None:
         return state_before(merge, own, empty, axis_name)
 
-    def merge_segments(one: tuple, two: tuple) -> tuple:
-        """Stretches that end with one segment are parts of it; others replace it."""
-        return choose(one[1] == two[1], merge(one[0], two[0]), two[0]), two[1]
+    def merge_segments(earlier: tuple, later: tuple) -> tuple:
+        """Merge states (state, segment) of one segment; another segment replaces it."""
+        merged = merge(earlier[0], later[0])
+        return choose(earlier[1] == later[1], merged, later[0]), later[1]
 
     last = segment[:, -1]
     nothing = (empty, jnp.full_like(last, -1))
@@ -175,7 +185,7 @@ def segment_state_before(
 
 
 def choose(where: Array, one: Any, two: Any) -> Any:
-    """One state or the other for each example of the batch. where: [B]."""
+    """Return state `one` for the examples where `where` [B] is True, else `two`."""
 
     def pick(a: Array, b: Array) -> Array:
         return jnp.where(where.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)

@@ -1,6 +1,7 @@
-"""Which keys a row sees: masks, causality, windows, segments.
+"""Visibility of keys to rows: masks, causality, windows, segments.
 
-Entropy-invariant scaling: the scores of a row by the logarithm of what it sees.
+The scale by which entropy-invariant attention multiplies the scores of a row is here,
+too, since it depends on the number of keys that the row sees.
 """
 
 import math
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-HIDDEN = -(2**30)  # a position that is beyond any window
+HIDDEN = -(2**30)  # a position outside every window
 
 
 @partial(
@@ -22,18 +23,25 @@ HIDDEN = -(2**30)  # a position that is beyond any window
 )
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys each row sees, given the positions of rows and keys in time.
+    """Keys that each row sees, given the positions of rows and keys in time.
 
-    A row at t sees the keys from t − left to t + right that mask and segments leave.
-    All arrays have an axis of examples, of length 1 where examples are alike.
+    A row at position t sees a key if
+
+    - the position of the key is between t − left and t + right,
+    - the mask allows the pair, and
+    - both are in the same segment.
+
+    The first axis of all arrays is the batch; it has length 1 if all examples are
+    alike.
 
     Attributes:
+        rows, keys: positions.
         mask: True = attend.
-        row_segments, key_segments: the number of a token's run of equal ids.
-        window: (left, right); None: no bound. Causality is right = 0.
-        mask_self: hide a row's own position, unless it sees nothing else.
-        length: how many keys there are; `keys` may be a part of them.
-        consecutive: each row stands one place after the one before.
+        row_segments, key_segments: the number of the segment of each token.
+        window: (left, right); None means no bound. Causal attention has right = 0.
+        mask_self: hide the own position of a row, unless it sees nothing else.
+        length: number of all keys, of which `keys` may be a part.
+        consecutive: whether each row is one position after the row before it.
     """
 
     rows: Int[Array, "#B t"]
@@ -47,7 +55,11 @@ class Visibility:
     consecutive: bool = True
 
     def map_keys(self, function: Callable) -> "Visibility":
-        """function(array, axis of keys, what fills it up) of every array."""
+        """Return the visibility with function(array, axis of keys, fill) applied.
+
+        It is applied to every array with an axis of keys. `fill` is the value for keys
+        that the function adds, 0 if it is left out.
+        """
         return replace(
             self,
             keys=function(self.keys, 1, HIDDEN),
@@ -56,13 +68,13 @@ class Visibility:
         )
 
     def distance(self) -> Int[Array, "#B 1 t s"]:
-        """How far before its row a key stands; below 0 where it comes later."""
+        """Return row position − key position; it is negative for later keys."""
         return self.rows[:, None, :, None] - self.keys[:, None, None, :]
 
     def pairs(self) -> Bool[Array, "#B #N #t s"] | None:
-        """The pairs (row, key) that every restriction allows; None if all are."""
+        """Return True for the pairs (row, key) that see each other; None: all do."""
         (left, right), allowed = self.window, []
-        if self.mask is not None:  # with an entry a key, so that keys can be counted
+        if self.mask is not None:  # with one entry per key, so that keys can be counted
             shape = (*self.mask.shape[:3], self.keys.shape[1])
             allowed.append(jnp.broadcast_to(self.mask, shape))
         if left is not None:
@@ -74,15 +86,18 @@ class Visibility:
             allowed.append(rows[:, None, :, None] == keys[:, None, None, :])
         if self.mask_self:
             others = reduce(jnp.logical_and, allowed, self.distance() != 0)
-            alone = self._alone(others)
-            allowed.append((self.distance() != 0) | alone)
+            allowed.append((self.distance() != 0) | self._see_only_themselves(others))
         return reduce(jnp.logical_and, allowed) if allowed else None
 
     def count(self, visible: Array | None) -> Int[Array, "#B #N #t 1"]:
-        """How many keys each row sees; `visible` are its pairs with all of them."""
+        """Return the number of keys that each row sees.
+
+        Args:
+            visible: `pairs()` of these rows with all keys.
+        """
         if visible is not None and self._depends_on_tokens():
             return visible.sum(axis=-1, keepdims=True)
-        before, after = self._neighbours()
+        before, after = self._keys_in_window()
         count = jnp.maximum(before + after + 1, 0)
         if self.mask_self:
             rows = self.rows[:, None, :, None]
@@ -90,11 +105,11 @@ class Visibility:
         return count
 
     def _depends_on_tokens(self) -> bool:
-        """Whether a mask or segments decide who is seen, beside positions."""
+        """Return whether visibility depends on more than positions."""
         return self.mask is not None or self.row_segments is not None
 
-    def _neighbours(self) -> tuple[Array, Array]:
-        """How many keys before and after its own each row may see, [#B 1 t 1]."""
+    def _keys_in_window(self) -> tuple[Array, Array]:
+        """Return the numbers of keys before and after each row, [#B 1 t 1]."""
         (left, right), rows = self.window, self.rows[:, None, :, None]
         before, after = rows, self.length - 1 - rows
         if left is not None:
@@ -103,18 +118,21 @@ class Visibility:
             after = jnp.minimum(after, right)
         return before, after
 
-    def _alone(self, others: Array) -> Bool[Array, "#B #N #t 1"]:
-        """The rows that see nothing but themselves."""
+    def _see_only_themselves(self, others: Array) -> Bool[Array, "#B #N #t 1"]:
+        """Return True for rows that see no other key; `others`: pairs without self."""
         if self._depends_on_tokens():
             return ~others.any(axis=-1, keepdims=True)
-        before, after = self._neighbours()
+        before, after = self._keys_in_window()
         return (before + after) <= 0
 
 
 def part(
     x: Array | None, axis: int, _: int = 0, *, start: int | Array, size: int
 ) -> Array | None:
-    """`size` entries of an axis from `start` on; one that is broadcast stays."""
+    """Return `size` entries of an axis from `start` on; an axis of length 1 stays.
+
+    The third argument is ignored: `map_keys` passes a fill value.
+    """
     if x is None or x.shape[axis] in (1, size):
         return x
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
@@ -123,7 +141,7 @@ def part(
 def visible_keys(
     mask: Bool[Array, "#B 1 1 #S"] | None, batch: int, length: int
 ) -> Bool[Array, "B S"]:
-    """The keys that a mask which only hides keys leaves."""
+    """Return True for visible keys, given a mask that is the same for all rows."""
     if mask is None:
         return jnp.ones((batch, length), bool)
     mask = jax.lax.expand_dims(mask, range(4 - mask.ndim))
@@ -133,27 +151,28 @@ def visible_keys(
 def only_seen(
     seen: Bool[Array, "#B #S"], *arrays: Shaped[Array, "B S K _"]
 ) -> tuple[Array, ...]:
-    """Keys, values and the like, with 0 for the keys that are not seen.
+    """Return keys, values and other arrays of keys, with 0 for keys that are not seen.
 
-    A NaN or infinity in them then reaches no output and no gradient. One in a query
-    still reaches its own row, and may reach the gradient of every key, seen or not:
-    0 · NaN is NaN. Put zeros into queries that hold no token.
+    NaN and infinity in unseen keys then reach no output and no gradient. NaN in a query
+    still reaches its own row, and may reach the gradient of every key, seen or not,
+    because 0 · NaN is NaN. Set queries of padding to zero.
     """
     return tuple(jnp.where(seen[:, :, None, None], x, 0) for x in arrays)
 
 
-SHORTEST = 16  # visible keys below which the length scale no longer shrinks
+SHORTEST = 16  # the length scale of fewer visible keys is that of so many
 
 
 def length_scale(visible: Int[Array, "*shape"], base: float) -> Shaped[Array, "*shape"]:
-    """log n / log base, the entropy-invariant factor of a row that sees n keys.
+    """Return log n / log base, the entropy-invariant factor of a row with n keys.
 
-    In a causal model n is the row's own count, so that decoding a token gives what
-    the whole sequence gave. Counts below 16 are taken as 16: a short row would
-    otherwise be blurred.
+    In a causal model n differs by row, so that decoding token by token gives the rows
+    of the whole sequence. Counts below 16 count as 16: the factor would otherwise
+    flatten the weights of short rows.
 
     Args:
-        base: above 1, as `softmax` sees to.
+        visible: numbers n of keys that rows see.
+        base: above 1; `ScoreMechanism` checks it.
     Source: Su Jianlin 2021, spaces.ac.cn/archives/8823 and 9588 (base 512).
     """
     return jnp.log(jnp.maximum(visible, SHORTEST).astype(float)) / math.log(base)

@@ -1,15 +1,18 @@
-"""The row-block engine: every mechanism that scores pairs runs through it.
+"""The row-block engine: score mechanisms in XLA, wherever no kernel runs them.
 
-A score mechanism owns one function, its row weights: from the scores of some query
-rows against the keys they may see to the weights of those keys. The engine walks
-blocks of query rows, leaves out keys that no row of a block sees, and wraps the block
-in `jax.checkpoint`. Autodiff through it is the backward pass, and no [T S] map is kept
-for it: memory is linear in T.
+A score mechanism provides one function, its row weights. It turns the scores of some
+query rows and the keys that they see into the weights of these keys. The engine
 
-Heads come in (head, branch) order. A key head may serve several query heads (grouped
-heads) and a value head may belong to two key heads, the branches of a differential
-head; the engine then subtracts the branches' weights before the product with the
-values, so that it is computed once.
+1. divides the query rows into blocks,
+2. leaves out the keys that no row of a block sees,
+3. computes scores, weights and the weighted sum of the values, block by block,
+4. wraps each block in `jax.checkpoint`, so that autodiff is the backward pass and no
+   [T S] map is saved. Memory is linear in T.
+
+Heads are in (head, branch) order. Several query heads may share a key head (grouped
+heads). In differential attention two key heads, the branches, share a value head: the
+engine subtracts the weights of one branch from those of the other, so that it
+multiplies the values once.
 """
 
 from collections.abc import Callable
@@ -26,21 +29,21 @@ from symjax.attention.core.meshes import on_any_mesh
 from symjax.attention.core.operands import Operands, Rule, rows_spec
 from symjax.attention.core.visibility import length_scale, part
 
-KEPT = "rows of scores"  # what blocks keep for the backward pass, by checkpoint_name
-BLOCK_ROWS = 128  # of a block: a tile of accelerators; on a CPU about so many
-EXTENTS = 8  # different key lengths, each compiled on its own
-FEW_KEYS = 2048  # `Rule.few_keys`
+KEPT = "rows of scores"  # `checkpoint_name` of what a block saves for its gradient
+BLOCK_ROWS = 128  # rows of a block on accelerators, where it is the size of a tile
+EXTENTS = 8  # the most key lengths that blocks have, each compiled on its own
+FEW_KEYS = 2048  # up to so many keys a CPU divides causal rows into two blocks
 
 
 @on_any_mesh("rule", specs=rows_spec)  # outside jit it compiles once a shape
 def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
-    """Values averaged by row weights, block by block of query rows.
+    """Return the values summed by row weights, computed in blocks of query rows.
 
-    With `lam`, sub-heads 2n and 2n+1 are the branches of head n and the weights are
-    w[2n] − lam[n]·w[2n+1].
+    With `lam`, sub-heads 2n and 2n+1 are the branches of head n, and the weights of
+    head n are w[2n] − lam[n]·w[2n+1].
 
-    Time O(T S (H + V)) a head, half of it if causal; memory O(T + S) beside one block.
-    Rows that see no key are zero.
+    Time O(T S (H + V)) per head, about half of it if causal. Memory O(T + S), and one
+    block. Rows that see no key are zero.
     """
     batch, _, time, _ = operands.query.shape
     if rule.whole or time == 1:
@@ -49,38 +52,42 @@ def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
         operands = widened(operands)
     blocks = partial(_blocks, rule, rows=min(time, rule.block_rows))
     return by_platform(
-        operands, cpu=partial(_example_by_example, rule), default=_kept(blocks)
+        operands, cpu=partial(_example_by_example, rule), default=_checkpoint(blocks)
     )
 
 
 def _example_by_example(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
-    """All rows on a CPU, one example after another, whose blocks stay in its cache.
+    """Return all rows on a CPU, which keeps the blocks of one example in its cache.
 
-    Axes are swapped inside the loop, since XLA would copy whole arrays outside it. The
-    outer checkpoint keeps the keys and values once instead of once per extent.
+    Axes are swapped inside the loop over examples: outside it XLA would copy whole
+    arrays. The outer checkpoint saves keys and values once instead of once per extent.
     """
     batch = operands.query.shape[0]
     blocks = partial(_blocks, rule, rows=_rows_on_a_cpu(rule, operands))
     if batch == 1:
-        return _kept(blocks)(operands)
+        return _checkpoint(blocks)(operands)
     leaves, tree = jax.tree.flatten(operands.swapped())
-    own = [x.shape[:1] == (batch,) for x in leaves]
-    examples = [x for x, mine in zip(leaves, own, strict=True) if mine]
+    batched = [x.shape[:1] == (batch,) for x in leaves]
+    examples = [x for x, has_batch in zip(leaves, batched, strict=True) if has_batch]
 
-    def example(owned: list[Array]) -> Array:
-        left = iter(owned)
-        pairs = zip(leaves, own, strict=True)
-        whole = tree.unflatten(next(left)[None] if mine else x for x, mine in pairs)
-        return jnp.swapaxes(blocks(whole.swapped())[0], 0, 1)
+    def attend_example(example: list[Array]) -> Array:
+        arrays = iter(example)
+        whole = [
+            next(arrays)[None] if has_batch else x
+            for x, has_batch in zip(leaves, batched, strict=True)
+        ]
+        return jnp.swapaxes(blocks(tree.unflatten(whole).swapped())[0], 0, 1)
 
-    return jnp.swapaxes(jax.lax.map(_kept(example), examples), 1, 2)
+    return jnp.swapaxes(jax.lax.map(_checkpoint(attend_example), examples), 1, 2)
 
 
 def _rows_on_a_cpu(rule: Rule, operands: Operands) -> int:
-    """Rows of a block, all blocks of about the same size.
+    """Return the number of rows of a block, for blocks of about the same size.
 
-    Products of more rows are faster on a CPU; in a window they would see more keys. Two
-    blocks of few keys are a short program, which is compiled in a third of the time.
+    - Products of 192 rows are faster on a CPU than those of 128; but in a window on
+      both sides, more rows see more keys.
+    - With few keys, two causal blocks are a program that compiles in a third of the
+      time of one with eight. They compute 3/4 of the pairs instead of 9/16.
     """
     time, window = operands.query.shape[2], operands.visibility.window
     about = rule.block_rows
@@ -96,16 +103,17 @@ def _rows_on_a_cpu(rule: Rule, operands: Operands) -> int:
     return -(-time // count)
 
 
-def _kept(function: Callable, **options: Any) -> Callable:
-    """`jax.checkpoint` that keeps of a block what it named, and its operands."""
+def _checkpoint(function: Callable, **options: Any) -> Callable:
+    """`jax.checkpoint` that saves what is named KEPT, beside the operands."""
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     return jax.checkpoint(function, policy=policy, **options)
 
 
 def widened(operands: Operands) -> Operands:
-    """Keys, values and what else all rows share in float32 at least.
+    """Return keys, values and a bias that all rows share in float32 at least.
 
-    Blocks round them back; the gradients of the blocks are then added in float32.
+    A block rounds them back to their own type. The gradients of the blocks are then
+    added in float32.
     """
 
     def wide(x: Array) -> Array:
@@ -118,7 +126,11 @@ def widened(operands: Operands) -> Operands:
 
 
 def _blocks(rule: Rule, operands: Operands, rows: int) -> Array:
-    """All rows, in blocks of so many: few key extents outside, a loop inside."""
+    """Return all rows, in blocks of `rows`.
+
+    Consecutive blocks form an extent and take the same keys: those that any of their
+    rows sees. There are at most `rule.extents` extents; each loops over its blocks.
+    """
     time = operands.query.shape[2]
     count = -(-time // rows)
     bounded = operands.visibility.window != (None, None) and rule.offset is not None
@@ -129,25 +141,26 @@ def _blocks(rule: Rule, operands: Operands, rows: int) -> Array:
         begin, end = _seen(rule, operands, start, stop)
         extent = operands.map_rows(partial(part, start=start, size=stop - start))
         extent = extent.map_keys(partial(part, start=begin, size=end - begin))
-        if outputs:  # one extent after another: 0.7 of the memory of all at once
+        if outputs:  # XLA must not run extents at once: that takes 1.4× the memory
             extent, outputs[-1] = jax.lax.optimization_barrier((extent, outputs[-1]))
         length = stop - start
         if length <= rows:
             block = partial(_block, rule, start=0, size=length)
-            outputs.append(_kept(block)(extent))
+            outputs.append(_checkpoint(block)(extent))
             continue
         steps = -(-length // rows)
-        block = _kept(partial(_block, rule, extent, size=rows), prevent_cse=False)
+        block = _checkpoint(partial(_block, rule, extent, size=rows), prevent_cse=False)
         found = jax.lax.map(block, jnp.arange(steps) * rows)
         found = jnp.moveaxis(found, 0, 2)
-        last = found[:, :, -1, steps * rows - length :]  # it starts that much earlier
-        first_ones = found[:, :, :-1].reshape(*last.shape[:2], -1, last.shape[-1])
-        outputs.append(jnp.concatenate([first_ones, last], axis=2))
+        # The last block starts earlier, to have as many rows: drop its first ones.
+        last = found[:, :, -1, steps * rows - length :]
+        others = found[:, :, :-1].reshape(*last.shape[:2], -1, last.shape[-1])
+        outputs.append(jnp.concatenate([others, last], axis=2))
     return jnp.concatenate(outputs, axis=2)
 
 
 def _seen(rule: Rule, operands: Operands, start: int, stop: int) -> tuple[int, int]:
-    """The keys that any of the rows from `start` to before `stop` may see."""
+    """Return the range of keys that rows `start` to `stop` − 1 see, by the window."""
     keys, (left, right) = operands.key.shape[2], operands.visibility.window
     begin, end = 0, keys
     if rule.offset is not None and left is not None:
@@ -158,23 +171,23 @@ def _seen(rule: Rule, operands: Operands, start: int, stop: int) -> tuple[int, i
 
 
 def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> Array:
-    """`size` rows against all keys: scores, weights, values."""
+    """Return `size` rows from `start` on, computed from all keys of the operands."""
     operands = operands.map_rows(partial(part, start=start, size=size))
     lam, dtype = operands.lam, rule.dtypes[1]
-    maps = []  # one after the other: both as one array would be copied to part them
-    for own in [operands] if lam is None else map(operands.branch, range(2)):
-        visible = own.visibility.pairs()
-        found = rule.weights(scored(rule, own, visible), visible)
+    maps = []  # of each branch: as one array of both, XLA would copy it to split it
+    for branch in [operands] if lam is None else map(operands.branch, range(2)):
+        visible = branch.visibility.pairs()
+        found = rule.weights(scored(rule, branch, visible), visible)
         maps.append(found if isinstance(found, tuple) else (found, None))
     weights, divisor = maps[0]
     if lam is not None:
-        second, its_divisor = maps[1]
+        second, second_divisor = maps[1]
         factor = jnp.broadcast_to(lam.astype(weights.dtype), second.shape[:3])
-        if divisor is not None and its_divisor is not None:
-            # The second map over what divides the first.
-            factor = factor * (divisor / its_divisor)[..., 0]
-        # By einsum, so that the gradient of the factor is a product, too: XLA's CPU
-        # compiler adds up a product 5 times as fast as a sum of products.
+        if divisor is not None and second_divisor is not None:
+            # w₁/d₁ − λ w₂/d₂ = (w₁ − λ (d₁/d₂) w₂) / d₁: one division, of the output.
+            factor = factor * (divisor / second_divisor)[..., 0]
+        # An einsum makes the gradient of the factor a matrix product, which XLA's CPU
+        # compiler sums up 5 times as fast as an elementwise product.
         exact = jax.lax.Precision.HIGHEST
         subtracted = jnp.einsum("bnt,bnts->bnts", factor, second, precision=exact)
         weights = weights - subtracted
@@ -186,34 +199,41 @@ def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> 
 
 @jax.custom_jvp
 def _averaged(weights: Array, divisor: Array, value: Array) -> Array:
-    """Values added up by weights, over what divides these."""
+    """Return the sum of the values by weights, divided by the divisor."""
     return weighed(weights, value) / divisor
 
 
 @_averaged.defjvp
-def _averaged_change(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """It needs the quotient, which is kept, and no other rows.
+def _averaged_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """Return the output and its derivative, (dw·v + w·dv − output·dd) / d.
 
-    Softmax subtracts the mean change of a row's scores from each: both products in the
-    weights' type, or what rounding left would not cancel.
+    The rule reads the output, which is saved, where autodiff would save the undivided
+    sum as well. In softmax the terms of dw and dd cancel. Both are computed in the type
+    of the weights, since the rounding errors of a narrower type would not cancel.
     """
-    (weights, divisor, value), (change, shift, moved) = primals, tangents
+    weights, divisor, value = primals
+    weights_change, divisor_change, value_change = tangents
     output = checkpoint_name(weighed(weights, value) / divisor, KEPT)
-    rows = weighed(change, value.astype(weights.dtype)) + weighed(weights, moved)
+    change = weighed(weights_change, value.astype(weights.dtype))
+    change += weighed(weights, value_change)
     exact = jax.lax.Precision.HIGHEST
-    rows -= jnp.einsum("bntv,bnti->bntv", output, shift, precision=exact)
-    return output, rows / divisor
+    change -= jnp.einsum("bntv,bnti->bntv", output, divisor_change, precision=exact)
+    return output, change / divisor
 
 
 def scored(
     rule: Rule, operands: Operands, visible: Bool[Array, "#B #N t s"] | None
 ) -> Float[Array, "B N t s"]:
-    """The scores of rows and keys, `visible` the pairs that count."""
+    """Return the scores of all rows and keys.
+
+    `visible`, the pairs that see each other, is needed to count the keys of a row for
+    `length_base`. Scores of other pairs are computed too.
+    """
     query, key, value, bias, slopes, _, scale, visibility = operands
     wide = jnp.promote_types(jnp.result_type(query, *rule.dtypes), jnp.float32)
     batch, heads, time, size = query.shape
     kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
-    # One axis of rows a key head: XLA would copy maps to contract two.
+    # All rows of a key head on one axis: XLA would copy the map to contract two axes.
     query = query.reshape(batch, kv_heads, -1, branches, time, size).swapaxes(2, 3)
     scores = scale * jnp.einsum(
         "bkrh,bksh->bkrs",
@@ -236,7 +256,11 @@ def scored(
 def weighed(
     weights: Float[Array, "B N t s"], value: Float[Array, "B K s V"]
 ) -> Float[Array, "B N t V"]:
-    """The values, added up by weights; float16 has too few exponents for weights."""
+    """Return the sums of the values by weights.
+
+    float16 values are converted to the type of the weights: float16 underflows for
+    weights below 6e-8.
+    """
     batch, kv_heads, _, size = value.shape
     if value.dtype == jnp.float16:
         value = value.astype(weights.dtype)

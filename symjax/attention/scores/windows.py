@@ -1,7 +1,8 @@
-"""Windows: rows that see few keys are given these keys alone.
+"""Windows: the row-block engine with only the keys that a window reaches.
 
-The engine of row blocks then reads and writes O(T (left + right)), forward and
-backward, where every key of a sequence would be O(T S).
+Time is cut into strips of rows, and each strip becomes an example with its own keys.
+The engine then reads and writes O(T (left + right)) numbers, forward and backward,
+instead of O(T S).
 """
 
 from functools import partial
@@ -17,11 +18,11 @@ from symjax.attention.scores.rows import attend_rows, widened
 
 @on_any_mesh("rule", specs=rows_spec)
 def attend_window(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
-    """`attend_rows` in a window that is bounded on both sides."""
+    """Return the same rows as `attend_rows`, for a window bounded on both sides."""
     batch, _, time, _ = operands.query.shape
     if time == 1:
-        return attend_rows(rule, _around(operands))
-    size = _strip(rule, operands)
+        return attend_rows(rule, _keys_around_one_row(operands))
+    size = _strip_size(rule, operands)
     if not size:
         return attend_rows(rule, operands)
     rows = attend_rows(*_strips(rule, widened(operands), size))
@@ -29,10 +30,11 @@ def attend_window(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     return rows.reshape(batch, rows.shape[1], -1, rows.shape[-1])[:, :, :time]
 
 
-def _strip(rule: Rule, operands: Operands) -> int:
-    """Rows of a strip of time that sees few keys beside its own; 0: all see many.
+def _strip_size(rule: Rule, operands: Operands) -> int:
+    """Return the number of rows of a strip; 0 where strips do not help.
 
-    A mask or bias of pairs is as large as all pairs, and is not cut into strips.
+    Strips are at least as long as the window, and there must be more than two. A mask
+    or bias of pairs [T S] is as large as the map, so that strips would save nothing.
     """
     left, right = operands.visibility.window
     pairs = [x for x in (operands.bias, operands.visibility.mask) if x is not None]
@@ -46,10 +48,10 @@ def _strip(rule: Rule, operands: Operands) -> int:
 
 
 def _strips(rule: Rule, operands: Operands, size: int) -> tuple[Rule, Operands]:
-    """Strips of `size` rows as examples of their own, each with the keys in its window.
+    """Return strips of `size` rows as examples, each with the keys in its window.
 
-    A strip's keys are its own and those of the strip before, or after, as the window
-    goes: copies of two or three times the keys, instead of T times all of them.
+    The keys of a strip are those of its own rows and of the strips before and after,
+    as far as the window reaches. That copies each key two or three times.
     """
     before, after = (int(bool(x)) for x in operands.visibility.window)
     offset = rule.offset or 0
@@ -57,12 +59,15 @@ def _strips(rule: Rule, operands: Operands, size: int) -> tuple[Rule, Operands]:
     count = -(-time // size)
 
     def cut(x: Array | None, axis: int, fill: int, front: int, near: int):
-        """[B … S …] as [B·count … near·size …], `front` entries of `fill` first."""
+        """Return [B … S …] as [B·count … near·size …], with `near` strips in each.
+
+        `front` entries of value `fill` come first.
+        """
         if x is None or x.shape[axis] == 1:
             return x
         missing = (count + near - 1) * size - x.shape[axis] - front
         edges = [(0, 0, 0)] * x.ndim
-        edges[axis] = (front, missing, 0)  # below 0: entries that no row sees
+        edges[axis] = (front, missing, 0)  # a negative number drops unseen keys
         x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), edges)
         x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
         shifted = [
@@ -78,21 +83,21 @@ def _strips(rule: Rule, operands: Operands, size: int) -> tuple[Rule, Operands]:
     def keys(x: Array | None, axis: int, fill: int = 0) -> Array | None:
         return cut(x, axis, fill, before * size - offset, 1 + before + after)
 
-    def alike(x: Array) -> Array:
-        """What has no time, once a strip."""
+    def repeated(x: Array) -> Array:
+        """Return an array without a time axis, repeated for every strip."""
         whole = batch > 1 and x.shape[:1] == (batch,)
         return jnp.repeat(x, count, axis=0) if whole else x
 
-    strips = jax.tree.map(alike, operands.map_rows(rows).map_keys(keys))
+    strips = jax.tree.map(repeated, operands.map_rows(rows).map_keys(keys))
     return rule._replace(offset=before * size), strips
 
 
-def _around(operands: Operands) -> Operands:
-    """The keys in the window of one row an example, wherever the row stands."""
-    known, count = operands.visibility, operands.key.shape[2]
-    left, right = (x or 0 for x in known.window)
+def _keys_around_one_row(operands: Operands) -> Operands:
+    """Return the operands with the keys in the window of the only row of an example."""
+    visibility, count = operands.visibility, operands.key.shape[2]
+    left, right = (x or 0 for x in visibility.window)
     size = min(left + 1 + right, count)
-    start = jnp.clip(known.rows[:, 0] - left, 0, count - size)
+    start = jnp.clip(visibility.rows[:, 0] - left, 0, count - size)
 
     def keys(x: Array | None, axis: int, fill: int = 0) -> Array | None:
         if x is None or x.shape[axis] == 1:
@@ -100,15 +105,18 @@ def _around(operands: Operands) -> Operands:
         if len(start) == 1:
             return jax.lax.dynamic_slice_in_dim(x, start[0], size, axis)
         x = jnp.broadcast_to(x, (len(start), *x.shape[1:]))
-        own = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=axis - 1)
-        return jax.vmap(own)(x, start)
+        window = partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=axis - 1)
+        return jax.vmap(window)(x, start)
 
     return operands.map_keys(keys)
 
 
 def attend_window_of_device(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
-    """`attend_window` of consecutive rows from a position known at run time, with the
-    keys in their window alone."""
+    """Return the rows of one device, for time split over a mesh axis.
+
+    The position of the first row is known only at run time. The keys in the window of
+    the device's rows are cut from those of all devices, then `attend_window` runs.
+    """
     first = operands.visibility.rows[0, 0]
     left, right = operands.visibility.window
     size = operands.query.shape[2] + (left or 0) + (right or 0)

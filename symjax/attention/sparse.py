@@ -1,14 +1,15 @@
-"""Sparse attention: sparsemax and entmax-1.5, whose weights are often exactly zero.
+"""Sparse attention: sparsemax and entmax-1.5, with many weights that are exactly zero.
 
     def sparsemax(q, k, v):                  # one head: q, k [T H], v [T V]
         scores = q @ k.T / np.sqrt(q.shape[-1])
-        ordered = np.sort(scores)[:, ::-1]                 # the n largest weigh, for
+        ordered = np.sort(scores)[:, ::-1]                   # highest first
         τ = (np.cumsum(ordered, axis=-1) - 1) / np.arange(1, len(k) + 1)
         return np.maximum(scores - τ.max(axis=-1, keepdims=True), 0) @ v
 
-Both are powers of what a score has above its row's threshold τ, with τ such that the
-weights sum to one: [z − τ]₊ is sparsemax, [z/2 − τ]₊² is entmax-1.5, and softmax is
-the limit of the family. So both share one function of the power, 1 or 2.
+Weights are powers of the excess of a score over the threshold τ of its row: [z − τ]₊ in
+sparsemax and [z/2 − τ]₊² in entmax-1.5. The weights of a row sum to one, which fixes τ.
+Softmax is the limit of this family. Both mechanisms share one function of the power, 1
+or 2.
 """
 
 import jax
@@ -19,33 +20,33 @@ from jaxtyping import Array, Bool, Float
 from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.scores.rows import KEPT
 
-FLOOR = -2.0  # below the highest score, scaled; every threshold lies above −1
+FLOOR = -2.0  # least scaled score, relative to the maximum; thresholds are above −1
 
 
 def sparsemax_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
 ) -> Float[Array, "*B t s"]:
-    """The nearest point of the simplex; zeros where no key is visible."""
+    """Return the nearest point of the simplex; zeros if no key is visible."""
     return _excess(1, _hide(scores, visible))
 
 
 def entmax15_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
 ) -> Float[Array, "*B t s"]:
-    """[score/2 − τ]₊² along the visible keys; zeros where none is visible."""
+    """Return [score/2 − τ]₊² of the visible keys; zeros if none is visible."""
     return _excess(2, _hide(scores, visible)) ** 2
 
 
 sparsemax = ScoreMechanism(
     "sparsemax",
     sparsemax_weights,
-    """Attention whose rows of weights are the points of the simplex nearest to z.
+    """Attention whose weights are the point of the simplex nearest to the scores.
 
     weights = [z − τ]₊ with Σ [z − τ]₊ = 1, for z = q·k·scale + bias
 
-    A key more than 1 below the row's best has weight zero, and takes no gradient. The
-    threshold τ is exact to rounding and found without sorting, in a few passes over
-    the row, O(log S) of them at worst.
+    A key whose score is more than 1 below the maximum of the row has weight zero and no
+    gradient. The threshold τ is exact up to rounding. It is found without sorting, in a
+    few passes over the row, O(log S) at worst.
 
     Source: Martins & Astudillo 2016, arXiv:1602.02068; τ as in Michelot 1986.
     """,
@@ -58,8 +59,8 @@ entmax15 = ScoreMechanism(
 
     weights = [z/2 − τ]₊² with Σ [z/2 − τ]₊² = 1, for z = q·k·scale + bias
 
-    A key more than 2 below the row's best has weight zero, and takes no gradient.
-    Exactness and cost are as in `sparsemax`.
+    A key whose score is more than 2 below the maximum of the row has weight zero and no
+    gradient. Exactness and cost are as in `sparsemax`.
 
     Source: Peters, Niculae & Martins 2019, arXiv:1905.05702.
     """,
@@ -71,10 +72,11 @@ def _hide(scores: Array, visible: Array | None) -> Array:
 
 
 def _above_threshold(power: int, scores: Array) -> Array:
-    """[z/power − τ]₊ along the last axis, with Σ [z/power − τ]₊^power = 1.
+    """Return [z/power − τ]₊ along the last axis, with Σ [z/power − τ]₊^power = 1.
 
-    Scores of −∞, and rows of nothing else, give zeros. The rest is referred to the
-    highest and cut at a floor that no threshold reaches: sums stay small and finite.
+    Scores of −∞ give zeros. The maximum of the row is subtracted, and the rest is cut
+    at a floor below every threshold, so that sums stay small and finite. The backward
+    pass saves the maximum and the threshold, and does not search again.
     """
     top = scores.max(axis=-1, keepdims=True)
     top = checkpoint_name(jnp.where(top == -jnp.inf, 0, top), KEPT)
@@ -89,9 +91,10 @@ _excess = jax.custom_jvp(_above_threshold, nondiff_argnums=(0,))
 
 @_excess.defjvp
 def _excess_change(power: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """The threshold moves with the mean of the support, by the weights' own slopes.
+    """Return the excess and its derivative.
 
-    The backward pass keeps the threshold, and does not search for it again.
+    The threshold changes by the mean change of the scores in the support, weighted by
+    the slopes of the weights.
     """
     (scores,), (change,) = primals, tangents
     excess = _above_threshold(power, scores)
@@ -109,12 +112,12 @@ def _slopes(power: int, excess: Array) -> Array:
 
 
 def _threshold(power: int, scores: Array) -> Array:
-    """τ of each row, by Newton's method from 1 below its highest score, where Σ ≥ 1.
+    """Return τ of each row, by Newton's method from 1 below the maximum, where Σ ≥ 1.
 
-    Scores are up to 0. Σ [z − τ]₊^power is convex and falls with τ: steps stay below
-    the root, and each takes the surplus times the slope to a quarter or less. That is
-    O(log S) steps at worst, 2 to 14 for rows of 64 to 32768 scores of many shapes;
-    from the right support sparsemax needs one.
+    The scores are at most 0. Σ [z − τ]₊^power is convex and falls with τ, so that all
+    steps stay below the root. Each step reduces the surplus times the slope to a
+    quarter or less. That makes O(log S) steps at worst; rows of 64 to 32768 scores of
+    many distributions took 2 to 14. Sparsemax needs one step from the right support.
     """
     least = jnp.finfo(scores.dtype).eps
 
@@ -128,9 +131,9 @@ def _threshold(power: int, scores: Array) -> Array:
         return past[0] + rise, rise
 
     def moves(past: tuple[Array, Array]) -> Array:
-        threshold, rise = past  # −τ is what the highest score has above it
+        threshold, rise = past  # −threshold: excess of the maximum, which is 0
         return (rise > -least * threshold).any()
 
     start = scores.max(axis=-1, keepdims=True) - 1
     threshold, _ = jax.lax.while_loop(moves, step, (start, -start))
-    return threshold + newton(threshold)  # steps from afar were rounded; this goes back
+    return threshold + newton(threshold)  # corrects the rounding of large steps

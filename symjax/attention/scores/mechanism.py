@@ -1,6 +1,8 @@
-"""Score mechanisms: what all of them are called with, and what sets each one apart.
+"""Score mechanisms: attention by a score for every pair of a query and a key.
 
-The whole map of a score mechanism's weights, for reading.
+`ScoreMechanism` is the public function of all of them: its arguments, their checks, and
+the choice of what computes the rows. Mechanisms differ only in their row weights.
+`row_map` returns the whole map of weights, for reading.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from symjax.attention.scores.windows import attend_window, attend_window_of_devi
 
 @dataclass(frozen=True)
 class WeightsWithOptions:
-    """Row weights with values for their keywords; equal ones are compiled once."""
+    """Row weights with values for their keywords, hashable to be compiled once."""
 
     weights: Callable
     options: tuple[tuple[str, Any], ...]
@@ -40,22 +42,22 @@ class WeightsWithOptions:
 
 @dataclass(frozen=True, repr=False)
 class ScoreMechanism:
-    """Attention by scores of pairs, given by the weights that a row of scores makes.
+    """Attention by scores of pairs; a mechanism is defined by its row weights.
 
-    The value is the public function: `softmax = ScoreMechanism("softmax", …)`, then
-    `softmax(query, key, value)`.
+    An instance is the public function: after `softmax = ScoreMechanism("softmax", …)`,
+    call `softmax(query, key, value)`.
 
     Attributes:
-        name: as errors and tables print it.
-        weights: (scores [B N t s], visible [#B #N t s] or None) → weights, 0 where not
-            visible, or a pair of weights and their divisors [B N t 1]; hashable, since
-            programs are compiled for it.
+        name: name in errors and tables.
+        weights: function of (scores [B N t s], visible [#B #N t s] or None). It returns
+            weights, which are 0 for pairs that are not visible, or (weights, divisor
+            [B N t 1]). It must be hashable, since programs are compiled for it.
         description: formula, cost and source, for `help`.
-        implementations: "rows" and "whole" serve any weights; "fused", "hopper",
-            "cudnn" and "ring" add up weights of exp(score) over their sum, so only
-            softmax names them.
-        own: options of `weights`, which gets them as keywords: `cap` of
-            `softcap(query, key, value, cap=30.0)`.
+        implementations: names that a call may choose. "rows" and "whole" support all
+            weights. "fused", "hopper", "cudnn" and "ring" compute exp(score) / Σ exp,
+            so only softmax has them.
+        own: options of the mechanism, passed to `weights` as keywords, for instance
+            `cap` of `softcap(query, key, value, cap=30.0)`.
     """
 
     name: str
@@ -93,41 +95,49 @@ class ScoreMechanism:
         axis_name: str | None = None,
         **own: Any,
     ) -> Float[Array, "B T N V"]:
-        """Time O(T S (H + V)) a head, half of it if causal, O(T (left + right) (H + V))
-        in a window; memory linear in T and S.
+        """Time O(T S (H + V)) per head, half of it if causal, and O(T (left + right)
+        (H + V)) in a window. Memory is linear in T and S.
 
-        Weights are computed in float32 at least; a row that sees no key gives zeros.
+        Weights are computed in float32 at least. A row that sees no key is zero.
 
         Args:
             mask: True = attend.
-            scale: of the scores, 1/√H by default.
-            is_causal: a query sees no later key; the last one sees every key
+            scale: factor of the scores, 1/√H by default.
+            is_causal: a query sees no later key, and the last query sees every key
                 (bottom-right alignment).
-            window: (left, right), how many keys before and after its own a query sees;
-                None is no bound. A number n is (n − 1, n − 1): itself and n − 1 more.
-            length_base: multiply a row's scores by log n / log length_base, n the keys
-                it sees, at least 16 (entropy-invariant scaling); None or 0: off.
+            window: (left, right), the numbers of keys that a query sees before and
+                after its own position; None means no bound. A number n means
+                (n − 1, n − 1).
+            length_base: multiply the scores of a row by log n / log length_base, where
+                n ≥ 16 is the number of keys that the row sees (entropy-invariant
+                scaling). None or 0 turns it off.
             mask_self: hide a token from itself unless it sees nothing else.
-            alibi: slopes m of a bias −m·|distance|, as `alibi_slopes` gives them.
-            positions: of the queries among the keys, by default the last T places.
+            alibi: slopes m of a bias −m·|distance|, see `alibi_slopes`.
+            positions: positions of the queries among the keys, by default the last T.
             segment_ids: tokens see only their own run of equal ids; needs T = S.
-            lam: the weights of heads 2n and 2n + 1 become one, w[2n] − lam[n]·w[2n+1];
-                they share mask, bias and value: what `differential` runs.
-            implementation: "rows", "whole" for one block of all rows, or for softmax
-                "fused", a kernel for TPUs that other machines interpret, slowly,
-                "hopper", one for the two maps of `differential` on H100 and H200, whose
-                gradients of queries differ by rounding from run to run,
-                "cudnn", one for NVIDIA GPUs, and "ring": over an axis keys and values
-                travel and are not gathered, see `attend_ring`; without an axis as
-                "rows". None: the machine's kernel where it serves, see
-                `symjax.attention.kernels.dispatch`, else "rows".
-            axis_name: in a `jax.shard_map`, the mesh axis that time is split over:
-                query, key, value and segment_ids are a device's own stretch, mask and
-                bias are of its own rows and of all keys.
+            lam: λ of differential attention: heads 2n and 2n + 1 become one head with
+                weights w[2n] − lam[n]·w[2n+1]. They share mask, bias and value.
+            implementation: what computes the rows. None chooses a kernel if one
+                supports the call (see `symjax.attention.kernels.dispatch`), else
+                "rows".
+
+                - "rows": blocks of rows in XLA.
+                - "whole": all rows as one block, for reading and tests.
+                - "fused" (softmax): a kernel for TPUs; other machines interpret it,
+                  which is slow.
+                - "hopper" (softmax): a kernel for `differential` on H100 and H200.
+                  Gradients of queries differ by rounding from run to run.
+                - "cudnn" (softmax): the kernel of cuDNN for NVIDIA GPUs.
+                - "ring" (softmax): with `axis_name`, keys and values pass from device
+                  to device and are not gathered, see `attend_ring`. Without
+                  `axis_name` it is "rows".
+            axis_name: in a `jax.shard_map`, the mesh axis that time is split over.
+                query, key, value and segment_ids are those of one device. Mask and
+                bias are for the rows of one device and the keys of all.
             own: options that this mechanism declares.
         Raises:
             ValueError: shapes that do not fit together, naming both; an implementation
-                that does not serve these arguments, saying why.
+                that does not support these arguments, with the reason.
         """
         if implementation is not None:
             known = self.implementations
@@ -173,7 +183,7 @@ class ScoreMechanism:
 
 
 def _rule(arguments: ScoreArguments, weights: RowWeights, *, whole: bool) -> Rule:
-    """Return the static half of a call, which programs are compiled for."""
+    """Return the static settings of a call."""
     scale, first = arguments.scale, arguments.key.shape[1] - arguments.query.shape[1]
     known = arguments.axis_name is None and arguments.positions is None
     return Rule(
@@ -192,12 +202,12 @@ def _rule(arguments: ScoreArguments, weights: RowWeights, *, whole: bool) -> Rul
 def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
     """Return the arrays of a call with heads before time.
 
-    What scores and weights are multiplied by is float32 at least. With `lam`, both
-    branches of a head have its bias, slope and mask.
+    Slopes, λ and the scale are float32 at least. With `lam`, both branches of a head
+    have its bias, slope and mask.
 
     Args:
-        gathers_keys: bring all keys and values of the mesh axis that time is split
-            over to each device, and set those that the mask hides to zero.
+        gathers_keys: gather the keys and values of all devices that time is split
+            over, and set those that the mask hides to zero.
     """
     visibility = _visibility(arguments)
     query, key, value = arguments.query, arguments.key, arguments.value
@@ -278,14 +288,15 @@ def row_map(
     shared_keys: bool = False,
     **options: Any,
 ) -> Float[Array, "B N T S"]:
-    """The whole map of weights, for reading: O(T S) memory.
+    """Return the whole map of weights, for reading. It takes O(T S) memory.
 
-    It is the output of a score mechanism of these weights for unit vectors as values;
-    `options` are its own.
+    The map is the output of a score mechanism with these weights if the values are unit
+    vectors.
 
     Args:
-        shared_keys: with `lam`, both query heads of a pair look at one key
+        shared_keys: with `lam`, both query heads of a pair share a key head
             (differential V2); otherwise each has its own (V1).
+        options: those of the score mechanism.
     """
     branches = 1 if lam is None or shared_keys else 2
     heads = key.shape[2] // branches

@@ -1,10 +1,10 @@
 """Ring attention: softmax over keys that travel from device to device.
 
-Time is split over a mesh axis. Every device keeps its rows; blocks of keys and values
-go once around the ring, and each row keeps a running maximum of its scores and the sums
-of exp(score − maximum), which are rescaled when a higher score comes. No device holds
-the keys of another for longer than a turn, in the backward pass either: there the
-blocks go around again, and their gradients travel with them.
+Time is split over a mesh axis. Every device keeps its rows, while keys and values pass
+once around the ring of devices. Each row keeps a running maximum of its scores and sums
+of exp(score − maximum), which are rescaled when a higher score comes. In the backward
+pass keys and values go around again, together with their gradients. So a device holds
+the keys of only one other device at a time.
 
 Source: Liu et al. 2023, arXiv:2310.01889; the online softmax is Milakov & Gimelshein
 2018, arXiv:1805.02867.
@@ -20,16 +20,16 @@ from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Operands, Rule
-from symjax.attention.core.sequence import around, if_seen, pass_on
+from symjax.attention.core.sequence import around_ring, if_seen, pass_on
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.rows import scored, weighed
 
 
-class Given(NamedTuple):
-    """What scores are made of; the gradient is with respect to these.
+class RingInputs(NamedTuple):
+    """Arrays that the ring differentiates with respect to.
 
-    Rows stand in blocks of t, key and value are a device's own, the bias is of all
-    keys.
+    Query rows are in C blocks of t. Key and value are those of one device, and the bias
+    is for the keys of all devices.
     """
 
     query: Float[Array, "C B Nq t H"]
@@ -40,23 +40,23 @@ class Given(NamedTuple):
     slopes: Float[Array, "1 Nq 1 1"] | None
 
 
-class Rows(NamedTuple):
+class RowPositions(NamedTuple):
     """Positions and segments of rows, in blocks of t."""
 
     position: Int[Array, "C #B t"]
     segments: Int[Array, "C B t"] | None
 
 
-class Sums(NamedTuple):
-    """Online-softmax accumulators of rows; the sums are times exp(−running_max)."""
+class OnlineSums(NamedTuple):
+    """Accumulators of online softmax for rows; sums are scaled by exp(−running_max)."""
 
     running_max: Float[Array, "C B Nq t"]
     total: Float[Array, "C B Nq t"]
     values: Float[Array, "C B Nq t V"]
 
 
-class Turn(NamedTuple):
-    """The static half of a call."""
+class RingSettings(NamedTuple):
+    """Static settings of one call."""
 
     rule: Rule
     axis_name: str
@@ -66,33 +66,35 @@ class Turn(NamedTuple):
 def attend_ring(
     rule: Rule, operands: Operands, axis_name: str
 ) -> Float[Array, "B N T V"]:
-    """`attend_rows` of softmax weights over a ring of devices, each with its own T.
+    """Return the rows of softmax attention over a ring of devices with T tokens each.
 
-    With n devices each one sends its keys and values n − 1 times; in the backward pass
-    n − 1 times again, and n times their gradients, in float32 at least. Memory is
-    linear in T, not in S = n T. Causal rows skip later blocks, but the last device
-    processes all n, so that the ring takes the time of n blocks; a window skips blocks
-    on both sides. There is no forward-mode derivative (`jax.jvp`).
+    With n devices, each device sends keys and values n − 1 times. In the backward pass
+    it sends them n − 1 times again, and their gradients n times, in float32 at least.
+    Memory is linear in T, not in S = n T.
+
+    Causal rows skip the keys of later devices. The last device still processes all n,
+    so the ring takes the time of n devices. A window skips devices on both sides. There
+    is no forward-mode derivative (`jax.jvp`).
 
     Args:
-        operands: query, key and value are a device's own; the bias and the visibility
-            are of its rows and of all S keys.
+        operands: query, key and value are those of one device. Bias and visibility are
+            for the rows of one device and all S keys.
     Raises:
-        ValueError: a mask or a bias that differs by row; length_base or mask_self with
-            a mask or segments, since no device sees all keys of a row at once.
+        ValueError: a mask or a bias that differs by row; length_base or mask_self
+            together with a mask or segments, because no device sees all keys of a row.
     """
     _check(rule, operands)
-    query, key, value, bias, slopes, lam, scale, known = _without_hidden(operands)
+    query, key, value, bias, slopes, lam, scale, visibility = _without_hidden(operands)
     length = query.shape[2]
     size = -(-length // -(-length // rule.block_rows))
-    given = Given(_cut(query, size, 2), key, value, scale, bias, slopes)
-    segments = known.row_segments
-    rows = Rows(
-        _cut(known.rows, size, 1),
+    inputs = RingInputs(_cut(query, size, 2), key, value, scale, bias, slopes)
+    segments = visibility.row_segments
+    rows = RowPositions(
+        _cut(visibility.rows, size, 1),
         None if segments is None else _cut(segments, size, 1),
     )
-    given, rows, known = vary_alike((given, rows, known))
-    blocks: Any = _ring(Turn(rule, axis_name), given, rows, known)
+    inputs, rows, visibility = vary_alike((inputs, rows, visibility))
+    blocks: Any = _ring(RingSettings(rule, axis_name), inputs, rows, visibility)
     output = jnp.moveaxis(blocks, 0, 2)
     output = output.reshape(*output.shape[:2], -1, output.shape[-1])[:, :, :length]
     if lam is not None:
@@ -102,9 +104,9 @@ def attend_ring(
 
 
 def _without_hidden(operands: Operands) -> Operands:
-    """Set a device's own keys and values that the mask hides to 0."""
-    known, (key, value) = operands.visibility, operands[1:3]
-    mask = part(known.mask, 3, start=known.rows[0, 0], size=key.shape[2])
+    """Set the keys and values of this device that the mask hides to 0."""
+    visibility, (key, value) = operands.visibility, operands[1:3]
+    mask = part(visibility.mask, 3, start=visibility.rows[0, 0], size=key.shape[2])
     if mask is None:
         return operands
     seen = mask.any(axis=(1, 2))[:, None, :, None]
@@ -113,7 +115,7 @@ def _without_hidden(operands: Operands) -> Operands:
 
 
 def _cut(x: Array, size: int, axis: int) -> Array:
-    """[… T …] as [C … size …], the last block filled up with zeros."""
+    """Return [… T …] as C blocks [C … size …]; zeros fill up the last block."""
     blocks = -(-x.shape[axis] // size)
     edges = [(0, 0)] * x.ndim
     edges[axis] = (0, blocks * size - x.shape[axis])
@@ -124,52 +126,66 @@ def _cut(x: Array, size: int, axis: int) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    turn: Turn, given: Given, rows: Rows, known: Visibility
+    settings: RingSettings,
+    inputs: RingInputs,
+    rows: RowPositions,
+    visibility: Visibility,
 ) -> Float[Array, "C B Nq t V"]:
-    return _forward(turn, given, rows, known)[0]
+    return _ring_forward(settings, inputs, rows, visibility)[0]
 
 
-def _forward(
-    turn: Turn, given: Given, rows: Rows, known: Visibility
+def _ring_forward(
+    settings: RingSettings,
+    inputs: RingInputs,
+    rows: RowPositions,
+    visibility: Visibility,
 ) -> tuple[Array, tuple]:
-    """The rows, and what the backward pass needs: the logarithm of their sums."""
-    index, wide = jax.lax.axis_index(turn.axis_name), given.scale.dtype
-    shape, length = given.query.shape[:-1], given.key.shape[2]
-    empty = Sums(
+    """Return the rows and the residuals, among them the logarithm of their sums."""
+    index, wide = jax.lax.axis_index(settings.axis_name), inputs.scale.dtype
+    shape, length = inputs.query.shape[:-1], inputs.key.shape[2]
+    empty = OnlineSums(
         jnp.full(shape, -jnp.inf, wide),
         jnp.zeros(shape, wide),
-        jnp.zeros((*shape, given.value.shape[-1]), wide),
+        jnp.zeros((*shape, inputs.value.shape[-1]), wide),
     )
-    empty, _ = vary_alike((empty, given.key))
+    empty, _ = vary_alike((empty, inputs.key))
 
-    def meet(sums: Sums, keys: tuple, source: Array) -> tuple[Sums, tuple]:
-        def visit(sums: Sums) -> Sums:
-            def block(part: tuple) -> Sums:
+    def meet(sums: OnlineSums, keys: tuple, source: Array) -> tuple[OnlineSums, tuple]:
+        def visit(sums: OnlineSums) -> OnlineSums:
+            def block(part: tuple) -> OnlineSums:
                 query, rows, sums = part
-                here = given._replace(query=query, key=keys[0], value=keys[1])
-                return _update(turn, here, _seen(known, rows, here, source), sums)
+                here = inputs._replace(query=query, key=keys[0], value=keys[1])
+                return _update(
+                    settings,
+                    here,
+                    _visibility_of_source(visibility, rows, here, source),
+                    sums,
+                )
 
-            return jax.lax.map(block, (given.query, rows, sums))
+            return jax.lax.map(block, (inputs.query, rows, sums))
 
-        return if_seen(known.window, length, source - index, visit, sums), keys
+        return if_seen(visibility.window, length, source - index, visit, sums), keys
 
-    sums, _ = around(turn.axis_name, meet, empty, (given.key, given.value))
+    sums, _ = around_ring(settings.axis_name, meet, empty, (inputs.key, inputs.value))
     total = jnp.where(sums.total == 0, 1, sums.total)
     output = sums.values / total[..., None]
     logarithm = _finite(sums.running_max) + jnp.log(total)
-    return output, (given, rows, known, output, logarithm)
+    return output, (inputs, rows, visibility, output, logarithm)
 
 
-def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None, None]:
-    """Gradients of rows stay and those of keys travel, both in wide floats.
+def _ring_backward(
+    settings: RingSettings, residuals: tuple, change: Array
+) -> tuple[RingInputs, None, None]:
+    """Return the gradients of the inputs, summed in float32 at least.
 
-    With weights w = exp(score − logarithm) and Σ w = 1 the output is Σ w v / Σ w: the
-    gradient passes through both sums, the logarithm is a constant.
+    Gradients of rows stay on their device; those of keys and values pass around the
+    ring. The weights are w = exp(score − logarithm), with the logarithm as a constant.
+    The output is Σ w v / Σ w, where Σ w = 1, and the gradient flows through both sums.
     """
-    given, rows, known, output, logarithm = residuals
-    index, wide = jax.lax.axis_index(turn.axis_name), given.scale.dtype
-    length = given.key.shape[2]
-    against = -(change * output).sum(axis=-1)  # the gradient of Σ w
+    inputs, rows, visibility, output, logarithm = residuals
+    index, wide = jax.lax.axis_index(settings.axis_name), inputs.scale.dtype
+    length = inputs.key.shape[2]
+    total_change = -(change * output).sum(axis=-1)  # gradient of Σ w
 
     def zeros(tree):
         return jax.tree.map(lambda x: jnp.zeros_like(x, wide), tree)
@@ -179,82 +195,86 @@ def _backward(turn: Turn, residuals: tuple, change: Array) -> tuple[Given, None,
 
         def visit(gradients: tuple) -> tuple:
             def block(shared: tuple, part: tuple) -> tuple:
-                query, rows, logarithm, against, change = part
-                seen = _seen(known, rows, given, source)
+                query, rows, logarithm, total_change, change = part
+                seen = _visibility_of_source(visibility, rows, inputs, source)
 
-                def weigh(here: Given) -> tuple[Array, Array]:
-                    scores = _scores(turn, here, seen)
+                def weigh(here: RingInputs) -> tuple[Array, Array]:
+                    scores = _scores(settings, here, seen)
                     weights = jnp.exp(scores - logarithm[..., None])
-                    # In wide floats, so that both changes of weights cancel.
+                    # In float32 at least, or the two gradients of w would not cancel.
                     values = weighed(weights, here.value.astype(wide))
                     return weights.sum(axis=-1), values
 
-                here = given._replace(query=query, key=keys[0], value=keys[1])
-                (found,) = jax.vjp(weigh, here)[1]((against, change))
+                here = inputs._replace(query=query, key=keys[0], value=keys[1])
+                (found,) = jax.vjp(weigh, here)[1]((total_change, change))
                 new = jax.tree.map(jnp.add, shared, tuple(found[1:]))
                 return new, found.query.astype(wide)
 
             query, *shared = gradients
-            parts = (given.query, rows, logarithm, against, change)
+            parts = (inputs.query, rows, logarithm, total_change, change)
             shared, new = jax.lax.scan(block, tuple(shared), parts)
             return (query + new, *shared)
 
-        everything = (own[0], *gradient, *own[1:])
+        gradients = (own[0], *gradient, *own[1:])
         distance = source - index
         query, key, value, *rest = if_seen(
-            known.window, length, distance, visit, everything
+            visibility.window, length, distance, visit, gradients
         )
         return (query, *rest), (keys, (key, value))
 
-    keys = (given.key, given.value)
-    rest = zeros((given.query, given.scale, given.bias, given.slopes))
+    keys = (inputs.key, inputs.value)
+    rest = zeros((inputs.query, inputs.scale, inputs.bias, inputs.slopes))
     start = vary_alike((rest, (keys, zeros(keys))))
-    own, (_, gradient) = around(turn.axis_name, meet, *start)
-    key, value = pass_on(gradient, turn.axis_name)  # back on their own device
-    found = Given(own[0], key, value, *own[1:])
-    found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, given)
+    own, (_, gradient) = around_ring(settings.axis_name, meet, *start)
+    key, value = pass_on(gradient, settings.axis_name)  # to the device of the keys
+    found = RingInputs(own[0], key, value, *own[1:])
+    found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, inputs)
     return found, None, None
 
 
-_ring.defvjp(_forward, _backward)
+_ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _seen(known: Visibility, rows: Rows, given: Given, source: Array) -> tuple:
-    """Visibility of a block of rows and the keys of one device, and the bias there."""
-    length = given.key.shape[2]
+def _visibility_of_source(
+    visibility: Visibility, rows: RowPositions, inputs: RingInputs, source: Array
+) -> tuple:
+    """Return the visibility of rows and keys of device `source`, and `source`."""
+    length = inputs.key.shape[2]
     keys = partial(part, start=source * length, size=length)
-    known = replace(known, rows=rows.position, row_segments=rows.segments)
-    return known.map_keys(keys), source
+    visibility = replace(visibility, rows=rows.position, row_segments=rows.segments)
+    return visibility.map_keys(keys), source
 
 
-def _scores(turn: Turn, given: Given, seen: tuple) -> Array:
-    """A block of rows against the keys of one device; −∞ where they do not see."""
+def _scores(settings: RingSettings, inputs: RingInputs, seen: tuple) -> Array:
+    """Return the scores of a block of rows and the keys of a device; −∞ if hidden."""
     visibility, source = seen
-    length = given.key.shape[2]
-    bias = part(given.bias, 3, start=source * length, size=length)
+    length = inputs.key.shape[2]
+    bias = part(inputs.bias, 3, start=source * length, size=length)
     operands = Operands(
-        given.query,
-        given.key,
-        given.value,
+        inputs.query,
+        inputs.key,
+        inputs.value,
         bias,
-        given.slopes,
+        inputs.slopes,
         None,
-        given.scale,
+        inputs.scale,
         visibility,
     )
     visible = visibility.pairs()
-    scores = scored(turn.rule, operands, visible)
+    scores = scored(settings.rule, operands, visible)
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
 
 
-def _update(turn: Turn, given: Given, seen: tuple, sums: Sums) -> Sums:
-    """The sums of rows after the keys of one more device."""
-    scores = _scores(turn, given, seen)
+def _update(
+    settings: RingSettings, inputs: RingInputs, seen: tuple, sums: OnlineSums
+) -> OnlineSums:
+    """Return the sums of rows after the keys of one more device."""
+    scores = _scores(settings, inputs, seen)
     running_max = jnp.maximum(sums.running_max, scores.max(axis=-1))
     rescale = jnp.exp(sums.running_max - _finite(running_max))
     weights = jnp.exp(scores - _finite(running_max)[..., None])
-    values = weighed(weights, given.value)
-    return Sums(
+    values = weighed(weights, inputs.value)
+    return OnlineSums(
         running_max,
         sums.total * rescale + weights.sum(axis=-1),
         sums.values * rescale[..., None] + values,
@@ -262,29 +282,30 @@ def _update(turn: Turn, given: Given, seen: tuple, sums: Sums) -> Sums:
 
 
 def _finite(running_max: Array) -> Array:
-    """A maximum to subtract: 0 where no key was seen, since −∞ − (−∞) is NaN."""
+    """Return the maximum, or 0 if no key was seen, because −∞ − (−∞) is NaN."""
     return jnp.where(jnp.isneginf(running_max), 0, running_max)
 
 
 def _check(rule: Rule, operands: Operands) -> None:
-    """Refuse what needs all keys of a row at once, or differs by row."""
-    known, bias = operands.visibility, operands.bias
-    for name, pairs in (("bias", bias), ("mask", known.mask)):
+    """Refuse masks and biases that differ by row, and counts of the keys of a row."""
+    visibility, bias = operands.visibility, operands.bias
+    for name, pairs in (("bias", bias), ("mask", visibility.mask)):
         if pairs is not None and pairs.shape[2] > 1:
             batch, heads, _, _ = operands.query.shape
             raise ValueError(
                 f"implementation 'ring': a {name} must be the same for all rows, "
-                f"broadcast to {(batch, heads, 1, known.length)}, got {pairs.shape}"
+                f"broadcast to {(batch, heads, 1, visibility.length)}, got "
+                f"{pairs.shape}"
             )
     for name, option in (
         ("length_base", rule.length_base),
-        ("mask_self", known.mask_self),
+        ("mask_self", visibility.mask_self),
     ):
-        for other, given in (
-            ("a mask", known.mask),
-            ("segment_ids", known.row_segments),
+        for other, array in (
+            ("a mask", visibility.mask),
+            ("segment_ids", visibility.row_segments),
         ):
-            if option and given is not None:
+            if option and array is not None:
                 raise ValueError(
                     f"implementation 'ring' with {other} cannot count the keys that a "
                     f"row sees, as {name} {option} needs: choose 'rows'"

@@ -1,8 +1,8 @@
-"""The keys of a run: names, defaults, meanings. The only place where they are written.
+"""Keys of a run: their names, defaults and meanings, written here and nowhere else.
 
-A configuration file (`configs/NAME.py`) changes some of them, a command line some more
-(`--config.model.depth=6`), a checkpoint stores them all, and `train.py --help` prints
-this file. Everything here is plain data: no jax, no flax.
+A configuration file (`configs/NAME.py`) changes some keys. The command line changes
+more (`--config.model.depth=6`). A checkpoint stores all of them, and `train.py --help`
+prints their meanings. This file is plain data: it imports neither jax nor flax.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST = 2**31 - 1  # of any number, so that 32 bits hold it
+LARGEST = 2**31 - 1  # largest value of a number: it fits into 32 bits
 
 
 def key(
@@ -24,7 +24,7 @@ def key(
     least: float = -math.inf,
     most: float = LARGEST,
 ) -> Any:
-    """One key: its default, its meaning, and the values it may take."""
+    """Declare one key: its default, its meaning, and the values that it may take."""
     return dataclasses.field(
         default=default,
         metadata={"meaning": meaning, "choices": choices, "least": least, "most": most},
@@ -32,17 +32,20 @@ def key(
 
 
 class OwnOptions(dict[str, Any]):
-    """Options that mechanisms declare, by name; hashable, since layers hold them."""
+    """Values of the options that mechanisms declare, by name.
+
+    It is hashable, because layers hold it as static data.
+    """
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self.items()))
 
 
 class Keys:
-    """A group of keys. A whole number is a float where a key is one: clip=0."""
+    """Group of keys. An int becomes a float where the key is a float (clip=0)."""
 
     def __repr__(self) -> str:
-        """Only the keys that differ from their defaults."""
+        """Return the keys that differ from their defaults."""
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
         values = [(x, getattr(self, x.name)) for x in fields]
         shown = [f"{x.name}={value!r}" for x, value in values if value != x.default]
@@ -61,14 +64,17 @@ class Keys:
 
 
 def mechanisms() -> tuple[str, ...]:
-    """The names in the table of mechanisms, which knows jax and so is read late."""
+    """Return the names in the table of mechanisms.
+
+    The table is imported here and not above, because it imports jax.
+    """
     from symjax.attention import MECHANISMS
 
     return tuple(MECHANISMS)
 
 
 def feature_maps() -> tuple[str, ...]:
-    """The names of feature maps: of the tables, and the learned ones of layers."""
+    """Return the names of feature maps: those of the tables, and the learned ones."""
     from symjax.attention import TABLES
 
     known = [name for table in TABLES["features"] for name in table]
@@ -76,7 +82,7 @@ def feature_maps() -> tuple[str, ...]:
 
 
 def decays() -> tuple[str, ...]:
-    """The names in the table of log-decays."""
+    """Return the names in the table of log-decays."""
     from symjax.attention import TABLES
 
     return tuple(TABLES["decay"][0])
@@ -84,93 +90,97 @@ def decays() -> tuple[str, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Attention(Keys):
-    """The attention layer: mechanism, keys, differential maps, execution."""
+    """Keys of the attention layer: mechanism, keys, differential maps, execution."""
 
     mechanism: str = key(
         "softmax",
-        "how attention weights are computed",
+        "the mechanism that computes the attention weights",
         mechanisms,
     )
     symmetric: str = key(
         "none",
-        "how keys are made: own projection, the query itself, or U·query",
+        "keys. none: a projection of their own; plain: the queries; pairwise: U·query",
         ("none", "plain", "pairwise"),
     )
     differential: str = key(
         "none",
-        "differential attention A₁ − λA₂, with λ of the layer (v1) or of every token "
-        "and head (v2)",
+        "differential attention A₁ − λA₂. v1: one λ a layer; v2: a λ for every token "
+        "and head",
         ("none", "v1", "v2"),
     )
     depth_offset: int = key(
-        0, "the depth of the first layer in λ_init = 0.8 − 0.6 exp(−0.3 depth)", least=0
+        0, "depth of the first layer in λ_init = 0.8 − 0.6 exp(−0.3 depth)", least=0
     )
     length_base: int = key(
         0,
-        "scores times log n / log length_base, n the keys a row sees, at least 16; "
-        "0: off",
+        "multiply scores by log n / log length_base, where n is the number of keys "
+        "that the row sees, at least 16; 0: off",
         least=0,
     )
     window: int = key(
         0,
-        "how many tokens one sees: itself and those before it, in an encoder as many "
-        "after it; 0: all",
+        "number of tokens that a token sees: itself and those before it, in an encoder "
+        "also as many after it; 0: all",
         least=0,
     )
     mask_self: bool = key(False, "hide a token from itself unless it sees nothing else")
     query_key_norm: bool = key(False, "RMSNorm of every query and key head")
     key_norm: str = key(
         "none",
-        "normalise symmetric keys: to length 1, or to root mean square 1",
+        "normalise symmetric keys. unit: to length 1; rms: to root mean square 1",
         ("none", "unit", "rms"),
     )
     features: str = key(
         "",
-        "feature map of linear and performer; empty: the mechanism's own; hedgehog and "
-        "t2r are learned",
+        "feature map of linear and performer; empty: the default of the mechanism; "
+        "hedgehog and t2r are learned",
         feature_maps,
     )
     feature_count: int = key(
-        256, "features a head: random ones, or those of t2r", least=1
+        256, "number of random features, or of t2r's features, per head", least=1
     )
     feature_norms: str = key(
         "chi",
-        "row norms of random features: as normal vectors, or √H",
+        "row norms of the random projection. chi: those of normal vectors; constant: "
+        "√H",
         ("chi", "constant"),
     )
     decay: str = key(
         "retention",
-        "log-decay: none, constant per head (RetNet, or one of two published Lightning "
-        "slopes), or learned: per channel (gated of GLA, kda) or per head (mamba2, "
-        "which of the decay mechanism also scales values and adds a skip)",
+        "log-decay. none; constant per head: retention (RetNet) and two published "
+        "Lightning slopes; learned per channel: gated (GLA) and kda; learned per head: "
+        "mamba2, which in the decay mechanism also scales values and adds a skip",
         decays,
     )
     decay_heads: int = key(
         0,
-        "of constant log-decays: heads with rates of their own, which the key/value "
-        "heads repeat; 0: all key/value heads",
+        "constant log-decays: number of different rates, which the key/value heads "
+        "repeat; 0: one rate for each key/value head",
         least=0,
     )
     function: str = key(
         "exp",
-        "of matrix_function: which function of A = QQᵀ replaces the attention map",
+        "matrix_function: the function of A = QQᵀ that replaces the attention map",
         ("exp", "expm1", "resolvent", "resolventm1"),
     )
     function_scale: float = key(
-        1.0, "of matrix_function: times A, a mean of softmax's scores", least=0
+        1.0,
+        "matrix_function: factor of A = QQᵀ / (n √H), where n is the number of visible "
+        "tokens",
+        least=0,
     )
     output_gate: bool = key(
         False, "multiply the output by silu(W x), as RetNet and GLA do"
     )
     short_convolution: int = key(
         0,
-        "tokens that a causal convolution over queries, keys and values sees; 0: off",
+        "width in tokens of a causal convolution over queries, keys and values; 0: off",
         least=0,
     )
     chunk_size: int = key(
         64,
-        "tokens a chunk of the causal prefix sum, which change rounding alone; of "
-        "flash, the tokens of a group, which change the result",
+        "tokens in a chunk of the causal prefix sum, which changes rounding alone; "
+        "flash: tokens in a group, which changes the result",
         least=1,
     )
     implementation: str = key(
@@ -190,60 +200,65 @@ class Attention(Keys):
 
 @dataclass(frozen=True, repr=False)
 class RopeScaling(Keys):
-    """Scaling of RoPE for texts longer than those of training; kind=none: none."""
+    """Scaling of RoPE for texts longer than those of training."""
 
     kind: str = key(
         "none",
-        "linear: positions in smaller steps; dynamic: a base that grows with the text; "
-        "yarn and llama3: slow pairs of features in smaller steps, fast ones as they "
-        "are",
+        "none: no scaling; linear: smaller steps between positions; dynamic: a base "
+        "that grows with the text; yarn and llama3: smaller steps for pairs of "
+        "features that turn slowly, none for those that turn fast",
         ("none", "linear", "dynamic", "yarn", "llama3"),
     )
-    factor: float = key(1.0, "how many times longer texts become", least=1)
+    factor: float = key(1.0, "ratio of the new length to the original length", least=1)
     original_length: int = key(
-        0, "of dynamic, yarn and llama3: tokens of context before the scaling", least=0
+        0, "dynamic, yarn and llama3: tokens of context before the scaling", least=0
     )
     low_frequency_factor: float = key(
         1.0,
-        "of llama3: pairs with fewer turns in original_length tokens are slow",
+        "llama3: pairs with fewer turns in original_length tokens are slow",
         least=0,
     )
     high_frequency_factor: float = key(
         4.0,
-        "of llama3: pairs with more turns in original_length tokens are fast",
+        "llama3: pairs with more turns in original_length tokens are fast",
         least=0,
     )
     beta_fast: float = key(
-        32.0, "of yarn: pairs with more turns in original_length tokens are fast"
+        32.0, "yarn: pairs with more turns in original_length tokens are fast"
     )
     beta_slow: float = key(
-        1.0, "of yarn: pairs with fewer turns in original_length tokens are slow"
+        1.0, "yarn: pairs with fewer turns in original_length tokens are slow"
     )
     attention_factor: float = key(
         0.0,
-        "of yarn: turned queries and keys are multiplied by it; 0: 0.1 ln factor + 1",
+        "yarn: factor of rotated queries and keys; 0: 0.1 ln factor + 1",
         least=0,
     )
     truncate: bool = key(
-        True, "of yarn: the pairs at which slow and fast ones end are whole numbers"
+        True, "yarn: round the limits between slow and fast pairs to whole pairs"
     )
 
 
 @dataclass(frozen=True, repr=False)
 class Model(Keys):
+    """Keys of the model."""
+
     kind: str = key(
         "decoder",
-        "depth blocks, or one block applied depth times with halting (universal); an "
-        "encoder's tokens see all others, not only those before them",
+        "decoder: depth causal blocks; universal: one causal block applied depth times "
+        "with halting; encoder: depth blocks in which every token sees all others",
         ("decoder", "universal", "encoder"),
     )
-    vocabulary: int = key(0, "token types; 0: as many as the tokenizer has", least=0)
+    vocabulary: int = key(
+        0, "number of token types; 0: as many as the tokenizer has", least=0
+    )
     classes: int = key(
-        0, "of an encoder: labels to choose from; 0: it fills in masked tokens", least=0
+        0, "encoder: number of labels; 0: it predicts masked tokens", least=0
     )
     patch: int = key(
         0,
-        "of an encoder: pixels a side of what is one token of an image; 0: text",
+        "encoder of images: height and width in pixels of a patch, which is one token; "
+        "0: text",
         least=0,
     )
     image: tuple[int, int, int] = key(
@@ -251,45 +266,47 @@ class Model(Keys):
     )
     width: int = key(256, "features of the residual stream", least=1)
     depth: int = key(3, "number of blocks", least=1, most=1000)
-    heads: int = key(
-        8, "output heads; a differential head has two branches inside", least=1
-    )
+    heads: int = key(8, "output heads; a differential head has two branches", least=1)
     kv_heads: int = key(
         0, "key/value heads, a divisor of heads; 0: as many as heads", least=0
     )
     head_size: int = key(
         0,
-        "query/key features a head; 0: width/heads, halved for differential V1",
+        "query/key features per head; 0: width/heads, halved for differential V1",
         least=0,
     )
     feedforward: int = key(
         0, "hidden features of the feed-forward; 0: 4·width", least=0
     )
     activation: str = key(
-        "relu", "of the feed-forward; swiglu adds a gate", ("relu", "gelu", "swiglu")
+        "relu",
+        "activation of the feed-forward; swiglu adds a gate",
+        ("relu", "gelu", "swiglu"),
     )
-    norm: str = key("layernorm", "before each sublayer", ("layernorm", "rmsnorm"))
+    norm: str = key("layernorm", "norm before each sublayer", ("layernorm", "rmsnorm"))
     norm_eps: float = key(
         1e-5,
-        "added to the variance in every LayerNorm and RMSNorm of the model, those of "
-        "heads, queries and keys included",
+        "added to the variance in every LayerNorm and RMSNorm of the model, including "
+        "those of heads, queries and keys",
         least=1e-12,
     )
     positions: str = key(
         "learned",
-        "position encoding; RoPE turns pairs of features, (i, i + H/2) or "
-        "interleaved (2i, 2i + 1)",
+        "position encoding. rope rotates the pairs of features (i, i + H/2), "
+        "rope_interleaved the pairs (2i, 2i + 1)",
         ("none", "learned", "sinusoidal", "rope", "rope_interleaved", "alibi"),
     )
     rope_base: float = key(
         10000.0, "the longest wavelength of RoPE is 2π·rope_base", least=1
     )
-    rope_share: float = key(1.0, "share of a head's features that RoPE turns", least=0)
+    rope_share: float = key(
+        1.0, "share of a head's features that RoPE rotates", least=0
+    )
     rope_scaling: RopeScaling = RopeScaling()
     length: int = key(300, "tokens of context in training", least=1)
     bias: bool = key(True, "biases in the linear layers and in LayerNorm")
     dropout: float = key(
-        0.0, "share dropped after embedding, attention, feed-forward", least=0
+        0.0, "dropout rate after embedding, attention and feed-forward", least=0
     )
     tie_embeddings: bool = key(False, "use the embedding table as the output layer")
     embedding_scale: float = key(
@@ -297,13 +314,14 @@ class Model(Keys):
     )
     dtype: str = key(
         "float32",
-        "of the computation; parameters stay float32",
+        "dtype of the computation; parameters stay float32",
         ("float32", "bfloat16"),
     )
     remat: str = key(
         "none",
-        "what the backward pass recomputes to save memory: nothing, all but most "
-        "products with weights, all but one of the feed-forward, or whole blocks",
+        "recomputation in the backward pass, which saves memory. none; dots: all but "
+        "most products with weights; feedforward: one product of the feed-forward; "
+        "full: whole blocks",
         ("none", "dots", "feedforward", "full"),
     )
     scan_layers: bool = key(
@@ -311,13 +329,14 @@ class Model(Keys):
     )
     ponder: float = key(
         0.001,
-        "weight of the ponder cost in the loss of a universal model, a mean over all "
-        "tokens of a batch",
+        "weight of the ponder cost in the loss of a universal model; the cost is a "
+        "mean over all tokens of a batch",
         least=0,
     )
     pattern: tuple[str, ...] = key(
         (),
-        "mechanisms repeated over depth, instead of one for all: performer,softmax",
+        "mechanisms of the blocks, repeated over depth (performer,softmax); empty: "
+        "attention.mechanism in all blocks",
         mechanisms,
     )
     attention: Attention = Attention()
@@ -325,11 +344,13 @@ class Model(Keys):
 
 @dataclass(frozen=True, repr=False)
 class Data(Keys):
+    """Keys of the training data."""
+
     source: str = key(
         "stdlib",
-        "where text comes from: Python's own standard library, files, or a data set of "
-        "the Hugging Face hub; labelled files of packages of that library, or digits "
-        "of scikit-learn; or a generated task",
+        "source of examples. stdlib: Python's own standard library; text: files; hub: "
+        "a Hugging Face data set; packages: files of that library, labelled "
+        "by package; digits: images of scikit-learn; the others are generated tasks",
         (
             *("stdlib", "text", "hub", "packages", "digits"),
             *("mqar", "needle", "copy", "listops"),
@@ -341,31 +362,31 @@ class Data(Keys):
     )
     mixture: str = key(
         "",
-        "source=text or hub: several, with their shares of the training rows: "
-        "PATH:0.7,PATH:0.3 or NAME:0.7,NAME:0.3",
+        "source=text or hub: several sources with their shares of the training rows "
+        "(PATH:0.7,PATH:0.3 or NAME:0.7,NAME:0.3)",
     )
-    subset: str = key("", "source=hub: which part, where a data set has several")
+    subset: str = key("", "source=hub: name of the subset, if the data set has several")
     column: str = key("text", "source=hub: the column that holds the text, or images")
     label: str = key(
         "", "source=hub: the column that holds the labels, if there is one"
     )
     tokenizer: str = key(
         "byte",
-        "what a token is: byte, char, bpe (subwords learned from the training text), "
-        "or the path of a Hugging Face tokenizer.json",
+        "tokenizer: byte, char, bpe (subwords learned from the training text), or the "
+        "path of a Hugging Face tokenizer.json",
     )
     vocabulary: int = key(
-        32000, "tokenizer=bpe: tokens to learn, at most", least=257, most=2**20
+        32000, "tokenizer=bpe: largest number of tokens", least=257, most=2**20
     )
     documents: str = key(
         "auto",
-        "of a decoder's text: joined, or separate (unseen by each other); auto: "
-        "separate if there are several",
+        "documents in a row of a decoder. joined: they see each other; separate: they "
+        "do not; auto: separate if the text has several documents",
         ("auto", "separate", "joined"),
     )
     bos: str = key(
         "auto",
-        "of a tokenizer.json: whether documents and prompts begin with its BOS token; "
+        "whether documents and prompts begin with the BOS token of the tokenizer.json; "
         "auto: as the file says",
         ("auto", "true", "false"),
     )
@@ -373,33 +394,38 @@ class Data(Keys):
         False, "source=hub: train while the data set is being read and packed"
     )
     tokens: int = key(
-        0, "of data.streaming: training tokens to pack, at most", least=0, most=2**50
+        0, "data.streaming: largest number of training tokens", least=0, most=2**50
     )
     cache: str = key(
         "",
-        "the folder of packed corpora, which runs share; empty: symjax/data of the "
-        "user's cache",
+        "folder of packed corpora, which runs share; empty: symjax/data in the user's "
+        "cache",
     )
     items: int = key(
-        8, "of generated tasks: pairs of mqar, needles, symbols to copy", least=1
+        8,
+        "generated tasks: number of pairs (mqar), needles (needle) or symbols (copy)",
+        least=1,
     )
     symbols: int = key(
-        64, "of mqar, needle and copy: different symbols", least=2, most=2**16
+        64, "mqar, needle and copy: number of different symbols", least=2, most=2**16
     )
-    asked: int = key(2, "needles asked, of data.items", least=1)
+    asked: int = key(2, "needle: number of needles that are asked for", least=1)
 
 
 @dataclass(frozen=True, repr=False)
 class Optimizer(Keys):
+    """Keys of the optimizer and its schedule."""
+
     name: str = key(
         "adamw",
-        "optax optimizer; muon moves what is no matrix of a block as adamw does",
+        "optax optimizer; muon updates the matrices of blocks, and adamw all other "
+        "weights",
         ("adamw", "adam", "lion", "sgd", "muon"),
     )
-    learning_rate: float = key(3e-4, "the peak of the schedule", least=0)
+    learning_rate: float = key(3e-4, "peak learning rate", least=0)
     schedule: str = key(
         "warmup_cosine_decay_schedule",
-        "optax schedule; or wsd: warm-up, stable, decay, whose steps can be extended",
+        "optax schedule; or wsd: warm-up, stable, decay, which can be extended later",
         (
             "constant_schedule",
             "cosine_decay_schedule",
@@ -411,47 +437,51 @@ class Optimizer(Keys):
     )
     warmup: float = key(
         0.05,
-        "linear warm-up of wsd and the warmup_ schedules, the last step of which has "
-        "the peak: steps, or below 1 a share of decay_steps (not for wsd)",
+        "steps of the linear warm-up of wsd and the warmup_ schedules; its last step "
+        "has the peak; below 1: a share of decay_steps (not for wsd)",
         least=0,
     )
     cooldown: float = key(
         0.2,
-        "of wsd: the steps that decay, which end at decay_steps; below 1 a share of it",
+        "wsd: steps of the decay, which ends at decay_steps; below 1: a share of it",
         least=0,
     )
     final: float = key(0.1, "learning rate at the end, as a share of the peak", least=0)
     decay_steps: int = key(
         0,
-        "the step that has the rate at the end, and from which on it stays; 0: the "
-        "run's last",
+        "step at which the learning rate reaches its end and stays; 0: the last step "
+        "of the run",
         least=0,
     )
     weight_decay: float = key(
-        0.1, "of matrices; norms, biases and λ never decay", least=0
+        0.1, "weight decay of matrices; norms, biases and λ never decay", least=0
     )
     embedding_learning_rate: float = key(
         1.0,
-        "of embeddings of tokens, positions and patches and of the output layer: times "
-        "learning_rate",
+        "factor of learning_rate for the embeddings of tokens, positions and patches "
+        "and for the output layer",
         least=0,
     )
     embedding_weight_decay: float = key(
-        -1.0, "of the same weights; 0: none, -1: as weight_decay", least=-1
+        -1.0,
+        "weight decay of the same weights; -1: that of weight_decay",
+        least=-1,
     )
     betas: tuple[float, float] = key(
         (0.9, 0.95),
-        "decay of the two moments; sgd takes the first as its momentum and has no "
-        "other; of muon those of what adamw moves: its own momentum is 0.95",
+        "decay of the two moments; sgd takes the first as its momentum; with muon they "
+        "are those of adamw, and the momentum of muon is 0.95",
     )
     eps: float = key(
-        1e-8, "added to the root of the second moment; lion and sgd have none"
+        1e-8, "added to the root of the second moment (not by lion and sgd)"
     )
-    clip: float = key(1.0, "largest norm of the whole gradient; 0: off", least=0)
+    clip: float = key(
+        1.0, "largest norm of the gradient of all weights; 0: off", least=0
+    )
     nonfinite: str = key(
         "stop",
-        "what a step does whose gradient is not finite, or a spike: end the run, or "
-        "change nothing and be counted",
+        "response to a gradient that is not finite, or a spike. stop: end the run; "
+        "skip: count the step and leave the weights as they are",
         ("stop", "skip"),
     )
     spike: float = key(
@@ -461,20 +491,20 @@ class Optimizer(Keys):
         least=0,
     )
     z_loss: float = key(
-        0.0, "weight of the mean of (log Σ exp(logit))² in what is minimised", least=0
+        0.0, "weight of the mean of (log Σ exp(logit))² in the loss", least=0
     )
     ema: float = key(
         0.0,
-        "also keep a mean of the weights after every step, whose share each later step "
-        "multiplies by this: eval.py --ema; 0: none",
+        "decay of an exponential moving average of the weights (eval.py --ema); 0: no "
+        "average",
         least=0,
     )
-    accumulate: int = key(1, "micro-batches a step; must divide batch_size", least=1)
+    accumulate: int = key(1, "micro-batches per step; must divide batch_size", least=1)
     version: int = key(
         2,
-        "rules of the optimizer; 1: those of runs that began without this key, which "
-        "continue by them: warm-up begins with a rate of 0, ema with the first "
-        "weights, and muon moves convolutions as matrices",
+        "rules of the optimizer. 1: those of runs that began before this key existed: "
+        "warm-up begins at a rate of 0, ema begins with the first weights, and muon "
+        "updates convolutions as matrices; 2: the present rules",
         least=1,
         most=2,
     )
@@ -482,7 +512,9 @@ class Optimizer(Keys):
 
 @dataclass(frozen=True, repr=False)
 class Mesh(Keys):
-    data: int = key(-1, "devices that split the batch; -1: what is left")
+    """Keys of the device mesh: the number of devices on each axis."""
+
+    data: int = key(-1, "devices that split the batch; -1: all that are left")
     fsdp: int = key(1, "devices that split batch, weights and optimizer")
     tensor: int = key(1, "devices that split heads and hidden features")
     sequence: int = key(1, "devices that split the tokens of a row")
@@ -490,53 +522,61 @@ class Mesh(Keys):
 
 @dataclass(frozen=True, repr=False)
 class Evaluate(Keys):
+    """Keys of the held-out evaluations during training."""
+
     every: int = key(
         500,
-        "steps between held-out evaluations, and samples if evaluate.sample; 0: at the "
-        "end",
+        "steps between held-out evaluations, and samples if evaluate.sample; 0: only "
+        "at the end",
         least=0,
     )
-    batches: int = key(20, "held-out batches an evaluation; 0: all", least=0)
+    batches: int = key(20, "held-out batches per evaluation; 0: all", least=0)
     sample: bool = key(
-        True, "write a sample at each evaluation, where the model continues text"
+        True, "write a sample at each evaluation, if the model can continue text"
     )
 
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint(Keys):
+    """Keys of the checkpoints."""
+
     every: int = key(
         500,
         "steps between checkpoints; 0: only the last step, which is always saved",
         least=0,
     )
-    keep: int = key(2, "checkpoints kept", least=1)
+    keep: int = key(2, "number of checkpoints to keep", least=1)
     best: bool = key(
-        False, "also save and keep the one of the least held-out loss: eval.py --best"
+        False, "also keep the checkpoint of the lowest held-out loss: eval.py --best"
     )
 
 
 @dataclass(frozen=True, repr=False)
 class Log(Keys):
+    """Keys of metrics, boards and profiles."""
+
     every: int = key(20, "steps between lines of metrics.jsonl", least=1)
     tensorboard: bool = key(False, "also write TensorBoard event files")
     wandb: str = key("", "also log to this project of Weights & Biases; empty: do not")
-    name: str = key("", "of the run in log.wandb; empty: that of its workdir")
+    name: str = key("", "name of the run in log.wandb; empty: that of its workdir")
     profile: str = key(
         "",
-        "the first and the last step of a trace for XProf or TensorBoard, which is "
-        "written to profile/ of the workdir: 10:15",
+        "first and last step of a trace for XProf or TensorBoard (10:15), written to "
+        "profile/ in the workdir",
     )
 
 
 @dataclass(frozen=True, repr=False)
 class Config(Keys):
+    """All keys of a run."""
+
     steps: int = key(3000, "optimizer steps of the run", least=1)
-    batch_size: int = key(32, "rows a step, over all devices", least=1)
-    seed: int = key(0, "of weights, shuffling and dropout", least=0)
+    batch_size: int = key(32, "rows per step, over all devices", least=1)
+    seed: int = key(0, "seed of weights, shuffling and dropout", least=0)
     init_from: str = key(
         "",
-        "start from the weights of this workdir, or of a folder with a Llama, a "
-        "DiffLlama or a GPT-2, converted to this model",
+        "workdir, or folder with a Llama, a DiffLlama or a GPT-2, whose weights are "
+        "converted to this model before the first step",
     )
     model: Model = Model()
     data: Data = Data()
@@ -548,24 +588,27 @@ class Config(Keys):
 
 
 def is_causal(model: Model) -> bool:
-    """Whether a token sees only itself and those before it."""
+    """Return whether a token sees only itself and the tokens before it."""
     return model.kind != "encoder"
 
 
 def mechanism_of(model: Model, depth: int) -> str:
-    """The mechanism of the block at `depth`, counted from 0."""
+    """Return the mechanism of the block at `depth`, counted from 0."""
     if model.pattern:
         return model.pattern[depth % len(model.pattern)]
     return model.attention.mechanism
 
 
 def mechanisms_of(model: Model) -> tuple[str, ...]:
-    """The mechanisms of a model: those of its pattern, or the one of all blocks."""
+    """Return the mechanisms of a model: its pattern, or the one of all blocks."""
     return model.pattern or (model.attention.mechanism,)
 
 
 def attention_of(model: Model) -> str:
-    """The attention of a model in words: softmax, symmetric plain, differential v1."""
+    """Return the attention of a model in words.
+
+    For instance: softmax, symmetric plain, differential v1.
+    """
     chosen = model.attention
     words = [" and ".join(dict.fromkeys(mechanisms_of(model)))]
     for name in ("symmetric", "differential"):
@@ -575,7 +618,9 @@ def attention_of(model: Model) -> str:
 
 
 def declared_options(model: Model) -> dict[str, Any]:
-    """The options that the mechanisms of a model declare, by name: `attention.Option`.
+    """Return the options that the mechanisms of a model declare, by name.
+
+    Each is an `attention.Option`.
 
     Raises:
         ValueError: two mechanisms declare one name differently.
@@ -594,7 +639,7 @@ def declared_options(model: Model) -> dict[str, Any]:
 
 
 def own_options(model: Model) -> OwnOptions:
-    """The values of `declared_options`: those of the model, or their defaults.
+    """Return the values of `declared_options`: those of the model, or the defaults.
 
     Raises:
         ValueError: a value is wrong, or no mechanism of the model has the option.

@@ -10,10 +10,10 @@ from numpy.typing import ArrayLike
 
 from symjax.optional import needed
 
-MANY = 24  # rows of a grid, with which it is drawn large and its labels small
-FEW = 40  # points of a curve, each of which is marked
+MANY = 24  # a grid with more rows is drawn larger, with smaller labels
+FEW = 40  # a curve with fewer points has a mark at each of them
 DPI = 120
-HIDDEN = "#e4e4e4"  # where a grid has no number
+HIDDEN = "#e4e4e4"  # colour of the cells of a grid without a number
 
 Curve = tuple[Sequence[float], Sequence[float | None]]
 Band = tuple[Sequence[float], Sequence[float]]
@@ -24,11 +24,11 @@ class Lines(NamedTuple):
 
     Attributes:
         series: label → (x, y).
-        log_x: the axis is logarithmic.
-        title: in words; the name if empty.
-        points: of series that are smoothed, what was measured, by the same labels.
-        bands: the least and the largest y of a band around a series, by the same
-            labels; title or text say what it is. Around a single point it is a bar.
+        log_x: the x axis is logarithmic.
+        title: empty: the name.
+        points: label → (x, y) as measured, for series that are smoothed.
+        bands: label → (least y, largest y) of a band around a series. A single point
+            has a bar.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Grid(NamedTuple):
     """A matrix of numbers [rows, columns] as colours; None and NaN are grey.
 
     Attributes:
-        title: in words; the name if empty.
-        limit: the number of the last colour; None: the largest.
-        unit: what the numbers are, beside the scale of colours.
+        title: empty: the name.
+        limit: value of the last colour; None: the largest value.
+        unit: label of the colour scale.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Grid(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """Grids of the same rows side by side, in the colours of one scale.
+    """Grids with the same rows, drawn next to each other in one colour scale.
 
     Attributes:
-        signed: the scale has 0 in its middle even where no number is negative.
+        signed: 0 is the middle of the scale, even if no value is negative.
     """
 
     name: str
@@ -78,12 +78,19 @@ Figure = Lines | Grid | Panels
 
 
 def check_figures() -> None:
-    """Raises: ValueError: matplotlib is not installed; called before the long work."""
+    """Refuse figures without matplotlib, before any long work.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
     needed("matplotlib", "figures need matplotlib: pip install matplotlib")
 
 
 def png(figure: Figure, *, dpi: int = DPI) -> bytes:
-    """The same bytes for the same figure, with so many dots an inch.
+    """Return a figure as PNG. Equal figures give equal bytes.
+
+    Args:
+        dpi: dots per inch.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -111,11 +118,11 @@ def smoothed(
     width: float,
     weights: ArrayLike | None = None,
 ) -> list[float]:
-    """Means of y by a Gaussian of x, where y is known. Time O(n²).
+    """Return y smoothed by a Gaussian of x; unknown y are left out. Time O(n²).
 
     Args:
-        width: the standard deviation of the Gaussian, in units of x.
-        weights: of the points; all the same by default.
+        width: standard deviation of the Gaussian, in units of x.
+        weights: weights of the points; None: equal weights.
     """
     places, values = np.asarray(x, float), np.array(y, float)
     own = np.ones(len(places)) if weights is None else np.asarray(weights, float)
@@ -125,7 +132,7 @@ def smoothed(
 
 
 def _size(figure: Lines | Panels) -> tuple[float, float]:
-    """In inches."""
+    """Return the width and height of a figure in inches."""
     if isinstance(figure, Lines):
         return 6.4, 4.2
     wide, high = (8.0, 7.0) if len(figure.grids[0].rows) > MANY else (6.4, 4.2)
@@ -163,9 +170,9 @@ def _draw_lines(axes: Any, figure: Lines) -> None:
 
 
 def _fit_words(drawing: Any) -> None:
-    """Break titles and labels of axes into lines, so that none leaves the figure.
+    """Break titles and axis labels into lines that fit into the figure.
 
-    More lines leave less room for the axes, so the layout is made once more.
+    More lines leave less room for the axes, so the layout is computed twice.
     """
     words = [(x, drawing.bbox, "width") for x in drawing.texts]
     for axes in drawing.axes:
@@ -186,7 +193,7 @@ def _fit_words(drawing: Any) -> None:
 
 
 def _draw_grids(drawing: Any, grids: tuple[Grid, ...], *, signed: bool) -> None:
-    """From 0 on in blue; signed, red above 0 and blue below."""
+    """Draw grids in blue from 0 on; signed grids in red above 0 and in blue below."""
     numbers = [np.array(grid.values, float) for grid in grids]
     sizes = np.concatenate([np.abs(x[~np.isnan(x)]) for x in numbers])
     largest = sizes.max(initial=0.0)

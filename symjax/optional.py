@@ -1,11 +1,15 @@
-"""Packages that only some uses need."""
+"""Optional packages, imported when they are needed."""
 
 import importlib
 from typing import Any
 
 
 def needed(package: str, message: str) -> Any:
-    """The package, imported. Raises: ValueError: it is not installed: `message`."""
+    """Import a package and return it.
+
+    Raises:
+        ValueError: it is not installed; the text is `message`.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:

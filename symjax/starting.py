@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-# The number of a process as its launcher says it; TPU pods number their machines.
+# Environment variables in which launchers give the number of a process. TPU pods number
+# their machines.
 RANKS = (
     *("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
     *("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID"),
@@ -18,7 +19,7 @@ RANKS = (
 
 
 def train() -> NoReturn:
-    """The program of symjax-train."""
+    """Run the program symjax-train."""
     announce("symjax-train")
     from symjax.programs.train import command
 
@@ -26,7 +27,7 @@ def train() -> NoReturn:
 
 
 def evaluate() -> NoReturn:
-    """The program of symjax-eval."""
+    """Run the program symjax-eval."""
     announce("symjax-eval")
     from symjax.programs.evaluate import command
 
@@ -41,9 +42,9 @@ def announce(program: str, imported: str = "jax") -> None:
 
 
 def is_first(words: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return whether flags or a launcher number this process 0, or do not number it.
+    """Return whether flags or a launcher give this process number 0, or no number.
 
-    A guess for the first line: `training.launch` decides, once jax is there.
+    It is a guess for the first line: `distributed.launch` decides once jax is imported.
     """
     said = [environment.get(name) for name in RANKS]
     for word, following in itertools.pairwise([*words, ""]):

@@ -8,7 +8,7 @@ def aligned(
     justify: Callable[[str, int], str] = str.ljust,
     least: int = 0,
 ) -> list[str]:
-    """Lines whose columns are two spaces apart.
+    """Return one line per row, with columns two spaces apart.
 
     Args:
         justify: str.ljust or str.rjust.

@@ -1,4 +1,4 @@
-"""Configurations read, checked and compared: what the tables of `config` promise."""
+"""Reading, checking and comparing configurations by the declarations in `config`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from symjax import config, imports, validation
+from symjax import imports
 from symjax.config import Config, Model, OwnOptions, own_options
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "seed", "batch_size")
-# What keys stand for in a run that began before there were these keys, where that is
-# not their default. Such a run continues with these values.
+# Values of keys for a run that began before these keys existed, where they are not the
+# defaults. Such a run continues with these values.
 BEFORE = {"optimizer.version": 1}
-FREE = (  # they change no function
+FREE = (  # keys that may change, because they change no result
     "data.cache",
     "model.remat",
     "model.scan_layers",
@@ -29,24 +29,28 @@ FREE = (  # they change no function
 
 
 def choices(field: dataclasses.Field) -> tuple[str, ...]:
-    """The values that a key may take; any if empty."""
+    """Return the values that a key may take; empty: any value."""
     known = field.metadata["choices"]
     return known if isinstance(known, tuple) else known()
 
 
 def fields(kind: type = Config, prefix: str = "") -> Iterator[tuple[str, type, Any]]:
-    """Every key of a configuration as (dotted name, type, dataclass field)."""
+    """Yield every key of a configuration as (dotted name, type, dataclass field).
+
+    The options that mechanisms declare are not among them: see
+    `config.declared_options`.
+    """
     kinds = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         name = prefix + field.name
         if dataclasses.is_dataclass(kinds[field.name]):
             yield from fields(kinds[field.name], name + ".")
-        elif kinds[field.name] is not OwnOptions:  # `config.declared_options`
+        elif kinds[field.name] is not OwnOptions:
             yield name, kinds[field.name], field
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
-    """The configuration with the values of a nested dict, checked.
+    """Return the configuration with the values of a nested dict, after checking them.
 
     Raises:
         ValueError: a key is unknown, or a value is not among its choices; the
@@ -109,12 +113,12 @@ def check(options: Any, prefix: str = "") -> None:
 
 
 def to_dict(options: Config) -> dict[str, Any]:
-    """A nested dict of plain values; `from_dict` is its inverse."""
+    """Return a nested dict of plain values; `from_dict` is its inverse."""
     return dataclasses.asdict(options)
 
 
 def differences(left: Config, right: Config) -> dict[str, str]:
-    """Key → `key: left → right` for each in which two runs must not differ."""
+    """Return `key: left → right`, by key, for each fixed key in which runs differ."""
     found = {}
     for name, _, _ in fields():
         if name.split(".")[0] in FIXED and name not in FREE:
@@ -181,10 +185,10 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
 
 
 def shown(kind: Any) -> str:
-    """A type as people write it: int, tuple[float, float]."""
+    """Return the name of a type as people write it: int, tuple[float, float]."""
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def default() -> ConfigDict:
-    """The defaults, as what a configuration file changes and returns."""
-    return ConfigDict(validation.to_dict(config.Config()))
+    """Return the defaults as a ConfigDict, which a configuration file changes."""
+    return ConfigDict(to_dict(Config()))

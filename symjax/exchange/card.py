@@ -20,7 +20,7 @@ USE = {
 
 
 def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """The numbers of `eval.py --json`; none without a path.
+    """Read the results of `eval.py --json`; without a path, return an empty dict.
 
     Raises:
         ValueError: the file cannot be read or is not of that form.
@@ -39,8 +39,7 @@ def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
 
 
 def no_tokenizer(loaded: Loaded) -> str:
-    """The sentence for a folder whose tokenizer transformers does not find; "" if it
-    finds one."""
+    """Return a sentence if AutoTokenizer finds no tokenizer in the folder, else ""."""
     if isinstance(loaded.tokenizer, SubwordTokenizer):
         return ""
     line = "AutoTokenizer of transformers finds no tokenizer in this folder"
@@ -53,12 +52,13 @@ def no_tokenizer(loaded: Loaded) -> str:
 
 
 def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
-    """Markdown.
+    """Return the model card in Markdown.
 
     Args:
-        reason: why transformers cannot load them; "" where it can.
+        reason: why transformers cannot load the folder; "" if it can.
+        results: of `read_results`.
     Raises:
-        ValueError: the results are of other weights.
+        ValueError: the results were measured on other weights.
     """
     model, source = loaded.config.model, loaded.config.data.source
     params, _ = parts(loaded.model)
@@ -99,7 +99,13 @@ def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
 
 
 def _check(results: dict[str, Any], about: dict[str, Any]) -> None:
-    """Raises: ValueError: eval.py has not measured these weights, as far as it says."""
+    """Refuse results that eval.py measured on other weights.
+
+    Only facts that the results contain are compared.
+
+    Raises:
+        ValueError: a fact differs.
+    """
     for name, value in about.items():
         said = ({"ema": False} | results).get(name, value)
         if said != value:
@@ -109,8 +115,7 @@ def _check(results: dict[str, Any], about: dict[str, Any]) -> None:
 
 
 def _numbers(results: dict[str, Any]) -> list[str]:
-    """What eval.py measured: held-out text, or one given to it, and the tables of
-    n-grams beside it."""
+    """Return the lines of the card with losses of the model and of n-gram tables."""
     heldout = results.get("heldout") or {}
     text = "given text" if "text" in results else "held-out"
     rows = [(f"{text} {x}", heldout[x]) for x in SHOWN if x in heldout]

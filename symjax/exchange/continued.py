@@ -1,4 +1,8 @@
-"""Prompts of different lengths continued in batches, and the text of continuations."""
+"""Continuations of prompts of different lengths, generated in batches.
+
+`texts` groups prompts of about one length, generates token ids for each group
+(`models.generate`), and decodes them up to the first stop token or stop string.
+"""
 
 import itertools
 import math
@@ -24,13 +28,14 @@ from symjax.models.generate import (
     whole,
 )
 
-BATCH = 32  # rows of one batch, at most
-TOKENS = 2**15  # of its prompts, if it has several rows
-CACHE = 2**30  # bytes of the cache of one batch, if it has several rows
+# Limits of a batch. A single row may exceed the last two.
+BATCH = 32  # rows
+TOKENS = 2**15  # tokens of all prompts
+CACHE = 2**30  # bytes of the decoding cache
 
 
 def row_keys(key: Array, rows: int) -> Key[Array, "rows"]:
-    """A key for each row: the first is `key`, so that it is the one of a row alone."""
+    """Return a key for each row. The first is `key`, as for a single row."""
     others = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(1, rows))
     return jnp.concatenate([key[None], others])
 
@@ -45,16 +50,18 @@ def texts(
     stop: Sequence[int | str] = (),
     **sampling,
 ) -> list[str]:
-    """The text that follows each prompt, up to the first token or string of `stop`.
+    """Return the continuation of each prompt, up to the first stop token or string.
 
     Args:
-        prompts: token ids [P], each of its own length.
-        count: the most tokens; fewer where learned positions end.
-        keys: one for each prompt. A prompt with its key has the same continuation in
-            any batch, up to rounding.
-        sampling: as `generate`.
+        prompts: token ids [P]; the lengths may differ.
+        count: largest number of new tokens; learned positions may leave fewer.
+        keys: one for each prompt. The continuation of a prompt depends on its key and,
+            up to rounding, not on the other prompts.
+        stop: token ids and strings.
+        sampling: further arguments of `generate`.
     Raises:
-        ValueError: a prompt is empty or fills the learned positions; or as `generate`.
+        ValueError: a prompt is empty or fills the learned positions, or an argument is
+            one that `generate` refuses.
     """
     tokens = [x for x in stop if not isinstance(x, str)]
     strings = [x for x in stop if isinstance(x, str)]
@@ -76,9 +83,9 @@ def _until(
     tokens: Sequence[int],
     strings: Sequence[str],
 ) -> Callable[[np.ndarray], bool]:
-    """Return a function of the tokens so far: whether every row has ended.
+    """Return a function of the new tokens that says whether every row has ended.
 
-    It is needed for strings: `generate` itself ends rows at tokens.
+    `generate` ends rows at stop tokens by itself. Stop strings need the decoded text.
     """
     going = dict(enumerate(prompts))
 
@@ -96,11 +103,11 @@ def _until(
 def _batches(
     model: Decoder, prompts: Sequence[np.ndarray], count: int
 ) -> Iterator[list[int]]:
-    """The numbers of prompts of about one length, for which the cache has memory.
+    """Yield the indices of prompts for each batch: similar lengths, within the limits.
 
     Raises:
-        ValueError: a prompt is empty or fills the learned positions; count is no whole
-            number.
+        ValueError: a prompt is empty or fills the learned positions, or count is not a
+            whole number.
     """
     count, lengths = whole("count", count, 1), [len(ids) for ids in prompts]
     if not lengths or not min(lengths):
@@ -120,12 +127,12 @@ def _batches(
 
 
 def _room(model: Decoder, length: int, count: int) -> int:
-    """The new tokens after a prompt: all, or as many as learned positions are left."""
+    """Return the number of new tokens after a prompt; learned positions limit it."""
     return min(count, model.length - length) if model.learned_positions else count
 
 
 def _most_rows(model: Decoder, length: int, count: int) -> int:
-    """The rows that memory holds at once, by prompts and cache: a power of two."""
+    """Return the number of rows in a batch, a power of two within the limits."""
     room = bucket(length + count, ROOM)
     cache = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, room)))
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in cache)
@@ -156,10 +163,11 @@ def ended(
     stop: Sequence[int | str],
     prompt: Sequence[int] | np.ndarray = (),
 ) -> str:
-    """The text of a continuation, up to the first token or string that stops it.
+    """Return the text of a continuation, up to the first stop token or string.
 
     Args:
-        prompt: the token ids before it, which decide how its first ones are written.
+        row: token ids of the continuation.
+        prompt: token ids before it. They decide whether it begins with a space.
     """
     row = before_stop(row, [x for x in stop if not isinstance(x, str)])
     text = difference(tokenizer, prompt, row)
@@ -170,10 +178,11 @@ def ended(
 def difference(
     tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, more: np.ndarray
 ) -> str:
-    """The text that token ids add to that of a prompt.
+    """Return the text that the token ids `more` add to the text of a prompt.
 
-    Both are decoded together: a decoder may remove a space at the beginning, and a
-    character may have bytes in both.
+    The prompt and the new tokens are decoded together, for two reasons: a decoder may
+    remove a space at the beginning of a text, and the bytes of one character may be
+    split between the prompt and the new tokens.
     """
 
     def decode(count: int) -> str:
@@ -182,8 +191,8 @@ def difference(
     before = np.asarray(prompt, np.int64).reshape(-1)
     start, whole = decode(0), decode(len(more))
     if whole.endswith(REPLACEMENT):
-        # Byte fallback makes a whole run of bytes unreadable if its last character is
-        # cut off. The characters before it are those without its bytes.
+        # The last character is cut off. A byte-fallback decoder then replaces the whole
+        # run of bytes before it, too, so decode without the bytes of that character.
         for cut in range(1, min(3, len(more)) + 1):
             shorter = decode(len(more) - cut)
             if not shorter.endswith(REPLACEMENT):
@@ -192,6 +201,6 @@ def difference(
                 break
     if whole.startswith(start):
         return whole[len(start) :]
-    if start.endswith(REPLACEMENT):  # the end of its last character came later
+    if start.endswith(REPLACEMENT):  # the new tokens complete its last character
         return whole[len(os.path.commonprefix([start, whole])) :]
-    return tokenizer.decode(more)  # the new tokens changed how the prompt is written
+    return tokenizer.decode(more)  # the new tokens change the text of the prompt

@@ -29,28 +29,32 @@ from symjax.training.saved import read_run
 
 
 class TextLoss(NamedTuple):
-    """The mean loss of a text.
+    """Mean loss of a text.
 
-    Its first token is left out unless the model knows what precedes a document:
-    nothing else predicts it.
+    The first token is scored only if the model has learned a token that precedes every
+    document, since otherwise nothing predicts it.
+
+    Attributes:
+        nats_per_token: mean over the scored tokens.
+        bits_per_byte: the same sum over the bytes of the scored tokens.
     """
 
     nats_per_token: float
-    bits_per_byte: float  # of the bytes that these tokens stand for
+    bits_per_byte: float
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model, and what turns text into its tokens.
+    """A trained model with its tokenizer and the configuration of its run.
 
     Attributes:
         model: a Decoder or Encoder, in evaluation mode.
-        tokenizer: None of a model of images or of a generated task.
-        config: the configuration of its run; config.model is that of the model.
-        step: of the checkpoint.
-        labels: the names of its classes, if it is a classifier.
-        language: plain values that describe the tokens, as `Examples.language`.
-        ema: whether the weights are the mean that optimizer.ema keeps.
+        tokenizer: None if the model reads images or a generated task.
+        config: the configuration of the run; config.model is the model's.
+        step: the step of the checkpoint.
+        labels: the names of the classes, if the model is a classifier.
+        language: a dict that describes the tokens, as `Examples.language`.
+        ema: whether the weights are the moving average that optimizer.ema keeps.
     """
 
     model: Model
@@ -62,7 +66,7 @@ class Loaded:
     ema: bool = False
 
     def __repr__(self) -> str:
-        """A few lines: sizes, attention, tokens and step, but no arrays."""
+        """Return a few lines: sizes, attention, tokenizer and step, but no arrays."""
         options, names = self.config.model, ", ".join(map(repr, self.labels[:4]))
         weights = sum(x.size for x in jax.tree.leaves(parts(self.model)[0]))
         rows = {
@@ -80,7 +84,7 @@ class Loaded:
 
     @property
     def delimiters(self) -> Delimiters:
-        """The tokens before and after a document.
+        """Tokens before and after a document.
 
         Raises:
             ValueError: the model has no tokenizer.
@@ -88,21 +92,21 @@ class Loaded:
         return delimiters(self._known_tokenizer(), self.language)
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids [T].
+        """Return the token ids [T] of a text.
 
         Raises:
-            ValueError: no text, the model has no tokenizer, or its tokenizer not these
-                letters.
+            ValueError: `text` is not a string, the model has no tokenizer, or the
+                tokenizer does not know a character.
         """
         if not isinstance(text, str):
             raise ValueError(f"a text is needed, got {text!r}")
         return self._known_tokenizer().encode(text)
 
     def decode(self, tokens: Any) -> str:
-        """The text of token ids [T].
+        """Return the text of token ids [T].
 
         Raises:
-            ValueError: the model has no tokenizer, or its vocabulary not these ids.
+            ValueError: the model has no tokenizer, or an id is outside the vocabulary.
         """
         tokenizer = self._known_tokenizer()
         return tokenizer.decode(self._ids(tokens, axes=(1,)))
@@ -119,29 +123,29 @@ class Loaded:
         ignore_end: bool = False,
         seed: int = 0,
     ) -> Any:
-        """Continue a prompt, or each of several, up to the end of the document.
+        """Continue a prompt, or each prompt of a list, up to the end of the document.
 
-        Several prompts are continued in batches, each as it would be alone: the first
-        of them has the draws of a single prompt, and each of the others has different
-        draws, which its place in the list decides. Without learned positions a prompt
-        may be longer than the rows of training, and is read whole. An empty prompt asks
-        for a whole document, if the model has learned how a document begins.
+        Several prompts are continued in batches. The continuation of a prompt does not
+        depend on the others, but its random draws depend on its place in the list; the
+        first prompt has the draws of a single prompt. Without learned positions, a
+        prompt may be longer than the rows of training. An empty prompt asks for a whole
+        document, if the model has learned a token that precedes a document.
 
         Args:
-            count: tokens; fewer where learned positions end.
+            count: largest number of new tokens; learned positions may leave fewer.
             temperature, top_k, top_p: as in `symjax.models.generate`.
-            stop: one or several tokens and strings. The first of them ends a
-                continuation and is left out of it.
-            ignore_end: go on past the token that ends a document, which is part of the
-                text then.
-            seed: equal arguments give the same text.
+            stop: a token id or a string, or several. The first one that appears ends
+                the continuation and is not part of it.
+            ignore_end: continue after the token that ends a document. It is then part
+                of the text.
+            seed: seed of the draws; equal arguments give equal texts.
         Returns:
-            a string, or a list of them for a list of prompts.
+            A string, or a list of strings for a list of prompts.
         Raises:
-            ValueError: the model is an encoder or has no tokenizer; no prompt, an empty
-                one where nothing is known to precede a document, or one that fills
-                the learned positions; an empty string to stop at, or what is no token
-                or string; a number outside its range.
+            ValueError: the model is an encoder or has no tokenizer; there is no prompt;
+                a prompt is empty and the model knows no token that precedes a document;
+                a prompt fills the learned positions; `stop` holds an empty string or a
+                value that is neither a token nor a string; a number is out of range.
         """
         stop = _several(stop)
         if "" in stop:
@@ -167,14 +171,14 @@ class Loaded:
         return found[0] if isinstance(prompt, str) else found
 
     def logits(self, tokens: Any) -> Float[Array, "*B T vocabulary"]:
-        """Logits at every place, in float32.
+        """Return the logits at every position, in float32.
 
         Args:
-            tokens: a text, before which the token stands that began every document of
-                training (data.bos); or ids [T] or [B, T]; of an encoder also images,
-                and its classes come out [B, classes].
+            tokens: a text, or token ids [T] or [B, T], or images for an encoder of
+                images. If every document of training began with a token (data.bos),
+                it is put before a text. A classifier returns [B, classes].
         Raises:
-            ValueError: no tokens, or ids that the vocabulary does not have.
+            ValueError: there are no tokens, or an id is outside the vocabulary.
         """
         if isinstance(tokens, str) and self.delimiters.every:
             tokens = self.delimiters.with_start(self.encode(tokens))
@@ -188,20 +192,19 @@ class Loaded:
         return _logits(*nnx.split(self.model), tokens)
 
     def losses(self, tokens: Any) -> np.ndarray:
-        """−log p of every token but the first, given those before it: nats [T − 1].
+        """Return −log p of each token given the tokens before it, in nats.
 
-        A text is read as a whole document: if the model knows what precedes one,
-        that token is put before the text, and the text's first token is scored too
-        [T]. Token ids are taken as they are.
+        Of T token ids the first is not scored: the result is [T − 1]. A text is scored
+        as a whole document. If the model has learned a token that precedes a document,
+        that token is put before the text, and the result is [T].
 
-        A text longer than the model's length is read in windows of that many tokens,
-        as held-out text is in evaluation: a token is given those of its window.
+        A text longer than config.model.length is read in windows of that length, like
+        held-out text in evaluation. A token is then predicted from its window alone.
 
         Args:
-            tokens: a text, or ids [T].
+            tokens: a text, or token ids [T].
         Raises:
-            ValueError: the model is an encoder, or the vocabulary does not have these
-                ids.
+            ValueError: the model is an encoder, or an id is outside the vocabulary.
         """
         model, ids = decoder_of(self.model), self._ids(tokens, axes=(1,))
         if isinstance(tokens, str):
@@ -210,7 +213,7 @@ class Loaded:
         return found
 
     def loss(self, text: str) -> TextLoss:
-        """The mean of `losses` over a text.
+        """Return the mean of `losses` over a text.
 
         Raises:
             ValueError: no token is left to score.
@@ -230,10 +233,12 @@ class Loaded:
         )
 
     def _ids(self, tokens: Any, axes: Sequence[int]) -> np.ndarray:
-        """Token ids of a text, or as given, int32. Raises: ValueError: they are none.
+        """Return the token ids of a text, or the given ids, as int32.
 
         Args:
-            axes: how many they may have.
+            axes: allowed numbers of axes.
+        Raises:
+            ValueError: they are not token ids of the vocabulary.
         """
         ids = np.asarray(self.encode(tokens) if isinstance(tokens, str) else tokens)
         if ids.ndim not in axes or (ids.size and ids.dtype.kind not in "iu"):
@@ -258,7 +263,7 @@ class Loaded:
 
 
 def _several(given: Any) -> list[Any]:
-    """What is given, one or several, as a list."""
+    """Return the given values as a list, also if there is only one."""
     one = isinstance(given, str | bytes) or not isinstance(given, Iterable)
     return [given] if one else list(given)
 
@@ -271,22 +276,22 @@ def load(
     ema: bool = False,
     imports: Words = (),
 ) -> Loaded:
-    """The model of a run, from its checkpoints alone: `data` is not needed.
+    """Load the model of a run from its checkpoints. The run's data is not needed.
 
         model = symjax.load("runs/diff_sym-tiny")
         print(model.generate("def main(", temperature=0.7, top_p=0.9))
 
     Args:
-        workdir: of train.py; also gs://BUCKET/FOLDER.
-        step: of a checkpoint; None: the newest whole one.
-        best: the one of the least held-out loss among those that are kept.
-        ema: take the mean of the weights that the run kept by optimizer.ema.
-        imports: files (my_mechanism.py) or modules to run first, which add the
-            mechanism that the run was trained with; "stored" runs the source that its
-            checkpoint stores, "show" prints it.
+        workdir: the --workdir of train.py; also gs://BUCKET/FOLDER.
+        step: step of the checkpoint; None: the newest undamaged one.
+        best: take the checkpoint with the lowest held-out loss of those that are kept.
+        ema: take the moving average of the weights that optimizer.ema keeps.
+        imports: files (my_mechanism.py) or modules to run first. They define the
+            mechanism of the model. "stored" runs the source that the checkpoint
+            stores, "show" prints it.
     Raises:
-        ValueError: there is no such run or checkpoint, it is damaged, it has no mean
-            of the weights, or it needs code that was not given.
+        ValueError: there is no such run or checkpoint, the checkpoint is damaged or has
+            no moving average, or it needs code that was not given.
     """
     with using(imports):
         found = read_run(workdir, step, best=best, ema=ema)

@@ -1,4 +1,4 @@
-"""Folders of weights: written so that transformers loads them where it can."""
+"""Folders of weights, in the format of transformers if it has such a model."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ from symjax.storage import (
 
 CARD = "README.md"
 FORMATS = ("auto", "transformers", "symjax")
-SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
+SHARD_SIZE = 5 * 10**9  # bytes, the default of transformers
 
 
 def save_pretrained(
@@ -60,27 +60,28 @@ def save_pretrained(
 ) -> str:
     """Write a model as a folder: weights, configuration, tokenizer and a model card.
 
-    A tokenizer of subwords is written as tokenizer.json, which AutoTokenizer of
-    transformers reads; bytes and characters are in symjax.json alone, and a line says
-    that AutoTokenizer finds none.
+    A softmax decoder is written as a Llama, with learned positions as a GPT-2, and a
+    differential decoder (V1) as a DiffLlama, if its shape allows it. transformers then
+    computes the same logits. Symmetric keys are written as separate key weights.
+    Weights are float32.
 
-    A softmax decoder of the right shape becomes a Llama, with learned positions a
-    GPT-2, a differential one (V1) a DiffLlama: transformers computes the same logits.
-    Symmetric keys are written as keys of their own. Weights are float32.
+    A subword tokenizer is written as tokenizer.json, which AutoTokenizer of
+    transformers reads. Byte and character tokenizers are described in symjax.json,
+    and a warning says that AutoTokenizer finds none.
 
     Args:
-        folder: made if it is missing; files of these names are replaced. Also
-            gs://BUCKET/FOLDER.
+        folder: created if it is missing; also gs://BUCKET/FOLDER. Weights, settings and
+            tokenizer files that are already there are replaced or removed.
         results: the JSON of `eval.py --json`, whose numbers the card shows.
-        format: "transformers" refuses what it cannot load, "symjax" writes any model
-            under our own names, "auto" does the first where it can.
-        shard_size: bytes of tensors in a file, at most; of more there are several and
-            model.safetensors.index.json.
+        format: "transformers": refuse a model that transformers cannot load; "symjax":
+            write symjax's own format; "auto": the first if possible, else the second.
+        shard_size: largest number of bytes of tensors in one file. Larger models become
+            several files and model.safetensors.index.json.
     Returns:
-        What was written: llama, diffllama, gpt2, or symjax.
+        The format that was written: llama, diffllama, gpt2, or symjax.
     Raises:
-        ValueError: `loaded` is not a `Loaded`; transformers has no such model, naming
-            every key that differs; the results are no JSON of eval.py for these
+        ValueError: `loaded` is not a `Loaded`; transformers has no such model (the
+            message names every key that differs); the results are not those of these
             weights; or the folder cannot be written, or is the workdir of a run.
     """
     if not isinstance(loaded, Loaded):
@@ -111,7 +112,7 @@ def save_pretrained(
     }
     texts = {OWN: _json(about), CARD: to_card(loaded, reason, numbers)}
     if isinstance(tokenizer := loaded.tokenizer, SubwordTokenizer):
-        trained = loaded.step > 0  # else the tokenizer is as another library used it
+        trained = loaded.step > 0  # else the folder of another library was loaded
         texts |= tokenizer.files(loaded.config.model.length, trained=trained)
     if settings and tokenizer is not None:
         known = loaded.delimiters
@@ -134,7 +135,7 @@ def save_pretrained(
 
 
 def _remove_others(folder: Path | epath.Path, kept: set[str]) -> None:
-    """Remove what another model of this folder had, and this one has not."""
+    """Remove the files of an earlier model in this folder that this model lacks."""
     own = {SETTINGS, subwords.FILE, subwords.CONFIG_FILE, INDEX, TENSORS}
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in kept and (path.name in own or SHARD.fullmatch(path.name)):
@@ -147,19 +148,20 @@ def load_pretrained(
     bos: bool | None = None,
     imports: Words = (),
 ) -> Loaded:
-    """The model of a folder of `save_pretrained`, symjax's or that of transformers.
+    """Load the model of a folder that symjax or transformers has written.
 
-    The tokenizer of a Llama, DiffLlama or GPT-2 that transformers wrote is the
-    tokenizer.json beside it; without one, `logits` and `losses` take token ids.
+    The tokenizer of a Llama, DiffLlama or GPT-2 of transformers is read from the
+    tokenizer.json in the folder. Without that file, `logits` and `losses` take token
+    ids only.
 
     Args:
         bos: whether texts and prompts begin with the BOS token of the tokenizer; None:
-            as training had it, or, in a folder of transformers, as the tokenizer says.
+            as in training, or as the tokenizer of a transformers folder says.
         imports: as in `symjax.load`.
     Raises:
-        ValueError: a file is missing or damaged, the tokenizer has more tokens than the
-            model or no BOS token to begin with, or the model is one that the decoder
-            does not compute, naming the setting.
+        ValueError: a file is missing or damaged; the tokenizer has more tokens than the
+            model; `bos` is true and there is no BOS token; or a setting of the model
+            (the message names it) is not supported by the decoder.
     """
     with using(imports), local_copy(resolve_url(folder), *SUFFIXES) as here:
         found = read_folder(here)
@@ -182,10 +184,10 @@ def load_pretrained(
 
 
 def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
-    """Return what a tokenizer.json says of the tokens of a model; {} without one.
+    """Return the description of the tokens in a tokenizer.json; {} without the file.
 
-    A document is taken to begin with the BOS token, or with the token that ends
-    documents where there is none, as in the harness of EleutherAI.
+    A document is assumed to begin with the BOS token, or without one with the token
+    that ends documents. EleutherAI's harness assumes the same.
     """
     if not (folder / subwords.FILE).is_file():
         return {}
@@ -205,14 +207,14 @@ def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
 
 
 def _begun(language: dict[str, Any], bos: bool | None, path: Path) -> dict[str, Any]:
-    """A language whose texts begin with the BOS token of its tokenizer, or do not.
+    """Return the language with the choice of `bos`: BOS token first, or not.
 
     Raises:
-        ValueError: there is no such token.
+        ValueError: the tokenizer has no BOS token.
     """
     tokenizer = tokenizer_of(language)
     if bos and not isinstance(tokenizer, SubwordTokenizer):
-        raise ValueError(f"bos: the tokens of {path.parent} are of no tokenizer.json")
+        raise ValueError(f"bos=True needs a tokenizer.json, {path.parent} has none")
     if bos is None or not isinstance(tokenizer, SubwordTokenizer):
         return language
     if bos and tokenizer.bos:
@@ -224,8 +226,10 @@ def _begun(language: dict[str, Any], bos: bool | None, path: Path) -> dict[str, 
 
 
 def _contents(loaded: Loaded, format: str) -> tuple[dict, dict, str]:
-    """(settings, tensors, why transformers cannot load it): no settings of our own
-    names."""
+    """Return (settings, tensors, why transformers cannot load the folder).
+
+    The settings of symjax's own format are empty: symjax.json has them.
+    """
     reason = "format='symjax' was asked for"
     if format != "symjax":
         try:

@@ -1,4 +1,4 @@
-"""The likelihood of the tokens of texts under a decoder, in batches of rows."""
+"""Log-likelihoods of the tokens of texts under a decoder, computed in batches."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,16 +14,16 @@ from symjax.models.decoder import Decoder
 from symjax.models.generate import bucket
 from symjax.training.loss import token_losses
 
-SHORTEST = 32  # tokens to which shorter rows are padded: few shapes are compiled
-BATCH = 16  # rows at a time, of not more than 2¹⁵ tokens if there are several
-TOKENS = 2**15
+SHORTEST = 32  # shorter rows are padded to it, so that few shapes are compiled
+BATCH = 16  # largest number of rows in a batch
+TOKENS = 2**15  # largest number of tokens in a batch of several rows
 
 
 class Scores(NamedTuple):
-    """The scores of every token of a row but the first [T − 1].
+    """Scores of the tokens of a row after the first [T − 1].
 
     Attributes:
-        losses: −log p given the tokens before it, in nats.
+        losses: −log p of each token given the tokens before it, in nats.
         likeliest: whether no other token has a higher logit.
     """
 
@@ -32,10 +32,11 @@ class Scores(NamedTuple):
 
 
 def scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[Scores]:
-    """The scores of rows of token ids, each of at least two tokens.
+    """Return the scores of rows of token ids. Each row has at least two tokens.
 
-    Rows are padded on the right to a power of two, which a causal model does not see,
-    and so is their number. Logits are made in parts, as in evaluation.
+    Rows are padded on the right to a power of two; a causal model does not see the
+    padding. The number of rows is padded to a power of two, too. The logits of a batch
+    are never in memory as a whole (`training.loss.token_losses`).
     """
     parts, found = nnx.split(model), {}
     for chosen, room in _batches(rows):
@@ -57,10 +58,10 @@ def scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[Scores]:
 def text_losses(
     model: Decoder, texts: Sequence[np.ndarray], length: int
 ) -> list[np.ndarray]:
-    """−log p of every token but the first of each text [T − 1], in nats.
+    """Return −log p of the tokens of each text after the first [T − 1], in nats.
 
-    A text longer than `length` is read in windows of that many tokens, as held-out text
-    is in evaluation: a token is given those of its window.
+    A text longer than `length` is read in windows of that length, like held-out text in
+    evaluation. A token is then predicted from its window alone.
     """
     starts = [range(0, len(ids) - 1, length) for ids in texts]
     pairs = zip(texts, starts, strict=True)
@@ -74,7 +75,7 @@ def text_losses(
 
 
 def _batches(rows: Sequence[np.ndarray]) -> Iterator[tuple[list[int], int]]:
-    """Numbers of rows of about one length, and the length that holds them."""
+    """Yield indices of rows of similar length, and the length to pad them to."""
     groups: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(bucket(len(row) - 1, SHORTEST), []).append(i)

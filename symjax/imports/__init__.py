@@ -1,9 +1,13 @@
-"""Code of users that adds mechanisms, feature maps and decays to the tables.
+"""User code that adds mechanisms, feature maps and decays to the tables of symjax.
 
-`--import FILE.py` or `--import PACKAGE.MODULE` runs it, a configuration file may add to
-the tables itself, and an installed package does so by an entry point of the group
-`symjax.mechanisms`. What a run needs of it is stored in its checkpoints as source text.
-Stored source runs only where the user has said `--import stored`.
+There are three ways to run such code: `--import FILE.py` or `--import PACKAGE.MODULE`;
+a configuration file that adds to the tables; and an installed package with an entry
+point in the group `symjax.mechanisms`. Checkpoints store the source text of the code
+that their model needs. Stored source runs only if the user asks for it by
+`--import stored`.
+
+`running` runs code and notes what it adds, `sources` collects its source text, and
+`stored` compares and runs the source of a checkpoint.
 """
 
 from symjax.imports.running import (

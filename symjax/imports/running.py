@@ -1,4 +1,4 @@
-"""Running files and modules that add to the tables, each once in a process."""
+"""Running user files and modules that add to the tables, once in a process."""
 
 import contextlib
 import functools
@@ -21,22 +21,22 @@ from symjax.imports.sources import (
     source_of_module,
 )
 
-# What a user names: a file, a module or one of the words below; or several of them.
+# Values of --import: a file, a module, "stored" or "show", or several of them.
 Words = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 GROUP = "symjax.mechanisms"  # of entry points
 STORED, SHOW = "stored", "show"  # words that are neither files nor modules
 
 words: ContextVar[frozenset[str]] = ContextVar("imports", default=frozenset())
-ran: dict[str, Source] = {}  # by where it came from, in the order of running
+ran: dict[str, Source] = {}  # path or module name → source, in the order of running
 
 
 @contextlib.contextmanager
 def using(names: Words) -> Iterator[None]:
-    """Run files and modules; inside, stored source may run if "stored" is a word.
+    """Run files and modules. With "stored", the block may run stored source.
 
     Raises:
-        ValueError: there is no such file or module, it fails, or it adds what another
-            one has added.
+        ValueError: a file or module does not exist, fails, or adds an entry that other
+            code has added.
     """
     one = isinstance(names, str | os.PathLike)
     given = [os.fspath(name) for name in ([names] if one else names)]
@@ -51,10 +51,10 @@ def using(names: Words) -> Iterator[None]:
 
 
 def recorded(path: Path, run: Callable[[], Any]) -> Any:
-    """Return what running a configuration file returns, and note what the file adds.
+    """Call `run`, which runs a configuration file, and note the entries that it adds.
 
     Raises:
-        ValueError: it adds what another file has added.
+        ValueError: the file adds an entry that other code has added.
     """
     before = entries()
     found = run()
@@ -65,7 +65,7 @@ def recorded(path: Path, run: Callable[[], Any]) -> Any:
 
 @functools.cache
 def load_installed() -> str:
-    """Import what entry points of the group name; return a line on the broken ones."""
+    """Import the modules of the entry points; return a line about those that fail."""
     broken = []
     for point in metadata.entry_points(group=GROUP):
         package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
@@ -79,9 +79,10 @@ def load_installed() -> str:
 
 
 def run_module(name: str, package: str = "", folder: Path | None = None) -> None:
-    """Import a module, first from this folder, and note what it adds.
+    """Import a module and note the entries that it adds.
 
-    Without a folder Python's path comes first, and the current folder last.
+    The folder is searched before Python's path. Without a folder, the current folder
+    is searched after Python's path.
     """
     if (key := f"module {name}") in ran:
         return
@@ -92,7 +93,7 @@ def run_module(name: str, package: str = "", folder: Path | None = None) -> None
 
 
 def run_file(path: Path, key: str, folder: Path) -> None:
-    """Run a file, which may import what is in a folder, and note what it adds."""
+    """Run a file and note the entries that it adds; it may import from `folder`."""
     before = entries()
     with _importable(str(folder)):
         run_path(path, f"symjax_import_{path.stem}_{sha256(read_text(path))[:8]}")
@@ -116,7 +117,7 @@ def run_path(path: Path, name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Turn any error of the code into one line, and undo what it added."""
+    """Turn an error of user code into a one-line ValueError; remove what it added."""
     dicts = [ran, *(table for _, table in _tables())]
     before, modules = [dict(x) for x in dicts], {*sys.modules}
     try:
@@ -162,9 +163,9 @@ def _run(word: str) -> None:
 
 @contextlib.contextmanager
 def _importable(folder: str, last: bool = False) -> Iterator[None]:
-    """A folder is on Python's path before or after all others, then at its end.
+    """Put a folder first (or last) on Python's path; afterwards it is the last one.
 
-    There the functions of the code find what they import when they are called.
+    It stays on the path because functions of the code may import when they are called.
     """
     if not last:
         sys.path.insert(0, folder)
@@ -183,7 +184,7 @@ def _note(key: str, source: Source) -> None:
     """Remember code that has run.
 
     Raises:
-        ValueError: it replaces what other code has added, or what symjax has.
+        ValueError: it replaces an entry of symjax or of other code.
     """
     from symjax.attention import tables
 

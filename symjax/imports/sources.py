@@ -1,4 +1,4 @@
-"""Source text of a user's code and of the local modules that it imports."""
+"""Source text of user code and of the local modules that it imports."""
 
 import ast
 import hashlib
@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 
 class Source(NamedTuple):
-    """Source text that adds to the tables, and the modules that it imports.
+    """Source text of code that adds to the tables, with the modules that it imports.
 
     Attributes:
-        files: path → text; the first is the code itself, the others are modules that
-            it imports and that no package manager has installed.
-        adds: table entries that it makes, such as "mechanism softcap".
-        module: its name, if it is no file on its own.
-        package: name and version of the package whose entry point it is.
+        files: path → text. The first file is the code itself. The others are modules
+            that it imports and that no package manager has installed.
+        adds: table entries that the code adds, such as "mechanism softcap".
+        module: name of the module, or "" for a file that was run by its path.
+        package: name and version of the package whose entry point the code is.
     """
 
     files: dict[str, str]
@@ -57,19 +57,19 @@ class Source(NamedTuple):
         return {_module_of(path): path for path in paths}
 
     def serves(self, used: set[str]) -> bool:
-        """Return whether a model that uses these table entries may depend on it."""
-        if not self.adds:  # its effect is not known
+        """Return whether a model that uses these table entries may need this code."""
+        if not self.adds:  # the effect of the code is not known
             return not self.package
         return not used.isdisjoint(self.adds)
 
     def replaces(self, other: "Source") -> bool:
-        """Return whether both add the same, or have one name if the other adds none."""
+        """Return whether both add one entry, or share a name if `other` adds none."""
         if not other.adds:
             return self.name == other.name
         return not {*self.adds}.isdisjoint(other.adds)
 
     def changes(self, other: "Source") -> list[str]:
-        """Return a line for each file of both that differs: before → after."""
+        """Return a line with both hashes for each common file that differs."""
         pairs = [(self.name, self.text, other.text)]
         pairs += [
             (path, text, other.files[path])
@@ -88,7 +88,7 @@ def sha256(text: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file with the line ends that it has, for its hash."""
+    """Return the text of a file with its own line ends, so that its hash is right."""
     return path.read_bytes().decode()
 
 
@@ -124,10 +124,10 @@ def to_json(source: Source) -> dict[str, Any]:
 
 
 def from_json(stored: Any, where: str) -> list[Source]:
-    """Return the sources of a list of `to_json`, which may hold anything.
+    """Return the sources of a list of `to_json` values. The list is not trusted.
 
     Raises:
-        ValueError: they are damaged, or name paths outside their folder.
+        ValueError: a value is damaged, or a path leads outside its folder.
     """
     found = []
     try:
@@ -172,7 +172,7 @@ def is_local(name: str) -> bool:
 
 
 def _with_local(files: dict[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the files, and those of these modules that nobody has installed."""
+    """Return the files, with those of the named modules that are not installed."""
     files, waiting = dict(files), list(names)
     while waiting:
         name = waiting.pop()
@@ -236,7 +236,7 @@ def text_of(name: str) -> tuple[str, str]:
 
 
 def _module_of(path: str) -> str:
-    """Return the name of the module that a path is of, relative to Python's path."""
+    """Return the module name of a path that is relative to Python's path."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 

@@ -1,4 +1,4 @@
-"""Source that checkpoints and folders of weights store for their model."""
+"""Source text that checkpoints and folders of weights store for their model."""
 
 import sys
 import tempfile
@@ -17,7 +17,7 @@ from symjax.imports.sources import (
     to_json,
 )
 
-_folders: list[tempfile.TemporaryDirectory] = []  # of stored source that has run
+_folders: list[tempfile.TemporaryDirectory] = []  # with the stored source that ran
 
 
 def require(
@@ -26,15 +26,17 @@ def require(
     where: str,
     warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> None:
-    """Make sure that the table entries of a stored model are there.
+    """Make sure that the tables have the entries that a stored model needs.
 
     Args:
-        stored: of `to_store`, as read from a file; None: of an older version.
-        model: the configuration of the model, as a dict that may hold anything.
+        stored: the value of `to_store` as read from a file; None: an older version of
+            symjax wrote the file.
+        model: the configuration of the model, as a dict that is not trusted.
         where: the checkpoint or folder, for messages.
-        warn: called with a line for code that is not the stored one.
+        warn: called with a line if the code of this process differs from the stored
+            code.
     Raises:
-        ValueError: code is needed that was not given, or is damaged.
+        ValueError: code is needed that was not given, or stored code is damaged.
     """
     used = _entries_of(model)
     for source in from_json(stored, where):
@@ -65,14 +67,14 @@ def require(
 
 
 def to_store(model: Any) -> list[dict[str, Any]]:
-    """Return what the checkpoint of a model stores, for JSON: the code it may need."""
+    """Return the code that a model may need, in the JSON form of checkpoints."""
     return [to_json(source) for source in serving(model)]
 
 
 def differences(stored: Any, model: Any, where: str) -> list[str]:
-    """Return a line for each difference between stored code and that of this process.
+    """Return a line for each difference between stored code and this process's code.
 
-    There are no lines if an older version stored nothing.
+    The list is empty if an older version of symjax stored nothing.
     """
     if stored is None:
         return []
@@ -112,7 +114,7 @@ def serving(model: Any) -> list[Source]:
 
 
 def _counterpart(stored: Source) -> Source | None:
-    """Return the code of this process that has the place of the stored one."""
+    """Return the code of this process that replaces the stored code, if any."""
     return next((x for x in running.ran.values() if x.replaces(stored)), None)
 
 
@@ -124,8 +126,8 @@ def _run_stored(source: Source, where: str) -> None:
     """Run the source that a checkpoint stores, from a temporary folder.
 
     Raises:
-        ValueError: it fails, adds something else than it says, or would take the place
-            of a module that is installed or imported.
+        ValueError: it fails, does not add what it is stored for, or has the name of a
+            module that is installed or imported.
     """
     _folders.append(tempfile.TemporaryDirectory(prefix="symjax-import-"))
     folder = Path(_folders[-1].name)
@@ -141,11 +143,11 @@ def _run_stored(source: Source, where: str) -> None:
             running.run_module(source.module, folder=folder)
         else:
             main = folder / source.name
-            if is_installed(main.stem):  # so that an import does not find it
+            if is_installed(main.stem):  # an import of that name must not find it
                 (folder / "main").mkdir()
                 main = main.rename(folder / "main" / source.name)
             running.run_file(main, f"{where}: {source}", folder)
-        _check_imported(source)  # where its package had been imported from elsewhere
+        _check_imported(source)  # its package may have been imported from elsewhere
         if missing := {*source.adds} - running.entries().keys():
             raise ValueError(f"it adds no {min(missing)}")
 
@@ -159,7 +161,7 @@ def _check_imported(source: Source) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a text in which nothing is hidden from the reader of a terminal."""
+    """Return a text with control characters escaped, so that a terminal hides none."""
     return "".join(
         x if x.isprintable() or x in "\n\t" else ascii(x)[1:-1]
         for x in text.replace("\r\n", "\n")

@@ -63,7 +63,7 @@ class Examples:
         fingerprint: plain values that identify the examples; one is "sha256".
         references: losses of baselines without a model, by name.
         files: the open files.
-        stream: the process that packs the text; None once all is packed.
+        stream: the process that packs the text; None if it was packed before.
         tokenizer: the tokenizer of the inputs; None if they are no text.
         text: the text that a decoder learns to continue. None if targets are answers
             (labels, masked tokens, answers of a task); accuracy is reported then.
@@ -142,7 +142,7 @@ class Examples:
             return ""
         return (
             f"{' and '.join(gone)} was deleted or replaced: this run continues with "
-            "what it opened, the next one needs it back or its source"
+            "the file that it opened; the next run needs the file or its source"
         )
 
 

@@ -76,7 +76,7 @@ class Corpus:
 
     @property
     def stream(self) -> Stream | None:
-        """The process that packs the training text; None once all is packed."""
+        """The process that packs the training text; None if it was packed before."""
         return self.train.stream if isinstance(self.train, GrowingArray) else None
 
     @property

@@ -125,7 +125,7 @@ def _check_task(options: config.Data, model: config.Model) -> None:
         )
     if options.source in generated.GENERATORS and not config.is_causal(model):
         raise ValueError(
-            f"{source} asks for what comes next, which an encoder would see: "
+            f"{source} has next tokens as targets, which an encoder would see: "
             f"model.kind is {model.kind!r}"
         )
 

@@ -1,8 +1,8 @@
 """Generated tasks with known answers: mqar, needle, copy and listops (`GENERATORS`).
 
 A row has `length` tokens and `length` targets. A target is the token to predict at its
-place, or −1 if there is nothing to predict. `rows` makes all rows of a batch at once;
-each is a pure function of the seed and its index.
+place, or −1 if there is nothing to predict. `rows` makes all rows of a batch at once.
+Each row is a pure function of the seed and its index.
 
 A hash of the tokens of a row tells whether the row is held out; one row in eight is. So
 no row is in both training and held-out data, for any seeds.

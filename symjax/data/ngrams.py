@@ -115,6 +115,7 @@ def _grams_of(
 
 
 def _cross_entropy(train: np.ndarray, heldout: np.ndarray, vocabulary: int) -> float:
+    """Cross-entropy in nats of held-out n-grams under counts of training n-grams."""
     codes, counts = _counted(train, vocabulary)
     contexts, first = np.unique(codes // vocabulary, return_index=True)
     context_counts = np.add.reduceat(counts, first)

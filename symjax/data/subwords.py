@@ -29,10 +29,7 @@ ENCODED_AT_ONCE = 1 << 16  # characters; the library takes 450 bytes for each
 CONTEXT_WORD = "a"  # encoded before each piece of a text except the first
 LEARNED_FROM = 1 << 28  # the most characters that a vocabulary is learned from
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a token of byte fallback
-FILE, CONFIG_FILE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-)  # as Hugging Face names them
+FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 class Continuation(str):
@@ -114,7 +111,7 @@ class SubwordTokenizer:
         A `Continuation` is encoded after a word, whose tokens are left out. Otherwise a
         tokenizer could add a prefix to it, or remove white space at its beginning.
         """
-        dtype, word = np.min_scalar_type(self.vocabulary - 1), self._word
+        dtype, word = np.min_scalar_type(self.vocabulary - 1), self._context_ids
         whole = [
             CONTEXT_WORD + x if word and isinstance(x, Continuation) else x
             for x in texts
@@ -123,14 +120,14 @@ class SubwordTokenizer:
         ids = [np.asarray(x.ids, dtype) for x in encoded]
         for place, text in enumerate(texts):
             if text is not whole[place]:
-                before, own = np.split(ids[place], [len(word)])
+                before, after = np.split(ids[place], [len(word)])
                 if before.tolist() != word:  # a token crosses the cut
-                    own = self.encode_all([str(text)])[0]
-                ids[place] = own
+                    after = self.encode_all([str(text)])[0]
+                ids[place] = after
         return ids
 
     @functools.cached_property
-    def _word(self) -> list[int]:
+    def _context_ids(self) -> list[int]:
         """The token ids of `CONTEXT_WORD`."""
         return self._library.encode(CONTEXT_WORD, add_special_tokens=False).ids
 
@@ -176,7 +173,9 @@ class SubwordTokenizer:
 
         At the beginning of a text, a decoder may drop a space.
         """
-        return self.decode([*self._word, *ids])[len(self.decode(self._word)) :]
+        return self.decode([*self._context_ids, *ids])[
+            len(self.decode(self._context_ids)) :
+        ]
 
     @staticmethod
     def pieces(document: Iterable[str]) -> Iterator[str]:

@@ -182,4 +182,5 @@ def from_description(description: Mapping[str, Any]) -> Tokenizer:
 
 
 def _code_points(text: str) -> np.ndarray:
+    """Return the Unicode code points uint32 [T] of a text."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")

@@ -253,7 +253,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch):
         ({"source": "digits"}, {}, "'digits' has labels: set model.kind to 'encoder'"),
         ({"source": "hub", "label": "y"}, {}, "data.label 'y' has labels"),
         ({}, {"kind": "encoder", "classes": 2}, "'stdlib' has no labels; packages,"),
-        ({"source": "copy"}, {"kind": "encoder"}, "asks for what comes next"),
+        ({"source": "copy"}, {"kind": "encoder"}, "has next tokens as targets"),
         ({"label": "y"}, {"classes": 2}, "data.label 'y' is read by data.source=hub"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_run_whose_tokens_are_deleted_goes_on(
     after_first_save(monkeypatch, shutil.rmtree)
     assert train(text, workdir, **OPTIONS) == 0
     said = capsys.readouterr().err
-    assert "was deleted or replaced: this run continues with what it opened" in said
+    assert "was deleted or replaced: this run continues with the file that it " in said
     assert last_loss(workdir) == finished
 
 

@@ -178,7 +178,8 @@ def test_a_stream_that_breaks_goes_on_where_it_was(options, monkeypatch, capsys)
     monkeypatch.setattr(type(rows), "__iter__", broken)
     assert [text for text, _ in hub.streamed_texts(options, rows)] == TEXTS
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and "broke off (ConnectionResetError): continuing" in said[0]
+    assert len(said) == 3
+    assert "lost its connection (ConnectionResetError): continuing" in said[0]
 
 
 TABLES = {
@@ -241,10 +242,13 @@ def test_what_the_packer_refuses_is_the_line_of_the_run(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tokens": 0}, "data.streaming True and data.tokens 0: a stream needs both"),
+        ({"tokens": 0}, "data.streaming True and data.tokens 0: set both"),
         ({"streaming": False}, "data.streaming False and data.tokens 20000"),
-        ({"tokenizer": "char"}, "data.tokenizer char needs all characters before"),
-        ({"label": "n"}, "data.streaming is of one text"),
+        (
+            {"tokenizer": "char"},
+            "data.tokenizer char takes its alphabet from the whole",
+        ),
+        ({"label": "n"}, "data.streaming reads one text"),
         ({"source": "stdlib", "name": ""}, "hub only.* leave data.streaming False"),
     ],
 )

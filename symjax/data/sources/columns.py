@@ -1,6 +1,6 @@
-"""Builders of `datasets` that read the asked columns alone, and name a damaged file.
+"""Builders of `datasets` that read only some columns, and name a damaged file.
 
-Other columns are not converted, so nothing in them can stop a read.
+Other columns are not converted, so their content cannot raise an error.
 """
 
 from __future__ import annotations
@@ -25,25 +25,32 @@ if TYPE_CHECKING:
     import pyarrow
     from datasets import DatasetBuilder, Features
 
-Columns = Mapping[str, str]  # the asked columns by their keys: {"column": "text"}
+Columns = Mapping[str, str]  # columns to read, by their keys: {"column": "text"}
 
-ROWS_PER_TABLE = 1000  # rows of JSON in a table
+ROWS_PER_TABLE = 1000  # of JSON files
 
 
 def check_column(key: str, column: str, known: Iterable[str]) -> None:
-    """Raises: ValueError: there is no such column."""
+    """Raise if a column does not exist.
+
+    Args:
+        key: the configuration key that names the column: "column" or "label".
+        known: the columns that exist.
+    Raises:
+        ValueError: the message lists the columns that exist.
+    """
     known = list(known)
     if column not in known:
         raise UnusableData(unknown_column(key, column, known))
 
 
 def unknown_column(key: str, column: str, known: list[str]) -> str:
-    """Return the message about a column that is not one of those there are."""
+    """Return the message about a column that does not exist."""
     return f"data.{key} {column!r} is unknown: choose from {', '.join(known)}"
 
 
 def column_names(columns: Columns) -> list[str]:
-    """Return the names of the asked columns, each once."""
+    """Return the names of the columns to read, each once."""
     return list(dict.fromkeys(columns.values()))
 
 
@@ -53,10 +60,13 @@ def is_text(kind: Any) -> bool:
 
 
 def builder_options(kind: str, columns: Columns) -> dict[str, Any]:
-    """Return the options with which `datasets` reads the columns of a format.
+    """Return the options with which `datasets` reads columns of a format.
 
-    In CSV no text stands for a missing value. What is prepared is found again by the
-    options, so they tell the columns, in the description where nothing else does.
+    No text in a CSV file means a missing value. `datasets` finds prepared files by
+    their options. So the options contain the columns, if need be as a description.
+
+    Args:
+        kind: the format, by the name of its builder.
     """
     names = column_names(columns)
     described = {"description": f"columns {', '.join(names)}"}
@@ -70,12 +80,12 @@ def builder_options(kind: str, columns: Columns) -> dict[str, Any]:
 
 
 def _types(kind: str, columns: Columns, known: Features | None) -> Features:
-    """The types of the columns; all columns of CSV are text.
+    """The types of the columns to read; all columns of CSV are text.
 
     Args:
-        known: the types of all columns, where the data set has them.
+        known: the types of all columns, if the data set has them.
     Raises:
-        ValueError: they do not have the columns.
+        ValueError: a column does not exist.
     """
     import datasets
 
@@ -97,25 +107,34 @@ def restrict_columns(builder: DatasetBuilder, columns: Columns, where: str) -> N
         where: the name of the data set in messages, such as "data.name 'a'".
     """
     reader: Any = builder
-    asked = _Request(columns, where, builder.name)
+    request = _Request(columns, where, builder.name)
     if builder.name == "text" and reader.config.encoding == "utf-8":
         reader.config.encoding = "utf-8-sig"
     if builder.name in ("csv", "json"):
         types = _types(builder.name, columns, builder.info.features)
         builder.info.features = reader.config.features = types
     if builder.name in ("parquet", "arrow"):
-        reader._split_generators = _with_column_types(reader, asked)
+        reader._split_generators = _with_column_types(reader, request)
     if builder.name == "arrow":
         cast = reader._cast_table
-        reader._cast_table = lambda table: cast(table.select(asked.names))
+        reader._cast_table = lambda table: cast(table.select(request.names))
     own = {"json": _json_tables, "csv": _csv_tables}
     if builder.name in ("text", "parquet", "arrow"):
-        reader._generate_tables = _file_by_file(reader._generate_tables, asked)
+        reader._generate_tables = _file_by_file(reader._generate_tables, request)
     elif builder.name in own:
-        reader._generate_tables = _file_by_file(own[builder.name](reader, asked), asked)
+        reader._generate_tables = _file_by_file(
+            own[builder.name](reader, request), request
+        )
 
 
 class _Request(NamedTuple):
+    """The columns to read from a data set.
+
+    Attributes:
+        where: the name of the data set in messages.
+        kind: the format, by the name of its builder.
+    """
+
     columns: Columns
     where: str
     kind: str
@@ -125,33 +144,37 @@ class _Request(NamedTuple):
         return column_names(self.columns)
 
 
-def _file_by_file(read: Any, asked: _Request) -> Any:
-    """The tables of `read`, with errors that name their file."""
+def _file_by_file(read: Any, request: _Request) -> Any:
+    """Return `read` with errors that name the file.
+
+    Args:
+        read: the method of a builder that yields the tables of files.
+    """
     from datasets.builder import Key
 
     def tables(**shards: Any) -> Iterator[tuple[Key, pyarrow.Table]]:
         for index in range(max(map(len, shards.values()))):
-            one = {name: its[index : index + 1] for name, its in shards.items()}
-            path = _path(one.get("base_files") or one["files"])
-            if asked.kind in ("text", "csv", "json") and _is_empty(path):
-                continue  # the folder it is in names it
+            file = {name: files[index : index + 1] for name, files in shards.items()}
+            path = _path(file.get("base_files") or file["files"])
+            if request.kind in ("text", "csv", "json") and _is_empty(path):
+                continue  # `formats.add_unread` counts empty files
             try:
                 if os.path.isfile(path):
                     check_whole(Path(path))
-                for key, table in read(**one):
-                    if asked.kind in ("parquet", "arrow"):
-                        table.validate(full=True)  # that texts are UTF-8
+                for key, table in read(**file):
+                    if request.kind in ("parquet", "arrow"):
+                        table.validate(full=True)  # checks that texts are UTF-8
                     yield Key(index, key.item_or_batch_id), table
             except Exception as error:
                 if _has_no_rows(error, path):
                     continue
-                raise _error_with_path(error, path, asked) from None
+                raise _error_with_path(error, path, request) from None
 
     return tables
 
 
 def _has_no_rows(error: Exception, path: str) -> bool:
-    """Return whether an error is that of `datasets` for a parquet file without rows."""
+    """Return whether an error is from a parquet file without rows."""
     import pyarrow.parquet
     from datasets.utils.file_utils import xopen
 
@@ -161,8 +184,11 @@ def _has_no_rows(error: Exception, path: str) -> bool:
         return not pyarrow.parquet.read_metadata(file).num_rows
 
 
-def _with_column_types(builder: Any, asked: _Request) -> Any:
-    """Splits of a builder that knows the types of the asked columns, and no others."""
+def _with_column_types(builder: Any, request: _Request) -> Any:
+    """Return the `_split_generators` of a builder, which first sets its column types.
+
+    They are the types of the columns to read, and of no others.
+    """
     generators = builder._split_generators
 
     def splits(manager: Any) -> list[Any]:
@@ -173,18 +199,18 @@ def _with_column_types(builder: Any, asked: _Request) -> Any:
         if types is None:
             path = next(iter(builder.config.data_files.values()))[0]
             try:
-                schema = _schema(path, asked.kind)
+                schema = _schema(path, request.kind)
             except Exception as error:
-                raise _error_with_path(error, path, asked) from None
-            for key, name in asked.columns.items():
+                raise _error_with_path(error, path, request) from None
+            for key, name in request.columns.items():
                 check_column(key, name, schema.names)
-            fields = [schema.field(name) for name in asked.names]
+            fields = [schema.field(name) for name in request.names]
             only = pyarrow.schema(fields, schema.metadata)
             builder.info.features = datasets.Features.from_arrow_schema(only)
         else:
-            for key, name in asked.columns.items():
+            for key, name in request.columns.items():
                 check_column(key, name, types)
-            only = {name: types[name] for name in asked.names}
+            only = {name: types[name] for name in request.names}
             builder.info.features = datasets.Features(only)
         return generators(manager)
 
@@ -192,6 +218,7 @@ def _with_column_types(builder: Any, asked: _Request) -> Any:
 
 
 def _schema(path: str, kind: str) -> pyarrow.Schema:
+    """Read the schema of a parquet or arrow file."""
     import pyarrow
     import pyarrow.parquet
     from datasets.utils.file_utils import xopen
@@ -205,8 +232,8 @@ def _schema(path: str, kind: str) -> pyarrow.Schema:
             return pyarrow.ipc.open_file(file).schema
 
 
-def _csv_tables(builder: Any, asked: _Request) -> Any:
-    """Tables of the asked columns of CSV files, as text."""
+def _csv_tables(builder: Any, request: _Request) -> Any:
+    """Return a function that yields tables of the columns of CSV files, as text."""
     import pandas
     from datasets.builder import Key
     from datasets.utils.file_utils import xopen
@@ -219,7 +246,7 @@ def _csv_tables(builder: Any, asked: _Request) -> Any:
             with xopen(path, "rb") as file:
                 try:
                     for rows in pandas.read_csv(file, **options):
-                        yield Key(0, next(number)), _csv_table(builder, rows, asked)
+                        yield Key(0, next(number)), _csv_table(builder, rows, request)
                 except pandas.errors.ParserError as error:
                     raise _error_with_line(error, path, options) from None
 
@@ -227,17 +254,18 @@ def _csv_tables(builder: Any, asked: _Request) -> Any:
 
 
 def _error_with_line(error: Exception, path: str, options: dict[str, Any]) -> Exception:
-    """The error of a CSV file with the line that a row begins in.
+    """Return the error of a CSV file with the line in which a row begins.
 
-    pandas counts rows, and a row with line ends inside quotes takes several lines.
+    The error of pandas has the number of the row. A row has several lines if there are
+    line ends inside quotes.
     """
     from datasets.utils.file_utils import xopen
 
-    said = str(error).strip()
-    if found := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", said):
+    message = str(error).strip()
+    if found := re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", message):
         wanted, row, saw = map(int, found.groups())
         problem = f"{saw} fields, where {wanted} are expected"
-    elif found := re.search(r"EOF inside string starting at row (\d+)", said):
+    elif found := re.search(r"EOF inside string starting at row (\d+)", message):
         row, problem = int(found[1]) + 1, "a quote opens that is not closed"
     else:
         return error
@@ -257,18 +285,21 @@ def _error_with_line(error: Exception, path: str, options: dict[str, Any]) -> Ex
     return DamagedFile(f"line {line}: {problem}")
 
 
-def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Request) -> pyarrow.Table:
+def _csv_table(
+    builder: Any, rows: pandas.DataFrame, request: _Request
+) -> pyarrow.Table:
+    """Make a table of the columns of rows."""
     import pandas
     import pyarrow
 
-    # Where rows have more fields than the header, pandas takes the first as an index.
+    # If rows have more fields than the header, pandas takes the first as an index.
     shifted = not isinstance(rows.index, pandas.RangeIndex)
     if shifted and builder.config.index_col is None:
         if (rows.iloc[:, -1] == "").all():
             raise DamagedFile("its lines end with a delimiter, but the header does not")
         raise DamagedFile("its lines have more fields than the header")
     arrays = {}
-    for key, name in asked.columns.items():
+    for key, name in request.columns.items():
         check_column(key, name, map(str, rows.columns))
         texts = rows[name]
         if not is_text(builder.info.features[name]):
@@ -277,11 +308,11 @@ def _csv_table(builder: Any, rows: pandas.DataFrame, asked: _Request) -> pyarrow
     return builder._cast_table(pyarrow.table(arrays))
 
 
-def _json_tables(builder: Any, asked: _Request) -> Any:
-    """Tables of the asked keys of JSON files.
+def _json_tables(builder: Any, request: _Request) -> Any:
+    """Return a function that yields tables of the columns of JSON files.
 
-    A row may lack a key. A key is unknown if it is in no row of a file, nor in one of
-    the files before.
+    A row may lack a column. A column is unknown if no row of a file has it, and no row
+    of an earlier file.
     """
     from datasets.builder import Key
 
@@ -293,10 +324,10 @@ def _json_tables(builder: Any, asked: _Request) -> Any:
             shown: dict[str, None] = {}  # the keys of its first rows
             for rows in _row_batches(file, builder.config):
                 shown = shown or dict.fromkeys(x for row in rows for x in row.values)
-                missing = set(asked.names) - known
+                missing = set(request.names) - known
                 known.update(x for x in missing if any(x in row.values for row in rows))
-                yield Key(0, next(number)), _json_table(builder, rows, asked)
-            for key, name in asked.columns.items():
+                yield Key(0, next(number)), _json_table(builder, rows, request)
+            for key, name in request.columns.items():
                 if shown and name not in known:
                     raise UnusableData(unknown_column(key, name, list(shown)))
 
@@ -304,7 +335,7 @@ def _json_tables(builder: Any, asked: _Request) -> Any:
 
 
 def _row_batches(file: str, config: Any) -> Iterator[list[Row]]:
-    """The rows of a JSON file, so many at a time that tables stay small."""
+    """Yield the rows of a JSON file, up to ROWS_PER_TABLE at a time."""
     from datasets.utils.file_utils import xopen
 
     encoding = "utf-8-sig" if config.encoding == "utf-8" else config.encoding
@@ -316,16 +347,16 @@ def _row_batches(file: str, config: Any) -> Iterator[list[Row]]:
             yield some
 
 
-def _json_table(builder: Any, rows: list[Row], asked: _Request) -> pyarrow.Table:
-    """A table of the asked keys of rows; null where a row lacks one.
+def _json_table(builder: Any, rows: list[Row], request: _Request) -> pyarrow.Table:
+    """Make a table of the columns of rows, with null for keys that a row lacks.
 
     Raises:
-        UnusableData: a row has a key twice, or no text under the key for it.
+        UnusableData: a row has a key twice, or a text column holds another value.
     """
     import pyarrow
 
     arrays = {}
-    for key, name in asked.columns.items():
+    for key, name in request.columns.items():
         for row in rows:
             if name in row.twice:
                 raise DamagedFile(f"{row.place} has the key {name!r} twice")
@@ -334,8 +365,8 @@ def _json_table(builder: Any, rows: list[Row], asked: _Request) -> pyarrow.Table
         if is_text(kind):
             arrays[name] = _text_array(values, rows, key, name)
         elif type(kind).__name__ == "Json":
-            said = [None if x is None else json.dumps(x) for x in values]
-            arrays[name] = pyarrow.array(said, pyarrow.string())
+            texts = [None if x is None else json.dumps(x) for x in values]
+            arrays[name] = pyarrow.array(texts, pyarrow.string())
         else:
             arrays[name] = pyarrow.array(values)
     return builder._cast_table(pyarrow.table(arrays))
@@ -364,18 +395,19 @@ def _text_array(
 
 
 def _path(files: Any) -> str:
-    """The path of the one file of a list, without what says how it is compressed."""
+    """The path of the first file of a list, without the prefix for its compression."""
     return str(files[0]).rpartition("::")[2]
 
 
 def _is_empty(path: str) -> bool:
+    """Return whether a local file is empty."""
     return os.path.isfile(path) and not os.path.getsize(path)
 
 
-def _error_with_path(error: Exception, path: str, asked: _Request) -> Exception:
-    """The error to raise for one of a file, which may be that a column is missing."""
-    if asked.kind == "parquet" and "No match for FieldRef" in str(error):
-        known = _schema(path, asked.kind).names
-        key = next(x for x, name in asked.columns.items() if name not in known)
-        error = UnusableData(unknown_column(key, asked.columns[key], known))
-    return error_with_path(error, path, asked.where)
+def _error_with_path(error: Exception, path: str, request: _Request) -> Exception:
+    """Return an error with the path of its file, or about a missing column."""
+    if request.kind == "parquet" and "No match for FieldRef" in str(error):
+        known = _schema(path, request.kind).names
+        key = next(x for x, name in request.columns.items() if name not in known)
+        error = UnusableData(unknown_column(key, request.columns[key], known))
+    return error_with_path(error, path, request.where)

@@ -1,4 +1,8 @@
-"""Data sets of the Hugging Face hub, and local folders in the same formats."""
+"""Data sets of the Hugging Face hub, and local folders in the same formats.
+
+`load` returns the texts of a data set that is downloaded or local. `open_streams` and
+`streamed_texts` read a data set row by row while it is packed.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +31,26 @@ from symjax.data.sources.opening import (
 from symjax.data.sources.saved_datasets import SavedDataset
 from symjax.data.sources.texts import Document, Texts
 
-HELDOUT = ("validation", "test")  # the first of them that there is
-ROWS_AT_ONCE = 256  # read at a time
-PAUSES = (1, 2, 4, 8, 16)  # seconds before each attempt at a stream that breaks
+HELDOUT = ("validation", "test")  # the first of these that exists is held out
+ROWS_AT_ONCE = 256
+PAUSES = (1, 2, 4, 8, 16)  # seconds before each new attempt after a broken connection
 
 
 def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
-    """The texts of one column, and what identifies them.
+    """Load the texts of one column of a data set.
 
-    The data set's own validation split is held out, else its test split, else rows by
-    the sha256 of their text. Other splits than train are not used, unless there is only
-    one. Rows without text are left out. A text file is one row; its line ends become
+    The validation split is held out, or else the test split. If the data set has only
+    one split, rows are held out by the sha256 of their text. Other splits are not used.
+    Rows without text are left out. A text file is one row; its line ends become
     newlines.
 
     Returns:
-        the rows, which stay on disk; and name, subset, column, revision (of
-        a folder: a hash of its files' names, sizes and times) and splits read.
+        the texts, which stay on disk; and plain values that identify them: name,
+        subset, column, revision (for a folder a hash of the names, sizes and times of
+        its files) and the splits that are read.
     Raises:
-        ValueError: the hub is silent, or there is no such data set, subset, column or
-            text in it; the message names what there is.
+        ValueError: the hub does not answer, or there is no such data set, subset or
+            column, or no text in it. The message lists the names that exist.
     """
     left_out = LeftOut()
 
@@ -60,25 +65,25 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
     if len(found) == 1:
         [rows] = found.values()
         scanned = []
-        with bar(len(rows), "reading", " rows") as shown:
+        with bar(len(rows), "reading", " rows") as progress:
             for text in rows.counting(left_out):
                 scanned.append(splits.hash_and_size([text]))
-                shown.update()
+                progress.update()
         left_out.say(message_name(options))
         return splits.held_out_by_content(
             documents, scanned, message_name(options), "rows"
         ), facts
     sizes = [
-        np.array([len(text) for text in texts.counting(left_out)])
-        for texts in found.values()
+        np.array([len(text) for text in column.counting(left_out)])
+        for column in found.values()
     ]
     left_out.say(message_name(options))
-    held = np.repeat([False, True], [len(own) for own in sizes])
-    return Texts(documents, held, int(sum(own.sum() for own in sizes))), facts
+    held = np.repeat([False, True], [len(size) for size in sizes])
+    return Texts(documents, held, int(sum(size.sum() for size in sizes))), facts
 
 
 def revision(options: config.Data) -> str:
-    """The revision of a data set: its commit on the hub."""
+    """Return the commit of a data set on the hub."""
     with open_dataset(options, columns_of(options)) as found:
         return found.revision
 
@@ -86,11 +91,12 @@ def revision(options: config.Data) -> str:
 def open_streams(
     options: config.Data, revision: str
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The rows of the training split and of the held-out one, if there is one, not read
-    yet; and what identifies them.
+    """Open the training split and, if there is one, the held-out split as streams.
 
     Args:
-        revision: of `revision`; the rows are those, wherever the data set is at since.
+        revision: the commit to read, as `revision` returned it.
+    Returns:
+        the streams of rows, and plain values that identify the data set.
     """
     with open_dataset(options, columns_of(options), revision) as found:
         names = _chosen_splits(options, found.names)
@@ -117,7 +123,7 @@ def streamed_texts(
         ValueError: the data set has no such column, or cannot be read.
     """
     failed, number = 0, 0
-    went_on = " since it went on" if state else ""
+    resumed = " since the stream was resumed" if state else ""
     with quiet_libraries(), errors_in_one_line(options):
         while True:
             rows.load_state_dict(
@@ -130,14 +136,14 @@ def streamed_texts(
                         yield text, rows.state_dict()
                     elif left_out is not None:
                         kind = f"rows without text in {options.column!r}"
-                        left_out.add(kind, f"row {number}{went_on}")
+                        left_out.add(kind, f"row {number}{resumed}")
                 return
             except Exception as error:
                 if failed == len(PAUSES) or not is_connection_error(error):
                     raise
                 print(
-                    f"{message_name(options)} broke off ({type(error).__name__}): "
-                    f"continuing after it in {PAUSES[failed]} s",
+                    f"{message_name(options)} lost its connection "
+                    f"({type(error).__name__}): continuing in {PAUSES[failed]} s",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -146,10 +152,10 @@ def streamed_texts(
 
 
 def _counted_from_file_start(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a state that counts rows from the beginning of a file.
+    """Return a stream's state that counts rows from the beginning of a file.
 
-    `datasets` counts them from a table, so its states hold for tables of one size only:
-    those of older versions of this library were of another size.
+    `datasets` counts rows from the beginning of a table, so its states are valid for
+    one size of tables only. Older versions of this library had another size.
     """
     outer = (state or {}).get("examples_iterable", {})
     inner = outer.get("examples_iterable", {})
@@ -165,6 +171,7 @@ def _counted_from_file_start(state: dict[str, Any] | None) -> dict[str, Any] | N
 
 
 def _text(row: dict[str, Any], column: str) -> str | None:
+    """Return the text of a row, or None."""
     check_column("column", column, row)
     if not isinstance(row[column], str | None):
         kind = type(row[column]).__name__
@@ -175,9 +182,14 @@ def _text(row: dict[str, Any], column: str) -> str | None:
 def read_splits(
     options: config.Data, convert: Callable[[Any, str], Any]
 ) -> tuple[dict[str, Any], dict[str, Any], OpenedDataset | SavedDataset]:
-    """convert(rows, split) of the training split and of the held-out one, if there is
-    one, by name; what identifies them; and what keeps the rows of a folder on disk, as
-    long as it lives."""
+    """Convert the rows of the training split and, if there is one, the held-out split.
+
+    Args:
+        convert: (rows, split) → the value of a split.
+    Returns:
+        the values by split, plain values that identify the data set, and the opened
+        data set. The rows of a folder stay on disk as long as the latter lives.
+    """
     with open_dataset(options, columns_of(options)) as source:
         names = _chosen_splits(options, source.names)
         found = {}
@@ -191,7 +203,7 @@ def read_splits(
 
 
 def columns_of(options: config.Data) -> dict[str, str]:
-    """The columns that are read, by the keys that name them."""
+    """The columns to read, by the configuration keys that name them."""
     columns = {"column": options.column}
     return columns | ({"label": options.label} if options.label else {})
 
@@ -199,7 +211,7 @@ def columns_of(options: config.Data) -> dict[str, str]:
 def _identity(
     options: config.Data, source: OpenedDataset | SavedDataset, read: list[str]
 ) -> dict[str, Any]:
-    """Plain values that identify a data set of which some splits are read."""
+    """Plain values that identify the splits `read` of a data set."""
     return {
         "name": options.name,
         "subset": source.subset,
@@ -210,8 +222,10 @@ def _identity(
 
 
 def _chosen_splits(options: config.Data, names: list[str]) -> list[str]:
-    """The split to train on, and the one to hold out, if there is one; the others are
-    named."""
+    """Choose the split to train on and, if there is one, the split to hold out.
+
+    One line tells the splits that are left out.
+    """
     if len(names) == 1:
         return names
     if "train" not in names:
@@ -227,7 +241,7 @@ def _chosen_splits(options: config.Data, names: list[str]) -> list[str]:
 
 
 class _TextColumn:
-    """The column of a `Dataset` on disk, without rows that have no text."""
+    """The texts of a column of a `Dataset` on disk, without rows that have no text."""
 
     def __init__(self, rows: Any, column: str, split: str):
         check_column("column", column, rows.column_names)
@@ -242,7 +256,7 @@ class _TextColumn:
             yield from filter(None, batch[self._column])
 
     def counting(self, left_out: LeftOut) -> Iterator[str]:
-        """The same texts; rows that have none are counted."""
+        """Yield the texts, and count the rows without text."""
         batches = (batch[self._column] for batch in self._rows.iter(ROWS_AT_ONCE))
         for number, text in enumerate(itertools.chain.from_iterable(batches), 1):
             if text:
@@ -252,7 +266,7 @@ class _TextColumn:
                 left_out.add(kind, f"row {number} of {self._split!r}")
 
     def __len__(self) -> int:
-        """Of all rows, also those without text."""
+        """Number of rows, including those without text."""
         return len(self._rows)
 
     def __bool__(self) -> bool:

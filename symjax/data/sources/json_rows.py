@@ -1,4 +1,4 @@
-"""The rows of a JSON file: one object a line, a list, or objects one after another."""
+"""Rows of a JSON file: one object per line, a list, or objects one after another."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from symjax.data.sources.errors import DamagedFile
 
 
 class Row(NamedTuple):
-    """
+    """A row of a JSON file.
+
     Attributes:
-        place: where the row is in its file: "line 3", "item 3".
-        values: of its keys.
-        twice: keys that it has more than once.
+        place: the place of the row in its file, such as "line 3" or "item 3".
+        values: the values by key.
+        twice: keys that the row has more than once.
     """
 
     place: str
@@ -25,12 +26,13 @@ class Row(NamedTuple):
 
 
 class _ObjectWithRepeatedKeys(dict):
-    """An object that has keys more than once; the last value of each counts."""
+    """An object with keys that occur more than once; the last value of each counts."""
 
     twice: frozenset[str] = frozenset()
 
 
 def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object from its pairs, and note repeated keys."""
     found = dict(pairs)
     if len(found) == len(pairs):
         return found
@@ -50,16 +52,15 @@ _DECODER_OF_LARGE_NUMBERS = json.JSONDecoder(
 def read_rows(lines: Iterable[str], field: str | None = None) -> Iterator[Row]:
     """Return the rows of a file, in order.
 
-    A file is one object a line, as a rule. If its first line is no object alone, it is
-    a list of objects, a list of texts (rows with the key "text"), or objects that take
-    several lines each; such a file is read as a whole.
+    A file usually has one object per line, and is read line by line. It may also be a
+    list of objects, a list of texts (rows with the key "text"), or objects of several
+    lines each. Such files are read whole.
 
     Args:
-        lines: of the file, with their ends.
-        field: the key of the one object of the file under which the rows are.
+        lines: the lines of the file, with their ends.
+        field: the file is one object, and the rows are under this key.
     Raises:
-        DamagedFile: the file is damaged, or holds something else than rows; the
-            message has the line.
+        DamagedFile: the file is damaged or holds no rows; the message has the line.
     """
     if field is not None:
         whole = next(_values("".join(lines), 1), (1, None))[1]
@@ -81,33 +82,40 @@ def read_rows(lines: Iterable[str], field: str | None = None) -> Iterator[Row]:
 
 
 def _objects(lines: Iterator[str], number: int) -> Iterator[tuple[int, Any]]:
-    """The values of lines, each with the line it begins in.
+    """Yield the values of lines, each with the line in which it begins.
 
-    From a line on in which a value does not end, all lines are read at once.
+    If a value does not end in its line, all remaining lines are read at once.
     """
     for line, text in enumerate(lines, number):
         try:
-            found = [*_values(text, line)]
+            values = [*_values(text, line)]
         except _JsonSyntaxError as error:
             if not error.goes_on:
                 raise
             try:
-                found = [*_values(text + "".join(lines), line)]
+                values = [*_values(text + "".join(lines), line)]
             except _JsonSyntaxError as other:
                 raise (other if other.line > line else error) from None
-        yield from found
+        yield from values
 
 
 class _JsonSyntaxError(DamagedFile):
-    """Text that is no JSON, in a line of a file; it may go on in the next one."""
+    """A line of a file is no JSON.
+
+    Attributes:
+        line: its number.
+        goes_on: the value may continue in the next line.
+    """
 
     line = 0
     goes_on = False
 
 
 def _values(text: str, number: int) -> Iterator[tuple[int, Any]]:
-    """Each value of a text that begins in a line, and the line it begins in.
+    """Yield the values of a text, each with the line in which it begins.
 
+    Args:
+        number: the line in which the text begins.
     Raises:
         DamagedFile: the text is no JSON; the message has the line.
     """
@@ -134,7 +142,7 @@ def _values(text: str, number: int) -> Iterator[tuple[int, Any]]:
 
 
 def _decode_at(text: str, begin: int) -> tuple[Any, int]:
-    """A value of a text and where it ends; numbers may be of any size."""
+    """Return a value and the place after it; numbers may have any number of digits."""
     try:
         return _DECODER.raw_decode(text, begin)
     except json.JSONDecodeError:
@@ -144,7 +152,7 @@ def _decode_at(text: str, begin: int) -> tuple[Any, int]:
 
 
 def _items(whole: Any) -> Iterator[Row]:
-    """Rows of a list of objects or texts."""
+    """Yield the rows of a list of objects or texts."""
     for number, value in enumerate(whole, 1):
         if isinstance(value, str):
             value = {"text": value}

@@ -1,6 +1,7 @@
-"""Sources of labelled examples, each a function.
+"""Sources of labelled examples: packages, digits, and hub with `data.label`.
 
-The data set has a held-out split, or a fifth of every label is held out, by a hash.
+The held-out split of a data set is used. If it has none, a fifth of the examples of
+every label is held out by a hash.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from symjax.data.sources.texts import read_pieces
 from symjax.optional import needed
 
 NUMBER_PATTERN = r"-?\d+(\.\d+)?"
-SOURCES = ("packages", "digits")  # those whose examples always have labels
+SOURCES = ("packages", "digits")  # sources whose examples always have labels
 
 
 class LabelledSource(NamedTuple):
-    """
+    """Labelled examples.
+
     Attributes:
-        contents: texts, or images uint8 [height, width, channels], all of one size.
-        labels: of each, a place in `names`.
-        held: of each, whether it is held out.
-        names: of the labels.
-        white: the largest value of a pixel; 0: these are texts.
-        facts: plain values that identify the examples beside their content.
+        contents: texts, or images uint8 [height, width, channels] of one size.
+        labels: the label of each example, an index of `names`.
+        held: for each example, whether it is held out.
+        names: the names of the labels.
+        white: the largest value of a pixel; 0 for texts.
+        facts: plain values that identify the examples in addition to their content.
     """
 
     contents: list[Any]
@@ -44,25 +46,26 @@ class LabelledSource(NamedTuple):
 
 
 def has_labels(options: config.Data) -> bool:
+    """Return whether the examples of a source have labels."""
     return options.source in SOURCES or bool(options.label)
 
 
 def load(options: config.Data) -> LabelledSource:
-    """The labelled examples of a configured source.
+    """Load the labelled examples of a source.
 
     Raises:
-        ValueError: the source cannot give any for these options.
+        ValueError: the source has no labelled examples for these options.
     """
     table.check_keys(options)
     if options.source == "packages":
         return _packages()
     if options.source == "digits":
         return _digits()
-    return _columns_of_dataset(options)
+    return _from_dataset(options)
 
 
 def _packages() -> LabelledSource:
-    """Files of the standard library; the label is the package that a file is in."""
+    """Files of the standard library, each labelled with its package."""
     files = local_files.packages()
     names = list(files)
     paths = {name: path for package in files.values() for name, path in package.items()}
@@ -89,15 +92,14 @@ def _digits() -> LabelledSource:
     )
 
 
-def _columns_of_dataset(options: config.Data) -> LabelledSource:
-    """Texts or images of a data set with their labels; its splits as in `hub.load`.
+def _from_dataset(options: config.Data) -> LabelledSource:
+    """Texts or images of a data set with their labels, and splits as in `hub.load`.
 
-    Rows without content or label are left out, and counted. Images are of one size,
-    with 1 or 3 channels.
+    Rows without content or label are left out and counted. Images have 1 or 3 channels.
 
     Raises:
-        ValueError: as `hub.load`; no such label column, a held-out label that training
-            does not have, images of several sizes, or no Pillow for images.
+        ValueError: as in `hub.load`; the label column does not exist, a held-out label
+            is not in training, images have several sizes, or Pillow is missing.
     """
     columns = options.column, options.label
     left_out = LeftOut()
@@ -107,18 +109,18 @@ def _columns_of_dataset(options: config.Data) -> LabelledSource:
 
     found, facts, _ = hub.read_splits(options, examples)
     left_out.say(message_name(options))
-    names = next(iter(found.values()))[2]  # those of training
+    names = next(iter(found.values()))[2]  # the labels of training
     numbers = {name: number for number, name in enumerate(names)}
     contents, labels, held = [], [], []
-    for side, (split, (own, its, _)) in enumerate(found.items()):
-        if unknown := sorted(set(its) - set(names)):
+    for side, (split, (split_contents, split_labels, _)) in enumerate(found.items()):
+        if unknown := sorted(set(split_labels) - set(names)):
             raise ValueError(
                 f"{message_name(options)} has label {unknown[0]!r} in split {split!r} "
                 f"only, training has {', '.join(names)}"
             )
-        contents += own
-        labels += [numbers[label] for label in its]
-        held += [bool(side)] * len(its)
+        contents += split_contents
+        labels += [numbers[label] for label in split_labels]
+        held += [bool(side)] * len(split_labels)
     shapes = {x.shape for x in contents if isinstance(x, np.ndarray)}
     if len(shapes) > 1:
         one, other = sorted(shapes)[:2]
@@ -126,8 +128,8 @@ def _columns_of_dataset(options: config.Data) -> LabelledSource:
             f"{message_name(options)} has images of several sizes: {one} and {other}"
         )
     if len(found) == 1:
-        own = [names[label] for label in labels]
-        held = splits.stratified(map(splits.sha256, contents), own)
+        label_of_each = [names[label] for label in labels]
+        held = splits.stratified(map(splits.sha256, contents), label_of_each)
     facts["label"] = options.label
     return LabelledSource(contents, labels, held, names, 255 if shapes else 0, facts)
 
@@ -135,7 +137,7 @@ def _columns_of_dataset(options: config.Data) -> LabelledSource:
 def _examples(
     rows: Any, column: str, label: str, split: str, left_out: LeftOut
 ) -> tuple[Any, ...]:
-    """Contents, the names of their labels, and all names in order; () if no rows."""
+    """Return contents, the label of each, and all labels in order; () if no rows."""
     import datasets
 
     for key, name in (("column", column), ("label", label)):
@@ -181,7 +183,7 @@ def _examples(
 
 
 def _label_names(values: set[Any], kind: str) -> list[str]:
-    """The names of labels in order: numbers by their size, also those of a CSV."""
+    """Return the names of labels in order. Numbers are sorted by value, also in CSV."""
     if kind == "csv" and all(re.fullmatch(NUMBER_PATTERN, value) for value in values):
         return sorted(values, key=float)
     if len({isinstance(value, str) for value in values}) > 1:
@@ -190,10 +192,10 @@ def _label_names(values: set[Any], kind: str) -> list[str]:
 
 
 def _pixels(content: Any, row: str) -> np.ndarray:
-    """The pixels of an image file; shades of grey stay one channel.
+    """Return the pixels of an image file. Grey images have one channel, others three.
 
     Raises:
-        ValueError: Pillow cannot read it, or 8 bits do not hold its pixels.
+        ValueError: Pillow cannot read the file, or pixels have more than 8 bits.
     """
     import datasets
 
@@ -201,8 +203,8 @@ def _pixels(content: Any, row: str) -> np.ndarray:
     try:
         image = datasets.Image().decode_example(content)
     except Exception as error:
-        why = " ".join(str(error).split())
-        raise UnusableData(f"{file}{row} is no image: {why}") from None
+        reason = " ".join(str(error).split())
+        raise UnusableData(f"{file}{row} is no image: {reason}") from None
     if image.mode.startswith(("I", "F")):
         raise UnusableData(
             f"{file}{row} has pixels of more than 8 bits (mode {image.mode!r}): "

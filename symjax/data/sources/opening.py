@@ -1,6 +1,6 @@
-"""Opening of data sets of the hub and of local folders, with errors of one line.
+"""Opening of data sets of the hub and of local folders, with errors in one line.
 
-If the hub does not respond within SILENCE seconds, the line says what to do. Later
+If the hub does not answer within ANSWER_SECONDS, the line says what to do. Later
 requests have the limits of huggingface_hub: six attempts each, and
 HF_HUB_DOWNLOAD_TIMEOUT seconds (10) without a byte.
 """
@@ -44,12 +44,12 @@ FOLDER = "a local folder of parquet, json or text files"
 
 
 class OpenedDataset:
-    """A data set whose splits can be read.
+    """A data set that was opened with a builder of `datasets`.
 
     Attributes:
-        names: of its splits.
-        subset: which of its subsets it is.
-        revision: of its content.
+        names: the names of its splits.
+        subset: the name of the subset that was opened.
+        revision: a hash of its content, or its commit on the hub.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class OpenedDataset:
     ):
         """
         Args:
-            own: what is prepared is used by this library alone, so it may lack the
-                splits and columns that are not asked for.
+            own: the prepared files are used by this library alone, so they may lack
+                splits and columns that it does not read.
         """
         self._builder, self._own, self._where = builder, own, where
         if own:
@@ -69,13 +69,21 @@ class OpenedDataset:
         self.revision = builder.hash or ""
 
     def read(self, names: list[str], *, stream: bool = False) -> dict[str, Any]:
-        """The rows of splits: `Dataset`s on disk, as long as this object lives, or
-        `IterableDataset`s. Other splits are not read."""
+        """Return the rows of splits by name, as `Dataset`s on disk.
+
+        The files on disk may be deleted with this object.
+
+        Args:
+            names: the splits; others are not read.
+            stream: return `IterableDataset`s.
+        """
         files: Any = self._builder.config.data_files
         if files and self._own:
             kept = {name: files[name] for name in files if str(name) in names}
             self._builder.config.data_files = type(files)(kept)
-        expected: Any = self._builder.info.splits  # those of a data card are compared
+        expected: Any = (
+            self._builder.info.splits
+        )  # the sizes in a data card, which are checked
         if expected and self._own:
             kept = {name: expected[name] for name in expected if name in names}
             self._builder.info.splits = type(expected)(kept)
@@ -95,8 +103,7 @@ class OpenedDataset:
 
 
 def _add_unlisted(files: Iterable[str], rows: Any, left_out: LeftOut) -> None:
-    """Count images that are in no row, since their folder's metadata does not list
-    them.
+    """Count images that are in no row because the metadata does not list them.
 
     Args:
         files: images, their metadata and archives.
@@ -115,12 +122,15 @@ def _add_unlisted(files: Iterable[str], rows: Any, left_out: LeftOut) -> None:
 def open_dataset(
     options: config.Data, columns: Columns, revision: str = ""
 ) -> Iterator[OpenedDataset | SavedDataset]:
-    """Open a data set for reading the asked columns.
+    """Open a data set of the hub, or a local folder, for reading some columns.
 
-    Entries of a folder that are not read are named, one line a kind.
+    One line per kind tells which entries of a folder are not read.
 
+    Args:
+        revision: a commit of the hub; "" for the newest.
     Raises:
-        ValueError: there is none, or inside something about it fails.
+        ValueError: the data set does not exist, or an error about it is raised inside
+            the `with` block.
     """
     _check_name(options.name)
     path, where = os.path.expanduser(options.name), message_name(options)
@@ -145,7 +155,7 @@ def open_dataset(
 def _open_folder_of_files(
     path: str, subset: str, columns: Columns, where: str, left_out: LeftOut
 ) -> OpenedDataset:
-    """The rows of a folder of files, which are copied to where they can be mapped."""
+    """Open a folder of data files, whose rows are copied into a temporary folder."""
     files = data_files(path)
     check_one_format(path, files)
     with contextlib.ExitStack() as made:
@@ -174,7 +184,7 @@ def _check_no_subset(subset: str) -> None:
 def _builder_for_capitals(
     path: str, files: dict[Path, str], columns: Columns, cache: str
 ) -> DatasetBuilder:
-    """A builder for files with endings in capitals, which `datasets` does not find."""
+    """Make a builder for files with endings in capitals, which `datasets` ignores."""
     import datasets
     from datasets.data_files import DataFilesDict, DataFilesList, get_data_patterns
 
@@ -200,11 +210,12 @@ def _builder_for_capitals(
 
 
 def message_name(options: config.Data) -> str:
-    """What messages call a data set."""
+    """Name of a data set in messages."""
     return f"data.name {options.name!r}"
 
 
 def _check_name(name: str) -> None:
+    """Raise if data.name can be neither a data set of the hub nor a folder."""
     path = os.path.expanduser(name)
     local = name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if not name:
@@ -222,7 +233,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_reachable(name: str) -> None:
-    """One request without a retry: the library itself would try for minutes."""
+    """Send one request without a retry; the library itself would retry for minutes."""
     import huggingface_hub
 
     if not huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -236,7 +247,11 @@ def _builder(
     cache: str | None,
     revision: str | None,
 ) -> DatasetBuilder:
-    """Raises: ValueError: an unknown subset, or none where there are several."""
+    """Make a builder of `datasets` for a data set of the hub or a folder.
+
+    Raises:
+        ValueError: the subset is unknown, or is missing and there are several.
+    """
     import datasets
     import huggingface_hub
 
@@ -246,7 +261,7 @@ def _builder(
         "revision": revision,
     }
     if huggingface_hub.constants.HF_HUB_OFFLINE and cache is None:
-        # What is prepared is found by the options it was prepared with.
+        # Prepared files are found by the options with which they were prepared.
         for kind in ("text", "parquet", "csv", "json"):
             with contextlib.suppress(ValueError, TypeError):
                 own = builder_options(kind, columns)
@@ -256,15 +271,15 @@ def _builder(
     except ValueError:
         known = datasets.get_dataset_config_names(path)
         if subset in known or (len(known) == 1 and not subset):
-            raise  # it is about something else
+            raise  # the error is not about the subset
         problem = f"{subset!r} is unknown" if subset else "is needed"
         raise UnusableData(
             f"data.subset {problem}: choose from {', '.join(sorted(known))}"
         ) from None
     if builder.name == "cache" and builder.info.builder_name == "text":
         raise UnusableData(
-            f"data.name {path!r} is in the local cache by lines only, without their "
-            "ends: unset HF_HUB_OFFLINE once"
+            f"data.name {path!r} is in the local cache as lines without their ends: "
+            "unset HF_HUB_OFFLINE once"
         )
     own = builder_options(builder.name, columns)
     return datasets.load_dataset_builder(path, **options, **own) if own else builder
@@ -272,7 +287,11 @@ def _builder(
 
 @contextlib.contextmanager
 def errors_in_one_line(options: config.Data) -> Iterator[None]:
-    """Raises: ValueError: any error of the libraries, in one line."""
+    """Turn any error of the libraries into a ValueError of one line.
+
+    Raises:
+        ValueError: an error was raised inside the `with` block.
+    """
     try:
         yield
     except (UnusableData, MemoryError):
@@ -285,7 +304,7 @@ def errors_in_one_line(options: config.Data) -> Iterator[None]:
 
 
 def _problem(error: BaseException) -> str:
-    """Say what went wrong, by the first cause of an error, and what to do."""
+    """Return what went wrong, by the first cause of an error, and what to do."""
     import huggingface_hub
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError
@@ -303,8 +322,9 @@ def _problem(error: BaseException) -> str:
             "configs, with endings in small letters"
         )
     first = chain[-1]
-    said = " ".join(str(first).split()).partition(" with any supported extension")[0]
-    reason = f"{type(first).__name__}: {said}"
+    message = " ".join(str(first).split())
+    message = message.partition(" with any supported extension")[0]
+    reason = f"{type(first).__name__}: {message}"
     if not any(map(is_connection_error, chain)):
         return f"cannot be loaded ({reason})"
     if huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -317,9 +337,9 @@ def _problem(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Bars on a terminal only, no log of attempts, and downloads that time out.
+    """Let the libraries show bars on a terminal only, and log no attempts.
 
-    They go by HTTP and not by xet, which has no time limit.
+    Downloads use HTTP and not xet, which has no timeout.
     """
     import datasets
     import huggingface_hub

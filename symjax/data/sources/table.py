@@ -106,20 +106,22 @@ def check_keys(options: config.Data) -> None:
             )
     if options.mixture and options.label:
         raise ValueError(
-            f"data.mixture {options.mixture!r} is of text: leave data.label "
+            f"data.mixture {options.mixture!r} is for texts: leave data.label "
             f"{options.label!r} empty"
         )
     if options.streaming != bool(options.tokens):
         raise ValueError(
             f"data.streaming {options.streaming} and data.tokens {options.tokens}: "
-            "a stream needs both, or leave both away"
+            "set both for a stream, else neither"
         )
     if options.streaming and (options.mixture or options.label):
-        raise ValueError("data.streaming is of one text: no data.mixture or data.label")
+        raise ValueError(
+            "data.streaming reads one text: leave data.mixture and data.label empty"
+        )
     if options.streaming and options.tokenizer == "char":
         raise ValueError(
-            "data.tokenizer char needs all characters before the first: data.streaming "
-            "has byte, bpe or a tokenizer.json"
+            "data.tokenizer char takes its alphabet from the whole text: choose byte, "
+            "bpe or a tokenizer.json for data.streaming"
         )
     if options.bos == "true" and (options.tokenizer in tokens.KINDS or options.label):
         other = "data.label" if options.label else f"data.tokenizer={options.tokenizer}"

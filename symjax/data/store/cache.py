@@ -1,10 +1,11 @@
-"""Packed corpora of a machine, one folder each, shared by its runs and processes.
+"""The cache of packed corpora: one folder each, shared by all runs of a machine.
 
-    <cache>/<name>/       .npy files and corpus.json, which is never there without them
-    <cache>/.<name>.lock  locked by the process that packs; another one waits for it
+    <cache>/<name>/       .npy files and corpus.json, which is written last
+    <cache>/.<name>.lock  held by the process that packs; others wait for it
 
-A name has the source and a hash: of the options, of the names, sizes and times of the
-source's files or the hub's revision, and of a tokenizer's file.
+A name has the source and a hash. The hash covers the options, the names, sizes and
+times of the source's files, the revisions of data sets on the hub, and the tokenizer's
+file.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ from symjax.data.store.manifest import (
 from symjax.data.store.packed import SAMPLED_FROM, PackedArray, sample_hash
 from symjax.storage import UNFINISHED, check_writable, user_cache
 
-# Writes .npy files of a format into a folder, and returns what else the manifest says.
+# (options, folder, format): writes .npy files into the folder, and returns the entries
+# of the manifest about them.
 Pack = Callable[[config.Data, Path, int], dict[str, Any]]
 
 
 def root(options: config.Data) -> Path:
-    """The folder of all packed corpora.
+    """The folder of the cache.
 
     Raises:
-        ValueError: `data.cache` is no folder of this machine.
+        ValueError: `data.cache` is not on this machine.
     """
     if "://" in options.cache:
         raise ValueError(
@@ -57,13 +59,13 @@ def root(options: config.Data) -> Path:
 def folder_name(
     options: config.Data, revisions: list[str] | None = None, *, format: int = FORMAT
 ) -> str:
-    """The name of a corpus. Reads no text.
+    """Return the name of the folder of a corpus, without reading its text.
 
     Args:
-        format: of the corpus; one of another format has another name.
-        revisions: of data sets of the hub, where they are not to be asked for.
+        revisions: the revisions of data sets on the hub; None to ask the hub.
+        format: the format of the corpus; each format has another name.
     Raises:
-        ValueError: the source is not there, or the hub does not answer.
+        ValueError: the source does not exist, or the hub does not answer.
     """
     files = table.files(options)
     places = [str(path.resolve()) for path in files.values()]
@@ -84,21 +86,22 @@ def folder_name(
 def open_cached(
     options: config.Data, pack: Pack, *, repair: bool = False, format: int = FORMAT
 ) -> tuple[dict[str, Any], dict[str, PackedArray]]:
-    """The manifest and the arrays of a corpus, packed if it is not in the cache.
+    """The manifest and the arrays of a corpus. It is packed if the cache lacks it.
 
-    Killed at any moment, a process leaves the corpus whole or not at all.
+    If the process is killed, the cache has the whole corpus or none of it.
 
     Args:
-        repair: pack a damaged one again.
-        format: of the corpus.
+        repair: pack a damaged corpus again.
+        format: the format of the corpus.
     Raises:
-        ValueError: the source or the cache cannot be read, or the cache written.
+        ValueError: the source or the cache cannot be read, or the cache cannot be
+            written.
     """
     place = root(options) / folder_name(options, format=format)
     check_writable(place.parent, f"data.cache {str(place.parent)!r}")
     if not (place / MANIFEST).exists():
         with locked(place):
-            if not (place / MANIFEST).exists():  # no other process was faster
+            if not (place / MANIFEST).exists():  # no other process has packed it
                 _pack_into_cache(options, place, pack, format)
     try:
         manifest = read_manifest(place)
@@ -116,7 +119,7 @@ def open_arrays(place: Path, manifest: dict[str, Any]) -> dict[str, PackedArray]
     """The arrays of a corpus by name.
 
     Raises:
-        ValueError: one of them is missing or not what the manifest says.
+        ValueError: a file is missing or not as the manifest describes it.
     """
     files = manifest.get("files", {}).items()
     return {
@@ -126,7 +129,7 @@ def open_arrays(place: Path, manifest: dict[str, Any]) -> dict[str, PackedArray]
 
 @contextlib.contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Keep other processes from packing a corpus; wait, and say so, while one does."""
+    """Hold the lock of a corpus. If another process holds it, say so and wait."""
     lock = _lock(place)
     try:
         held = lock.acquire(blocking=False)
@@ -142,7 +145,7 @@ def _lock(place: Path) -> filelock.BaseFileLock:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what killed processes left, but nothing that one is writing now."""
+    """Remove unfinished folders of killed processes, but none that is being written."""
     for rest in folder.glob(f"{UNFINISHED}*"):
         place = folder / rest.name.removeprefix(UNFINISHED)
         with contextlib.suppress(filelock.Timeout, OSError):
@@ -153,16 +156,16 @@ def _remove_unfinished(folder: Path) -> None:
 def _pack_into_cache(
     options: config.Data, place: Path, pack: Pack, format: int
 ) -> None:
-    """Pack into a folder of another name, which is then moved to its place."""
+    """Pack a corpus into a temporary folder, then rename the folder to its place."""
     files = table.files(options)
     stamp, unfinished = stamp_of(files), place.with_name(f"{UNFINISHED}{place.name}")
     _remove_unfinished(place.parent)
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir()
     try:
         facts = pack(options, unfinished, format)
         written = {path.name: file_facts(path) for path in sorted(unfinished.iterdir())}
-        # Of files that changed meanwhile it is unknown which content was read.
+        # If files changed meanwhile, it is unknown which content was read.
         content = content_of(files) if stamp_of(files) == stamp else ""
         manifest = {
             "name": place.name,
@@ -172,7 +175,7 @@ def _pack_into_cache(
             "files": written,
         }
         write_manifest(unfinished, manifest)
-        shutil.rmtree(place, ignore_errors=True)  # one that is damaged
+        shutil.rmtree(place, ignore_errors=True)  # a damaged corpus
         os.rename(unfinished, place)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

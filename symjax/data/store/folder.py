@@ -1,8 +1,8 @@
-"""The examples of a run: a manifest in its folder `data`, and the arrays it names.
+"""The packed data of a run: a manifest in its folder `data`, and arrays in the cache.
 
-The arrays are in the cache: see `cache`. If they are gone, they are packed again from
-the source, and must be those of the manifest. Runs from before there was a cache have
-their arrays beside the manifest, and do not need their source.
+If the arrays are no longer in the cache, they are packed again from the source, and
+must have the hashes of the manifest. Runs of versions without a cache have their arrays
+beside the manifest, and do not need their source.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ def open_folder(
     replace: bool = False,
     format: int = FORMAT,
 ) -> tuple[dict[str, Any], dict[str, PackedArray]]:
-    """The manifest of a run and its arrays by name, packed where no run has yet.
+    """The manifest of a run, and its arrays by name. They are packed if necessary.
 
     Args:
-        replace: pack anew where the manifest is of other options, or something is
-            damaged, as long as nothing has been trained on it.
-        format: what is packed where there is no manifest.
+        directory: the folder "data" of the run.
+        pack: packs a corpus that is not in the cache.
+        replace: replace a manifest with other options, and damaged files. Callers allow
+            this only while nothing has been trained on them.
+        format: the format to pack if there is no manifest.
     Raises:
-        ValueError: the source cannot be read, the manifest is of other options, a file
-            is damaged, or what was packed is gone and its source has changed.
+        ValueError: the source cannot be read, the manifest has other options, a file
+            is damaged, or the arrays are gone and their source has changed.
     """
     if (directory / MANIFEST).exists():
         try:
@@ -59,16 +61,18 @@ def open_folder(
 
 
 def arrays_in(options: config.Data, directory: Path) -> Path:
-    """Where the arrays of a run's manifest are, or were."""
+    """The folder of the arrays of a run; they may be gone."""
     name = read_manifest(directory).get("name")
     return root(options) / name if name else directory
 
 
 def verify(options: config.Data, directory: Path) -> None:
-    """Compare every byte of a run's arrays, where it has any, with what was written.
+    """Read all arrays of a run and compare them with their hashes.
+
+    Nothing happens if the run has no arrays.
 
     Raises:
-        ValueError: a file is damaged, or the manifest.
+        ValueError: a file or the manifest is damaged.
     """
     if not (directory / MANIFEST).exists():
         return
@@ -79,19 +83,20 @@ def verify(options: config.Data, directory: Path) -> None:
 
 
 def source_change(options: config.Data, directory: Path) -> str:
-    """One line if the source's files are no longer those that were packed, else ""."""
+    """One line if the source has changed since it was packed; else ""."""
     if not _changed(options, read_manifest(directory)):
         return ""
     return (
         f"{source_name(options)} has changed since it was packed: the run continues "
-        f"with what it has of it in {arrays_in(options, directory)}, a new --workdir "
-        "takes the new text"
+        f"with the text in {arrays_in(options, directory)}; a run in a new --workdir "
+        "packs the new text"
     )
 
 
 def _read_folder(
     options: config.Data, directory: Path, pack: Pack
 ) -> tuple[dict[str, Any], dict[str, PackedArray]]:
+    """Open the arrays of a manifest that exists; pack them again if they are gone."""
     manifest = read_manifest(directory)
     check_options(manifest["options"], options, directory)
     place = arrays_in(options, directory)
@@ -115,9 +120,9 @@ def _read_folder(
 
 
 def _changed(options: config.Data, manifest: dict[str, Any]) -> bool:
-    """Whether the source's files are there, and others than were packed.
+    """Return whether the source's files exist and differ from those that were packed.
 
-    Names, sizes and times are compared; only where they differ, the content, by sha256.
+    Contents are compared by sha256, but only if names, sizes or times differ.
     """
     packed = manifest.get("origin")
     try:
@@ -130,7 +135,7 @@ def _changed(options: config.Data, manifest: dict[str, Any]) -> bool:
 
 
 def source_name(options: config.Data) -> str:
-    """What a user would call it: data.path 'book.txt'."""
+    """Name of a source in messages: "data.path 'book.txt'"."""
     key = "mixture" if options.mixture else ENTRY_KEYS.get(options.source)
     return (
         f"data.{key} {getattr(options, key)!r}" if key else config_key(options.source)

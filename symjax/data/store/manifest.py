@@ -1,4 +1,8 @@
-"""Manifests of packed corpora: JSON files, each with a hash of itself."""
+"""Manifests of packed corpora: `corpus.json`, a JSON file with a hash of itself.
+
+A manifest has the options of `data.`, the tokenizer, the fingerprint of the text, the
+loss of n-grams, and the size and hashes of every file.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,19 @@ MANIFEST = "corpus.json"
 
 
 def stored_options(options: config.Data) -> dict[str, Any]:
-    """The options that decide what is packed: all but where it is kept."""
-    found = dataclasses.asdict(options)
-    del found["cache"]
-    return found
+    """The options that decide what is packed: all except `data.cache`."""
+    values = dataclasses.asdict(options)
+    del values["cache"]
+    return values
 
 
 def fingerprint(source: str, facts: dict[str, Any], content: Any) -> dict[str, Any]:
-    """What identifies a corpus: its source, what is known of it, and its content."""
+    """Return plain values that identify a corpus.
+
+    Args:
+        facts: what `table.load` returned about the source.
+        content: a hash object that has read all of the text.
+    """
     return {
         "source": source,
         **facts,
@@ -34,21 +43,25 @@ def fingerprint(source: str, facts: dict[str, Any], content: Any) -> dict[str, A
 
 
 def sealed(manifest: dict[str, Any]) -> str:
-    """A manifest as JSON with a hash of itself."""
+    """Return a manifest as JSON with a hash of itself."""
     return json.dumps({**manifest, "seal": json_sha256(manifest)}, indent=1) + "\n"
 
 
 def write_manifest(
     directory: Path, manifest: dict[str, Any], name: str = MANIFEST
 ) -> None:
-    """A file that `read_manifest` reads, in a folder that is made if it is missing."""
+    """Write a manifest into a folder, which is made if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
     with replaced(directory, name) as unfinished:
         (unfinished / name).write_text(sealed(manifest))
 
 
 def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any]:
-    """Raises: ValueError: the file is not what `sealed` made."""
+    """Read a manifest.
+
+    Raises:
+        ValueError: the file is not as `write_manifest` wrote it.
+    """
     path = directory / name
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -64,13 +77,19 @@ def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any]:
 
 
 def format_of(fingerprint: dict[str, Any]) -> int:
-    """The format of a packed corpus; older ones do not name theirs, which is 1."""
+    """The format of a packed corpus, which is 1 if its fingerprint has none."""
     return fingerprint.get("format", 1)
 
 
 def check_options(found: dict[str, Any], options: config.Data, directory: Path) -> None:
-    """Raises: ValueError: the folder holds examples of other options."""
-    found = dataclasses.asdict(config.Data()) | found  # keys it did not have yet
+    """Raise if a folder was packed with other options.
+
+    Args:
+        found: the options in the manifest of the folder.
+    Raises:
+        ValueError: the message has each different key and both of its values.
+    """
+    found = dataclasses.asdict(config.Data()) | found  # defaults of newer keys
     different = [
         f"data.{name}: {found[name]!r} → {value!r}"
         for name, value in stored_options(options).items()
@@ -84,20 +103,22 @@ def check_options(found: dict[str, Any], options: config.Data, directory: Path) 
 
 
 def stamp_of(files: dict[str, Path]) -> str:
-    """A hash of names, sizes and times of change."""
+    """Return a hash of the names, sizes and modification times of files."""
     status = {name: path.stat() for name, path in files.items()}
     return json_sha256({n: [s.st_size, s.st_mtime_ns] for n, s in status.items()})
 
 
 def content_of(files: dict[str, Path]) -> str:
-    """A hash of names and contents."""
+    """Return a hash of the names and contents of files."""
     return json_sha256({name: sha256_of(path) for name, path in files.items()})
 
 
 def json_sha256(value: Any) -> str:
+    """Return the sha256 of a value as JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
-"""Token ids in a file, read piece by piece and never mapped into memory.
+"""An array in a file, whose slices are read when they are asked for.
 
-Touching a memory map of a file that was cut short kills the process with SIGBUS; a
-read that returns too few bytes is an exception.
+The file is not mapped into memory: reading a map of a file that was cut short kills the
+process with SIGBUS. A read that returns too few bytes raises an exception instead.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-SAMPLED_FROM = 1 << 26  # bytes of a file, from which opening it checks a sample
-BLOCKS, BLOCK = 64, 1 << 16  # of a sample, and the bytes of each
+SAMPLED_FROM = 1 << 26  # bytes from which opening a file checks only a sample of it
+BLOCKS, BLOCK = 64, 1 << 16  # blocks of a sample, and bytes per block
 REMEDY = "delete the folder to build it again"
 
 
 def sample_hash(file: BinaryIO, size: int) -> str:
-    """A hash of blocks of a file of so many bytes, from its first to its last."""
+    """Return a hash of `BLOCKS` blocks of a file, spread evenly from start to end.
+
+    Args:
+        size: the bytes of the file.
+    """
     content = hashlib.sha256()
     for number in range(BLOCKS):
         file.seek(number * max(0, size - BLOCK) // (BLOCKS - 1))
@@ -29,25 +33,26 @@ def sample_hash(file: BinaryIO, size: int) -> str:
 
 
 def layout_of(file: BinaryIO) -> tuple[int, np.dtype, int]:
-    """Of a .npy file of one axis: its length, its type, where its content begins."""
+    """Return the length, dtype and first content byte of a .npy file with one axis."""
     np.lib.format.read_magic(file)
     (length,), _, dtype = np.lib.format.read_array_header_1_0(file)
     return length, dtype, file.tell()
 
 
 class PackedArray:
-    """Token ids [T] of a .npy file that is held open; slices of it are arrays.
+    """An array [T] in a .npy file, such as token ids; its slices are NumPy arrays.
 
-    A slice costs one read, wherever it is. The file may be deleted or
-    replaced while it is held: reads continue in the file that was opened.
+    A slice costs one read. If the file is deleted or replaced while it is open, reads
+    continue in the file that was opened.
 
     Args:
-        size, sha256: what the file was when it was written.
-        sample: what `sample_hash` it was. A large file is compared with it when it is
-            opened, and with sha256 by `verify`; "": with sha256.
+        size, sha256: the size and hash of the file when it was written.
+        sample: its `sample_hash` when it was written; "" if it has none. Opening a file
+            of `SAMPLED_FROM` bytes or more compares the sample, and `verify` the whole
+            file. Opening a smaller file, or one without sample, compares all of it.
     Raises:
-        ValueError: the file is missing or not what was written; while it is in use,
-            it has been changed or cannot be read any more.
+        ValueError: the file is missing or is not as it was written. A slice raises if
+            the file has changed since it was opened or cannot be read.
     """
 
     def __init__(self, path: Path, *, size: int, sha256: str, sample: str = ""):
@@ -98,7 +103,7 @@ class PackedArray:
 
     @property
     def vanished(self) -> bool:
-        """Whether the path no longer leads to the file that is held open."""
+        """True if the path no longer leads to the open file."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
         except OSError:
@@ -110,7 +115,11 @@ class PackedArray:
         return file
 
     def verify(self) -> None:
-        """Raises: ValueError: the content is not what was written; reads all of it."""
+        """Read the whole file and compare it with its sha256.
+
+        Raises:
+            ValueError: the content has changed.
+        """
         with self._file() as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
                 raise self._damaged("its sha256 has changed")

@@ -1,17 +1,20 @@
-"""A program that packs a stream, beside the runs that train on what it has packed.
+"""The program that packs a stream while runs train on the part that is packed.
 
     python -m symjax.data.store.packer   reads a `PackRequest` as JSON from stdin
 
-It is a process of its own, since tokenizing and decoding in a thread would hold the
-interpreter's lock for as long as a step takes. It ends with the one that started it,
-whose end of its stdin closes. If it is killed, the next one continues after
-the last document in the file of its progress.
+It is a separate process, because tokenizing in a thread would hold the interpreter's
+lock for as long as a training step. It ends when the process that started it ends,
+since then its stdin is closed. If it is killed, the next packer continues from
+`progress.json`.
 
-In the folder of the corpus, until `corpus.json` says that it is whole:
+`corpus.json` is written last. Until then, the folder of the corpus has:
 
-    train.npy, train_ends.npy   growing; heldout.npy and its ends are whole
-    head.json       what is known once the first shard is packed: tokenizer, fingerprint
-    progress.json   what is safely on the disk, and the state of the stream after it
+    heldout.npy, heldout_ends.npy   complete
+    heldout_keys.npy                hashes of the held-out documents
+    train.npy, train_ends.npy       growing
+    head.json       the part of the manifest that is known after the first shard
+    progress.json   the counts that are flushed to disk, and the state of the stream
+                    after them
 """
 
 from __future__ import annotations
@@ -57,20 +60,19 @@ from symjax.storage import replaced
 
 HEAD, PROGRESS, KEYS = "head.json", "progress.json", "heldout_keys.npy"
 HELDOUT_FILES = "heldout.npy", "heldout_ends.npy"
-HELD_SHARE, LARGEST_HELD_OUT = (
-    1 / 20,
-    1 << 24,
-)  # characters held out, of data.tokens and at most
+# The most characters that are held out: a share of data.tokens, and a fixed number.
+HELD_SHARE, LARGEST_HELD_OUT = 1 / 20, 1 << 24
 
 
 class PackRequest(NamedTuple):
-    """The data to pack, and the folder for it.
+    """The stream to pack, and the folder for it.
 
     Attributes:
+        options: the options of the data set.
         place: the folder of the corpus in the cache.
-        revisions: of the data set; none of a local folder.
-        shard: tokens after which what has been packed may be read.
-        format: of the corpus, where it has not been begun.
+        revisions: the revision of the data set; empty for a local folder.
+        shard: tokens per shard. Runs may read a shard once it is packed.
+        format: the format of a corpus that is begun now.
     """
 
     options: config.Data
@@ -80,45 +82,47 @@ class PackRequest(NamedTuple):
     format: int = FORMAT
 
     def as_json(self) -> str:
+        """Return the request as JSON, for `request_from_json`."""
         options, place, *rest = self
         return json.dumps([dataclasses.asdict(options), str(place), *rest])
 
 
 def request_from_json(text: str) -> PackRequest:
+    """Return the request that `PackRequest.as_json` wrote."""
     options, place, *rest = json.loads(text)
     return PackRequest(config.Data(**options), Path(place), *rest)
 
 
-def pack(order: PackRequest) -> None:
-    """Pack a stream as far as it is not yet.
+def pack(request: PackRequest) -> None:
+    """Pack the part of a stream that is not packed yet.
 
     Raises:
         ValueError: the data set cannot be read.
     """
-    with locked(order.place):
-        if (order.place / MANIFEST).exists():
+    with locked(request.place):
+        if (request.place / MANIFEST).exists():
             return
-        if not (order.place / PROGRESS).exists():
-            shutil.rmtree(order.place, ignore_errors=True)
-            order.place.mkdir()
-        _Packer(order).run()
+        if not (request.place / PROGRESS).exists():
+            shutil.rmtree(request.place, ignore_errors=True)
+            request.place.mkdir()
+        _Packer(request).run()
 
 
 class _Packer:
-    """The rest of a stream, from its beginning or from where a packer stopped.
+    """Packer of a stream, from its beginning or from where the last packer stopped.
 
     Attributes:
         keys: hashes of the held-out documents.
-        state: of the training split after the last document that counts.
-        counts: what is kept of the training files.
-        head: the manifest as far as the first shard decides it; None before that.
+        state: state of the training split after the last document that was written.
+        counts: the part of existing training files that is kept.
+        head: the part of the manifest that is known after the first shard; None before.
     """
 
-    def __init__(self, order: PackRequest):
-        self.order, self.options, self.place = order, order.options, order.place
-        revision = next(iter(order.revisions), "")
+    def __init__(self, request: PackRequest):
+        self.request, self.options, self.place = request, request.options, request.place
+        revision = next(iter(request.revisions), "")
         self.rows, self.facts = hub.open_streams(self.options, revision)
-        self.content = hashlib.sha256()  # of what is held out and the first shard
+        self.content = hashlib.sha256()  # of the held-out text and the first shard
         self.state: dict[str, Any] | None = None
         self.counts, self.head = Counts(), None
         self.left_out = LeftOut()
@@ -126,28 +130,31 @@ class _Packer:
             self._resume()
         else:
             self.tokenizer = self._tokenizer()
-            self._mark(order.format)
+            self._choose_boundaries(request.format)
             self.keys, self.held = self._hold_out()
 
-    def _mark(self, format: int) -> None:
+    def _choose_boundaries(self, format: int) -> None:
+        """Set `marks`, the tokens around documents."""
         self.marks = boundaries(self.tokenizer, several=True, format=format)
 
     def _resume(self) -> None:
+        """Read the state of the packer that stopped."""
         self.head = read_manifest(self.place, HEAD)
         self.tokenizer = tokens.from_description(self.head["tokenizer"])
-        self._mark(format_of(self.head["fingerprint"]))
+        self._choose_boundaries(format_of(self.head["fingerprint"]))
         self.counts, self.state = read_progress(self.place)
         self.keys = set(np.load(self.place / KEYS).tolist())
 
     def _documents(
         self, split: int, left_out: LeftOut | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (text, state after it) of a split: 0 for training, −1 for held-out."""
         return hub.streamed_texts(self.options, self.rows[split], self.state, left_out)
 
     def _held_out(
         self, left_out: LeftOut | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Documents of the held-out split, or else the first ones of training."""
+        """Documents of the held-out split, or else the first documents of training."""
         left = min(LARGEST_HELD_OUT, self.options.tokens * HELD_SHARE)
         for text, state in self._documents(-1, left_out):
             yield text, state
@@ -156,16 +163,16 @@ class _Packer:
                 return
 
     def _tokenizer(self) -> tokens.Tokenizer:
-        """BPE learns from the training text, as far as it is needed."""
+        """Make the tokenizer; BPE learns from the training documents."""
         first = 0 if len(self.rows) > 1 else sum(1 for _ in self._held_out())
         texts = (text for text, _ in itertools.islice(self._documents(0), first, None))
         options = self.options
-        bos = "false" if self.order.format == 1 else options.bos
+        bos = "false" if self.request.format == 1 else options.bos
         more = {"vocabulary": options.vocabulary, "bos": bos}
         return tokens.build(options.tokenizer, pieces(texts), **more)
 
     def _hold_out(self) -> tuple[set[int], Counts]:
-        """Write what is held out: the hashes of its documents, and how much it is."""
+        """Write the held-out split; return hashes of its documents, and its counts."""
         writer = self._writer("heldout")
         keys, after = [], None
         for text, state in self._held_out(self.left_out):
@@ -178,15 +185,24 @@ class _Packer:
         return set(keys), writer.close()
 
     def _writer(self, split: str, counts: Counts | None = None) -> SplitWriter:
-        made = self.place, split, self.tokenizer, self.marks, self.content
-        return SplitWriter(*made, lambda _: None, counts)
+        return SplitWriter(
+            self.place,
+            split,
+            self.tokenizer,
+            self.marks,
+            self.content,
+            lambda _: None,
+            counts,
+        )
 
     def run(self) -> None:
-        """Write training documents, but copies of what is held out, and their number
-        after each shard."""
-        shard, wanted = self.order.shard, self.options.tokens
+        """Write the training documents, and `progress.json` after each shard.
+
+        Copies of held-out documents are left out.
+        """
+        shard, wanted = self.request.shard, self.options.tokens
         writer = self._writer("train", self.counts)
-        with bar(min(shard, wanted), "packing the first tokens", " tokens") as shown:
+        with bar(min(shard, wanted), "packing the first tokens", " tokens") as progress:
             for text, state in self._documents(0, self.left_out):
                 if writer.counts.tokens >= wanted:
                     break
@@ -198,26 +214,27 @@ class _Packer:
                 writer.add([text])
                 size = writer.counts.tokens
                 if self.head is None:
-                    shown.update(size - shown.n)
+                    progress.update(size - progress.n)
                 if size // shard > before:
                     self._advance(writer)
-                    shown.close()
+                    progress.close()
         self.left_out.say(message_name(self.options))
         if self.head is None:
             self._advance(writer)
         self._finish(writer.close())
 
     def _advance(self, writer: SplitWriter) -> None:
-        """Write how much is packed; the first time also the manifest so far."""
+        """Flush the files and write `progress.json`, and the first time `head.json`."""
         counts = writer.sync()
         if self.head is None:
             self.head = self._head(counts)
             write_manifest(self.place, self.head, HEAD)
-        said = {**counts._asdict(), "state": self.state}
+        facts = {**counts._asdict(), "state": self.state}
         with replaced(self.place, PROGRESS) as unfinished:
-            (unfinished / PROGRESS).write_text(json.dumps(said))
+            (unfinished / PROGRESS).write_text(json.dumps(facts))
 
     def _finish(self, whole: Counts) -> None:
+        """Write `corpus.json`."""
         names = sorted(path.name for path in self.place.glob("*.npy"))
         manifest = dict(self.head or {})
         manifest["files"] = {name: file_facts(self.place / name) for name in names}
@@ -225,7 +242,7 @@ class _Packer:
         write_manifest(self.place, manifest)
 
     def _head(self, counts: Counts) -> dict[str, Any]:
-        """The manifest, as far as the first shard decides it."""
+        """The part of the manifest that is known after the first shard."""
         if not counts.tokens:
             raise ValueError(
                 f"data.name {self.options.name!r} has no text beside what is held out"
@@ -234,7 +251,7 @@ class _Packer:
         arrays = {x: np.load(self.place / x, mmap_mode="r") for x in HELDOUT_FILES}
         arrays = {Path(name).stem: array for name, array in arrays.items()}
         arrays["train"] = _written_entries(self.place / "train.npy", counts.tokens)
-        arrays["train"] = arrays["train"][: self.order.shard]
+        arrays["train"] = arrays["train"][: self.request.shard]
         arrays["train_ends"] = _written_entries(
             self.place / "train_ends.npy", counts.documents - 1
         )
@@ -243,12 +260,12 @@ class _Packer:
         return {
             "name": self.place.name,
             "options": stored_options(self.options),
-            "revisions": self.order.revisions,
-            "shard": self.order.shard,
+            "revisions": self.request.revisions,
+            "shard": self.request.shard,
             "tokenizer": self.tokenizer.describe(),
             "fingerprint": {
                 **fingerprint(self.options.source, self.facts, self.content),
-                "format": self.order.format,
+                "format": self.request.format,
                 "datasets": version("datasets"),
                 "heldout": self.held._asdict(),
             },
@@ -259,36 +276,37 @@ class _Packer:
 
 
 def _written_entries(path: Path, length: int) -> np.ndarray:
-    """The first entries of a .npy file that is being written."""
+    """Return the first `length` entries of a .npy file that is being written."""
     with path.open("rb") as file:
         _, dtype, begin = layout_of(file)
         if not length:
-            return np.empty(0, dtype)  # which cannot be mapped
+            return np.empty(0, dtype)  # an empty range cannot be mapped
         return np.memmap(file, dtype, "r", begin, (length,))
 
 
 def read_progress(place: Path) -> tuple[Counts, dict[str, Any]]:
-    """How much is safely packed, and the state of the stream after it."""
-    said = json.loads((place / PROGRESS).read_text())
-    state = said.pop("state")
-    return Counts(**said), state
+    """Return the counts that are flushed to disk, and the stream's state after them."""
+    facts = json.loads((place / PROGRESS).read_text())
+    state = facts.pop("state")
+    return Counts(**facts), state
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()  # comes back when the other end is closed
+    """Exit as soon as stdin is closed."""
+    sys.stdin.buffer.read()  # returns when the parent closes its end or dies
     os._exit(1)
 
 
 def main() -> None:
-    """Exit code 0: all is packed; 1: it cannot be, for the reason on stdout."""
-    said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no reason
-    order = request_from_json(sys.stdin.buffer.readline().decode())
+    """Pack the request on stdin; exit with 0, or with 1 and the reason on stdout."""
+    reasons = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # stdout is for reasons alone: prints of libraries go to stderr
+    request = request_from_json(sys.stdin.buffer.readline().decode())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        pack(order)
+        pack(request)
     except (ValueError, OSError) as error:
-        print(error, file=said, flush=True)
+        print(error, file=reasons, flush=True)
         os._exit(1)
     os._exit(0)
 

@@ -1,8 +1,8 @@
-"""Text that is read while another process still packs it: see `packer`.
+"""A corpus that is read while another process still packs it: see `packer`.
 
-What has been packed grows by whole shards of so many tokens. Rows of a shard are in a
-pseudo-random order of its own, and the shards follow each other; so which row a number
-stands for does not depend on how far the packer has come.
+It grows by whole shards. The shards follow each other, and the rows of each shard are
+in a pseudo-random order. So the text of a row does not depend on how many shards are
+packed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from symjax.data.store.packer import HEAD, PROGRESS, PackRequest, read_progress
 from symjax.data.store.writer import Counts
 from symjax.storage import check_writable
 
-SHARD = 1 << 24  # tokens: of 2,048 a row, 8,192 rows are in a random order
+SHARD = 1 << 24  # tokens: 8,192 rows of 2,048 tokens in a pseudo-random order
 POLL_SECONDS, REPORT_SECONDS = (
     0.2,
     30.0,
@@ -43,48 +43,50 @@ POLL_SECONDS, REPORT_SECONDS = (
 
 
 class Stream:
-    """What is packed of a corpus so far, by a process that ends with this object.
+    """A packer process, and the number of tokens that it has packed.
+
+    The process ends when this object is deleted.
 
     Args:
-        order: what that process is told.
+        request: the stream to pack.
     """
 
-    def __init__(self, order: PackRequest):
-        self.place, self.wanted = order.place, order.options.tokens
+    def __init__(self, request: PackRequest):
+        self.place, self.wanted = request.place, request.options.tokens
         self.complete, self.counts = False, Counts()
         self._closed = False
-        words = [sys.executable, "-m", "symjax.data.store.packer"]
+        command = [sys.executable, "-m", "symjax.data.store.packer"]
         here = str(Path(__file__).resolve().parents[3])
         paths = filter(None, [here, os.environ.get("PYTHONPATH")])
         self._process = subprocess.Popen(
-            words,
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             text=True,
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # so that Ctrl-C reaches only the run
         )
         self._end = weakref.finalize(self, _end_process, self._process)
         self._input = self._process.stdin
-        print(order.as_json(), file=self._input, flush=True)
+        print(request.as_json(), file=self._input, flush=True)
 
     def wait_for(self, tokens: int) -> int:
-        """Wait until so many tokens are packed, or the stream has ended.
+        """Wait until `tokens` tokens are packed, or all of the stream is packed.
 
         Returns:
-            the tokens that are packed.
+            the number of tokens that are packed.
         Raises:
-            ValueError: the packer has ended before that, for a reason that it says.
+            ValueError: the packer has ended before; the message has its reason.
         """
-        said = time.monotonic() + 1 - REPORT_SECONDS
+        reported = time.monotonic() + 1 - REPORT_SECONDS
         while not self._look() and self.counts.tokens < tokens:
             if self._closed:
                 raise ValueError(f"{self.place} is closed")
             ended = self._process.poll() is not None
             if ended and not self._look() and not self._closed:
                 raise ValueError(self._reason())
-            if self.counts.tokens and time.monotonic() - said > REPORT_SECONDS:
-                said = time.monotonic()
+            if self.counts.tokens and time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
                 tqdm.write(
                     f"waiting for the stream: {self.counts.tokens:,} of "
                     f"{self.wanted:,} tokens are packed, {tokens:,} are needed",
@@ -94,19 +96,19 @@ class Stream:
         return self.counts.tokens
 
     def finish(self) -> None:
-        """Wait until all is packed, with a bar."""
-        with bar(self.wanted, "packing", " tokens") as shown:
+        """Wait until all of the stream is packed, with a progress bar."""
+        with bar(self.wanted, "packing", " tokens") as progress:
             while not self.complete:
                 self.wait_for(self.counts.tokens + 1)
-                shown.update(self.counts.tokens - shown.n)
+                progress.update(self.counts.tokens - progress.n)
 
     def close(self) -> None:
-        """End the packer, and every wait for it in other threads."""
+        """End the packer. A `wait_for` in another thread then raises a ValueError."""
         self._closed = True
         self._end()
 
     def _look(self) -> bool:
-        """Whether all is packed; `counts` says how much is so far."""
+        """Update `counts`; return whether all of the stream is packed."""
         if self.complete:
             return True
         if (self.place / MANIFEST).exists():
@@ -117,8 +119,9 @@ class Stream:
         return self.complete
 
     def _reason(self) -> str:
-        said = self._process.stdout.read() if self._process.stdout else ""
-        return said.strip() or (
+        """The reason that a packer printed before it ended, or its exit code."""
+        reason = self._process.stdout.read() if self._process.stdout else ""
+        return reason.strip() or (
             f"the process that packs {self.place} ended with exit code "
             f"{self._process.returncode}"
         )
@@ -133,9 +136,9 @@ def _end_process(process: subprocess.Popen) -> None:
 
 
 class GrowingArray:
-    """An array [T] of a .npy file to which a packer appends; slices of it are arrays.
+    """An array [T] in a .npy file to which a packer appends; slices are NumPy arrays.
 
-    Its length is what is packed so far.
+    Its length is the number of entries that are packed.
     """
 
     def __init__(self, stream: Stream, name: str):
@@ -150,7 +153,7 @@ class GrowingArray:
         counts = self.stream.counts
         if not self._ends:
             return counts.tokens
-        # The end of the last document may still move.
+        # The end of the last document is written with the next one.
         return counts.documents - (not self.stream.complete)
 
     def __getitem__(self, piece: slice) -> np.ndarray:
@@ -166,12 +169,12 @@ class GrowingArray:
 def open_stream(
     options: config.Data, directory: Path, *, replace: bool, format: int
 ) -> tuple[dict[str, Any], dict[str, PackedArray | GrowingArray]]:
-    """The manifest of a run and its arrays by name, once the first shard is packed.
+    """The manifest of a run, and its arrays by name. Waits for the first shard.
 
     Args:
-        replace, format: as of `open_folder`.
+        replace, format: as in `open_folder`.
     Raises:
-        ValueError: the data set cannot be read, or is not the one of the run.
+        ValueError: the data set cannot be read, or is not that of the run's manifest.
     """
     known = _kept_manifest(options, directory, replace)
     revisions = known["revisions"] if known else table.revisions(options)
@@ -197,7 +200,7 @@ def open_stream(
             f"{source_name(options)} does not begin as it did when this run was "
             "packed: use another --workdir"
         )
-    else:  # what the run has said of its targets so far
+    else:  # all other entries stay as the run began with them
         manifest = {**known, "fingerprint": manifest["fingerprint"]}
     return manifest, arrays
 
@@ -205,7 +208,7 @@ def open_stream(
 def _kept_manifest(
     options: config.Data, directory: Path, replace: bool
 ) -> dict[str, Any] | None:
-    """The manifest of a run, if it has one that is to be kept."""
+    """The manifest of a run; None if it has none, or one that may be replaced."""
     if not (directory / MANIFEST).exists():
         return None
     try:

@@ -1,4 +1,8 @@
-"""Arrays written to .npy files piece by piece, and documents as two of them."""
+"""Writers of packed text: `ArrayWriter` for a .npy file, `SplitWriter` for a split.
+
+`SplitWriter` writes the tokens of all documents of a split into `<split>.npy`, and the
+places where they end into `<split>_ends.npy`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,16 @@ from symjax.data.boundaries import SEPARATOR, Boundaries, Piece
 from symjax.data.sources.texts import Document
 from symjax.data.tokens import Tokenizer
 
-ENCODED_AT_ONCE = 1 << 20  # characters that are encoded together, on all cores
+ENCODED_AT_ONCE = 1 << 20  # characters; the tokenizer uses all cores
 
 
 class ArrayWriter:
     """A .npy file of one axis, to which arrays are appended.
 
-    The header has room for any length: it is written again when the file is closed.
+    The header has room for any length. It is written again when the file is closed.
 
     Args:
-        length: how much of a file that is there is kept; 0: a new one.
+        length: the number of entries of an existing file to keep; 0 for a new file.
     """
 
     def __init__(self, path: Path, dtype: Any, length: int = 0):
@@ -34,18 +38,23 @@ class ArrayWriter:
         self._file.seek(0, os.SEEK_END)
 
     def append(self, array: np.ndarray) -> None:
-        """Raises: ValueError: the type is not the file's."""
+        """Append the entries of an array.
+
+        Raises:
+            ValueError: the dtype is not that of the file.
+        """
         if array.dtype != self.dtype:
             raise ValueError(f"{self.path} has {self.dtype}, got {array.dtype}")
         self._file.write(array.tobytes())
         self.length += len(array)
 
     def sync(self) -> None:
-        """What has been appended is on the disk then."""
+        """Flush everything that was appended to the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Write the header with the final length, and close the file."""
         self._file.seek(0)
         self._header()
         if self._file.tell() != self._begin:
@@ -59,7 +68,7 @@ class ArrayWriter:
 
 
 class Counts(NamedTuple):
-    """How much of a split has been written."""
+    """Numbers of documents, tokens and bytes of text that a split has."""
 
     documents: int = 0
     tokens: int = 0
@@ -67,13 +76,14 @@ class Counts(NamedTuple):
 
 
 class SplitWriter:
-    """The documents of a split: tokens in one file, where each ends in another.
+    """Writer of the documents of a split: tokens in one file, ends in another.
 
     Args:
         marks: the tokens around documents.
-        content: a hash of all text and of what stands before and between documents.
-        shown: called with the characters of each piece that is written.
-        counts: of what is kept of files that are there.
+        content: a hash object that is updated with all text, and with the pieces before
+            and between documents.
+        report: called with the number of characters that were written.
+        counts: the part of existing files to keep; None for new files.
     """
 
     def __init__(
@@ -83,25 +93,27 @@ class SplitWriter:
         tokenizer: Tokenizer,
         marks: Boundaries,
         content: Any,
-        shown: Callable[[int], Any],
+        report: Callable[[int], Any],
         counts: Counts | None = None,
     ):
-        self._tokenizer, self._content, self._shown = tokenizer, content, shown
+        self._tokenizer, self._content, self._report = tokenizer, content, report
         self._marks = marks
         self._waiting: list[str | int | None] = []
         self._characters = 0
         self.documents, tokens, self.bytes = counts or Counts()
         dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
         self._tokens = ArrayWriter(folder / f"{split}.npy", dtype, tokens)
-        before = max(0, self.documents - 1)  # the last end may still move
+        before = max(0, self.documents - 1)  # the last end is written later
         self._ends = ArrayWriter(folder / f"{split}_ends.npy", np.int64, before)
 
     @property
     def counts(self) -> Counts:
+        """The counts of everything that was added."""
         self._encode()
         return Counts(self.documents, self._tokens.length, self.bytes)
 
     def add(self, document: Document) -> None:
+        """Write a document, with the tokens before and after it."""
         if self.documents:
             self._mark(self._marks.between)
             self._end_last()
@@ -115,25 +127,27 @@ class SplitWriter:
         self.documents += 1
 
     def sync(self) -> Counts:
-        """What has been added is on the disk then."""
+        """Flush everything that was added to the disk."""
         self._encode()
-        for written in (self._tokens, self._ends):
-            written.sync()
+        for file in (self._tokens, self._ends):
+            file.sync()
         return self.counts
 
     def close(self) -> Counts:
+        """Write the end of the last document, and close both files."""
         self._end_last()
         self._encode()
-        for written in (self._tokens, self._ends):
-            written.close()
+        for file in (self._tokens, self._ends):
+            file.close()
         return self.counts
 
     def _end_last(self) -> None:
+        """Note that the last document ends here."""
         if self.documents:
             self._waiting.append(None)
 
     def _mark(self, piece: Piece) -> None:
-        """Put what stands before a document."""
+        """Add the piece between or before documents, if there is one."""
         if isinstance(piece, str):
             self._put(piece)
         elif piece is not None:
@@ -141,6 +155,7 @@ class SplitWriter:
             self._waiting.append(piece)
 
     def _put(self, piece: str) -> None:
+        """Add a piece of text."""
         encoded = piece.encode()
         self._content.update(encoded)
         self.bytes += len(encoded)
@@ -150,7 +165,7 @@ class SplitWriter:
             self._encode()
 
     def _encode(self) -> None:
-        """Writes what waits: pieces of text, tokens, and where documents end (None)."""
+        """Encode and write the waiting pieces: text, tokens, and ends (None)."""
         texts = [x for x in self._waiting if isinstance(x, str)]
         encoded = iter(self._tokenizer.encode_all(texts))
         for x in self._waiting:
@@ -160,5 +175,5 @@ class SplitWriter:
                 self._tokens.append(next(encoded))
             else:
                 self._tokens.append(np.array([x], self._tokens.dtype))
-        self._shown(self._characters)
+        self._report(self._characters)
         self._waiting, self._characters = [], 0

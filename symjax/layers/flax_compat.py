@@ -22,8 +22,7 @@ from jaxtyping import Array, Float
 
 from symjax import attention
 from symjax.attention import Mechanism, ScoreMechanism
-
-ARRAYS = ("query", "key", "value")
+from symjax.attention.core.arguments import check_choice, check_count, check_positive
 
 
 def attention_fn(
@@ -140,21 +139,35 @@ def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
                 f"attention_fn: {mechanism} has no option {name!r}: choose from "
                 f"{', '.join(sorted(known))}"
             )
-    _try_options(form.causal or form.attend, options, "projection" in known)
+    _check_options(mechanism, options)
     return form
 
 
-def _try_options(function: Callable, options: dict[str, Any], projected: bool) -> None:
-    """Check now the options that the mechanism would refuse in every call.
+def _check_options(mechanism: str, options: dict[str, Any]) -> None:
+    """Check values that a mechanism would refuse in every call.
 
-    Arrays and functions may belong to heads of one size, and wait for the call.
+    Arrays and functions may belong to heads of one size; a call checks them.
+
+    Raises:
+        ValueError: a value is unknown or out of its range, naming the option.
     """
-    like = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
-    arrays: dict[str, Any] = dict.fromkeys(ARRAYS, like)
-    if projected:
-        arrays["projection"] = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    tried = {name: x for name, x in options.items() if isinstance(x, str | int | float)}
-    jax.eval_shape(lambda arrays: function(**arrays, **tried), arrays)
+    form, who = attention.MECHANISMS[mechanism], f"attention_fn: {mechanism}"
+    plain: dict[str, Any] = {
+        name: x for name, x in options.items() if isinstance(x, str | int | float)
+    }
+    if isinstance(form.attend, ScoreMechanism):
+        nothing = jnp.zeros((1, 0, 1, 1))  # checked like any arrays; computes nothing
+        form.attend(nothing, nothing, nothing, **plain)
+        return
+    for name, value in plain.items():
+        if name in form.choices:
+            check_choice(who, name, value, form.choices[name])
+        elif name in form.declared:
+            form.declared[name].checked(f"{who}: {name}", value)
+        elif name == "chunk_size":
+            check_count(who, name, value)
+        elif name == "scale":
+            check_positive(who, name, value)
 
 
 def _attend_scores(

@@ -264,6 +264,7 @@ def test_a_mechanism_without_a_causal_form_is_refused_where_one_is_wanted(monkey
         ("performer", {"features": "nope"}, "'nope' is unknown: choose from .*favor"),
         ("linear", {"features": "nope"}, "'nope' is unknown: choose from elu"),
         ("linear", {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ("performer", {"scale": -1.0}, "scale must be positive and finite, got -1.0"),
         ("softmax", {"length_base": 1}, "length_base must be above 1 and .*got 1"),
         ("sparsemax", {"implementation": "flash"}, "'flash' is unknown: choose from"),
     ],

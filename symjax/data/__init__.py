@@ -20,9 +20,9 @@
 
 From the packed file to the gradient, in the order of calls:
 
-1.  `examples.open_examples` opens `train.npy` and `train_ends.npy` as `PackedArray`s
-    and binds them to `training_windows`: this is `Examples.train`.
-2.  `training/run.py` asks for the batch of a step in a thread, one step ahead:
+1.  Before the run, `examples.open_examples` opens `train.npy` and `train_ends.npy` as
+    `PackedArray`s and binds them to `training_windows`: this is `Examples.train`.
+2.  `train` in `training/loop.py` makes batches in a thread, one step ahead (`prefetch`).
     `Examples.batch(shape, seed=, step=)` returns a function of (start, stop).
 3.  `Program.place` (`training/step.py`) calls this function for the rows of each device
     and makes global arrays of the results.
@@ -31,7 +31,7 @@ From the packed file to the gradient, in the order of calls:
     length + 1 tokens from each place (`PackedArray.__getitem__`, one `os.pread`); the
     first `length` are inputs, the last `length` targets. `documents.with_segment_ids`
     adds the document of each token if documents are kept apart.
-5.  `training/loop.py` calls the compiled step with inputs and targets: `Steps.train`
+5.  `train` calls the compiled step with inputs and targets: `Steps.train`
     (`training/step.py`) takes `jax.value_and_grad` of `Steps.loss`, which calls
     `loss.hidden_of` (the model's `hidden`) and `loss.objective`.
 

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: saved in the background, checked when they are read."""
+"""Checkpoints on disk: saved in the background, checked when they are restored."""

@@ -1,1 +1,1 @@
-"""Several processes of one run: how they start, agree, stop and exit."""
+"""Processes of one run: their start, agreement, signals and exit codes."""

@@ -1,1 +1,1 @@
-"""Metrics, progress and profiles of a run."""
+"""Metrics, progress and traces of a run."""

@@ -1,1 +1,1 @@
-"""From a configuration to a trained model: optimizer, sharding, step, checkpoints."""
+"""Training runs: from a configuration to a trained model."""

@@ -137,7 +137,7 @@ def objective(
         target_score = jnp.take_along_axis(scores, target, axis=-1)
         loss = jnp.where(has_target, jnp.log(total) - (target_score - shift), 0)
         normaliser = jnp.where(has_target, jnp.log(total) + shift, 0)
-        # Division by the sum: exp(score − normaliser) would round with the normaliser.
+        # exp(score − normaliser) would be the same, but with the normaliser's rounding.
         weight = (1 + 2 * z_loss * normaliser) / total
         gradient = jnp.exp(scores - shift) * weight
         gradient -= jax.nn.one_hot(targets, scores.shape[-1], dtype=scores.dtype)

@@ -1,11 +1,11 @@
-"""Differential attention: one map minus λ times another, over any mechanism.
+"""Differential attention: one map minus λ times another, of any mechanism.
 
     def differential(q, k, v, lam):          # one head: q, k [2 T H], v [T V]; causal
         weights = np.tril(np.exp(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])))
         one, two = weights / weights.sum(axis=-1, keepdims=True)
         return (one - lam * two) @ v
 
-Mechanisms that form no maps have their two outputs subtracted instead.
+For mechanisms without maps, the two outputs are subtracted instead.
 """
 
 import math
@@ -28,11 +28,11 @@ from symjax.attention.softmax import softmax
 
 
 def lambda_initial(depth: int) -> float:
-    """0.8 − 0.6 exp(−0.3 depth), the constant part of λ; depth counts from 0.
+    """Return 0.8 − 0.6 exp(−0.3 depth), the constant part of λ; depth counts from 0.
 
     Raises:
         ValueError: a depth below 0.
-    Source: Ye et al. 2024, arXiv:2410.05258, section 2.1 (there from layer 1).
+    Source: Ye et al. 2024, arXiv:2410.05258, section 2.1 (layers count from 1 there).
     """
     check_number("lambda_initial", "depth", depth, needed=True)
     if depth < 0:
@@ -47,9 +47,9 @@ def differential_lambda(
     key_2: Float[Array, "H"],
     initial: float,
 ) -> Float[Array, ""]:
-    """λ = exp(query_1·key_1) − exp(query_2·key_2) + initial, in float32 at least.
+    """Return λ = exp(query_1·key_1) − exp(query_2·key_2) + initial, at least float32.
 
-    One λ a layer, shared by its heads; it may become negative.
+    All heads of a layer share λ. It may become negative.
 
     Raises:
         ValueError: vectors of different lengths.
@@ -77,21 +77,22 @@ def differential(
     attend: Callable = softmax,
     **options,
 ):
-    """(A₁ − λA₂) V, with A₁ and A₂ the maps of `attend` for two branches of a head.
+    """Return (A₁ − λA₂) V, where A₁ and A₂ are the maps of the branches of a head.
 
-    Sub-heads are ordered (head, branch): 2n is branch 1 of head n, 2n+1 branch 2. With
-    grouped key/value heads, branch b of head n uses key branch b of its group. The
-    norm over each head and the factor 1 − λ_init belong to the layer.
+    Sub-heads are in (head, branch) order: sub-head 2n is branch 1 of head n, 2n+1 is
+    branch 2. With grouped key/value heads, branch b of head n uses key branch b of its
+    group. The norm over each head and the factor 1 − λ_init belong to the layer.
 
-    A score mechanism subtracts the maps before they meet the values: one
-    pass, at 1.1–1.4 times the cost of a single map. Any other runs once with twice
-    the heads, and its outputs are subtracted: for a linear one that is two states.
+    Blocks of rows subtract the maps of a score mechanism and multiply the values once,
+    at 1.1–1.4 times the cost of a single map. Kernels subtract outputs. Every other
+    mechanism runs once with twice the heads, and the outputs are subtracted; a
+    recurrence then has a state per branch.
 
     Args:
-        lam: λ, a scalar, or one a head [N].
+        lam: λ, a scalar, or one per head [N].
         attend: a mechanism with the arguments (query, key, value, **options). If it
-            returns (output, state), so does this.
-        options: of `attend`; a mask or bias has N heads, or one for all.
+            returns (output, state), so does this function.
+        options: options of `attend`; a mask or bias has N heads, or one for all.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1.
@@ -112,7 +113,7 @@ def differential(
     lam = as_array("differential", "lam", lam)
     if lam.shape not in ((), (heads,)):
         raise ValueError(
-            "differential: lam must be a scalar or one a head "
+            "differential: lam must be a scalar or have one value per head "
             f"{(heads,)} of query {query.shape}, got {lam.shape}"
         )
     lam = jnp.broadcast_to(lam, (1, 1, heads))
@@ -128,17 +129,18 @@ def differential_v2(
     attend: Callable = softmax,
     **options,
 ):
-    """a[2n] − λ[n]·a[2n+1], with a the outputs of `attend` for 2N query heads.
+    """Return a[2n] − λ[n]·a[2n+1], where a are the outputs for 2N query heads.
 
-    Both queries of a pair meet the same keys and values, and λ is a token's own. There
-    is no norm and no factor to follow. Cost and execution are as in `differential`.
+    Both query heads of a pair use the same keys and values, and every token has its own
+    λ. No norm and no factor follow. Cost and execution are as in `differential`, except
+    that a recurrence has one state per key head for both branches.
 
     Args:
-        lam: λ of each token and head, after the sigmoid that keeps it in (0, 1).
+        lam: λ of each token and head, after a sigmoid, in (0, 1).
         attend, options: as in `differential`; a mask or bias has N heads, or one.
     Raises:
-        ValueError: shapes that do not fit together, naming both; among them pairs
-            that would be split between two key heads.
+        ValueError: shapes that do not fit together, naming both; also if the query
+            heads of a pair would use two key heads.
     Source: Ye et al. 2026, differential transformer V2 (microsoft/unilm).
     """
     check_function("differential_v2", attend)
@@ -166,16 +168,19 @@ def differential_v2(
 def _difference(
     query: Array, key: Array, value: Array, lam: Array, attend: Callable, options: dict
 ):
-    """Sub-heads 2n − λ[n] · sub-heads 2n+1; a key head serves one branch or both."""
+    """Return sub-heads 2n − λ[n] · sub-heads 2n+1.
+
+    A key head belongs to one branch (V1) or to both (V2).
+    """
     if isinstance(attend, partial) and not attend.args:
         attend, options = attend.func, {**attend.keywords, **options}
     if isinstance(attend, ScoreMechanism):
         return attend(query, key, value, lam=lam, **options)
-    # Queries must stand together at their key head: (k p) of them, or k.
+    # Query heads of one key head must be adjacent; there are (k p) key heads, or k.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]
     order = "(k p g)" if branches == 2 else "(k g p)"
-    for name, array in _of_each_head(options, query).items():
+    for name, array in _options_by_head(options, query).items():
         array = repeat(array, f"b (k g) t s -> b {order} t s", **groups)
         options = {**options, name: array if name != "alibi" else array.ravel()}
     query = rearrange(query, f"b t (k g p) h -> b t {order} h", **groups)
@@ -189,9 +194,9 @@ def _difference(
     return (mixed, *state) if state else mixed
 
 
-def _of_each_head(options: dict, query: Array) -> dict[str, Array]:
-    """The options that differ by head [B N T S]: two sub-heads must share each."""
-    heads, own = query.shape[2] // 2, {}
+def _options_by_head(options: dict, query: Array) -> dict[str, Array]:
+    """Return the options that differ by head, as [B N T S]; sub-heads share them."""
+    heads, differing = query.shape[2] // 2, {}
     for name in ("mask", "bias", "alibi"):
         array = options.get(name)
         if array is None or array.ndim not in (1, 4):
@@ -203,5 +208,5 @@ def _of_each_head(options: dict, query: Array) -> dict[str, Array]:
                 f"{name} must have one head or {heads}, as many as half of query "
                 f"{query.shape}, got {array.shape}"
             )
-        own |= {name: array} if array.shape[1] > 1 else {}
-    return own
+        differing |= {name: array} if array.shape[1] > 1 else {}
+    return differing

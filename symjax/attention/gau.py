@@ -1,20 +1,21 @@
-"""The attention of gated attention units: squared ReLU, not normalised.
+"""Attention of gated attention units: squared ReLU of scores, not normalised.
 
     def gau(q, k, v, divisor):               # one head: q, k [T H], v [T V]
         scores = q @ k.T / np.sqrt(q.shape[-1])
         return np.maximum(scores, 0) ** 2 / divisor @ v
 
-The weight of a pair is relu²(score) over a divisor. Published codes differ in that
-divisor by factors of n, so it is always given. It stands outside the square, where a
-divisor n makes the sum over n keys a mean; inside it would be the root, as
-relu²(x / c) = relu²(x) / c². With s the head size, b the bias and n the number of keys:
+The weight of a pair is relu²(score) / divisor. Published implementations differ in the
+divisor by factors of n, the number of keys, so that it has no default. The divisor is
+outside the square: a divisor n makes the sum over n keys a mean. A factor inside the
+square counts twice, relu²(x / c) = relu²(x) / c². With head size s and bias b:
 
     relu²(q·k / √s + b) / n      divisor=n, the scale left out      (bert4keras)
     relu²((q·k + b) / n)         scale=1, divisor=n²                (FLASH-pytorch)
     relu²(q·k / n + b)           scale=1/n, divisor=1               (the paper)
 
-In a causal model n may not be the length of what is read, or decoding a token would not
-give what the whole sequence gave: a constant, as the length in training, or "count".
+In a causal model, the divisor must not depend on the length of the input: decoding by
+token would not give the rows of the whole sequence. Use a constant, for instance the
+length in training, or "count".
 """
 
 import math
@@ -31,7 +32,7 @@ DIVISORS = ("count", "squared_count")
 
 
 class SquaredReLU(NamedTuple):
-    """Row weights relu²(score) / divisor; a value, so that jit knows it again."""
+    """Row weights relu²(score) / divisor, hashable to be compiled once."""
 
     divisor: float | str
 
@@ -60,21 +61,21 @@ def gau(
     divisor: float | str,
     **options: Any,
 ) -> Float[Array, "B T N V"]:
-    """The attention of a gated attention unit, relu²(q·k·scale + bias) V / divisor.
+    """Return relu²(q·k·scale + bias) V / divisor, the attention of a gated unit.
 
-    Time O(T S (H + V)) a head, half of it if causal; memory linear in T and S. Weights
-    are float32 at least; a row that sees no key gives zeros.
+    Time O(T S (H + V)) per head, half of it if causal; memory linear in T and S.
+    Weights are float32 at least. A row that sees no key is zero.
 
-    A gated attention unit has one head, whose query and key are small (128) and whose
-    values are wide; several heads work like those of softmax.
+    A gated attention unit has one head, with a small query and key (128) and wide
+    values. Several heads work as in softmax.
 
     Args:
-        divisor: a number, or what a row itself sees: "count" for the number of its
-            visible keys, "squared_count" for its square.
-        options: all others of `softmax`, with the implementations "rows" and "whole".
+        divisor: a number; "count", the number of keys that a row sees; or
+            "squared_count", its square.
+        options: all other options of `softmax`; implementations are "rows" and "whole".
     Raises:
-        ValueError: shapes that do not fit together, naming both; a divisor that is
-            not above 0 or not known.
+        ValueError: shapes that do not fit together, naming both; a divisor that is not
+            above 0, or an unknown name.
     Source: Hua et al. 2022, arXiv:2202.10447, section 3.
     """
     weights = SquaredReLU(fixed_divisor("gau: divisor", divisor, DIVISORS))
@@ -83,16 +84,17 @@ def gau(
 
 
 def fixed_divisor(name: str, divisor: Any, known: tuple[str, ...] = ()) -> float | str:
-    """The divisor as Python's number, which a program is compiled for, or its name.
+    """Return the divisor as a number of Python, for which programs are compiled, or its
+    name.
 
     Raises:
-        ValueError: it is not above 0, not one of the known names, or traced.
+        ValueError: the divisor is not above 0, not one of the known names, or traced.
     """
     if isinstance(divisor, str) and divisor in known:
         return divisor
     try:
         number = 0.0 if isinstance(divisor, str | bytes | bool) else float(divisor)
-    except (TypeError, OverflowError):  # several, none, traced, or too large a number
+    except (TypeError, OverflowError):  # an array, None, a tracer, or too large
         number = 0.0
     if not 0 < number < math.inf:
         also = f", or one of {', '.join(known)}" if known else ""

@@ -4,7 +4,7 @@
         weights = np.exp(q @ (q @ U.T).T / np.sqrt(q.shape[-1]))
         return weights @ v / weights.sum(axis=-1, keepdims=True)
 
-U is the identity where keys are the queries themselves.
+If U is the identity, the keys are the queries.
 """
 
 from collections.abc import Callable
@@ -29,14 +29,15 @@ def symmetric_key(
     *,
     normalise: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """The key of every query: the query itself, U·query, or either one normalised.
+    """Return the keys of symmetric attention: query or U·query, optionally normalised.
 
-    With a metric U the score of a pair is q_tᵀ U q_s, and U may be any matrix. Rotate
-    query and key (RoPE) after this, not before. Cost O(T N H²) with a metric.
+    With a metric U the score of a pair is q_tᵀ U q_s. U may be any matrix. Apply rotary
+    positions to query and key after this function, not before. The cost is O(T N H²)
+    with a metric.
 
     Args:
-        normalise: "unit" divides by the length, with 1e-12 as the least (Reformer's
-            shared queries and keys); "rms" by the root mean square, √(mean q² + 1e-6).
+        normalise: "unit" divides a key by its length, at least 1e-12 (shared queries
+            and keys of Reformer). "rms" divides it by √(mean of squares + 1e-6).
     Raises:
         ValueError: the metric does not fit the query, or normalise is unknown.
     Source: Courtois et al. 2024, arXiv:2406.06366 (pairwise); Kitaev et al. 2020,
@@ -61,7 +62,7 @@ def symmetric_key(
     squares = wide * wide
     if normalise == "rms":
         inverse = 1 / jnp.sqrt(squares.mean(axis=-1, keepdims=True) + 1e-6)
-    else:  # the least length inside the root keeps the gradient of a zero query finite
+    else:  # a least length inside the root keeps the gradient of a zero query finite
         total = squares.sum(axis=-1, keepdims=True)
         inverse = 1 / jnp.sqrt(jnp.maximum(total, 1e-24))
     return (wide * inverse).astype(key.dtype)
@@ -76,19 +77,20 @@ def symmetric(
     attend: Callable[..., Array] = softmax,
     **options,
 ) -> Float[Array, "B T N V"]:
-    """Attention whose keys are its queries: attend(query, symmetric_key(query), value).
+    """Return attend(query, symmetric_key(query), value): the keys are the queries.
 
-    Half the projections and half the key cache of a layer with its own keys. The map
-    is symmetric before masking and normalising. With unit-variance inputs a token
-    weighs itself most, |q|²/√H; `mask_self=True` or `normalise` soften that. Cost as of
-    `attend`, and O(T N H²) with a metric.
+    A layer saves the key projection. Scores are symmetric, s_ts = s_st, if U is. With
+    unit-variance inputs a token scores highest with itself, |q|²/√H; `mask_self=True`
+    or `normalise` reduce that. The cost is that of `attend`, and O(T N H²) with a
+    metric.
 
     Args:
-        metric, normalise: of `symmetric_key`.
-        attend: any mechanism; `options` are its own.
+        metric, normalise: options of `symmetric_key`.
+        attend: any mechanism.
+        options: options of `attend`.
     Raises:
-        ValueError: value heads differ from query heads (grouped heads would need a
-            key for several queries).
+        ValueError: value and query differ in heads. Grouped heads would need one key
+            for several queries.
     Source: Courtois et al. 2024, arXiv:2406.06366 (a metric); Kitaev et al. 2020,
         arXiv:2001.04451 (shared and normalised keys).
     """

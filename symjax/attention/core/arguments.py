@@ -1,4 +1,4 @@
-"""What the arguments of mechanisms must be; messages name both sides."""
+"""Checks of arguments that all mechanisms have; messages name both sides."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-KINDS = {  # of arrays, as errors name them
+KINDS = {  # names of the kinds of arrays in errors
     jnp.number: "an array of real numbers",
     jnp.floating: "an array of floating numbers",
     jnp.integer: "an array of whole numbers",
@@ -20,14 +20,14 @@ KINDS = {  # of arrays, as errors name them
 
 
 def shown(value: Any) -> str:
-    """A value as errors name it: on one line, an array by its shape."""
+    """Return a value as text for an error: one line, and the shape of an array."""
     if getattr(value, "shape", ()):
         return f"an array of shape {value.shape}"
     return " ".join(repr(value).split())
 
 
 def check_choice(who: str, name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise unless the value is one of these words, and list them."""
+    """Raise unless the value is one of the choices; the error lists them."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(
             f"{who}: {name} {shown(value)} is unknown: choose from {', '.join(choices)}"
@@ -35,7 +35,7 @@ def check_choice(who: str, name: str, value: Any, choices: Iterable[str]) -> Non
 
 
 def check_count(who: str, name: str, value: int, least: int = 1) -> None:
-    """Raise unless the value is such an integer, known at trace time."""
+    """Raise unless the value is an integer of at least `least`, known at trace time."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{who}: {name} must be an int, got {shown(value)}")
     if value < least:
@@ -45,10 +45,10 @@ def check_count(who: str, name: str, value: int, least: int = 1) -> None:
 def state_sizes(
     who: str, batch: int, kv_heads: int, head_size: int, value_size: int, dtype: Any
 ) -> tuple[int, int, int, int]:
-    """The sizes of a state that has read nothing.
+    """Return the checked sizes of the state before any token.
 
     Raises:
-        ValueError: one of them or the dtype is no such thing, by its name.
+        ValueError: a size or the dtype is wrong, naming it.
     """
     check_count(who, "batch", batch, least=0)
     check_count(who, "kv_heads", kv_heads)
@@ -59,7 +59,7 @@ def state_sizes(
 
 
 def check_dtype(who: str, dtype: Any) -> None:
-    """Refuse what is no dtype of floating numbers."""
+    """Raise unless the dtype is a floating-point type."""
     try:
         floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     except (TypeError, ValueError):
@@ -71,15 +71,16 @@ def check_dtype(who: str, dtype: Any) -> None:
 
 
 def check_flag(who: str, name: str, value: bool) -> None:
-    """Refuse what is not Python's True or False: programs are compiled for it."""
+    """Raise unless the value is True or False of Python, as a static value must be."""
     if not isinstance(value, bool):
         raise ValueError(f"{who}: {name} must be True or False, got {shown(value)}")
 
 
 def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> None:
-    """Refuse what is not one number, or one of Python or numpy that is not finite.
+    """Raise unless the value is one number, and finite if it is one of Python.
 
-    needed: None, which is left out, is refused, too.
+    Args:
+        needed: refuse None, too.
     """
     if hasattr(value, "shape"):
         one, found = value.shape == (), value.shape
@@ -95,7 +96,7 @@ def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> No
 
 
 def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> None:
-    """As `check_number`, and refuse what is not above 0 where its value is known."""
+    """Raise unless `check_number` passes and the value, unless traced, is above 0."""
     check_number(who, name, value, needed=needed)
     if value is None or isinstance(value, Tracer):
         return
@@ -104,13 +105,13 @@ def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> 
 
 
 def check_function(who: str, attend: Callable) -> None:
-    """Refuse a mechanism by name where the function itself is wanted."""
+    """Raise unless `attend` is a function, for instance if it is the name of one."""
     if not callable(attend):
         raise ValueError(f"{who}: attend must be a function, got {attend!r}")
 
 
 def check_kind(who: str, kind: type, **arrays: Any) -> None:
-    """Refuse what is no array of this kind, by its name; None is left out."""
+    """Raise unless the arrays are of this kind, naming the wrong one; None passes."""
     for name, array in arrays.items():
         if array is None:
             continue
@@ -121,7 +122,7 @@ def check_kind(who: str, kind: type, **arrays: Any) -> None:
 
 
 def check_floating(who: str, **arrays: Any) -> None:
-    """Refuse what is no array of floating numbers, by its name, None among them."""
+    """Raise unless all are arrays of floating numbers, naming the wrong one."""
     for name, array in arrays.items():
         if array is None:
             raise ValueError(f"{who}: {name} must be {KINDS[jnp.floating]}, got None")
@@ -129,8 +130,11 @@ def check_floating(who: str, **arrays: Any) -> None:
 
 
 def as_array(who: str, name: str, value: Any) -> Array:
-    """What may be a number or a list as an array of real numbers, or an error that
-    names it."""
+    """Return a number, a list or an array as an array of real numbers.
+
+    Raises:
+        ValueError: it is none of them, naming it.
+    """
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError, OverflowError):
@@ -142,11 +146,11 @@ def as_array(who: str, name: str, value: Any) -> Array:
 
 
 def check_arrays(who: str, **arrays: Array) -> None:
-    """Refuse what is not a floating array [batch, time, heads, size], by its name.
+    """Raise unless all are floating arrays [batch, time, heads, size].
 
     Raises:
-        ValueError: naming all of the arrays and their shapes, or the one whose numbers
-            are not floating.
+        ValueError: a wrong shape, naming all arrays and their shapes; or a wrong type,
+            naming the array.
     """
     check_floating(who, **arrays)
     if any(x.ndim != 4 or x.shape[2] == 0 for x in arrays.values()):
@@ -160,7 +164,7 @@ def check_arrays(who: str, **arrays: Array) -> None:
 def check_heads(
     who: str, query: Array, key: Array, value: Array, *, branches: bool = False
 ) -> None:
-    """Raise on shapes that do not fit, naming both.
+    """Raise if shapes of query, key and value do not fit together, naming both.
 
     Args:
         branches: a value head may belong to several key heads.
@@ -185,7 +189,7 @@ def check_heads(
 
 
 def check_mask(who: str, mask: Array, key: Array) -> None:
-    """A mask may hide keys, the same for all rows and heads: [B or 1, 1, 1, S]."""
+    """Raise unless a mask is [B or 1, 1, 1, S], the same for all rows and heads."""
     check_kind(who, jnp.bool_, mask=mask)
     shape = (1,) * (4 - mask.ndim) + mask.shape
     batch, length = key.shape[:2]
@@ -198,7 +202,11 @@ def check_mask(who: str, mask: Array, key: Array) -> None:
 
 
 def device_count(who: str, axis_name: str | None) -> int:
-    """How many devices time is split over, or an error that names the axis."""
+    """Return the number of devices that time is split over.
+
+    Raises:
+        ValueError: `axis_name` is no axis of a `jax.shard_map` around the call.
+    """
     if axis_name is None:
         return 1
     try:
@@ -211,7 +219,7 @@ def device_count(who: str, axis_name: str | None) -> int:
 
 
 def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) -> None:
-    """Time that is split over a mesh axis is all of time, from the first token on."""
+    """Raise if a state is given or wanted while time is split over a mesh axis."""
     device_count(who, axis_name)
     for name, given in (("state", state is not None), ("return_state", return_state)):
         if axis_name is not None and given:
@@ -222,9 +230,11 @@ def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) 
 
 
 def check_state(who: str, given: str, state: Any, wanted: Any) -> None:
-    """Raise unless a state is like the wanted one, a NamedTuple of arrays.
+    """Raise unless a state has the type and shapes of the wanted one.
 
-    given: what needs such a state, as errors name it.
+    Args:
+        given: the arguments that need such a state, for errors.
+        wanted: a NamedTuple of arrays.
     """
     shapes = partial(jax.tree.map, jnp.shape)
     if type(state) is not type(wanted) or shapes(state) != shapes(wanted):
@@ -239,7 +249,7 @@ def check_state(who: str, given: str, state: Any, wanted: Any) -> None:
 
 
 def shown_state(state: Any) -> str:
-    """A state as errors name it: its kind, and the shape of each part."""
+    """Return a state as text for an error: its type, and the shape of each part."""
     parts = state._asdict() if hasattr(state, "_asdict") else {}
     named = [f"{name} {jnp.shape(x)}" for name, x in parts.items() if x is not None]
     return f"a {type(state).__name__}" + (f" of {', '.join(named)}" if named else "")

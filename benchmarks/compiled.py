@@ -41,7 +41,7 @@ from device_peers import Rival, ours  # noqa: E402
 from symjax import attention, config, validation  # noqa: E402
 from symjax.estimate import targets  # noqa: E402
 from symjax.estimate.collectives import traffic  # noqa: E402
-from symjax.estimate.gpu_bytes import passes  # noqa: E402
+from symjax.estimate.gpu_bytes import bytes_by_part  # noqa: E402
 from symjax.estimate.tpu_cycles import PARTS, estimate  # noqa: E402
 from symjax.models.chips import Chip  # noqa: E402
 from symjax.models.cost import train_flops  # noqa: E402
@@ -209,7 +209,7 @@ def figures(compiled: jax.stages.Compiled, chip: Chip) -> Iterator[tuple[str, fl
         if found.unknown:
             yield "operations without an estimate", found.unknown.total()
     else:
-        moved = passes(text)
+        moved = bytes_by_part(text)
         yield "GB", moved.total() / 1e9
         yield from ((f"GB, {x}", moved[x] / 1e9) for x in PARTS if moved[x])
     if (memory := compiled.memory_analysis()) is not None:

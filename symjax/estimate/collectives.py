@@ -1,4 +1,4 @@
-"""What devices send each other in a compiled program."""
+"""Bytes that devices send each other in a run of a compiled program."""
 
 import math
 import re
@@ -16,51 +16,62 @@ KINDS = (
     "collective-permute",
 )
 
-# Axes of a mesh, and those, or parts of them, that a group is made of.
-_BY_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
+# Groups in mesh notation: all axes with their sizes, then the axes of a group, of which
+# `'axis':(i)n` is a part of size n.
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 
 
 class Traffic(NamedTuple):
-    """What one step sends, by kind of collective."""
+    """Traffic of one device in one step, by kind of collective.
 
-    sent: Counter  # bytes that a device sends
-    count: Counter  # times that it is run
-    unknown_loops: int  # whose trip count is not in the text: counted as one trip
+    Attributes:
+        sent: bytes that the device sends.
+        count: number of times that the collective runs.
+        unknown_loops: number of loops whose trip count the text does not say; they are
+            counted as one trip.
+    """
+
+    sent: Counter
+    count: Counter
+    unknown_loops: int
 
 
 def traffic(text: str, devices: int) -> Traffic:
-    """Bytes that a device sends in one run of a compiled program (`as_text()`).
+    """Return what one device sends in one run of a compiled program.
 
-    With n devices in a group and R the bytes of a result, a ring sends R(n−1)/n for an
-    all-gather or an all-to-all, 2R(n−1)/n for an all-reduce, R(n−1) for a
-    reduce-scatter, and a permutation sends R. Of the branches of a condition that
-    counts which sends most.
+    With n devices in a group and R bytes of the result, a ring sends R(n−1)/n for an
+    all-gather or an all-to-all, 2R(n−1)/n for an all-reduce and R(n−1) for a
+    reduce-scatter; a permutation sends R. A condition counts as its branch that sends
+    most.
 
     Args:
-        devices: of the program: the size of a group where the text names none.
+        text: `as_text()` of the program.
+        devices: number of devices of the program, which is the size of a group if the
+            text names no groups.
     """
 
     def measure(instruction: Instruction) -> Counter | None:
         kind = instruction.operation.removesuffix("-start")
         if kind not in KINDS:
             return None
-        size = _sent(kind, instruction, devices)
+        size = _sent_bytes(kind, instruction, devices)
         # a group of one device sends nothing
         return Counter({("sent", kind): size, ("count", kind): int(size > 0)})
 
-    found = hlo.total(hlo.computations(text), measure)
+    sums = hlo.sum_over_run(hlo.parse(text), measure)
     sent, count = (
-        Counter({kind: found[what, kind] for kind in KINDS if found[what, kind]})
+        Counter({kind: sums[what, kind] for kind in KINDS if sums[what, kind]})
         for what in ("sent", "count")
     )
-    return Traffic(sent, count, found[hlo.UNKNOWN_LOOPS])
+    return Traffic(sent, count, sums[hlo.UNKNOWN_LOOPS])
 
 
-def _sent(kind: str, instruction: Instruction, devices: int) -> int:
-    group = _group(instruction.rest, devices)
+def _sent_bytes(kind: str, instruction: Instruction, devices: int) -> int:
+    """Return the bytes that a device sends in one run of a collective."""
+    group = _group_size(instruction.rest, devices)
     arrays = hlo.buffers(instruction.shape)
     if instruction.operation.endswith("-start") and kind != "all-reduce":
-        # (operands, results, flags): of as many results as operands, the results
+        # The shape is (operands, results, flags), with as many results as operands.
         arrays = [a for a in arrays if a.dimensions or a.dtype != "u32"]
         arrays = arrays[len(arrays) // 2 :]
     size = sum(array.bytes for array in arrays)
@@ -71,14 +82,14 @@ def _sent(kind: str, instruction: Instruction, devices: int) -> int:
     return size * (group - 1) * (2 if kind == "all-reduce" else 1) // group
 
 
-def _group(rest: str, devices: int) -> int:
-    """Devices that take part together, from each notation of XLA."""
-    if found := _BY_AXES.search(rest):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+def _group_size(rest: str, devices: int) -> int:
+    """Return the number of devices of a group, from each of XLA's three notations."""
+    if match := _MESH_GROUPS.search(rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part or sizes[axis]) for axis, part in parts)
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
-        return int(found[1])
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
-        return len(found[1].split(","))
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", rest):
+        return int(match[1])
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return len(match[1].split(","))
     return devices

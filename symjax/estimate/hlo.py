@@ -1,8 +1,8 @@
-"""What a compiled program executes, read from its text.
+"""Parser of compiled programs (HLO text), and sums over all that a run executes.
 
-XLA prints a program as computations of one instruction a line. An instruction in the
-body of a loop runs as often as the loop does, and `cost_analysis` counts it once; so
-the text is read here, loop by loop.
+XLA prints a program as computations with one instruction per line. XLA's own
+`cost_analysis` counts the body of a loop once. `sum_over_run` counts it as often as the
+loop runs: it starts at the entry computation and follows calls, loops and conditions.
 """
 
 import functools
@@ -14,25 +14,32 @@ from typing import NamedTuple
 
 
 class Instruction(NamedTuple):
+    """An instruction of a compiled program.
+
+    Attributes:
+        shape: of the result: an array or a tuple of arrays.
+        rest: the line after the operation: operands and attributes.
+    """
+
     name: str
     shape: str
     operation: str
-    rest: str  # operands and attributes
+    rest: str
 
     @property
     def operands(self) -> list[str]:
-        """Their names."""
+        """Names of the operands."""
         return _OPERAND.findall(self.rest.split(")", 1)[0])
 
     @property
     def fusion(self) -> str | None:
-        """The name of the computation that it runs as one operation."""
+        """Name of the computation that a fusion runs as one operation, or None."""
         calls = _CALLS.search(self.rest)
         return calls and calls[1]
 
 
 class Buffer(NamedTuple):
-    """One array of a shape, which is an array or a tuple of them."""
+    """An array of the shape of an instruction."""
 
     dtype: str
     dimensions: str
@@ -40,6 +47,7 @@ class Buffer(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Size in bytes, without padding."""
         bits = BITS.get(self.dtype)
         if bits is None:
             bits = int(re.findall(r"\d+", self.dtype)[0])
@@ -48,13 +56,14 @@ class Buffer(NamedTuple):
 
     @property
     def on_chip(self) -> bool:
-        """Whether it is in another memory than the chip's main one."""
+        """Return whether the array is in another memory than the main one."""
         return bool(re.search(r"S\([1-9]", self.layout))
 
 
-BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}  # others end in their number of bits
+BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}  # other names contain their bits
 ENTRY = "ENTRY"
-UNKNOWN_LOOPS = "loops of unknown length"  # a key of every total: counted as one trip
+# Key of every sum: the number of loops whose length the text does not say.
+UNKNOWN_LOOPS = "loops of unknown length"
 
 _BUFFER = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-<>]+) .*\{$")
@@ -72,74 +81,78 @@ Computations = dict[str, list[Instruction]]
 
 
 def buffers(shape: str) -> list[Buffer]:
-    return [Buffer(*found) for found in _BUFFER.findall(shape)]
+    """Return the arrays of a shape."""
+    return [Buffer(*match) for match in _BUFFER.findall(shape)]
 
 
-def computations(text: str) -> Computations:
-    """The instructions of a program (`as_text()`) by the name of their computation.
+def parse(text: str) -> Computations:
+    """Return the instructions of a program (`as_text()`), by computation.
 
-    Those of the computation that runs first are there as `ENTRY`, too.
+    The computation that runs first has its own name and the name `ENTRY`.
     """
-    found: Computations = {}
+    program: Computations = {}
     current = None
     for line in text.splitlines():
         if head := _HEAD.match(line):
-            current = found.setdefault(head[2], [])
+            current = program.setdefault(head[2], [])
             if head[1]:
-                found[ENTRY] = current
+                program[ENTRY] = current
         elif line.startswith("}"):
             current = None
         elif current is not None and (parts := _LINE.match(line)):
             current.append(Instruction(*parts.groups()))
-    return found
+    return program
 
 
-def total(
+def sum_over_run(
     program: Computations,
     measure: Callable[[Instruction], Counter | None],
-    choose: Callable[[Instruction], Callable] = lambda condition: max,
+    choose_branch: Callable[[Instruction], Callable] = lambda condition: max,
 ) -> Counter:
-    """The sum of a measure over all that one run of a program executes.
+    """Return the sum of a measure over all instructions that one run executes.
 
-    The body of a loop counts as often as its `known_trip_count` says, or as the
-    constant that its condition compares with, and of the branches of a condition one.
+    The body of a loop counts as often as its `known_trip_count` says, or else as the
+    constant that its condition compares with, or else once. One branch of a condition
+    counts.
 
     Args:
-        measure: of one instruction, numbers by key; None for an instruction whose
-            called computations are to be measured instead.
-        choose: of a condition, max or min of its branches by the sum of their numbers.
+        measure: instruction → numbers by key. None means that the computations that the
+            instruction calls are measured instead.
+        choose_branch: condition → `max` or `min`, which picks the branch by the sum of
+            its numbers.
     """
 
     @functools.cache
-    def of(name: str) -> Counter:
-        """The numbers of one computation and those it calls."""
-        found: Counter = Counter()
+    def sum_of(name: str) -> Counter:
+        """Return the sum over one computation and those that it calls."""
+        sums: Counter = Counter()
         for instruction in program.get(name, []):
-            own = measure(instruction)
-            if own is not None:
-                _add(found, own, 1)
+            numbers = measure(instruction)
+            if numbers is not None:
+                _add(sums, numbers, 1)
                 continue
             trips: int | None = 1
             if instruction.operation == "while":
                 trips = _trips(instruction, program)
-                found[UNKNOWN_LOOPS] += trips is None
-            parts = [*map(of, _called(instruction))]
-            if instruction.operation == "conditional" and parts:
-                parts = [choose(instruction)(parts, key=Counter.total)]
-            for part in parts:
-                _add(found, part, 1 if trips is None else trips)
-        return found
+                sums[UNKNOWN_LOOPS] += trips is None
+            called = [*map(sum_of, _called(instruction))]
+            if instruction.operation == "conditional" and called:
+                called = [choose_branch(instruction)(called, key=Counter.total)]
+            for part in called:
+                _add(sums, part, 1 if trips is None else trips)
+        return sums
 
-    return of(ENTRY)
+    return sum_of(ENTRY)
 
 
-def _add(found: Counter, more: Counter, times: int) -> None:
-    for key, number in more.items():
-        found[key] += number if key == UNKNOWN_LOOPS else times * number
+def _add(sums: Counter, numbers: Counter, times: int) -> None:
+    """Add numbers `times` times; a loop of unknown length is still one such loop."""
+    for key, number in numbers.items():
+        sums[key] += number if key == UNKNOWN_LOOPS else times * number
 
 
 def _trips(loop: Instruction, program: Computations) -> int | None:
-    """How often a loop runs; None if the text does not say."""
+    """Return how often a loop runs; None if the text does not say."""
     if known := _TRIPS.search(loop.rest):
         return int(known[1])
     condition = _CONDITION.search(loop.rest)
@@ -152,5 +165,5 @@ def _trips(loop: Instruction, program: Computations) -> int | None:
 
 
 def _called(instruction: Instruction) -> list[str]:
-    """The computations that an instruction runs: what a reduction adds is none."""
+    """Return the names of the computations that an instruction calls."""
     return _NAME.findall(" ".join(_CALLED.findall(instruction.rest)))

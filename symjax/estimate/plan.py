@@ -1,4 +1,7 @@
-"""Plan of a run: its weights, their places, its cost, memory and time."""
+"""Text of a dry run: the weights of a model, their sharding, its cost and its time.
+
+The package docstring says which compiler is used and what the estimates rest on.
+"""
 
 import math
 import tempfile
@@ -13,7 +16,7 @@ from symjax.data.examples import open_examples
 from symjax.distributed.exit_codes import OUT_OF_MEMORY
 from symjax.estimate import targets
 from symjax.estimate.collectives import KINDS, Traffic, traffic
-from symjax.estimate.gpu_bytes import passes
+from symjax.estimate.gpu_bytes import bytes_by_part
 from symjax.estimate.tpu_cycles import PARTS, estimate
 from symjax.models import cost
 from symjax.models.chips import CHIPS
@@ -28,17 +31,18 @@ MIB = 2**20
 
 
 def describe(options: config.Config, target: str | None = None) -> str:
-    """A table of weights, and the cost of a step; compiles it, but trains nothing.
+    """Return the text of a dry run: weights, sizes, memory, traffic and time of a step.
 
-    Where the mesh has more devices than there are, CPU devices stand in for them:
-    nothing is refused for its size, and nothing is allocated.
+    The training step is compiled and not run. If the mesh has more devices than this
+    machine, CPU devices stand in for them: nothing is allocated, and nothing is refused
+    for its size.
 
     Args:
-        target: a machine that is not here, such as v5e-64, to compile for with its own
-            compiler: see `targets.py`.
+        target: a machine to compile for by its own compiler, such as v5e-64; see
+            `targets.py`. None compiles for the devices of this machine.
     Raises:
-        ValueError: whatever else a run of this configuration would refuse; a target
-            that is unknown or whose compiler is not installed.
+        ValueError: a run of this configuration would be refused; or the target is
+            unknown, or its compiler is not installed.
     """
     machine = None if target is None else targets.find(target)
     if machine is None:  # programs for another machine cannot be read back here
@@ -46,29 +50,18 @@ def describe(options: config.Config, target: str | None = None) -> str:
     simulated = machine is None and sharding.simulate(options.mesh)
     mesh = sharding.make_mesh(options.mesh, machine and machine.devices)
     idle = 0
-    if machine is not None:  # from here on those of the mesh
+    if machine is not None:  # a mesh may leave some of its devices out
         idle = len(machine.devices) - mesh.size
         machine = machine._replace(devices=[*mesh.devices.flat])
     with tempfile.TemporaryDirectory() as folder:
-        corpus = open_examples(options, Path(folder))
-        corpus.check_length(options.model.length)
-        options = with_vocabulary(options, corpus)
-    program = compile_program(options, mesh, separate=corpus.separate)
-    shape = (options.batch_size, options.model.length)
-    weights = program.state.params
-    parameters = sum(weight.size for weight in jax.tree.leaves(weights))
-    tokens = options.batch_size * options.model.length
-    whole = options.steps * tokens
-    flops = tokens * cost.train_flops(options.model, parameters)
+        examples = open_examples(options, Path(folder))
+        examples.check_length(options.model.length)
+        options = with_vocabulary(options, examples)
+    program = compile_program(options, mesh, separate=examples.separate)
     lines = [
-        *_table(weights),
+        *_weights_table(program.state.params),
         "",
-        f"parameters          {parameters:,}",
-        f"examples            {corpus.size}",
-        f"tokens a step       {tokens:,}",
-        f"tokens of the run   {whole:,} in {options.steps:,} steps, "
-        f"{whole / parameters:.3g} a parameter",
-        f"FLOPs a step        {flops:.3g} (multiply-adds as two, by formula)",
+        *_run_lines(options, program, examples.size),
         f"mesh                {dict(mesh.shape)}"
         + (" of simulated CPU devices" if simulated else "")
         + (f" of {machine.name}, by its compiler" if machine else "")
@@ -77,7 +70,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
     try:
         step = compiled_step(
             program,
-            shape,
+            (options.batch_size, options.model.length),
             refuse=not (simulated or machine),
             machine=machine.name if machine else "",
         )
@@ -85,24 +78,60 @@ def describe(options: config.Config, target: str | None = None) -> str:
         if machine is None or not OUT_OF_MEMORY.search(str(error)):
             raise
         lines += [_memory(program, None), _chip_memory(machine, None), str(error)]
-        return "\n".join(lines)
-    text, memory = step.as_text() or "", cast(Any, step.memory_analysis())
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    found = traffic(text, mesh.size)
-    lines.append(_memory(program, memory))
-    if machine is None:
-        lines += _sent(found, mesh.devices.flat[0].platform)
-        lines += _prospect(options, mesh.size, found, needed, flops)
     else:
-        lines.append(_chip_memory(machine, needed))
-        lines += _sent(found, machine.name)
-        estimated = _cycles_of if machine.chip.per_cycle else _bytes_of
-        lines += estimated(text, machine, found, flops, options.steps)
+        lines += _step_lines(options, program, step, machine)
     return "\n".join(lines)
 
 
-def _table(weights: Any) -> list[str]:
-    """One line for each weight; those of equal layers share one."""
+def _run_lines(options: config.Config, program: Program, examples: str) -> list[str]:
+    """Return the lines on parameters, examples, tokens and FLOPs."""
+    parameters = _parameters(program)
+    tokens = options.batch_size * options.model.length
+    whole = options.steps * tokens
+    return [
+        f"parameters          {parameters:,}",
+        f"examples            {examples}",
+        f"tokens a step       {tokens:,}",
+        f"tokens of the run   {whole:,} in {options.steps:,} steps, "
+        f"{whole / parameters:.3g} a parameter",
+        f"FLOPs a step        {_step_flops(options, program):.3g} "
+        "(multiply-adds as two, by formula)",
+    ]
+
+
+def _step_lines(
+    options: config.Config,
+    program: Program,
+    step: jax.stages.Compiled,
+    machine: targets.Target | None,
+) -> list[str]:
+    """Return the lines on memory, traffic and time, from the compiled step."""
+    text, memory = step.as_text() or "", cast(Any, step.memory_analysis())
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    flops, mesh = _step_flops(options, program), program.mesh
+    sent = traffic(text, mesh.size)
+    lines = [_memory(program, memory)]
+    if machine is None:
+        lines += _traffic_lines(sent, mesh.devices.flat[0].platform)
+        return lines + _times_on_chips(options, mesh.size, sent, needed, flops)
+    lines.append(_chip_memory(machine, needed))
+    lines += _traffic_lines(sent, machine.name)
+    times = _times_by_cycles if machine.chip.per_cycle else _times_by_bytes
+    return lines + times(text, machine, sent, flops, options.steps)
+
+
+def _parameters(program: Program) -> int:
+    return sum(weight.size for weight in jax.tree.leaves(program.state.params))
+
+
+def _step_flops(options: config.Config, program: Program) -> float:
+    """Return the FLOPs of one training step over all devices, by formula."""
+    tokens = options.batch_size * options.model.length
+    return tokens * cost.train_flops(options.model, _parameters(program))
+
+
+def _weights_table(weights: Any) -> list[str]:
+    """Return one line for each weight; equal weights of several layers share a line."""
     count: Counter = Counter()
     for path, weight in jax.tree_util.tree_flatten_with_path(weights)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -117,8 +146,12 @@ def _table(weights: Any) -> list[str]:
 
 
 def _memory(program: Program, memory: Any | None) -> str:
-    """Bytes of the compiled training step on each device, as the compiler plans it;
-    None: it plans none, and the step needs more than this."""
+    """Return the line on the memory that the step needs on each device.
+
+    Args:
+        memory: the compiler's plan. None means that the step does not fit, so that
+            weights and optimizer are the least it needs.
+    """
     weights = shard_bytes((program.state.params, program.constants))
     optimizer = shard_bytes(program.state.optimizer)
     parts = {"weights": weights, "optimizer": optimizer}
@@ -131,8 +164,13 @@ def _memory(program: Program, memory: Any | None) -> str:
 
 
 def _chip_memory(machine: targets.Target, needed: int | None) -> str:
-    """Whether so many bytes fit; None: more than the compiler accepts, which for TPUs
-    knows better than their maker's figure."""
+    """Return the line that says whether the step fits into the memory of a chip.
+
+    The compiler for TPUs may accept a little more than the maker's figure.
+
+    Args:
+        needed: bytes on each device; None if the compiler refused the program.
+    """
     size = machine.chip.memory
     if needed is not None and needed <= size:
         answer = "it fits"
@@ -146,15 +184,19 @@ def _chip_memory(machine: targets.Target, needed: int | None) -> str:
     return f"memory of a chip    {size / 1e9:.0f} GB: {answer}"
 
 
-def _prospect(
-    options: config.Config, devices: int, found: Traffic, needed: int, flops: float
+def _times_on_chips(
+    options: config.Config, devices: int, traffic: Traffic, needed: int, flops: float
 ) -> list[str]:
-    """What a step would take on known chips."""
-    if options.model.remat == "full":  # one more forward pass, a third of the rest
+    """Return a table of the least time of a step on the chips of `models/chips.py`.
+
+    Args:
+        needed: bytes of memory on each device, taken to be read and written once.
+    """
+    if options.model.remat == "full":  # one more forward pass: a third more FLOPs
         flops *= 4 / 3
     head = "if on, memory, fits, compute, memory traffic, network, step, run"
     rows: list[tuple[str, ...]] = [tuple(head.split(", "))]
-    sent = found.sent.total()
+    sent = traffic.sent.total()
     for chip in CHIPS:
         parts = chip.seconds(devices, flops=flops, touched=2 * needed, sent=sent)
         rows.append(
@@ -175,11 +217,11 @@ def _prospect(
     ]
 
 
-def _bytes_of(
-    text: str, machine: targets.Target, found: Traffic, flops: float, steps: int
+def _times_by_bytes(
+    text: str, machine: targets.Target, traffic: Traffic, flops: float, steps: int
 ) -> list[str]:
-    """The passes over memory of a step on a GPU."""
-    chip, moved = machine.chip, passes(text)
+    """Return the lines on the time of a step on GPUs, from the bytes that it moves."""
+    chip, moved = machine.chip, bytes_by_part(text)
     rows = [("part of a step", "GB", "seconds at full speed")]
     for part, size in (*moved.items(), ("sum", moved.total())):
         rows.append((part, f"{size / 1e9:,.1f}", f"{size / chip.bandwidth:.3g}"))
@@ -187,7 +229,7 @@ def _bytes_of(
         len(machine.devices),
         flops=flops,
         touched=moved.total(),
-        sent=found.sent.total(),
+        sent=traffic.sent.total(),
     )
     rows.append(("FLOPs by formula at peak", "", f"{computing:.3g}"))
     products = moved["products with weights"] / chip.bandwidth
@@ -205,22 +247,22 @@ def _bytes_of(
     ]
 
 
-def _cycles_of(
-    text: str, machine: targets.Target, found: Traffic, flops: float, steps: int
+def _times_by_cycles(
+    text: str, machine: targets.Target, traffic: Traffic, flops: float, steps: int
 ) -> list[str]:
-    """The cycles that the machine's own compiler plans."""
+    """Return the lines on the time of a step on TPUs, from the compiler's cycles."""
     chip, devices = machine.chip, len(machine.devices)
     cycles, clock = estimate(text, chip), chip.clock
     total, least = cycles.cycles.total(), flops / devices / chip.per_cycle
     low = cycles.low.total()
     rows = [("part of a step", "Mcycles", "seconds", "share", "low, Mcycles")]
     for part in PARTS:
-        n, share = cycles.cycles[part], cycles.cycles[part] / max(total, 1)
-        least_of = _millions(cycles.low[part])
-        rows.append((part, *_cycles(n, clock), f"{share:.0%}", least_of))
+        count = cycles.cycles[part]
+        share = f"{count / max(total, 1):.0%}"
+        rows.append((part, *_cycles(count, clock), share, _millions(cycles.low[part])))
     rows.append(("sum", *_cycles(total, clock), "100%", _millions(low)))
     rows.append(("FLOPs by formula at peak", *_cycles(least, clock), "", ""))
-    sending = found.sent.total() / chip.speed(devices)
+    sending = traffic.sent.total() / chip.speed(devices)
     return [
         "",
         *aligned(rows),
@@ -233,22 +275,25 @@ def _cycles_of(
         + f" for {steps:,} steps: the low sum, to the sum and the collectives",
         "The cycles are the compiler's estimate: close for products, too high where "
         "memory is the limit. Low: what is no product moves its bytes at full speed.",
-        *_listed("kernels, by the FLOPs that they declare, at peak", cycles.kernels),
-        *_listed("without an estimate, counted as nothing", cycles.unknown),
+        *_counts_line(
+            "kernels, by the FLOPs that they declare, at peak", cycles.kernels
+        ),
+        *_counts_line("without an estimate, counted as nothing", cycles.unknown),
     ]
 
 
-def _listed(what: str, found: Counter) -> list[str]:
-    runs = ", ".join(f"{name} {count:,}" for name, count in found.items())
-    return [f"{what}: {runs}"] if found else []
+def _counts_line(label: str, counts: Counter) -> list[str]:
+    runs = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return [f"{label}: {runs}"] if counts else []
 
 
 def _hours(steps: int, least: float, most: float) -> str:
-    """Of a run, from the seconds of its steps."""
+    """Return the hours of a run from the least and most seconds of a step."""
     return f"{steps * least / 3600:.3g} to {steps * most / 3600:.3g} h"
 
 
 def _cycles(count: float, clock: float) -> tuple[str, str]:
+    """Return a number of cycles in millions, and their seconds."""
     return _millions(count), f"{count / clock:.3g}"
 
 
@@ -256,25 +301,25 @@ def _millions(count: float) -> str:
     return f"{count / 1e6:,.1f}"
 
 
-def _sent(found: Traffic, platform: str) -> list[str]:
-    """One line a kind of collective."""
+def _traffic_lines(traffic: Traffic, platform: str) -> list[str]:
+    """Return a line for each kind of collective."""
     lines = [
         f"sent by a device    as partitioned for {platform}, loops counted in full"
     ]
     lines += [
-        f"  {kind:<18} {found.sent[kind] / MIB:,.1f} MiB in {found.count[kind]:,}"
+        f"  {kind:<18} {traffic.sent[kind] / MIB:,.1f} MiB in {traffic.count[kind]:,}"
         for kind in KINDS
-        if found.count[kind]
+        if traffic.count[kind]
     ]
     if platform == "cpu":
         lines.append(
             "  chips send about half of it in bfloat16, and half of an all-reduce of "
             "gradients as a reduce-scatter"
         )
-    if not found.count.total():
+    if not traffic.count.total():
         lines = ["sent by a device    nothing"]
-    if found.unknown_loops:
+    if traffic.unknown_loops:
         lines.append(
-            f"  {found.unknown_loops} loops of unknown length were counted once"
+            f"  {traffic.unknown_loops} loops of unknown length were counted once"
         )
     return lines

@@ -1,7 +1,7 @@
-"""Machines that are not here: their real compilers run without them.
+"""Machines of `--target`: accelerators to compile for, which need not be present.
 
-A compiler for TPUs is in the wheel `libtpu`, one for NVIDIA GPUs in jax's CUDA plugin.
-Each compiles for a topology, a description of devices that stands in for them.
+The compiler for TPUs is in the wheel `libtpu`, the compiler for NVIDIA GPUs in jax's
+CUDA plugin. Each compiles for a topology, a description of devices; nothing runs.
 """
 
 import math
@@ -12,14 +12,15 @@ from jax.experimental import topologies
 
 from symjax.models.chips import CHIPS, Chip
 
-# As the makers cut their pods: multiples of a host; boxes of GPUs that NVLink joins.
+# Sizes in which the machines are sold: slices of a TPU pod in whole hosts; boxes of up
+# to 8 GPUs that NVLink joins.
 GRIDS = {
     "v5e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
     "v6e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "h200": ("1x1x1", "1x2x1", "1x4x1", "1x8x1", "2x8x1", "4x8x1", "8x8x1"),
 }
-BY_COUNT = {
+GRIDS_BY_COUNT = {
     kind: {math.prod(map(int, grid.split("x"))): grid for grid in grids}
     for kind, grids in GRIDS.items()
 }
@@ -40,33 +41,39 @@ runtime_version { major: 13 } device_description_str: "NVIDIA H200"
 
 
 class Target(NamedTuple):
+    """A machine to compile for.
+
+    Attributes:
+        devices: descriptions of its devices, on which nothing can run.
+    """
+
     name: str
     chip: Chip
-    devices: list  # only to compile for: nothing runs on them
+    devices: list
 
 
 def find(name: str) -> Target:
-    """The machine that a name such as v5e-64 or h200-8 stands for.
+    """Return the machine of a name such as v5e-64 or h200-8.
 
     Raises:
-        ValueError: no such machine, or its compiler is not installed.
+        ValueError: there is no such machine, or its compiler is not installed.
     """
     kind, _, count = name.partition("-")
-    known = {str(count): grid for count, grid in BY_COUNT.get(kind, {}).items()}
-    if count not in known:
+    grids = {str(n): grid for n, grid in GRIDS_BY_COUNT.get(kind, {}).items()}
+    if count not in grids:
         choices = "; ".join(
             f"{kind}-N with N {', '.join(map(str, counts))}"
-            for kind, counts in BY_COUNT.items()
+            for kind, counts in GRIDS_BY_COUNT.items()
         )
         raise ValueError(f"--target {name!r} is unknown: choose from {choices}")
-    grid = known[count]
+    grid = grids[count]
     if kind == "h200":
         needed, package = "jax's CUDA plugin", "jax[cuda13]"
         settings = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
         request = {"platform": "cuda", "target_config": H200, "topology": grid}
     else:
         needed, package = "libtpu", "jax[tpu]"
-        settings = {  # nobody is to be asked for a machine; other programs compile too
+        settings = {  # ask no server for a machine; let other programs use libtpu too
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_ACCELERATOR_TYPE": f"{kind}-{grid}",

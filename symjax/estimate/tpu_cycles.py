@@ -1,14 +1,14 @@
-"""Estimated cycles of a program compiled for a TPU, by the part of the step.
+"""Estimated cycles of a program compiled for a TPU, by part of the step.
 
-The TPU compiler writes "estimated_cycles" on every fusion, copy and convolution. It is
-its cost model: close for products (2048³ in bfloat16: 1.09 of the peak's cycles), and
-pessimistic where memory is the limit (2.5 times for a reduction of 1 GiB). It says
-nothing about collectives, which overlap with the rest, and nothing about kernels: those
-count by the FLOPs and bytes that they declare, at peak, whichever takes longer.
+The TPU compiler writes "estimated_cycles" on every fusion, copy and convolution. These
+numbers are its cost model. They are close for matrix products (2048³ in bfloat16: 1.09
+times the cycles at peak) and too high for operations that memory limits (2.5 times for
+a reduction of 1 GiB). The compiler writes nothing on collectives, which overlap with
+other operations, and nothing on hand-written kernels. A kernel counts as the larger of
+its declared FLOPs at peak and its declared bytes at the chip's bandwidth.
 
-So there are two sums. The high one is the compiler's. In the low one an operation that
-is no product counts by the bytes that it moves at the chip's bandwidth, where that is
-less.
+So there are two sums. The high sum is the compiler's. In the low sum an operation other
+than a matrix product counts as its bytes at the chip's bandwidth, if that is less.
 """
 
 import re
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from symjax.attention.core.meshes import RARE
-from symjax.estimate.hlo import Instruction, buffers, computations, total
+from symjax.estimate.hlo import Instruction, buffers, parse, sum_over_run
 from symjax.models.chips import Chip
 from symjax.training.loss import SCOPE
 
@@ -31,13 +31,14 @@ _COUNTED = ("fusion", "convolution", "sort", "custom-call")
 
 
 class Estimate(NamedTuple):
-    """Of one run on one chip.
+    """Cycles of one run on one chip.
 
     Attributes:
-        cycles: by part, the high sum; kernels are part of attention.
-        low: the low sum, by part.
-        kernels: how often each hand-written kernel runs.
-        unknown: operations that carry no estimate, by kind or, of calls, by name.
+        cycles: the high sum by part; kernels are part of attention.
+        low: the low sum by part.
+        kernels: number of runs of each hand-written kernel.
+        unknown: number of operations without an estimate, by kind; custom calls by the
+            name of their target.
     """
 
     cycles: Counter
@@ -47,15 +48,19 @@ class Estimate(NamedTuple):
 
 
 def estimate(text: str, chip: Chip) -> Estimate:
-    """Of a compiled program, by its text (`as_text()`), on a TPU."""
+    """Return the estimated cycles of a program compiled for a TPU.
+
+    Args:
+        text: `as_text()` of the compiled program.
+    """
     flops, bandwidth = chip.per_cycle, chip.bandwidth / chip.clock
-    program = computations(text)
+    program = parse(text)
     shapes = {x.name: x.shape for part in program.values() for x in part}
 
     def moved(x: Instruction) -> int:
-        """Bytes that an instruction reads and writes in the chip's main memory."""
-        around = x.shape, *(shapes.get(y, "") for y in x.operands)
-        arrays = buffers(" ".join(around))
+        """Return the bytes that an instruction reads and writes in main memory."""
+        operands = (shapes.get(y, "") for y in x.operands)
+        arrays = buffers(" ".join((x.shape, *operands)))
         return sum(array.bytes for array in arrays if not array.on_chip)
 
     def measure(x: Instruction) -> Counter | None:
@@ -86,26 +91,31 @@ def estimate(text: str, chip: Chip) -> Estimate:
             return Counter({("unknown", called[1] if called else x.operation): 1})
         return None
 
-    found = total(program, measure, of_branches)
+    sums = sum_over_run(program, measure, choose_branch)
 
-    def of(kind: str) -> Counter:
-        return Counter({key[1]: n for key, n in found.items() if key[0] == kind and n})
+    def select(kind: str) -> Counter:
+        return Counter({key[1]: n for key, n in sums.items() if key[0] == kind and n})
 
-    return Estimate(*map(of, ("cycles", "low", "kernel", "unknown")))
+    return Estimate(*map(select, ("cycles", "low", "kernel", "unknown")))
 
 
-def of_branches(condition: Instruction) -> Callable:
-    """The cheaper one where the other is for rare cases; else the one that takes
-    longer, for which other devices wait."""
+def choose_branch(condition: Instruction) -> Callable:
+    """Return `min` or `max`, which picks the branch of a condition that counts.
+
+    It is the cheaper branch if the other one is for rare cases (labelled `RARE`).
+    Otherwise it is the expensive branch, for which other devices wait.
+    """
     label = _LABEL.search(condition.rest)
     return min if label and RARE in label[1] else max
 
 
 def part_of(x: Instruction, fused: list[Instruction]) -> str:
-    """Attention is what runs inside a `shard_map`, beside the losses.
+    """Return the part of the step (`PARTS`) that an instruction belongs to.
+
+    Attention is everything inside a `shard_map`, except the losses.
 
     Args:
-        fused: the instructions of a fusion; another one by itself.
+        fused: the instructions of a fusion; [x] for other instructions.
     """
     label = _LABEL.search(x.rest)
     if label and "shard_map" in label[1] and SCOPE not in label[1]:

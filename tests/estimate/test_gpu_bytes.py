@@ -3,7 +3,7 @@
 import pytest
 
 from symjax.attention.core.meshes import RARE
-from symjax.estimate.gpu_bytes import passes
+from symjax.estimate.gpu_bytes import bytes_by_part
 
 PROGRAM = """\
 HloModule jit_train
@@ -135,7 +135,7 @@ def test_arrays_count_once_an_operation_and_slices_as_slices(label):
     """Three trips read a row and write it back; a rare branch is not counted."""
     trip = (ROW + NUMBER + ROW) + (ROW + NUMBER + ROW)
     sums = MAP + SUMS + MAP
-    assert passes(PROGRAM.replace("LABEL", label)) == {
+    assert bytes_by_part(PROGRAM.replace("LABEL", label)) == {
         "products with weights": 2 * (SIDES + MAP),  # without what cuBLAS works in
         "attention": 2 * MAP,
         "copies": 2 * MAP,
@@ -177,5 +177,5 @@ TABLE = 9 * 11 * 4
 )
 def test_other_operations(line, part, moved):
     """Two halves of an array are no more than the array."""
-    found = passes(FUSIONS.replace("LINE", line))
+    found = bytes_by_part(FUSIONS.replace("LINE", line))
     assert {x: n for x, n in found.items() if n} == {part: moved}

@@ -13,7 +13,7 @@ from runs import preset
 from symjax import config
 from symjax.attention.core.meshes import RARE
 from symjax.estimate import plan, targets
-from symjax.estimate.hlo import buffers, computations
+from symjax.estimate.hlo import buffers, parse
 from symjax.estimate.tpu_cycles import estimate
 from symjax.models import chips
 from symjax.training import loss, sharding
@@ -164,7 +164,7 @@ def test_a_gpu_reads_no_array_twice_where_once_is_enough(monkeypatch):
     change = {"width": 256, "depth": 1, "heads": 2, "dtype": "bfloat16"}
     options = preset("diff_sym", "tiny", change)
     step = compiled(options, targets.find("h200-1"))
-    program = computations(step.as_text())
+    program = parse(step.as_text())
     lines = {x.name: x for part in program.values() for x in part}
     (branch,) = (x for x in lines.values() if x.operation == "conditional")
     assert SCOPE in branch.rest and RARE in branch.rest

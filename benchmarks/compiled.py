@@ -240,7 +240,7 @@ def program_of(name: str, target: targets.Target) -> tuple[config.Config, Progra
         ValueError: there is none, or it does not fit them.
     """
     file, _, preset = name.partition(":")
-    tree = commandline.load(ROOT / "configs" / f"{file}.py", preset).to_dict()
+    tree = commandline.load_config(ROOT / "configs" / f"{file}.py", preset).to_dict()
     tree["model"]["vocabulary"] = tree["model"]["vocabulary"] or VOCABULARY
     tree["mesh"] |= {"data": 1, "fsdp": len(target.devices)}
     options = validation.from_dict(tree)

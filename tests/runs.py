@@ -14,7 +14,7 @@ from symjax import validation
 from symjax.config import Config, Data
 from symjax.data.store.folder import arrays_in
 from symjax.distributed.exit_codes import run_and_exit
-from symjax.programs.commandline import load
+from symjax.programs.commandline import load_config
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 900  # after which a process is taken to hang
@@ -91,7 +91,7 @@ def words(text: Path, workdir: Path | None = None, *more: str, **changes) -> lis
 
 def preset(name: str, size: str, model=None, attention=None, **changes) -> Config:
     """A configuration of configs/ for bytes, with some keys changed."""
-    tree = load(ROOT / "configs" / f"{name}.py", size).to_dict() | changes
+    tree = load_config(ROOT / "configs" / f"{name}.py", size).to_dict() | changes
     tree["model"] |= {"vocabulary": 256} | (model or {})
     tree["model"]["attention"] |= attention or {}
     return validation.from_dict(tree)

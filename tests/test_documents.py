@@ -16,7 +16,7 @@ from symjax.attention import TABLES
 from symjax.layers import Attention
 from symjax.models import build
 from symjax.programs import compare
-from symjax.programs.commandline import load, parse
+from symjax.programs.commandline import load_config, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 MECHANISM = ROOT / "docs/mechanism.md"  # its commands are of files that a reader adds
@@ -144,7 +144,7 @@ def test_every_configuration_names_its_command_and_builds_its_models(path):
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert f"python train.py --config configs/{path.name}\n" in text + "\n"
     for size, depth in (("tiny", 2), ("6l", 6)):
-        tree = load(path, size).to_dict()
+        tree = load_config(path, size).to_dict()
         tree["model"]["vocabulary"] = 65
         if tree["model"]["patch"]:
             tree["model"]["image"] = (8, 8, 1)

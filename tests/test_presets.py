@@ -9,7 +9,7 @@ from runs import ROOT
 
 from symjax import validation
 from symjax.models import build
-from symjax.programs.commandline import load
+from symjax.programs.commandline import load_config
 
 NAMES = "gpt sym diff diff_sym diff_v2 performer retnet gla delta"
 # How far a name may be from its number of parameters. `:1b` is what others call 1B,
@@ -32,7 +32,7 @@ def count(model) -> int:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES.split())
 def test_a_preset_has_the_parameters_of_its_name(name, size):
-    tree = load(ROOT / "configs" / f"{name}.py", size).to_dict()
+    tree = load_config(ROOT / "configs" / f"{name}.py", size).to_dict()
     options = validation.from_dict(tree)
     named, share = SIZES[size]
     assert abs(parameters(options.model) / named - 1) < share

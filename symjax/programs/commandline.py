@@ -1,4 +1,10 @@
-"""The words of a command line → a configuration; every error is one line."""
+"""Command line of train.py: words → `Command`, with the configuration of the run.
+
+`parse` runs the configuration file (`load_config`), changes the keys that
+--config.KEY=VALUE names, and validates the result. Every error is a ValueError of one
+line that names the word and the choices. `Parser` and `add_imports` are shared with the
+other programs.
+"""
 
 import argparse
 import ast
@@ -28,38 +34,42 @@ symjax-train, the same from any directory
 
   --config FILE[:preset]   the configuration; configs/base.py names the presets
   --config.KEY=VALUE       change one key, for instance --config.model.depth=6
-  --workdir DIR            where the run lives (default runs/NAME, runs/NAME-preset),
+  --workdir DIR            folder of the run (default runs/NAME or runs/NAME-preset),
                            also in a bucket: gs://BUCKET/FOLDER;
-                           the same command run again resumes it
+                           the same command run again resumes the run
   --import FILE|MODULE     first run a file (my_mechanism.py) or a module, which adds
                            mechanisms, feature maps or decays; may be repeated.
                            Checkpoints store its source: "stored" runs the source that
                            they hold, "show" prints it
   --allow KEY,KEY          keys in which a resumed run may differ from its checkpoint,
-                           for instance optimizer.learning_rate,batch_size; imports:
-                           the source of --import may differ
+                           for instance optimizer.learning_rate,batch_size; "imports"
+                           lets the source of --import differ
   --verify                 first compare all of the run's data with its hashes
   --pack                   pack the run's data into data.cache, where training finds
-                           them, and end; needs no accelerator
-  --dry_run                print the model, its cost and its memory; train nothing
-  --target MACHINE         of a dry run: compile for v5e-N, v5p-N, v6e-N (TPUs) or
-                           h200-N with the machine's own compiler; none is needed here
+                           it, and exit; needs no accelerator
+  --dry_run                print the model, its cost and its memory without training
+  --target MACHINE         with --dry_run: compile for v5e-N, v5p-N, v6e-N (TPUs) or
+                           h200-N by the compiler of that machine, which need not be
+                           present
   --coordinator HOST:PORT --processes N --process I
                            this is process I of N, and process 0 is on HOST; torchrun,
-                           Slurm, Open MPI and TPU pods say so themselves
-  --wait SECONDS           for all processes to come (300)
-  --heartbeat SECONDS      of silence after which a process counts as dead, and jax
-                           ends the others (20)
+                           Slurm, Open MPI and TPU pods set these values themselves
+  --wait SECONDS           how long to wait for the other processes to start (300)
+  --heartbeat SECONDS      silence after which a process counts as dead, and jax ends
+                           the others (20)
   --help [GROUP]           this text, with the values that --config gives; or the
                            keys of one group alone, for instance --help model
 
-A signal (Ctrl-C, SIGTERM) saves a checkpoint first, a second one ends at once; with
-several processes SIGTERM saves, and Ctrl-C ends at once. Exit code: 0 complete, 2 bad
+The first signal (Ctrl-C, SIGTERM) saves a checkpoint, a second one exits at once. With
+several processes SIGTERM saves, and Ctrl-C exits at once. Exit codes: 0 complete, 2 bad
 input, 1 a loss that is not finite or a machine that failed, 130 and 143 interrupted,
-134 ended by jax because another process was lost or did not come.
+134 ended by jax because another process was lost or did not start.
 """
-OWN = "model.attention.options."  # keys that mechanisms declare
-TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+OPTIONS = "model.attention.options."  # prefix of the keys that mechanisms declare
+BOOLEANS = {
+    **dict.fromkeys(("true", "1", "yes"), True),
+    **dict.fromkeys(("false", "0", "no"), False),
+}
 FLAGS = (
     "--config, --config.KEY, --workdir, --dry_run, --target, --coordinator, "
     "--processes, --process, --wait, --heartbeat, --import, --allow, --pack, "
@@ -68,48 +78,58 @@ FLAGS = (
 
 
 class Command(NamedTuple):
+    """Meaning of a command line of train.py.
+
+    Attributes:
+        help: the group of keys whose help is wanted, "" for all; None without --help.
+        target: the machine that a dry run compiles for.
+        verify: compare the data with its hashes first.
+        allow: keys that may differ from those of the checkpoint.
+        pack: pack the data and exit.
+    """
+
     config: config.Config
     workdir: epath.Path
     dry_run: bool
-    help: str | None  # a group of keys, all of them if empty; None: not asked for
+    help: str | None
     target: str | None = None
     verify: bool = False
-    allow: tuple[str, ...] = ()  # keys that may differ from those of the checkpoint
+    allow: tuple[str, ...] = ()
     pack: bool = False
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors as ValueErrors, so that all bad input ends alike."""
+    """argparse with ValueErrors, so that all bad input ends a program in one way."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def parse(words: list[str]) -> Command:
-    """The command that the words after `python train.py` give.
+    """Return the command of the words after `python train.py`.
 
     Raises:
-        ValueError: an unknown key, value, file, preset or stray word; one line.
+        ValueError: an unknown key, value, file, preset or stray word, in one line.
     """
-    known, rest = _known(words)
-    if known.config is None and known.help is None:
-        raise ValueError(f"--config FILE is needed: {_files(Path('configs'))}")
-    if known.workdir == "":
+    flags, rest = _parse_flags(words)
+    if flags.config is None and flags.help is None:
+        raise ValueError(f"--config FILE is needed: {_choices(Path('configs'))}")
+    if flags.workdir == "":
         raise ValueError("--workdir is empty: give a folder, or leave it out")
-    path, _, preset = (known.config or "").partition(":")
+    path, _, preset = (flags.config or "").partition(":")
     name = Path(path).stem + (f"-{preset}" if preset else "")
-    workdir = storage.resolve(known.workdir or Path("runs", name))
-    with imports.using(known.imports):
-        return _command(known, rest, Path(path), preset, workdir)
+    workdir = storage.resolve(flags.workdir or Path("runs", name))
+    with imports.using(flags.imports):
+        return _command(flags, rest, Path(path), preset, workdir)
 
 
-def imported(words: list[str]) -> list[str]:
+def parse_imports(words: list[str]) -> list[str]:
     """Return the values of --import. Raises: ValueError: a flag lacks its value."""
-    return _known(words)[0].imports
+    return _parse_flags(words)[0].imports
 
 
 def add_imports(parser: argparse.ArgumentParser) -> None:
-    """Give a program the flag --import, as `imports` of what it parses."""
+    """Add the flag --import, which is parsed to the attribute `imports`."""
     parser.add_argument(
         "--import",
         action="append",
@@ -117,37 +137,47 @@ def add_imports(parser: argparse.ArgumentParser) -> None:
         dest="imports",
         metavar="FILE",
         help="first run this file or module, which adds mechanisms; stored: run the "
-        "source that a run stores, show: print it; may be repeated",
+        "source that a run stores; show: print that source; may be repeated",
     )
 
 
 def _command(
-    known: argparse.Namespace,
+    flags: argparse.Namespace,
     rest: list[str],
     path: Path,
     preset: str,
     workdir: epath.Path,
 ) -> Command:
-    """The command of the flags and of the words that are none."""
-    _require(workdir, known.imports)
-    tree = (load(path, preset) if known.config is not None else default()).to_dict()
-    given = list(_overrides(rest))
-    for key, text in given:
-        if not key.startswith(OWN):
-            _set(tree, key, text)
+    """Return the command of the flags and of the words --config.KEY=VALUE.
+
+    Keys of mechanisms (`OPTIONS`) come last: the configuration must be known before it
+    is known which options its mechanisms declare.
+
+    Args:
+        rest: the words that are no flags.
+    """
+    _run_stored_imports(workdir, flags.imports)
+    if flags.config is None:
+        tree = default().to_dict()
+    else:
+        tree = load_config(path, preset).to_dict()
+    overrides = list(_overrides(rest))
+    for key, text in overrides:
+        if not key.startswith(OPTIONS):
+            _set_key(tree, key, text)
     if origin := tree.get("init_from"):
-        _require(origin, known.imports)
-    if known.target is not None and not known.dry_run:
-        raise ValueError(f"--target {known.target!r} is of --dry_run: give both")
-    if known.dry_run and (known.pack or known.verify):
-        other = "--pack" if known.pack else "--verify"
-        raise ValueError(f"--dry_run reads no data: leave {other} out")
+        _run_stored_imports(origin, flags.imports)
+    if flags.target is not None and not flags.dry_run:
+        raise ValueError(f"--target {flags.target!r} is for --dry_run: give both")
+    if flags.dry_run and (flags.pack or flags.verify):
+        other = "--pack" if flags.pack else "--verify"
+        raise ValueError(f"--dry_run packs and checks no data: leave {other} out")
     declared = config.declared_options(validation.from_dict(tree).model)
-    for key, text in given:
-        if key.startswith(OWN):
-            kind = type(_own_option(key, declared).default)
-            own = tree["model"]["attention"]["options"]
-            own[key.removeprefix(OWN)] = _value(key, text, kind)
+    for key, text in overrides:
+        if key.startswith(OPTIONS):
+            kind = type(_declared_option(key, declared).default)
+            chosen = tree["model"]["attention"]["options"]
+            chosen[key.removeprefix(OPTIONS)] = _parse_value(key, text, kind)
     options = validation.from_dict(tree)
     steps_of(options.log.profile, options.steps)
     if options.init_from:
@@ -155,66 +185,80 @@ def _command(
             storage.resolve(options.init_from)
         except ValueError as error:
             raise ValueError(f"init_from: {error}") from None
-    allow = tuple(filter(None, map(str.strip, ",".join(known.allow).split(","))))
+    allow = tuple(filter(None, map(str.strip, ",".join(flags.allow).split(","))))
     for key in allow:
-        if key.startswith(OWN):
-            _own_option(key, declared)
+        if key.startswith(OPTIONS):
+            _declared_option(key, declared)
         elif key != "imports":
-            _check_known(key)
-    flags = known.dry_run, known.help, known.target, known.verify
-    return Command(options, workdir, *flags, allow, known.pack)
+            _type_of_key(key)
+    return Command(
+        options,
+        workdir,
+        flags.dry_run,
+        flags.help,
+        flags.target,
+        flags.verify,
+        allow,
+        flags.pack,
+    )
 
 
-def _require(workdir: str | epath.Path, given: list[str]) -> None:
-    """Run the source that a run stores, if that was asked for.
+def _run_stored_imports(workdir: str | epath.Path, words: list[str]) -> None:
+    """Run or print the source that a run stores, if --import stored or show is given.
 
-    The configuration is checked next, and may have names which that source adds.
+    This comes before the configuration is checked, which may use names that the source
+    adds to the tables.
+
+    Args:
+        words: the values of --import.
     """
-    if {imports.STORED, imports.SHOW} & {*given}:
+    if {imports.STORED, imports.SHOW} & {*words}:
         from symjax.training.preflight import require_stored  # it loads Orbax
 
         require_stored(storage.resolve(workdir))
 
 
-def place(words: list[str]) -> launch.Launch | None:
-    """Which of several processes the words and the environment make this one.
+def parse_launch(words: list[str]) -> launch.Launch | None:
+    """Return which of several processes this is; None if it runs alone.
 
-    A dry run, packing and the help are each for itself.
+    The flags decide, or the environment that a launcher sets. A dry run, packing and
+    the help always run alone.
 
     Raises:
         ValueError: the flags or variables contradict each other.
     """
-    known, _ = _known(words)
-    if known.help is not None or known.dry_run or known.pack:
+    flags, _ = _parse_flags(words)
+    if flags.help is not None or flags.dry_run or flags.pack:
         return None
-    wait = launch.number("--wait", known.wait)
-    heartbeat = launch.number("--heartbeat", known.heartbeat)
-    found = launch.launch(known, os.environ)
-    return found and found._replace(wait=wait, heartbeat=heartbeat)
+    wait = launch.number("--wait", flags.wait)
+    heartbeat = launch.number("--heartbeat", flags.heartbeat)
+    process = launch.launch(flags, os.environ)
+    return process and process._replace(wait=wait, heartbeat=heartbeat)
 
 
-def load(path: Path, preset: str = "") -> ConfigDict:
+def load_config(path: Path, preset: str = "") -> ConfigDict:
     """Return what `get_config(preset)` of a Python file returns.
 
-    Its `from configs import base` finds the nearest folder configs/ above the file,
-    wherever the program was started.
+    In the file, `from configs import base` finds the nearest folder configs/ above the
+    file, wherever the program was started.
 
     Raises:
         ValueError: the file cannot be read or run, has no get_config, takes no such
             preset, or sets a key that does not exist.
     """
     if not path.is_file():
-        raise ValueError(f"no configuration file {str(path)!r}: {_files(path.parent)}")
+        choices = _choices(path.parent)
+        raise ValueError(f"no configuration file {str(path)!r}: {choices}")
     try:
-        with _importable(path):
-            found = imports.recorded(path, lambda: _get_config(path, preset))
+        with _importable_configs(path):
+            tree = imports.recorded(path, lambda: _get_config(path, preset))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
-    if not isinstance(found, ConfigDict):
+    if not isinstance(tree, ConfigDict):
         raise ValueError(f"get_config of {path} must return the ConfigDict of base.py")
-    return found
+    return tree
 
 
 def _get_config(path: Path, preset: str) -> Any:
@@ -227,8 +271,8 @@ def _get_config(path: Path, preset: str) -> Any:
 
 
 @contextlib.contextmanager
-def _importable(path: Path) -> Iterator[None]:
-    """The project of a configuration file is on Python's path inside the block."""
+def _importable_configs(path: Path) -> Iterator[None]:
+    """Put the folder that contains configs/ on Python's path inside the block."""
     roots = [str(x) for x in path.resolve().parents if (x / "configs").is_dir()][:1]
     sys.path[:0] = roots
     try:
@@ -239,10 +283,10 @@ def _importable(path: Path) -> Iterator[None]:
 
 
 def help_text(options: config.Config, group: str = "") -> str:
-    """Usage, and every key with its type, value, meaning and choices, by groups.
+    """Return the usage, and every key with type, value, meaning and choices.
 
     Args:
-        group: its keys alone, and those of the groups in it.
+        group: only the keys of this group and of the groups in it; "" means all.
     Raises:
         ValueError: there is no such group.
     """
@@ -254,20 +298,20 @@ def help_text(options: config.Config, group: str = "") -> str:
         lines.append(f"      {field.metadata['meaning']}")
         if choices := validation.choices(field):
             lines.append(f"      one of: {', '.join(filter(None, choices))}")
-    if own := _own_lines(options):
-        groups[OWN.removesuffix(".")] = own
+    if lines := _declared_lines(options):
+        groups[OPTIONS.removesuffix(".")] = lines
     chosen = [x for x in groups if not group or f"{x}.".startswith(f"{group}.")]
     if not chosen:
-        known = ", ".join(filter(None, groups))
-        raise ValueError(f"--help {group}: choose from {known}")
+        choices = ", ".join(filter(None, groups))
+        raise ValueError(f"--help {group}: choose from {choices}")
     shown = ["\n".join([f"{x or 'the run'}:", *groups[x]]) for x in chosen]
     if not group:
         shown = [USAGE, "Keys (type, value unless changed): meaning", *shown]
     return "\n\n".join(shown)
 
 
-def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and the words that are none."""
+def _parse_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags, and the words that are no flags (--config.KEY=VALUE)."""
     parser = Parser(prog="train.py", add_help=False, allow_abbrev=False)
     for name in ("config", "workdir", "target", *launch.FLAGS):
         parser.add_argument(f"--{name}")
@@ -283,7 +327,7 @@ def _known(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _overrides(words: Iterable[str]) -> Iterable[tuple[str, str]]:
-    """(key, text) of --config.KEY=VALUE and of --config.KEY VALUE."""
+    """Yield (key, text) of --config.KEY=VALUE and of --config.KEY VALUE."""
     words = iter(words)
     for word in words:
         if not word.startswith("--"):
@@ -300,65 +344,70 @@ def _overrides(words: Iterable[str]) -> Iterable[tuple[str, str]]:
         yield flag.removeprefix("--config."), text
 
 
-def _set(tree: dict[str, Any], key: str, text: str) -> None:
-    """Put the value that `text` stands for at a dotted key."""
-    kind = _check_known(key)
+def _set_key(tree: dict[str, Any], key: str, text: str) -> None:
+    """Set a dotted key of the configuration to the value of a text."""
+    kind = _type_of_key(key)
     *groups, name = key.split(".")
     for group in groups:
         tree = tree[group]
-    tree[name] = _value(key, text, kind)
+    tree[name] = _parse_value(key, text, kind)
 
 
-def _own_option(key: str, declared: dict[str, Option]) -> Option:
-    """The option that a mechanism declares.
+def _declared_option(key: str, declared: dict[str, Option]) -> Option:
+    """Return the option of a key that a mechanism declares.
 
     Raises:
-        ValueError: it declares no such option.
+        ValueError: no mechanism of the model declares it.
     """
-    if (name := key.removeprefix(OWN)) not in declared:
-        known = ", ".join(f"{OWN}{x}" for x in declared)
+    if (name := key.removeprefix(OPTIONS)) not in declared:
+        keys = ", ".join(f"{OPTIONS}{x}" for x in declared)
         raise ValueError(
             f"config.{key} is unknown: "
-            + (f"choose from {known}" if known else "the mechanism declares no options")
+            + (f"choose from {keys}" if keys else "the mechanism declares no options")
         )
     return declared[name]
 
 
-def _own_lines(options: config.Config) -> list[str]:
-    """Help on the options that mechanisms of the table declare."""
+def _declared_lines(options: config.Config) -> list[str]:
+    """Return the help on the options that mechanisms of the table declare."""
     lines, values = [], config.own_options(options.model)
     used = config.mechanisms_of(options.model)
     for mechanism, form in MECHANISMS.items():
         for name, option in form.declared.items():
             value = values[name] if mechanism in used else option.default
             kind = validation.shown(type(option.default))
-            lines.append(f"  --config.{OWN}{name} ({kind}, {value!r})")
+            lines.append(f"  --config.{OPTIONS}{name} ({kind}, {value!r})")
             lines.append(f"      of {mechanism}: {option.meaning}")
             if option.choices:
                 lines.append(f"      one of: {', '.join(option.choices)}")
     return lines
 
 
-def _check_known(key: str) -> Any:
-    """The type of a key.
+def _type_of_key(key: str) -> Any:
+    """Return the type of a key.
 
     Raises:
-        ValueError: there is no such key; the message names near ones.
+        ValueError: there is no such key; the message names similar keys.
     """
     kinds = {name: kind for name, kind, _ in validation.fields()}
     if key not in kinds:
         group = key.rpartition(".")[0]
-        beside = [name for name in kinds if name.rpartition(".")[0] == group]
-        near = difflib.get_close_matches(key, kinds, n=3) or beside or list(kinds)
+        in_group = [name for name in kinds if name.rpartition(".")[0] == group]
+        near = difflib.get_close_matches(key, kinds, n=3) or in_group or list(kinds)
         raise ValueError(f"config.{key} is unknown: choose from {', '.join(near)}")
     return kinds[key]
 
 
-def _value(key: str, text: str, kind: Any) -> Any:
+def _parse_value(key: str, text: str, kind: Any) -> Any:
+    """Return the value of a text for a key of type `kind`.
+
+    Raises:
+        ValueError: the text is no such value; the message names the key.
+    """
     plain = typing.get_origin(kind) or kind
     try:
         if plain is bool:
-            return TRUTH[text.lower()]
+            return BOOLEANS[text.lower()]
         if plain is tuple:
             item = typing.get_args(kind)[0]
             if item is str:  # names, separated by commas
@@ -372,11 +421,11 @@ def _value(key: str, text: str, kind: Any) -> Any:
         ) from None
 
 
-def _files(folder: Path) -> str:
-    """The configurations to choose from, those of a folder if it has any."""
-    for place in (folder, Path("configs")):
-        paths = [path for path in place.glob("*.py") if path.stem != "base"]
-        known = [str(p) for p in paths if b"get_config" in p.read_bytes()]
-        if known:
-            return f"choose from {', '.join(sorted(known))}"
+def _choices(folder: Path) -> str:
+    """Return "choose from …" with the configurations of a folder, or of configs/."""
+    for directory in (folder, Path("configs")):
+        paths = [path for path in directory.glob("*.py") if path.stem != "base"]
+        configs = [str(p) for p in paths if b"get_config" in p.read_bytes()]
+        if configs:
+            return f"choose from {', '.join(sorted(configs))}"
     return f"{folder} has none"

@@ -7,13 +7,17 @@ python -m symjax.programs.compare --configs configs/digits.py \\
 
 python -m symjax.programs.compare --workdirs runs/gpt,runs/diff_sym
 
---vary makes a configuration of each value, and of each pair where it is given twice.
-Every run is a workdir of train.py below --out, and is trained only as far as it is not
-yet: the same command resumes after an interruption. Then every run is evaluated, and
-compare.md, compare.csv, compare.json, lambda.csv and PNG curves are written. Table and
-curves are of the same held-out batches: all, or --batches, or else evaluate.batches
-where --config gives it. --workdirs compares runs that exist, and trains nothing; those
-of one step that differ in their seed alone are one row. Exit codes are those of
+--configs trains one run for each configuration and seed, as a workdir of train.py below
+--out. --vary makes a configuration of each value, and of each pair of values if it is
+given twice. Complete runs are not trained again, so the same command continues after an
+interruption. Then all runs are evaluated, and compare.md, compare.csv, compare.json,
+lambda.csv and PNG curves are written to --out.
+
+--workdirs compares existing runs and trains nothing. Runs of the same step that differ
+only in their seed make one row.
+
+Table and curves use the same held-out batches: --batches if it is given, otherwise
+--config.evaluate.batches if it is given, otherwise all. Exit codes are those of
 train.py.
 """
 
@@ -42,28 +46,35 @@ from symjax.imports import using
 from symjax.models.lambdas import lambda_table
 from symjax.monitor.metrics import rows_of
 from symjax.programs.commandline import Parser, add_imports
-from symjax.programs.compared_runs import Workdir, existing, items, plan, train
+from symjax.programs.compared_runs import (
+    Workdir,
+    group_runs,
+    plan_runs,
+    split_list,
+    train_missing,
+)
 from symjax.storage import check_writable, resolve, resolve_url
 from symjax.training.step import means
 
-DIVISOR = "by n − 1"
+DIVISOR = "by n − 1"  # of standard deviations, for texts
 
 
 class Evaluated(NamedTuple):
-    """One finished run.
+    """Measurements of one run.
 
     Attributes:
-        speed: tokens a second, the median of the lines of metrics.jsonl; None if there
-            are none.
+        losses: as `measures.language.losses` returns them.
+        lambdas: a record for each differential layer.
+        speed: median of the tokens per second in metrics.jsonl; None if it has none.
         curve: (step, held-out loss), on the batches of `losses`.
-        tokens: that it was trained on.
-        separate: documents do not see each other, and their first inputs, which may
-            be their first tokens, are no targets.
-        batches: held-out batches that it was evaluated on.
-        all_batches: held-out batches that there are.
-        unit: of the losses: nats per this.
-        from_checkpoints: the curve has the checkpoints kept, because the evaluations
-            during training were on another number of batches.
+        tokens: number of tokens of training.
+        separate: whether one token of every document is not a target, because documents
+            are kept apart.
+        batches: number of held-out batches that were evaluated.
+        all_batches: number of held-out batches in all.
+        unit: what losses in nats are per: token, byte, label, ….
+        from_checkpoints: whether the curve was measured on the kept checkpoints,
+            because training evaluated on another number of batches.
     """
 
     parameters: int
@@ -80,6 +91,7 @@ class Evaluated(NamedTuple):
 
 
 def main(words: list[str]) -> None:
+    """Parse the words of the command line and run the comparison."""
     parser = Parser(
         prog="python -m symjax.programs.compare",
         description=__doc__,
@@ -88,12 +100,12 @@ def main(words: list[str]) -> None:
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--configs", help="files with presets, between commas")
-    which.add_argument("--workdirs", help="runs that exist, between commas")
-    add("--vary", action="append", default=[], help="KEY=VALUE,VALUE of a config")
+    which.add_argument("--configs", help="FILE[:preset], separated by commas")
+    which.add_argument("--workdirs", help="existing runs, separated by commas")
+    add("--vary", action="append", default=[], help="KEY=VALUE,VALUE: a key's values")
     add_imports(parser)
-    add("--seeds", help="whole numbers, between commas (0)")
-    add("--out", default="runs/compare", help="folder (%(default)s)")
+    add("--seeds", help="whole numbers, separated by commas (0)")
+    add("--out", default="runs/compare", help="folder of the results (%(default)s)")
     add("--batches", type=int, help="held-out batches; all by default")
     chosen, rest = parser.parse_known_args(words)
     if chosen.batches is not None and chosen.batches < 1:
@@ -107,35 +119,39 @@ def run(chosen: argparse.Namespace, rest: list[str]) -> None:
     """Train the runs that are not complete, evaluate all and write the comparison.
 
     Args:
-        rest: words of a configuration.
+        rest: the words --config.KEY=VALUE.
     """
     if chosen.workdirs is not None:
-        check_alone(chosen, rest)
+        check_nothing_to_train(chosen, rest)
         planned = {}
-        runs = existing([*map(resolve, items("--workdirs", chosen.workdirs, str))])
+        runs = group_runs(
+            [*map(resolve, split_list("--workdirs", chosen.workdirs, str))]
+        )
     else:
-        planned = plan(chosen, rest)
-        runs = {name: [x.workdir for x in some] for name, some in planned.items()}
+        planned = plan_runs(chosen, rest)
+        runs = {name: [x.workdir for x in seeds] for name, seeds in planned.items()}
     figures.check_figures()
     check_writable(chosen.out, f"--out {chosen.out}")
-    train(planned)
-    evaluated = {
-        name: [_announced(workdir, chosen.batches) for workdir in some]
-        for name, some in runs.items()
-    }
+    train_missing(planned)
+    evaluated: dict[str, list[Evaluated]] = {}
+    for name, workdirs in runs.items():
+        for workdir in workdirs:
+            with announce_if_slow(f"{workdir}: compiling and measuring"):
+                measured = evaluate(workdir, chosen.batches)
+            evaluated.setdefault(name, []).append(measured)
     check_documents(evaluated)
     check_batches(evaluated)
-    found = compare(evaluated)
-    print(report.to_text(found))
-    text = "\n\n".join(map(report.to_markdown, found.tables))
+    comparison = compare(evaluated)
+    print(report.to_text(comparison))
+    text = "\n\n".join(map(report.to_markdown, comparison.tables))
     report.write(f"{text}\n".encode(), chosen.out / "compare.md", "--out")
-    values = report.to_json({}, {"compare": found})
+    values = report.to_json({}, {"compare": comparison})
     report.write(values.encode(), chosen.out / "compare.json", "--out")
-    report.write_folder({"compare": found}, chosen.out)
+    report.write_folder({"compare": comparison}, chosen.out)
 
 
-def check_alone(chosen: argparse.Namespace, rest: list[str]) -> None:
-    """Raises: ValueError: a flag says what to train, beside --workdirs."""
+def check_nothing_to_train(chosen: argparse.Namespace, rest: list[str]) -> None:
+    """Refuse flags on what to train beside --workdirs. Raises: ValueError."""
     flags = {"--vary": chosen.vary, "--seeds": chosen.seeds}
     given = [name for name, value in flags.items() if value]
     if given or rest:
@@ -145,29 +161,25 @@ def check_alone(chosen: argparse.Namespace, rest: list[str]) -> None:
         )
 
 
-def _announced(workdir: Workdir, batches: int | None) -> Evaluated:
-    with announce_if_slow(f"{workdir}: compiling and measuring"):
-        return evaluate(workdir, batches)
-
-
 def evaluate(workdir: Workdir, batches: int | None = None) -> Evaluated:
+    """Measure the newest checkpoint of a run on so many held-out batches, or on all."""
     run = load(workdir)
     rows = rows_of(epath.Path(workdir))
     speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    found = losses(run, batches)
-    heldout = found["heldout"]
+    measured = losses(run, batches)
+    heldout = measured["heldout"]
     curve = curve_of_run(run, rows, heldout["batches"])
     from_checkpoints = not curve
     if from_checkpoints:
         curve = curve_of_checkpoints(run, heldout["batches"])
     return Evaluated(
         run.parameters(),
-        found,
+        measured,
         lambda_table(run.model()),
         statistics.median(speeds) if speeds else None,
         sorted((curve | {run.step: heldout["loss"]}).items()),
         run.step * run.config.batch_size * run.config.model.length,
-        _leaves_out(run),
+        _skips_a_token(run),
         heldout["batches"],
         heldout["all_batches"],
         run.examples.unit,
@@ -175,8 +187,8 @@ def evaluate(workdir: Workdir, batches: int | None = None) -> Evaluated:
     )
 
 
-def _leaves_out(run: LoadedRun) -> bool:
-    """Return whether a token of every document is no target."""
+def _skips_a_token(run: LoadedRun) -> bool:
+    """Return whether one token of every document is not a target."""
     text = run.examples.text
     return run.examples.separate and not (text and text.shared)
 
@@ -184,11 +196,11 @@ def _leaves_out(run: LoadedRun) -> bool:
 def curve_of_run(
     run: LoadedRun, rows: list[dict[str, Any]], batches: int
 ) -> dict[int, float]:
-    """Return step → held-out loss, of the evaluations on so many batches.
+    """Return step → held-out loss, from the evaluations of training on `batches`.
 
     Args:
-        rows: of metrics.jsonl. Older ones do not say on how many batches they were,
-            which the configuration does.
+        rows: of metrics.jsonl. In older runs they do not say their number of batches;
+            then it is that of the configuration.
     """
     shape = run.config.batch_size, run.config.model.length
     total = run.examples.heldout_count(shape)
@@ -203,55 +215,63 @@ def curve_of_run(
 
 
 def curve_of_checkpoints(run: LoadedRun, batches: int) -> dict[int, float]:
-    """Return step → held-out loss on so many batches, of the checkpoints before."""
+    """Return step → held-out loss on `batches`, measured on the earlier checkpoints."""
     shape = run.config.batch_size, run.config.model.length
-    found = {}
-    for at in history(run, print_warning):
-        if at.step < run.step:
+    curve = {}
+    for earlier in history(run, print_warning):
+        if earlier.step < run.step:
             rows = run.examples.heldout_batches(shape, batches)
-            found[at.step] = means(
-                run.program, at.params, at.constants, shape, rows
-            ).loss
-    return found
+            arrays = earlier.params, earlier.constants
+            curve[earlier.step] = means(run.program, *arrays, shape, rows).loss
+    return curve
 
 
 def check_documents(runs: dict[str, list[Evaluated]]) -> None:
-    """Raises: ValueError: some leave out a token of every document, others do not."""
-    found = {some[0].separate: name for name, some in runs.items()}
-    if len(found) > 1:
+    """Refuse to compare joined and separate documents, which have different targets.
+
+    Raises:
+        ValueError: naming a run of each.
+    """
+    names = {seeds[0].separate: name for name, seeds in runs.items()}
+    if len(names) > 1:
         raise ValueError(
-            f"{found[False]} joins documents and {found[True]} keeps them apart "
+            f"{names[False]} joins documents and {names[True]} keeps them apart "
             "(data.documents): their losses are means over different tokens"
         )
 
 
 def check_batches(runs: dict[str, list[Evaluated]]) -> None:
-    """Raises: ValueError: some runs were evaluated on other parts of what is held
-    out."""
-    found = {
-        (run.batches, run.all_batches): name for name, x in runs.items() for run in x
+    """Refuse runs that were evaluated on different parts of the held-out examples.
+
+    Raises:
+        ValueError: naming two runs and their numbers of batches.
+    """
+    names = {
+        (run.batches, run.all_batches): name
+        for name, seeds in runs.items()
+        for run in seeds
     }
-    if len(found) > 1 and any(count < total for count, total in found):
-        (first, one), (second, other), *_ = ((x, found[x]) for x in found)
+    if len(names) > 1 and any(count < total for count, total in names):
+        (first, first_name), (second, second_name), *_ = names.items()
         raise ValueError(
-            f"{one} is evaluated on {first[0]} of {first[1]} held-out batches, {other} "
-            f"on {second[0]} of {second[1]}, since their batches have other sizes: "
-            "leave --batches out"
+            f"{first_name} is evaluated on {first[0]} of {first[1]} held-out batches, "
+            f"{second_name} on {second[0]} of {second[1]}, since their batches have "
+            "other sizes: leave --batches out"
         )
 
 
 def compare(runs: dict[str, list[Evaluated]]) -> Result:
-    """Means over the seeds, and their standard deviation (n − 1)."""
+    """Return tables and curves of means and standard deviations (n − 1) over seeds."""
     rows, lambdas, curves, bands = [], [], {}, {}
-    every = list(itertools.chain(*runs.values()))
-    unit, where = f"nats/{every[0].unit}", _batches(every)
+    all_runs = list(itertools.chain(*runs.values()))
+    unit, where = f"nats/{all_runs[0].unit}", _batches_text(all_runs)
     for name, seeds in runs.items():
         rows.append(_row(name, seeds, unit))
-        if len({run.tokens for run in every}) > 1:
+        if len({run.tokens for run in all_runs}) > 1:
             rows[-1]["tokens"] = seeds[0].tokens
         if all("accuracy" in run.losses["heldout"] for run in seeds):
-            found = [run.losses["heldout"]["accuracy"] for run in seeds]
-            rows[-1]["accuracy"] = statistics.mean(found)
+            accuracies = [run.losses["heldout"]["accuracy"] for run in seeds]
+            rows[-1]["accuracy"] = statistics.mean(accuracies)
         for layer in zip(*(run.lambdas for run in seeds), strict=True):
             averages = [statistics.mean(x[key] for x in layer) for key in layer[0]]
             lambdas.append((name, *averages))
@@ -280,8 +300,8 @@ def compare(runs: dict[str, list[Evaluated]]) -> Result:
     figure = Lines("heldout", "step", label, curves, title=title, bands=bands)
     values = {
         "unit": unit,
-        "batches": every[0].batches,
-        "all_batches": every[0].all_batches,
+        "batches": all_runs[0].batches,
+        "all_batches": all_runs[0].all_batches,
         "spread": f"standard deviation over seeds, {DIVISOR}",
         "configurations": rows,
         "curves": {
@@ -293,7 +313,7 @@ def compare(runs: dict[str, list[Evaluated]]) -> Result:
 
 
 def _row(name: str, seeds: list[Evaluated], unit: str) -> dict[str, Any]:
-    """One line of the table."""
+    """Return a row of the table, means over the seeds of a configuration."""
     heldout = [run.losses["heldout"] for run in seeds]
     train = [run.losses["train"] for run in seeds]
     losses = [x["loss"] for x in heldout]
@@ -312,11 +332,13 @@ def _row(name: str, seeds: list[Evaluated], unit: str) -> dict[str, Any]:
 
 
 def _curve(seeds: list[Evaluated]) -> tuple[Curve, Band | None]:
-    """The mean over seeds at the steps that all have, and one standard deviation
-    around it; None of one seed."""
-    found = [dict(run.curve) for run in seeds]
-    steps = [step for step in found[0] if all(step in curve for curve in found)]
-    points = [[curve[step] for curve in found] for step in steps]
+    """Return the mean curve over seeds, and a band of one standard deviation around it.
+
+    The curve has the steps that all seeds have; a single seed has no band.
+    """
+    by_seed = [dict(run.curve) for run in seeds]
+    steps = [step for step in by_seed[0] if all(step in curve for curve in by_seed)]
+    points = [[curve[step] for curve in by_seed] for step in steps]
     center, band = [*map(statistics.mean, points)], None
     if len(seeds) > 1:
         spread = [*map(statistics.stdev, points)]
@@ -327,25 +349,25 @@ def _curve(seeds: list[Evaluated]) -> tuple[Curve, Band | None]:
     return ([*map(float, steps)], center), band
 
 
-def _batches(runs: list[Evaluated]) -> str:
-    """The held-out batches that all runs were evaluated on, in words."""
+def _batches_text(runs: list[Evaluated]) -> str:
+    """Return in words the held-out batches that all runs were evaluated on."""
     counts = {(run.batches, run.all_batches) for run in runs}
-    if len(counts) > 1:  # of several sizes, which cover the same text
+    if len(counts) > 1:  # batches of several sizes: all of them cover the same text
         return "all held-out batches"
     [(count, total)] = counts
     return f"{'all' if count == total else f'{count} of'} {total} held-out batches"
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """None if one of them is not known."""
-    known = list(values)
-    return None if None in known else statistics.mean(known)  # pyright: ignore
+    """Return the mean; None if a value is None."""
+    numbers = list(values)
+    return None if None in numbers else statistics.mean(numbers)  # pyright: ignore
 
 
 def _bits(heldout: list[dict[str, Any]]) -> dict[str, float]:
-    """Of models that write text; the others have none."""
-    found = [x["bits_per_byte"] for x in heldout if "bits_per_byte" in x]
-    return {"bits/byte": statistics.mean(found)} if found else {}
+    """Return the mean of the bits per byte; {} if the runs are not models of text."""
+    bits = [x["bits_per_byte"] for x in heldout if "bits_per_byte" in x]
+    return {"bits/byte": statistics.mean(bits)} if bits else {}
 
 
 if __name__ == "__main__":

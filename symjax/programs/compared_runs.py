@@ -1,4 +1,9 @@
-"""The runs that `compare` puts side by side: of configurations, or that exist."""
+"""The runs that `compare` compares: planned from configurations, or existing ones.
+
+With --configs, `plan_runs` makes one run for each configuration, --vary value and seed,
+and `train_missing` trains those that are not complete. With --workdirs, `group_runs`
+groups existing runs that differ only in their seed.
+"""
 
 import argparse
 import itertools
@@ -21,104 +26,117 @@ from symjax.training.preflight import saved_meta, saved_options
 Workdir = Path | epath.Path
 
 
-def plan(chosen: argparse.Namespace, rest: list[str]) -> dict[str, list[Command]]:
-    """The runs of configurations by name, a seed each.
+def plan_runs(chosen: argparse.Namespace, rest: list[str]) -> dict[str, list[Command]]:
+    """Return the runs to train, one for each seed, by the name of the configuration.
 
     Args:
-        rest: words of a configuration.
+        rest: the words --config.KEY=VALUE, which apply to every run.
     Raises:
-        ValueError: one of them is refused.
+        ValueError: a run is refused, or the runs cannot be compared.
     """
     varied = [_values(text) for text in chosen.vary]
     check_words(rest, [values[0].partition("=")[0] for values in varied])
-    files = items("--configs", chosen.configs, str)
-    rest = [*rest, *with_batches(chosen, rest)]
-    seeds = items("--seeds", chosen.seeds or "0", int)
+    files = split_list("--configs", chosen.configs, str)
+    rest = [*rest, *agree_on_batches(chosen, rest)]
+    seeds = split_list("--seeds", chosen.seeds or "0", int)
     words = [*(f"--import={word}" for word in chosen.imports), *rest]
-    runs = commands(files, varied, seeds, words, chosen.out)
-    options = {name: some[0].config for name, some in runs.items()}
+    runs = parse_runs(files, varied, seeds, words, chosen.out)
+    options = {name: commands[0].config for name, commands in runs.items()}
     check_equal(options, part=chosen.batches is not None)
     for command in itertools.chain(*runs.values()):
         check_run(command)
     return runs
 
 
-def with_batches(chosen: argparse.Namespace, rest: list[str]) -> list[str]:
-    """The words that let runs evaluate on the batches of the table as they train.
+def agree_on_batches(chosen: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Return the words that make runs evaluate on the batches of the final table.
 
-    Sets chosen.batches where only evaluate.batches of the configuration is given.
+    If only --config.evaluate.batches is given, `chosen.batches` is set to its value.
     """
     flag = "--config.evaluate.batches"
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, dest="batches")
-    given = parser.parse_known_args(rest)[0].batches or ""
-    if chosen.batches is None and given.isdecimal():  # or else `parse` refuses it
-        chosen.batches = int(given) or None
+    batches = parser.parse_known_args(rest)[0].batches or ""
+    if chosen.batches is None and batches.isdecimal():  # `parse` refuses other values
+        chosen.batches = int(batches) or None
     return [f"{flag}={chosen.batches or 0}"]
 
 
-def train(runs: dict[str, list[Command]]) -> None:
-    """As far as they are not yet; seed by seed, so that all configurations meet the
-    same conditions."""
+def train_missing(runs: dict[str, list[Command]]) -> None:
+    """Train the runs that are not complete.
+
+    All configurations of one seed come before those of the next, so that they run under
+    the same conditions.
+    """
     for command in itertools.chain(*zip(*runs.values(), strict=True)):
         folder = command.workdir / "checkpoints"
         if command.config.steps not in Checkpoints(folder).steps():
             loop.run(command.config, command.workdir)
 
 
-def existing(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
-    """Runs by name; those of one step that differ in their seed alone are one.
+def group_runs(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
+    """Group existing runs that differ only in their seed, and name each group.
 
     Raises:
-        ValueError: there is no run, or one twice; runs have other examples or tokens,
+        ValueError: a run is missing or given twice, or the runs have different targets,
             so that their losses cannot be compared.
     """
-    metas, places = {}, set()
+    metas, paths = {}, set()
     for workdir in workdirs:
-        real = str(workdir) if in_bucket(workdir) else os.path.realpath(workdir)
-        if real in places:
+        path = str(workdir) if in_bucket(workdir) else os.path.realpath(workdir)
+        if path in paths:
             raise ValueError(f"--workdirs: {workdir} is given twice")
-        places.add(real)
-        metas[workdir] = _meta(workdir)
-    (first, one), *others = metas.items()
-    for workdir, other in others:
-        if _judged(other) != _judged(one):
+        paths.add(path)
+        metas[workdir] = _read_meta(workdir)
+    (first, first_meta), *others = metas.items()
+    for workdir, meta in others:
+        if _targets(meta) != _targets(first_meta):
             raise ValueError(
                 f"{first} and {workdir} are judged by different targets "
-                f"({_source(one)} and {_source(other)}): their losses cannot be "
+                f"({_source(first_meta)} and {_source(meta)}): their losses cannot be "
                 "compared"
             )
-    found: dict[str, dict[int, Workdir]] = {}  # name → seed → workdir
-    alike: dict[str, dict[str, Any]] = {}  # name → the configuration of its runs
+    groups: dict[str, dict[int, Workdir]] = {}  # name → seed → workdir
+    configs: dict[str, dict[str, Any]] = {}  # name → the configuration of its runs
     for workdir, meta in metas.items():
-        own = {**meta["config"], "seed": None, "step": meta["step"]}
+        config_of_run = {**meta["config"], "seed": None, "step": meta["step"]}
         seed = meta["config"]["seed"]
-        rows = (x for x in found if alike[x] == own and seed not in found[x])
-        name = next(rows, None) or _name(workdir, found)
-        alike[name] = own
-        found.setdefault(name, {})[seed] = workdir
-    return {name: list(seeds.values()) for name, seeds in found.items()}
+        fitting = (
+            name
+            for name, group in groups.items()
+            if configs[name] == config_of_run and seed not in group
+        )
+        name = next(fitting, None) or _name(workdir, groups)
+        configs[name] = config_of_run
+        groups.setdefault(name, {})[seed] = workdir
+    return {name: list(seeds.values()) for name, seeds in groups.items()}
 
 
-def items(flag: str, text: str, kind: Callable) -> list[Any]:
-    """Raises: ValueError: an item is none of the kind, or there are none."""
+def split_list(flag: str, text: str, kind: Callable) -> list[Any]:
+    """Return the different items of a comma-separated list.
+
+    Args:
+        kind: `str` or `int`, applied to every item.
+    Raises:
+        ValueError: an item is not of this kind, or the list is empty.
+    """
     words = filter(None, map(str.strip, text.split(",")))
     try:
-        found = list(dict.fromkeys(map(kind, words)))
+        values = list(dict.fromkeys(map(kind, words)))
     except ValueError:
         raise ValueError(
             f"{flag} must be {kind.__name__}s with commas, got {text!r}"
         ) from None
-    if not found:
+    if not values:
         raise ValueError(f"{flag} is empty")
-    return found
+    return values
 
 
 def check_words(rest: list[str], varied: list[str]) -> None:
-    """Refuse what a run has from elsewhere, or what only train.py can do.
+    """Refuse keys that other flags set, and flags that only train.py has.
 
     Args:
-        rest: the words that are not flags of this command.
+        rest: the words that are not flags of this program.
         varied: the keys of --vary.
     Raises:
         ValueError: naming the word.
@@ -134,55 +152,57 @@ def check_words(rest: list[str], varied: list[str]) -> None:
             raise ValueError(f"config.{key} is given twice: --vary gives its values")
 
 
-def commands(
+def parse_runs(
     files: list[str],
     varied: list[list[str]],
     seeds: list[int],
     rest: list[str],
     out: Workdir,
 ) -> dict[str, list[Command]]:
-    """The runs by name of their configuration, a run a seed.
+    """Return the commands of all runs, one for each seed, by configuration name.
 
     Args:
-        varied: of each key, the words KEY=VALUE; one of each goes into a configuration.
+        varied: for each key of --vary its words KEY=VALUE. Every combination of one
+            word per key makes a configuration.
+        rest: words for every run.
     Raises:
-        ValueError: what train.py would refuse; two configurations of one name.
+        ValueError: train.py would refuse a run, or two configurations have one name.
     """
-    found: dict[str, list[Command]] = {}
+    runs: dict[str, list[Command]] = {}
     for file, *values in itertools.product(files, *varied):
         path, _, preset = file.partition(":")
         parts = [Path(path).stem, *filter(None, [preset]), *map(_short, values)]
         name = "-".join(parts)
-        if name in found:
+        if name in runs:
             raise ValueError(f"{name} is there twice")
         words = ["--config", file, *rest, *(f"--config.{value}" for value in values)]
-        found[name] = [
+        runs[name] = [
             parse([*words, f"--config.seed={n}", "--workdir", f"{out / name}-seed{n}"])
             for n in seeds
         ]
-    return found
+    return runs
 
 
 def check_equal(options: dict[str, config.Config], *, part: bool = False) -> None:
-    """Refuse to compare runs that read other data, or another number of tokens.
+    """Refuse runs that train on different data or on different numbers of tokens.
 
     Args:
-        part: they are evaluated on some of the held-out batches, which are of the same
-            text where they have one size.
+        part: the runs are evaluated on some of the held-out batches, so that they must
+            also agree in the size of a batch.
     Raises:
-        ValueError: naming two configurations and what they differ in.
+        ValueError: naming two configurations and their difference.
     """
 
-    def budget(one: config.Config) -> dict[str, Any]:
-        tokens = one.steps * one.batch_size * one.model.length
-        found = {"data": one.data, "steps · batch_size · model.length": tokens}
+    def budget(chosen: config.Config) -> dict[str, Any]:
+        tokens = chosen.steps * chosen.batch_size * chosen.model.length
+        values = {"data": chosen.data, "steps · batch_size · model.length": tokens}
         if part:
-            found["batch_size, which --batches counts,"] = one.batch_size
-        return found
+            values["batch_size, which --batches counts,"] = chosen.batch_size
+        return values
 
-    (first, one), *others = options.items()
+    (first, reference), *others = options.items()
     for name, other in others:
-        for what, value in budget(one).items():
+        for what, value in budget(reference).items():
             if value != budget(other)[what]:
                 raise ValueError(
                     f"{first} and {name} differ in {what} ({value} and "
@@ -191,11 +211,11 @@ def check_equal(options: dict[str, config.Config], *, part: bool = False) -> Non
 
 
 def check_run(command: Command) -> None:
-    """Refuse a workdir in which other runs have been.
+    """Refuse a workdir that holds another run.
 
     Raises:
-        ValueError: it is of another configuration, or of another number of steps,
-            which a schedule depends on.
+        ValueError: its run has another configuration, or another number of steps, on
+            which the learning rate schedule depends.
     """
     meta = saved_meta(command.config, command.workdir)
     if meta is None:
@@ -209,21 +229,25 @@ def check_run(command: Command) -> None:
 
 
 def _values(text: str) -> list[str]:
-    """Raises: ValueError: there is no key, or no value."""
+    """Return the words KEY=VALUE of one --vary.
+
+    Raises:
+        ValueError: the key or the values are missing.
+    """
     key, equals, values = text.partition("=")
     if not key or not equals:
         raise ValueError(f"--vary must be KEY=VALUE,VALUE, got {text!r}")
-    return [f"{key}={value}" for value in items(f"--vary {key}", values, str)]
+    return [f"{key}={value}" for value in split_list(f"--vary {key}", values, str)]
 
 
 def _short(word: str) -> str:
-    """`mechanism=linear` of `model.attention.mechanism=linear`."""
+    """Shorten `model.attention.mechanism=linear` to `mechanism=linear`."""
     key, _, value = word.partition("=")
     return f"{key.rpartition('.')[2]}={value}"
 
 
-def _meta(workdir: Workdir) -> dict[str, Any]:
-    """Raises: ValueError: there is no checkpoint."""
+def _read_meta(workdir: Workdir) -> dict[str, Any]:
+    """Return the meta of the newest checkpoint. Raises: ValueError: there is none."""
     if not workdir.is_dir():
         raise ValueError(f"no workdir {str(workdir)!r}: train.py makes one")
     with Checkpoints(workdir / "checkpoints") as checkpoints:
@@ -231,20 +255,20 @@ def _meta(workdir: Workdir) -> dict[str, Any]:
 
 
 def _name(workdir: Workdir, taken: Collection[str]) -> str:
-    """That of the folder, without its seed; the path where another has this name."""
+    """Return the folder's name without its seed, or the path if that name is taken."""
     name = re.sub(r"-seed\d+$", "", workdir.absolute().name)
     return name if name not in taken else str(workdir)
 
 
-def _judged(meta: dict[str, Any]) -> tuple[Any, ...]:
-    """What a loss is a mean over: examples, their tokens, and what is asked of them."""
+def _targets(meta: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what defines the targets of a loss: data, tokens, next token or not."""
     language = (meta.get("examples") or {}).get("language")
     model = meta["config"]["model"]
     return meta["data"]["sha256"], language, model["kind"] == "encoder"
 
 
 def _source(meta: dict[str, Any]) -> str:
-    """In a few words."""
+    """Describe the data and the kind of the model in a few words."""
     data, kind = meta["config"]["data"], meta["config"]["model"]["kind"]
     tokens = data["tokenizer"] if data["source"] in TEXT_SOURCES else "no tokenizer"
     return f"{data['source']} {meta['data']['sha256'][:8]}, {tokens}, {kind}"

@@ -1,4 +1,8 @@
-"""The program that evaluates: eval.py, and symjax-eval from any directory."""
+"""The program of eval.py, and of symjax-eval from any directory.
+
+`evaluate` loads a checkpoint and runs the tasks of symjax/evaluation/tasks.py, where
+`TASKS` names the function that measures each of them.
+"""
 
 import argparse
 import sys
@@ -20,17 +24,18 @@ from symjax.storage import check_writable, local_folder, resolve, resolve_url
 
 ABOUT = "Evaluate a checkpoint: python eval.py --workdir runs/diff_sym-tiny"
 NOTE = (
-    "Losses are nats a token, an answer or a label; the JSON of a checkpoint is the "
+    "Losses are in nats per token, answer or label. The JSON of a checkpoint is the "
     "same bytes each time."
 )
 
 
 def command() -> NoReturn:
-    """What eval.py and symjax-eval do."""
+    """Run the program with the words of the command line, and exit with its code."""
     run_and_exit(lambda: main(sys.argv[1:]))
 
 
 def main(words: list[str]) -> None:
+    """List the tasks, or evaluate a checkpoint."""
     if "--list" in words:
         print("\n".join(f"{n:<14}{t.meaning}" for n, t in tasks.TASKS.items()))
     else:
@@ -38,62 +43,16 @@ def main(words: list[str]) -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Raises: ValueError: a word is unknown or a value out of its range; one line."""
-    parser = Parser(prog="eval.py", description=ABOUT, epilog=NOTE)
-    add = parser.add_argument
-    add("--workdir", required=True, help="the run to evaluate")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--step", type=int, help="a checkpoint; the newest whole one by default"
-    )
-    which.add_argument(
-        "--best",
-        action="store_true",
-        help="of those that are kept, the checkpoint of the least held-out loss; "
-        "checkpoint.best=true keeps that of the whole run",
-    )
-    add(
-        "--ema", action="store_true", help="the mean of weights that optimizer.ema kept"
-    )
-    add("--tasks", default=tasks.DEFAULT_TASKS, help="names, or all (%(default)s)")
-    add_imports(parser)
-    add("--list", action="store_true", help="the tasks and what they measure")
-    add("--json", help="also write the numbers to this file")
-    add("--out", help="also write tables (CSV) and figures (PNG) there")
-    add("--report", help="also write one HTML page with all of it")
-    add("--batches", type=int, help="held-out batches to measure; all by default")
-    add("--text", type=Path, help="evaluate this file instead of the held-out text")
-    add("--verify", action="store_true", help="first compare all data with its hashes")
-    add("--prompt", help="text to continue; held-out text by default")
-    add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
-    add("--seed", type=int, default=0, help="of the sample (%(default)s)")
-    add(
-        "--rope_scaling",
-        default="",
-        help="of the task length: kinds of RoPE scaling by which windows longer than "
-        "those of training are read, too, such as linear,dynamic,yarn",
-    )
-    chosen = parser.parse_args(words)
-    for name in ("batches", "tokens"):
-        if (value := getattr(chosen, name)) is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
-    if not 0 <= chosen.temperature < float("inf"):
-        raise ValueError(f"--temperature must be 0 or more, got {chosen.temperature}")
-    if not 0 <= chosen.seed < 2**31:
-        raise ValueError(f"--seed must be in [0, 2147483648), got {chosen.seed}")
-    kinds = tuple(filter(None, map(str.strip, chosen.rope_scaling.split(","))))
-    if unknown := [kind for kind in kinds if kind not in SCALED]:
-        raise ValueError(
-            f"--rope_scaling {unknown[0]!r} is unknown: choose from {', '.join(SCALED)}"
-        )
-    chosen.rope_scaling = kinds
+    """Return the flags, checked. Raises: ValueError: in one line, naming the flag."""
+    chosen = _parser().parse_args(words)
+    _check_ranges(chosen)
+    chosen.rope_scaling = _rope_kinds(chosen.rope_scaling)
     chosen.workdir = resolve(chosen.workdir)
     for name in ("json", "out", "report"):
         if (value := getattr(chosen, name)) is not None:
             setattr(chosen, name, resolve_url(value))
     chosen.names = tasks.parse_names(chosen.tasks)
-    if kinds and "length" not in chosen.names:
+    if chosen.rope_scaling and "length" not in chosen.names:
         raise ValueError(
             "--rope_scaling is for the task length, which --tasks "
             f"{chosen.tasks} leaves out"
@@ -105,8 +64,68 @@ def parse(words: list[str]) -> argparse.Namespace:
     return chosen
 
 
+def _parser() -> Parser:
+    parser = Parser(prog="eval.py", description=ABOUT, epilog=NOTE)
+    add = parser.add_argument
+    add("--workdir", required=True, help="the run to evaluate")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step",
+        type=int,
+        help="the checkpoint of this step; by default the newest undamaged one",
+    )
+    which.add_argument(
+        "--best",
+        action="store_true",
+        help="the kept checkpoint with the least held-out loss; with "
+        "checkpoint.best=true it is the best of the whole run",
+    )
+    add("--ema", action="store_true", help="the averaged weights of optimizer.ema")
+    add("--tasks", default=tasks.DEFAULT_TASKS, help="names, or all (%(default)s)")
+    add_imports(parser)
+    add("--list", action="store_true", help="print the tasks and what they measure")
+    add("--json", help="also write the numbers to this file")
+    add("--out", help="also write tables (CSV) and figures (PNG) into this folder")
+    add("--report", help="also write all results into this HTML page")
+    add("--batches", type=int, help="held-out batches to measure; all by default")
+    add("--text", type=Path, help="evaluate this file instead of the held-out text")
+    add("--verify", action="store_true", help="first compare all data with its hashes")
+    add("--prompt", help="text to continue; held-out text by default")
+    add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the sample (%(default)s)")
+    add(
+        "--rope_scaling",
+        default="",
+        help="for the task length: kinds of RoPE scaling to try in windows longer than "
+        "those of training, such as linear,dynamic,yarn",
+    )
+    return parser
+
+
+def _check_ranges(chosen: argparse.Namespace) -> None:
+    """Raise a ValueError that names a number outside its range."""
+    for name in ("batches", "tokens"):
+        if (value := getattr(chosen, name)) is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if not 0 <= chosen.temperature < float("inf"):
+        raise ValueError(f"--temperature must be 0 or more, got {chosen.temperature}")
+    if not 0 <= chosen.seed < 2**31:
+        raise ValueError(f"--seed must be in [0, 2147483648), got {chosen.seed}")
+
+
+def _rope_kinds(text: str) -> tuple[str, ...]:
+    """Return the kinds of RoPE scaling. Raises: ValueError: a kind is unknown."""
+    kinds = tuple(filter(None, map(str.strip, text.split(","))))
+    if unknown := [kind for kind in kinds if kind not in SCALED]:
+        raise ValueError(
+            f"--rope_scaling {unknown[0]!r} is unknown: choose from {', '.join(SCALED)}"
+        )
+    return kinds
+
+
 def evaluate(chosen: argparse.Namespace) -> None:
-    """Load once, measure and print task after task, then write what was asked for."""
+    """Load a checkpoint, measure and print one task after another, and write files."""
     for flag in ("json", "report"):
         if (path := getattr(chosen, flag)) is not None:
             report.check_file(path, f"--{flag}")
@@ -121,14 +140,14 @@ def evaluate(chosen: argparse.Namespace) -> None:
     if chosen.verify:
         verify(run.config.data, local_folder(chosen.workdir) / "data")
     options = Options(*(getattr(chosen, name) for name in Options._fields))
-    about, results, brief = tasks.describe_checkpoint(run), {}, False
+    about, results, one_line = tasks.describe_checkpoint(run), {}, False
     for name in chosen.names:
         with announce_if_slow(f"{name}: compiling and measuring"):
             results[name] = tasks.measure(name, run, options)
-        text, before = report.to_text(results[name]), brief
-        brief = "\n" not in text  # tasks that do not apply: no empty lines between them
-        print(text if brief and before else f"\n{text}", flush=True)
-        if chosen.json is not None:  # after each task, so that nothing measured is lost
+        text, one_line_before = report.to_text(results[name]), one_line
+        one_line = "\n" not in text  # tasks that do not apply, without empty lines
+        print(text if one_line and one_line_before else f"\n{text}", flush=True)
+        if chosen.json is not None:  # after each task, in case a later one fails
             text = report.to_json(about, results)
             report.write(text.encode(), chosen.json, "--json")
     if chosen.out is not None:

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's harness on a symjax model.
+"""Tasks of EleutherAI's evaluation harness (lm_eval) on a symjax model.
 
 python -m symjax.programs.harness --workdir runs/gpt --tasks lambada_openai,piqa
 """
@@ -23,10 +23,14 @@ from symjax.programs.commandline import Parser, add_imports
 from symjax.storage import resolve, resolve_url
 from symjax.training.compile import use_compile_cache
 
-NOTE = "Tasks of the harness load their data from the hub, those of --include as said."
+NOTE = (
+    "Tasks of lm_eval load their data from the Hugging Face hub; tasks of --include "
+    "load what their files say."
+)
 
 
 def main(words: list[str]) -> None:
+    """Load a model, run the tasks, print their table and write the JSON."""
     chosen = parse(words)
     needed("lm_eval", "the harness needs lm_eval: pip install lm_eval")
     if chosen.json is not None:
@@ -35,25 +39,25 @@ def main(words: list[str]) -> None:
     which = {"step": chosen.step, "best": chosen.best, "ema": chosen.ema}
     if not is_folder(chosen.workdir):
         model = load(chosen.workdir, **which, imports=chosen.imports)
-    elif given := [f"--{name}" for name, x in which.items() if x not in (None, False)]:
+    elif flags := [f"--{name}" for name, x in which.items() if x not in (None, False)]:
         raise ValueError(
-            f"{given[0]} is of runs: {chosen.workdir} is a folder of save_pretrained"
+            f"{flags[0]} is for runs: {chosen.workdir} is a folder of save_pretrained"
         )
     else:
         model = load_pretrained(chosen.workdir, imports=chosen.imports)
-    found = evaluate(model, chosen)
+    scores = evaluate(model, chosen)
     from lm_eval.utils import make_table
 
-    print(make_table(found))
+    print(make_table(scores))
     if chosen.json is not None:
         about = {"step": model.step} | ({"ema": True} if model.ema else {})
-        results = {"harness": Result({"harness": found["results"]}, [])}
+        results = {"harness": Result({"harness": scores["results"]}, [])}
         text = report.to_json(about, results)
         report.write(text.encode(), chosen.json, "--json")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Raises: ValueError: a word is unknown or a value out of its range; one line."""
+    """Return the flags, checked. Raises: ValueError: in one line, naming the flag."""
     parser = Parser(
         prog="python -m symjax.programs.harness", description=__doc__, epilog=NOTE
     )
@@ -61,13 +65,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--workdir", required=True, help="a run, or a folder of save_pretrained")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="a checkpoint; the newest by default")
-    which.add_argument("--best", action="store_true", help="that of the least loss")
-    add("--ema", action="store_true", help="the mean of weights of optimizer.ema")
+    which.add_argument(
+        "--best", action="store_true", help="the kept one with the least held-out loss"
+    )
+    add("--ema", action="store_true", help="the averaged weights of optimizer.ema")
     add_imports(parser)
     add("--tasks", required=True, help="names joined by commas")
     add("--include", type=Path, help="a folder of tasks of your own (YAML)")
     add("--limit", type=int, help="examples of a task; all by default")
-    add("--shots", type=int, help="examples before each; as the task says by default")
+    add("--shots", type=int, help="examples in each prompt; by default the task's own")
     add("--json", help="also write the numbers to this file")
     chosen = parser.parse_args(words)
     chosen.workdir = resolve(chosen.workdir)
@@ -85,10 +91,10 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of lm_eval, as lm_eval has them.
+    """Return the results of lm_eval's `simple_evaluate`, unchanged.
 
     Raises:
-        ValueError: a task is unknown, or the model is one that writes no text.
+        ValueError: a task is unknown, or the model does not write text.
     """
     from lm_eval.evaluator import simple_evaluate
 
@@ -96,7 +102,7 @@ def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
 
     wrapped, tasks = HarnessModel(model), _tasks(chosen.names, chosen.include)
     with announce_if_slow(f"{', '.join(chosen.names)}: compiling and measuring"):
-        found = simple_evaluate(
+        results = simple_evaluate(
             wrapped,
             tasks=chosen.names,
             num_fewshot=chosen.shots,
@@ -105,20 +111,22 @@ def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
             log_samples=False,
             torch_random_seed=None,  # pyright: ignore[reportArgumentType]
         )
-    return dict(found or {})
+    return dict(results or {})
 
 
 def _tasks(names: list[str], include: Path | None) -> Any:
-    """The tasks of a folder; those of the harness too where others are asked for.
+    """Return lm_eval's manager of the tasks in a folder.
+
+    It also indexes the tasks of lm_eval if the folder has not all of the names.
 
     Raises:
-        ValueError: one is unknown.
+        ValueError: a name is unknown.
     """
     from lm_eval.tasks import TaskManager
 
     for defaults in (True,) if include is None else (False, True):
-        where = None if include is None else str(include)
-        manager = TaskManager(include_path=where, include_defaults=defaults)
+        folder = None if include is None else str(include)
+        manager = TaskManager(include_path=folder, include_defaults=defaults)
         unknown = [x for x in names if x not in manager.all_tasks]
         if not unknown:
             return manager

@@ -1,4 +1,4 @@
-"""The program that trains: train.py, and symjax-train from any directory."""
+"""The program of train.py, and of symjax-train from any directory."""
 
 import contextlib
 import sys
@@ -15,22 +15,23 @@ from symjax.training.preflight import data_folder, pack
 
 
 def command() -> NoReturn:
-    """What train.py and symjax-train do."""
+    """Run the program with the words of the command line, and exit with its code."""
     run_and_exit(lambda: main(sys.argv[1:]))
 
 
 def main(words: list[str]) -> None:
-    place = commandline.place(words)
+    """Connect the processes of the run, run the code of --import, then the command."""
+    place = commandline.parse_launch(words)
     launch.join(place)
     processes.all_succeed(lambda: launch.check_count(place))
-    given = imports.using(commandline.imported(words))
+    imported = imports.using(commandline.parse_imports(words))
     with contextlib.ExitStack() as stack:
-        processes.all_succeed(lambda: stack.enter_context(given))
+        processes.all_succeed(lambda: stack.enter_context(imported))
         run_command(words)
 
 
 def run_command(words: list[str]) -> None:
-    """Do what the words ask for: print, pack or train."""
+    """Print the help or a dry run, pack the data, or train."""
     command = processes.all_succeed(lambda: commandline.parse(words))
     if command.help is not None:
         print(commandline.help_text(command.config, command.help))

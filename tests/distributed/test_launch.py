@@ -185,7 +185,7 @@ def test_a_launcher_that_jax_cannot_ask_is_exit_code_2():
 ROLL_CALL = """
 import os, sys, jax
 from symjax.training import commandline, launch, processes
-launch.join(commandline.place([]))
+launch.join(commandline.parse_launch([]))
 print(jax.process_index(), processes.allgather(sys.argv[1]))
 """
 

@@ -108,8 +108,14 @@ def test_each_allow_counts():
         (["--workdir"], "--workdir"),
         (["--allow", "batch_sizes"], "config.batch_sizes is unknown: choose from bat"),
         (["--dry_run=1"], "--dry_run"),
-        (["--dry_run", "--pack"], "--dry_run reads no data: leave --pack out"),
-        (["--dry_run", "--verify"], "--dry_run reads no data: leave --verify out"),
+        (
+            ["--dry_run", "--pack"],
+            "--dry_run packs and checks no data: leave --pack out",
+        ),
+        (
+            ["--dry_run", "--verify"],
+            "--dry_run packs and checks no data: leave --verify out",
+        ),
         (["--config", "configs/wibble.py"], "configs/diff_sym.py"),
         (["--config", "wibble"], "configs/diff_sym.py"),
         (["--config", f"{ROOT}/configs/gpt.py:huge"], "choose from 3l, 6l, 8l, tiny"),

@@ -123,9 +123,9 @@ def meta(sha="a" * 64, kind="decoder", seed=0, step=1, **language):
 )
 def test_runs_with_other_targets_are_not_compared(other, monkeypatch):
     metas = {Path("a"): meta(), Path("b"): other}
-    monkeypatch.setattr(compared_runs, "_meta", metas.__getitem__)
+    monkeypatch.setattr(compared_runs, "_read_meta", metas.__getitem__)
     with pytest.raises(ValueError, match=r"a and b are judged by different targets \("):
-        compared_runs.existing(list(metas))
+        compared_runs.group_runs(list(metas))
 
 
 def test_runs_of_one_name_are_told_apart(monkeypatch):
@@ -136,8 +136,8 @@ def test_runs_of_one_name_are_told_apart(monkeypatch):
         Path("z/copy"): meta(seed=1),
         Path("z/early"): meta(seed=2, step=0),
     }
-    monkeypatch.setattr(compared_runs, "_meta", metas.__getitem__)
-    assert compared_runs.existing(list(metas)) == {
+    monkeypatch.setattr(compared_runs, "_read_meta", metas.__getitem__)
+    assert compared_runs.group_runs(list(metas)) == {
         "gpt": [Path("x/gpt-seed0"), Path("x/gpt-seed1")],
         "y/gpt-seed0": [Path("y/gpt-seed0")],
         "copy": [Path("z/copy")],  # a seed that the first row has
@@ -146,12 +146,12 @@ def test_runs_of_one_name_are_told_apart(monkeypatch):
 
 
 def test_a_run_is_compared_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(compared_runs, "_meta", lambda _: meta())
+    monkeypatch.setattr(compared_runs, "_read_meta", lambda _: meta())
     (tmp_path / "link").symlink_to("a")
     for twice in ("a", "link"):
         paths = [tmp_path / name for name in ("a", "b", twice)]
         with pytest.raises(ValueError, match=f"--workdirs: .*{twice} is given twice"):
-            compared_runs.existing(paths)
+            compared_runs.group_runs(paths)
 
 
 def test_joined_and_separate_documents_are_not_compared():
@@ -182,7 +182,7 @@ def test_varied_keys_make_a_configuration_of_each_pair_of_values(tmp_path):
     varied = [["model.attention.mechanism=softmax", "model.attention.mechanism=linear"]]
     varied += [["model.dropout=0.1", "model.dropout=0.25"]]
     files = [f"{ROOT}/configs/gpt.py:tiny"]
-    found = compared_runs.commands(files, varied, [3, 4], [], tmp_path)
+    found = compared_runs.parse_runs(files, varied, [3, 4], [], tmp_path)
     assert list(found) == [
         "gpt-tiny-mechanism=softmax-dropout=0.1",
         "gpt-tiny-mechanism=softmax-dropout=0.25",
@@ -216,7 +216,7 @@ def test_runs_of_other_options_are_not_taken_for_these(
 
 
 def test_a_seed_given_twice_is_one_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "train", lambda _: None)
+    monkeypatch.setattr(compare, "train_missing", lambda _: None)
     monkeypatch.setattr(compare, "evaluate", lambda *_: run(1.0, 1.0, 0))
     assert call(*words(tmp_path, ["gpt"]), "--seeds", "1, 01,2") == 0
     [_, row] = (tmp_path / "out" / "compare.csv").read_text().splitlines()
@@ -286,7 +286,7 @@ def test_parts_of_what_is_held_out_are_compared_where_they_are_the_same():
 )
 def test_runs_evaluate_on_the_batches_of_the_table(given, more, wanted, trained):
     chosen = argparse.Namespace(batches=given)
-    found = compared_runs.with_batches(chosen, more)
+    found = compared_runs.agree_on_batches(chosen, more)
     assert found == [f"--config.evaluate.batches={trained}"]
     assert chosen.batches == wanted
 

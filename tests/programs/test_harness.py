@@ -376,7 +376,7 @@ def test_a_bad_argument_is_one_line(model, words, said, capsys, monkeypatch):
 def test_flags_of_runs_are_refused_for_a_folder(flag, model, tmp_path, capsys):
     symjax.save_pretrained(model[1], tmp_path)
     assert call("--workdir", tmp_path, "--tasks", "crows", *flag) == 2
-    said = f"error: {flag[0]} is of runs: {tmp_path} is a folder of save_pretrained\n"
+    said = f"error: {flag[0]} is for runs: {tmp_path} is a folder of save_pretrained\n"
     assert capsys.readouterr().err == said
 
 

@@ -17,8 +17,8 @@ validate.py    checks model.* and returns the sizes and the mechanism's options 
 flax_compat.py attention_fn: mechanisms inside Flax's own attention layers
 
 Sharding. `RULES` of these files and `rules` of the parts map the path of a weight to
-mesh axes. `rules()` collects them, and `symjax.training.sharding` matches them: a
-weight that no rule matches is an error.
+mesh axes. `rules()` collects them. `symjax.training.sharding` adds rules for the other
+weights of a model and matches them all: a weight that no rule matches is an error.
 
 Choices that differ by layer. `config.mechanism_of` reads the mechanism of a layer from
 model.pattern. Its options come from `validate.mechanism_options(options, depth)`, which

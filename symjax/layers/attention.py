@@ -1,12 +1,12 @@
 """The attention layer: weights, and the choices of model.attention.
 
-A layer combines four choices, all keys of the configuration:
+A layer combines four choices, each a key of model.attention:
 
-keys         symmetric       own projection, the queries themselves, or U·query
-mechanism    mechanism       what a pair of query and key weighs
-maps         differential    one map, A₁ − λA₂ with λ of the layer (v1), or of each
-                             token and head (v2)
-execution    implementation  rows, kernels and so on; the result stays the same
+symmetric        how keys are made: a projection, the queries themselves, or U·query
+mechanism        what a pair of query and key weighs
+differential     how maps combine: one map, or A₁ − λA₂ with one λ per layer (v1), or
+                 one per token and head (v2)
+implementation   how scores are computed; the result changes by rounding alone
 
 `symjax.layers.validate` refuses combinations that exclude each other. The mechanism's
 own weights come from a `Part` (`symjax.layers.parts`), and `Mixer` runs it.
@@ -29,8 +29,8 @@ from symjax.layers.convolution import Convolved, ShortConvolution
 from symjax.layers.mixer import mixer_of
 from symjax.layers.norms import norm
 from symjax.layers.parts.table import part_of
-from symjax.layers.primitives import Linear, keep, rotary
-from symjax.layers.segments import Segments, places, row_operands
+from symjax.layers.primitives import Linear, keep_for_backward, rotary
+from symjax.layers.segments import Segments, positions_of, row_operands
 from symjax.layers.sharded import Operand
 
 RULES = (
@@ -56,9 +56,9 @@ class Attention(nnx.Module):
 
     With differential V1, each head has two branches of size width/2N and values of
     twice that size; its output passes an RMSNorm and is multiplied by 1 − λ_init. With
-    V2, each head has two queries of size width/N that share one key, and λ is a linear
-    map of the token. The output of mechanisms without a denominator passes an RMSNorm
-    per head.
+    V2, each head has two queries of size width/N that share one key, and λ is the
+    sigmoid of a linear map of the token. The output of mechanisms without a denominator
+    passes an RMSNorm per head.
 
     Args:
         options: the model's configuration.
@@ -156,7 +156,7 @@ class Attention(nnx.Module):
             segments: the documents of a row, which do not see each other. By default
                 the row is one document.
         """
-        positions = places(x, segments)
+        positions = positions_of(x, segments)
         lengths = self.rotate.lengths(positions, padding_mask, segments)
         operands = self.operands(x, positions, segments=segments, lengths=lengths)
         operands |= row_operands(padding_mask, segments)
@@ -248,7 +248,7 @@ class Attention(nnx.Module):
         inputs = {} if inputs is None else inputs
 
         def projected(kind: str, size: int) -> Float[Array, "B T K H"]:
-            y = keep(getattr(self, kind)(x))
+            y = keep_for_backward(getattr(self, kind)(x))
             if self.chosen.short_convolution:
                 convolve = getattr(self, f"{kind}_convolution")
                 before = inputs.get(kind)
@@ -293,5 +293,5 @@ class Attention(nnx.Module):
             mixed = mixed * (1 - self.lambda_initial)
         mixed = jax.lax.collapse(mixed, 2)
         if self.chosen.output_gate:
-            mixed = mixed * jax.nn.silu(keep(self.output_gate(x)))
+            mixed = mixed * jax.nn.silu(keep_for_backward(self.output_gate(x)))
         return self.out(mixed)

@@ -12,7 +12,13 @@ from symjax import config
 from symjax.attention.kernels.operands import RESIDUAL
 from symjax.layers.attention import Attention
 from symjax.layers.norms import norm
-from symjax.layers.primitives import FEEDFORWARD, PROJECTION, Linear, dropout, keep
+from symjax.layers.primitives import (
+    FEEDFORWARD,
+    PROJECTION,
+    Linear,
+    dropout,
+    keep_for_backward,
+)
 from symjax.layers.segments import Segments
 
 # swiglu is silu(gate(x)) · up(x); without a tanh it is as cheap as ReLU on CPU.
@@ -70,9 +76,9 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         activate = ACTIVATIONS[self.activation]
         if self.activation == "swiglu":
-            gate = keep(self.gate(x), FEEDFORWARD)
+            gate = keep_for_backward(self.gate(x), FEEDFORWARD)
             return self.down(activate(gate) * self.up(x))
-        return self.down(activate(keep(self.up(x), FEEDFORWARD)))
+        return self.down(activate(keep_for_backward(self.up(x), FEEDFORWARD)))
 
 
 class Block(nnx.Module):

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import config
 from symjax.layers.mixer import mixer_of
 from symjax.layers.norms import norm
-from symjax.layers.primitives import Linear, dropout, keep, rotary
-from symjax.layers.segments import Segments, places, row_operands
+from symjax.layers.primitives import Linear, dropout, keep_for_backward, rotary
+from symjax.layers.segments import Segments, positions_of, row_operands
 from symjax.layers.sharded import Operand
 
 RULES = (("roles/*", P(None)),)
@@ -93,7 +93,7 @@ class GatedBlock(nnx.Module):
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
         """Return the output of the block; the arguments are those of `Block`."""
-        y, positions = self.norm(x), places(x, segments)
+        y, positions = self.norm(x), positions_of(x, segments)
         lengths = self.rotate.lengths(positions, padding_mask, segments)
         operands = self.operands(y, positions, lengths=lengths)
         operands |= row_operands(padding_mask, segments)
@@ -138,12 +138,12 @@ class GatedBlock(nnx.Module):
         """
         if lengths is None:
             lengths = self.rotate.lengths(positions)
-        z = jax.nn.silu(keep(self.shared(y)))
+        z = jax.nn.silu(keep_for_backward(self.shared(y)))
         operands = {
             role: Operand(self.rotate(make(z)[:, :, None], positions, lengths), "BSK")
             for role, make in self.roles.items()
         }
-        value = jax.nn.silu(keep(self.value(y)))[:, :, None]
+        value = jax.nn.silu(keep_for_backward(self.value(y)))[:, :, None]
         return operands | {"value": Operand(value, "BSK")}
 
     def project(
@@ -158,4 +158,4 @@ class GatedBlock(nnx.Module):
         return tuple(operands[name].array for name in ("query", "key", "value"))
 
     def _output(self, y: Array, mixed: Float[Array, "B T 1 E"]) -> Array:
-        return self.out(jax.nn.silu(keep(self.gate(y))) * mixed[:, :, 0])
+        return self.out(jax.nn.silu(keep_for_backward(self.gate(y))) * mixed[:, :, 0])

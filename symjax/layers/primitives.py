@@ -51,7 +51,9 @@ def features_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return by_platform(x, tpu=constrained, default=lambda x: x)
 
 
-def keep(x: Float[Array, "B T D"], name: str = PROJECTION) -> Float[Array, "B T D"]:
+def keep_for_backward(
+    x: Float[Array, "B T D"], name: str = PROJECTION
+) -> Float[Array, "B T D"]:
     """Mark a product of tokens with weights as one that model.remat may keep."""
     return checkpoint_name(features_last(x), name)
 

@@ -44,7 +44,9 @@ def document_lengths(segments: Segments) -> Int[Array, "B T"]:
     return end - columns + segments.positions + 1
 
 
-def places(x: Float[Array, "B T D"], segments: Segments | None) -> Int[Array, "#B T"]:
+def positions_of(
+    x: Float[Array, "B T D"], segments: Segments | None
+) -> Int[Array, "#B T"]:
     """Return the position of each token in its document, or in the row without any."""
     return jnp.arange(x.shape[1])[None] if segments is None else segments.positions
 

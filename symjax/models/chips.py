@@ -66,7 +66,7 @@ CHIPS = (
 KINDS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
 
 
-def known(kind: str) -> Chip | None:
+def chip_of(kind: str) -> Chip | None:
     """Return the chip of a `device.device_kind` of jax, None if it is not in CHIPS."""
     kind = KINDS.get(kind, kind)
     return next((x for x in CHIPS if x.name in kind.removeprefix("NVIDIA ")), None)

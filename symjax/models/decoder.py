@@ -79,7 +79,9 @@ class Decoder(nnx.Module):
         """Return the input of the output layer; arguments and errors as `__call__`."""
         segments = None if segment_ids is None else segments_of(segment_ids)
         x = transformer.look_up(self, tokens)
-        x = transformer.placed(self, x, jnp.zeros(1, jnp.int32), segments=segments)
+        x = transformer.with_positions(
+            self, x, jnp.zeros(1, jnp.int32), segments=segments
+        )
         x = transformer.run_blocks(self, x, dropout_key, watch=watch, segments=segments)
         return self.final_norm(x)
 
@@ -121,7 +123,7 @@ class Decoder(nnx.Module):
         if lengths is not None:
             padding_mask = jnp.arange(count)[None] < lengths[:, None]
         x = transformer.look_up(self, tokens)
-        x = transformer.placed(self, x, cache.position, padding_mask)
+        x = transformer.with_positions(self, x, cache.position, padding_mask)
         layers = []
         for block, state in zip(self.blocks, cache.layers, strict=True):
             x, state = block.decode(x, state, cache.position, padding_mask)

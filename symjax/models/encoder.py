@@ -95,7 +95,7 @@ class Encoder(nnx.Module):
         else:
             padding_mask = inputs >= 0
             x = transformer.look_up(self, jnp.where(padding_mask, inputs, 0))
-        x = transformer.placed(self, x, jnp.zeros(1, jnp.int32))
+        x = transformer.with_positions(self, x, jnp.zeros(1, jnp.int32))
         if padding_mask is not None:
             x = jnp.where(padding_mask[..., None], x, 0)
         return x, padding_mask

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from symjax.attention import Statistics, favor_statistics
-from symjax.layers.segments import places
+from symjax.layers.segments import positions_of
 from symjax.models.build import Model, attentions
 
 
@@ -63,7 +63,7 @@ def _measure(graph: nnx.GraphDef, arrays: Any, inputs: Any) -> dict[int, Statist
 
     def watch(layer: Any, x: jax.Array, *_: Any) -> None:
         if id(layer) not in calls and hasattr(layer, "statistics_a"):
-            query, key, _ = layer.project(x, places(x, None))
+            query, key, _ = layer.project(x, positions_of(x, None))
             statistics = favor_statistics(query, key, kind=layer.chosen.features)
             measured[len(calls)] = statistics
         calls.append(id(layer))

@@ -139,7 +139,7 @@ def look_up(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     return jnp.take(constrain(table, None, None), tokens, axis=0)
 
 
-def placed(
+def with_positions(
     model: Any,
     x: Float[Array, "B T D"],
     read: Int[Array, "#B"],

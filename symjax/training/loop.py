@@ -205,7 +205,7 @@ def train(
 def peak_speed(program: Program) -> float:
     """Return tokens a second at the peak FLOP/s of all devices; 0 if it is unknown."""
     devices = program.mesh.devices
-    if (chip := chips.known(devices.flat[0].device_kind)) is None:
+    if (chip := chips.chip_of(devices.flat[0].device_kind)) is None:
         return 0.0
     parameters = sum(x.size for x in jax.tree.leaves(program.state.params))
     return chip.flops * devices.size / cost.train_flops(program.model, parameters)

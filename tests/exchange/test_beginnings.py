@@ -103,7 +103,9 @@ def test_a_folder_of_transformers_begins_texts_as_its_tokenizer_says(
 def test_bytes_begin_with_no_token(tmp_path):
     symjax.save_pretrained(model_of(ByteTokenizer(), 7), tmp_path)
     assert symjax.load_pretrained(tmp_path, bos=False).tokenizer == ByteTokenizer()
-    with pytest.raises(ValueError, match="bos=True needs a tokenizer.json, .* has none"):
+    with pytest.raises(
+        ValueError, match="bos=True needs a tokenizer.json, .* has none"
+    ):
         symjax.load_pretrained(tmp_path, bos=True)
 
 

@@ -36,7 +36,7 @@ def test_they_are_those_of_the_queries_and_keys_of_a_layer(choice):
     fit_statistics(model, TOKENS)
     block = model.blocks[0] if not choice else model.blocks[0].block
     x = transformer.look_up(model, TOKENS)
-    x = transformer.placed(model, x, jnp.zeros(1, jnp.int32))
+    x = transformer.with_positions(model, x, jnp.zeros(1, jnp.int32))
     if choice:
         x = x + model.blocks[0].step_embedding[0][None, None]
     layer = block.attention

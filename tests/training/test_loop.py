@@ -472,7 +472,7 @@ def test_what_a_run_shows_is_readable_in_a_file(text, workdir, capsys, monkeypat
 def test_utilisation_is_shown_where_the_chip_is_known(
     text, workdir, capsys, monkeypatch
 ):
-    chip = chips.known("NVIDIA H100 80GB HBM3")
+    chip = chips.chip_of("NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(chips, "known", lambda kind: chip if kind == "cpu" else None)
     assert train(text, workdir, steps=2, log__every=1, mesh__data=2) == 0
     assert re.search(
@@ -554,7 +554,7 @@ def test_goodput_is_the_share_of_steps(monkeypatch):
     ],
 )
 def test_chips_are_known_by_what_jax_calls_them(kind, name):
-    found = chips.known(kind)
+    found = chips.chip_of(kind)
     assert (found and found.name) == name
 
 

@@ -31,7 +31,7 @@ from symjax.attention.core.sequence import segment_runs_over
 from symjax.attention.core.visibility import only_seen, visible_keys
 from symjax.attention.gau import fixed_divisor
 from symjax.attention.recurrent import groups
-from symjax.attention.recurrent.groups import FlashState, Rule, Tokens
+from symjax.attention.recurrent.groups import FlashSettings, FlashState, FlashTokens
 
 
 def flash(
@@ -73,10 +73,10 @@ def flash(
             a mask that hides pairs and not keys.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
-    rule = _rule("flash", group_size, is_causal, scale, divisor, linear_divisor)
+    settings = _settings("flash", group_size, is_causal, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash", *arrays, mask, segment_ids)
-    return groups.whole(rule, None, tokens, scale)
+    return groups.whole(settings, None, tokens, scale)
 
 
 def flash_causal(
@@ -116,7 +116,9 @@ def flash_causal(
             axis_name, or a stretch that is not of whole groups.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
-    rule = _rule("flash_causal", group_size, True, scale, divisor, linear_divisor)
+    settings = _settings(
+        "flash_causal", group_size, True, scale, divisor, linear_divisor
+    )
     arrays = query, key, linear_query, linear_key, value
     check_flag("flash_causal", "return_state", return_state)
     check_axis("flash_causal", axis_name, state, return_state)
@@ -127,14 +129,14 @@ def flash_causal(
             f"not a multiple of group_size {group_size}"
         )
     if state is None and not return_state:
-        return groups.whole(rule, axis_name, tokens, scale)
+        return groups.whole(settings, axis_name, tokens, scale)
     if state is None:
         state = _empty_like(tokens, group_size)
     _check_state("flash_causal", state, tokens, group_size)
     visible = visible_keys(mask, *key.shape[:2])
     places = jnp.arange(1, visible.shape[1] + 1)
     count = jnp.where(visible, places[None], 0).max(axis=1, initial=0)
-    output, after = groups.prefill(rule, tokens, scale, state, count)
+    output, after = groups.prefill(settings, tokens, scale, state, count)
     return (output, _moved(state, after, count)) if return_state else output
 
 
@@ -165,13 +167,13 @@ def flash_step(
             f"{shown_state(state)}"
         )
     group_size = state.key.shape[1]
-    rule = _rule("flash_step", group_size, True, scale, divisor, linear_divisor)
+    settings = _settings("flash_step", group_size, True, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash_step", *arrays, None, None)
     if query.shape[1] != 1:
         raise ValueError(f"flash_step: a step takes one token, got query {query.shape}")
     _check_state("flash_step", state, tokens, group_size)
-    output, after = groups.step(rule, tokens, scale, state)
+    output, after = groups.step(settings, tokens, scale, state)
     return output, _moved(state, after, 1)
 
 
@@ -217,14 +219,14 @@ def flash_state(
     )
 
 
-def _rule(
+def _settings(
     who: str,
     group_size: int,
     is_causal: bool,
     scale: float | Array | None,
     divisor: float | None,
     linear_divisor: float | None,
-) -> Rule:
+) -> FlashSettings:
     check_count(who, "group_size", group_size)
     check_flag(who, "is_causal", is_causal)
     check_number(who, "scale", scale)
@@ -232,10 +234,10 @@ def _rule(
         fixed_divisor(f"{who}: {name}", group_size if given is None else given)
         for name, given in (("divisor", divisor), ("linear_divisor", linear_divisor))
     )
-    return Rule(group_size, is_causal, float(one), float(other))
+    return FlashSettings(group_size, is_causal, float(one), float(other))
 
 
-def _empty_like(tokens: Tokens, group_size: int) -> FlashState:
+def _empty_like(tokens: FlashTokens, group_size: int) -> FlashState:
     batch, _, heads, size = tokens.key.shape
     return flash_state(
         batch,
@@ -258,7 +260,7 @@ def _tokens(
     mask: Array | None,
     segment_ids: Array | None,
     axis_name: str | None = None,
-) -> Tokens:
+) -> FlashTokens:
     """The arguments checked; hidden keys and values are zero, not even NaN is left."""
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     linear = f"{who}, linear_query and linear_key"
@@ -274,10 +276,12 @@ def _tokens(
     segment = None
     if segment_ids is not None:
         segment, _ = segment_runs_over(segment_ids, axis_name)
-    return Tokens(query, key, linear_query, linear_key, value, segment)
+    return FlashTokens(query, key, linear_query, linear_key, value, segment)
 
 
-def _check_state(who: str, state: FlashState, tokens: Tokens, group_size: int) -> None:
+def _check_state(
+    who: str, state: FlashState, tokens: FlashTokens, group_size: int
+) -> None:
     """Raise if the state is not of these tokens' sizes, naming all of them."""
     wanted = jax.eval_shape(lambda: _empty_like(tokens, group_size))
     sizes = f"key {tokens.key.shape}, value {tokens.value.shape}"

@@ -77,19 +77,21 @@ def matrix_function(
     check_number("matrix_function", "scale", scale)
     check_number("matrix_function", "alpha", alpha)
     name, parameter = _parsed(function, alpha)
-    return _rows(name, Operands(query, value, parameter, scale, mask))
+    return _rows(name, SpectralOperands(query, value, parameter, scale, mask))
 
 
-class Operands(NamedTuple):
+class SpectralOperands(NamedTuple):
+    """Arrays of one call."""
+
     query: Float[Array, "B T N H"]
     value: Float[Array, "B T N V"]
-    parameter: Any  # of the function
+    parameter: Any  # parameter of the function
     scale: float | Float[Array, ""] | None
     mask: Bool[Array, "B 1 1 T"] | None
 
 
 @on_any_mesh("name", specs=rows_alone)
-def _rows(name: str | None, operands: Operands) -> Float[Array, "B T N V"]:
+def _rows(name: str | None, operands: SpectralOperands) -> Float[Array, "B T N V"]:
     query, value, parameter, scale, mask = operands
     wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
     parameter = jax.tree.map(lambda x: jnp.asarray(x, wide), parameter)

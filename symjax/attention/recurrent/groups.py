@@ -45,7 +45,7 @@ class FlashState(NamedTuple):
     sums: Float[Array, "B K M V"]
 
 
-class Tokens(NamedTuple):
+class FlashTokens(NamedTuple):
     """A stretch of time; hidden keys and values are zero, and so weigh nothing."""
 
     query: Float[Array, "B T N H"]
@@ -88,8 +88,8 @@ class Far:
         return products(key, value)("bksm,bksv->bkmv", *given)
 
 
-class Rule(NamedTuple):
-    """The static half of a call."""
+class FlashSettings(NamedTuple):
+    """Static settings of one call."""
 
     group_size: int
     is_causal: bool
@@ -97,26 +97,29 @@ class Rule(NamedTuple):
     linear_divisor: float
 
 
-@on_any_mesh("rule", "axis_name", specs=rows_alone)
+@on_any_mesh("settings", "axis_name", specs=rows_alone)
 def whole(
-    rule: Rule, axis_name: str | None, tokens: Tokens, scale: Array | None
+    settings: FlashSettings,
+    axis_name: str | None,
+    tokens: FlashTokens,
+    scale: Array | None,
 ) -> Float[Array, "B T N V"]:
     """All tokens from the first one on, or a device's own stretch of them."""
     if _is_empty(tokens):
         return _no_rows(tokens)
     length = tokens.key.shape[1]
-    size = min(rule.group_size, length)
+    size = min(settings.group_size, length)
     filled, sums = jax.tree.map(lambda x: _fill(x, -length % size), tokens), None
     if axis_name is not None:
         sums = state_before(Far(), None, _far_keys(filled), size, axis_name)
-    output = _attend(rule, size, filled, scale, sums)
+    output = _attend(settings, size, filled, scale, sums)
     return output[:, :length].astype(tokens.value.dtype)
 
 
-@on_any_mesh("rule")
+@on_any_mesh("settings")
 def prefill(
-    rule: Rule,
-    tokens: Tokens,
+    settings: FlashSettings,
+    tokens: FlashTokens,
     scale: Array | None,
     state: FlashState,
     count: Int[Array, " B"],
@@ -128,7 +131,7 @@ def prefill(
     """
     if _is_empty(tokens):
         return _no_rows(tokens), state
-    size, length = rule.group_size, tokens.key.shape[1]
+    size, length = settings.group_size, tokens.key.shape[1]
     total = -(-(size - 1 + length) // size) * size
 
     def behind(new: Array, old: Array | None = None) -> Array:
@@ -136,7 +139,7 @@ def prefill(
         base = old.astype(jnp.promote_types(old.dtype, new.dtype))
         return _put(_fill(base, total - base.shape[1]), new, state.place)
 
-    laid = Tokens(
+    laid = FlashTokens(
         behind(tokens.query),
         behind(tokens.key, state.key),
         behind(tokens.linear_query),
@@ -144,18 +147,21 @@ def prefill(
         behind(tokens.value, state.value),
         None if tokens.segment is None else behind(tokens.segment),
     )
-    output = _attend(rule, size, laid, scale, state.sums)
+    output = _attend(settings, size, laid, scale, state.sums)
     own = state.place[:, None] + jnp.arange(length)[None]
     output = _take(output, own).astype(tokens.value.dtype)
-    return output, _as(state, _after(rule, laid, state, count))
+    return output, _as(state, _after(settings, laid, state, count))
 
 
 def _after(
-    rule: Rule, laid: Tokens, state: FlashState, count: Int[Array, " B"]
+    settings: FlashSettings,
+    laid: FlashTokens,
+    state: FlashState,
+    count: Int[Array, " B"],
 ) -> FlashState:
     """The state `count` tokens on, at the old place: of the segment of the last of them
     alone."""
-    size, total = rule.group_size, laid.key.shape[1]
+    size, total = settings.group_size, laid.key.shape[1]
     read = state.place + count
     first = read // size * size  # of the group that is not full
     earlier = (jnp.arange(total)[None] < first[:, None])[:, :, None, None]
@@ -179,9 +185,9 @@ def _after(
     )
 
 
-@on_any_mesh("rule")
+@on_any_mesh("settings")
 def step(
-    rule: Rule, tokens: Tokens, scale: Array | None, state: FlashState
+    settings: FlashSettings, tokens: FlashTokens, scale: Array | None, state: FlashState
 ) -> tuple[Float[Array, "B 1 N V"], FlashState]:
     """One token, which sees its group and the sums. Empty places weigh nothing, and the
     caller moves the state's."""
@@ -192,10 +198,10 @@ def step(
         _put(old.astype(jnp.promote_types(old.dtype, x.dtype)), x, state.place)
         for old, x in zip(state[:3], new, strict=True)
     )
-    attend = ScoreMechanism("flash_step", SquaredReLU(rule.divisor))
+    attend = ScoreMechanism("flash_step", SquaredReLU(settings.divisor))
     near = attend(tokens.query, key, _in_range(value), scale=scale)
-    far = _read(tokens.linear_query, state.sums) / rule.linear_divisor
-    full = state.place + 1 == rule.group_size
+    far = _read(tokens.linear_query, state.sums) / settings.linear_divisor
+    full = state.place + 1 == settings.group_size
 
     def fold(group: FlashState) -> FlashState:
         """Full groups become part of the sums."""
@@ -215,12 +221,12 @@ def step(
     return (near + far).astype(tokens.value.dtype), _as(state, group)
 
 
-def _is_empty(tokens: Tokens) -> bool:
+def _is_empty(tokens: FlashTokens) -> bool:
     """No example, or no token in any."""
     return 0 in tokens.query.shape[:2]
 
 
-def _no_rows(tokens: Tokens) -> Float[Array, "B T N V"]:
+def _no_rows(tokens: FlashTokens) -> Float[Array, "B T N V"]:
     shape = (*tokens.query.shape[:3], tokens.value.shape[-1])
     return jnp.zeros(shape, tokens.value.dtype)
 
@@ -231,9 +237,9 @@ def _in_range(value: Array) -> Array:
 
 
 def _attend(
-    rule: Rule,
+    settings: FlashSettings,
     size: int,
-    tokens: Tokens,
+    tokens: FlashTokens,
     scale: Array | None,
     sums: Array | None = None,
 ) -> Float[Array, "B T N V"]:
@@ -242,15 +248,15 @@ def _attend(
     batch, length, heads = tokens.query.shape[:3]
     count = batch * (length // size)
     grouped = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[2:]), tokens)
-    near = ScoreMechanism("flash", SquaredReLU(rule.divisor))(
+    near = ScoreMechanism("flash", SquaredReLU(settings.divisor))(
         grouped.query,
         grouped.key,
         _in_range(grouped.value),
         scale=scale,
-        is_causal=rule.is_causal,
+        is_causal=settings.is_causal,
         segment_ids=grouped.segment,
     ).astype(dtype)
-    if rule.is_causal:
+    if settings.is_causal:
         far = _earlier(tokens, size, sums)
     elif tokens.segment is None:
         far = _read(tokens.linear_query, _sum(tokens.linear_key, tokens.value, dtype))
@@ -266,7 +272,7 @@ def _attend(
         later = jnp.flip(_earlier(flipped, size), 1)
         far = _earlier(tokens, size) + later + own.reshape(later.shape)
     near = near.reshape(batch, length, heads, near.shape[-1])
-    return near + far / rule.linear_divisor
+    return near + far / settings.linear_divisor
 
 
 def _products(scores: Array, visible: Array | None) -> Array:
@@ -275,7 +281,7 @@ def _products(scores: Array, visible: Array | None) -> Array:
 
 
 def _earlier(
-    tokens: Tokens, size: int, sums: Array | None = None
+    tokens: FlashTokens, size: int, sums: Array | None = None
 ) -> Float[Array, "B T N V"]:
     """Every row's linear attention to the groups before its own, inside its segment."""
     stretch, dtype = _far_keys(tokens), sum_dtype(*tokens[:5])
@@ -287,7 +293,7 @@ def _earlier(
     return heads_joined(rows, dtype)
 
 
-def _far_keys(tokens: Tokens) -> Stretch:
+def _far_keys(tokens: FlashTokens) -> Stretch:
     given = tokens.linear_query, tokens.linear_key, tokens.value
     stretch, segment = layout(operands.Tokens(*given)), tokens.segment
     if segment is None:

@@ -36,8 +36,9 @@ from symjax.attention import features
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.features import RANDOM
-from symjax.attention.kernels.tpu.normalised import FusedFeatures
+from symjax.attention.kernels.tpu.recurrent import TpuFeatures
 from symjax.attention.recurrent import chunks
+from symjax.attention.recurrent.engine import InXla
 from symjax.attention.recurrent.normalised import Normalised
 
 HEADS, SIZE, FEATURES = 2, 64, 256
@@ -196,9 +197,9 @@ def three(x: jax.Array) -> list[jax.Array]:
 
 def kernel(rows: Any, *arrays: Any) -> Any:
     recurrence = Normalised(RANDOM["positive"])
-    fused = FusedFeatures("positive", recurrence, 128, interpret=True)
     random = RandomFeatures(rows, jnp.float32(SIZE**-0.5))
-    return fused.attend(Tokens(*arrays), random)
+    fallback = InXla(recurrence, 128)
+    return TpuFeatures(recurrence, True).attend(Tokens(*arrays), random, fallback)
 
 
 def graded(attend: Callable, rows: Any, arrays: Arrays, weigh: np.ndarray) -> Arrays:

@@ -185,13 +185,16 @@ class Attention(Keys):
     )
     implementation: str = key(
         "auto",
-        "how score mechanisms run over whole rows. auto: softmax by the fused kernel "
-        "on a TPU, by cuDNN on an NVIDIA GPU, or its two maps on a Hopper GPU by "
-        "hopper, where these serve, all else by blocks of rows. Or forced: rows, the "
-        "whole map, fused, hopper, cudnn, or softmax over "
-        "mesh.sequence by a ring, in which keys travel and are not gathered. Decoding "
-        "is always auto",
-        ("auto", "rows", "whole", "fused", "hopper", "cudnn", "ring"),
+        "how score mechanisms run over whole rows. auto: softmax by the kernel for "
+        "TPUs or by cuDNN, its two maps on an H100 or H200 by gpu_differential, and "
+        "blocks of rows for all that these do not support. Or forced: rows, the whole "
+        "map, tpu, gpu_differential, cudnn, or softmax over mesh.sequence by a ring, "
+        "in which keys travel and are not gathered. Decoding is always auto. fused and "
+        "hopper are former names of tpu and gpu_differential",
+        (
+            *("auto", "rows", "whole", "tpu", "gpu_differential", "cudnn", "ring"),
+            *("fused", "hopper"),
+        ),
     )
     options: OwnOptions = key(
         OwnOptions(), "options that the mechanism declares itself, by name"

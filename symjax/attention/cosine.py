@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import state_sizes
 from symjax.attention.features import UNIT
-from symjax.attention.kernels.gpu.normalised import GpuFeatures
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.normalised import LinearState, Normalised
@@ -104,7 +103,6 @@ def cosine_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(GpuFeatures(RECURRENCE),),
     )
 
 

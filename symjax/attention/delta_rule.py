@@ -24,8 +24,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import as_array, check_arrays, state_sizes
 from symjax.attention.core.products import einsum, products, sum_dtype
-from symjax.attention.kernels.gpu.recurrent import GpuDelta
-from symjax.attention.kernels.tpu.recurrent import FusedDelta
 from symjax.attention.recurrent.chunks import (
     Chunk,
     Stretch,
@@ -60,7 +58,13 @@ class DeltaRule:
     E_ts the decay between two tokens, row t of the changes u is
     u_t = β_t (v_t − k_t·S faded to t − Σ_{s<t} (k_t·k_s E_ts) u_s), a unit-triangular
     system (the WY form). No decay is divided by another.
+
+    Attributes:
+        fades: whether a log-decay was given. Without one kernels compute none.
     """
+
+    kernel = "delta"
+    fades: bool = True
 
     def may_stand_side_by_side(
         self, state: DeltaState, stretch: Stretch, platform: str
@@ -174,11 +178,11 @@ def delta_causal(
     Source: Yang et al. 2024, arXiv:2406.06484 (the chunk form) and arXiv:2412.06464
         (a decay a head); Kimi Team 2025, arXiv:2510.26692 (a decay a channel).
     """
-    who, fades = "delta_causal", log_decay is not None
+    who = "delta_causal"
     shared, operands = _operands(who, key, beta, log_decay, mask, segment_ids)
     return attend_causal(
         who,
-        DeltaRule(),
+        DeltaRule(fades=log_decay is not None),
         query,
         key,
         value,
@@ -190,7 +194,6 @@ def delta_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(FusedDelta(fades), GpuDelta()),
     )
 
 

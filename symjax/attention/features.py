@@ -12,6 +12,7 @@ Weights of pairs are computed without features where these would cancel.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,11 @@ def _project(x: Array, random: RandomFeatures) -> Array:
     return projected + jax.lax.expand_dims(offset, tuple(range(x.ndim - 1)))
 
 
-def _random(features: Callable[[Array], LogFeatures], sign: int = -1) -> Features:
+def _random(
+    features: Callable[[Array], LogFeatures],
+    sign: int = -1,
+    exponential: tuple[int, ...] = (),
+) -> Features:
     """Random features of exp(q·k), by those of w·x'.
 
     A key's are times exp(±|x'|²/2); a query's are not, since it cancels in the ratio.
@@ -58,7 +63,7 @@ def _random(features: Callable[[Array], LogFeatures], sign: int = -1) -> Feature
         norm = 0.5 * sign * random.scale.astype(x.dtype) * squared_length(x)
         return features(_project(x, random)).raised(norm)
 
-    return Features(query, key, signed=sign > 0)
+    return Features(query, key, signed=sign > 0, exponential=exponential)
 
 
 def _powers(projected: Array) -> LogFeatures:
@@ -80,11 +85,11 @@ def _relu(x: Array, random: RandomFeatures) -> LogFeatures:
     return LogFeatures(jax.nn.relu(_project(x, random)), None)
 
 
-_POSITIVE = _random(_powers)
+_POSITIVE = _random(_powers, exponential=(1,))
 RANDOM = {
     "favor#": _POSITIVE,
     "favor++": _POSITIVE,
-    "hyperbolic": _random(_hyperbolic),
+    "hyperbolic": _random(_hyperbolic, exponential=(1, -1)),
     "positive": _POSITIVE,
     "relu": Features(_relu, _relu),
     "trigonometric": _random(_waves, sign=1),
@@ -196,23 +201,17 @@ PAIRS = "bkgth,bksh->bkgts"
 Product = Callable[..., Array]  # an einsum
 
 
-def plain(
-    function: Callable[[Array], Array],
-    pairs: Callable | None = None,
-    signed: bool = False,
-    leading: Callable[[int], int] | None = None,
-    around: Callable | None = None,
-    bounded: bool = False,
-) -> Features:
+def plain(function: Callable[[Array], Array], **traits: Any) -> Features:
     """Return the entry of `PLAIN` for a function of the last axis: jax.nn.softplus.
 
-    The other arguments are those of `Features`.
+    Args:
+        traits: attributes of `Features`.
     """
 
     def both(x: Array, parameters: None = None) -> LogFeatures:
         return LogFeatures(function(x), None)
 
-    return Features(both, both, pairs, signed, leading, around, bounded)
+    return Features(both, both, **traits)
 
 
 def _length(x: Array) -> Array:
@@ -310,13 +309,21 @@ def _taylor_pairs(product: Product, query: Array, key: Array, divisor: Array) ->
 
 
 IDENTITY = plain(lambda x: x, signed=True)
-UNIT = plain(_unit, _unit_pairs, True, lambda size: 1, _unit_around, bounded=True)
+UNIT = plain(
+    _unit,
+    pairs=_unit_pairs,
+    signed=True,
+    leading=lambda size: 1,
+    around=_unit_around,
+    bounded=True,
+)
 PLAIN = {
-    "elu": plain(_elu_plus_one),
+    "elu": plain(_elu_plus_one, elementwise=True),
     "identity": IDENTITY,
-    "relu": plain(jax.nn.relu),
-    "relu2": plain(_relu2),
-    "squared": plain(_squared, _squared_pairs, True, lambda size: size),
-    "taylor": plain(_taylor, _taylor_pairs, True, lambda size: 1),
+    "relu": plain(jax.nn.relu, elementwise=True),
+    "relu2": plain(_relu2, elementwise=True),
+    "squared": plain(
+        _squared, pairs=_squared_pairs, signed=True, leading=lambda size: size
+    ),
+    "taylor": plain(_taylor, pairs=_taylor_pairs, signed=True, leading=lambda size: 1),
 }
-ELEMENTWISE = PLAIN["elu"], PLAIN["relu"], PLAIN["relu2"]  # and never negative

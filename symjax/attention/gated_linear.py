@@ -30,8 +30,6 @@ from symjax.attention.core.arguments import (
     state_sizes,
 )
 from symjax.attention.core.products import sum_dtype
-from symjax.attention.kernels.gpu.recurrent import GpuDecay
-from symjax.attention.kernels.tpu.recurrent import FusedDecay
 from symjax.attention.positions import alibi_slopes
 from symjax.attention.recurrent.chunks import (
     Chunk,
@@ -62,6 +60,8 @@ class DecayState(NamedTuple):
 @dataclass(frozen=True)
 class Decayed:
     """The recurrence. The log-decay is what all tokens share, or an operand of each."""
+
+    kernel = "decay"
 
     def may_stand_side_by_side(
         self, state: DecayState, stretch: Stretch, platform: str
@@ -165,7 +165,6 @@ def decay_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(FusedDecay(), GpuDecay()),
     )
 
 

@@ -22,8 +22,6 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.core.arguments import check_arrays, check_mask, state_sizes
 from symjax.attention.core.visibility import only_seen, visible_keys
 from symjax.attention.features import IDENTITY, PLAIN, named
-from symjax.attention.kernels.gpu.normalised import GpuFeatures
-from symjax.attention.kernels.tpu.normalised import FusedFeatures
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.normalised import LinearState, Normalised
@@ -135,10 +133,6 @@ def linear_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(
-            FusedFeatures(features, recurrence, chunk_size),
-            GpuFeatures(recurrence),
-        ),
     )
 
 

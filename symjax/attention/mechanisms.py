@@ -189,7 +189,7 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
         "lengths": mechanism.lengths,
         "segments": mechanism.segments,
         "steps": mechanism.step is not None,
-        "fused": "fused" in mechanism.implementations,
+        "kernel": "tpu" in mechanism.implementations,
     }
 
 

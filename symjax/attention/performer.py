@@ -28,8 +28,6 @@ from symjax.attention.core.arguments import check_kind, check_positive, state_si
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.favor import KINDS, Statistics, adapted
 from symjax.attention.features import RANDOM, default_projection, named
-from symjax.attention.kernels.gpu.normalised import GpuFeatures
-from symjax.attention.kernels.tpu.normalised import FusedFeatures
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.normalised import LinearState, Normalised
@@ -149,10 +147,6 @@ def performer_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
-        kernels=(
-            FusedFeatures(features, recurrence, chunk_size),
-            GpuFeatures(recurrence),
-        ),
     )
 
 

@@ -43,5 +43,5 @@ softmax = ScoreMechanism(
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1.
     """,
-    implementations=("rows", "whole", "fused", "hopper", "cudnn", "ring"),
+    implementations=("rows", "whole", "tpu", "gpu_differential", "cudnn", "ring"),
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 from symjax import config, validation
 from symjax.attention import MECHANISMS
+from symjax.attention.kernels.dispatch import present_name
 from symjax.attention.mechanisms import capabilities
 from symjax.layers.parts.part import Sizes, named_options
 from symjax.layers.parts.table import part_of
@@ -138,7 +139,7 @@ def _check_words(options: config.Model, mechanism: str) -> None:
 def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
     """Raise if choices of a model exclude each other."""
     chosen = options.attention
-    if chosen.implementation in ("fused", "hopper", "cudnn", "ring"):
+    if chosen.implementation not in ("auto", "rows", "whole"):
         _check_implementation(options, names)
     if chosen.length_base == 1:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")
@@ -164,10 +165,11 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
 def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None:
     """Raise if a mechanism or the kind of model lacks the chosen implementation."""
     chosen = options.attention.implementation
+    wanted = present_name(chosen)
     lacking = []
     for name in names:
         form = MECHANISMS[name]
-        if "implementation" in form.options and chosen not in form.implementations:
+        if "implementation" in form.options and wanted not in form.implementations:
             lacking.append(name)
     if lacking:
         raise ValueError(

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from symjax.attention.core import devices
 from symjax.attention.core.operands import Tokens
-from symjax.attention.recurrent import engine
 from symjax.estimate import targets
 
 
@@ -28,7 +27,7 @@ def served(kernel, parameters=None, *, size=64, width=64, length=128, dtype=None
     """Whether a kernel takes arrays of these sizes, bfloat16 unless said."""
     heads = (N, size), (K, size), (K, width)
     like = [jax.ShapeDtypeStruct((B, length, *x), dtype or jnp.bfloat16) for x in heads]
-    return engine.served(kernel, Tokens(*like), parameters)
+    return kernel.refusal(Tokens(*like), parameters) is None
 
 
 def compiled_for_an_h200(attend, *heads, dtypes=()):

@@ -131,11 +131,11 @@ def test_segments(name):
 
 
 @every_mechanism
-def test_a_fused_kernel(name):
-    if capabilities(MECHANISMS[name])["fused"]:
-        it_works(call(name, implementation="fused"))
+def test_a_kernel(name):
+    if capabilities(MECHANISMS[name])["kernel"]:
+        it_works(call(name, implementation="tpu"))
     else:
-        refused("implementation", name, implementation="fused")
+        refused("implementation", name, implementation="tpu")
 
 
 @every_mechanism

@@ -153,7 +153,7 @@ def test_of_a_cache_at_most_twice_what_is_filled_is_read():
             assert read <= max(2 * filled, 2 * mixer.SMALLEST_READ - 1)
 
 
-@pytest.mark.parametrize("implementation", ["rows", "whole", "fused", "cudnn", "ring"])
+@pytest.mark.parametrize("implementation", ["rows", "whole", "tpu", "cudnn", "ring"])
 def test_what_implements_whole_rows_does_not_decode(implementation):
     """A run evaluates by decoding, too, whatever it trains with."""
 
@@ -335,7 +335,7 @@ def test_tied_embeddings_share_one_table():
         ({"mechanism": "cosine", "mask_self": True}, "cosine has no such option"),
         ({"mechanism": "performer", "length_base": 8}, "performer has no such option"),
         ({"features": "relu"}, "softmax has no such option"),
-        ({"mechanism": "gau", "implementation": "fused"}, "gau takes rows or whole"),
+        ({"mechanism": "gau", "implementation": "tpu"}, "gau takes rows or whole"),
         ({"length_base": 1}, "model.attention.length_base must be 0"),
         (
             {"mechanism": "linear", "features": "sine"},

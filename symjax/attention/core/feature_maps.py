@@ -67,6 +67,10 @@ class Features(NamedTuple):
         bounded: whether no feature exceeds 1 and no pair weighs less than 0. The mean
             weight of a row then has a known rounding error, so that kernels can add up
             features that change sign.
+        elementwise: whether each feature is a function of one number, never negative,
+            so that kernels can compute it.
+        exponential: the signs s of features exp(s w·x √scale + offset) of random rows
+            w, times exp(−scale |x|²/2) for a key; empty for other features.
     """
 
     query: Callable[[Array, Any], LogFeatures]
@@ -76,6 +80,8 @@ class Features(NamedTuple):
     leading: Callable[[int], int] | None = None
     around: Callable[[Array, Array], tuple[LogFeatures, LogFeatures]] | None = None
     bounded: bool = False
+    elementwise: bool = False
+    exponential: tuple[int, ...] = ()
 
 
 class RandomFeatures(NamedTuple):

@@ -1,97 +1,143 @@
-"""The engine that a call of softmax runs on: blocks of rows, or a kernel for a machine.
+"""The table of kernels, and the rule that decides whether a call runs on one.
 
-`implementation=None` takes the first kernel of a machine, "fused" on TPUs, "hopper" or
-"cudnn" on NVIDIA GPUs, if
+A kernel is written for a family of mechanisms and for a platform. A call runs on the
+first kernel of its family for which all of these hold:
 
-- such a device is in sight: one of the mesh, or the default backend without one; a
-  TPU of v4 or later, or for "hopper" an H100 or H200, without jax's 64-bit types;
-- there are at least 128 rows, and the kernel serves the arguments (its `refusal`);
-- the call is of one device alone: in a `jax.shard_map`, as layers under a mesh make it,
-  or where there is but one. XLA cannot split a kernel among devices.
+- The program may be for the kernel's platform (`core.devices`): a TPU of v4 or later
+  without jax's 64-bit types, or an NVIDIA GPU with tensor cores for bfloat16.
+- The call is made for one device: outside of a mesh on a machine that has one, or in a
+  `jax.shard_map`, as layers under a mesh do. XLA cannot split a kernel over devices.
+- The kernel supports the arguments, so that its `refusal` is None.
 
-What runs is then decided where the program is lowered: the kernel for its machine, the
-engine of rows for any other.
+All other calls run their fallback in XLA, and so do other platforms for which the same
+program is lowered.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from jaxtyping import Array, Float
 
-from symjax.attention.core.devices import backend, by_platform, on_one_device
-from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import Operands, Rule, rows_spec
-from symjax.attention.kernels.gpu import cudnn, differential
-from symjax.attention.kernels.tpu import attention
-from symjax.attention.kernels.tpu.attention import FEWEST_ROWS
-
-Engine = Callable[[Rule, Operands], Array]
-
-
-class Kernel(NamedTuple):
-    platform: str  # that programs are lowered for
-    backend: str  # as jax names devices that run it
-    attend: Engine
-    elsewhere: Engine  # where it is forced
-    refusal: Callable[[Rule, Operands], str | None]
+from symjax.attention.core.devices import by_platform, on_cuda, on_one_device, on_tpu
+from symjax.attention.core.meshes import on_any_mesh, rows_alone
+from symjax.attention.core.operands import Operands, Rule, Tokens, rows_spec
+from symjax.attention.core.products import TILE
+from symjax.attention.kernels.gpu.cudnn import CudnnSoftmax
+from symjax.attention.kernels.gpu.differential import GpuDifferential
+from symjax.attention.kernels.gpu.normalised import GpuFeatures
+from symjax.attention.kernels.gpu.recurrent import GpuDecay, GpuDelta
+from symjax.attention.kernels.tpu.attention import TpuSoftmax
+from symjax.attention.kernels.tpu.recurrent import TpuDecay, TpuDelta, TpuFeatures
 
 
-KERNELS = {
-    "fused": Kernel(
-        "tpu",
-        "tpu",
-        attention.attend_fused,
-        attention.attend_interpreted,
-        attention.refusal,
-    ),
-    "hopper": Kernel(
-        "cuda",
-        "gpu",
-        differential.attend_hopper,
-        differential.attend_hopper,
-        differential.refusal,
-    ),
-    "cudnn": Kernel(
-        "cuda",
-        "gpu",
-        cudnn.attend_cudnn,
-        cudnn.attend_cudnn,
-        cudnn.refusal,
-    ),
+class Kernel(Protocol):
+    """A kernel with the static half of a call: a recurrence or a rule. Hashable.
+
+    It gets the arrays of a call: `Operands` of scores, or the `Tokens` and parameters
+    of a recurrence. A kernel of scores has the `name` that `implementation` gives it.
+    """
+
+    def refusal(self, *given: Any) -> str | None:
+        """Return why the kernel does not support the call; None if it does."""
+        ...
+
+    def attend(self, *given: Any) -> Array:
+        """Return the rows of the call; the last argument computes them in XLA."""
+        ...
+
+
+KERNELS: dict[tuple[str, str], tuple[Callable[..., Any], ...]] = {
+    ("softmax", "tpu"): (TpuSoftmax,),
+    ("softmax", "cuda"): (GpuDifferential, CudnnSoftmax),
+    ("features", "tpu"): (TpuFeatures,),
+    ("features", "cuda"): (GpuFeatures,),
+    ("decay", "tpu"): (TpuDecay,),
+    ("decay", "cuda"): (GpuDecay,),
+    ("delta", "tpu"): (TpuDelta,),
+    ("delta", "cuda"): (GpuDelta,),
+}
+PLATFORMS = {"tpu": on_tpu, "cuda": on_cuda}
+# Former names of implementations, by which configurations and calls may name them.
+ALIASES = {"fused": "tpu", "hopper": "gpu_differential"}
+
+
+def present_name(implementation: str) -> str:
+    """Return the present name of an implementation."""
+    return ALIASES.get(implementation, implementation)
+
+
+def run_recurrence(
+    recurrence: Any, tokens: Tokens, parameters: Any, fallback: Callable
+) -> Float[Array, "B T N V"]:
+    """Return rows of a recurrence that begins without a state.
+
+    Args:
+        recurrence: its `kernel` names the family of its kernels, if there are any.
+        fallback: the same in XLA, a hashable function of tokens and parameters.
+    """
+    given = tokens, parameters
+    family = getattr(recurrence, "kernel", None)
+    for platform, kernel in _kernels(family, recurrence):
+        if kernel.refusal(*given) is None:
+            return _tokens_by_platform(platform, kernel, fallback, *given)
+    return fallback(*given)
+
+
+def run_scores(
+    names: tuple[str, ...], rule: Rule, operands: Operands, fallback: Callable
+) -> Float[Array, "B N T V"]:
+    """Return rows of a score mechanism, which names the kernels that may compute them.
+
+    Args:
+        fallback: the same in XLA, a hashable function of the operands.
+    """
+    if operands.query.shape[2] >= TILE:
+        for platform, kernel in _kernels("softmax", rule):
+            if kernel.name in names and kernel.refusal(operands) is None:
+                return _rows_by_platform(platform, kernel, fallback, operands)
+    return fallback(operands)
+
+
+def run_named(
+    name: str, rule: Rule, operands: Operands, fallback: Callable
+) -> Float[Array, "B N T V"]:
+    """Return rows of softmax by the kernel of this name.
+
+    Raises:
+        ValueError: it does not support these operands; the message says why.
+    """
+    kernel = NAMED[name](rule)
+    if reason := kernel.refusal(operands):
+        raise ValueError(
+            f"implementation {name!r} does not support this call: {reason}"
+        )
+    return kernel.attend(operands, fallback)
+
+
+NAMED = {
+    kernel.name: kernel
+    for (family, _), kernels in KERNELS.items()
+    if family == "softmax"
+    for kernel in kernels
 }
 
 
-def forced(name: str, rule: Rule, operands: Operands) -> Engine:
-    """The kernel of this name.
-
-    Raises:
-        ValueError: it does not serve these operands, saying why.
-    """
-    kernel = KERNELS[name]
-    if reason := kernel.refusal(rule, operands):
-        raise ValueError(f"implementation {name!r} does not serve this call: {reason}")
-    return kernel.attend if backend() == kernel.backend else kernel.elsewhere
+def _kernels(family: str | None, static: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the kernels of a family for the platforms of the program, with these."""
+    if family is not None and on_one_device():
+        for platform, present in PLATFORMS.items():
+            if present():
+                for kernel in KERNELS.get((family, platform), ()):
+                    yield platform, kernel(static)
 
 
-def best(
-    names: tuple[str, ...], engine: Engine, rule: Rule, operands: Operands
-) -> Engine:
-    """The engine of rows, or the choice between it and a kernel of these names."""
-    if operands.query.shape[2] < FEWEST_ROWS or not on_one_device():
-        return engine
-    for name, kernel in KERNELS.items():
-        if name in names and backend() == kernel.backend:
-            if not kernel.refusal(rule, operands):
-                return partial(_by_platform, engine, kernel)
-    return engine
-
-
-@on_any_mesh("engine", "kernel", "rule", specs=rows_spec, inline=True)
-def _by_platform(
-    engine: Engine, kernel: Kernel, rule: Rule, operands: Operands
-) -> Float[Array, "B N T V"]:
+def _by_platform(platform: str, kernel: Kernel, fallback: Callable, *given: Any) -> Any:
     return by_platform(
-        **{kernel.platform: partial(kernel.attend, rule, operands)},
-        default=partial(engine, rule, operands),
+        **{platform: lambda: kernel.attend(*given, fallback)},
+        default=lambda: fallback(*given),
     )
+
+
+STATIC = "platform", "kernel", "fallback"
+_tokens_by_platform = on_any_mesh(*STATIC, specs=rows_alone)(_by_platform)
+_rows_by_platform = on_any_mesh(*STATIC, specs=rows_spec, inline=True)(_by_platform)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 
-class Seen(NamedTuple):
+class RowIntervals(NamedTuple):
     """Which keys each row sees; b is 1 where all examples are alike."""
 
     rows: Int[Array, "b 3 T"]  # the first key, the one after the last, its own or −1
@@ -30,7 +30,7 @@ def seen_by_rows(
     mask_self: bool,
     exists: Bool[Array, "b S"] | None,
     runs: Int[Array, "b S"] | None,
-) -> tuple[Seen, Int[Array, "b T"]]:
+) -> tuple[RowIntervals, Int[Array, "b T"]]:
     """What `length` rows from position `first` on see, and how many keys each. O(T + S)
 
     Args:
@@ -62,7 +62,7 @@ def seen_by_rows(
         hides = sees_itself & (count > 1)
         own, count = jnp.where(hides, position, -1), count - hides
     rows = jnp.stack(jnp.broadcast_arrays(begin, end, own), axis=1)
-    return Seen(rows, exists, jnp.asarray(first, jnp.int32)), count
+    return RowIntervals(rows, exists, jnp.asarray(first, jnp.int32)), count
 
 
 def pairs_in_window(length: int, keys: int, left: int | None, right: int | None) -> int:
@@ -84,7 +84,7 @@ def _extents(runs: Int[Array, "b S"]) -> tuple[Array, Array]:
 
 
 def blocks_of_rows(
-    seen: Seen, keys: int, rows: int, size: int
+    seen: RowIntervals, keys: int, rows: int, size: int
 ) -> Int[Array, "b 4 blocks"]:
     """For each block of `rows` rows the blocks of `size` keys that it visits: the
     first, the first and the last of those that all rows see whole, the last."""
@@ -105,7 +105,7 @@ def blocks_of_rows(
 
 
 def blocks_of_keys(
-    seen: Seen, keys: int, rows: int, size: int
+    seen: RowIntervals, keys: int, rows: int, size: int
 ) -> Int[Array, "b 4 blocks"]:
     """For each block of `size` keys the blocks of `rows` rows that visit it, as in
     `blocks_of_rows`. O(T S / size)"""

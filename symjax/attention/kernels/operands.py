@@ -7,29 +7,59 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.core.feature_maps import Features
 from symjax.attention.core.operands import Tokens
+from symjax.attention.core.products import TILE
 from symjax.attention.core.sequence import segment_runs, starts
 from symjax.attention.core.visibility import only_seen, visible_keys
-from symjax.attention.kernels.tpu.tiles import LANES
 
 # The checkpoint_name of the outputs of forward kernels: where a policy of
 # `jax.checkpoint` saves them, the backward pass does not run that kernel again.
 RESIDUAL = "attention_residual"
 
+LARGEST_HEAD = 256  # of recurrent kernels
+MOST_FEATURES = 1024
 NEVER = -1e30  # the logarithm of a decay that forgets all; no sum of them is NaN
+
+
+def unsupported(tokens: Tokens) -> str | None:
+    """Return why no kernel of a recurrence supports these arrays; None if one may."""
+    query, key, value = tokens[:3]
+    dtype = jnp.result_type(query, key, value)
+    if query.shape[1] < TILE:
+        return f"it takes {TILE} tokens or more, got {query.shape[1]}"
+    if 0 in (*query.shape, value.shape[3]):
+        return "an array is empty"
+    if (size := max(key.shape[3], value.shape[3])) > LARGEST_HEAD:
+        return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"it takes bfloat16 and float32, got {dtype}"
+    return None
+
+
+def feature_count(maps: Features, key: Array, parameters: Any) -> int | None:
+    """Return the number of features of a key, without computing them.
+
+    It is None if they have both an amplitude and an exponent.
+    """
+    like = jax.ShapeDtypeStruct(key.shape, jnp.float32)
+    parts = jax.tree.leaves(jax.eval_shape(maps.key, like, parameters))
+    return parts[0].shape[3] if len(parts) == 1 else None
 
 
 def log_decay_of(
     own: Sequence[Array], parameters: Float[Array, "K 1"] | None
 ) -> Float[Array, "#B #T K F"]:
-    """Each token's own, or that of all."""
+    """Return the log-decay of each token, or the one that all tokens share."""
     return own[0] if parameters is None else parameters[None, None]
 
 
 def seen_decays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
-    """Query, key, value, log-decays of each head or channel and β, 0 for hidden tokens;
-    the first token of a segment forgets all."""
-    query, key, value, visible, segment = Shown.of(tokens)
+    """Return query, key, value, log-decays of each head or channel, and β.
+
+    They are 0 for hidden tokens. The first token of a segment forgets all.
+    """
+    query, key, value, visible, segment = VisibleTokens.of(tokens)
     if log_decay is not None:
         shape = *key.shape[:3], log_decay.shape[3]
         log_decay = jnp.broadcast_to(log_decay, shape).astype(jnp.float32)
@@ -64,13 +94,13 @@ def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:
     return parts
 
 
-def even(size: int, unit: int = LANES) -> int:
+def even(size: int, unit: int = TILE) -> int:
     """The next multiple of `unit`."""
     return -(-size // unit) * unit
 
 
-class Shown(NamedTuple):
-    """Query, key and value in one dtype, those of hidden tokens 0."""
+class VisibleTokens(NamedTuple):
+    """Query, key and value of one dtype; keys and values of hidden tokens are 0."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B T K H"]

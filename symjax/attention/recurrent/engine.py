@@ -11,15 +11,14 @@ follows the other. Of few tokens a gradient there keeps what all chunks side by 
 need, and computes nothing once more.
 
 A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
-taken and given, masks, segments, and time that is split over a mesh axis. It may bring
-kernels, each of one platform, which take the place of the chunks where no state is
-given or wanted, time is not split over devices, and the call is `served`.
-
-What runs is then decided where the program is lowered. Kernels have no forward-mode
-derivative (`jax.jvp`), and no second one.
+taken and given, masks, segments, and time that is split over a mesh axis. Where no
+state is given or wanted and time is not split over devices, a kernel may take the place
+of the chunks (`kernels.dispatch`). Kernels have no forward-mode derivative (`jax.jvp`),
+and no second one.
 """
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +31,10 @@ from symjax.attention.core.arguments import (
     check_state,
     check_tokens,
 )
-from symjax.attention.core.devices import on_cuda, on_one_device, on_tpu
-from symjax.attention.core.meshes import on_any_mesh, rows_alone
+from symjax.attention.core.meshes import on_any_mesh
 from symjax.attention.core.operands import Tokens
-from symjax.attention.core.products import TILE, sum_dtype
+from symjax.attention.core.products import sum_dtype
+from symjax.attention.kernels.dispatch import run_recurrence
 from symjax.attention.recurrent.chunks import (
     heads_joined,
     layout,
@@ -47,22 +46,6 @@ from symjax.attention.recurrent.schedule import (
     in_one,
     state_before,
 )
-
-LARGEST_HEAD = 256  # that kernels serve
-
-
-class Kernel(Protocol):
-    """A mechanism on one kind of accelerator. Hashable."""
-
-    platform: str  # that programs are lowered for: "tpu" or "cuda"
-
-    def serves(self, tokens: Tokens, parameters: Any) -> bool:
-        """Whether it may run; the engine has looked at devices and sizes."""
-        ...
-
-    def attend(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
-        """The output of `attend_causal`."""
-        ...
 
 
 def attend_causal(
@@ -80,59 +63,37 @@ def attend_causal(
     return_state: bool = False,
     segment_ids: Array | None = None,
     axis_name: str | None = None,
-    kernels: tuple[Kernel, ...] = (),
 ) -> Any:
     """Every query sees the visible tokens of its segment up to its own.
 
     Args:
         operands: more arrays [#B #T K …] that the recurrence takes of each token.
-        kernels: what may take the place of the recurrence.
     """
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
     check_count(who, "chunk_size", chunk_size)
     check_flag(who, "return_state", return_state)
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
-    alone = state is None and not return_state and axis_name is None
+    if state is None and not return_state and axis_name is None:
+        fallback = InXla(recurrence, int(chunk_size))
+        return run_recurrence(recurrence, tokens, parameters, fallback)
     state = _start(who, recurrence, parameters, state, tokens)
-    static = recurrence, int(chunk_size), axis_name, alone
-    for kernel in kernels:
-        if alone and served(kernel, tokens, parameters):
-            return _on_kernel(kernel, static, tokens, parameters, state)
+    static = recurrence, int(chunk_size), axis_name, False
     output, state = _causal(*static, tokens, parameters, state)
     return (output, state) if return_state else output
 
 
-def served(kernel: Kernel, tokens: Tokens, parameters: Any) -> bool:
-    """Whether a call of these tokens is for the kernel, and its device in sight.
+@dataclass(frozen=True)
+class InXla:
+    """XLA's form of a call without a state, for kernels that do not support it."""
 
-    XLA cannot split a kernel: under a mesh the call is made in a `jax.shard_map`, as
-    layers do.
-    """
-    query, key, value = tokens[:3]
-    return (
-        {"tpu": on_tpu, "cuda": on_cuda}[kernel.platform]()
-        and on_one_device()
-        and query.shape[1] >= TILE
-        and 0 not in (*query.shape, value.shape[3])
-        and max(key.shape[3], value.shape[3]) <= LARGEST_HEAD
-        and jnp.result_type(query, key, value) in (jnp.bfloat16, jnp.float32)
-        and kernel.serves(tokens, parameters)
-    )
+    recurrence: Recurrence
+    chunk_size: int
 
-
-@on_any_mesh("kernel", "by_chunks", specs=rows_alone)
-def _on_kernel(
-    kernel: Kernel,
-    by_chunks: tuple[Recurrence, int, None, bool],
-    tokens: Tokens,
-    parameters: Any,
-    state: Any,
-) -> Float[Array, "B T N V"]:
-    return jax.lax.platform_dependent(
-        **{kernel.platform: lambda: kernel.attend(tokens, parameters)},
-        default=lambda: _causal(*by_chunks, tokens, parameters, state)[0],
-    )
+    def __call__(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
+        state = _start("", self.recurrence, parameters, None, tokens)
+        static = self.recurrence, self.chunk_size, None, True
+        return _causal(*static, tokens, parameters, state)[0]
 
 
 def attend_step(

@@ -129,6 +129,7 @@ class Given(NamedTuple):
 class Normalised:
     """The recurrence, given by its features."""
 
+    kernel = "features"
     features: Features
 
     def may_stand_side_by_side(

@@ -36,6 +36,11 @@ class Stretches(Protocol):
 class Recurrence(Stretches, Protocol):
     """A mechanism with a state. Hashable, since programs are compiled for it."""
 
+    @property
+    def kernel(self) -> str | None:
+        """Family of its kernels: "features", "decay" or "delta"; None: it has none."""
+        ...
+
     def empty(self, parameters: Any, sizes: tuple[int, int, int, int], dtype) -> Any:
         """The state that has read nothing. sizes: B K H V."""
         ...

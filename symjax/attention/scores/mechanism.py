@@ -7,9 +7,8 @@ the choice of what computes the rows. Mechanisms differ only in their row weight
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +53,8 @@ class ScoreMechanism:
             [B N t 1]). It must be hashable, since programs are compiled for it.
         description: formula, cost and source, for `help`.
         implementations: names that a call may choose. "rows" and "whole" support all
-            weights. "fused", "hopper", "cudnn" and "ring" compute exp(score) / Σ exp,
-            so only softmax has them.
+            weights. "tpu", "gpu_differential", "cudnn" and "ring" compute
+            exp(score) / Σ exp, so only softmax has them.
         own: options of the mechanism, passed to `weights` as keywords, for instance
             `cap` of `softcap(query, key, value, cap=30.0)`.
     """
@@ -123,14 +122,16 @@ class ScoreMechanism:
 
                 - "rows": blocks of rows in XLA.
                 - "whole": all rows as one block, for reading and tests.
-                - "fused" (softmax): a kernel for TPUs; other machines interpret it,
+                - "tpu" (softmax): a kernel for TPUs; other machines interpret it,
                   which is slow.
-                - "hopper" (softmax): a kernel for `differential` on H100 and H200.
-                  Gradients of queries differ by rounding from run to run.
+                - "gpu_differential" (softmax): a kernel for `differential` on H100 and
+                  H200. Gradients of queries differ by rounding from run to run.
                 - "cudnn" (softmax): the kernel of cuDNN for NVIDIA GPUs.
                 - "ring" (softmax): with `axis_name`, keys and values pass from device
                   to device and are not gathered, see `attend_ring`. Without
                   `axis_name` it is "rows".
+
+                "fused" and "hopper" are former names of "tpu" and "gpu_differential".
             axis_name: in a `jax.shard_map`, the mesh axis that time is split over.
                 query, key, value and segment_ids are those of one device. Mask and
                 bias are for the rows of one device and the keys of all.
@@ -139,9 +140,7 @@ class ScoreMechanism:
             ValueError: shapes that do not fit together, naming both; an implementation
                 that does not support these arguments, with the reason.
         """
-        if implementation is not None:
-            known = self.implementations
-            check_choice(self.name, "implementation", implementation, known)
+        implementation = self._checked_implementation(implementation)
         weights = self._weights(own)
         arguments = ScoreArguments(
             query=query,
@@ -166,20 +165,41 @@ class ScoreMechanism:
         in_ring = implementation == "ring" and axis_name is not None
         operands = _operands(arguments, gathers_keys=not in_ring)
         rule = _rule(arguments, weights, whole=implementation == "whole")
+        fallback = InRows(_by_rows(operands, axis_name), rule)
         if in_ring:
-            engine = partial(attend_ring, axis_name=axis_name)
-        elif implementation in dispatch.KERNELS:
-            engine = dispatch.forced(implementation, rule, operands)
+            output = attend_ring(rule, operands, axis_name)
+        elif implementation is None:
+            names = self.implementations
+            output = dispatch.run_scores(names, rule, operands, fallback)
+        elif implementation in dispatch.NAMED:
+            output = dispatch.run_named(implementation, rule, operands, fallback)
         else:
-            engine = _by_rows(operands, axis_name)
-            if implementation is None:
-                engine = dispatch.best(self.implementations, engine, rule, operands)
-        return jnp.swapaxes(engine(rule, operands), 1, 2)
+            output = fallback(operands)
+        return jnp.swapaxes(output, 1, 2)
 
     def _weights(self, own: dict[str, Any]) -> RowWeights:
         """Return the row weights with the options that the mechanism declares."""
         values = chosen(self.name, self.own, own)
         return WeightsWithOptions(self.weights, values) if values else self.weights
+
+    def _checked_implementation(self, name: str | None) -> str | None:
+        """Return the present name of an implementation that the mechanism has."""
+        if name is None:
+            return None
+        known = dispatch.present_name(name)
+        if known not in self.implementations:
+            check_choice(self.name, "implementation", name, self.implementations)
+        return known
+
+
+class InRows(NamedTuple):
+    """XLA's form of a call: an engine of row blocks, and what each block does."""
+
+    engine: Callable[[Rule, Operands], Array]
+    rule: Rule
+
+    def __call__(self, operands: Operands) -> Float[Array, "B N T V"]:
+        return self.engine(self.rule, operands)
 
 
 def _rule(arguments: ScoreArguments, weights: RowWeights, *, whole: bool) -> Rule:

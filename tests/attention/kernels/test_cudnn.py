@@ -85,7 +85,9 @@ def test_what_it_does_not_serve_is_said(given, options, words, its_semantics):
     arrays = shapes(**given)
     if arrays[0].shape[1] == 2**15:
         options = {**options, "segment_ids": jnp.zeros((B, 2**15), jnp.int32)}
-    with pytest.raises(ValueError, match=f"'cudnn' does not serve this call.*{words}"):
+    with pytest.raises(
+        ValueError, match=f"'cudnn' does not support this call.*{words}"
+    ):
         call = partial(attention.softmax, **options, implementation="cudnn")
         jax.eval_shape(call, *arrays)
 

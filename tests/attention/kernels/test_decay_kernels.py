@@ -17,7 +17,7 @@ from laws import close, same
 from symjax.attention import decay_causal
 from symjax.attention.core import devices
 from symjax.attention.core.operands import Tokens
-from symjax.attention.kernels.tpu.recurrent import FusedDecay
+from symjax.attention.kernels.tpu.recurrent import TpuDecay
 
 
 class Sizes(NamedTuple):
@@ -46,7 +46,7 @@ def arrays(sizes, spread=1.0, seed=0):
 
 def kernel(query, key, value, log_decay, mask=None, segment_ids=None):
     tokens = Tokens(query, key, value, (log_decay,), mask, segment_ids)
-    return FusedDecay(interpret=STRICT).attend(tokens)
+    return TpuDecay(None, STRICT).attend(tokens, None, None)
 
 
 ALWAYS = "odd sizes, segments"
@@ -104,7 +104,7 @@ def test_a_decay_that_all_tokens_share_is_one_of_each():
     shared = -np.linspace(0.01, 0.2, K)[:, None]
 
     def by_kernel(*given):
-        return FusedDecay(interpret=STRICT).attend(Tokens(*given[:3]), given[3])
+        return TpuDecay(None, STRICT).attend(Tokens(*given[:3]), given[3], None)
 
     def by_scan(*given):
         return decay_causal(*given[:3], given[3][:, 0])

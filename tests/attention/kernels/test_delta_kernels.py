@@ -15,7 +15,8 @@ from laws import close, same
 
 from symjax.attention import delta_causal
 from symjax.attention.core.operands import Tokens
-from symjax.attention.kernels.tpu.recurrent import FusedDelta
+from symjax.attention.delta_rule import DeltaRule
+from symjax.attention.kernels.tpu.recurrent import TpuDelta
 
 
 class Sizes(NamedTuple):
@@ -43,8 +44,8 @@ def kernel(query, key, value, beta, log_decay=None, mask=None, segment_ids=None)
     operands = (beta,) if log_decay is None else (beta, log_decay)
     parameters = jnp.zeros((K, 1)) if log_decay is None else None
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
-    fused = FusedDelta(fades=log_decay is not None, interpret=STRICT)
-    return fused.attend(tokens, parameters)
+    rule = DeltaRule(fades=log_decay is not None)
+    return TpuDelta(rule, STRICT).attend(tokens, parameters, None)
 
 
 def scan(query, key, value, beta, log_decay=None, **seen):
@@ -100,7 +101,7 @@ def test_a_decay_that_all_tokens_share_is_one_of_each():
     def by_kernel(*given):
         *tokens, decay = given
         tokens = Tokens(*tokens[:3], (tokens[3],))
-        return FusedDelta(fades=True, interpret=STRICT).attend(tokens, decay)
+        return TpuDelta(DeltaRule(), STRICT).attend(tokens, decay, None)
 
     def by_scan(*given):
         return delta_causal(*given[:4], given[4][:, 0])

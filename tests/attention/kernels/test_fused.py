@@ -14,8 +14,9 @@ from score_laws import SCORED, every_close, graded, jitted, single
 
 from symjax import attention
 from symjax.attention.core.devices import lowered_for
+from symjax.attention.kernels import dispatch
 
-FUSED = {"implementation": "fused"}
+FUSED = {"implementation": "tpu"}
 NAMES = "softmax", "pairwise", "differential", "differential_v2"
 MECHANISMS = {
     name: SCORED[name]._replace(attend=partial(SCORED[name].attend, **FUSED))
@@ -50,7 +51,7 @@ def test_fused_rows_and_whole_agree(name):
         options |= {"length_base": 5.0, "segment_ids": SEGMENTS}
     fused, rows, whole = (
         graded(partial(scored.attend, implementation=name), *arrays, **options)
-        for name in ("fused", "rows", "whole")
+        for name in ("tpu", "rows", "whole")
     )
     every_close(jax.tree.leaves(fused), jax.tree.leaves(rows), 1e-5)
     every_close(jax.tree.leaves(whole), jax.tree.leaves(rows), 1e-5)
@@ -62,7 +63,7 @@ def test_the_length_scale_of_a_program_with_float64_is_that_of_its_inputs(x64):
     attend = SCORED["softmax"].attend
     fused, rows = (
         graded(partial(attend, implementation=name), *arrays, **options)
-        for name in ("fused", "rows")
+        for name in ("tpu", "rows")
     )
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(fused))
     every_close(jax.tree.leaves(fused), jax.tree.leaves(rows), 1e-5)
@@ -135,7 +136,7 @@ def test_what_the_kernel_does_not_serve_is_said_and_runs_by_rows(given, options,
     def call(*arrays, **chosen):
         return attention.softmax(*arrays, **options, **chosen)
 
-    with pytest.raises(ValueError, match=f"'fused' does not serve this call.*{words}"):
+    with pytest.raises(ValueError, match=f"'tpu' does not support this call.*{words}"):
         jax.eval_shape(partial(call, **FUSED), *shapes(**given))
     heads = given.get("heads", N)
     assert jax.eval_shape(call, *shapes(**given)).shape == (B, T, heads, V)
@@ -145,7 +146,7 @@ def test_an_interpreted_kernel_asks_for_what_its_interpreter_needs():
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("x",))
     call = partial(attention.softmax, **FUSED)
     split = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    with pytest.raises(ValueError, match="does not serve .* check_vma=False"):
+    with pytest.raises(ValueError, match="does not support .* check_vma=False"):
         jax.eval_shape(split, *shapes())
 
 
@@ -162,8 +163,19 @@ def test_scores_beyond_their_rounding_have_finite_gradients():
 
 
 def test_a_mechanism_of_other_weights_has_no_such_implementation():
-    with pytest.raises(ValueError, match="'fused' is unknown: choose from rows, whole"):
+    with pytest.raises(ValueError, match="'tpu' is unknown: choose from rows, whole"):
         jax.eval_shape(partial(attention.sparsemax, **FUSED), *shapes())
+
+
+@pytest.mark.parametrize("former, present", dispatch.ALIASES.items())
+def test_former_names_of_implementations_mean_the_present_ones(former, present):
+    call = partial(attention.softmax, implementation=former)
+    given = shapes(length=60)
+    if present == "tpu":
+        assert jax.eval_shape(call, *given).shape == (B, 60, N, V)
+    else:
+        with pytest.raises(ValueError, match=f"'{present}' does not support"):
+            jax.eval_shape(call, *given)
 
 
 # A TPU that is not here: programs are lowered for it, not compiled.
@@ -206,9 +218,9 @@ def test_the_kernel_is_for_a_device_of_its_own():
 )
 def test_a_forced_kernel_says_what_it_lacks_on_a_tpu(x64, words):
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=TPU)
-    forced = partial(attention.softmax, implementation="fused")
+    forced = partial(attention.softmax, implementation="tpu")
     with jax.sharding.use_abstract_mesh(mesh), jax.enable_x64(x64):
-        with pytest.raises(ValueError, match=f"does not serve this call: .*{words}"):
+        with pytest.raises(ValueError, match=f"does not support this call: .*{words}"):
             jax.eval_shape(forced, *shapes(256, 64))
 
 

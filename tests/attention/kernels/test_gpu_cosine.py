@@ -12,7 +12,7 @@ import laws
 import numpy as np
 import oracles
 import pytest
-from gpus import compiled_for_an_h200, on, served
+from gpus import compiled_for_an_h200, served
 from interpreted import (
     B,
     K,
@@ -55,7 +55,7 @@ def far_from(keys, spread):
 
 def kernel(query, key, value, mask=None, segment_ids=None):
     tokens = Tokens(query, key, value, (), mask, segment_ids)
-    return GpuFeatures(RECURRENCE, interpret=True).attend(tokens, None)
+    return GpuFeatures(RECURRENCE, True).attend(tokens, None, None)
 
 
 def narrow(given):
@@ -173,8 +173,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("sizes, takes", SERVED.values(), ids=SERVED)
-def test_what_it_serves(sizes, takes, monkeypatch):
-    on("9.0", monkeypatch)
+def test_what_it_supports(sizes, takes):
     assert served(GpuFeatures(RECURRENCE), **sizes) == takes
 
 

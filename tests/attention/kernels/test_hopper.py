@@ -19,6 +19,7 @@ from symjax.estimate import targets
 needs_jax = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Mosaic GPU of jax 0.11"
 )
+NAME = "gpu_differential"
 H, V = differential.HEAD, differential.VALUE
 CALLS = {  # examples, heads, value heads, queries, keys, window, lengths of segments
     "causal": (2, 2, 1, 257, 257, (None, 0), None),
@@ -84,13 +85,12 @@ def test_output_and_gradients_are_those_of_the_definition(call, monkeypatch):
     from mosaic import INTERPRET, complete
 
     complete(monkeypatch)
-    interpreted = partial(differential._attend, INTERPRET)
-    kernel = dispatch.KERNELS["hopper"]._replace(elsewhere=interpreted)
-    monkeypatch.setitem(dispatch.KERNELS, "hopper", kernel)
+    interpreted = partial(differential.GpuDifferential, interpret=INTERPRET)
+    monkeypatch.setitem(dispatch.NAMED, NAME, interpreted)
     monkeypatch.setattr(differential, "on_hopper", lambda: True)
     *sizes, window, segments = call
     *given, change = drawn(*sizes)
-    options = {"window": window, "implementation": "hopper"}
+    options = {"window": window, "implementation": NAME}
     if segments is not None:
         segments = np.array([np.repeat(range(len(x)), x) for x in segments])
         options["segment_ids"] = jnp.asarray(segments)
@@ -143,12 +143,14 @@ REFUSED = {
 def test_what_it_does_not_serve_is_said(given, options, words, monkeypatch):
     monkeypatch.setattr(differential, "on_hopper", lambda: True)
     call = partial(attention.differential, lam=0.5, **options)
-    with pytest.raises(ValueError, match=f"'hopper' does not serve this call.*{words}"):
-        jax.eval_shape(partial(call, implementation="hopper"), *shapes(**given))
+    with pytest.raises(
+        ValueError, match=f"'gpu_differential' does not support this call.*{words}"
+    ):
+        jax.eval_shape(partial(call, implementation=NAME), *shapes(**given))
 
 
 def test_one_map_and_another_machine_are_refused(monkeypatch):
-    call = partial(attention.softmax, implementation="hopper")
+    call = partial(attention.softmax, implementation=NAME)
     arrays = shapes(maps=2, width=V)[:2]
     with pytest.raises(ValueError, match="it needs a Hopper GPU"):
         jax.eval_shape(call, *arrays, arrays[1])

@@ -16,7 +16,8 @@ from symjax.attention import linear_causal, performer_causal
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.features import IDENTITY, PLAIN, RANDOM
-from symjax.attention.kernels.tpu.normalised import FusedFeatures
+from symjax.attention.kernels import dispatch
+from symjax.attention.kernels.tpu.recurrent import TpuFeatures
 from symjax.attention.recurrent import engine
 from symjax.attention.recurrent.normalised import Normalised
 
@@ -50,15 +51,14 @@ def projection(sizes):
 
 
 def kernel(sizes, query, key, value, rows=None, **seen):
-    features = sizes.features
-    recurrence = Normalised((RANDOM if sizes.rows else PLAIN)[features])
-    fused = FusedFeatures(features, recurrence, 64, interpret=STRICT)
+    recurrence = Normalised((RANDOM if sizes.rows else PLAIN)[sizes.features])
     rows = jnp.asarray(projection(sizes), jnp.float32) if rows is None else rows
     random = RandomFeatures(rows, jnp.float32(sizes.head_size**-0.5))
     random = random if sizes.rows else None
     mask, segment_ids = seen.get("mask"), seen.get("segment_ids")
     tokens = Tokens(query, key, value, (), mask, segment_ids)
-    return fused.attend(tokens, random)
+    fallback = engine.InXla(recurrence, 64)
+    return TpuFeatures(recurrence, STRICT).attend(tokens, random, fallback)
 
 
 def definition(sizes, query, key, value, **seen):
@@ -159,13 +159,13 @@ def test_other_machines_features_and_lengths_take_the_scan():
     def served(features, tokens, random):
         table = PLAIN if random is None else RANDOM
         recurrence = Normalised(table.get(features, IDENTITY))
-        fused = FusedFeatures(features, recurrence, 64)
-        return engine.served(fused, tokens, random)
+        found = [x for _, x in dispatch._kernels("features", recurrence)]
+        return any(x.refusal(tokens, random) is None for x in found)
 
     assert not served("positive", tokens, random)  # on a CPU
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "on_tpu", lambda: True)
-        patch.setattr(engine, "on_one_device", lambda: True)
+        patch.setitem(dispatch.PLATFORMS, "tpu", lambda: True)
+        patch.setattr(dispatch, "on_one_device", lambda: True)
         assert served("positive", tokens, random)
         assert served("elu", tokens, None)
         assert not served("trigonometric", tokens, random)

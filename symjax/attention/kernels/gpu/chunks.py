@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import vary_alike
+from symjax.attention.core.operands import Tokens
 from symjax.attention.kernels.operands import result
 
 CHUNK = 64
@@ -40,6 +41,21 @@ def dot(one: Array, two: Array, contract: tuple = ((1,), (0,))) -> Array:
         precision=jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
+
+
+def unsupported_values(tokens: Tokens, keys: bool = False) -> str | None:
+    """Return why no kernel here supports these arrays; None if one may.
+
+    Args:
+        keys: whether heads of keys have to be of one of `SIZES` too.
+    """
+    dtypes = {x.dtype.name for x in tokens[:3]}
+    if dtypes != {"bfloat16"}:
+        return f"it takes bfloat16, got {', '.join(sorted(dtypes))}"
+    for name in ("key", "value")[not keys :]:
+        if (size := getattr(tokens, name).shape[3]) not in SIZES:
+            return f"it takes a {name} of {SIZES} numbers, got {size}"
+    return None
 
 
 def filled(x: Array) -> Array:

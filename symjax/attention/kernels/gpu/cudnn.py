@@ -17,6 +17,7 @@ output: cuDNN's residuals have no names to save.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,44 +34,56 @@ MOST_PAIRS = 2**29  # of a mask of segments: 1 GiB
 LIBRARY = "cudnn"  # jax.nn's own name; its "xla" has the same semantics anywhere
 
 
-def refusal(rule: Rule, operands: Operands) -> str | None:
-    """Why cuDNN does not serve a call; None if it does."""
-    query, key, value, bias, slopes, _, _, known = operands
-    dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        return f"it takes {' or '.join(DTYPES)}, got {', '.join(sorted(dtypes))}"
-    if bias is not None or slopes is not None:
-        return "it takes no bias and no alibi"
-    if known.mask is not None or known.mask_self:
-        return "it takes no mask and no mask_self"
-    pairs = query.shape[0] * query.shape[2] * known.length
-    if known.key_segments is not None and pairs > MOST_PAIRS:
-        return f"it takes segments of at most {MOST_PAIRS:,} pairs, got {pairs:,}"
-    if rule.length_base is not None or rule.scale is None:
-        return "its scale is one number for all rows"
-    if value.shape[3] % key.shape[3]:
-        return (
-            "its values are as wide as a key, or a multiple of that, got key "
-            f"{key.shape[3]} and value {value.shape[3]}"
-        )
-    left, right = known.window
-    if known.window != (None, None) and (rule.offset != 0 or right != 0):
-        return (
-            "it takes windows that end at the row's own position, for as many queries "
-            f"as keys, got ({left}, {right}), {query.shape[2]} and {known.length}"
-        )
-    try:  # as in training, where it serves less
-        attend = partial(_attend, rule, known)
-        jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[0], *operands[:3])
-    except RuntimeError as error:  # what cuDNN lacks, or that there is none
-        if not isinstance(error, NotImplementedError) and "cuDNN" not in str(error):
-            raise
-        return str(error).splitlines()[0]
-    return None
+class CudnnSoftmax(NamedTuple):
+    """Softmax attention and its differential forms."""
+
+    rule: Rule
+
+    name = "cudnn"
+
+    def refusal(self, operands: Operands) -> str | None:
+        """Return why cuDNN does not support a call; None if it does."""
+        query, key, value, bias, slopes, _, _, known = operands
+        rule = self.rule
+        dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
+        if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+            return f"it takes {' or '.join(DTYPES)}, got {', '.join(sorted(dtypes))}"
+        if bias is not None or slopes is not None:
+            return "it takes no bias and no alibi"
+        if known.mask is not None or known.mask_self:
+            return "it takes no mask and no mask_self"
+        pairs = query.shape[0] * query.shape[2] * known.length
+        if known.key_segments is not None and pairs > MOST_PAIRS:
+            return f"it takes segments of at most {MOST_PAIRS:,} pairs, got {pairs:,}"
+        if rule.length_base is not None or rule.scale is None:
+            return "its scale is one number for all rows"
+        if value.shape[3] % key.shape[3]:
+            return (
+                "its values are as wide as a key, or a multiple of that, got key "
+                f"{key.shape[3]} and value {value.shape[3]}"
+            )
+        left, right = known.window
+        if known.window != (None, None) and (rule.offset != 0 or right != 0):
+            return (
+                "it takes windows that end at the row's own position, for as many "
+                f"queries as keys, got ({left}, {right}), {query.shape[2]} and "
+                f"{known.length}"
+            )
+        try:  # as in training, where it serves less
+            attend = partial(_attend, rule, known)
+            jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[0], *operands[:3])
+        except RuntimeError as error:  # what cuDNN lacks, or that there is none
+            if not isinstance(error, NotImplementedError) and "cuDNN" not in str(error):
+                raise
+            return str(error).splitlines()[0]
+        return None
+
+    def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
+        return _with_lam(self.rule, operands)
 
 
 @on_any_mesh("rule", specs=rows_spec, inline=True)
-def attend_cudnn(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+def _with_lam(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by cuDNN."""
     lam = operands.lam
     output = _attend(rule, operands.visibility, *operands[:3])

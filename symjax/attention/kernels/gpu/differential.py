@@ -14,7 +14,7 @@ calls 6.55. Softmax with 16 heads of 128 takes 2.16 by cuDNN.
 """
 
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from symjax.attention.core.operands import Operands, Rule, rows_spec
 from symjax.attention.core.visibility import Visibility
 from symjax.attention.kernels.gpu.differential_forward import forward
 from symjax.attention.kernels.gpu.differential_gradients import backward
-from symjax.attention.kernels.intervals import Seen, seen_by_rows
+from symjax.attention.kernels.intervals import RowIntervals, seen_by_rows
 from symjax.attention.kernels.operands import RESIDUAL
 
 HEAD, VALUE = 64, 128  # numbers that registers and shared memory are laid out for
@@ -35,44 +35,59 @@ OFFSET = 64  # rows of a warpgroup
 SCALES = 2.0**-60, 2.0**20  # between them hidden scores are below all others
 
 
-def refusal(rule: Rule, operands: Operands) -> str | None:
-    """Why the kernel does not serve a call; None if it does."""
-    query, key, value, bias, slopes, lam, _, known = operands
-    if not on_hopper():
-        return "it needs a Hopper GPU, and jax 0.11 without types of 64 bits"
-    if lam is None:
-        return "it computes two maps, and not one"
-    dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
-    if dtypes != {"bfloat16"}:
-        return f"it takes bfloat16, got {', '.join(sorted(dtypes))}"
-    if (key.shape[3], value.shape[3]) != (HEAD, VALUE):
-        return (
-            f"its keys have {HEAD} numbers and values {VALUE}, got key {key.shape[3]} "
-            f"and value {value.shape[3]}"
-        )
-    if bias is not None or slopes is not None:
-        return "it takes no bias and no alibi"
-    if known.mask is not None or known.mask_self:
-        return "it takes no mask and no mask_self"
-    least, most = SCALES
-    if rule.length_base is not None or not least <= (rule.scale or 0) <= most:
-        return f"its scale is one number for all rows, from {least:.0e} to {most:.0e}"
-    bounded = known.window != (None, None) or known.key_segments is not None
-    if bounded and rule.offset is None:
-        return "causal, in a window and with segments it takes no positions and no axis"
-    if bounded and query.shape[2] > known.length:
-        return (
-            "causal, in a window and with segments it takes no more queries than keys, "
-            f"got {query.shape[2]} and {known.length}"
-        )
-    return None
+class GpuDifferential(NamedTuple):
+    """Differential attention V1."""
+
+    rule: Rule
+    interpret: Any = None
+
+    name = "gpu_differential"
+
+    def refusal(self, operands: Operands) -> str | None:
+        """Return why the kernel does not support a call; None if it does."""
+        query, key, value, bias, slopes, lam, _, known = operands
+        rule = self.rule
+        if not on_hopper():
+            return "it needs a Hopper GPU, and jax 0.11 without types of 64 bits"
+        if lam is None:
+            return "it computes two maps, and not one"
+        dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
+        if dtypes != {"bfloat16"}:
+            return f"it takes bfloat16, got {', '.join(sorted(dtypes))}"
+        if (key.shape[3], value.shape[3]) != (HEAD, VALUE):
+            return (
+                f"its keys have {HEAD} numbers and values {VALUE}, got key "
+                f"{key.shape[3]} and value {value.shape[3]}"
+            )
+        if bias is not None or slopes is not None:
+            return "it takes no bias and no alibi"
+        if known.mask is not None or known.mask_self:
+            return "it takes no mask and no mask_self"
+        least, most = SCALES
+        if rule.length_base is not None or not least <= (rule.scale or 0) <= most:
+            return (
+                f"its scale is one number for all rows, from {least:.0e} to {most:.0e}"
+            )
+        bounded = known.window != (None, None) or known.key_segments is not None
+        if bounded and rule.offset is None:
+            return (
+                "causal, in a window and with segments it takes no positions and no "
+                "axis"
+            )
+        if bounded and query.shape[2] > known.length:
+            return (
+                "causal, in a window and with segments it takes no more queries than "
+                f"keys, got {query.shape[2]} and {known.length}"
+            )
+        return None
+
+    def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
+        return _attend(self.interpret, self.rule, operands)
 
 
 @on_any_mesh("interpret", "rule", specs=rows_spec, inline=True)
 def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by the kernel."""
-    from symjax.attention.kernels.gpu.differential import differential
-
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
     batch, length, heads, _ = query.shape
     lam = jnp.broadcast_to(cast(Array, operands.lam), (batch, heads // 2, length))
@@ -81,7 +96,7 @@ def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N
     return jnp.swapaxes(differential(static, query, key, value, lam, seen), 1, 2)
 
 
-def _seen(length: int, offset: int, known: Visibility) -> Seen | None:
+def _seen(length: int, offset: int, known: Visibility) -> RowIntervals | None:
     """Which keys rows see; None: all, or those up to their own where all rows of a
     warpgroup see whole blocks before the diagonal ones."""
     (left, right), runs = known.window, known.key_segments
@@ -101,9 +116,6 @@ def _seen(length: int, offset: int, known: Visibility) -> Seen | None:
     return seen
 
 
-attend_hopper = partial(_attend, None)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def differential(
     static: tuple[Any, float, bool],
@@ -111,7 +123,7 @@ def differential(
     key: Float[Array, "B S 2K 64"],
     value: Float[Array, "B S K 128"],
     lam: Float[Array, "B N T"],
-    seen: Seen | None,
+    seen: RowIntervals | None,
 ) -> Float[Array, "B T N 128"]:
     """softmax(q₁ k₁ᵀ) v − λ softmax(q₂ k₂ᵀ) v of heads side by side.
 

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as gpu
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import vary_alike
-from symjax.attention.kernels.intervals import Seen, blocks_of_rows
+from symjax.attention.kernels.intervals import RowIntervals, blocks_of_rows
 from symjax.attention.kernels.operands import even
 
 ROWS = 64  # of a warpgroup: those of a product of tensor cores
@@ -46,7 +46,7 @@ def forward(
     key: Float[Array, "B S 2K H"],
     value: Float[Array, "B S K V"],
     lam: Float[Array, "B N T"],
-    seen: Seen | None,
+    seen: RowIntervals | None,
     *,
     scale: float,
     causal: bool,

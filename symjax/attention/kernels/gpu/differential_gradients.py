@@ -46,7 +46,7 @@ from symjax.attention.kernels.gpu.differential_forward import (
     part,
     place_in,
 )
-from symjax.attention.kernels.intervals import Seen, blocks_of_keys
+from symjax.attention.kernels.intervals import RowIntervals, blocks_of_keys
 from symjax.attention.kernels.operands import even
 
 KEYS = 64  # of a warpgroup
@@ -347,7 +347,7 @@ def backward(
     normaliser: Float[Array, "B 2N T"],
     deltas: Float[Array, "B 2N T"],
     change: Float[Array, "B T N V"],
-    seen: Seen | None,
+    seen: RowIntervals | None,
     *,
     scale: float,
     causal: bool,
@@ -422,7 +422,7 @@ def _numbers(
 
 
 def _ends(
-    seen: Seen | None, length: int, keys: int, causal: bool
+    seen: RowIntervals | None, length: int, keys: int, causal: bool
 ) -> Int[Array, "b ends T"]:
     """The last key that each query sees, and the first, where it is not 0 for all."""
     if seen is not None:

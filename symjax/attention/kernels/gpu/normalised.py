@@ -1,5 +1,6 @@
 """Causal Performer, linear and cosine attention on NVIDIA GPUs' kernels."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -13,8 +14,7 @@ from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import TILE
 from symjax.attention.core.sequence import starts
-from symjax.attention.features import ELEMENTWISE
-from symjax.attention.kernels.gpu.chunks import SIZES, of_key_heads
+from symjax.attention.kernels.gpu.chunks import of_key_heads, unsupported_values
 from symjax.attention.kernels.gpu.features import Kept, backward, forward
 from symjax.attention.kernels.gpu.states import (
     Form,
@@ -23,8 +23,12 @@ from symjax.attention.kernels.gpu.states import (
     mean_weights,
     whole_blocks,
 )
-from symjax.attention.kernels.operands import RESIDUAL
-from symjax.attention.kernels.tpu.normalised import MOST_FEATURES
+from symjax.attention.kernels.operands import (
+    MOST_FEATURES,
+    RESIDUAL,
+    feature_count,
+    unsupported,
+)
 from symjax.attention.recurrent.chunks import heads_joined, layout, scan
 from symjax.attention.recurrent.normalised import Normalised
 from symjax.attention.recurrent.precision import rescued
@@ -45,22 +49,24 @@ class GpuFeatures(NamedTuple):
     recurrence: Normalised
     interpret: Any = False
 
-    platform = "cuda"
+    def refusal(self, tokens: Tokens, parameters: Any) -> str | None:
+        """Return why the kernels do not support a call; None if they do."""
+        if reason := unsupported(tokens) or unsupported_values(tokens):
+            return reason
+        maps = self.recurrence.features
+        if (maps.signed or maps.pairs) and not maps.bounded:
+            return "it takes features that are never negative"
+        count = feature_count(maps, tokens.key, parameters)
+        if count is None or count > MOST_FEATURES:
+            return f"it takes at most {MOST_FEATURES} features, got {count}"
+        return None
 
-    def serves(self, tokens: Tokens, parameters: Any) -> bool:
-        maps, (_, key, value) = self.recurrence.features, tokens[:3]
-        narrow = all(x.dtype == jnp.bfloat16 for x in tokens[:3])
-        exact_pairs = (maps.signed or maps.pairs) and not maps.bounded
-        if not narrow or exact_pairs or value.shape[3] not in SIZES:
-            return False
-        like = jax.ShapeDtypeStruct(key.shape, jnp.float32)
-        made = jax.tree.leaves(jax.eval_shape(maps.key, like, parameters))
-        return len(made) == 1 and made[0].shape[3] <= MOST_FEATURES
-
-    def attend(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
+    def attend(
+        self, tokens: Tokens, parameters: Any, fallback: Callable
+    ) -> Float[Array, "B T N V"]:
         query, key, value, ids = Ids.of(tokens)
         maps = self.recurrence.features
-        if maps in ELEMENTWISE and query.shape[3] == whole_blocks(query.shape[3]):
+        if maps.elementwise and query.shape[3] == whole_blocks(query.shape[3]):
             form = Form(False, maps, self.interpret)
         else:
             query, key = (x.astype(jnp.float32) for x in (query, key))

@@ -1,6 +1,6 @@
 """Causal linear attention with decays, and the delta rule, on NVIDIA GPUs' kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +11,13 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.operands import Tokens
 from symjax.attention.kernels.gpu import delta, gated, gated_channels
-from symjax.attention.kernels.gpu.chunks import SIZES, filled, of_key_heads
-from symjax.attention.kernels.operands import RESIDUAL, log_decay_of, seen_decays
+from symjax.attention.kernels.gpu.chunks import filled, of_key_heads, unsupported_values
+from symjax.attention.kernels.operands import (
+    RESIDUAL,
+    log_decay_of,
+    seen_decays,
+    unsupported,
+)
 
 
 class GpuDecay(NamedTuple):
@@ -24,15 +29,15 @@ class GpuDecay(NamedTuple):
     with a decay a channel and 1.0 with one a head; XLA takes 24 and 2.4.
     """
 
+    recurrence: Any
     interpret: Any = False
 
-    platform = "cuda"
-
-    def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
-        return _fits(tokens)
+    def refusal(self, tokens: Tokens, parameters: Array | None) -> str | None:
+        """Return why the kernels do not support a call; None if they do."""
+        return unsupported(tokens) or unsupported_values(tokens, keys=True)
 
     def attend(
-        self, tokens: Tokens, parameters: Array | None = None
+        self, tokens: Tokens, parameters: Array | None, fallback: Callable
     ) -> Float[Array, "B T N V"]:
         log_decay = log_decay_of(tokens.operands, parameters)
         form = gated_channels if log_decay.shape[3] > 1 else gated
@@ -43,26 +48,20 @@ class GpuDelta(NamedTuple):
     """The kernels of the delta rule, as `GpuDecay`: 1.9 ms, with a decay a channel 5.6,
     where XLA takes 12 and 27."""
 
+    recurrence: Any
     interpret: Any = False
 
-    platform = "cuda"
-
-    def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
-        return _fits(tokens)
+    def refusal(self, tokens: Tokens, parameters: Array | None) -> str | None:
+        """Return why the kernels do not support a call; None if they do."""
+        return unsupported(tokens) or unsupported_values(tokens, keys=True)
 
     def attend(
-        self, tokens: Tokens, parameters: Array | None = None
+        self, tokens: Tokens, parameters: Array | None, fallback: Callable
     ) -> Float[Array, "B T N V"]:
         beta, *own = tokens.operands
         log_decay = log_decay_of(own, parameters)
         given = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
         return _attended(delta, self.interpret, given)
-
-
-def _fits(tokens: Tokens) -> bool:
-    _, key, value = tokens[:3]
-    narrow = all(x.dtype == jnp.bfloat16 for x in tokens[:3])
-    return narrow and key.shape[3] in SIZES and value.shape[3] in SIZES
 
 
 def _attended(

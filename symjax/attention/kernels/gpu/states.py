@@ -37,7 +37,7 @@ from symjax.attention.kernels.gpu.chunks import (
     parts,
     wide,
 )
-from symjax.attention.kernels.operands import Shown
+from symjax.attention.kernels.operands import VisibleTokens
 
 
 def rounded(x: Array) -> Array:
@@ -68,7 +68,7 @@ class Ids(NamedTuple):
     @classmethod
     def of(cls, tokens: Tokens) -> tuple[Array, Array, Array, "Ids"]:
         """Query, key and value, 0 where hidden, and their numbers, in whole chunks."""
-        query, key, value, visible, segment = Shown.of(tokens)
+        query, key, value, visible, segment = VisibleTokens.of(tokens)
         if visible is None:
             visible = jnp.ones(query.shape[:2], bool)
         if segment is None:

@@ -1,11 +1,11 @@
 """Score mechanisms on the fused kernel, for TPUs.
 
-Forced by `implementation="fused"` it is interpreted on other machines, slowly, which
+Forced by `implementation="tpu"` it is interpreted on other machines, slowly, which
 serves to check it. Like the ring, it has no forward-mode derivative (`jax.jvp`), and no
 second one; `implementation="rows"` has both.
 """
 
-from functools import partial
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -18,41 +18,52 @@ from symjax.attention.kernels.tpu.tiles import LANES
 
 LARGEST_HEAD = 512
 WIDEST = 2**14  # lanes of all queries of a key head, whose gradients are in VMEM
-FEWEST_ROWS = 128  # with fewer query rows the kernel is not used, unless forced
 
 
-def refusal(rule: Rule, operands: Operands) -> str | None:
-    """Why the kernel does not serve a call; None if it does."""
-    query, _, value, bias, slopes, _, _, known = operands
-    if backend() == "tpu" and not on_tpu():
-        return "it needs a TPU of v4 or later, without jax's types of 64 bits"
-    if backend() == "tpu" and split_by_xla():
-        return "XLA cannot split it over devices: call it in a jax.shard_map"
-    if backend() != "tpu" and varying(operands[:3]):
-        return "interpreted, it needs a jax.shard_map with check_vma=False"
-    dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
-    if not dtypes <= {"bfloat16", "float32"}:
-        return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"
-    if bias is not None or slopes is not None:
-        return "it adds no bias and no alibi"
-    if known.mask is not None and known.mask.shape[1:3] != (1, 1):
-        return f"it takes a mask of keys alone, [B 1 1 S], got {known.mask.shape}"
-    if not known.consecutive:
-        return "it takes rows that follow each other, without positions"
-    if rule.scale is None:
-        return "its scale is a number, not an array"
-    if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
-        return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
-    lanes = -(-query.shape[3] // LANES) * LANES * (query.shape[1] // value.shape[1])
-    if lanes > WIDEST:
-        return f"the queries of a key take at most {WIDEST} lanes, got {lanes}"
-    return None
+class TpuSoftmax(NamedTuple):
+    """Softmax attention and its differential form; interpreted on other machines."""
+
+    rule: Rule
+    interpret: Any = False
+
+    name = "tpu"
+
+    def refusal(self, operands: Operands) -> str | None:
+        """Return why the kernel does not support a call; None if it does."""
+        query, _, value, bias, slopes, _, _, known = operands
+        rule = self.rule
+        if backend() == "tpu" and not on_tpu():
+            return "it needs a TPU of v4 or later, without jax's types of 64 bits"
+        if backend() == "tpu" and split_by_xla():
+            return "XLA cannot split it over devices: call it in a jax.shard_map"
+        if backend() != "tpu" and varying(operands[:3]):
+            return "interpreted, it needs a jax.shard_map with check_vma=False"
+        dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
+        if not dtypes <= {"bfloat16", "float32"}:
+            return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"
+        if bias is not None or slopes is not None:
+            return "it adds no bias and no alibi"
+        if known.mask is not None and known.mask.shape[1:3] != (1, 1):
+            return f"it takes a mask of keys alone, [B 1 1 S], got {known.mask.shape}"
+        if not known.consecutive:
+            return "it takes rows that follow each other, without positions"
+        if rule.scale is None:
+            return "its scale is a number, not an array"
+        if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
+            return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
+        lanes = -(-query.shape[3] // LANES) * LANES * (query.shape[1] // value.shape[1])
+        if lanes > WIDEST:
+            return f"the queries of a key take at most {WIDEST} lanes, got {lanes}"
+        return None
+
+    def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
+        return _attend(self.interpret or backend() != "tpu", self.rule, operands)
 
 
 @on_any_mesh(
     "interpret", "rule", specs=rows_spec
 )  # outside jit it compiles once a shape
-def _attend(interpret: bool, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by the kernel."""
     known, lam = operands.visibility, operands.lam
     mask = known.mask
@@ -74,7 +85,3 @@ def _attend(interpret: bool, rule: Rule, operands: Operands) -> Float[Array, "B 
         interpret=interpret,
     )
     return jnp.swapaxes(output, 1, 2)
-
-
-attend_fused = partial(_attend, False)
-attend_interpreted = partial(_attend, True)

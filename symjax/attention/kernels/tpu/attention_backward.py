@@ -8,15 +8,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.kernels.intervals import Seen, blocks_of_keys
+from symjax.attention.kernels.intervals import RowIntervals, blocks_of_keys
 from symjax.attention.kernels.operands import result
 from symjax.attention.kernels.tpu import attention_plan, tiles
-from symjax.attention.kernels.tpu.attention_plan import Operands, Plan, Visits
+from symjax.attention.kernels.tpu.attention_plan import (
+    AttentionOperands,
+    AttentionPlan,
+    BlockVisits,
+)
 from symjax.attention.kernels.tpu.tiles import LOG2E
 
 
 def row_sums(
-    plan: Plan,
+    plan: AttentionPlan,
     change: Float[Array, "B T N*V"],
     output: Float[Array, "B T N*V"],
     second: Float[Array, "B T N*V"] | None,
@@ -61,9 +65,9 @@ def _row_sums(change, output, second, lam, sums) -> None:
 
 
 def backward(
-    plan: Plan,
-    operands: Operands,
-    seen: Seen,
+    plan: AttentionPlan,
+    operands: AttentionOperands,
+    seen: RowIntervals,
     change: Float[Array, "B T N*V"],
     normaliser: Float[Array, "B N maps T"],
     sums: Float[Array, "B N maps T"],
@@ -77,7 +81,7 @@ def backward(
     stretch, count = held * size, -(-plan.keys // keys)
     stretches = -(-plan.length // stretch)
     bounds = blocks_of_keys(seen, plan.keys, size, keys)
-    visits, scalars = Visits.of(bounds, seen.first)
+    visits, scalars = BlockVisits.of(bounds, seen.first)
 
     def rows(b, k, j, g, i, scalars):
         near = visits.nearest(scalars, b, j, i, held)
@@ -129,11 +133,11 @@ def backward(
 
 
 def _kernel(
-    plan: Plan,
-    visits: Visits,
+    plan: AttentionPlan,
+    visits: BlockVisits,
     size: int,
     scalars,
-    given: Operands,
+    given: AttentionOperands,
     change,
     normaliser,
     sums,
@@ -214,7 +218,13 @@ def _kernel(
 
 
 def _weights(
-    plan: Plan, given: Operands, x: int, at, query: Array, key: Array, normaliser
+    plan: AttentionPlan,
+    given: AttentionOperands,
+    x: int,
+    at,
+    query: Array,
+    key: Array,
+    normaliser,
 ) -> Float[Array, "k r"]:
     """Of map x, those of the second times −λ."""
     scores = tiles.product(key, query, tiles.ACROSS) * (plan.scale * LOG2E)
@@ -225,7 +235,9 @@ def _weights(
     return weights * -given.lam[:, at] if x == 1 else weights
 
 
-def _seen(plan: Plan, given: Operands, at, row, column, first) -> Bool[Array, "k r"]:
+def _seen(
+    plan: AttentionPlan, given: AttentionOperands, at, row, column, first
+) -> Bool[Array, "k r"]:
     """Which pairs see each other, of the keys and the rows that begin at these; `first`
     is the position of row 0."""
     intervals = exists = None

@@ -7,17 +7,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from symjax.attention.kernels.intervals import Seen, blocks_of_rows
+from symjax.attention.kernels.intervals import RowIntervals, blocks_of_rows
 from symjax.attention.kernels.operands import result
 from symjax.attention.kernels.tpu import attention_plan, tiles
-from symjax.attention.kernels.tpu.attention_plan import Operands, Plan, Visits
+from symjax.attention.kernels.tpu.attention_plan import (
+    AttentionOperands,
+    AttentionPlan,
+    BlockVisits,
+)
 from symjax.attention.kernels.tpu.tiles import LANES, LOG2E
 
 EMPTY = -1e30  # the running max of a row that has seen no key
 
 
 def forward(
-    plan: Plan, operands: Operands, seen: Seen
+    plan: AttentionPlan, operands: AttentionOperands, seen: RowIntervals
 ) -> tuple[Array, Array | None, Float[Array, "B N maps T"]]:
     """The outputs [B T N·V], those of the second map alone, and the normaliser of
     every row and map: the logarithm to base 2 of its sum of exp(score)."""
@@ -27,7 +31,7 @@ def forward(
     held = attention_plan.held(plan, plan.keys, keys, row)
     count = -(-plan.length // size)
     bounds = blocks_of_rows(seen, plan.keys, size, keys)
-    visits, scalars = Visits.of(bounds, seen.first)
+    visits, scalars = BlockVisits.of(bounds, seen.first)
 
     def rows(b, n, i, j, scalars):
         return b, n, i
@@ -75,11 +79,11 @@ def forward(
 
 
 def _kernel(
-    plan: Plan,
-    visits: Visits,
+    plan: AttentionPlan,
+    visits: BlockVisits,
     keys: int,
     scalars,
-    given: Operands,
+    given: AttentionOperands,
     output,
     second,
     normaliser,

@@ -36,14 +36,14 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.visibility import length_scale
 from symjax.attention.kernels.intervals import (
-    Seen,
+    RowIntervals,
     pairs_in_window,
     seen_by_rows,
 )
 from symjax.attention.kernels.operands import RESIDUAL
 from symjax.attention.kernels.tpu.attention_backward import backward, row_sums
 from symjax.attention.kernels.tpu.attention_forward import forward
-from symjax.attention.kernels.tpu.attention_plan import Operands, Plan
+from symjax.attention.kernels.tpu.attention_plan import AttentionOperands, AttentionPlan
 from symjax.attention.kernels.tpu.tiles import LANES
 
 
@@ -114,7 +114,7 @@ def prepared(
     window: tuple[int | None, int | None],
     sizes: tuple[int, int, int] = (512, 8192, 2**25),
     interpret: Any = False,
-) -> tuple[Plan, Operands]:
+) -> tuple[AttentionPlan, AttentionOperands]:
     """For rows that see all keys in the window. sizes: block, resident, gradients."""
     (batch, length, queries, size), (keys, kv_heads, value_size) = (
         query.shape,
@@ -123,7 +123,7 @@ def prepared(
     heads, key_maps = queries // (1 if lam is None else 2), key.shape[2] // kv_heads
     block, resident, gradients = sizes
     left, right = window
-    plan = Plan(
+    plan = AttentionPlan(
         batch=batch,
         kv_heads=kv_heads,
         groups=heads // kv_heads,
@@ -143,7 +143,7 @@ def prepared(
         interpret=interpret,
     )
     common = jnp.promote_types(query.dtype, key.dtype)
-    return plan, Operands(
+    return plan, AttentionOperands(
         heads_in_lanes(query.astype(common), plan.head_size),
         heads_in_lanes(key.astype(common), plan.head_size),
         heads_in_lanes(value, plan.value_size),
@@ -155,13 +155,13 @@ def prepared(
 
 
 def restricted(
-    operands: Operands,
-    seen: Seen,
+    operands: AttentionOperands,
+    seen: RowIntervals,
     count: Int[Array, "b T"],
     length_base: float | None,
     by_row: bool,
-) -> Operands:
-    """Operands for rows that see less than the window.
+) -> AttentionOperands:
+    """AttentionOperands for rows that see less than the window.
 
     Args:
         by_row: the limits of every row are among them.
@@ -177,7 +177,7 @@ def restricted(
 
 
 def apart(
-    plan: Plan, output: Float[Array, "B T N*V"], value: Float[Array, "B S K V"]
+    plan: AttentionPlan, output: Float[Array, "B T N*V"], value: Float[Array, "B S K V"]
 ) -> Float[Array, "B T N V"]:
     output = output.reshape(plan.batch, plan.length, plan.heads, -1)
     return output[..., : value.shape[-1]]
@@ -194,32 +194,38 @@ def _by_row(lam: Float[Array, "#B #T N"], shape: tuple) -> Float[Array, "B N 1 T
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, operands: Operands, seen: Seen) -> Float[Array, "B T N*V"]:
+def _attend(
+    plan: AttentionPlan, operands: AttentionOperands, seen: RowIntervals
+) -> Float[Array, "B T N*V"]:
     return forward(plan, operands, seen)[0]
 
 
-def _forward(plan: Plan, operands: Operands, seen: Seen) -> tuple[Array, tuple]:
+def _forward(
+    plan: AttentionPlan, operands: AttentionOperands, seen: RowIntervals
+) -> tuple[Array, tuple]:
     found = checkpoint_name(forward(plan, operands, seen), RESIDUAL)
     output, second, normaliser = found
     return output, (operands, seen, output, second, normaliser)
 
 
-def _backward(plan: Plan, residuals: tuple, change: Array) -> tuple[Operands, None]:
+def _backward(
+    plan: AttentionPlan, residuals: tuple, change: Array
+) -> tuple[AttentionOperands, None]:
     operands, seen, output, second, normaliser = residuals
     sums = row_sums(plan, change, output, second, operands.lam)
     dtypes = [x.dtype for x in operands[:3]]
     query, key, value = by_bands(plan, operands, seen, change, normaliser, sums, dtypes)
     lam = None if second is None else -sums[:, :, 1:]
-    return Operands(query, key, value, lam, None, None, None), None
+    return AttentionOperands(query, key, value, lam, None, None, None), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def by_bands(
-    plan: Plan,
-    operands: Operands,
-    seen: Seen,
+    plan: AttentionPlan,
+    operands: AttentionOperands,
+    seen: RowIntervals,
     change: Array,
     normaliser: Array,
     sums: Array,

@@ -19,7 +19,7 @@ from symjax.attention.kernels.tpu.tiles import (
 )
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """The static half of a call."""
 
     batch: int
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         return self.key_maps * self.head_size
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Inputs of both kernels, or their blocks. Heads lie side by side in lanes; b is 1
     where all examples are alike."""
 
@@ -66,7 +66,7 @@ class Operands(NamedTuple):
     exists: Any  # the keys that are not hidden, [b 1 S], or None
 
 
-class Visits(NamedTuple):
+class BlockVisits(NamedTuple):
     """Which blocks each block of rows (or of keys) visits, as scalars in SMEM."""
 
     count: int
@@ -89,15 +89,19 @@ class Visits(NamedTuple):
         return jnp.clip(index, first // group, jnp.maximum(last - 1, first) // group)
 
 
-def held(plan: Plan, length: int, size: int, row: int) -> int:
+def held(plan: AttentionPlan, length: int, size: int, row: int) -> int:
     """How many blocks of `size` rows, each of `row` bytes, are in VMEM at once."""
     most = min(plan.resident, MOST_RESIDENT // row) // size
     return even(-(-length // size), max(most, 1), 1)
 
 
 def specs(
-    plan: Plan, operands: Operands, rows: Callable, keys: Callable, sizes: tuple
-) -> Operands:
+    plan: AttentionPlan,
+    operands: AttentionOperands,
+    rows: Callable,
+    keys: Callable,
+    sizes: tuple,
+) -> AttentionOperands:
     """The blocks of operands; `rows` and `keys` give example, head and block."""
 
     def shared(x, size: int, index: Callable) -> pl.BlockSpec | None:
@@ -110,7 +114,7 @@ def specs(
 
         return pl.BlockSpec((None, x.shape[1], size), place)
 
-    return Operands(
+    return AttentionOperands(
         in_lanes(plan.query_width, sizes[0], rows),
         in_lanes(plan.key_width, sizes[1], keys),
         in_lanes(plan.value_size, sizes[1], keys),
@@ -132,7 +136,11 @@ def by_row(count: int, size: int, index: Callable) -> pl.BlockSpec:
 
 
 def cost(
-    plan: Plan, operands: Operands, by_head: int, by_value: int, more: Any
+    plan: AttentionPlan,
+    operands: AttentionOperands,
+    by_head: int,
+    by_value: int,
+    more: Any,
 ) -> pl.CostEstimate:
     """What a kernel declares: a product of so many heads and values for each pair, and
     the bytes of the operands and of more.
@@ -164,7 +172,7 @@ def visit(bounds: list, low, high, step: Callable) -> None:
 
 
 def visible(
-    plan: Plan,
+    plan: AttentionPlan,
     axis: int,
     shape: tuple[int, int],
     row: Array,

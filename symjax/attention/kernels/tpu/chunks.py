@@ -26,7 +26,7 @@ from symjax.attention.kernels.tpu.lanes import heads_in_a_tile, side_by_side
 from symjax.attention.kernels.tpu.tiles import LANES, column
 
 
-class Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """The static half of a call."""
 
     batch: int
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
 class Chunks(NamedTuple):
     """Blocks of arrays: those of chunk `turn(i)` in turn i."""
 
-    plan: Plan
+    plan: ChunkPlan
     turn: Callable
 
     def by_query(self, width: int) -> pl.BlockSpec:
@@ -132,18 +132,22 @@ class Kernels(NamedTuple):
     name: str
     forward: Callable[..., None]  # plan, operands, output, kept, scratch
     backward: Callable[..., None]  # plan, operands, changes, kept, gradients, scratch
-    specs: Callable[[Plan, Any, Chunks], Any]  # the blocks of operands
-    kept: Callable[[Plan, Any], list]  # shapes and dtypes of what a chunk keeps
-    scratch: Callable[[Plan, Any], Sequence]  # shapes in VMEM of each, float32
-    cost: Callable[[Plan, Any], Sequence]  # FLOPs and transcendentals of each
+    specs: Callable[[ChunkPlan, Any, Chunks], Any]  # the blocks of operands
+    kept: Callable[[ChunkPlan, Any], list]  # shapes and dtypes of what a chunk keeps
+    scratch: Callable[[ChunkPlan, Any], Sequence]  # shapes in VMEM of each, float32
+    cost: Callable[[ChunkPlan, Any], Sequence]  # FLOPs and transcendentals of each
     dtype: Callable[[Any], Any] = lambda operands: operands.value.dtype  # of the output
     more: Callable[[Any, Any], list] = lambda operands, specs: []  # float32 gradients,
     #   beside those of queries, keys and values: arrays of their shapes, and blocks
     shared: int = 3  # operands from the first to this one are of key heads
     together: int = 1  # chunks of a turn forward; what several keep has an axis
+    saved: bool = True  # by policies of `jax.checkpoint`: else forward runs again
+    reads_output: bool = False  # in the backward kernel
 
 
-def forward(kernels: Kernels, plan: Plan, operands: Any, keep: bool) -> list[Array]:
+def forward(
+    kernels: Kernels, plan: ChunkPlan, operands: Any, keep: bool
+) -> list[Array]:
     """The output [B T N·V], and if `keep` what `backward` needs of each chunk."""
     kept, grid = kernels.kept(plan, operands), plan.grid
     if kernels.together > 1:
@@ -164,7 +168,11 @@ def forward(kernels: Kernels, plan: Plan, operands: Any, keep: bool) -> list[Arr
 
 
 def backward(
-    kernels: Kernels, plan: Plan, operands: Any, changes: list[Array], kept: list[Array]
+    kernels: Kernels,
+    plan: ChunkPlan,
+    operands: Any,
+    changes: list[Array],
+    kept: list[Array],
 ) -> list[Array]:
     """Gradients of query, key and value by query head, float32 ones where those of
     several heads will be summed; and of more, if the kernels say so.
@@ -193,7 +201,7 @@ def backward(
 def _call(
     kernels: Kernels,
     back: int,
-    plan: Plan,
+    plan: ChunkPlan,
     given: list[Any],
     in_specs: list[Any],
     results: list[tuple],
@@ -222,7 +230,7 @@ def _call(
 VISIBLE, SEES, REACHES, JOINS, KEEPS = 1, 2, 4, 8, 16
 
 
-class Seen(NamedTuple):
+class ChunkVisibility(NamedTuple):
     """Columns [c 1] of 0 and 1, None: all 1."""
 
     pairs: Bool[Array, "c c"]  # by time and segment, hidden keys among them
@@ -271,11 +279,11 @@ def _flags(
     return flags + of_state.reshape(flags.shape)
 
 
-def seen_in_chunk(size: int, flags: Any, segment: Any) -> Seen:
+def seen_in_chunk(size: int, flags: Any, segment: Any) -> ChunkVisibility:
     """Of a chunk of `size` tokens, by its blocks [1 size] of these."""
     row, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), x) for x in (0, 1))
     if flags is None:
-        return Seen(key <= row)
+        return ChunkVisibility(key <= row)
     flags = flags[...]
     in_column = column(flags)
 
@@ -283,12 +291,12 @@ def seen_in_chunk(size: int, flags: Any, segment: Any) -> Seen:
         return jnp.where((flags & kind) > 0, 1.0, 0.0)
 
     if segment is None:
-        return Seen(key <= row, bit(VISIBLE), bit(SEES))
+        return ChunkVisibility(key <= row, bit(VISIBLE), bit(SEES))
     segment = segment[...]
     number = column(segment)
     same = number == jnp.broadcast_to(segment, (size, size))
     columns = bit(VISIBLE), bit(SEES), number, bit(REACHES), bit(JOINS)
-    return Seen((key <= row) & same, *columns, bit(KEEPS, flags[:, :1]))
+    return ChunkVisibility((key <= row) & same, *columns, bit(KEEPS, flags[:, :1]))
 
 
 def where(keep: Any, x: Array, other: Any) -> Float[Array, "..."]:

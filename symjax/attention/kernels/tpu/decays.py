@@ -24,9 +24,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from symjax.attention.kernels.operands import in_parts
-from symjax.attention.kernels.tpu.chunks import Plan
+from symjax.attention.kernels.tpu.chunks import ChunkPlan
 from symjax.attention.kernels.tpu.lanes import in_lanes, own
-from symjax.attention.kernels.tpu.tiles import LANES, PLAIN, column, product
+from symjax.attention.kernels.tpu.tiles import ACROSS, LANES, PLAIN, column, product
 
 BLOCK = LANES  # tokens of a chunk
 LEVELS = BLOCK.bit_length() - 1
@@ -45,7 +45,7 @@ class Fading:
     since: Any = 1.0  # [c P·H], from the chunk's start through each token
     until: Any = 1.0  # [c P·H], after each token through the chunk's end
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: ChunkPlan):
         self.plan = plan
 
     @property
@@ -86,7 +86,7 @@ class ByChannel(Fading):
 
     levels = range(LEVELS)
 
-    def __init__(self, plan: Plan, parts: Any, sums: Any):
+    def __init__(self, plan: ChunkPlan, parts: Any, sums: Any):
         super().__init__(plan)
         self.parts, self.sums = parts, sums
 
@@ -116,7 +116,7 @@ class ByChannel(Fading):
 class ByHead(Fading):
     """All channels of a head fade alike."""
 
-    def __init__(self, plan: Plan, rates: Any, order: Any, parts: int):
+    def __init__(self, plan: ChunkPlan, rates: Any, order: Any, parts: int):
         super().__init__(plan)
         self.rates, self.order, self.parts = rates, order, parts
         self.up_to = order[0] != LATER  # L: row t, column u, whether u ≤ t
@@ -196,8 +196,8 @@ class ByHead(Fading):
         return found
 
 
-def fading_of(plan: Plan, given: Any) -> Fading:
-    """Of the operands of a kernel (`decay.Operands`)."""
+def fading_of(plan: ChunkPlan, given: Any) -> Fading:
+    """Return the factors of a chunk, by the operands of a kernel (`GatedOperands`)."""
     if given.by_channel is not None:
         return ByChannel(plan, given.by_channel, given.sums)
     if given.by_head is None:
@@ -233,7 +233,97 @@ def pairs_of(levels: Any, level: int, turned: int = 0) -> Bool[Array, "c c"]:
     return found == level
 
 
-def exponents(plan: Plan, operands: Any) -> list[tuple[int, int]]:
+def scores_of(
+    plan: ChunkPlan,
+    given: Any,
+    fading: Fading,
+    asking: Float[Array, "c P*H"],
+    key: Float[Array, "c P*H"],
+    with_own: bool = True,
+) -> list[Float[Array, "c c"]]:
+    """x_t·k_s of each head with s ≤ t, or of earlier keys alone, faded."""
+    dtype, found = given.value.dtype, []
+    faded = [(key * factor).astype(dtype) for factor in fading.factors]
+    for i in range(plan.packed):
+        mine = own(asking, plan.head_size, i)
+        scores = jnp.zeros((BLOCK, BLOCK), jnp.float32)
+        if with_own:
+            whole = product(mine.astype(dtype), key.astype(dtype), ACROSS)
+            scores = jnp.where(pairs_of(given.levels, DIAGONAL), whole, scores)
+        rows = [(mine * factor).astype(dtype) for factor in fading.factors]
+        by_level = [product(x, y, ACROSS) for x, y in zip(rows, faded, strict=True)]
+        for level, x in zip(fading.levels, by_level, strict=True):
+            scores = jnp.where(pairs_of(given.levels, level), x, scores)
+        found.append(scores * fading.weights[i])
+    return found
+
+
+def through_pairs(
+    plan: ChunkPlan,
+    given: Any,
+    fading: Fading,
+    askers: list[Float[Array, "c P*H"]],
+    key: Float[Array, "c P*H"],
+    rows: list[Float[Array, "c P*V"]],
+    written: Float[Array, "c P*V"],
+    scores: list[list[Float[Array, "c c"]]],
+) -> tuple[list[Array], Array, Any]:
+    """Gradients of what asks, of keys and of log-decays, through the pairs of a chunk.
+
+    Args:
+        askers: queries; what else asks does not see its own key.
+        rows: the gradients of the rows that each asker reads.
+        written: at the keys.
+        scores: of each asker, by head.
+    """
+    dtype, heads = written.dtype, range(plan.packed)
+    gradients = []  # of each head's pairs, [t s] and [s t], by asker
+    grown = []  # by the exponents of each head's pairs
+    for i in heads:
+        mine = [own(x, plan.value_size, i) for x in rows]
+        by_row = [product(x, written, ACROSS) for x in mine]
+        both = zip(by_row, scores, strict=True)
+        grown.append(reduce(jnp.add, [x * y[i] for x, y in both]))
+        here, turned = fading.weights[i], fading.turned_weights[i]
+        gradients.append(
+            [
+                (x * here, product(written, y, ACROSS) * turned)
+                for x, y in zip(by_row, mine, strict=True)
+            ]
+        )
+
+    def of_level(level: int, asking: list[Array], faded: Array) -> tuple[list, Array]:
+        of_faded = jnp.zeros_like(faded)
+        of_asking = [of_faded] * len(asking)
+        for i in heads:
+            past = own(faded, plan.head_size, i).astype(dtype)
+            for j, x in enumerate(asking):
+                row = own(x, plan.head_size, i).astype(dtype)
+                by_row, by_key = (
+                    jnp.where(pairs_of(given.levels, level, turned), y, 0).astype(dtype)
+                    for turned, y in enumerate(gradients[i][j])
+                )
+                of_asking[j] += product(by_row, past, PLAIN)
+                of_faded += product(by_key, row, PLAIN)
+        return of_asking, of_faded
+
+    (first,), key_change = of_level(DIAGONAL, askers[:1], key)
+    changes = [first, *[jnp.zeros_like(first)] * (len(askers) - 1)]
+    asked = [([x * factor for x in askers], key * factor) for factor in fading.factors]
+    found = [of_level(x, *y) for x, y in zip(fading.levels, asked, strict=True)]
+    decay_change = fading.grown_by_pairs(grown)
+    for i, (of_asking, of_faded) in enumerate(found):
+        asking, faded = asked[i]
+        of_sums = of_faded * faded
+        for j, x in enumerate(of_asking):
+            changes[j] += x * fading.factors[i]
+            of_sums += x * asking[j]
+        key_change += of_faded * fading.factors[i]
+        decay_change += fading.grown(fading.levels[i], of_sums)
+    return changes, key_change, decay_change
+
+
+def exponents(plan: ChunkPlan, operands: Any) -> list[tuple[int, int]]:
     """Of a chunk's log-decays, forward and back: passes of the MXU for sums, each of
     128 rows over a tile of 128 columns, and exponentials of a token of packed heads."""
     width = plan.widths[1]

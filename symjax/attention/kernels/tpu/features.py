@@ -32,13 +32,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from symjax.attention.kernels.tpu import features as chunk
+from symjax.attention.core.feature_maps import LOST
 from symjax.attention.kernels.tpu import lanes, tiles
 from symjax.attention.kernels.tpu.chunks import (
+    ChunkPlan,
     Chunks,
+    ChunkVisibility,
     Kernels,
-    Plan,
-    Seen,
     seen_in_chunk,
     where,
 )
@@ -55,7 +55,7 @@ from symjax.attention.kernels.tpu.tiles import (
 EMPTY = -1e30  # the running maximum before the first key
 
 
-class Operands(NamedTuple):
+class FeatureOperands(NamedTuple):
     """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
 
     query: Any  # [B T N·H], or features that are given, in float32
@@ -80,40 +80,40 @@ class Weights(NamedTuple):
     left: Float[Array, "1 M"]  # what it has of the state before
 
 
-def width(plan: Plan) -> int:
+def width(plan: ChunkPlan) -> int:
     """Lanes of a head's values and the ones beside them."""
     return LANES if plan.packed > 1 else plan.value_size + LANES
 
 
-def lane_of_ones(plan: Plan, head: int) -> int:
+def lane_of_ones(plan: ChunkPlan, head: int) -> int:
     if plan.packed == 1:
         return plan.value_size
     return (head + 1) % plan.packed * plan.value_size
 
 
-def features(plan: Plan, given: Operands) -> int:
+def features(plan: ChunkPlan, given: FeatureOperands) -> int:
     """Of a head, in whole tiles."""
     if given.rows is None:
         return plan.widths[1]
     return given.rows.shape[1] // plan.packed
 
 
-def features_of(plan: Plan, given: Operands, head: int) -> slice:
+def features_of(plan: ChunkPlan, given: FeatureOperands, head: int) -> slice:
     count = features(plan, given)
     return slice(head * count, (head + 1) * count)
 
 
-def dtype_of(given: Operands) -> Any:
+def dtype_of(given: FeatureOperands) -> Any:
     """That of operands of products: features that are given stay exact."""
     return jnp.float32 if given.rows is None else given.value.dtype
 
 
-def own_head(plan: Plan, x: Array, head: int) -> Array:
+def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
     """Packed heads with 0 for all but one."""
     return x if plan.packed == 1 else lanes.own(x, plan.value_size, head)
 
 
-def exponents(plan: Plan, given: Operands) -> list[Float[Array, "c P*M"]]:
+def exponents(plan: ChunkPlan, given: FeatureOperands) -> list[Float[Array, "c P*M"]]:
     """Of the features of queries and of keys, to base 2, packed heads side by side; or
     the features that are given."""
     if given.rows is None:
@@ -132,7 +132,11 @@ def exponents(plan: Plan, given: Operands) -> list[Float[Array, "c P*M"]]:
 
 
 def exponents_of(
-    plan: Plan, given: Operands, seen: Seen, both: list[Array], head: int
+    plan: ChunkPlan,
+    given: FeatureOperands,
+    seen: ChunkVisibility,
+    both: list[Array],
+    head: int,
 ) -> list[Float[Array, "c M"]]:
     """Its exponents, those of hidden keys −∞."""
     if given.rows is None:
@@ -141,7 +145,7 @@ def exponents_of(
     return [query, where(seen.visible, key, -jnp.inf)]
 
 
-def projection(given: Operands) -> list[Float[Array, "P*M P*H"]]:
+def projection(given: FeatureOperands) -> list[Float[Array, "P*M P*H"]]:
     return [given.rows[i] for i in range(given.rows.shape[0])]
 
 
@@ -150,9 +154,9 @@ def added(parts: Iterable[Array]) -> Array:
 
 
 def weights_of(
-    given: Operands, seen: Seen, query: Array, key: Array, old: Array
+    given: FeatureOperands, seen: ChunkVisibility, query: Array, key: Array, old: Array
 ) -> Weights:
-    """All but those of `joining` refer to the highest exponent in the chunk."""
+    """All but those of `joining` refer to the highest exponent in the"""
     if given.rows is None:
         same, joining = jnp.ones_like(old), where(seen.joins, key, 0)
         return Weights(query, key, same, joining, old, where(seen.keeps, same, 0))
@@ -173,7 +177,9 @@ def faded(state: Float[Array, "w M"], fade: Float[Array, "1 M"]) -> Array:
     return (state.astype(jnp.float32) * fade).astype(state.dtype)
 
 
-def exactly(t, seen: Seen, query: Array, key: Array, old: Array) -> list[Array]:
+def exactly(
+    t, seen: ChunkVisibility, query: Array, key: Array, old: Array
+) -> list[Array]:
     """Weights of row t with each key and feature, [c M], and of the state's features,
     [1 M]: all relative to the row's highest exponent."""
     own = pick(query, t)
@@ -195,7 +201,10 @@ def pick(x: Array, t) -> Array:
 
 
 def each_lost(
-    plan: Plan, given: Operands, lost: list[Float[Array, "c 1"]], rescue: Any
+    plan: ChunkPlan,
+    given: FeatureOperands,
+    lost: list[Float[Array, "c 1"]],
+    rescue: Any,
 ) -> None:
     """rescue(head, seen, query, key, t) for each lost row t of each head."""
 
@@ -215,17 +224,19 @@ def each_lost(
             jax.lax.fori_loop(0, plan.block, body, None)
 
 
-def seen_by(given: Operands) -> Seen:
+def seen_by(given: FeatureOperands) -> ChunkVisibility:
     return seen_in_chunk(given.query.shape[0], given.flags, given.segment)
 
 
-def values_of(plan: Plan, given: Operands, head: int) -> Float[Array, "c w"]:
+def values_of(
+    plan: ChunkPlan, given: FeatureOperands, head: int
+) -> Float[Array, "c w"]:
     """With ones beside them, in the dtype of the operands of products."""
     value = given.value[...]
     return beside(plan, value.astype(dtype_of(given)), head, 1)
 
 
-def beside(plan: Plan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
+def beside(plan: ChunkPlan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
     """The values of a head, and `other` in the lanes beside them."""
     if plan.packed > 1:
         return jnp.where(
@@ -235,25 +246,22 @@ def beside(plan: Plan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
     return jnp.concatenate([x, tile], axis=1)
 
 
-def joined(plan: Plan, heads: list[Array], size: int) -> Array:
+def joined(plan: ChunkPlan, heads: list[Array], size: int) -> Array:
     """The values of packed heads, each from its own lanes."""
     if plan.packed == 1:
         return heads[0][:, :size]
     return added(own_head(plan, x, i) for i, x in enumerate(heads))
 
 
-def ones_of(plan: Plan, rows: Any, head: int) -> Float[Array, "c 1"]:
+def ones_of(plan: ChunkPlan, rows: Any, head: int) -> Float[Array, "c 1"]:
     """What a head's weights add up to."""
     lane = lane_of_ones(plan, head)
     return rows[head, :, lane : lane + 1]
 
 
-LOST = 1e-20  # a denominator below this has lost its keys
-
-
 def _forward(
-    plan: Plan,
-    given: Operands,
+    plan: ChunkPlan,
+    given: FeatureOperands,
     output,
     inverse,
     before,
@@ -269,47 +277,47 @@ def _forward(
 
     before[...] = sums[...].astype(before.dtype)
     highest[...] = running_max[...]
-    seen, both = chunk.seen_by(given), chunk.exponents(plan, given)
+    seen, both = seen_by(given), exponents(plan, given)
     lost = []
     for head in range(plan.packed):
-        query, key = chunk.exponents_of(plan, given, seen, both, head)
-        weights = chunk.weights_of(given, seen, query, key, highest[head : head + 1, :])
-        values = chunk.values_of(plan, given, head)
+        query, key = exponents_of(plan, given, seen, both, head)
+        weights = weights_of(given, seen, query, key, highest[head : head + 1, :])
+        values = values_of(plan, given, head)
         dtype = values.dtype
-        row, past = weights.row.astype(dtype), chunk.faded(before[head], weights.fade)
+        row, past = weights.row.astype(dtype), faded(before[head], weights.fade)
         scores = product(row, weights.key.astype(dtype), ACROSS)
         scores = jnp.where(seen.pairs, scores, 0).astype(dtype)
         earlier = where(seen.reaches, product(row, past, ACROSS), 0)
         rows[head] = product(scores, values, PLAIN) + earlier
         least = 0.0 if given.rows is None else LOST
-        lost.append(jnp.where(chunk.ones_of(plan, rows, head) < least, 1.0, 0.0))
+        lost.append(jnp.where(ones_of(plan, rows, head) < least, 1.0, 0.0))
         if seen.sees is not None:
             lost[head] *= seen.sees
         new = product(values, weights.joining.astype(dtype), TURNED)
         sums[head] = sums[head] * weights.left + new
         running_max[head : head + 1, :] = weights.after
 
-    def rescue(head: int, seen: Seen, query: Array, key: Array, t) -> None:
-        own, past = chunk.exactly(t, seen, query, key, highest[head : head + 1, :])
-        values = chunk.values_of(plan, given, head).astype(jnp.float32)
+    def rescue(head: int, seen: ChunkVisibility, query: Array, key: Array, t) -> None:
+        own, past = exactly(t, seen, query, key, highest[head : head + 1, :])
+        values = values_of(plan, given, head).astype(jnp.float32)
         near = (own.sum(axis=-1, keepdims=True) * values).sum(axis=0, keepdims=True)
         past = jnp.broadcast_to(past, (8, features(plan, given)))
         earlier = product(past, before[head].astype(jnp.float32), ACROSS)
         rows[head, pl.ds(t, 1), :] = near + earlier[:1]
 
-    chunk.each_lost(plan, given, lost, rescue)
+    each_lost(plan, given, lost, rescue)
     results = []
     for head in range(plan.packed):
-        total = chunk.ones_of(plan, rows, head)
+        total = ones_of(plan, rows, head)
         scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
         results.append(rows[head] * scale)
         tiles.write_row(inverse, head, jnp.where(lost[head] > 0, -scale, scale))
-    output[...] = chunk.joined(plan, results, plan.value_size).astype(output.dtype)
+    output[...] = joined(plan, results, plan.value_size).astype(output.dtype)
 
 
 def _backward(
-    plan: Plan,
-    given: Operands,
+    plan: ChunkPlan,
+    given: FeatureOperands,
     change,
     output,
     inverse,
@@ -329,13 +337,13 @@ def _backward(
     def _():
         grown[...] = jnp.zeros_like(grown)
 
-    seen, both = chunk.seen_by(given), chunk.exponents(plan, given)
+    seen, both = seen_by(given), exponents(plan, given)
     scales, changes = [], []
     for head in range(plan.packed):
-        query, key = chunk.exponents_of(plan, given, seen, both, head)
-        weights = chunk.weights_of(given, seen, query, key, highest[head : head + 1, :])
-        values = chunk.values_of(plan, given, head)
-        dtype, past = values.dtype, chunk.faded(before[head], weights.fade)
+        query, key = exponents_of(plan, given, seen, both, head)
+        weights = weights_of(given, seen, query, key, highest[head : head + 1, :])
+        values = values_of(plan, given, head)
+        dtype, past = values.dtype, faded(before[head], weights.fade)
         changes.append(_of_row(plan, change[...], output[...], head))
         read = where(seen.reaches, changes[head], 0).astype(dtype)
         grow = changes[head].astype(dtype)
@@ -360,11 +368,11 @@ def _backward(
         here = product(read, row, TURNED) * weights.fade
         grown[head] = grown[head] * weights.left + here
 
-    def rescue(head: int, seen: Seen, query: Array, key: Array, t) -> None:
+    def rescue(head: int, seen: ChunkVisibility, query: Array, key: Array, t) -> None:
         state = before[head].astype(jnp.float32)
-        own, past = chunk.exactly(t, seen, query, key, highest[head : head + 1, :])
-        values = chunk.values_of(plan, given, head).astype(jnp.float32)
-        grow = chunk.pick(changes[head], t) * -chunk.pick(scales[head], t)
+        own, past = exactly(t, seen, query, key, highest[head : head + 1, :])
+        values = values_of(plan, given, head).astype(jnp.float32)
+        grow = pick(changes[head], t) * -pick(scales[head], t)
         pairs = own * (values * grow).sum(axis=-1, keepdims=True)
         first = jax.lax.broadcasted_iota(jnp.int32, (8, width(plan)), 0) == 0
         first = jnp.where(first, grow, 0.0)
@@ -375,71 +383,79 @@ def _backward(
         past = jnp.broadcast_to(past, (8, features(plan, given)))
         grown[head] += product(first, past, TURNED)
 
-    chunk.each_lost(plan, given, [jnp.where(x < 0, 1.0, 0.0) for x in scales], rescue)
+    each_lost(plan, given, [jnp.where(x < 0, 1.0, 0.0) for x in scales], rescue)
     values = [value_change[head] for head in range(plan.packed)]
     found = _of_inputs(plan, given, query_change, key_change)
-    found.append(chunk.joined(plan, values, plan.value_size))
+    found.append(joined(plan, values, plan.value_size))
     for out, x in zip((query_out, key_out, value_out), found, strict=True):
         out[...] = x.astype(out.dtype)
 
 
-def _of_row(plan: Plan, change: Array, output: Array, head: int) -> Float[Array, "c w"]:
+def _of_row(
+    plan: ChunkPlan, change: Array, output: Array, head: int
+) -> Float[Array, "c w"]:
     """The gradients of a head's numerators and, in the lane of ones, of their
     denominators, times these."""
     change, output = change.astype(jnp.float32), output.astype(jnp.float32)
-    along = chunk.own_head(plan, change * output, head).sum(axis=-1, keepdims=True)
-    own = chunk.beside(plan, change, head, 0)
+    along = own_head(plan, change * output, head).sum(axis=-1, keepdims=True)
+    own = beside(plan, change, head, 0)
     lane = jax.lax.broadcasted_iota(jnp.int32, own.shape, 1)
-    return jnp.where(lane == chunk.lane_of_ones(plan, head), -along, own)
+    return jnp.where(lane == lane_of_ones(plan, head), -along, own)
 
 
-def _of_inputs(plan: Plan, given: Operands, query_change, key_change) -> list[Array]:
+def _of_inputs(
+    plan: ChunkPlan, given: FeatureOperands, query_change, key_change
+) -> list[Array]:
     """The gradients of queries and keys by those of features that are given, or of the
     exponents of others."""
     heads = range(plan.packed)
     if given.rows is None:
         count = features(plan, given)
         both = ([x[head] for head in heads] for x in (query_change, key_change))
-        return [chunk.joined(plan, x, count) for x in both]
+        return [joined(plan, x, count) for x in both]
     query, key = (_from_exponents(plan, given, x) for x in (query_change, key_change))
     for head in heads:
         total = key_change[head].sum(axis=-1, keepdims=True)
-        own = chunk.own_head(plan, given.key[...].astype(jnp.float32), head)
+        own = own_head(plan, given.key[...].astype(jnp.float32), head)
         key -= own * (total * (2 / LOG2E * given.norm[0]))
     return [query, key]
 
 
-def _from_exponents(plan: Plan, given: Operands, change: Any) -> Float[Array, "c P*H"]:
+def _from_exponents(
+    plan: ChunkPlan, given: FeatureOperands, change: Any
+) -> Float[Array, "c P*H"]:
     """The gradient of what exponents are made of, by w·x alone."""
-    return chunk.added(
+    return added(
         product(
             change[head].astype(given.key.dtype),
-            y[chunk.features_of(plan, given, head)],
+            y[features_of(plan, given, head)],
             PLAIN,
         )
         for head in range(plan.packed)
-        for y in chunk.projection(given)
+        for y in projection(given)
     ) * (1 / LOG2E)
 
 
-def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
+def _specs(
+    plan: ChunkPlan, operands: FeatureOperands, chunks: Chunks
+) -> FeatureOperands:
     values, keys = plan.widths
     tokens = chunks.by_query(keys), chunks.by_key(keys), chunks.by_key(values)
     norm = None if operands.norm is None else pl.BlockSpec(memory_space=pltpu.SMEM)
     rows, offset = chunks.whole(operands.rows), chunks.whole(operands.offset)
     of_examples = map(chunks.of_examples, operands[6:])
-    return Operands(*tokens, rows, offset, norm, *of_examples)
+    return FeatureOperands(*tokens, rows, offset, norm, *of_examples)
 
 
-def _kept(plan: Plan, operands: Operands) -> list[tuple]:
+def _kept(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple]:
     """Of a chunk: 1/denominator of each row, negative where it was lost; the state
     before; its running maxima."""
     state, peaks, _ = _scratch(plan, operands)[0]
-    kinds = jnp.float32, chunk.dtype_of(operands), jnp.float32
+    kinds = jnp.float32, dtype_of(operands), jnp.float32
     return list(zip([(plan.packed, plan.block), state, peaks], kinds, strict=True))
 
 
-def _scratch(plan: Plan, operands: Operands) -> tuple[list, list]:
+def _scratch(plan: ChunkPlan, operands: FeatureOperands) -> tuple[list, list]:
     """The state, its running maxima and a head's rows; gradients of it and of a head's
     queries, keys and values."""
     count, lanes = features(plan, operands), width(plan)
@@ -448,12 +464,12 @@ def _scratch(plan: Plan, operands: Operands) -> tuple[list, list]:
     return [state, (plan.packed, count), rows], [state, of_features, of_features, rows]
 
 
-def _cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
+def _cost(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple[int, int]]:
     """By multiply-adds of a token and head, in whole tiles; float32 ones count as six:
-    those for chunk.exponents, for pairs and for the state."""
+    those for exponents, for pairs and for the state."""
     tokens = plan.batch * plan.heads * plan.length
     count = features(plan, operands)
-    passes = tiles.mxu_passes(chunk.dtype_of(operands))
+    passes = tiles.mxu_passes(dtype_of(operands))
     parts = 0 if operands.rows is None else operands.rows.shape[0]
     lanes = parts * plan.widths[1]
     products = [
@@ -463,6 +479,16 @@ def _cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
     return [(2 * tokens * x, 2 * tokens * count) for x in products]
 
 
+# The states before chunks take more memory than computing them again takes time.
 PERFORMER = Kernels(
-    "performer", _forward, _backward, _specs, _kept, _scratch, _cost, chunk.dtype_of
+    "performer",
+    _forward,
+    _backward,
+    _specs,
+    _kept,
+    _scratch,
+    _cost,
+    dtype_of,
+    saved=False,
+    reads_output=True,
 )

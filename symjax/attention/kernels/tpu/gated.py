@@ -1,17 +1,24 @@
-"""Linear attention whose state decays, as TPU kernels.
+"""TPU kernels of recurrences whose state decays: linear attention and the delta rule.
 
-One pass over chunks of 128 tokens, forward, and one back. The state of a head stays in
-VMEM, values × features, so that what fades by channel lies along lanes; the state
-before each chunk is saved for the backward pass, in the dtype of the products. How
-pairs and states fade is in `fading.py`.
+Both pass over chunks of 128 tokens, forward and back. The state of a head stays in
+VMEM, values × features, so that what decays by channel lies along lanes. The state
+before each chunk is saved for the backward pass, in the dtype of the products.
+`decays.py` has the decays of pairs and states. Heads lie in tiles (`lanes.py`); the
+states of packed heads are one block-diagonal matrix.
 
-What does not wait for each other stands side by side, all levels of one product before
-the next: the compiler moves no product far, and so keeps the MXU busy. With a decay a
-channel a chunk of a head of 128 then takes 1,549 bundles of v5e forward instead of
-2,393, and 2,999 backward instead of 4,557.
+The tokens of a chunk of the delta rule write u, with (I + A) u = β (v − k S). The
+inverse of that unit-triangular matrix comes from blocks of 2, 4, … 128 rows, each from
+two of half the size as in `delta_rule.py`: each level is X − X A X, with only the pairs
+of the level in A. Inverses are saved for the backward pass.
 
-Heads lie in tiles as `lanes.py` says. States of packed heads are one block-diagonal
-matrix.
+Independent products are written next to each other, all levels of one product before
+the next, because the compiler hardly moves products and so keeps the matrix unit busy:
+
+- With a decay per channel a chunk of a head of 128 takes 1,549 bundles of v5e forward
+  instead of 2,393, and 2,999 backward instead of 4,557.
+- The products of an inverse depend on each other. With two chunks, and all packed
+  heads, in parallel a chunk of a head of 64 takes 1,796 bundles instead of 4,035, and
+  one of 128 takes 2,804 instead of 4,556.
 """
 
 import math
@@ -22,7 +29,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from symjax.attention.kernels.tpu.chunks import Chunks, Kernels, Plan
+from symjax.attention.kernels.operands import in_parts
+from symjax.attention.kernels.tpu.chunks import ChunkPlan, Chunks, Kernels
 from symjax.attention.kernels.tpu.decays import (
     BLOCK,
     DIAGONAL,
@@ -33,18 +41,24 @@ from symjax.attention.kernels.tpu.decays import (
     exponents,
     fading_of,
     pairs_of,
+    scores_of,
+    through_pairs,
 )
-from symjax.attention.kernels.tpu.lanes import of_heads, own
+from symjax.attention.kernels.tpu.lanes import in_lanes, of_heads, own
 from symjax.attention.kernels.tpu.tiles import (
     ACROSS,
     PLAIN,
     TURNED,
+    column,
     mxu_passes,
     product,
+    write_row,
 )
 
+TOGETHER = 2  # chunks of a turn of the delta rule forward; time is padded to so many
 
-class Operands(NamedTuple):
+
+class GatedOperands(NamedTuple):
     """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
 
     query: Any  # [B T N·H]
@@ -52,7 +66,7 @@ class Operands(NamedTuple):
     value: Any  # [B T K·V]
     by_channel: Any  # log-decays, their bfloat16 parts: [parts B T K·H], or None
     by_head: Any  # log-decays [B N/P P T], or None
-    sums: Any  # of `fading.constants`
+    sums: Any  # of `decays.constants`
     levels: Any
     beta: Any = None  # of the delta rule, [B N/P P T]
 
@@ -70,7 +84,9 @@ class Operands(NamedTuple):
         )
 
 
-def _forward(plan: Plan, given: Operands, output, before, state) -> None:
+def _decay_forward(
+    plan: ChunkPlan, given: GatedOperands, output, before, state
+) -> None:
     @pl.when(pl.program_id(2) == 0)
     def _():
         state[...] = jnp.zeros_like(state)
@@ -90,9 +106,9 @@ def _forward(plan: Plan, given: Operands, output, before, state) -> None:
     state[...] = state[...] * fading.through + of_heads(plan.sizes, new)
 
 
-def _backward(
-    plan: Plan,
-    given: Operands,
+def _decay_backward(
+    plan: ChunkPlan,
+    given: GatedOperands,
     change,
     before,
     query_out,
@@ -138,108 +154,213 @@ def _backward(
     grown[...] = grown[...] * fading.through + of_heads(plan.sizes, here)
 
 
-def scores_of(
-    plan: Plan,
-    given: Operands,
+def _delta_forward(
+    plan: ChunkPlan,
+    given: GatedOperands,
+    output: Any,
+    before: Any,
+    inverse: Any,
+    state: Any,
+) -> None:
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        state[...] = jnp.zeros_like(state)
+
+    chunks = [given.chunk(i) for i in range(TOGETHER)]
+    fadings = [fading_of(plan, chunk) for chunk in chunks]
+    pairs, matrices = [], []
+    for chunk, fading in zip(chunks, fadings, strict=True):
+        query, key = (x[...].astype(jnp.float32) for x in chunk[:2])
+        pairs.append(_pairs(plan, chunk, fading, query, key))
+        for i, of_key in enumerate(pairs[-1][1]):
+            matrices.append(column(chunk.beta[i : i + 1, :]) * of_key)
+    for i, x in enumerate(_inverses(given, matrices)):
+        inverse[divmod(i, plan.packed)] = x
+    for i, chunk in enumerate(chunks):
+        rows = output.at[pl.ds(i * BLOCK, BLOCK)]
+        kept = before.at[i], inverse.at[i]
+        _advance(plan, chunk, fadings[i], pairs[i], rows, *kept, state)
+
+
+def _advance(
+    plan: ChunkPlan,
+    given: GatedOperands,
     fading: Fading,
-    asking: Float[Array, "c P*H"],
-    key: Float[Array, "c P*H"],
-    with_own: bool = True,
-) -> list[Float[Array, "c c"]]:
-    """x_t·k_s of each head with s ≤ t, or of earlier keys alone, faded."""
-    dtype, found = given.value.dtype, []
-    faded = [(key * factor).astype(dtype) for factor in fading.factors]
+    pairs: list[list[Array]],
+    output: Any,
+    before: Any,
+    inverse: Any,
+    state: Any,
+) -> None:
+    before[...] = state[...].astype(before.dtype)
+    query, key, value = (x[...].astype(jnp.float32) for x in given[:3])
+    dtype = given.value.dtype
+    asking = [(x * fading.since).astype(dtype) for x in (query, key)]
+    rows, held = (product(x, before[...], ACROSS) for x in asking)
+    change = _change(plan, given, inverse, value - held)
+    for i, of_query in enumerate(pairs[0]):
+        mine = own(change, plan.value_size, i).astype(dtype)
+        rows += product(of_query.astype(dtype), mine, PLAIN)
+    output[...] = rows.astype(output.dtype)
+    new = product(change.astype(dtype), (key * fading.until).astype(dtype), TURNED)
+    state[...] = state[...] * fading.through + of_heads(plan.sizes, new)
+
+
+def _delta_backward(
+    plan: ChunkPlan,
+    given: GatedOperands,
+    change: Any,
+    before: Any,
+    inverse: Any,
+    *results: Any,
+) -> None:
+    """The last of the results is the gradient of the state after the chunk, then of the
+    one before."""
+    query_out, key_out, value_out, *decay_out, beta_out, grown = results
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        grown[...] = jnp.zeros_like(grown)
+
+    query, key, value, change = (
+        x[...].astype(jnp.float32) for x in (*given[:3], change)
+    )
+    dtype = given.value.dtype
+    fading = fading_of(plan, given)
+    since, until = fading.since, fading.until
+    asking, joining = (query * since, key * since), key * until
+    later = grown[...].astype(dtype)
+    wanted = value - product(asking[1].astype(dtype), before[...], ACROSS)
+    written = _change(plan, given, inverse, wanted)
+    of_written = product(joining.astype(dtype), later, ACROSS)
+    pairs = _pairs(plan, given, fading, query, key)
+    for i, (of_query, of_key) in enumerate(zip(*pairs, strict=True)):
+        mine = own(change, plan.value_size, i).astype(dtype)
+        of_written += product(of_query.astype(dtype), mine, TURNED)
+        mine = own(written, plan.value_size, i).astype(dtype)
+        wanted -= product(of_key.astype(dtype), mine, PLAIN)
+    right = jnp.zeros_like(of_written)
     for i in range(plan.packed):
-        mine = own(asking, plan.head_size, i)
-        scores = jnp.zeros((BLOCK, BLOCK), jnp.float32)
-        if with_own:
-            whole = product(mine.astype(dtype), key.astype(dtype), ACROSS)
-            scores = jnp.where(pairs_of(given.levels, DIAGONAL), whole, scores)
-        rows = [(mine * factor).astype(dtype) for factor in fading.factors]
-        by_level = [product(x, y, ACROSS) for x, y in zip(rows, faded, strict=True)]
-        for level, x in zip(fading.levels, by_level, strict=True):
-            scores = jnp.where(pairs_of(given.levels, level), x, scores)
-        found.append(scores * fading.weights[i])
+        mine = own(of_written, plan.value_size, i)
+        right += _closely(given, inverse[i], mine, TURNED)
+    for i in range(plan.packed):
+        of_beta = own(right * wanted, plan.value_size, i)
+        write_row(beta_out, i, of_beta.sum(axis=1, keepdims=True))
+    of_value = right * _by_head(plan, given, right.shape)
+    value_out[...] = of_value.astype(value_out.dtype)
+
+    rows = [change.astype(dtype), (-of_value).astype(dtype)]  # of queries, and of keys
+    u = written.astype(dtype)
+    (query_change, of_asking), key_change, decay_change = through_pairs(
+        plan, given, fading, [query, key], key, rows, u, pairs
+    )
+    key_change += of_asking
+    of_query, of_key = (product(x, before[...], PLAIN) for x in rows)
+    of_joining = product(u, later, PLAIN)
+    query_change += of_query * since
+    key_change += of_key * since + of_joining * until
+    query_out[...] = query_change.astype(query_out.dtype)
+    key_out[...] = key_change.astype(key_out.dtype)
+    for out in decay_out:
+        of_since = of_query * asking[0] + of_key * asking[1]
+        decay_change += fading.grown(SINCE, of_since)
+        decay_change += fading.grown(UNTIL, of_joining * joining)
+        of_state = grown[...] * before[...].astype(jnp.float32) * fading.through
+        of_state = of_state.sum(axis=0, keepdims=True)
+        out[...] = decay_change + fading.grown_by_state(of_state)
+    both = zip(rows, asking, strict=True)
+    here = [product(x, y.astype(dtype), TURNED) for x, y in both]
+    grown[...] = grown[...] * fading.through + of_heads(plan.sizes, here[0] + here[1])
+
+
+def _pairs(
+    plan: ChunkPlan, given: GatedOperands, fading: Fading, query: Array, key: Array
+) -> list[list[Float[Array, "c c"]]]:
+    """q_t·k_s with s ≤ t, and k_t·k_s with s < t, faded, both of each head."""
+    of_keys = scores_of(plan, given, fading, key, key, with_own=False)
+    return [scores_of(plan, given, fading, query, key), of_keys]
+
+
+def _close_passes(operands: GatedOperands) -> int:
+    return 3 if operands.value.dtype == jnp.bfloat16 else 6
+
+
+def _closely(given: GatedOperands, a: Array, b: Array, dimensions: tuple) -> Array:
+    """The product of float32 arrays, with 16 of their 24 bits where the operands of
+    the kernel have 8: in three passes, not six."""
+    if given.value.dtype != jnp.bfloat16:
+        return product(a, b, dimensions)
+    high, low = zip(*(in_parts(x, 2) for x in (a, b)), strict=True)
+    pairs = (high[0], low[1]), (low[0], high[1]), (high[0], high[1])
+    return reduce(jnp.add, [product(x, y, dimensions) for x, y in pairs])
+
+
+def _inverses(given: GatedOperands, matrices: list[Array]) -> list[Float[Array, "c c"]]:
+    """(I + A)⁻¹, of A what each matrix has below its diagonal. A level of one waits for
+    the one before, so those of all matrices are taken side by side."""
+    found = []
+    for matrix in matrices:
+        first = jnp.where(pairs_of(given.levels, 0), -matrix, 0)
+        found.append(jnp.where(pairs_of(given.levels, DIAGONAL), 1.0, first))
+    for level in range(1, LEVELS):
+        keep = pairs_of(given.levels, level)
+        corners = [jnp.where(keep, x, 0) for x in matrices]
+        right = [
+            _closely(given, x, y, PLAIN) for x, y in zip(corners, found, strict=True)
+        ]
+        found = [
+            x - _closely(given, x, y, PLAIN) for x, y in zip(found, right, strict=True)
+        ]
     return found
 
 
-def through_pairs(
-    plan: Plan,
-    given: Operands,
-    fading: Fading,
-    askers: list[Float[Array, "c P*H"]],
-    key: Float[Array, "c P*H"],
-    rows: list[Float[Array, "c P*V"]],
-    written: Float[Array, "c P*V"],
-    scores: list[list[Float[Array, "c c"]]],
-) -> tuple[list[Array], Array, Any]:
-    """Gradients of what asks, of keys and of log-decays, through the pairs of a chunk.
-
-    Args:
-        askers: queries; what else asks does not see its own key.
-        rows: the gradients of the rows that each asker reads.
-        written: at the keys.
-        scores: of each asker, by head.
-    """
-    dtype, heads = written.dtype, range(plan.packed)
-    gradients = []  # of each head's pairs, [t s] and [s t], by asker
-    grown = []  # by the exponents of each head's pairs
-    for i in heads:
-        mine = [own(x, plan.value_size, i) for x in rows]
-        by_row = [product(x, written, ACROSS) for x in mine]
-        both = zip(by_row, scores, strict=True)
-        grown.append(reduce(jnp.add, [x * y[i] for x, y in both]))
-        here, turned = fading.weights[i], fading.turned_weights[i]
-        gradients.append(
-            [
-                (x * here, product(written, y, ACROSS) * turned)
-                for x, y in zip(by_row, mine, strict=True)
-            ]
-        )
-
-    def of_level(level: int, asking: list[Array], faded: Array) -> tuple[list, Array]:
-        of_faded = jnp.zeros_like(faded)
-        of_asking = [of_faded] * len(asking)
-        for i in heads:
-            past = own(faded, plan.head_size, i).astype(dtype)
-            for j, x in enumerate(asking):
-                row = own(x, plan.head_size, i).astype(dtype)
-                by_row, by_key = (
-                    jnp.where(pairs_of(given.levels, level, turned), y, 0).astype(dtype)
-                    for turned, y in enumerate(gradients[i][j])
-                )
-                of_asking[j] += product(by_row, past, PLAIN)
-                of_faded += product(by_key, row, PLAIN)
-        return of_asking, of_faded
-
-    (first,), key_change = of_level(DIAGONAL, askers[:1], key)
-    changes = [first, *[jnp.zeros_like(first)] * (len(askers) - 1)]
-    asked = [([x * factor for x in askers], key * factor) for factor in fading.factors]
-    found = [of_level(x, *y) for x, y in zip(fading.levels, asked, strict=True)]
-    decay_change = fading.grown_by_pairs(grown)
-    for i, (of_asking, of_faded) in enumerate(found):
-        asking, faded = asked[i]
-        of_sums = of_faded * faded
-        for j, x in enumerate(of_asking):
-            changes[j] += x * fading.factors[i]
-            of_sums += x * asking[j]
-        key_change += of_faded * fading.factors[i]
-        decay_change += fading.grown(fading.levels[i], of_sums)
-    return changes, key_change, decay_change
+def _change(
+    plan: ChunkPlan, given: GatedOperands, inverse: Any, wanted: Array
+) -> Array:
+    """u: what each token adds to the state at its key."""
+    right = wanted * _by_head(plan, given, wanted.shape)
+    total = jnp.zeros_like(right)
+    for i in range(plan.packed):
+        mine = own(right, plan.value_size, i)
+        total += _closely(given, inverse[i], mine, PLAIN)
+    return total
 
 
-def levels_of(operands: Operands) -> int:
+def _by_head(
+    plan: ChunkPlan, given: GatedOperands, shape: tuple
+) -> Float[Array, "c P*V"]:
+    """β of each token, in the lanes of its head."""
+    betas = [column(given.beta[i : i + 1, :]) for i in range(plan.packed)]
+    return in_lanes(betas, shape)
+
+
+def _delta_kept(plan: ChunkPlan, operands: GatedOperands) -> list[tuple]:
+    """The state before a chunk, and the inverses of its heads."""
+    inverses = plan.packed, BLOCK, BLOCK
+    return [(plan.widths, operands.value.dtype), (inverses, jnp.float32)]
+
+
+def _delta_products(plan: ChunkPlan, operands: GatedOperands) -> tuple[int, int]:
+    levels, close = _levels_of(operands), _close_passes(operands)
+    each = mxu_passes(operands.value.dtype)
+    forward = each * (plan.packed * (2 * levels + 2) + 3)
+    backward = each * (plan.packed * (6 * levels + 9) + 7)
+    inverse = close * plan.packed * (2 * LEVELS - 1)
+    return forward + inverse, backward + close * plan.packed * 2
+
+
+def _levels_of(operands: GatedOperands) -> int:
     """How many levels of pairs there are, beside those of a token with itself."""
     return 1 if operands.by_channel is None else LEVELS
 
 
-def recurrent(
+def _gated_kernels(
     name: str, forward: Any, backward: Any, kept: Any, products: Any, together: int = 1
 ) -> Kernels:
     """The kernels of a recurrence, by the passes of the MXU that `products` counts: of
     a chunk's rows over a tile of 128 columns, forward and back."""
 
-    def cost(plan: Plan, operands: Operands) -> list[tuple[int, int]]:
+    def cost(plan: ChunkPlan, operands: GatedOperands) -> list[tuple[int, int]]:
         tokens = math.prod(plan.grid) * plan.block
         counts = zip(products(plan, operands), exponents(plan, operands), strict=True)
         return [
@@ -247,7 +368,7 @@ def recurrent(
             for x, (sums, exponentials) in counts
         ]
 
-    def states(plan: Plan, operands: Operands) -> list[list]:
+    def states(plan: ChunkPlan, operands: GatedOperands) -> list[list]:
         return [[plan.widths]] * 2
 
     return Kernels(
@@ -264,7 +385,7 @@ def recurrent(
     )
 
 
-def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
+def _specs(plan: ChunkPlan, operands: GatedOperands, chunks: Chunks) -> GatedOperands:
     values, keys = plan.widths
     by_channel = None
     if operands.by_channel is not None:
@@ -272,7 +393,7 @@ def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
         by_channel = pl.BlockSpec(
             shape, lambda b, n, i: (0, b, chunks.turn(i), chunks.key_head(n))
         )
-    return Operands(
+    return GatedOperands(
         chunks.by_query(keys),
         chunks.by_key(keys),
         chunks.by_key(values),
@@ -284,7 +405,7 @@ def _specs(plan: Plan, operands: Operands, chunks: Chunks) -> Operands:
     )
 
 
-def _more(operands: Operands, specs: Operands) -> list[tuple]:
+def _more(operands: GatedOperands, specs: GatedOperands) -> list[tuple]:
     """Log-decays, those of channels by query head, and β."""
     found = []
     if operands.by_channel is not None:
@@ -293,15 +414,20 @@ def _more(operands: Operands, specs: Operands) -> list[tuple]:
     return found + [(x, spec) for x, spec in of_heads if x is not None]
 
 
-def _kept(plan: Plan, operands: Operands) -> list[tuple]:
+def _decay_kept(plan: ChunkPlan, operands: GatedOperands) -> list[tuple]:
     """The state before a chunk."""
     return [(plan.widths, operands.value.dtype)]
 
 
-def _products(plan: Plan, operands: Operands) -> tuple[int, int]:
-    levels, each = levels_of(operands), mxu_passes(operands.value.dtype)
+def _decay_products(plan: ChunkPlan, operands: GatedOperands) -> tuple[int, int]:
+    levels, each = _levels_of(operands), mxu_passes(operands.value.dtype)
     forward, backward = levels + 2, 3 * levels + 6
     return each * (plan.packed * forward + 2), each * (plan.packed * backward + 4)
 
 
-DECAY = recurrent("decay", _forward, _backward, _kept, _products)
+DECAY = _gated_kernels(
+    "decay", _decay_forward, _decay_backward, _decay_kept, _decay_products
+)
+DELTA = _gated_kernels(
+    "delta", _delta_forward, _delta_backward, _delta_kept, _delta_products, TOGETHER
+)

@@ -1,128 +1,284 @@
-"""Causal linear attention with decays, and the delta rule, on TPU kernels."""
+"""Adapters of the recurrent kernels for TPUs, and the derivative that they share.
 
+An adapter makes arrays of kernels from those of a call: heads lie side by side in tiles
+of lanes, and hidden tokens are 0.
+"""
+
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
-from symjax.attention.kernels.operands import RESIDUAL, log_decay_of, seen_decays
-from symjax.attention.kernels.tpu.chunks import Kernels, Plan, backward, forward
+from symjax.attention.core.visibility import only_seen
+from symjax.attention.kernels.operands import (
+    MOST_FEATURES,
+    RESIDUAL,
+    VisibleTokens,
+    even,
+    log_decay_of,
+    seen_decays,
+    unsupported,
+)
+from symjax.attention.kernels.tpu.chunks import (
+    ChunkPlan,
+    Kernels,
+    backward,
+    described,
+    forward,
+)
 from symjax.attention.kernels.tpu.decays import PARTS, constants
-from symjax.attention.kernels.tpu.delta import DELTA
-from symjax.attention.kernels.tpu.gated import DECAY, Operands
+from symjax.attention.kernels.tpu.features import EMPTY, PERFORMER, FeatureOperands
+from symjax.attention.kernels.tpu.gated import DECAY, DELTA, GatedOperands
 from symjax.attention.kernels.tpu.lanes import apart, summed_apart
+from symjax.attention.kernels.tpu.tiles import LANES, LOG2E
+
+Fallback = Callable[[Tokens, Any], Array]
 
 
-class FusedDecay(NamedTuple):
-    """The kernels, as a `Kernel` of the engine. The log-decay is what all tokens share,
-    or the operand of each."""
+class Inputs(NamedTuple):
+    """Differentiable arrays of a call, and which tokens see each other."""
 
+    query: Float[Array, "B T N H"]
+    key: Float[Array, "B T K H"]
+    value: Float[Array, "B T K V"]
+    log_decay: Float[Array, "B T K *H"] | None = None
+    beta: Float[Array, "B T K"] | None = None
+    random: RandomFeatures | None = None
+    visible: Bool[Array, "B T"] | None = None
+    segment: Int[Array, "B T"] | None = None
+
+
+class RecurrentForm(NamedTuple):
+    """The static half of a call.
+
+    Attributes:
+        operands: (plan, inputs) → the operands of the kernels.
+        fallback: XLA's form of the call, for the gradient of a projection.
+    """
+
+    kernels: Kernels
+    operands: Callable[[ChunkPlan, Inputs], Any]
+    interpret: Any
+    block: int = LANES
+    fallback: Fallback | None = None
+
+    def plan(self, given: Inputs) -> ChunkPlan:
+        sizes = given.query, given.value
+        return ChunkPlan.of(*sizes, self.interpret, self.block, self.kernels.together)
+
+    def start(self, given: Inputs) -> tuple[ChunkPlan, Any]:
+        plan = self.plan(given)
+        return plan, self.operands(plan, given)
+
+
+class TpuFeatures(NamedTuple):
+    """Performer and linear attention.
+
+    Features that are exponentials of random projections are made in the kernels;
+    elementwise ones are made by XLA in float32.
+    """
+
+    recurrence: Any
     interpret: Any = False
+    block: int = LANES
 
-    platform = "tpu"
-
-    def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
-        return True
+    def refusal(self, tokens: Tokens, random: RandomFeatures | None) -> str | None:
+        """Return why the kernels do not support a call; None if they do."""
+        if reason := unsupported(tokens):
+            return reason
+        maps = self.recurrence.features
+        if random is None:
+            return None if maps.elementwise else "it takes elementwise features"
+        if not maps.exponential:
+            return "it takes random features that are exponentials"
+        count = random.rows.shape[0] * len(maps.exponential)
+        if count > MOST_FEATURES:
+            return f"it takes at most {MOST_FEATURES} features, got {count}"
+        return None
 
     def attend(
-        self, tokens: Tokens, parameters: Array | None = None
+        self, tokens: Tokens, random: RandomFeatures | None, fallback: Fallback
     ) -> Float[Array, "B T N V"]:
-        given = seen_decays(tokens, log_decay_of(tokens.operands, parameters), None)
-        output: Array = _attend((DECAY, self.interpret), *given)
+        query, key, value, visible, segment = VisibleTokens.of(tokens)
+        maps = self.recurrence.features
+        if random is None:
+            query = maps.query(query.astype(jnp.float32), None).amplitude
+            key = maps.key(key.astype(jnp.float32), None).amplitude
+            if visible is not None:
+                (key,) = only_seen(visible, key)
+        given = Inputs(
+            query, key, value, random=random, visible=visible, segment=segment
+        )
+        operands = partial(_feature_operands, maps.exponential)
+        form = RecurrentForm(PERFORMER, operands, self.interpret, self.block, fallback)
+        output: Array = _attend(form, given)
         return output.astype(tokens.value.dtype)
 
 
-class FusedDelta(NamedTuple):
-    """The kernels of the delta rule. fades: a log-decay was given."""
+class TpuDecay(NamedTuple):
+    """Linear attention with a decay per head or per channel."""
 
-    fades: bool
+    recurrence: Any
     interpret: Any = False
 
-    platform = "tpu"
-
-    def serves(self, tokens: Tokens, parameters: Array | None) -> bool:
-        return True
+    def refusal(self, tokens: Tokens, parameters: Array | None) -> str | None:
+        return unsupported(tokens)
 
     def attend(
-        self, tokens: Tokens, parameters: Array | None = None
+        self, tokens: Tokens, parameters: Array | None, fallback: Fallback
+    ) -> Float[Array, "B T N V"]:
+        given = seen_decays(tokens, log_decay_of(tokens.operands, parameters), None)
+        form = RecurrentForm(DECAY, _gated_operands, self.interpret)
+        output: Array = _attend(form, Inputs(*given))
+        return output.astype(tokens.value.dtype)
+
+
+class TpuDelta(NamedTuple):
+    """The delta rule, with or without a decay."""
+
+    recurrence: Any
+    interpret: Any = False
+
+    def refusal(self, tokens: Tokens, parameters: Array | None) -> str | None:
+        return unsupported(tokens)
+
+    def attend(
+        self, tokens: Tokens, parameters: Array | None, fallback: Fallback
     ) -> Float[Array, "B T N V"]:
         beta, *own = tokens.operands
         log_decay = None
-        if self.fades or tokens.segment_ids is not None:
+        if self.recurrence.fades or tokens.segment_ids is not None:
             log_decay = log_decay_of(own, parameters)
         given = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
-        output: Array = _attend((DELTA, self.interpret), *given)
+        form = RecurrentForm(DELTA, _gated_operands, self.interpret)
+        output: Array = _attend(form, Inputs(*given))
         return output.astype(tokens.value.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    static: tuple[Kernels, Any],
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K V"],
-    log_decay: Float[Array, "B T K *H"] | None,
-    beta: Float[Array, "B T K"] | None,
-) -> Float[Array, "B T N V"]:
-    plan, operands = _operands(static, query, key, value, log_decay, beta)
-    output, *_ = forward(static[0], plan, operands, keep=False)
-    return apart(output, plan.heads, value)
+def _attend(form: RecurrentForm, given: Inputs) -> Float[Array, "B T N V"]:
+    plan, operands = form.start(given)
+    output, *_ = forward(form.kernels, plan, operands, keep=False)
+    return _rows(plan, output, given)
 
 
-def _forward(static: tuple[Kernels, Any], *given: Any) -> tuple[Array, tuple]:
-    plan, operands = _operands(static, *given)
-    found = forward(static[0], plan, operands, keep=True)
-    output, *kept = checkpoint_name(found, RESIDUAL)
-    return apart(output, plan.heads, given[2]), (given, operands, kept)
+def _forward(form: RecurrentForm, given: Inputs) -> tuple[Array, tuple]:
+    leaves = jax.tree.leaves(given.random, is_leaf=_is_primal)
+    learned = any(x.perturbed for x in leaves)
+    given = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
+    plan, operands = form.start(given)
+    found = forward(form.kernels, plan, operands, keep=True)
+    if form.kernels.saved:
+        found = checkpoint_name(found, RESIDUAL)
+    output, *kept = found
+    rows = output if form.kernels.reads_output else None
+    residuals = given, operands, kept, rows, () if learned else None
+    return _rows(plan, output, given), residuals
 
 
-def _backward(static: tuple[Kernels, Any], saved: tuple, change: Array) -> tuple:
-    given, operands, kept = saved
-    plan = _plan(static, given[0], given[2])
-    change = plan.by_query(change, plan.value_size)
-    found = backward(static[0], plan, operands, [change], kept)
-    changes, gradients = iter(found), []
-    for like in given:
-        if like is None:
-            gradients.append(None)
-        elif like.ndim == 4:
-            gradients.append(summed_apart(next(changes), plan.heads, like))
-        else:
-            gradients.append(_summed_from_tiles(plan, next(changes), like))
-    return tuple(gradients)
+def _is_primal(x: Any) -> bool:
+    return hasattr(x, "perturbed")
 
 
-_attend.defvjp(_forward, _backward)
+def _backward(form: RecurrentForm, residuals: tuple, change: Array) -> tuple[Inputs]:
+    given, operands, kept, output, learned = residuals
+    plan = form.plan(given)
+    changes = [plan.by_query(change, plan.value_size)]
+    if output is not None:
+        changes.append(output)
+    found = iter(backward(form.kernels, plan, operands, changes, kept))
+    gradients: dict[str, Any] = {}
+    for name in ("query", "key", "value", "log_decay", "beta"):
+        like = getattr(given, name)
+        if like is not None:
+            gradients[name] = _gradient(plan, next(found), like)
+    random = jax.tree.map(jnp.zeros_like, given.random)
+    if learned is not None:
+        random = _of_projection(form, given, change)
+    return (given._replace(**gradients, random=random, visible=None, segment=None),)
 
 
-def _plan(static: tuple[Kernels, Any], query: Array, value: Array) -> Plan:
-    kernels, interpret = static
-    return Plan.of(query, value, interpret, together=kernels.together)
+_attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _operands(
-    static: tuple[Kernels, Any],
-    query: Array,
-    key: Array,
-    value: Array,
-    log_decay: Array | None,
-    beta: Array | None,
-) -> tuple[Plan, Operands]:
-    plan = _plan(static, query, value)
+def _rows(plan: ChunkPlan, output: Array, given: Inputs) -> Float[Array, "B T N V"]:
+    rows = apart(output, plan.heads, given.value)
+    return rows.astype(given.value.dtype)
+
+
+def _gradient(plan: ChunkPlan, x: Array, like: Array) -> Array:
+    """Return what a kernel gives for an operand as the gradient of its array."""
+    if like.ndim == 4:
+        return summed_apart(x, plan.heads, like)
+    return _summed_from_tiles(plan, x, like)
+
+
+def _of_projection(form: RecurrentForm, given: Inputs, change: Array) -> RandomFeatures:
+    """Return the gradient of random features, by XLA's form of the call."""
+    mask = None if given.visible is None else given.visible[:, None, None]
+    tokens = Tokens(*given[:3], (), mask, given.segment)
+    attend = partial(form.fallback, tokens)  # type: ignore[arg-type]
+    return jax.vjp(attend, given.random)[1](change)[0]
+
+
+def _feature_operands(
+    signs: tuple[int, ...], plan: ChunkPlan, given: Inputs
+) -> FeatureOperands:
+    rows = offset = norm = None
+    if given.random is not None:
+        rows, offset = _projection(signs, plan, given.random, given.query.dtype)
+        norm = (0.5 * LOG2E * given.random.scale.astype(jnp.float32)).reshape(1)
+    seen = given.visible, given.segment, given.query
+    return FeatureOperands(
+        plan.by_query(given.query, plan.head_size),
+        plan.by_key(given.key, plan.head_size),
+        plan.by_key(given.value, plan.value_size),
+        rows,
+        offset,
+        norm,
+        *described(*seen, plan.length, plan.block),
+    )
+
+
+def _projection(
+    signs: tuple[int, ...], plan: ChunkPlan, random: RandomFeatures, dtype: Any
+) -> tuple[Float[Array, "parts M H"], Float[Array, "1 M"]]:
+    """Return rows and offsets of packed heads; bfloat16 rows in two parts."""
+    rows = random.rows.astype(jnp.float32)
+    rows = rows * (LOG2E * jnp.sqrt(random.scale.astype(jnp.float32)))
+    if len(signs) > 1:
+        rows = jnp.concatenate([sign * rows for sign in signs])
+    offset = jnp.zeros(rows.shape[0]) if random.offset is None else random.offset
+    offset = offset.astype(jnp.float32) * LOG2E
+    count, size = rows.shape
+    rows = jnp.pad(rows, ((0, even(count) - count), (0, plan.head_size - size)))
+    offset = jnp.pad(offset, (0, even(count) - count), constant_values=EMPTY)
+    rows = jnp.kron(jnp.eye(plan.packed), rows)
+    parts = [rows]
+    if dtype == jnp.bfloat16:
+        high = jax.lax.reduce_precision(rows, 8, 7)
+        parts = [high, rows - high]
+    return jnp.stack(parts).astype(dtype), jnp.tile(offset, plan.packed)[None]
+
+
+def _gated_operands(plan: ChunkPlan, given: Inputs) -> GatedOperands:
     by_channel = by_head = None
+    log_decay, beta = given.log_decay, given.beta
     if log_decay is not None and log_decay.ndim == 4:
-        parts = PARTS[value.dtype.name]
+        parts = PARTS[given.value.dtype.name]
         by_channel = _in_parts(plan.by_key(log_decay, plan.head_size), parts)
     elif log_decay is not None:
         by_head = _by_tiles(plan, log_decay)
-    return plan, Operands(
-        plan.by_query(query, plan.head_size),
-        plan.by_key(key, plan.head_size),
-        plan.by_key(value, plan.value_size),
+    return GatedOperands(
+        plan.by_query(given.query, plan.head_size),
+        plan.by_key(given.key, plan.head_size),
+        plan.by_key(given.value, plan.value_size),
         by_channel,
         by_head,
         *constants(by_channel is not None),
@@ -130,9 +286,13 @@ def _operands(
     )
 
 
-def _by_tiles(plan: Plan, x: Float[Array, "B T K"]) -> Float[Array, "B tiles P length"]:
-    """A number of each token and key head, for the query heads of each tile of lanes;
-    0 beyond the end."""
+def _by_tiles(
+    plan: ChunkPlan, x: Float[Array, "B T K"]
+) -> Float[Array, "B tiles P length"]:
+    """Repeat a number of each token and key head for the query heads of each tile.
+
+    It is 0 beyond the last token.
+    """
     x = jnp.repeat(x, plan.heads // x.shape[2], axis=2)
     x = jnp.pad(x, ((0, 0), (0, plan.length - x.shape[1]), (0, 0)))
     x = jnp.swapaxes(x, 1, 2)
@@ -140,15 +300,15 @@ def _by_tiles(plan: Plan, x: Float[Array, "B T K"]) -> Float[Array, "B tiles P l
 
 
 def _summed_from_tiles(
-    plan: Plan, x: Float[Array, "B tiles P length"], like: Float[Array, "B T K"]
+    plan: ChunkPlan, x: Float[Array, "B tiles P length"], like: Float[Array, "B T K"]
 ) -> Float[Array, "B T K"]:
-    """The gradient of `like` by that of `_by_tiles`."""
+    """Return the gradient of `like` by that of `_by_tiles`."""
     x = x.reshape(*like.shape[::2], plan.groups, plan.length).sum(axis=2)
     return jnp.swapaxes(x[:, :, : like.shape[1]], 1, 2)
 
 
 def _in_parts(x: Float[Array, "*shape"], count: int) -> Array:
-    """bfloat16 numbers [count …] that add up to these."""
+    """Return bfloat16 numbers [count …] that add up to these."""
     parts = []
     for _ in range(count):
         parts.append(jax.lax.reduce_precision(x, 8, 7))

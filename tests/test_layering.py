@@ -98,6 +98,33 @@ def test_the_library_knows_neither_the_programs_nor_the_configurations():
         assert not roots & {"train", "eval", "configs", "tests", "benchmarks"}
 
 
+ATTENTION = SYMJAX / "attention"
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in ATTENTION.rglob("*.py")
+    if path.name != "__init__.py"
+}
+
+
+def modules_of_attention(path):
+    """Return the modules of attention that a file imports, or names of which."""
+    names = set(imported(path))
+    return {x for x in MODULES if any(y == x or y.startswith(f"{x}.") for y in names)}
+
+
+@pytest.mark.parametrize("path", ATTENTION.glob("*.py"), ids=lambda path: path.stem)
+def test_a_mechanism_imports_no_kernel(path):
+    """It names the family of its kernels, and `kernels.dispatch` chooses."""
+    assert not [x for x in modules_of_attention(path) if ".kernels." in x]
+
+
+def test_no_import_inside_attention_leads_back():
+    left = {name: modules_of_attention(path) - {name} for name, path in MODULES.items()}
+    while free := {name for name, needed in left.items() if not needed & left.keys()}:
+        left = {name: needed for name, needed in left.items() if name not in free}
+    assert not left
+
+
 def test_configurations_are_data():
     for path in (ROOT / "configs").glob("*.py"):
         roots = {name.split(".")[0] for name in imported(path)}

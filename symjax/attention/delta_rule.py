@@ -150,11 +150,12 @@ def delta_causal(
     β in [0, 2]; β = 1 replaces what a key holds, β > 1 reflects it. Query head n uses
     key head n // (N/K), whose β and decay it shares. Sums run in float32 at least.
     Time O(T (H V + chunk_size (H + V))) and a triangular solve a chunk; the backward
-    pass keeps one state a chunk, or on accelerators one every 4096 tokens. On one TPU
-    a kernel serves (`decayed_fused`), whose backward pass keeps 128 numbers a token and
-    query head, and a state every 128 tokens. For bfloat16 on an NVIDIA GPU another does
-    (`decayed_gpu`), which keeps 128 numbers and a value a token and query head, and a
-    state every 64. They have no forward-mode derivative.
+    pass keeps one state a chunk, or on accelerators one every 4096 tokens.
+
+    Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
+    pass keeps 128 numbers per token and query head, and a state every 128 tokens; on a
+    GPU 128 numbers and a value per token and query head, and a state every 64. Kernels
+    have no forward-mode derivative.
 
     Float32 loses most where the keys of a chunk are nearly equal and β is near 2: 7e-5
     of the largest output with keys within 1e-3 of one direction, and 1e-6 by steps.

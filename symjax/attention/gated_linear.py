@@ -126,11 +126,12 @@ def decay_causal(
     at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
     O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, on
     accelerators one every 4096 tokens, and of few tokens on one CPU device what all
-    chunks need. On one TPU a kernel serves (`decayed_fused`), which keeps a state a
-    query head every 128 tokens, and for bfloat16 on an NVIDIA GPU another
-    (`decayed_gpu`), with a state a key head every 64 and 64 numbers a token and query
-    head. They have no forward-mode derivative; for decays a channel none is promised
-    anywhere.
+    chunks need.
+
+    Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
+    pass keeps a state per query head every 128 tokens; on a GPU a state per key head
+    every 64, and 64 numbers per token and query head. Kernels have no forward-mode
+    derivative; for decays a channel none is promised anywhere.
 
     Args:
         log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or

@@ -99,9 +99,9 @@ def linear_causal(
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
     Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk, or
-    of few tokens on one CPU device what all chunks need. On one TPU kernels serve elu,
-    relu and relu2 (`performer_fused`), on one NVIDIA GPU for bfloat16
-    (`normalised_gpu`), with errors of TF32; they have no forward-mode derivative.
+    of few tokens on one CPU device what all chunks need. Kernels compute elu, relu and
+    relu2 on one TPU, and in bfloat16, with errors of TF32, on one NVIDIA GPU. Kernels
+    have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment

@@ -108,12 +108,13 @@ def performer_causal(
     Time O(T M (H + V + chunk_size)); the backward pass keeps one state a chunk, or of
     few tokens on one CPU device what all chunks need. A change of the future leaves
     the rows of earlier chunks as they are, bit for bit, and moves earlier rows of its
-    own chunk by rounding alone. On one TPU kernels take the place of the scan for
-    features that are powers of e (`performer_fused`), on one NVIDIA GPU for bfloat16
-    and all but trigonometric ones (`normalised_gpu`), up to 1024 of them and values of
-    16, 32, 64 or 128, with states in float32 every 64 tokens and errors of TF32.
-    Without kernels features that have no exponent (relu) have a forward-mode derivative
-    (`jax.jvp`).
+    own chunk by rounding alone.
+
+    On one TPU kernels compute features that are exponentials. On one NVIDIA GPU they
+    compute all features except trigonometric ones, in bfloat16 with errors of TF32, for
+    values of 16, 32, 64 or 128; states are kept in float32 every 64 tokens. There are
+    at most 1024 features in both. Without kernels features that have no exponent (relu)
+    have a forward-mode derivative (`jax.jvp`).
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with

@@ -61,9 +61,11 @@ def get_config(size: str = "3l") -> ConfigDict:
     return config
 
 
-def fused(size: str = "3l", remat: str = "dots") -> ConfigDict:
-    """For attention by a kernel for TPU, which leaves 64 chips of 16 GB room to keep
-    products of a model of 1b with its weights, instead of computing them twice.
+def with_remat(size: str = "3l", remat: str = "dots") -> ConfigDict:
+    """Return the base configuration with another `model.remat` for the size 1b.
+
+    Attention kernels leave memory on 64 chips of 16 GB to keep products with weights
+    instead of computing them twice.
 
     Args:
         remat: the value of model.remat that fits; most kernels leave room for "dots".
@@ -74,11 +76,14 @@ def fused(size: str = "3l", remat: str = "dots") -> ConfigDict:
     return config
 
 
+fused = with_remat  # the former name, for configurations of your own
+
+
 def differential(size: str = "3l") -> ConfigDict:
     """Differential attention V1. The large sizes have half as many heads, with branches
     of 128 and values of 256 as in arXiv:2410.05258: branches of 64 would leave half of
     a TPU's matrix unit idle."""
-    config = fused(size)
+    config = with_remat(size)
     config.model.attention.differential = "v1"
     if size in LARGE:
         config.model.heads //= 2

@@ -17,7 +17,7 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.fused(size, "feedforward")
+    config = base.with_remat(size, "feedforward")
     config.model.attention.update(
         mechanism="delta", decay="none", short_convolution=4, output_gate=True
     )

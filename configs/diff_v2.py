@@ -15,6 +15,6 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.fused(size, "feedforward")
+    config = base.with_remat(size, "feedforward")
     config.model.attention.differential = "v2"
     return config

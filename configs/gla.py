@@ -15,6 +15,6 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.fused(size, "feedforward")
+    config = base.with_remat(size, "feedforward")
     config.model.attention.update(mechanism="decay", decay="gated", output_gate=True)
     return config

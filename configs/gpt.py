@@ -14,5 +14,5 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.fused(size)
+    config = base.with_remat(size)
     return config

@@ -17,6 +17,6 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.fused(size)
+    config = base.with_remat(size)
     config.model.attention.length_base = 512
     return config

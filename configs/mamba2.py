@@ -12,7 +12,7 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.fused(size, "feedforward")
+    config = base.with_remat(size, "feedforward")
     config.model.attention.update(
         mechanism="decay", decay="mamba2", short_convolution=4, output_gate=True
     )

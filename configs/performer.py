@@ -15,7 +15,7 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.fused(size)
+    config = base.with_remat(size)
     config.model.attention.update(mechanism="performer", query_key_norm=True)
     if size not in base.LARGE:  # their heads of 128 take the default, 256
         config.model.attention.feature_count = 64  # for heads of 32

@@ -14,6 +14,6 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.fused(size)
+    config = base.with_remat(size)
     config.model.attention.symmetric = "plain"
     return config

@@ -51,6 +51,7 @@ class Mechanism(NamedTuple):
         segments: it takes `segment_ids`.
         keys: False where queries stand for keys too, and there is no such argument.
         gated: a whole block, not a choice of the attention layer.
+        kernel: a kernel for TPUs or GPUs computes some of its calls.
         sparse: a weight may be exactly zero.
         time, memory: of a head: operations for T tokens, numbers kept to decode.
             Letters are those of the shapes, G a group and C a chunk of tokens.
@@ -72,6 +73,7 @@ class Mechanism(NamedTuple):
     segments: bool = True
     keys: bool = True
     gated: bool = False
+    kernel: bool = False
     sparse: bool = False
     time: str = "T S (H + V)"
     memory: str = "S (H + V)"
@@ -94,8 +96,9 @@ SCORED = Mechanism(
     operands=("bias",),
     is_causal=True,
     mask="pairs",
+    kernel=True,
 )
-SPARSE = SCORED._replace(sparse=True, time="T S (H + V + log S)")
+SPARSE = SCORED._replace(kernel=False, sparse=True, time="T S (H + V + log S)")
 
 MECHANISMS = {
     "softmax": SCORED,
@@ -105,6 +108,7 @@ MECHANISMS = {
         *(cosine, cosine_causal, cosine_step, cosine_state),
         options=("chunk_size",),
         is_causal=True,
+        kernel=True,
         time="T (H V + C (H + V))",
         memory="(H + 1) (V + 1)",
     ),
@@ -115,6 +119,7 @@ MECHANISMS = {
         required=("log_decay",),
         bidirectional=False,
         lengths=False,
+        kernel=True,
         time="T (H V + C (H + V))",
         memory="H V",
     ),
@@ -125,6 +130,7 @@ MECHANISMS = {
         required=("beta",),
         bidirectional=False,
         lengths=False,
+        kernel=True,
         time="T (H V + C (H + V + C))",
         memory="H V",
     ),
@@ -132,6 +138,7 @@ MECHANISMS = {
         *(linear, linear_causal, linear_step, linear_state),
         options=("features", "chunk_size"),
         choices={"features": PLAIN},
+        kernel=True,
         time="T (M V + C (M + V))",
         memory="M (V + 1)",
     ),
@@ -140,11 +147,16 @@ MECHANISMS = {
         options=("features", "scale", "chunk_size"),
         choices={"features": RANDOM},
         operands=("projection", "statistics"),
+        kernel=True,
         time="T (M (H + V) + C (M + V))",
         memory="M (V + 2)",
     ),
     "gau": SCORED._replace(
-        attend=gau, options=("window", "implementation"), gated=True, sparse=True
+        attend=gau,
+        options=("window", "implementation"),
+        kernel=False,
+        gated=True,
+        sparse=True,
     ),
     "flash": Mechanism(
         *(flash, flash_causal, flash_step, flash_state),
@@ -189,7 +201,7 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
         "lengths": mechanism.lengths,
         "segments": mechanism.segments,
         "steps": mechanism.step is not None,
-        "kernel": "tpu" in mechanism.implementations,
+        "kernel": mechanism.kernel,
     }
 
 

@@ -77,8 +77,8 @@ def cosine_causal(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """`cosine` over a token itself, its past, and what `state` has seen.
 
-    Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk, or
-    of few tokens on one CPU device what all chunks need. One NVIDIA GPU runs bfloat16
+    Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk.
+    One NVIDIA GPU runs bfloat16
     on the kernels of linear attention, with the features [1, x/|x|]. The mean weight of
     a row then has an error of about 1e-4, at most 1e-3, and the relative error of the
     output is that over the mean weight. A row whose mean weight is below 2⁻¹⁰ is 0. The

@@ -33,6 +33,7 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.decays import Faded, faded, shared_or_own, times_decay
 from symjax.attention.recurrent.engine import attend_causal, attend_step
+from symjax.attention.recurrent.recurrence import Schedule
 
 
 class DeltaState(NamedTuple):
@@ -66,11 +67,9 @@ class DeltaRule:
     kernel = "delta"
     fades: bool = True
 
-    def may_stand_side_by_side(
-        self, state: DeltaState, stretch: Stretch, platform: str
-    ) -> bool:
-        # `effect` costs as much, and its transitions are matrices.
-        return platform == "gpu"
+    def schedule(self) -> Schedule:
+        # `effect` costs as much as `advance`, and its transitions are matrices.
+        return Schedule(on_one_gpu_only=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -168,8 +167,8 @@ def delta_causal(
             channel (Kimi Delta Attention). −∞ forgets all.
         mask: True = attend; it may only hide keys. A hidden token is as good as
             absent: it neither writes nor decays. Its output is read from the state.
-        chunk_size: at most so many tokens are handled together, best a power of two, on
-            a CPU in chunks of one length. Accelerators take multiples of 128.
+        chunk_size: the tokens of a chunk, best a power of two. Accelerators take
+            multiples of 128.
         state: from `delta_state`, `delta_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`. Devices also
             exchange what their tokens do to a state, [H H] a head.

@@ -12,7 +12,7 @@ Weights of pairs are computed without features where these would cancel.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,8 @@ def _random(
         norm = 0.5 * sign * random.scale.astype(x.dtype) * squared_length(x)
         return features(_project(x, random)).raised(norm)
 
-    return Features(query, key, signed=sign > 0, exponential=exponential)
+    signed = sign > 0
+    return Features(query, key, signed=signed, exponential=exponential, exponents=True)
 
 
 def _powers(projected: Array) -> LogFeatures:
@@ -214,56 +215,66 @@ def plain(function: Callable[[Array], Array], **traits: Any) -> Features:
     return Features(both, both, **traits)
 
 
-def _length(x: Array) -> Array:
-    """|x| [… 1], with a gradient of 0 at 0."""
+class _Direction(NamedTuple):
+    """x̂ = x / (|x| + 1e-6), which is nearly a unit vector, and how nearly."""
+
+    unit: Float[Array, "*rows H"]
+    length: Float[Array, "*rows 1"]  # |x̂|
+    half_shortfall: Float[Array, "*rows 1"]  # (1 − |x̂|²)/2, without cancellation
+
+
+def _length(x: Array) -> Float[Array, "*rows 1"]:
+    """Return |x|, with a gradient of 0 at 0."""
     square = squared_length(x)
-    positive = square > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1)), 0)
+    return jnp.sqrt(jnp.maximum(square, jnp.finfo(square.dtype).tiny))
+
+
+def _direction(x: Float[Array, "*rows H"]) -> _Direction:
+    length = _length(x)
+    inverse = 1 / (length + _NORM_EPSILON)
+    unit = einsum("...h,...i->...h", x, inverse)
+    length, missing = length * inverse, _NORM_EPSILON * inverse
+    shortfall = jnp.where(
+        missing < 0.5, missing * (1 - missing / 2), (1 - length * length) / 2
+    )
+    return _Direction(unit, length, shortfall)
 
 
 def _unit(x: Array) -> Array:
-    """[1, x / (|x| + 1e-6)]: products of these are 1 + cos."""
-    length = _length(x)
-    unit = einsum("...h,...i->...h", x, 1 / (length + _NORM_EPSILON))
-    return jnp.concatenate([jnp.ones_like(length), unit], -1)
+    """Return [1, x̂]: products of these are 1 + cos."""
+    unit = einsum("...h,...i->...h", x, 1 / (_length(x) + _NORM_EPSILON))
+    return jnp.concatenate([jnp.ones_like(unit[..., :1]), unit], -1)
 
 
 def _unit_around(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
 ) -> tuple[LogFeatures, LogFeatures]:
-    """Features of 1 + cos that are small where it is: around m, the keys' direction.
+    """Return features of 1 + cos that are small where it is small.
+
+    They are taken around m, the direction of the keys:
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
 
-    m = max |k̂| Σ k̂ / |Σ k̂|: beside it no vectors far below 1e-6 are lost.
+    m = max |k̂| Σ k̂ / |Σ k̂|, so that vectors far shorter than 1e-6 lose no digits.
     """
-    unit, other = _unit(query)[..., 1:], _unit(key)[..., 1:]
-    lengths = _length(key)
-    longest = (lengths / (lengths + _NORM_EPSILON)).max(-2, keepdims=True, initial=0)
-    mean = other.sum(axis=-2, keepdims=True)
+    asking, asked = _direction(query), _direction(key)
+    mean = asked.unit.sum(axis=-2, keepdims=True)
+    longest = asked.length.max(-2, keepdims=True, initial=0)
     mean, longest = jax.lax.stop_gradient((mean, longest))
-    length = _length(mean)
-    mean *= longest / jnp.where(length > 0, length, jnp.inf)
-    row, column = unit + mean[:, :, None], other - mean
-    one, ones = jnp.ones_like(row[..., :1]), jnp.ones_like(column[..., :1])
-    rows = [squared_length(row) / 2 + _half_shortfall(query), one, row]
-    columns = [ones, squared_length(column) / 2 + _half_shortfall(key), column]
+    mean *= longest / _length(mean)
+    row, column = asking.unit + mean[:, :, None], asked.unit - mean
+    one, ones = jnp.ones_like(asking.length), jnp.ones_like(asked.length)
+    rows = [squared_length(row) / 2 + asking.half_shortfall, one, row]
+    columns = [ones, squared_length(column) / 2 + asked.half_shortfall, column]
     both = jnp.concatenate(rows, axis=-1), jnp.concatenate(columns, axis=-1)
     return LogFeatures(both[0], None), LogFeatures(both[1], None)
 
 
-def _half_shortfall(x: Array) -> Array:
-    """(1 − |x̂|²)/2 with x̂ = x / (|x| + 1e-6): no form cancels, nor its derivative."""
-    length = _length(x)
-    unit, missing = (y / (length + _NORM_EPSILON) for y in (length, _NORM_EPSILON))
-    return jnp.where(missing < 0.5, missing * (1 - missing / 2), (1 - unit * unit) / 2)
-
-
-def _unit_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
-    """1 + cos, and 0 where that is less than the rounding error of 1."""
+def _unit_pairs(product: Product, query: Array, key: Array, divisor: None) -> Array:
+    """Return 1 + cos, and 0 where that is less than the rounding error of 1."""
     row, column = (x.amplitude for x in _unit_around(query, key))
     scores = product(PAIRS, row, column)
-    return jnp.where(scores > jnp.finfo(scores.dtype).eps / 2, scores, 0) / divisor
+    return jnp.where(scores > jnp.finfo(scores.dtype).eps / 2, scores, 0)
 
 
 def _elu_plus_one(x: Array) -> Array:

@@ -40,12 +40,13 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.decays import (
     Faded,
+    by_channel,
     faded,
-    fades_by_channel,
     shared_or_own,
     times_decay,
 )
 from symjax.attention.recurrent.engine import attend_causal, attend_step
+from symjax.attention.recurrent.recurrence import Schedule
 
 
 class DecayState(NamedTuple):
@@ -59,14 +60,16 @@ class DecayState(NamedTuple):
 
 @dataclass(frozen=True)
 class Decayed:
-    """The recurrence. The log-decay is what all tokens share, or an operand of each."""
+    """Recurrence whose log-decay is shared by all tokens, or an operand of each.
+
+    by_channel: each channel has a decay of its own.
+    """
 
     kernel = "decay"
+    by_channel: bool = False
 
-    def may_stand_side_by_side(
-        self, state: DecayState, stretch: Stretch, platform: str
-    ) -> bool:
-        return platform == "cpu" or not fades_by_channel(stretch)
+    def schedule(self) -> Schedule:
+        return Schedule(parallel_chunks=not self.by_channel)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DecayState:
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -125,8 +128,7 @@ def decay_causal(
     Query head n uses key head n // (N/K), whose decay it shares. Sums run in float32
     at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
     O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, on
-    accelerators one every 4096 tokens, and of few tokens on one CPU device what all
-    chunks need.
+    accelerators one every 4096 tokens.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
     pass keeps a state per query head every 128 tokens; on a GPU a state per key head
@@ -139,9 +141,8 @@ def decay_causal(
             cannot be refused here: under `jax.jit` no value is known. −∞ forgets all.
         mask: True = attend; it may only hide keys. A hidden token is as good as
             absent: it neither adds nor decays. Its own output is read from the state.
-        chunk_size: at most so many tokens are handled together, best a power of two, on
-            a CPU in chunks of one length; T or more is the parallel form, quadratic in
-            T. Accelerators take multiples of 128.
+        chunk_size: the tokens of a chunk, best a power of two; T or more is the
+            parallel form, quadratic in T. Accelerators take multiples of 128.
         state: from `decay_state`, `decay_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`.
     Raises:
@@ -154,7 +155,7 @@ def decay_causal(
     shared, operands = shared_or_own(who, log_decay, key, mask, segment_ids)
     return attend_causal(
         who,
-        Decayed(),
+        Decayed(by_channel(operands)),
         query,
         key,
         value,

@@ -98,16 +98,14 @@ def linear_causal(
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk, or
-    of few tokens on one CPU device what all chunks need. Kernels compute elu, relu and
-    relu2 on one TPU, and in bfloat16, with errors of TF32, on one NVIDIA GPU. Kernels
-    have no forward-mode derivative.
+    Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk.
+    Kernels compute elu, relu and relu2 on one TPU, and in bfloat16, with errors of
+    TF32, on one NVIDIA GPU. Kernels have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
             continues with the first run of `segment_ids`.
-        chunk_size: at most so many tokens are handled together, on a CPU in chunks of
-            one length; accelerators take multiples of 128.
+        chunk_size: the tokens of a chunk; accelerators take multiples of 128.
         segment_ids: the sums start anew wherever the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
             array is a device's own stretch. Devices exchange their states.

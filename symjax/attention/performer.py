@@ -105,8 +105,8 @@ def performer_causal(
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T M (H + V + chunk_size)); the backward pass keeps one state a chunk, or of
-    few tokens on one CPU device what all chunks need. A change of the future leaves
+    Time O(T M (H + V + chunk_size)); the backward pass keeps one state a chunk.
+    A change of the future leaves
     the rows of earlier chunks as they are, bit for bit, and moves earlier rows of its
     own chunk by rounding alone.
 
@@ -120,8 +120,7 @@ def performer_causal(
         state: from `performer_state`, `performer_step` or an earlier call, made with
             the same projection, features, scale and statistics. Its last segment
             continues with the first run of `segment_ids`.
-        chunk_size: at most so many tokens are handled together, on a CPU in chunks of
-            one length; accelerators take multiples of 128.
+        chunk_size: the tokens of a chunk; accelerators take multiples of 128.
         segment_ids: the sums start anew wherever the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
             array is a device's own stretch. Devices exchange their states.

@@ -71,17 +71,19 @@ class Features(NamedTuple):
             so that kernels can compute it.
         exponential: the signs s of features exp(s w·x √scale + offset) of random rows
             w, times exp(−scale |x|²/2) for a key; empty for other features.
+        exponents: whether features have an exponent, so that rows may underflow.
     """
 
     query: Callable[[Array, Any], LogFeatures]
     key: Callable[[Array, Any], LogFeatures]
-    pairs: Callable[[Callable, Array, Array, Array], Array] | None = None
+    pairs: Callable[[Callable, Array, Array, Any], Array] | None = None
     signed: bool = False
     leading: Callable[[int], int] | None = None
     around: Callable[[Array, Array], tuple[LogFeatures, LogFeatures]] | None = None
     bounded: bool = False
     elementwise: bool = False
     exponential: tuple[int, ...] = ()
+    exponents: bool = False
 
 
 class RandomFeatures(NamedTuple):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from symjax.attention.core.devices import split_by_xla
+from symjax.attention.core.devices import by_platform, split_by_xla
 
 
 def _einsum(
@@ -35,7 +35,7 @@ def _einsum(
         forms["cuda"] = partial(_apart, spec, cuda)
     if not forms:
         return plain(*arrays)
-    return jax.lax.platform_dependent(*arrays, **forms, default=plain)
+    return by_platform(*arrays, **forms, default=plain)
 
 
 def _apart(spec: str, precision: jax.lax.DotAlgorithmPreset, *arrays: Array) -> Array:

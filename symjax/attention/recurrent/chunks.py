@@ -131,71 +131,6 @@ def scan(
     return state, joined(rows, length)
 
 
-def scan_apart(
-    advance: Advance, size: int, parameters: Any, empty: Any, stretch: Stretch
-) -> tuple[Any, Any]:
-    """`scan` from the empty state, which is returned, one example after the other.
-
-    No array is copied to put time before examples, and what a chunk needs stays in a
-    CPU's caches.
-    """
-    batch, length = stretch.visible.shape
-    parts = filled(stretch, size)
-    _, count, size = parts.visible.shape
-    is_last = jnp.arange(1, batch * count + 1) % count == 0
-    start = jax.tree.map(lambda x: x[:1], empty)
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def body(state: Any, now: tuple[Array, Stretch]) -> tuple[Any, Any]:
-        is_last, part = now
-        part = jax.tree.map(lambda x: x[None], part)
-        state, rows = advance(parameters, state, part)
-        if batch > 1:
-            state = jax.tree.map(partial(jnp.where, is_last), start, state)
-        return state, jax.tree.map(lambda x: x[0], rows)
-
-    in_order = jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2), parts)
-    _, rows = jax.lax.scan(body, start, (is_last, in_order))
-
-    def join(x: Array) -> Array:
-        return x.reshape(batch, count * size, *x.shape[2:])[:, :length]
-
-    return empty, jax.tree.map(join, rows)
-
-
-def scan_wide(
-    kind: Callable,
-    advance: Advance,
-    size: int,
-    parameters: Any,
-    state: Any,
-    stretch: Stretch,
-) -> tuple[Any, Any]:
-    """A scan of either kind that passes 16-bit numbers as float32.
-
-    Where a loop writes a part of an array of 16 bits, as that of the gradient does, the
-    compiler for CPUs of jaxlib 0.10 converts all of it in each turn.
-    """
-    dtypes = jax.tree.map(lambda x: x.dtype, stretch)
-
-    def narrow(parameters: Any, state: Any, part: Stretch) -> tuple[Any, Any]:
-        part = jax.tree.map(lambda x, dtype: x.astype(dtype), part, dtypes)
-        return advance(parameters, state, part)
-
-    def wide(x: Array) -> Array:
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(sum_dtype(x)) if floating else x
-
-    return kind(narrow, size, parameters, state, jax.tree.map(wide, stretch))
-
-
-def even_size(stretch: Stretch, size: int) -> int:
-    """A multiple of 4 that cuts time in as many parts, with few tokens to fill up."""
-    length = stretch.visible.shape[1]
-    even = -(-length // max(1, -(-length // size)))
-    return min(size, -(-even // 4) * 4)
-
-
 def cut(stretch: Stretch, size: int) -> Stretch:
     """Stretches of `size` stacked in front."""
     return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), filled(stretch, size))
@@ -208,8 +143,9 @@ def filled(stretch: Stretch, size: int) -> Stretch:
     count = -(-length // size)
 
     def fill(x: Array, mode: str = "constant") -> Array:
-        widths = [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, widths, mode=mode)
+        if missing := count * size - length:
+            widths = [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)
+            x = jnp.pad(x, widths, mode=mode)
         return x.reshape(x.shape[0], count, size, *x.shape[2:])
 
     segment = stretch.segment

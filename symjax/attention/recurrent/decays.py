@@ -6,9 +6,9 @@ query plus the sum from the key to the boundary. Nothing is ever subtracted: eve
 factor is at most 1, no exponent loses digits to a stronger decay elsewhere, and −∞,
 which forgets everything, is a decay like any other.
 
-Short blocks are slow on accelerators. In chunks of 128 tokens or more the smallest
-blocks have 128 tokens, 16 where each channel has its decay, and are not split: forward
-and backward, gates a head take 25 Mcycles instead of 65, as v5e's compiler estimates it
+Short blocks are slow on accelerators, and long in programs. Blocks of up to 128 tokens
+are therefore not split, or of 16 where each channel has its decay (8 in chunks below
+128 tokens). On accelerators, forward and backward, gates a head take 25 Mcycles instead of 65, as v5e's compiler estimates it
 (B 4, T 4096, N 16, H 64).
 """
 
@@ -22,9 +22,10 @@ from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.arguments import as_array, check_arrays
 from symjax.attention.core.products import TILE, einsum, products
-from symjax.attention.recurrent.chunks import Chunk, Stretch
+from symjax.attention.recurrent.chunks import Chunk
 
 SMALL_TILE = 16  # tokens whose pairs take an exponential for each channel
+SMALLEST_TILE = 8  # the same in chunks below 128 tokens, as on CPUs
 
 
 class Faded(NamedTuple):
@@ -85,9 +86,9 @@ def log_decays(chunk: Chunk) -> Float[Array, "B K T F"]:
     return jnp.where(chunk.starts_segment[:, None, :, None], -jnp.inf, log_decay)
 
 
-def fades_by_channel(stretch: Stretch) -> bool:
-    """Whether a decay of each channel is an operand: the last, if it is [B T K H]."""
-    return any(x.ndim == 4 and x.shape[-1] > 1 for x in stretch.operands[-1:])
+def by_channel(operands: tuple[Array, ...]) -> bool:
+    """Return whether the last operand is a log-decay of each channel [#B #T K H]."""
+    return any(x.ndim == 4 and x.shape[-1] > 1 for x in operands[-1:])
 
 
 def faded(
@@ -175,7 +176,7 @@ def _by_channel(
         earlier = _halves(key, half)[0] * jnp.exp(until)
         return product("bkgnth,bknsh->bkgnts", later, earlier)
 
-    tile = _tile(length, SMALL_TILE)
+    tile = _tile(length, SMALL_TILE if length >= TILE else SMALLEST_TILE)
     given = [_blocks(x, tile) for x in (query, key, padded)]
     if tile == 1:  # nothing fades
         own = einsum("bkgnth,bknth->bkgnt", *given[:2])[..., None]
@@ -187,8 +188,8 @@ def _by_channel(
 
 
 def _tile(length: int, size: int) -> int:
-    """The tokens of a block that is not split: on CPU splitting is cheaper."""
-    return 1 if length < TILE else size
+    """Return the tokens of a block that is not split, a power of two."""
+    return min(size, 1 << (length - 1).bit_length())
 
 
 def _blocks(x: Float[Array, "*n T F"], size: int) -> Float[Array, "*n T/size size F"]:

@@ -4,11 +4,9 @@
     for chunk in chunks:                      # jax.lax.scan of a checkpointed body
         state, rows = recurrence.advance(parameters, state, chunk)
 
-On accelerators the chunks of 4096 tokens stand side by side where they can, on GPUs of
-as many tokens as memory holds, and are a multiple of 128 tokens long. On a CPU they are
-of one length, and on a single one, where no state is given or wanted, an example
-follows the other. Of few tokens a gradient there keeps what all chunks side by side
-need, and computes nothing once more.
+A CPU runs one chunk after the other. On accelerators the length of a chunk is a
+multiple of 128, and the chunks of 4096 tokens, or on a single GPU of as many tokens as
+memory holds, run in parallel where the recurrence's `schedule` allows it.
 
 A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
 taken and given, masks, segments, and time that is split over a mesh axis. Where no
@@ -18,6 +16,7 @@ and no second one.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ from symjax.attention.core.arguments import (
     check_state,
     check_tokens,
 )
+from symjax.attention.core.devices import by_platform
 from symjax.attention.core.meshes import on_any_mesh
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import sum_dtype
@@ -41,9 +41,9 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.recurrence import Recurrence
 from symjax.attention.recurrent.schedule import (
-    _on_accelerators,
-    _on_cpus,
     in_one,
+    run_on_accelerators,
+    run_on_cpus,
     state_before,
 )
 
@@ -78,7 +78,7 @@ def attend_causal(
         fallback = InXla(recurrence, int(chunk_size))
         return run_recurrence(recurrence, tokens, parameters, fallback)
     state = _start(who, recurrence, parameters, state, tokens)
-    static = recurrence, int(chunk_size), axis_name, False
+    static = recurrence, int(chunk_size), axis_name
     output, state = _causal(*static, tokens, parameters, state)
     return (output, state) if return_state else output
 
@@ -92,7 +92,7 @@ class InXla:
 
     def __call__(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
         state = _start("", self.recurrence, parameters, None, tokens)
-        static = self.recurrence, self.chunk_size, None, True
+        static = self.recurrence, self.chunk_size, None
         return _causal(*static, tokens, parameters, state)[0]
 
 
@@ -133,27 +133,25 @@ def _start(
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
 
 
-@on_any_mesh("recurrence", "chunk_size", "axis_name", "alone")
+@on_any_mesh("recurrence", "chunk_size", "axis_name")
 def _causal(
     recurrence: Recurrence,
     chunk_size: int,
     axis_name: str | None,
-    alone: bool,
     tokens: Tokens,
     parameters: Any,
     state: Any,
 ) -> tuple[Float[Array, "B T N V"], Any]:
-    """alone: the state given is empty, and that after the last token is not wanted."""
     stretch = layout(tokens, axis_name)
     if axis_name is not None:
         given = parameters, stretch, chunk_size, axis_name
         state = state_before(recurrence, *given)
-    state, rows = jax.lax.platform_dependent(
+    state, rows = by_platform(
         parameters,
         state,
         stretch,
-        cpu=_on_cpus(recurrence, chunk_size, alone, state, stretch),
-        default=_on_accelerators(recurrence, chunk_size, state, stretch),
+        cpu=partial(run_on_cpus, recurrence, chunk_size),
+        default=partial(run_on_accelerators, recurrence, chunk_size),
     )
     return heads_joined(rows, tokens.value.dtype), state
 

@@ -57,6 +57,7 @@ from symjax.attention.recurrent.precision import (
     read_centred,
     rescued,
 )
+from symjax.attention.recurrent.recurrence import Schedule
 
 
 class LinearState(NamedTuple):
@@ -132,10 +133,8 @@ class Normalised:
     kernel = "features"
     features: Features
 
-    def may_stand_side_by_side(
-        self, state: LinearState, stretch: Stretch, platform: str
-    ) -> bool:
-        return platform != "tpu" or state.running_max is None  # nothing is rescued
+    def schedule(self) -> Schedule:
+        return Schedule(on_one_gpu_only=self.features.exponents)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
         batch, heads, size, value_size = sizes
@@ -191,7 +190,7 @@ class Normalised:
         dtype = sum_dtype(*chunk[:3])
         query = self.features.query(chunk.query.astype(dtype), parameters)
         divisor = None
-        if query.amplitude is not None:
+        if query.amplitude is not None and not self.features.bounded:
             divisor = jnp.abs(query.amplitude).max(axis=-1, keepdims=True)
             divisor = jax.lax.stop_gradient(jnp.where(divisor > 0, divisor, 1))
             query = query._replace(amplitude=query.amplitude / divisor)
@@ -215,10 +214,10 @@ class Normalised:
         """Rows that see keys by pairs, and the state if it reaches them."""
         chunk, query, divisor, key, value = mapped
         scores, how = None, self.arithmetic(chunk)
-        if self.features.pairs is not None and divisor is not None:
+        if self.features.pairs is not None:
             asking, asked = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
             scores = self.features.pairs(how.product, asking, asked, divisor)
-            scores = scores * chunk.visible[:, None, None, None].astype(scores.dtype)
+            pairs = pairs & chunk.visible[:, None]
         given = Given(state, query, key, value)
         return _rows(how, pairs, reaches, given, scores)
 
@@ -334,7 +333,7 @@ def rows_of(
     denominator = how.product("bkgtm,bkm->bkgt", row, state.total)
     size = denominator
     if how.signed:
-        size = how.product("bkgtm,bkm->bkgt", jnp.abs(row), jnp.abs(state.total))
+        size = how.product("bkgtm,bkm->bkgt", *map(_size, (row, state.total)))
     if how.leading:
         sums = state.sums, state.total
         given = how.product, how.leading, *sums, row, denominator, size
@@ -345,8 +344,13 @@ def rows_of(
     if scores is not None:
         numerator = numerator + how.product("bkgts,bksv->bkgtv", scores, value)
         denominator = denominator + scores.sum(axis=-1)
-        size = size + jnp.abs(scores).sum(axis=-1) if how.signed else denominator
-    return Rows(numerator, denominator, size, shift)
+        size = size + _size(scores).sum(axis=-1) if how.signed else denominator
+    return Rows(numerator, denominator, jax.lax.stop_gradient(size), shift)
+
+
+def _size(x: Array) -> Array:
+    """Return |x|, a constant to the gradient."""
+    return jnp.abs(jax.lax.stop_gradient(x))
 
 
 def divide(rows: Rows) -> Float[Array, "*rows V"]:
@@ -358,7 +362,7 @@ def divide(rows: Rows) -> Float[Array, "*rows V"]:
     tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
     constant, size = jax.lax.stop_gradient((rows.denominator, rows.size))
     some = jnp.abs(constant) > tolerance * size
-    scale = jnp.where(some, 1 / jnp.where(some, constant, 1), 0)
+    scale = 1 / jnp.where(some, constant, jnp.inf)
     ones = jnp.where(some, rows.denominator * scale, 1)
     return einsum("...v,...->...v", rows.numerator * scale[..., None], 1 / ones)
 
@@ -380,4 +384,4 @@ def _exactly(how: Arithmetic, shown: Shown, given: Given) -> Rows:
     state, query, key, value = given
     read = partial(rows_of, how._replace(product=exact_product), state)
     highest = cast(Array, state.running_max)
-    return exact_rows(read, highest, query, key, value, shown.segment)
+    return exact_rows(read, highest, query, key, value, shown.pairs, shown.reaches)

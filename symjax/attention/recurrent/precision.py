@@ -1,18 +1,13 @@
-"""Rows that are exact at any scale, where those of a chunk left float32.
+"""Rows of output that keep their digits where plain sums would not.
 
-A chunk whose factors all refer to its highest exponent is one matrix product, and loses
-rows where a later key is e⁴⁶ times larger than all that they see. Here each row refers
-to its own running maximum. Pairs are split as in a merge sort: at each level the second
-half of a block looks at the first half, through the running maximum at the boundary.
-Keys of the first half lie below it, and it lies below the maxima of the second half:
-all factors are at most 1. log₂ T levels, each at the cost of the chunk itself.
+Underflow. All factors of a chunk refer to its highest exponent, so that its weights are
+one matrix product. A row underflows where a later key is e⁴⁶ times larger than all keys
+that the row sees. Such rows are computed again (`rescued`, `exact_rows`): each refers
+to its own highest exponent, and each pair takes an exponential for every feature.
 
-Only features with exponents come here, and only if a row was lost.
-
-How rows read a state of features that cancel: around the mean of the values.
-
-A state holds features in float32: what it adds to a row is off by about ε|φ(q)|Σ|φ(k)|,
-with ε = 2⁻²³, in numerator and denominator alike.
+Cancellation. A state holds features in float32. Where features change sign, a state
+adds an error of about ε|φ(q)|Σ|φ(k)| to the numerator and to the denominator of a row,
+with ε = 2⁻²³. `read_centred` therefore reads a state around the mean of its values.
 """
 
 from collections.abc import Callable
@@ -21,10 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from symjax.attention.core.devices import backend, on_one_device
-from symjax.attention.core.feature_maps import LogFeatures, finite, row_shift
+from symjax.attention.core.feature_maps import LogFeatures, finite
 from symjax.attention.core.meshes import RARE, batched_alike
 
 # Without the other form that `chunks.einsum` has on a CPU: these rows are rare.
@@ -38,61 +32,50 @@ def rescued(
     shown: Any,
     given: Any,
 ) -> Any:
-    """Rows by quick(shown, given) → (rows, lost), and in place of lost ones those of
-    exactly(shown, given).
+    """Return rows by quick(shown, given) → (rows, lost), and in place of the lost ones
+    those of exactly(shown, given).
 
-    The others stay as they are, so that no example depends on what another one needed.
-    The gradient, of `given` alone, is one branch or the other as a whole. That of a
-    branch between two kinds of rows would fill arrays with zeros where nothing was
-    lost: a fifth of a small chunk's time on a CPU.
+    The other rows stay as they are, so that no example depends on what another one
+    needed. Only `given` has a gradient. The exact form runs in a branch of its own,
+    once forward and once backward, and only if a row was lost.
     """
-    return batched_alike(_if_lost(exactly, *quick(shown, given), shown, given))
+    rows, lost = quick(shown, given)
+    return batched_alike(_if_lost(lost, _replace, rows, exactly, lost, shown, given))
 
 
 def _forward(quick: Callable, exactly: Callable, shown: Any, given: Any) -> tuple:
     rows, pull, lost = jax.vjp(partial(quick, shown), given, has_aux=True)
-    saved = pull, lost, shown, given
-    return batched_alike(_if_lost(exactly, rows, lost, shown, given)), saved
+    rows = _if_lost(lost, _replace, rows, exactly, lost, shown, given)
+    return batched_alike(rows), (pull, lost, shown, given)
 
 
 def _backward(quick: Callable, exactly: Callable, saved: tuple, change: Any) -> tuple:
     pull, lost, shown, given = saved
-
-    def exact(change: Any) -> Any:
-        nothing = jax.tree.map(jnp.zeros_like, change)
-        form = partial(_in_place, exactly, nothing, lost, shown)
-        (one,) = jax.vjp(form, given)[1](change)
-        (two,) = pull(_where(lost, nothing, change))
-        return (jax.tree.map(jnp.add, one, two),)
-
-    with jax.named_scope(RARE):
-        return None, *jax.lax.cond(lost.any(), exact, pull, change)
+    nothing = jax.tree.map(jnp.zeros_like, change)
+    (gradient,) = pull(_where(lost, nothing, change))
+    change = _where(lost, change, nothing)
+    return None, _if_lost(lost, _add_gradient, gradient, exactly, shown, given, change)
 
 
 rescued.defvjp(_forward, _backward)
 
 
-def _if_lost(exactly: Callable, rows: Any, lost: Array, shown: Any, given: Any) -> Any:
-    form = partial(_in_place, exactly)
+def _if_lost(lost: Array, function: Callable, result: Any, exactly, *given: Any) -> Any:
+    """Return function(result, …) if a row was lost, else the result."""
     with jax.named_scope(RARE):
-        return jax.lax.cond(lost.any(), form, lambda *x: x[0], rows, lost, shown, given)
+        form = partial(function, exactly)
+        return jax.lax.cond(lost.any(), form, lambda *x: x[0], result, *given)
 
 
-def _in_place(exactly: Callable, rows: Any, lost: Array, shown: Any, given: Any) -> Any:
-    """Exact rows in place of the lost ones. On a CPU of its own, in little memory: of
-    one example after the other, and of those alone that lost rows."""
-    if backend() != "cpu" or not on_one_device():
-        return _where(lost, exactly(shown, given), rows)
+def _replace(exactly: Callable, rows: Any, lost: Array, shown: Any, given: Any) -> Any:
+    return _where(lost, exactly(shown, given), rows)
 
-    @jax.checkpoint
-    def one(now: tuple) -> Any:
-        rows, lost, shown, given = jax.tree.map(lambda x: x[None], now)
-        rows = jax.lax.cond(
-            lost.any(), lambda: _where(lost, exactly(shown, given), rows), lambda: rows
-        )
-        return jax.tree.map(lambda x: x[0], rows)
 
-    return jax.lax.map(one, (rows, lost, shown, given))
+def _add_gradient(
+    exactly: Callable, gradient: Any, shown: Any, given: Any, change: Any
+) -> Any:
+    _, pull = jax.vjp(partial(exactly, shown), given)
+    return jax.tree.map(jnp.add, gradient, pull(change)[0])
 
 
 def _where(lost: Bool[Array, "*rows"], one: Any, two: Any) -> Any:
@@ -111,7 +94,8 @@ def exact_rows(
     query: LogFeatures,
     key: LogFeatures,
     value: Float[Array, "B K T V"],
-    segment: Int[Array, "B T"] | None,
+    pairs: Bool[Array, "B T S"],
+    reaches: Bool[Array, "B T"] | None,
 ) -> Any:
     """The rows [B K G T …] of a chunk.
 
@@ -119,56 +103,37 @@ def exact_rows(
         read: (weights for the state, shift, weights of pairs, values) → rows.
         running_max: of the state before the chunk.
         query, key: features [B K G T M] and [B K T M].
-        segment: numbers the segments; None: the chunk is one.
+        pairs: the keys that a row sees.
+        reaches: the rows that see the state; None: all.
     """
-    length, constant = key.exponent.shape[2], jax.lax.stop_gradient(key.exponent)
-    first = jnp.maximum(constant[:, :, :1], running_max[:, :, None])
-    running = jnp.concatenate([first, constant[:, :, 1:]], axis=2)
-    running = _running_max(running, segment)  # the state counts in its own segment
-    shift = row_shift(query.raised(running[:, :, None]))
-    query = query.raised(-shift)
     row = query.raised(running_max[:, :, None, None])
-    if segment is not None:
-        row = row.where((segment == segment[:, :1])[:, None, None])
+    if reaches is not None:
+        row = row.where(reaches[:, None, None])
+    keys = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, None, None], 4, 0), key)
+    by_key = keys, jnp.moveaxis(pairs[:, None, None], 4, 0)
+
+    def exponents(now: tuple[LogFeatures, Array]) -> LogFeatures:
+        """Feature by feature, of all rows with one key."""
+        key, seen = now
+        return query.raised(key.exponent).where(seen)
+
+    def highest(now: tuple[LogFeatures, Array]) -> Float[Array, "B K G T 1"]:
+        return exponents(now).exponent.max(axis=-1, keepdims=True)
 
     @jax.checkpoint
-    def level(scores: Array, half: Array) -> tuple[Array, None]:
-        """Between the second half and the first of every block of 2·half rows."""
-        time = jnp.arange(length)
-        block, second = time // (2 * half), (time // half) % 2 == 1
-        last = jnp.minimum(block * 2 * half + half - 1, length - 1)  # of the first half
-        boundary = running[:, :, last]
-        near, far = second[None], ~second[None]
-        if segment is not None:
-            same = segment == segment[:, last]
-            near, far = near & same, far & same
-        earlier = key.raised(-finite(boundary)).where(far[:, None])
-        later = query.raised(boundary[:, :, None]).where(near[:, None, None])
-        pairs = exact_product("bkgtm,bksm->bkgts", later.weights(), earlier.weights())
-        inside = (block[:, None] == block[None, :])[None, None, None]
-        return scores + pairs * inside.astype(pairs.dtype), None
+    def weights(now: tuple[LogFeatures, Array]) -> Float[Array, "B K G T"]:
+        both = exponents(now).raised(-shift).weights()
+        if key.amplitude is not None:
+            both = both * now[0].amplitude
+        return both.sum(axis=-1)
 
-    own = query.raised(key.exponent[:, :, None]).weights()
-    if key.amplitude is not None:
-        own = own * key.amplitude[:, :, None]
-    oneself = jnp.eye(length, dtype=own.dtype)[None, None, None]
-    halves = 2 ** jnp.arange(max(length - 1, 0).bit_length())
-    scores, _ = jax.lax.scan(level, own.sum(axis=-1)[..., None] * oneself, halves)
-    return read(row.weights(), shift[..., 0], scores, value)
-
-
-def _running_max(exponent: Array, segment: Array | None) -> Float[Array, "B K T M"]:
-    """Running maximum along time that starts anew with each segment [B T]."""
-    if segment is None:
-        return jax.lax.cummax(exponent, axis=2)
-
-    def latest(one: tuple, two: tuple) -> tuple:
-        """Of two stretches of time, by the last segment of each."""
-        highest = jnp.where(one[1] == two[1], jnp.maximum(one[0], two[0]), two[0])
-        return highest, two[1]
-
-    numbered = exponent, segment[:, None, :, None]
-    return jax.lax.associative_scan(latest, numbered, axis=2)[0]
+    shift = jnp.maximum(
+        jax.lax.map(highest, by_key).max(axis=0),
+        row.exponent.max(axis=-1, keepdims=True),
+    )
+    shift = finite(jax.lax.stop_gradient(shift))
+    scores = jnp.moveaxis(jax.lax.map(weights, by_key), 0, -1)
+    return read(row.raised(-shift).weights(), shift[..., 0], scores, value)
 
 
 def read_centred(
@@ -197,7 +162,7 @@ def read_centred(
     """
     weight = total[..., :leading].sum(axis=-1)
     mean = sums[..., :leading, :].sum(axis=-2)
-    mean = mean / jnp.where(weight > 0, weight, 1)[..., None]
+    mean = mean / jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)[..., None]
     constant = jax.lax.stop_gradient(mean)
     means = product("bkm,bkv->bkmv", total, constant)
     rest = sums - means

@@ -1,6 +1,6 @@
 """Protocol of a recurrence: a mechanism that reads tokens into a state."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from symjax.attention.recurrent.chunks import Stretch
 
@@ -33,6 +33,22 @@ class Stretches(Protocol):
         ...
 
 
+class Schedule(NamedTuple):
+    """Execution of chunks on accelerators. CPUs always run one after the other.
+
+    Attributes:
+        parallel_chunks: chunks run in parallel, as one product. It pays unless a chunk
+            needs much more memory than its tokens.
+        on_one_gpu_only: TPUs and several GPUs run chunks in turn nevertheless. Either
+            `advance` branches on its data, and both branches would run if chunks were
+            one more axis of it, or `effect` costs as much as `advance`. A single GPU
+            runs chunks as more examples, and waits at each small product of a chunk.
+    """
+
+    parallel_chunks: bool = True
+    on_one_gpu_only: bool = False
+
+
 class Recurrence(Stretches, Protocol):
     """A mechanism with a state. Hashable, since programs are compiled for it."""
 
@@ -45,12 +61,6 @@ class Recurrence(Stretches, Protocol):
         """The state that has read nothing. sizes: B K H V."""
         ...
 
-    def may_stand_side_by_side(
-        self, state: Any, stretch: Stretch, platform: str
-    ) -> bool:
-        """Whether chunks should be one product: on a "tpu", which stands for all
-        accelerators but a single GPU, if memory holds what 4096 tokens need at once,
-        and no derivative inside is of reverse mode alone; on a "gpu", which waits at
-        each product of a chunk alone, wherever chunks may be examples; of few tokens on
-        a "cpu", if `effect` costs little."""
+    def schedule(self) -> Schedule:
+        """Return how accelerators may run the chunks."""
         ...

@@ -1,4 +1,4 @@
-"""Chunks of time side by side, and time over devices: states that are merged."""
+"""Execution of chunks: in turn or in parallel, and on time split over devices."""
 
 from functools import partial
 from typing import Any
@@ -8,24 +8,19 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from symjax.attention.core.devices import backend, on_one_device
-from symjax.attention.core.meshes import batched_alike, vary_alike
-from symjax.attention.core.products import TILE
+from symjax.attention.core.meshes import vary_alike
+from symjax.attention.core.products import TILE, sum_dtype
 from symjax.attention.core.sequence import choose, segment_state_before
 from symjax.attention.recurrent.chunks import (
-    Advance,
     Stretch,
     cut,
-    even_size,
     joined,
     scan,
-    scan_apart,
-    scan_wide,
 )
 from symjax.attention.recurrent.recurrence import Recurrence, Stretches
 
 STRETCH = 4096  # tokens whose chunks are handled side by side: this bounds the memory
 ON_GPU = 2**18  # the same on a GPU, times examples and query heads: 3 to 6 GiB
-AT_ONCE = 300_000  # features of tokens and heads whose chunks a gradient keeps
 
 
 def in_one(
@@ -33,25 +28,6 @@ def in_one(
 ) -> tuple[Any, Any]:
     """A stretch as one chunk: the state after it, and its rows."""
     return recurrence.advance(state, recurrence.prepare(parameters, stretch))
-
-
-def with_derivative_of(other: Advance, advance: Advance, forward_mode: bool) -> Advance:
-    """`advance`, differentiated as another form of the same.
-
-    forward_mode: whether the other form has such a derivative (`jax.jvp`).
-    """
-
-    def advanced(form: Advance, *given: Any) -> tuple[Any, Any]:
-        return batched_alike(form(*given))
-
-    other, advance = partial(advanced, other), partial(advanced, advance)
-    if forward_mode:
-        function = jax.custom_jvp(advance)
-        function.defjvp(partial(jax.jvp, other))
-    else:
-        function = jax.custom_vjp(advance)
-        function.defvjp(partial(jax.vjp, other), lambda pull, change: pull(change))
-    return function
 
 
 def side_by_side(
@@ -150,36 +126,54 @@ def state_before(
     return segment_state_before(*given)[0]
 
 
-def _on_accelerators(
-    recurrence: Recurrence, chunk_size: int, state: Any, stretch: Stretch
-) -> Advance:
-    size = -(-chunk_size // TILE) * TILE
-    gpu = backend() == "gpu" and on_one_device()
-    if recurrence.may_stand_side_by_side(state, stretch, "gpu" if gpu else "tpu"):
-        batch, _, heads, _ = stretch.query.shape
-        stretch_size = ON_GPU // max(1, batch * heads) if gpu else STRETCH
-        many = partial(side_by_side, recurrence, size, gpu)
-        return partial(scan, many, max(size, stretch_size // size * size))
-    return partial(scan, partial(in_one, recurrence), size)
-
-
-def _on_cpus(
+def run_on_accelerators(
     recurrence: Recurrence,
     chunk_size: int,
-    alone: bool,
+    parameters: Any,
     state: Any,
     stretch: Stretch,
-) -> Advance:
+) -> tuple[Any, Any]:
+    """Run chunks in parallel where the schedule allows it, else in turn."""
+    given = parameters, state, stretch
+    size = -(-chunk_size // TILE) * TILE
+    one_gpu, schedule = backend() == "gpu" and on_one_device(), recurrence.schedule()
+    if not schedule.parallel_chunks or (schedule.on_one_gpu_only and not one_gpu):
+        return scan(partial(in_one, recurrence), size, *given)
+    batch, _, heads, _ = stretch.query.shape
+    parallel = ON_GPU // max(1, batch * heads) if one_gpu else STRETCH
+    many = partial(side_by_side, recurrence, size, one_gpu)
+    return scan(many, max(size, parallel // size * size), *given)
+
+
+def run_on_cpus(
+    recurrence: Recurrence,
+    chunk_size: int,
+    parameters: Any,
+    state: Any,
+    stretch: Stretch,
+) -> tuple[Any, Any]:
+    """Run one chunk after the other, of one example after the other on one device.
+
+    The arrays of one example's chunk stay in a CPU's caches: with 32 examples a step of
+    gated linear attention takes 0.87 times as long (configs/gla.py:3l, two cores). With
+    more examples than tokens a turn of the loop would have too little to do.
+
+    16-bit numbers become float32 before the loop. The CPU compiler of jaxlib 0.10
+    converts a whole 16-bit array in every turn of a loop that writes a part of it: at
+    32,768 tokens a gradient of linear attention then takes 24 times as long.
+    """
+
+    def in_float32(x: Array) -> Array:
+        return x.astype(sum_dtype(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    stretch = jax.tree.map(in_float32, stretch)
     batch, length = stretch.visible.shape
-    size, single = even_size(stretch, chunk_size), on_one_device()
-    # With more examples than tokens a turn would have too little to do.
-    apart = single and alone and 0 < batch <= length
-    one = partial(in_one, recurrence)
-    in_turn = partial(scan_wide, scan_apart if apart else scan, one, size)
-    numbers = length * max(x.size for x in jax.tree.leaves(state))
-    few = single and 0 < numbers <= AT_ONCE * stretch.value.shape[-1]
-    may = partial(recurrence.may_stand_side_by_side, state, stretch)
-    if not few or not may("cpu"):
-        return in_turn
-    many = partial(side_by_side, recurrence, size, True)
-    return with_derivative_of(many, in_turn, forward_mode=may("tpu"))
+    run = partial(scan, partial(in_one, recurrence), chunk_size, parameters)
+    if not on_one_device() or not 1 < batch <= length:
+        return run(state, stretch)
+
+    def example(now: tuple[Any, Stretch]) -> tuple[Any, Any]:
+        result = run(*jax.tree.map(lambda x: x[None], now))
+        return jax.tree.map(lambda x: x[0], result)
+
+    return jax.lax.map(example, (state, stretch))

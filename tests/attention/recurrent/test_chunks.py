@@ -1,4 +1,4 @@
-"""The two executors of recurrences: chunks one by one, and side by side."""
+"""The two executions of recurrences: chunks in turn, and in parallel."""
 
 import re
 from functools import partial
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 
+from symjax.attention.core.devices import lowered_for
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import einsum
@@ -18,8 +19,8 @@ from symjax.attention.features import PLAIN, RANDOM
 from symjax.attention.gated_linear import Decayed, decay_causal
 from symjax.attention.linear import linear_causal
 from symjax.attention.performer import performer_causal
-from symjax.attention.recurrent import schedule
-from symjax.attention.recurrent.chunks import layout, scan, scan_apart
+from symjax.attention.recurrent import engine, schedule
+from symjax.attention.recurrent.chunks import layout, scan
 from symjax.attention.recurrent.normalised import Normalised
 from symjax.attention.recurrent.schedule import in_one, side_by_side
 
@@ -83,10 +84,8 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
             close(two, one, 1e-11)
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_no_loop_on_a_cpu_writes_parts_of_arrays_of_16_bits(alone, monkeypatch):
+def test_no_loop_on_a_cpu_writes_parts_of_arrays_of_16_bits():
     """Its compiler in jaxlib 0.10 converts all of such an array in each turn."""
-    monkeypatch.setattr(schedule, "on_one_device", lambda: alone)
 
     def loss(*given):
         return linear_causal(*given).astype(jnp.float32).sum()
@@ -121,46 +120,19 @@ def test_gradients_stay_in_range_where_they_are(features, keys, values, cotangen
         close(one, two, 2e-5)
 
 
-@pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize("case", [*CASES, "performer"])
-def test_examples_apart_are_those_together(case, seen, x64):
-    """Both from the empty state, in chunks of 5, which do not divide the length."""
-    query, key, value = inputs()
-    rows = np.random.default_rng(5).normal(size=(9, key.shape[-1]))
-    random = RandomFeatures(jnp.asarray(rows), jnp.asarray(0.7))
-    performer = Normalised(RANDOM["positive"]), random, ()
-    recurrence, parameters, operands = CASES.get(case, performer)
-    if parameters is SHARED and seen != "all":
-        pytest.skip("decays are shared where all tokens are seen")
-    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
-    arrays = query, key, value, *operands
-    sizes = B, K, key.shape[-1], value.shape[-1]
-    empty = recurrence.empty(parameters, sizes, jnp.float64)
-
-    def graded(form):
-        def run(*arrays):
-            stretch = layout(Tokens(*arrays[:3], arrays[3:], **SEEN[seen]))
-            _, rows = form(partial(in_one, recurrence), 5, parameters, empty, stretch)
-            return jnp.sin(rows).sum(), rows
-
-        wanted = tuple(range(len(arrays)))
-        return jax.tree.leaves(jax.jit(jax.grad(run, wanted, has_aux=True))(*arrays))
-
-    for one, two in zip(graded(scan), graded(scan_apart), strict=True):
-        close(two, one, 1e-12)
-
-
 @pytest.mark.parametrize(
     "form",
     [cosine_causal, performer_causal, partial(decay_causal, log_decay=SHARED[:, 0])],
 )
 def test_accelerators_take_chunks_of_their_tiles(form):
     query = jax.ShapeDtypeStruct((1, 512, 3, 8), jnp.float32)
-    traced = jax.jit(partial(form, chunk_size=64)).trace(query, query, query)
-    texts = {
-        platform: traced.lower(lowering_platforms=(platform,)).as_text()
-        for platform in ("cpu", "tpu", "cuda")
-    }
+    platforms = "cpu", "tpu", "cuda"
+    with lowered_for(*platforms):
+        traced = jax.jit(partial(form, chunk_size=64)).trace(query, query, query)
+        texts = {
+            platform: traced.lower(lowering_platforms=(platform,)).as_text()
+            for platform in platforms
+        }
     pairs = {platform: "128x128x" in text for platform, text in texts.items()}
     assert pairs == {"cpu": False, "tpu": True, "cuda": True}
 
@@ -257,8 +229,9 @@ def test_products_are_as_exact_as_the_inputs(form):
 
     def precisions(dtype):
         arrays = [jax.ShapeDtypeStruct((1, 256, 2, 8), dtype)] * 3
-        graded = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
-        text = graded.lower(lowering_platforms=("cuda",)).as_text()
+        with lowered_for("cuda"):
+            graded = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
+            text = graded.lower(lowering_platforms=("cuda",)).as_text()
         products = [x for x in text.splitlines() if "stablehlo.dot_general" in x]
         return {x for product in filter(of_matrices, products) for x in how(product)}
 
@@ -288,7 +261,7 @@ def test_on_a_gpu_the_chunks_of_a_stretch_are_one_product(form, monkeypatch, x64
     """As many as `ON_GPU` allows, by the device that is in sight."""
     query, key, value = inputs(300)
     key = key / np.linalg.norm(key, axis=-1, keepdims=True)
-    taken, together = [], schedule.side_by_side
+    taken = []
 
     def loss(*arrays):
         return jnp.sin(form(*arrays)).sum()
@@ -296,15 +269,15 @@ def test_on_a_gpu_the_chunks_of_a_stretch_are_one_product(form, monkeypatch, x64
     def accelerator(*operands, default, **_):
         return default(*operands)
 
-    def side_by_side(recurrence, size, as_examples, *rest):
+    def parallel(recurrence, size, as_examples, *rest):
         taken.append((size, as_examples, rest[-1].visible.shape[1]))
-        return together(recurrence, size, as_examples, *rest)
+        return side_by_side(recurrence, size, as_examples, *rest)
 
     wanted = jax.grad(loss, (0, 1, 2))(query, key, value)
-    monkeypatch.setattr(jax.lax, "platform_dependent", accelerator)
+    monkeypatch.setattr(engine, "by_platform", accelerator)
     monkeypatch.setattr(schedule, "backend", lambda: "gpu")
     monkeypatch.setattr(schedule, "on_one_device", lambda: True)
-    monkeypatch.setattr(schedule, "side_by_side", side_by_side)
+    monkeypatch.setattr(schedule, "side_by_side", parallel)
     monkeypatch.setattr(schedule, "ON_GPU", 256 * query.shape[0] * query.shape[2])
     jax.clear_caches()
     found = jax.grad(loss, (0, 1, 2))(query, key, value)
@@ -324,7 +297,8 @@ def test_one_export_serves_a_cpu_and_accelerators(form):
     arrays = [jax.ShapeDtypeStruct((1, 70, 2, 8), jnp.bfloat16)] * 3
     platforms = "cpu", "cuda", "rocm", "tpu"
     graded = jax.jit(jax.grad(loss, (0, 1, 2)))
-    found = jax.export.export(graded, platforms=platforms)(*arrays)
+    with lowered_for(*platforms):
+        found = jax.export.export(graded, platforms=platforms)(*arrays)
     assert found.platforms == platforms
 
 

@@ -8,8 +8,8 @@ which forgets everything, is a decay like any other.
 
 Short blocks are slow on accelerators, and long in programs. Blocks of up to 128 tokens
 are therefore not split, or of 16 where each channel has its decay (8 in chunks below
-128 tokens). On accelerators, forward and backward, gates a head take 25 Mcycles instead of 65, as v5e's compiler estimates it
-(B 4, T 4096, N 16, H 64).
+128 tokens). Forward and backward, decays of heads take 25 Mcycles instead of 65, as
+v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
 """
 
 import math

@@ -32,9 +32,9 @@ from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.features import PLAIN, RANDOM
 from symjax.attention.kernels.gpu.chunks import filled
+from symjax.attention.kernels.gpu.feature_operands import Form as Given
+from symjax.attention.kernels.gpu.feature_operands import Ids, in_blocks, rounded
 from symjax.attention.kernels.gpu.normalised import GpuFeatures, _quick
-from symjax.attention.kernels.gpu.states import Form as Given
-from symjax.attention.kernels.gpu.states import Ids, in_blocks, rounded
 from symjax.attention.recurrent import engine
 from symjax.attention.recurrent.normalised import Normalised
 
@@ -217,7 +217,7 @@ def test_no_weight_of_a_query_is_above_1():
     x, highest = np.random.default_rng(0).normal(size=(2, 300, 40)).astype(np.float32)
     x, highest = x * 1e9, highest[:1] * 1e9
     shift = (x + highest).max(axis=1, keepdims=True)
-    weights = np.asarray(Given(exponents=True).asking(x, highest, shift))
+    weights = np.asarray(Given(exponents=True).query_weights(x, highest, shift))
     same(weights.max(axis=1), np.ones(300))
 
 

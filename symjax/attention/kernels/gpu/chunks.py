@@ -1,12 +1,19 @@
-"""What kernels of decaying states share on NVIDIA GPUs, in Pallas' Triton backend.
+"""Parts that the recurrent kernels for NVIDIA GPUs share, in Pallas' Triton backend.
 
-A program has one chunk of time, `CHUNK` tokens, of one head. Decays come as sums in
-log₂ of each chunk, from its first token through each token. Each decay counts as
-2^LOWEST at least, which is 0 in float32: no sum is so large that a difference of two
-loses digits that bfloat16 has, and −∞ forgets all.
+Time is cut into chunks of `CHUNK` tokens. There are two kinds of kernels:
 
-jax 0.11 calls this backend deprecated: Mosaic GPU is to take its place. It compiles on
-all versions that this project allows, and needs no layout of registers by hand.
+- state passes (`states`, and `delta`): a program holds one block of a head's state in
+  registers and visits the chunks one after the other;
+- chunk kernels (`gated`, `gated_channels`, `delta`, `features`): a program computes one
+  chunk of one head, so all chunks run in parallel. They read the state before the chunk
+  and, for gradients, the gradient of the state after the chunk.
+
+This file has the products and casts inside of kernels, the call of a kernel, and the
+`BlockSpec`s that cut arrays into what one program reads. In their names and arguments
+`group` is the number of query heads that share a key head.
+
+jax 0.11 deprecates the Triton backend in favour of Mosaic GPU. Triton compiles on all
+versions of jax that this project allows, and it assigns registers by itself.
 """
 
 import math
@@ -23,20 +30,24 @@ from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.kernels.operands import result
 
-CHUNK = 64
+CHUNK = 64  # tokens
+# The least log₂ of a token's decay: 2^−150 is 0 in float32. Larger sums would cost the
+# differences of two sums digits that bfloat16 has; −∞ would make them NaN.
 LOWEST = -150.0
-SIZES = 16, 32, 64, 128  # of heads and values
-BLOCK = 64  # channels, and numbers of a value, of a state that a program holds
-TRANSPOSED = (0,), (0,)  # what is contracted, for `dot`
-BY_LAST = (1,), (1,)
+SIZES = 16, 32, 64, 128  # head sizes of keys and values
+BLOCK = 64  # rows and columns of a state that a program holds, at most
+TRANSPOSED = (0,), (0,)  # contracted axes of leftᵀ @ right, for `dot`
+BY_LAST = (1,), (1,)  # contracted axes of left @ rightᵀ
 
 
-def dot(one: Array, two: Array, contract: tuple = ((1,), (0,))) -> Array:
-    """A product of tensor cores, of bfloat16 or TF32, added up in float32, whatever
-    `jax.default_matmul_precision` says."""
+def dot(left: Array, right: Array, contract: tuple = ((1,), (0,))) -> Array:
+    """Multiply on tensor cores, in bfloat16 or TF32, and add up in float32.
+
+    `jax.default_matmul_precision` has no influence.
+    """
     return jax.lax.dot_general(
-        one,
-        two,
+        left,
+        right,
         (contract, ((), ())),
         precision=jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
@@ -59,20 +70,21 @@ def unsupported_values(tokens: Tokens, keys: bool = False) -> str | None:
 
 
 def filled(x: Array) -> Array:
-    """With zeros for tokens up to a multiple of `CHUNK`."""
+    """Pad the time axis (1) with zeros to a multiple of `CHUNK`."""
     missing = -x.shape[1] % CHUNK
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
 
 
 def iota(axis: int) -> Array:
+    """Return the index along an axis of the pairs of a chunk, [CHUNK CHUNK]."""
     return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis)
 
 
-def wide(ref: Any) -> Array:
+def load_float32(ref: Any) -> Array:
     return ref[...].astype(jnp.float32)
 
 
-def call(
+def call_kernel(
     kernel: Callable,
     grid: tuple,
     operands: list[tuple[Any, Array]],
@@ -82,8 +94,13 @@ def call(
     stages: int = 1,
     interpret: Any,
 ) -> list[Array]:
-    """What the kernel writes: `results` are its blocks, shapes and dtypes, `operands`
-    the blocks that it reads, and arrays."""
+    """Run the kernel on each cell of the grid and return the arrays that it writes.
+
+    Args:
+        operands: the block that a program reads of each array, and the array.
+        results: the block that a program writes, the shape and the dtype of each array.
+        stages: how many iterations of a loop are loaded at a time.
+    """
     arrays = vary_alike([x for _, x in operands])
     return pl.pallas_call(
         kernel,
@@ -96,191 +113,109 @@ def call(
     )(*arrays)
 
 
-def summed(like: Array, shared: int) -> Any:
-    """The dtype of gradients that are added up over so many query heads."""
-    return like.dtype if shared == 1 else jnp.float32
+def gradient_dtype(like: Array, group: int) -> Any:
+    """Return float32 where gradients of several query heads will be added up."""
+    return like.dtype if group == 1 else jnp.float32
 
 
 def of_key_heads(x: Float[Array, "B T N *H"], like: Float[Array, "B T K *H"]) -> Array:
-    """A gradient of each query head, added up as that of what they share."""
-    apart = x.reshape(*like.shape[:3], -1, *like.shape[3:])
-    return apart.sum(axis=3).astype(like.dtype)
+    """Add up the gradients of the query heads that share a key head."""
+    by_group = x.reshape(*like.shape[:3], -1, *like.shape[3:])
+    return by_group.sum(axis=3).astype(like.dtype)
 
 
-# Blocks of a grid of (parts · chunks, query heads, examples).
+# Blocks of chunk kernels: the grid is (blocks · chunks, query heads, examples), with
+# `blocks` blocks of a head's channels for each chunk.
 
 
-def token_block(size: int, shared: int = 1, parts: int = 1, split: bool = False) -> Any:
-    """[CHUNK size] of [B T heads …], heads that `shared` query heads have in common.
+def token_block(size: int, group: int = 1, blocks: int = 1, split: bool = False) -> Any:
+    """[CHUNK size] of [B T heads …].
 
-    split: `size` is one of the parts of a head.
+    Args:
+        split: whether `size` is one of the blocks of a head, not the whole head.
     """
     return pl.BlockSpec(
         (None, CHUNK, None, size),
-        lambda i, n, b: (b, i // parts, n // shared, i % parts if split else 0),
+        lambda i, n, b: (b, i // blocks, n // group, i % blocks if split else 0),
     )
 
 
-def number_block(shared: int = 1) -> Any:
+def scalar_block(group: int = 1) -> Any:
     """[CHUNK] of [B heads T]."""
-    return pl.BlockSpec((None, None, CHUNK), lambda i, n, b: (b, n // shared, i))
+    return pl.BlockSpec((None, None, CHUNK), lambda i, n, b: (b, n // group, i))
 
 
-def state_block(size: int, width: int, shared: int = 1, parts: int = 1) -> Any:
-    """[size width] of [B heads chunks H V], one of the parts of H."""
+def state_block(size: int, width: int, group: int = 1, blocks: int = 1) -> Any:
+    """[size width] of [B heads chunks H V], one of the blocks of H."""
     return pl.BlockSpec(
         (None, None, None, size, width),
-        lambda i, n, b: (b, n // shared, i // parts, i % parts, 0),
+        lambda i, n, b: (b, n // group, i // blocks, i % blocks, 0),
     )
 
 
-def pair_block(shared: int = 1, parts: int = 1) -> Any:
+def pair_block(group: int = 1, blocks: int = 1) -> Any:
     """[CHUNK CHUNK] of [B heads T CHUNK]."""
     return pl.BlockSpec(
-        (None, None, CHUNK, CHUNK), lambda i, n, b: (b, n // shared, i // parts, 0)
+        (None, None, CHUNK, CHUNK), lambda i, n, b: (b, n // group, i // blocks, 0)
     )
 
 
-# Blocks of all of time, for programs that go from chunk to chunk.
+# Blocks of state passes: all of time. The grid is (blocks of a state, heads, examples);
+# `row` and `column` map its first index to a block of H and to a block of V.
 
-Part = Callable[[Any], Any]  # of a head, by the first index of the grid
 
-
-def first_part(i: Any) -> int:
+def first_block(i: Any) -> int:
     return 0
 
 
-def own_part(i: Any) -> Any:
+def same_block(i: Any) -> Any:
     return i
 
 
-def all_tokens(length: int, size: int, shared: int, part: Part) -> Any:
+def all_tokens(length: int, size: int, group: int, block: Callable) -> Any:
     """[T size] of [B T heads …]."""
     return pl.BlockSpec(
-        (None, length, None, size), lambda i, n, b: (b, 0, n // shared, part(i))
+        (None, length, None, size), lambda i, n, b: (b, 0, n // group, block(i))
     )
 
 
-def all_numbers(length: int, shared: int) -> Any:
+def all_scalars(length: int, group: int) -> Any:
     """[T] of [B heads T]."""
-    return pl.BlockSpec((None, None, length), lambda i, n, b: (b, n // shared, 0))
+    return pl.BlockSpec((None, None, length), lambda i, n, b: (b, n // group, 0))
 
 
-def all_pairs(length: int, shared: int) -> Any:
+def all_pairs(length: int, group: int) -> Any:
     """[T CHUNK] of [B heads T CHUNK]."""
     return pl.BlockSpec(
-        (None, None, length, CHUNK), lambda i, n, b: (b, n // shared, 0, 0)
+        (None, None, length, CHUNK), lambda i, n, b: (b, n // group, 0, 0)
     )
 
 
-def all_states(count: int, size: int, width: int, part: Part, column: Part) -> Any:
+def all_states(
+    count: int, size: int, width: int, row: Callable, column: Callable
+) -> Any:
     """[chunks size width] of [B N chunks H V]."""
     return pl.BlockSpec(
-        (None, None, count, size, width), lambda i, n, b: (b, n, 0, part(i), column(i))
+        (None, None, count, size, width), lambda i, n, b: (b, n, 0, row(i), column(i))
     )
 
 
-def sums_of(log_decay: Float[Array, "B T K *H"]) -> Float[Array, "B T K *H"]:
-    # The compiler would add up a decay that all tokens share itself, for a minute.
-    decay = jax.lax.optimization_barrier(log_decay)
-    decay = jnp.maximum(decay / math.log(2), LOWEST)
-    chunks = decay.reshape(decay.shape[0], -1, CHUNK, *decay.shape[2:])
-    return jax.lax.cumsum(chunks, axis=2).reshape(decay.shape)
-
-
-def parts(x: Array, y: Array) -> tuple[int, int, Any, Any]:
-    """Blocks of features and of values, and which of them a program has."""
+def blocks_of_state(x: Array, y: Array) -> tuple[int, int, Callable, Callable]:
+    """Return the block sizes of a state of keys x and values y, and the maps from a
+    program's first index to the block of its rows and to that of its columns."""
     m, v = min(BLOCK, x.shape[3]), min(BLOCK, y.shape[3])
     columns = y.shape[3] // v
     return m, v, lambda i: i // columns, lambda i: i % columns
 
 
-def decaying_states(
-    x: Float[Array, "B T N H"],
-    y: Float[Array, "B T N V"],
-    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
-    reverse: bool,
-    interpret: Any,
-) -> Float[Array, "B N chunks H V"]:
-    """The state before each chunk, of keys x and values y; reverse: the gradient of the
-    state after it, of queries x and the output's gradient y.
+def decay_sums(log_decay: Float[Array, "B T K *H"]) -> Float[Array, "B T K *H"]:
+    """Add up the log₂ of decays in each chunk, from its first token through each token.
 
-    Chunk after chunk, by programs for blocks of H and V.
+    exp2 of the difference of two tokens' sums is the decay from one to the other.
     """
-    batch, length, heads, head_size = x.shape
-    by_head, width = sums.ndim == 3, y.shape[3]
-    shared = heads // sums.shape[1 if by_head else 2]
-    h, v, row, column = parts(x, y)
-    count = length // CHUNK
-
-    def kernel(x_ref, y_ref, sums_ref, out_ref):
-        def step(i, state):
-            i = count - 1 - i if reverse else i
-            out_ref[i] = state.astype(out_ref.dtype)
-            here, end = pl.ds(i * CHUNK, CHUNK), i * CHUNK + CHUNK - 1
-            if by_head:
-                since, last = sums_ref[here], sums_ref[end]
-                fade = jnp.exp2(since if reverse else last - since)[:, None]
-                through = jnp.exp2(last)
-            else:
-                since, last = sums_ref[here, :], sums_ref[end, :]
-                fade = jnp.exp2(since if reverse else last[None, :] - since)
-                through = jnp.exp2(last)[:, None]
-            faded = (x_ref[here, :].astype(jnp.float32) * fade).astype(y_ref.dtype)
-            return state * through + dot(faded, y_ref[here, :], TRANSPOSED)
-
-        jax.lax.fori_loop(0, count, step, jnp.zeros((h, v), jnp.float32))
-
-    kernel.__name__ = "decaying_states_back" if reverse else "decaying_states"
-    of_sums = all_tokens(length, h, shared, row)
-    if by_head:
-        of_sums = all_numbers(length, shared)
-    shape = batch, heads, count, head_size, width
-    (found,) = call(
-        kernel,
-        ((head_size // h) * (width // v), heads, batch),
-        [
-            (all_tokens(length, h, 1, row), x),
-            (all_tokens(length, v, 1, column), y),
-            (of_sums, sums),
-        ],
-        [(all_states(count, h, v, row, column), shape, y.dtype)],
-        warps=4,
-        stages=3,
-        interpret=interpret,
-    )
-    return found
-
-
-def rows_of(
-    kernel: Callable,
-    interpret: Any,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K V"],
-    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
-    block: Any,
-) -> tuple[Array, Array, Array]:
-    """The output, the state before each chunk, and the scores of its pairs, by a kernel
-    (query, key, value, sums, state, output, scores); block: of the sums."""
-    batch, length, heads, size = query.shape
-    width, shared = value.shape[3], heads // key.shape[2]
-    before = decaying_states(key, value, sums, False, interpret)
-    output, scores = call(
-        kernel,
-        (length // CHUNK, heads, batch),
-        [
-            (token_block(size), query),
-            (token_block(size, shared), key),
-            (token_block(width, shared), value),
-            (block, sums),
-            (state_block(size, width, shared), before),
-        ],
-        [
-            (token_block(width), (batch, length, heads, width), value.dtype),
-            (pair_block(), (batch, heads, length, CHUNK), value.dtype),
-        ],
-        warps=4,
-        interpret=interpret,
-    )
-    return output, before, scores
+    # Without the barrier XLA folds the sum of a decay that all tokens share into a
+    # constant, which takes it a minute.
+    decay = jax.lax.optimization_barrier(log_decay)
+    decay = jnp.maximum(decay / math.log(2), LOWEST)
+    chunks = decay.reshape(decay.shape[0], -1, CHUNK, *decay.shape[2:])
+    return jax.lax.cumsum(chunks, axis=2).reshape(decay.shape)

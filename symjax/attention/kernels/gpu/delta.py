@@ -1,22 +1,31 @@
-"""The delta rule, with a decay a head or a channel, on NVIDIA GPUs.
+"""The delta rule, with a decay for each head or each channel, on NVIDIA GPUs.
 
-With P the faded products of a chunk's keys with earlier ones, and X = v − k S, token t
-misses w_t at its key and writes u_t = β_t w_t:
+Let P be the faded products of a chunk's keys with earlier keys of the chunk, S the
+state before the chunk, and X = v − k S (k faded from the start of the chunk). The error
+w_t of token t is its value minus what its key reads of the state before it, and the
+token writes u_t = β_t w_t:
 
-    w + P β w = X,  so that  w = X − R β X  with the resolvent R = P (I + β P)⁻¹
+    w + P β w = X,   so that   w = X − R β X   with the resolvent   R = P (I + β P)⁻¹
 
-R of blocks of 2, 4 … 64 tokens comes from those of half the size, with C the pairs of P
-between them: R + (I − R β) C (I − β R). Where keys are nearly equal R β X takes away
-most of X, so that these products keep 16 bits, as on a TPU.
+The resolvents of blocks of 2, 4 … 64 tokens come from those of half the size: with C
+the pairs of P between two halves, R + (I − R β) C (I − β R). Where keys are nearly
+equal R β X cancels most of X, so these products keep 16 bits, as on a TPU.
 
-Backward, with d what changes by u in the rows of the chunk and in the state after it,
-the gradient of u is r = d − Rᵀ β d. `gpu_delta_gradients` has what follows from it.
+Forward has three kernels:
 
-Gradients of the delta rule on NVIDIA GPUs, of all chunks side by side.
+- `_resolve`: a program computes the resolvent of one chunk of one key head;
+- `_pass_forward`: a program holds all rows and `COLUMNS` columns of a key head's state
+  in registers, visits the chunks in order, and writes the state before each chunk and
+  the errors of its tokens;
+- `_forward_chunk`: a program computes the output of one chunk of one query head, as in
+  gated linear attention with the values u.
 
-With w what tokens miss, u = β w what they write, and r the gradient of u, that of
-values is β r, that of β is r·w, and a key asks its state like a query whose row has the
-gradient −β r.
+Backward starts with the pass in reverse time, `_pass_backward`. With d the gradient of
+u by the rows of the chunk and the state after it, the gradient of u is r = d − Rᵀ β d.
+Then all chunks run in parallel (`_gradients`): the gradient of values is β r, the
+gradient of β is r·w, and a key reads its state like a query whose output has the
+gradient −β r. The backward pass reads states, errors, scores and resolvents as the
+forward pass stored them, and recomputes decays only.
 """
 
 from collections.abc import Sequence
@@ -33,162 +42,27 @@ from symjax.attention.kernels.gpu.chunks import (
     BY_LAST,
     CHUNK,
     TRANSPOSED,
-    all_numbers,
     all_pairs,
+    all_scalars,
     all_states,
     all_tokens,
-    call,
+    call_kernel,
+    decay_sums,
     dot,
-    first_part,
+    first_block,
+    gradient_dtype,
     iota,
-    number_block,
-    own_part,
+    load_float32,
     pair_block,
+    same_block,
+    scalar_block,
     state_block,
-    summed,
-    sums_of,
     token_block,
-    wide,
 )
 from symjax.attention.kernels.gpu.gated_channels import LEVELS
 from symjax.attention.kernels.operands import in_parts
 
-
-def gradients(
-    interpret: Any,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    missing: Float[Array, "B T K V"],
-    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
-    beta: Float[Array, "B K T"],
-    change: Float[Array, "B T N V"],
-    of_written: Float[Array, "B T N V"],
-    before: Float[Array, "B K chunks H V"],
-    after: Float[Array, "B N chunks H V"],
-    scores: Float[Array, "B N T CHUNK"],
-) -> tuple[Array, ...]:
-    """Those of query, key, value, decay and β, each of query heads.
-
-    Args:
-        of_written, after: gradients, of u and of the state after each chunk.
-    """
-    batch, length, heads, size = query.shape
-    width, shared = change.shape[3], heads // key.shape[2]
-    grid = length // CHUNK, heads, batch
-    rows, numbers, pairs = token_block(width), number_block(shared), pair_block()
-    operands = [
-        (token_block(width, shared), missing),
-        (numbers, beta),
-        (rows, change),
-        (rows, of_written),
-    ]
-    dtype = summed(key, shared)
-    of_numbers = number_block(), (batch, heads, length), jnp.float32
-    results = [(rows, change.shape, dtype), of_numbers]
-    if sums.ndim == 3:
-        of_value, of_beta, of_query, of_key, of_decay = call(
-            _gradients,
-            grid,
-            [
-                *operands,
-                (token_block(size), query),
-                (token_block(size, shared), key),
-                (numbers, sums),
-                (state_block(size, width, shared), before),
-                (state_block(size, width), after),
-                (pairs, scores),
-            ],
-            [
-                *results,
-                (token_block(size), query.shape, query.dtype),
-                (token_block(size), query.shape, dtype),
-                of_numbers,
-            ],
-            warps=4,
-            interpret=interpret,
-        )
-        of_decay = jnp.swapaxes(of_decay, 1, 2)
-    else:
-        narrow = [(rows, change.shape, key.dtype), (pairs, scores.shape, key.dtype)]
-        of_value, of_beta, written, erased, of_queries, of_keys = call(
-            _of_pairs,
-            grid,
-            operands,
-            results + [x for x in narrow for _ in range(2)],
-            warps=8,
-            interpret=interpret,
-        )
-        states = before, after
-        of_query, of_key, of_decay = gated_channels.of_channels(
-            interpret,
-            (query.dtype, jnp.float32, jnp.float32),
-            *(query, key, written, sums, change, *states, of_queries),
-        )
-        asking, joined, decays = gated_channels.of_channels(
-            interpret,
-            (jnp.float32,) * 3,
-            jnp.repeat(key, shared, axis=2),
-            *(key, written, sums, erased, *states, of_keys),
-            joins=False,
-        )
-        of_key = (of_key + asking + joined).astype(dtype)
-        of_decay += decays
-    return of_query, of_key, of_value, of_decay, jnp.swapaxes(of_beta, 1, 2)
-
-
-def _of_rows(
-    missing: Any, beta: Any, of_written: Any, of_value: Any, of_beta: Any
-) -> tuple[Float[Array, "CHUNK V"], Float[Array, "CHUNK V"]]:
-    """Writes the gradients of values and β. Returns what is written to the state, and
-    the gradient of what keys read of it."""
-    dtype, strength = missing.dtype, beta[...][:, None]
-    missed, changed = wide(missing), wide(of_written)
-    of_beta[...] = (missed * changed).sum(axis=1)
-    of_value[...] = (strength * changed).astype(of_value.dtype)
-    return (strength * missed).astype(dtype), (-strength * changed).astype(dtype)
-
-
-def _of_pairs(
-    missing, beta, change, of_written,
-    of_value, of_beta, written, erased, of_queries, of_keys,
-):  # fmt: skip
-    u, e = _of_rows(missing, beta, of_written, of_value, of_beta)
-    written[...], erased[...] = u, e
-    of_queries[...] = gated_channels.mirrored(change[...], u)
-    pairs = gated_channels.mirrored(e, u)
-    of_keys[...] = jnp.where(iota(0) == iota(1), jnp.zeros_like(pairs), pairs)
-
-
-def _gradients(
-    missing, beta, change, of_written, query, key, sums, before, after, scores,
-    of_value, of_beta, of_query, of_key, of_decay,
-):  # fmt: skip
-    """A decay's gradient is the sum over what it fades: pairs across it, the state
-    before, which queries and keys ask, and keys for the state after."""
-    written, erased = _of_rows(missing, beta, of_written, of_value, of_beta)
-    of_queries, fades = gated.of_pairs(change[...], written, wide(scores), sums)
-    pairs = dot(key[...], key[...], BY_LAST) * gated.weights(sums, 1)
-    of_keys, more = gated.of_pairs(erased, written, pairs, sums, since=1)
-    block = min(BLOCK, query.shape[1])
-
-    def part(i, fades):
-        at = pl.ds(i * block, block)
-        asking, keys, state = query.at[:, at], key.at[:, at], before.at[at, :]
-        reading = gated.of_reading
-        found, read = reading(asking, keys, change[...], of_queries, sums, state)
-        of_query[:, at] = found.astype(of_query.dtype)
-        whole = dot(of_queries, asking[...], TRANSPOSED)
-        found, erases = reading(keys, keys, erased, of_keys, sums, state)
-        whole += found + dot(of_keys, keys[...], TRANSPOSED)
-        given = keys, written, sums, state, after.at[at, :]
-        found, joins = gated.of_writing(*given)
-        of_key[:, at] = (whole + found).astype(of_key.dtype)
-        return fades + read + erases + joins
-
-    of_decay[...] = jax.lax.fori_loop(0, query.shape[1] // block, part, fades + more)
-
-
-COLUMNS = 32  # of a state that a program takes through time, one of few on the GPU
+COLUMNS = 32  # of the state in a program of a pass, so that there are enough programs
 
 
 def forward(
@@ -199,50 +73,57 @@ def forward(
     log_decay: Float[Array, "B T K *H"],
     beta: Float[Array, "B T K"],
 ) -> tuple[Array, ...]:
-    """The output; of key heads the state before each chunk and what tokens miss; the
-    scores of a chunk's pairs; and of key heads their resolvent."""
+    """Return the output and the residuals.
+
+    Returns:
+        output: [B T N V].
+        before: [B K chunks H V], the state before each chunk.
+        errors: [B T K V], what the delta rule corrects at each token's key.
+        scores: [B N T CHUNK], of the pairs of a chunk.
+        resolvent: [B K T CHUNK].
+    """
     batch, length, heads, size = query.shape
     key_heads, width = value.shape[2:]
-    count, dtype, shared = length // CHUNK, value.dtype, heads // key_heads
-    sums, (of_sums, all_sums) = _sums(log_decay), _blocks(log_decay, 1)
+    count, dtype, group = length // CHUNK, value.dtype, heads // key_heads
+    sums, (sums_block, all_sums) = _sums(log_decay), _sums_blocks(log_decay, 1)
     beta = jnp.swapaxes(beta, 1, 2)
-    (resolvent,) = call(
+    (resolvent,) = call_kernel(
         _resolve,
         (count, key_heads, batch),
-        [(token_block(size), key), (of_sums, sums), (number_block(), beta)],
+        [(token_block(size), key), (sums_block, sums), (scalar_block(), beta)],
         [(pair_block(), (batch, key_heads, length, CHUNK), jnp.float32)],
         warps=4,
         interpret=interpret,
     )
     v = min(COLUMNS, width)
-    before, missing = call(
-        _advance,
+    before, errors = call_kernel(
+        _pass_forward,
         (width // v, key_heads, batch),
         [
-            (all_tokens(length, size, 1, first_part), key),
-            (all_tokens(length, v, 1, own_part), value),
+            (all_tokens(length, size, 1, first_block), key),
+            (all_tokens(length, v, 1, same_block), value),
             (all_sums, sums),
-            (all_numbers(length, 1), beta),
+            (all_scalars(length, 1), beta),
             (all_pairs(length, 1), resolvent),
         ],
         [
-            _states(batch, count, key_heads, size, width, v, dtype),
-            (all_tokens(length, v, 1, own_part), value.shape, dtype),
+            _state_columns(batch, count, key_heads, size, width, v, dtype),
+            (all_tokens(length, v, 1, same_block), value.shape, dtype),
         ],
         warps=4,
         stages=_stages(log_decay),
         interpret=interpret,
     )
-    output, scores = call(
-        _rows,
+    output, scores = call_kernel(
+        _forward_chunk,
         (count, heads, batch),
         [
             (token_block(size), query),
-            (token_block(size, shared), key),
-            (token_block(width, shared), missing),
-            (_blocks(log_decay, shared)[0], sums),
-            (number_block(shared), beta),
-            (state_block(size, width, shared), before),
+            (token_block(size, group), key),
+            (token_block(width, group), errors),
+            (_sums_blocks(log_decay, group)[0], sums),
+            (scalar_block(group), beta),
+            (state_block(size, width, group), before),
         ],
         [
             (token_block(width), (batch, length, heads, width), dtype),
@@ -251,40 +132,57 @@ def forward(
         warps=4,
         interpret=interpret,
     )
-    return output, before, missing, scores, resolvent
+    return output, before, errors, scores, resolvent
 
 
 def _sums(
     log_decay: Float[Array, "B T K *H"],
 ) -> Float[Array, "B T K H"] | Float[Array, "B K T"]:
-    sums = sums_of(log_decay)
+    sums = decay_sums(log_decay)
     return jnp.swapaxes(sums, 1, 2) if sums.ndim == 3 else sums
 
 
-def _blocks(log_decay: Float[Array, "B T K *H"], shared: int) -> tuple[Any, Any]:
-    """Of the sums of decays: those of a chunk, and of all time."""
+def _sums_blocks(log_decay: Float[Array, "B T K *H"], group: int) -> tuple[Any, Any]:
+    """Return the blocks of `_sums` of one chunk and of all time."""
     length = log_decay.shape[1]
     if log_decay.ndim == 3:
-        return number_block(shared), all_numbers(length, shared)
+        return scalar_block(group), all_scalars(length, group)
     size = log_decay.shape[3]
-    every = all_tokens(length, size, shared, first_part)
-    return token_block(size, shared), every
+    return token_block(size, group), all_tokens(length, size, group, first_block)
 
 
 def _stages(log_decay: Float[Array, "B T K *H"]) -> int:
-    """How many chunks are loaded at a time, in the 99 KiB that smaller GPUs have."""
+    """Return how many chunks are loaded at a time into shared memory, of which smaller
+    GPUs have 99 KiB."""
     return 2 if log_decay.ndim == 3 else 1
 
 
-def _states(
+def _state_columns(
     batch: int, count: int, heads: int, size: int, width: int, v: int, dtype: Any
 ) -> tuple:
-    """Of programs that have all rows of a state and v of its columns."""
-    block = all_states(count, size, v, first_part, own_part)
+    """Return a result of `call_kernel`: states, of which a program has all rows and v
+    of the columns."""
+    block = all_states(count, size, v, first_block, same_block)
     return block, (batch, heads, count, size, width), dtype
 
 
-def _form(sums: Any) -> Any:
+def _resolve(key, sums, beta, resolvent):
+    """Write the resolvent of a chunk, from blocks of 2 tokens to all 64."""
+    pairs = _gated(sums).pair_scores(key, key, sums)
+    differing, strength = iota(0) ^ iota(1), beta[...][None, :]
+    found = jnp.where(differing == 1, pairs, 0.0)
+
+    def double(level, found):
+        corner = jnp.where(differing >> level == 1, pairs, 0.0)
+        corner -= _precise_dot(corner * strength, found)
+        return found + corner - _precise_dot(found * strength, corner)
+
+    found = jax.lax.fori_loop(1, LEVELS, double, found)
+    resolvent[...] = found
+
+
+def _gated(sums: Any) -> Any:
+    """Return the module with the products of these decays."""
     return gated_channels if _by_channel(sums) else gated
 
 
@@ -292,23 +190,43 @@ def _by_channel(sums: Any) -> bool:
     return len(sums.shape) == 2
 
 
-def _resolve(key, sums, beta, resolvent):
-    pairs = _form(sums).scores_of(key, key, sums)
-    apart, strength = iota(0) ^ iota(1), beta[...][None, :]
-    found = jnp.where(apart == 1, pairs, 0.0)
+def _precise_dot(
+    left: Float[Array, "CHUNK CHUNK"],
+    right: Float[Array, "CHUNK _"],
+    contract: tuple = ((1,), (0,)),
+) -> Float[Array, "CHUNK _"]:
+    """Multiply float32 arrays with 16 of their 24 bits: three products of bfloat16."""
+    (left_high, left_low), (right_high, right_low) = (
+        in_parts(x, 2) for x in (left, right)
+    )
+    found = dot(left_high, right_low, contract) + dot(left_low, right_high, contract)
+    return found + dot(left_high, right_high, contract)
 
-    def step(level, found):
-        corner = jnp.where(apart >> level == 1, pairs, 0.0)
-        corner -= _closely(corner * strength, found)
-        return found + corner - _closely(found * strength, corner)
 
-    found = jax.lax.fori_loop(1, LEVELS, step, found)
-    resolvent[...] = found
+def _pass_forward(key, value, sums, beta, resolvent, before, errors):
+    """Write the state before each chunk and the errors of its tokens."""
+    dtype = value.dtype
+
+    def add_chunk(i, state):
+        here, since, until, through, strength = _load_chunk(i, sums, beta)
+        keys, rounded = key[here, :], state.astype(dtype)
+        before[i] = rounded
+        found = value[here, :].astype(jnp.float32) - dot(_times(keys, since), rounded)
+        found -= _precise_dot(resolvent[here, :], strength * found)
+        errors[here, :] = found.astype(dtype)
+        written = (strength * found).astype(dtype)
+        return state * through + dot(_times(keys, until), written, TRANSPOSED)
+
+    state = jnp.zeros((key.shape[1], value.shape[1]), jnp.float32)
+    jax.lax.fori_loop(0, before.shape[0], add_chunk, state)
 
 
-def _chunk(i: Any, sums: Any, beta: Any) -> tuple[Any, Array, Array, Array, Array]:
-    """Where a chunk is in time; of its tokens the decays since its start and until its
-    end, all of them, and β."""
+def _load_chunk(i: Any, sums: Any, beta: Any) -> tuple[Any, Array, Array, Array, Array]:
+    """Return the slice of chunk i in time, its decays, and β [CHUNK 1].
+
+    The decays are from the start of the chunk through each token, from each token to
+    the end of the chunk, and from the start to the end.
+    """
     here, end = pl.ds(i * CHUNK, CHUNK), i * CHUNK + CHUNK - 1
     if _by_channel(sums):
         since, last = sums[here, :], sums[end, :]
@@ -320,112 +238,250 @@ def _chunk(i: Any, sums: Any, beta: Any) -> tuple[Any, Array, Array, Array, Arra
     return here, since, until, through, beta[here][:, None]
 
 
-def _closely(
-    a: Float[Array, "CHUNK CHUNK"],
-    b: Float[Array, "CHUNK _"],
-    contract: tuple = ((1,), (0,)),
-) -> Float[Array, "CHUNK _"]:
-    """The product of float32 arrays with 16 of their 24 bits, in three of bfloat16."""
-    (high, low), (much, little) = (in_parts(x, 2) for x in (a, b))
-    found = dot(high, little, contract) + dot(low, much, contract)
-    return found + dot(high, much, contract)
-
-
 def _times(x: Array, factor: Array) -> Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def _advance(key, value, sums, beta, resolvent, before, missing):
-    dtype = value.dtype
-
-    def step(i, state):
-        here, since, until, through, strength = _chunk(i, sums, beta)
-        keys, kept = key[here, :], state.astype(dtype)
-        before[i] = kept
-        found = value[here, :].astype(jnp.float32) - dot(_times(keys, since), kept)
-        found -= _closely(resolvent[here, :], strength * found)
-        missing[here, :] = found.astype(dtype)
-        new = (strength * found).astype(dtype)
-        return state * through + dot(_times(keys, until), new, TRANSPOSED)
-
-    state = jnp.zeros((key.shape[1], value.shape[1]), jnp.float32)
-    jax.lax.fori_loop(0, before.shape[0], step, state)
-
-
-def _rows(query, key, missing, sums, beta, before, output, kept):
-    written = _times(missing[...], beta[...][:, None])
-    _form(sums).write_rows(query, key, written, sums, before, output, kept)
+def _forward_chunk(query, key, errors, sums, beta, before, output, stored_scores):
+    written = _times(errors[...], beta[...][:, None])
+    write = _gated(sums).write_output
+    write(query, key, written, sums, before, output, stored_scores)
 
 
 def backward(
     interpret: Any,
-    given: Sequence[Array],
-    kept: Sequence[Array],
-    change: Float[Array, "B T N V"],
+    operands: Sequence[Array],
+    residuals: Sequence[Array],
+    output_gradient: Float[Array, "B T N V"],
 ) -> tuple[Array, ...]:
-    """Gradients of the five operands given to `forward`, each of query heads."""
-    query, key, value, log_decay, beta = given
-    before, missing, scores, resolvent = kept
+    """Return the gradients of the operands of `forward`, one for each query head.
+
+    Args:
+        residuals: the other results of `forward`.
+    """
+    query, key, value, log_decay, beta = operands
+    before, errors, scores, resolvent = residuals
     batch, length, heads, size = query.shape
-    width, shared = value.shape[3], heads // key.shape[2]
+    width, group = value.shape[3], heads // key.shape[2]
     dtype = value.dtype
-    sums, (_, all_sums) = _sums(log_decay), _blocks(log_decay, shared)
+    sums, (_, all_sums) = _sums(log_decay), _sums_blocks(log_decay, group)
     beta = jnp.swapaxes(beta, 1, 2)
     v = min(COLUMNS, width)
-    after, of_written = call(
-        _return,
+    after, written_gradient = call_kernel(
+        _pass_backward,
         (width // v, heads, batch),
         [
-            (all_tokens(length, size, 1, first_part), query),
-            (all_tokens(length, size, shared, first_part), key),
+            (all_tokens(length, size, 1, first_block), query),
+            (all_tokens(length, size, group, first_block), key),
             (all_sums, sums),
-            (all_numbers(length, shared), beta),
-            (all_tokens(length, v, 1, own_part), change),
+            (all_scalars(length, group), beta),
+            (all_tokens(length, v, 1, same_block), output_gradient),
             (all_pairs(length, 1), scores),
-            (all_pairs(length, shared), resolvent),
+            (all_pairs(length, group), resolvent),
         ],
         [
-            _states(batch, length // CHUNK, heads, size, width, v, dtype),
-            (all_tokens(length, v, 1, own_part), change.shape, dtype),
+            _state_columns(batch, length // CHUNK, heads, size, width, v, dtype),
+            (all_tokens(length, v, 1, same_block), output_gradient.shape, dtype),
         ],
         warps=4,
         stages=_stages(log_decay),
         interpret=interpret,
     )
-    return gradients(
+    return _gradients(
         interpret,
-        query,
-        key,
-        missing,
-        sums,
-        beta,
-        change,
-        of_written,
-        before,
-        after,
-        scores,
+        *(query, key, errors, sums, beta, output_gradient, written_gradient),
+        *(before, after, scores),
     )
 
 
-def _return(
-    query, key, sums, beta, change, scores, resolvent, after, of_written
+def _pass_backward(
+    query, key, sums, beta, output_gradient, scores, resolvent, after, written_gradient
 ):  # fmt: skip
-    """after: the gradient of the state after each chunk."""
-    dtype = change.dtype
+    """Write the gradients of the state after each chunk and of what tokens write."""
+    dtype = output_gradient.dtype
 
-    def step(i, grown):
+    def add_chunk(i, state):
         i = after.shape[0] - 1 - i
-        here, since, until, through, strength = _chunk(i, sums, beta)
-        keys, asked, kept = key[here, :], change[here, :], grown.astype(dtype)
-        after[i] = kept
-        found = dot(_times(keys, until), kept)
-        found += dot(scores[here, :], asked, TRANSPOSED)
-        found -= _closely(resolvent[here, :], strength * found, TRANSPOSED)
-        of_written[here, :] = found.astype(dtype)
+        here, since, until, through, strength = _load_chunk(i, sums, beta)
+        keys, rows = key[here, :], output_gradient[here, :]
+        rounded = state.astype(dtype)
+        after[i] = rounded
+        found = dot(_times(keys, until), rounded)
+        found += dot(scores[here, :], rows, TRANSPOSED)
+        found -= _precise_dot(resolvent[here, :], strength * found, TRANSPOSED)
+        written_gradient[here, :] = found.astype(dtype)
         erased = (strength * found).astype(dtype)
-        grown *= through
-        grown += dot(_times(query[here, :], since), asked, TRANSPOSED)
-        return grown - dot(_times(keys, since), erased, TRANSPOSED)
+        state *= through
+        state += dot(_times(query[here, :], since), rows, TRANSPOSED)
+        return state - dot(_times(keys, since), erased, TRANSPOSED)
 
-    grown = jnp.zeros((key.shape[1], change.shape[1]), jnp.float32)
-    jax.lax.fori_loop(0, after.shape[0], step, grown)
+    state = jnp.zeros((key.shape[1], output_gradient.shape[1]), jnp.float32)
+    jax.lax.fori_loop(0, after.shape[0], add_chunk, state)
+
+
+def _gradients(
+    interpret: Any,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    errors: Float[Array, "B T K V"],
+    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
+    beta: Float[Array, "B K T"],
+    output_gradient: Float[Array, "B T N V"],
+    written_gradient: Float[Array, "B T N V"],
+    before: Float[Array, "B K chunks H V"],
+    after: Float[Array, "B N chunks H V"],
+    scores: Float[Array, "B N T CHUNK"],
+) -> tuple[Array, ...]:
+    """Return the gradients of query, key, value, decay and β, all chunks in parallel.
+
+    Decays a head take one kernel. Decays a channel take three: one for values, β and
+    pairs (`_values_and_pairs`), and `channel_gradients` twice, for queries that read
+    the state and for keys that read it.
+
+    Args:
+        after: the gradient of the state after each chunk.
+    """
+    batch, length, heads, size = query.shape
+    width, group = output_gradient.shape[3], heads // key.shape[2]
+    grid = length // CHUNK, heads, batch
+    rows, scalars, pairs = token_block(width), scalar_block(group), pair_block()
+    operands = [
+        (token_block(width, group), errors),
+        (scalars, beta),
+        (rows, output_gradient),
+        (rows, written_gradient),
+    ]
+    dtype = gradient_dtype(key, group)
+    one_per_token = scalar_block(), (batch, heads, length), jnp.float32
+    results = [(rows, output_gradient.shape, dtype), one_per_token]
+    if sums.ndim == 3:
+        (
+            value_gradient, beta_gradient, query_gradient, key_gradient, decay_gradient
+        ) = call_kernel(
+            _backward_chunk,
+            grid,
+            [
+                *operands,
+                (token_block(size), query),
+                (token_block(size, group), key),
+                (scalars, sums),
+                (state_block(size, width, group), before),
+                (state_block(size, width), after),
+                (pairs, scores),
+            ],
+            [
+                *results,
+                (token_block(size), query.shape, query.dtype),
+                (token_block(size), query.shape, dtype),
+                one_per_token,
+            ],
+            warps=4,
+            interpret=interpret,
+        )  # fmt: skip
+        decay_gradient = jnp.swapaxes(decay_gradient, 1, 2)
+    else:
+        like_rows = rows, output_gradient.shape, key.dtype
+        like_pairs = pairs, scores.shape, key.dtype
+        value_gradient, beta_gradient, written, erased, by_queries, by_keys = (
+            call_kernel(
+                _values_and_pairs,
+                grid,
+                operands,
+                [*results, like_rows, like_rows, like_pairs, like_pairs],
+                warps=8,
+                interpret=interpret,
+            )
+        )
+        states = before, after
+        query_gradient, key_gradient, decay_gradient = gated_channels.channel_gradients(
+            interpret,
+            (query.dtype, jnp.float32, jnp.float32),
+            *(query, key, written, sums, output_gradient, *states, by_queries),
+        )
+        as_queries, as_keys, decays = gated_channels.channel_gradients(
+            interpret,
+            (jnp.float32,) * 3,
+            jnp.repeat(key, group, axis=2),
+            *(key, written, sums, erased, *states, by_keys),
+            joins=False,
+        )
+        key_gradient = (key_gradient + as_queries + as_keys).astype(dtype)
+        decay_gradient += decays
+    beta_gradient = jnp.swapaxes(beta_gradient, 1, 2)
+    return query_gradient, key_gradient, value_gradient, decay_gradient, beta_gradient
+
+
+def _write_values_and_beta(
+    errors: Any,
+    beta: Any,
+    written_gradient: Any,
+    value_gradient: Any,
+    beta_gradient: Any,
+) -> tuple[Float[Array, "CHUNK V"], Float[Array, "CHUNK V"]]:
+    """Write the gradients of values and β.
+
+    Returns:
+        What tokens write to the state, and the gradient of what keys read of it.
+    """
+    dtype, strength = errors.dtype, beta[...][:, None]
+    missed, changed = load_float32(errors), load_float32(written_gradient)
+    beta_gradient[...] = (missed * changed).sum(axis=1)
+    value_gradient[...] = (strength * changed).astype(value_gradient.dtype)
+    return (strength * missed).astype(dtype), (-strength * changed).astype(dtype)
+
+
+def _values_and_pairs(
+    errors, beta, output_gradient, written_gradient,
+    value_gradient, beta_gradient, written, erased, by_queries, by_keys,
+):  # fmt: skip
+    """Write the gradients of values and β, what tokens write, the gradient of what keys
+    read, and the mirrored gradients of pairs of queries and keys, and of two keys."""
+    u, e = _write_values_and_beta(
+        errors, beta, written_gradient, value_gradient, beta_gradient
+    )
+    written[...], erased[...] = u, e
+    by_queries[...] = gated_channels.mirrored_gradients(output_gradient[...], u)
+    pairs = gated_channels.mirrored_gradients(e, u)
+    by_keys[...] = jnp.where(iota(0) == iota(1), jnp.zeros_like(pairs), pairs)
+
+
+def _backward_chunk(
+    errors, beta, output_gradient, written_gradient, query, key, sums, before, after,
+    scores, value_gradient, beta_gradient, query_gradient, key_gradient, decay_gradient,
+):  # fmt: skip
+    """Write the gradients of a chunk, with a decay for each head.
+
+    A decay's gradient is the sum over all that it multiplies: pairs of an earlier and a
+    later token, the state before the chunk as queries and keys read it, and keys on
+    their way to the state after the chunk. Channels go block by block.
+    """
+    written, erased = _write_values_and_beta(
+        errors, beta, written_gradient, value_gradient, beta_gradient
+    )
+    by_queries, by_decay = gated.pair_gradients(
+        output_gradient[...], written, load_float32(scores), sums
+    )
+    pairs = dot(key[...], key[...], BY_LAST) * gated.pair_decays(sums, 1)
+    by_keys, more = gated.pair_gradients(erased, written, pairs, sums, distance=1)
+    block = min(BLOCK, query.shape[1])
+
+    def write_channels(i, by_decay):
+        at = pl.ds(i * block, block)
+        queries, keys, state = query.at[:, at], key.at[:, at], before.at[at, :]
+        reading = gated.reading_gradients
+        found, read = reading(
+            queries, keys, output_gradient[...], by_queries, sums, state
+        )
+        query_gradient[:, at] = found.astype(query_gradient.dtype)
+        total = dot(by_queries, queries[...], TRANSPOSED)
+        found, erases = reading(keys, keys, erased, by_keys, sums, state)
+        total += found + dot(by_keys, keys[...], TRANSPOSED)
+        found, joins = gated.writing_gradients(
+            keys, written, sums, state, after.at[at, :]
+        )
+        key_gradient[:, at] = (total + found).astype(key_gradient.dtype)
+        return by_decay + read + erases + joins
+
+    decay_gradient[...] = jax.lax.fori_loop(
+        0, query.shape[1] // block, write_channels, by_decay + more
+    )

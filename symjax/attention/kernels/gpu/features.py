@@ -2,11 +2,21 @@
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-Of exponents a row refers to the largest beside those of its chunk's keys and of the
-state, which is its shift. It may lose the keys that it sees to a later one that way,
-and its denominator tells.
+`states.states_before` gives the state before each chunk, and backward `states_after`
+the gradient of the state after each chunk. The two kernels here run all chunks in
+parallel. A program computes one chunk of one query head and goes through the features
+by blocks of `BLOCK`:
 
-All chunks stand side by side, and go from block to block of features.
+- forward (`_forward_chunk`): it keeps numerators [CHUNK V], scores [CHUNK CHUNK] and
+  denominators [CHUNK] in registers and adds to all of them block by block;
+- backward (`_backward_chunk`): it recomputes the weights of queries and keys from the
+  stored shifts and denominators, and reads the stored scores.
+
+Features may be given as exponents (`Form`). The weights of a row then are relative to
+its shift: the largest sum of an exponent of the query and the same exponent of the
+state or of any key of the chunk. This may be a key after the row, so that the keys
+which the row sees may underflow. The denominator of such a row is tiny, which tells the
+caller to compute it again.
 """
 
 from functools import partial
@@ -23,35 +33,36 @@ from symjax.attention.kernels.gpu.chunks import (
     BY_LAST,
     CHUNK,
     TRANSPOSED,
-    call,
+    call_kernel,
     dot,
-    number_block,
+    gradient_dtype,
+    load_float32,
     pair_block,
+    scalar_block,
     state_block,
-    summed,
     token_block,
-    wide,
 )
-from symjax.attention.kernels.gpu.states import (
+from symjax.attention.kernels.gpu.feature_operands import (
     Form,
     Ids,
-    States,
-    of_chunk,
     rounded,
-    seen_in_chunk,
+    visible_in_chunk,
+)
+from symjax.attention.kernels.gpu.states import (
+    FeatureStates,
+    chunk_vector,
     states_after,
     states_before,
 )
 
 
 class Kept(NamedTuple):
-    """What the gradient needs. The denominator of a row is of weights that its shift
-    made at most 1."""
+    """Residuals of the forward pass."""
 
-    states: States
+    states: FeatureStates
     shift: Float[Array, "B N T"]
-    denominator: Float[Array, "B N T"]
-    output: Float[Array, "B T N V"]  # not rounded
+    denominator: Float[Array, "B N T"]  # of weights relative to the shift
+    output: Float[Array, "B T N V"]  # in float32
     scores: Float[Array, "B N T CHUNK"]
 
 
@@ -64,114 +75,78 @@ def forward(
     *,
     keep: bool,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Kept | None]:
-    """The output, its denominators, and what to keep. A row that sees nothing is 0.
+    """Return the output, its denominators, and the residuals.
 
-    T is a multiple of `CHUNK`, and M of a block.
+    A row that sees nothing is 0. T is a multiple of `CHUNK`, and M of a block.
+
+    Args:
+        keep: whether to return residuals; else None.
     """
     batch, length, heads, size = query.shape
-    width, shared = value.shape[3], heads // key.shape[2]
+    width, group = value.shape[3], heads // key.shape[2]
     states = states_before(form, key, value, ids)
     rows, shape = (batch, heads, length), (batch, length, heads, width)
-    more = [
+    residuals = [
         (token_block(width), shape, jnp.float32),
         (pair_block(), (*rows, CHUNK), jnp.float32),
     ]
-    output, shift, denominator, *found = call(
-        partial(_rows, form),
+    output, shift, denominator, *stored = call_kernel(
+        partial(_forward_chunk, form),
         (length // CHUNK, heads, batch),
         [
             (token_block(size), query),
-            (token_block(size, shared), key),
-            (token_block(width, shared), value),
+            (token_block(size, group), key),
+            (token_block(width, group), value),
             *ids.operands(),
-            *_of_states(states, shared),
+            *_state_operands(states, group),
         ],
         [
             (token_block(width), shape, value.dtype),
-            (number_block(), rows, jnp.float32),
-            (number_block(), rows, jnp.float32),
-            *(more if keep else []),
+            (scalar_block(), rows, jnp.float32),
+            (scalar_block(), rows, jnp.float32),
+            *(residuals if keep else []),
         ],
         warps=4,
         interpret=form.interpret,
     )
-    kept = Kept(states, shift, denominator, *found) if keep else None
+    kept = Kept(states, shift, denominator, *stored) if keep else None
     return output, denominator, kept
 
 
-def backward(
-    form: Form,
-    query: Float[Array, "B T N M"],
-    key: Float[Array, "B T K M"],
-    value: Float[Array, "B T K V"],
-    ids: Ids,
-    kept: Kept,
-    change: Float[Array, "B T N V"],
-) -> list[Array]:
-    """Gradients of queries, keys and values, each of query heads."""
-    batch, length, heads, size = query.shape
-    width, shared = value.shape[3], heads // key.shape[2]
-    states, shift, denominator, output, scores = kept
-    mean = (change.astype(jnp.float32) * output).sum(axis=3)
-    rows = jnp.swapaxes(mean, 1, 2), shift, form.inverse(denominator)
-    after = states_after(form, query, change, ids, states, rows)
-    return call(
-        partial(_gradients, form),
-        (length // CHUNK, heads, batch),
-        [
-            (token_block(size), query),
-            (token_block(size, shared), key),
-            (token_block(width, shared), value),
-            (token_block(width), change),
-            *((number_block(), x) for x in rows),
-            (pair_block(), scores),
-            *ids.operands(),
-            *_of_states(states, shared),
-            (of_chunk(size, shared, later=1), states.highest),
-            (state_block(size, width), after.sums),
-            (of_chunk(size), after.total),
-        ],
-        [
-            (token_block(size), query.shape, query.dtype),
-            (token_block(size), query.shape, summed(key, shared)),
-            (token_block(width), change.shape, summed(value, shared)),
-        ],
-        warps=8,
-        interpret=form.interpret,
-    )
-
-
-def _of_states(states: States, shared: int) -> list[tuple[Any, Array]]:
+def _state_operands(states: FeatureStates, group: int) -> list[tuple[Any, Array]]:
     size, width = states.sums.shape[3:]
-    numbers = of_chunk(size, shared)
+    vector = chunk_vector(size, group)
     return [
-        (state_block(size, width, shared), states.sums),
-        (numbers, states.total),
-        (numbers, states.highest),
+        (state_block(size, width, group), states.sums),
+        (vector, states.total),
+        (vector, states.highest),
     ]
 
 
-def _rows(
-    form, query, key, value, segment, shown, before, totals, maxima,
-    output, shifts, denominators, *kept,
+def _forward_chunk(
+    form, query, key, value, query_segment, key_segment, before, totals, maxima,
+    output, shifts, denominators, *residuals,
 ):  # fmt: skip
-    """Weights of pairs and what is read of the state, by one block of features after
-    the other: where one raises a row's shift, what was found so far shrinks."""
-    pairs, reaches, _, continues = seen_in_chunk(segment, shown)
+    """Write the output, shifts and denominators of a chunk.
+
+    A block of features that raises the shift of a row rescales what the row has so far,
+    as online softmax does.
+    """
+    pairs, reaches, _, continues = visible_in_chunk(query_segment, key_segment)
     block = min(BLOCK, query.shape[1])
 
-    def part(i, found):
+    def add_features(i, found):
         rows, scores, denominator, shift = found
         at = pl.ds(i * block, block)
-        x, y = wide(query.at[:, at]), wide(key.at[:, at])
-        since = jnp.where(continues, maxima[at], form.nothing)
-        highest = finite(form.highest(y, since, 0))[None, :]
+        x, y = load_float32(query.at[:, at]), load_float32(key.at[:, at])
+        in_state = jnp.where(continues, maxima[at], form.nothing)
+        highest = finite(form.highest(y, in_state, 0))[None, :]
         raised = form.highest(x + highest, shift, 1)
         fade = jnp.exp(shift - finite(raised))[:, None]
-        row = form.asking(x, highest, finite(raised)[:, None])
-        column = rounded(form.asked(y, highest))
+        row = form.query_weights(x, highest, finite(raised)[:, None])
+        column = rounded(form.key_weights(y, highest))
         scores = scores * fade + dot(rounded(row), column, BY_LAST)
-        row = jnp.where(reaches, row * jnp.exp(since[None, :] - highest), 0.0)
+        row = jnp.where(reaches, row * jnp.exp(in_state[None, :] - highest), 0.0)
         row = rounded(row)
         rows = rows * fade + dot(row, jnp.where(continues, before[at, :], 0.0))
         read = row * jnp.where(continues, totals[at], 0.0)[None, :]
@@ -184,100 +159,165 @@ def _rows(
         jnp.zeros((CHUNK,), jnp.float32),
         _first_shift(form, query, block),
     )
-    found = jax.lax.fori_loop(0, query.shape[1] // block, part, start)
+    found = jax.lax.fori_loop(0, query.shape[1] // block, add_features, start)
     rows, scores, denominator, shift = found
     scores = rounded(jnp.where(pairs, scores, 0.0))
-    rows += dot(scores, wide(value))
+    rows += dot(scores, load_float32(value))
     denominator += scores.sum(axis=1)
     rows *= form.inverse(denominator)[:, None]
     output[...] = rows.astype(output.dtype)
     shifts[...], denominators[...] = finite(shift), denominator
-    for ref, x in zip(kept, (rows, scores), strict=False):
+    for ref, x in zip(residuals, (rows, scores), strict=False):
         ref[...] = x
 
 
 def _first_shift(form, query, block: int) -> Float[Array, " CHUNK"]:
-    """The largest feature of each query, by which all are divided: products of features
-    would leave float32 long before they do. It cancels."""
+    """Return the shift of each row before the first block of features.
+
+    It is −∞ for exponents. For features that are never negative it is the divisor of
+    the row, the largest feature of the query: products of features would leave float32
+    long before the features do. The divisor cancels in the output.
+    """
     if form.exponents:
         return jnp.full((CHUNK,), -jnp.inf, jnp.float32)
     if form.bounded:
         return jnp.ones((CHUNK,), jnp.float32)
 
-    def part(i, largest):
-        features = form.of(wide(query.at[:, pl.ds(i * block, block)]))
+    def largest_of(i, largest):
+        features = form.features_of(load_float32(query.at[:, pl.ds(i * block, block)]))
         return jnp.maximum(largest, features.max(axis=1))
 
     largest = jnp.zeros((CHUNK,), jnp.float32)
-    largest = jax.lax.fori_loop(0, query.shape[1] // block, part, largest)
+    largest = jax.lax.fori_loop(0, query.shape[1] // block, largest_of, largest)
     return jnp.where(largest > 0, largest, 1.0)
 
 
-def _gradients(
-    form, query, key, value, change, mean, shift, inverse, scores, segment, shown,
-    before, totals, maxima, until, after, of_totals,
-    of_query, of_key, of_value,
+def backward(
+    form: Form,
+    query: Float[Array, "B T N M"],
+    key: Float[Array, "B T K M"],
+    value: Float[Array, "B T K V"],
+    ids: Ids,
+    kept: Kept,
+    output_gradient: Float[Array, "B T N V"],
+) -> list[Array]:
+    """Return the gradients of queries, keys and values, one for each query head."""
+    batch, length, heads, size = query.shape
+    width, group = value.shape[3], heads // key.shape[2]
+    states, shift, denominator, output, scores = kept
+    mean = (output_gradient.astype(jnp.float32) * output).sum(axis=3)
+    rows = jnp.swapaxes(mean, 1, 2), shift, form.inverse(denominator)
+    after = states_after(form, query, output_gradient, ids, states, rows)
+    return call_kernel(
+        partial(_backward_chunk, form),
+        (length // CHUNK, heads, batch),
+        [
+            (token_block(size), query),
+            (token_block(size, group), key),
+            (token_block(width, group), value),
+            (token_block(width), output_gradient),
+            *((scalar_block(), x) for x in rows),
+            (pair_block(), scores),
+            *ids.operands(),
+            *_state_operands(states, group),
+            (chunk_vector(size, group, later=1), states.highest),
+            (state_block(size, width), after.sums),
+            (chunk_vector(size), after.total),
+        ],
+        [
+            (token_block(size), query.shape, query.dtype),
+            (token_block(size), query.shape, gradient_dtype(key, group)),
+            (token_block(width), output_gradient.shape, gradient_dtype(value, group)),
+        ],
+        warps=8,
+        interpret=form.interpret,
+    )
+
+
+def _backward_chunk(
+    form, query, key, value, output_gradient, mean, shift, inverse, scores,
+    query_segment, key_segment, before, totals, maxima, maxima_after, after,
+    totals_gradient, query_gradient, key_gradient, value_gradient,
 ):  # fmt: skip
-    """maxima, until: the largest exponents before and after the chunk.
+    """Write the gradients of a chunk.
 
-    What a program loads again, and in parts, is what registers do not hold. Changes
-    meet denominators first, or their products with features would leave float32.
+    The program loads queries, keys and values block by block, some of them twice, since
+    registers do not hold all of them. It scales the output's gradient by the power of
+    two in 1 / denominator first: products with features alone could leave float32.
+
+    Args:
+        mean: Σ output · its gradient of each row.
+        maxima, maxima_after: the largest exponents before and after the chunk.
+        before: sums of the state before the chunk, and `totals` its totals.
+        after: the gradients of the sums after the chunk, and `totals_gradient` of the
+            totals.
     """
-    pairs, reaches, joins, continues = seen_in_chunk(segment, shown)
+    visible = visible_in_chunk(query_segment, key_segment)
+    pairs, reaches, joins, continues = visible
     mean, shift, inverse = (x[...][:, None] for x in (mean, shift, inverse))
-    power, rest = _in_powers(inverse)
+    power, rest = _split_power(inverse)
     mean *= power
-    weighed = dot(wide(change) * power, wide(value), BY_LAST) - mean
-    weighed = rounded(jnp.where(pairs, weighed, 0.0))
-    block, some = min(BLOCK, query.shape[1]), min(BLOCK, value.shape[1])
+    changed = load_float32(output_gradient) * power
+    by_scores = dot(changed, load_float32(value), BY_LAST) - mean
+    by_scores = rounded(jnp.where(pairs, by_scores, 0.0))
+    block, columns = min(BLOCK, query.shape[1]), min(BLOCK, value.shape[1])
 
-    def joining(at):
-        fades = form.asked(wide(key.at[:, at]), finite(until[at])[None, :])
-        return rounded(jnp.where(joins, fades, 0.0))
+    def joining_weights(at):
+        keys = load_float32(key.at[:, at])
+        weights = form.key_weights(keys, finite(maxima_after[at])[None, :])
+        return rounded(jnp.where(joins, weights, 0.0))
 
-    def written(i, found):
+    def add_written(i, found):
         at = pl.ds(i * block, block)
-        return found + jnp.where(joins, dot(joining(at), after[at, :]), 0.0)
+        return found + jnp.where(joins, dot(joining_weights(at), after[at, :]), 0.0)
 
-    found = dot(rounded(scores[...] * inverse), wide(change), TRANSPOSED)
-    found = jax.lax.fori_loop(0, query.shape[1] // block, written, found)
-    of_value[...] = found.astype(of_value.dtype)
+    found = dot(
+        rounded(scores[...] * inverse), load_float32(output_gradient), TRANSPOSED
+    )
+    found = jax.lax.fori_loop(0, query.shape[1] // block, add_written, found)
+    value_gradient[...] = found.astype(value_gradient.dtype)
 
-    def part(i, _):
+    def write_features(i, _):
         at = pl.ds(i * block, block)
 
-        def through_states(j, found):
-            here, (by_row, by_joining) = pl.ds(j * some, some), found
-            by_row += dot(wide(change.at[:, here]) * power, before[at, here], BY_LAST)
-            by_joining += dot(wide(value.at[:, here]), after[at, here], BY_LAST)
+        def add_states(j, found):
+            here, (by_row, by_joining) = pl.ds(j * columns, columns), found
+            changed = load_float32(output_gradient.at[:, here]) * power
+            by_row += dot(changed, before[at, here], BY_LAST)
+            written = load_float32(value.at[:, here])
+            by_joining += dot(written, after[at, here], BY_LAST)
             return by_row, by_joining
 
         nothing = jnp.zeros((CHUNK, block), jnp.float32)
         found = jax.lax.fori_loop(
-            0, value.shape[1] // some, through_states, (nothing, nothing)
+            0, value.shape[1] // columns, add_states, (nothing, nothing)
         )
         by_row = found[0] - mean * totals[at][None, :]
-        by_joining = found[1] + of_totals[at][None, :]
-        x, y = wide(query.at[:, at]), wide(key.at[:, at])
-        since = jnp.where(continues, maxima[at], form.nothing)
-        highest = finite(form.highest(y, since, 0))[None, :]
-        row = rounded(form.asking(x, highest, shift) * rest)
-        column = rounded(form.asked(y, highest))
-        by_row = jnp.where(reaches, by_row * jnp.exp(since[None, :] - highest), 0.0)
-        by_row += dot(weighed, column)
-        by_row = form.of_asking(by_row, x, row, rest, shift)
-        by_column = form.of_asked(dot(weighed, row, TRANSPOSED), y, column)
-        by_joining = form.of_asked(by_joining, y, joining(at))
+        by_joining = found[1] + totals_gradient[at][None, :]
+        x, y = load_float32(query.at[:, at]), load_float32(key.at[:, at])
+        in_state = jnp.where(continues, maxima[at], form.nothing)
+        highest = finite(form.highest(y, in_state, 0))[None, :]
+        row = rounded(form.query_weights(x, highest, shift) * rest)
+        column = rounded(form.key_weights(y, highest))
+        fade = jnp.exp(in_state[None, :] - highest)
+        by_row = jnp.where(reaches, by_row * fade, 0.0)
+        by_row += dot(by_scores, column)
+        by_row = form.query_gradient(by_row, x, row, rest, shift)
+        by_column = form.key_gradient(dot(by_scores, row, TRANSPOSED), y, column)
+        by_joining = form.key_gradient(by_joining, y, joining_weights(at))
         by_column += jnp.where(joins, by_joining, 0.0)
-        of_query[:, at] = by_row.astype(of_query.dtype)
-        of_key[:, at] = by_column.astype(of_key.dtype)
+        query_gradient[:, at] = by_row.astype(query_gradient.dtype)
+        key_gradient[:, at] = by_column.astype(key_gradient.dtype)
         return 0
 
-    jax.lax.fori_loop(0, query.shape[1] // block, part, 0)
+    jax.lax.fori_loop(0, query.shape[1] // block, write_features, 0)
 
 
-def _in_powers(x: Array) -> tuple[Array, Array]:
-    """A power of two, by which nothing is rounded, and what x is of it."""
+def _split_power(x: Array) -> tuple[Array, Array]:
+    """Split x ≥ 0 into a power of two, which rounds no product, and the other factor.
+
+    The factor is in [1, 2), or 0 where x is 0.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
     power = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return power, jnp.where(power > 0, x / power, 0.0)

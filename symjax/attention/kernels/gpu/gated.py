@@ -1,6 +1,20 @@
-"""Decays of a head, forward and backward, on NVIDIA GPUs: all chunks side by side."""
+"""Gated linear attention with one decay a head, forward and backward, on NVIDIA GPUs.
 
-from collections.abc import Sequence
+    S_t = exp(g_t) S_{t−1} + k_t v_tᵀ,   out_t = q_t S_t
+
+`states.decaying_states` gives the state before each chunk, and backward the gradient of
+the state after each chunk. The two kernels here run all chunks in parallel. A program
+computes one chunk of one query head:
+
+- forward (`_forward_chunk`): its rows of the output, from the state before the chunk
+  and from the scores of its pairs, which are stored for the backward pass;
+- backward (`_backward_chunk`): the gradients of its queries, keys, values and decays.
+
+The backward pass recomputes the decays. It reads the states and the scores that the
+forward pass stored, in the dtype of values.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,19 +24,18 @@ from symjax.attention.kernels.gpu.chunks import (
     BY_LAST,
     CHUNK,
     TRANSPOSED,
-    call,
-    decaying_states,
+    call_kernel,
+    decay_sums,
     dot,
+    gradient_dtype,
     iota,
-    number_block,
+    load_float32,
     pair_block,
-    rows_of,
+    scalar_block,
     state_block,
-    summed,
-    sums_of,
     token_block,
-    wide,
 )
+from symjax.attention.kernels.gpu.states import decaying_states
 
 
 def forward(
@@ -32,138 +45,211 @@ def forward(
     value: Float[Array, "B T K V"],
     log_decay: Float[Array, "B T K"],
 ) -> tuple[Array, Array, Array]:
-    """The output, the state before each chunk, and the scores of its pairs."""
-    sums = jnp.swapaxes(sums_of(log_decay), 1, 2)
-    block = number_block(query.shape[2] // key.shape[2])
-    return rows_of(_rows, interpret, query, key, value, sums, block)
+    """Return the output, the state before each chunk, and the scores of its pairs."""
+    sums = jnp.swapaxes(decay_sums(log_decay), 1, 2)
+    block = scalar_block(query.shape[2] // key.shape[2])
+    return forward_by(_forward_chunk, interpret, query, key, value, sums, block)
 
 
-def _rows(query, key, value, sums, before, output, kept):
-    write_rows(query, key, value[...], sums, before, output, kept)
+def forward_by(
+    kernel: Callable,
+    interpret: Any,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
+    sums_block: Any,
+) -> tuple[Array, Array, Array]:
+    """Return what `forward` does, for decays a head or a channel.
+
+    Args:
+        kernel: (query, key, value, sums, state, output, scores) → None, which writes
+            the output and the scores of one chunk.
+        sums_block: the block of the decays' sums that the kernel reads.
+    """
+    batch, length, heads, size = query.shape
+    width, group = value.shape[3], heads // key.shape[2]
+    before = decaying_states(key, value, sums, False, interpret)
+    output, scores = call_kernel(
+        kernel,
+        (length // CHUNK, heads, batch),
+        [
+            (token_block(size), query),
+            (token_block(size, group), key),
+            (token_block(width, group), value),
+            (sums_block, sums),
+            (state_block(size, width, group), before),
+        ],
+        [
+            (token_block(width), (batch, length, heads, width), value.dtype),
+            (pair_block(), (batch, heads, length, CHUNK), value.dtype),
+        ],
+        warps=4,
+        interpret=interpret,
+    )
+    return output, before, scores
 
 
-def scores_of(query: Any, key: Any, sums: Any) -> Float[Array, "CHUNK CHUNK"]:
-    return dot(query[...], key[...], BY_LAST) * weights(sums)
+def _forward_chunk(query, key, value, sums, before, output, stored_scores):
+    write_output(query, key, value[...], sums, before, output, stored_scores)
 
 
-def write_rows(query, key, value: Array, sums, before, output, kept) -> None:
-    scores = scores_of(query, key, sums)
-    kept[...] = scores.astype(value.dtype)
-    read = dot(query[...], before[...]) * jnp.exp2(sums[...])[:, None]
-    output[...] = (read + dot(scores.astype(value.dtype), value)).astype(value.dtype)
+def write_output(
+    query, key, written: Array, sums, before, output, stored_scores
+) -> None:
+    """Write the output and the scores of a chunk.
+
+    Args:
+        written: [CHUNK V], what each token adds to the state at its key.
+        before: the state before the chunk.
+    """
+    scores = pair_scores(query, key, sums)
+    stored_scores[...] = scores.astype(written.dtype)
+    from_state = dot(query[...], before[...]) * jnp.exp2(sums[...])[:, None]
+    from_pairs = dot(scores.astype(written.dtype), written)
+    output[...] = (from_state + from_pairs).astype(written.dtype)
 
 
-def weights(sums: Any, since: int = 0) -> Float[Array, "CHUNK CHUNK"]:
-    """What is left at each token of each one that is so long past."""
+def pair_scores(query: Any, key: Any, sums: Any) -> Float[Array, "CHUNK CHUNK"]:
+    """Return q_t·k_s times the decay from s to t, and 0 where s is after t."""
+    return dot(query[...], key[...], BY_LAST) * pair_decays(sums)
+
+
+def pair_decays(sums: Any, distance: int = 0) -> Float[Array, "CHUNK CHUNK"]:
+    """Return the decay from each earlier token [column] to each token [row].
+
+    Pairs of fewer than `distance` tokens apart are 0.
+    """
     between = jnp.exp2(sums[...][:, None] - sums[...][None, :])
-    return jnp.where(iota(0) - iota(1) >= since, between, 0.0)
+    return jnp.where(iota(0) - iota(1) >= distance, between, 0.0)
+
+
+def decay_to_end(sums: Any) -> Float[Array, "CHUNK 1"]:
+    """Return the decay from each token to the end of the chunk.
+
+    Kernels recompute it at each use, which takes fewer registers than to hold it.
+    """
+    return jnp.exp2(sums[CHUNK - 1] - sums[...])[:, None]
 
 
 def backward(
     interpret: Any,
-    given: Sequence[Array],
-    kept: Sequence[Array],
-    change: Float[Array, "B T N V"],
+    operands: Sequence[Array],
+    residuals: Sequence[Array],
+    output_gradient: Float[Array, "B T N V"],
 ) -> tuple[Array, Array, Array, Array]:
-    """Gradients of the four operands given to `forward`, each of query heads."""
-    query, key, value, log_decay = given
-    before, scores = kept
+    """Return the gradients of the operands of `forward`, one for each query head.
+
+    Args:
+        residuals: the states and the scores that `forward` returned.
+    """
+    query, key, value, log_decay = operands
+    before, scores = residuals
     batch, length, heads, size = query.shape
-    width, shared = value.shape[3], heads // key.shape[2]
-    sums = jnp.swapaxes(sums_of(log_decay), 1, 2)
-    after = decaying_states(query, change, sums, True, interpret)
-    dtype = summed(value, shared)
-    of_query, of_key, of_value, of_decay = call(
-        _gradients,
+    width, group = value.shape[3], heads // key.shape[2]
+    sums = jnp.swapaxes(decay_sums(log_decay), 1, 2)
+    after = decaying_states(query, output_gradient, sums, True, interpret)
+    dtype = gradient_dtype(value, group)
+    query_gradient, key_gradient, value_gradient, decay_gradient = call_kernel(
+        _backward_chunk,
         (length // CHUNK, heads, batch),
         [
             (token_block(size), query),
-            (token_block(size, shared), key),
-            (token_block(width, shared), value),
-            (number_block(shared), sums),
-            (token_block(width), change),
-            (state_block(size, width, shared), before),
+            (token_block(size, group), key),
+            (token_block(width, group), value),
+            (scalar_block(group), sums),
+            (token_block(width), output_gradient),
+            (state_block(size, width, group), before),
             (state_block(size, width), after),
             (pair_block(), scores),
         ],
         [
             (token_block(size), query.shape, query.dtype),
             (token_block(size), query.shape, dtype),
-            (token_block(width), change.shape, dtype),
-            (number_block(), (batch, heads, length), jnp.float32),
+            (token_block(width), output_gradient.shape, dtype),
+            (scalar_block(), (batch, heads, length), jnp.float32),
         ],
         warps=8,
         interpret=interpret,
     )
-    return of_query, of_key, of_value, jnp.swapaxes(of_decay, 1, 2)
+    decay_gradient = jnp.swapaxes(decay_gradient, 1, 2)
+    return query_gradient, key_gradient, value_gradient, decay_gradient
 
 
-def _gradients(
-    query, key, value, sums, change, before, after, scores,
-    of_query, of_key, of_value, of_decay,
+def _backward_chunk(
+    query, key, value, sums, output_gradient, before, after, scores,
+    query_gradient, key_gradient, value_gradient, decay_gradient,
 ):  # fmt: skip
-    """after: the gradient of the state after the chunk. A decay's gradient is the sum
-    over what it fades: pairs across it, the state before, keys for the state after."""
-    found = dot(key[...], after[...]) * until(sums)
-    found += dot(scores[...], change[...], TRANSPOSED)
-    of_value[...] = found.astype(of_value.dtype)
-    rows, written = change[...], value[...]
-    weighed, fades = of_pairs(rows, written, wide(scores), sums)
-    found, read = of_reading(query, key, rows, weighed, sums, before)
-    of_query[...] = found.astype(of_query.dtype)
-    found, joined = of_writing(key, written, sums, before, after)
-    found += dot(weighed, query[...], TRANSPOSED)
-    of_key[...] = found.astype(of_key.dtype)
-    of_decay[...] = fades + read + joined
+    """Write the gradients of a chunk.
+
+    A decay's gradient is the sum over all that it multiplies: pairs of an earlier and a
+    later token, the state before the chunk as queries read it, and keys on their way to
+    the state after the chunk.
+
+    Args:
+        before, after: the state before the chunk; the gradient of the state after it.
+    """
+    found = dot(key[...], after[...]) * decay_to_end(sums)
+    found += dot(scores[...], output_gradient[...], TRANSPOSED)
+    value_gradient[...] = found.astype(value_gradient.dtype)
+    rows, written = output_gradient[...], value[...]
+    products, by_pairs = pair_gradients(rows, written, load_float32(scores), sums)
+    found, by_reading = reading_gradients(query, key, rows, products, sums, before)
+    query_gradient[...] = found.astype(query_gradient.dtype)
+    found, by_writing = writing_gradients(key, written, sums, before, after)
+    found += dot(products, query[...], TRANSPOSED)
+    key_gradient[...] = found.astype(key_gradient.dtype)
+    decay_gradient[...] = by_pairs + by_reading + by_writing
 
 
-def until(sums: Any) -> Float[Array, "CHUNK 1"]:
-    """The decays after each token; made anew where used, since it takes registers."""
-    return jnp.exp2(sums[CHUNK - 1] - sums[...])[:, None]
-
-
-def of_pairs(
-    change: Float[Array, "CHUNK V"],
+def pair_gradients(
+    output_gradient: Float[Array, "CHUNK V"],
     written: Float[Array, "CHUNK V"],
     scores: Float[Array, "CHUNK CHUNK"],
     sums: Any,
-    since: int = 0,
+    distance: int = 0,
 ) -> tuple[Float[Array, "CHUNK CHUNK"], Float[Array, " CHUNK"]]:
-    """The gradients of products with keys `since` so many tokens, and of decays, by
-    that of the rows."""
+    """Return the gradients of the products q_t·k_s and of the decays by pairs.
+
+    Args:
+        distance: the least distance of a pair in tokens, as in `pair_decays`.
+    """
     row, column = iota(0), iota(1)
-    weighed = dot(change, written, BY_LAST)
-    grown = (weighed * scores).astype(written.dtype)
+    by_scores = dot(output_gradient, written, BY_LAST)
+    by_fading = (by_scores * scores).astype(written.dtype)
     later = jnp.where(row <= column, 1.0, 0.0).astype(written.dtype)
-    fades = jnp.where(column < row, dot(later, grown), 0.0).sum(axis=1)
-    return (weighed * weights(sums, since)).astype(written.dtype), fades
+    by_decays = jnp.where(column < row, dot(later, by_fading), 0.0).sum(axis=1)
+    by_products = (by_scores * pair_decays(sums, distance)).astype(written.dtype)
+    return by_products, by_decays
 
 
-def of_reading(
+def reading_gradients(
     query: Any,
     key: Any,
-    change: Float[Array, "CHUNK V"],
-    weighed: Float[Array, "CHUNK CHUNK"],
+    output_gradient: Float[Array, "CHUNK V"],
+    products_gradient: Float[Array, "CHUNK CHUNK"],
     sums: Any,
     before: Any,
 ) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
-    """The gradients of what asks, and of decays by what it reads of the state."""
-    found = dot(change, before[...], BY_LAST) * jnp.exp2(sums[...])[:, None]
-    read = (found * wide(query)).sum(axis=1)
-    fades = jnp.where(iota(0) <= iota(1), read[None, :], 0.0).sum(axis=1)
-    return found + dot(weighed, key[...]), fades
+    """Return the gradients of queries, and of the decays by what queries read of the
+    state before the chunk."""
+    found = dot(output_gradient, before[...], BY_LAST) * jnp.exp2(sums[...])[:, None]
+    read = (found * load_float32(query)).sum(axis=1)
+    by_decays = jnp.where(iota(0) <= iota(1), read[None, :], 0.0).sum(axis=1)
+    return found + dot(products_gradient, key[...]), by_decays
 
 
-def of_writing(
+def writing_gradients(
     key: Any,
     written: Float[Array, "CHUNK V"],
     sums: Any,
     before: Any,
     after: Any,
 ) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
-    """The gradients of keys, and of decays, by that of the state after the chunk."""
-    found = dot(written, after[...], BY_LAST) * until(sums)
-    joined = (found * wide(key)).sum(axis=1)
-    fades = jnp.where(iota(0) > iota(1), joined[None, :], 0.0).sum(axis=1)
-    through = (wide(before) * wide(after)).sum(axis=1).sum(axis=0)
-    return found, fades + through * jnp.exp2(sums[CHUNK - 1])
+    """Return the gradients of keys and of decays by the state after the chunk, whose
+    gradient is `after`."""
+    found = dot(written, after[...], BY_LAST) * decay_to_end(sums)
+    joined = (found * load_float32(key)).sum(axis=1)
+    by_decays = jnp.where(iota(0) > iota(1), joined[None, :], 0.0).sum(axis=1)
+    through = (load_float32(before) * load_float32(after)).sum(axis=1).sum(axis=0)
+    return found, by_decays + through * jnp.exp2(sums[CHUNK - 1])

@@ -15,14 +15,14 @@ from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import TILE
 from symjax.attention.core.sequence import starts
 from symjax.attention.kernels.gpu.chunks import of_key_heads, unsupported_values
-from symjax.attention.kernels.gpu.features import Kept, backward, forward
-from symjax.attention.kernels.gpu.states import (
+from symjax.attention.kernels.gpu.feature_operands import (
     Form,
     Ids,
     in_blocks,
     mean_weights,
     whole_blocks,
 )
+from symjax.attention.kernels.gpu.features import Kept, backward, forward
 from symjax.attention.kernels.operands import (
     MOST_FEATURES,
     RESIDUAL,

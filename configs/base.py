@@ -1,19 +1,21 @@
-"""What every configuration starts from: the defaults of symjax.config, and sizes.
+"""The sizes that all configurations share, on top of the defaults in symjax/config.py.
 
-3l, 6l, 8l   the models of the Shakespeare study: width 256, 8 heads, length 300,
-             3, 6 or 8 layers, learned positions, LayerNorm, ReLU
-tiny         width 128, 2 layers, 4 heads, length 128, RoPE: minutes on two cores
-125m, 350m,  about as many parameters with a vocabulary of 50,304: heads of 128,
-1b, 7b       RMSNorm, SwiGLU, RoPE, bfloat16, blocks as one loop; for accelerators
-             (docs/pretraining.md). --config.model.vocabulary=0 is the tokenizer's own
+3l, 6l, 8l   the models of the Shakespeare study: 3, 6 or 8 layers, width 256, 8 heads,
+             length 300, learned positions, LayerNorm, ReLU
+tiny         2 layers, width 128, 4 heads, length 128, RoPE; trains in minutes on two
+             CPU cores
+125m, 350m,  models for accelerators (docs/pretraining.md), named after their number of
+1b, 7b       parameters with a vocabulary of 50,304: head size 128, RMSNorm, SwiGLU,
+             RoPE, bfloat16, all blocks in one loop. --config.model.vocabulary=0 takes
+             the vocabulary size of the tokenizer instead
 """
 
 from ml_collections import ConfigDict
 
 from symjax.validation import default
 
-# Width, depth, hidden features of the feed-forward, tokens of a row, rows of a batch,
-# steps (about 20 tokens a parameter; of 7b 60), peak learning rate.
+# Width, depth, hidden size of the feed-forward, tokens per row, rows per batch, steps
+# and peak learning rate. The steps read about 20 tokens per parameter (7b: 60).
 LARGE = {
     "125m": (768, 12, 2048, 2048, 256, 5_000, 6e-4),
     "350m": (1024, 24, 2816, 2048, 256, 14_000, 4e-4),
@@ -21,11 +23,16 @@ LARGE = {
     "7b": (4096, 32, 11_008, 4096, 1024, 100_000, 3e-4),
 }
 SIZES = ("3l", "6l", "8l", "tiny", *LARGE)
-HEAD = 128  # features of a head of a large model: the width of a TPU's matrix unit
-VOCABULARY = 50_304  # the 50,257 tokens of GPT-2, to a multiple of 128
+HEAD = 128  # head size of the large models: the width of a TPU's matrix unit
+VOCABULARY = 50_304  # the 50,257 tokens of GPT-2, rounded up to a multiple of 128
 
 
 def get_config(size: str = "3l") -> ConfigDict:
+    """Return the defaults with the values of one of the SIZES.
+
+    Raises:
+        ValueError: the size is unknown.
+    """
     config = default()
     if size in ("3l", "6l", "8l"):
         config.model.depth = int(size[0])
@@ -46,7 +53,8 @@ def get_config(size: str = "3l") -> ConfigDict:
             heads=width // HEAD,
             feedforward=hidden,
             length=length,
-            # Two tables would be a third of the weights of a small model.
+            # Embedding and a separate output layer would have 48 % of the weights of
+            # 125m, and 25 % of those of 350m.
             tie_embeddings=size in ("125m", "350m"),
             positions="rope",
             norm="rmsnorm",
@@ -62,13 +70,15 @@ def get_config(size: str = "3l") -> ConfigDict:
 
 
 def with_remat(size: str = "3l", remat: str = "dots") -> ConfigDict:
-    """Return the base configuration with another `model.remat` for the size 1b.
+    """Return the configuration of a size that recomputes less than `get_config`.
 
-    Attention kernels leave memory on 64 chips of 16 GB to keep products with weights
-    instead of computing them twice.
+    Attention by a TPU kernel takes so little memory that a model of size 1b on 64 chips
+    of 16 GB can save some of its products with weights for the backward pass. The other
+    sizes are those of `get_config`.
 
     Args:
-        remat: the value of model.remat that fits; most kernels leave room for "dots".
+        remat: model.remat of size 1b: "dots" if the kernel leaves room for it, and
+            otherwise "feedforward".
     """
     config = get_config(size)
     if size == "1b":
@@ -80,9 +90,12 @@ fused = with_remat  # the former name, for configurations of your own
 
 
 def differential(size: str = "3l") -> ConfigDict:
-    """Differential attention V1. The large sizes have half as many heads, with branches
-    of 128 and values of 256 as in arXiv:2410.05258: branches of 64 would leave half of
-    a TPU's matrix unit idle."""
+    """Return the configuration of a size with differential attention V1.
+
+    The large sizes have half as many heads, so that branches have size 128 and values
+    size 256, as in arXiv:2410.05258. Branches of 64 would leave half of a TPU's matrix
+    unit idle.
+    """
     config = with_remat(size)
     config.model.attention.differential = "v1"
     if size in LARGE:

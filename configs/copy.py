@@ -1,10 +1,13 @@
-"""Copying: symbols, a separator, and the same symbols again.
+"""Copying: a row is a list of symbols, a separator, and the same symbols again.
 
     python train.py --config configs/copy.py
     python eval.py --workdir runs/copy --tasks loss,copy
 
-16 of 32 symbols in rows of 32 tokens. Chance is 3.47 nats an answer. Measured on a
-2-core CPU VM with softmax: 0.001 nats held out after 200 steps, 0.000 after its 600.
+A row of 32 tokens copies 16 symbols, drawn from 32. Guessing costs 3.47 nats per
+answer.
+
+Expected with softmax: a held-out loss of 0.001 nats per answer after 200 steps and of
+0.000 after all 600. Measured on a 2-core CPU VM.
 """
 
 from ml_collections import ConfigDict

@@ -1,11 +1,14 @@
-"""Differential language model, V1.
+"""Differential language model (V1): a second attention map, times λ, is subtracted.
 
     python train.py --config configs/diff.py:tiny
     python train.py --config configs/diff.py
 
-Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
-`:tiny` 1.354 nats/byte after its 3000 steps; `:3l` 1.530 after 1500 steps with
---config.batch_size=8 (3.6 million tokens). The trigram line is 1.848.
+Expected: a held-out loss of 1.354 nats/byte after the 3000 steps of `:tiny`, and of
+1.530 after 1500 steps of `:3l` with --config.batch_size=8 (3.6 million tokens). A
+table of trigrams reaches 1.848.
+
+Measured with --config.data.documents=joined on two CPU cores, on all held-out text of
+the standard library of Python 3.11.
 """
 
 from ml_collections import ConfigDict

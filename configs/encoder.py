@@ -1,20 +1,24 @@
-"""Encoder: which package of Python's standard library is a piece of source code from?
+"""Encoder that tells from which package of Python's standard library a text comes.
 
     python train.py --config configs/encoder.py
     python train.py --config configs/encoder.py:masked
 
-Eight packages; a fifth of the files of each is held out. Files are cut into pieces of
-model.length bytes. The presets `:masked` and `:masked-3l` fill in masked bytes of the
-whole library instead, and `--config.init_from` takes the weights of such a run (which
-has read the text of most held-out files). Any data set of the hub with labels:
+There are eight packages. Files are cut into pieces of model.length bytes, and a fifth
+of the files of each package is held out.
+
+The presets `:masked` and `:masked-3l` predict masked bytes of the whole library
+instead. `--config.init_from` starts from the weights of such a run, which has read the
+text of most held-out files. These keys classify a labelled data set of the Hugging Face
+hub:
 
     --config.data.source=hub --config.data.name=fancyzhx/ag_news
     --config.data.label=label --config.model.classes=4
 
-Measured on a 2-core CPU VM with softmax: 33.6 % of the held-out pieces right after 1000
-steps (guessing the most frequent package: 19 %), 2.04 nats a piece, and no more from
-the weights of `:masked`, whose 1000 steps end at 1.69 nats a masked byte, where a table
-of bytes gives 3.20. docs/results.md has the other mechanisms.
+Expected with softmax: after 1000 steps 33.6 % of the held-out pieces are right, and the
+loss is 2.04 nats per piece. Guessing the most frequent package gives 19 %. Starting
+from the weights of `:masked` is no better. The 1000 steps of `:masked` end at 1.69 nats
+per masked byte; a table of byte frequencies gives 3.20. Measured on a 2-core CPU VM.
+docs/results.md has the other mechanisms.
 """
 
 from ml_collections import ConfigDict

@@ -3,11 +3,15 @@
     python train.py --config configs/flash.py:tiny
     python train.py --config configs/flash.py
 
-Groups are chunks of model.attention.chunk_size tokens, 64; the paper's have 256.
+A group has model.attention.chunk_size tokens, 64 by default. The paper has 256.
 
-Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
-`:tiny` 1.921 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0).
-Its 3000 steps and the larger sizes were not measured yet. The trigram line is 1.848.
+Expected: a held-out loss of 1.921 nats/byte after 300 steps of `:tiny`. A table of
+trigrams reaches 1.848.
+
+Measured with --config.steps=300 --config.evaluate.every=0
+--config.data.documents=joined on two CPU cores, on all held-out text of the standard
+library of Python 3.11. The 3000 steps of `:tiny` and the larger sizes were not
+measured.
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +22,7 @@ from configs import base
 def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.attention.mechanism = "flash"
-    # A unit replaces attention and feed-forward with half of their weights.
+    # A unit replaces both attention and feed-forward, and has half of their weights.
     config.model.depth *= 2
-    config.model.update(feedforward=0, activation="relu")  # it has no other layer
+    config.model.update(feedforward=0, activation="relu")  # a unit has no feed-forward
     return config

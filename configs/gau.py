@@ -3,9 +3,13 @@
     python train.py --config configs/gau.py:tiny
     python train.py --config configs/gau.py
 
-Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
-`:tiny` 1.918 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0).
-Its 3000 steps and the larger sizes were not measured yet. The trigram line is 1.848.
+Expected: a held-out loss of 1.918 nats/byte after 300 steps of `:tiny`. A table of
+trigrams reaches 1.848.
+
+Measured with --config.steps=300 --config.evaluate.every=0
+--config.data.documents=joined on two CPU cores, on all held-out text of the standard
+library of Python 3.11. The 3000 steps of `:tiny` and the larger sizes were not
+measured.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +20,7 @@ from configs import base
 def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.attention.mechanism = "gau"
-    # A unit replaces attention and feed-forward with half of their weights.
+    # A unit replaces both attention and feed-forward, and has half of their weights.
     config.model.depth *= 2
-    config.model.update(feedforward=0, activation="relu")  # it has no other layer
+    config.model.update(feedforward=0, activation="relu")  # a unit has no feed-forward
     return config

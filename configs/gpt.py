@@ -1,11 +1,14 @@
-"""Softmax language model: the measure of the others.
+"""Softmax language model: the baseline of all other configurations.
 
     python train.py --config configs/gpt.py:tiny
     python train.py --config configs/gpt.py
 
-Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
-`:tiny` 1.375 nats/byte after its 3000 steps; `:3l` 1.523 after 1500 steps with
---config.batch_size=8 (3.6 million tokens). The trigram line is 1.848.
+Expected: a held-out loss of 1.375 nats/byte after the 3000 steps of `:tiny`, and of
+1.523 after 1500 steps of `:3l` with --config.batch_size=8 (3.6 million tokens). A
+table of trigrams reaches 1.848.
+
+Measured with --config.data.documents=joined on two CPU cores, on all held-out text of
+the standard library of Python 3.11.
 """
 
 from ml_collections import ConfigDict
@@ -14,5 +17,4 @@ from configs import base
 
 
 def get_config(size: str = "3l") -> ConfigDict:
-    config = base.with_remat(size)
-    return config
+    return base.with_remat(size)

@@ -1,9 +1,10 @@
-"""Mamba-2: linear attention with a decay of every head and token, as a layer.
+"""Mamba-2: linear attention with a learned decay per head and token.
 
     python train.py --config configs/mamba2.py:tiny
     python train.py --config configs/mamba2.py
 
-Queries, keys and values pass a convolution of 4 tokens. No loss of it was measured.
+Queries, keys and values pass through a convolution over 4 tokens. Its loss was not
+measured.
 """
 
 from ml_collections import ConfigDict

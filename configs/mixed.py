@@ -1,12 +1,15 @@
-"""A mixed stack: Performer below, softmax above, repeated over depth.
+"""A mixed stack: layers alternate between Performer and softmax, Performer first.
 
     python train.py --config configs/mixed.py:tiny
     python train.py --config configs/mixed.py
 
-Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
-`:tiny` 2.140 nats/byte after 300 steps (--config.steps=300 --config.evaluate.every=0;
-softmax: 2.019). Its 3000 steps and the larger sizes were not measured. The trigram
-line is 1.848.
+Expected: a held-out loss of 2.140 nats/byte after 300 steps of `:tiny`. Softmax reaches
+2.019, and a table of trigrams 1.848.
+
+Measured with --config.steps=300 --config.evaluate.every=0
+--config.data.documents=joined on two CPU cores, on all held-out text of the standard
+library of Python 3.11. The 3000 steps of `:tiny` and the larger sizes were not
+measured.
 """
 
 from ml_collections import ConfigDict
@@ -18,6 +21,6 @@ def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.pattern = ("performer", "softmax")
     config.model.attention.query_key_norm = True
-    if size not in base.LARGE:  # their heads of 128 take the default, 256
-        config.model.attention.feature_count = 64  # for heads of 32
+    if size not in base.LARGE:  # heads of 32; heads of 128 take the default, 256
+        config.model.attention.feature_count = 64
     return config

@@ -1,15 +1,16 @@
-"""Needles in a hay: keys and values after a mark, asked for at the end.
+"""Needles in a haystack: recall the values of marked keys at the end of a row.
 
     python train.py --config configs/needle.py
     python eval.py --workdir runs/needle --tasks loss,needle,noise,order
 
-Six needles of 32 keys and 32 values in rows of 48 tokens, all asked, for that is where
-the model learns most from a row; `eval.py` asks as many of as many as the paper does
-(arXiv 2410.05258). Chance is 3.47 nats an answer.
+A row of 48 tokens has six needles, drawn from 32 keys and 32 values. Training asks for
+all six, because then a row teaches most. `eval.py` has as many needles, and asks for as
+many of them, as arXiv:2410.05258. Guessing costs 3.47 nats per answer.
 
-Measured on a 2-core CPU VM with softmax: 2.58 nats held out after 400 steps, 0.013
-after 800, 0.000 after 1000 of its 2000; then of 1, 2, 4 or 6 needles 1 or 2 asked: at
-least 99.7 % right. 1000 steps at a learning rate of 3e-3 ended at 1.90 nats.
+Expected with softmax: held-out losses of 2.58 nats per answer after 400 steps, 0.013
+after 800 and 0.000 after 1000 of the 2000. After training, at least 99.7 % of the
+answers are right for 1 or 2 questions about 1, 2, 4 or 6 needles. At a learning rate of
+3e-3, 1000 steps ended at 1.90 nats. Measured on a 2-core CPU VM.
 """
 
 from ml_collections import ConfigDict

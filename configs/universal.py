@@ -1,21 +1,25 @@
-"""Universal Transformer: one block for all steps, as many of them as a token needs.
+"""Universal Transformer: one block is repeated, as often as each token needs.
 
     python train.py --config configs/universal.py:tiny
     python train.py --config configs/universal.py
 
-One block has the weights of one layer and, at depth steps, the cost of depth layers.
+The model has the weights of one layer. At `depth` steps it costs as much as `depth`
+layers.
 
-Measured on two CPU cores, standard library of Python 3.11, all of the held-out text:
-`:tiny --config.steps=300` 2.086 nats/byte, 264,961 parameters, two steps for each
-of 1,024 tokens. The whole 3000 steps and the larger sizes were not measured.
-The trigram line is 1.848.
+Expected: a held-out loss of 2.086 nats/byte after 300 steps of `:tiny`, which has
+264,961 parameters. Each of 1,024 tokens then took two steps. A table of trigrams
+reaches 1.848.
+
+Measured with --config.steps=300 --config.data.documents=joined on two CPU cores, on all
+held-out text of the standard library of Python 3.11. The 3000 steps of `:tiny` and the
+larger sizes were not measured.
 """
 
 from ml_collections import ConfigDict
 
 from configs import base
 
-LARGE = {  # width, and hidden features of the feed-forward
+LARGE = {  # width, and hidden size of the feed-forward
     "125m": (1536, 8192),
     "350m": (3072, 16_384),
     "1b": (6144, 28_672),
@@ -28,7 +32,7 @@ def get_config(size: str = "3l") -> ConfigDict:
     config.model.kind = "universal"
     if size == "tiny":
         config.model.depth = 4
-    elif size in base.LARGE:  # one block of that size, and few steps
+    elif size in base.LARGE:  # one block with all parameters, and few steps
         width, hidden = LARGE[size]
         config.model.update(
             width=width,

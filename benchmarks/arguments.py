@@ -1,24 +1,25 @@
-"""Types of command-line arguments that refuse wrong values before anything runs."""
+"""Types of command-line arguments. They refuse wrong values before anything runs."""
 
 from argparse import ArgumentTypeError
 from pathlib import Path
 
 
 def positive(word: str) -> int:
+    """Return a positive whole number."""
     if not word.isdecimal() or int(word) == 0:
         raise ArgumentTypeError(f"{word!r} is no positive number")
     return int(word)
 
 
 def numbers(word: str) -> str:
-    """Whole numbers between commas, as they are written."""
+    """Return the word if it is a list of whole numbers between commas."""
     if not all(x.strip().isdecimal() for x in word.split(",")):
         raise ArgumentTypeError(f"{word!r} must be whole numbers between commas")
     return word
 
 
 def output(word: str) -> Path:
-    """A file that can be made."""
+    """Return the path of a file that can be written: its folder exists."""
     path = Path(word)
     if path.is_dir():
         raise ArgumentTypeError(f"{word} is a folder")
@@ -28,7 +29,7 @@ def output(word: str) -> Path:
 
 
 def existing(word: str) -> Path:
-    """A file or a folder that exists."""
+    """Return the path of a file or folder that exists."""
     path = Path(word)
     if not path.exists():
         raise ArgumentTypeError(f"{word}: there is no such file or folder")

@@ -1,23 +1,26 @@
-"""What the compiler of a TPU estimates: causal attention alone, and training steps.
+"""Estimates of XLA's TPU and GPU compilers for causal attention and training steps.
 
     python benchmarks/compiled.py functions [--target v5e-4] [--only performer]
     python benchmarks/compiled.py functions --target h200-1
     python benchmarks/compiled.py steps --target v5e-64 [--only gpt:1b,diff_sym:1b]
     python benchmarks/compiled.py functions --json now.json --against before.json
 
-No TPU is needed: pip install -e '.[tpu-compiler]'. Nothing runs, all figures are
-estimates, and low and high mean what symjax/estimate/tpu_cycles.py says. Kernels count
-by the FLOPs and bytes that they declare. The cycles leave out collectives, which may
-overlap with the rest; their time at the full speed of the links stands beside a step.
+Nothing runs, so no TPU is needed: pip install -e '.[tpu-compiler]'. A GPU target needs
+the CUDA plugin of jax. All figures are estimates. symjax/estimate/tpu_cycles.py
+explains "low" and "high". A kernel counts with the FLOPs and bytes that it declares.
+The cycles leave out collectives, which may overlap with the computation. For a training
+step, their time at the full speed of the links is printed as well.
 
-functions  4 rows of 4,096 tokens, bfloat16, on one chip: those that score pairs with 16
-           heads of 128 (two branches of 64 or 128), those of linear time with 16 of 64,
-           gau and flash with one of 128 and values of 2,048.
-           Cycles and temporary memory, forward, and forward and backward. On a GPU,
-           where all heads are of 128, the bytes that are read and written, by part.
-steps      of configurations, over all chips of the target by `mesh.fsdp`, documents
-           apart: cycles by part, their share of peak, memory, and the time of the
-           compiler.
+functions  Attention on one chip, in bfloat16, with 4 rows of 4,096 tokens. Mechanisms
+           that score pairs have 16 heads of size 128 (differential ones two branches of
+           64 or 128), mechanisms of linear time have 16 heads of size 64, and gau and
+           flash have one head of size 128 with values of 2,048.
+           TPU: cycles and temporary memory of forward, and of forward + backward.
+           GPU: bytes that are read and written, by part; all heads have size 128.
+steps      Training steps of configurations, sharded over all chips of the target by
+           `mesh.fsdp`, with separate documents: cycles by part, their share of the
+           chip's peak, memory, and the seconds that compiling took.
+--against  prints each figure with its ratio to the same figure of an earlier --json.
 """
 
 import argparse
@@ -31,7 +34,7 @@ from typing import Any
 
 import jax
 
-jax.config.update("jax_platforms", "cpu")  # what runs here is tracing
+jax.config.update("jax_platforms", "cpu")  # only tracing runs here
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -54,11 +57,11 @@ CONFIGS = "gpt:1b,diff:1b,diff_sym:1b,diff_v2:1b,performer:1b,gla:1b,delta:1b"
 ROWS, LENGTH, HEADS, VOCABULARY = 4, 4096, 16, 256
 SCORED, LINEAR = 128, 64  # head sizes
 LEFT_OUT = (
-    "estimates of the compiler, nothing was run; kernels by what they declare; without "
-    "collectives, which may overlap with the rest"
+    "estimates of the compiler, nothing ran; kernels count as they declare; without "
+    "collectives, which may overlap with the computation"
 )
-BYTES = "bytes that the compiled program reads and writes; nothing was run"
-MADE = "made by"  # of the JSON, beside the names of rows
+BYTES = "bytes that the compiled program reads and writes; nothing ran"
+ORIGIN = "made by"  # key of the JSON; all other keys are names of rows
 Row = dict[str, Any]
 
 
@@ -70,15 +73,15 @@ def main(words: list[str]) -> int:
         rows = functions(target, chosen.only)
     else:
         rows = steps(target, chosen.programs)
-    found: dict[str, Row] = {MADE: {"target": target.name, "jax": jax.__version__}}
+    found: dict[str, Row] = {ORIGIN: {"target": target.name, "jax": jax.__version__}}
     print(LEFT_OUT if target.chip.per_cycle else BYTES, flush=True)
-    if before and before.get(MADE) != found[MADE]:
-        print(f"what it is compared with was made by {before.get(MADE)}")
+    if before and before.get(ORIGIN) != found[ORIGIN]:
+        print(f"--against was made by {before.get(ORIGIN)}")
     for name, row in rows:
         found[name] = row
         old = before.get(name, {})
-        new = " (not in what it is compared with)" if before and not old else ""
-        print("\n".join(shown(name + new, row, old)), flush=True)
+        new = " (not in --against)" if before and not old else ""
+        print("\n".join(row_lines(name + new, row, old)), flush=True)
         if chosen.json:
             chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
@@ -89,11 +92,18 @@ def parse(words: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("functions", "steps"))
-    parser.add_argument("--target", help="v5e-64, v5p-8 … (v5e-4; steps: v5e-64)")
-    parser.add_argument("--only", default="", help="part of a name; configurations")
+    parser.add_argument(
+        "--target",
+        help="v5e-64, v5p-8 … (default: v5e-4 for functions, v5e-64 for steps)",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="functions: part of a name; steps: configurations, between commas",
+    )
     parser.add_argument("--json", type=output, help="write the figures here")
     parser.add_argument(
-        "--against", type=_figures, default={}, help="such a file, to compare with"
+        "--against", type=read_rows, default={}, help="earlier --json to compare with"
     )
     chosen = parser.parse_args(words)
     if chosen.what == "steps":
@@ -108,31 +118,32 @@ def parse(words: list[str]) -> argparse.Namespace:
         parser.error(str(error))
     if chosen.what == "steps" and not chosen.target.chip.per_cycle:
         parser.error(f"--target {name}: the compiler for GPUs estimates no cycles")
-    chosen.programs = {}  # all are made before hours of compiling
-    for one in chosen.only.split(",") if chosen.what == "steps" else ():
+    chosen.programs = {}  # all are checked before hours of compiling
+    for configuration in chosen.only.split(",") if chosen.what == "steps" else ():
         try:
-            chosen.programs[one] = program_of(one, chosen.target)
+            chosen.programs[configuration] = program_of(configuration, chosen.target)
         except ValueError as error:
-            parser.error(f"--only {one}: {error}")
+            parser.error(f"--only {configuration}: {error}")
     return chosen
 
 
-def _figures(path: str) -> dict[str, Row]:
+def read_rows(path: str) -> dict[str, Row]:
+    """Return the rows of an earlier --json file."""
     try:
         rows = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from None
     if not isinstance(rows, dict) or not all(
         isinstance(row, dict)
-        and (name == MADE or all(isinstance(x, int | float) for x in row.values()))
+        and (name == ORIGIN or all(isinstance(x, int | float) for x in row.values()))
         for name, row in rows.items()
     ):
         raise argparse.ArgumentTypeError(f"{path} has no rows of figures by name")
     return rows
 
 
-def shown(name: str, row: Row, before: Row) -> list[str]:
-    """A row as lines, each figure with its ratio to the one before."""
+def row_lines(name: str, row: Row, before: Row) -> list[str]:
+    """Return a row as lines, each figure with its ratio to the earlier figure."""
     lines = [name]
     for key, number in row.items():
         text = f"{number:,.3g}" if abs(number) < 100 else f"{number:,.0f}"
@@ -146,6 +157,7 @@ def shown(name: str, row: Row, before: Row) -> list[str]:
 
 
 def functions(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
+    """Compile each function whose name contains `only`; yield its name and figures."""
     size = LINEAR if target.chip.per_cycle else SCORED
     for name, rival in rivals(size).items():
         if only not in name:
@@ -161,8 +173,13 @@ def functions(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
 
 
 def rivals(size: int) -> dict[str, Rival]:
-    """Those of device.py, of linear time with heads of that size, and what has no
-    peers."""
+    """Return the functions that are compiled, by name.
+
+    They are the functions of device.py, and those that no other library has.
+
+    Args:
+        size: head size of the mechanisms of linear time.
+    """
     pairs, linear = (ours(ROWS, LENGTH, HEADS, x) for x in (SCORED, size))
     scored = ("softmax", "symmetric", "differential V1", "differential V2")
     found = {x: pairs[x] if x in scored else linear[x] for x in linear}
@@ -180,9 +197,9 @@ def rivals(size: int) -> dict[str, Rival]:
 
 
 def compile_for(device: Any, rival: Rival, backward: bool) -> jax.stages.Compiled:
-    """The function alone, or with the gradients of all that it is given."""
+    """Compile the function, with `backward` together with all its gradients."""
 
-    def both(cotangent, *arrays):
+    def output_and_gradients(cotangent, *arrays):
         output, pull = jax.vjp(rival.attend, *arrays)
         return output, pull(cotangent)
 
@@ -194,13 +211,14 @@ def compile_for(device: Any, rival: Rival, backward: bool) -> jax.stages.Compile
     ]
     output = jax.eval_shape(rival.attend, *arrays)
     cotangent = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=place)
-    with jax.set_mesh(mesh):  # which says what the program is for
+    with jax.set_mesh(mesh):  # it selects the platform that attention is traced for
         if backward:
-            return jax.jit(both).lower(cotangent, *arrays).compile()
+            return jax.jit(output_and_gradients).lower(cotangent, *arrays).compile()
         return jax.jit(rival.attend).lower(*arrays).compile()
 
 
 def figures(compiled: jax.stages.Compiled, chip: Chip) -> Iterator[tuple[str, float]]:
+    """Yield the name and value of each figure of a compiled function."""
     text = compiled.as_text() or ""
     if chip.per_cycle:
         found = estimate(text, chip)
@@ -222,6 +240,7 @@ def figures(compiled: jax.stages.Compiled, chip: Chip) -> Iterator[tuple[str, fl
 def steps(
     target: targets.Target, programs: dict[str, tuple[config.Config, Program]]
 ) -> Iterator[tuple[str, Row]]:
+    """Compile each training step; yield its name and figures."""
     for name, (options, program) in programs.items():
         start = time.perf_counter()
         shape = (options.batch_size, options.model.length)
@@ -234,10 +253,12 @@ def steps(
 
 
 def program_of(name: str, target: targets.Target) -> tuple[config.Config, Program]:
-    """A configuration over all chips.
+    """Return a configuration and its training program, sharded over all chips.
 
+    Args:
+        name: file and preset, as in gpt:1b.
     Raises:
-        ValueError: there is none, or it does not fit them.
+        ValueError: there is no such configuration, or it cannot be split so.
     """
     file, _, preset = name.partition(":")
     tree = commandline.load_config(ROOT / "configs" / f"{file}.py", preset).to_dict()
@@ -245,13 +266,18 @@ def program_of(name: str, target: targets.Target) -> tuple[config.Config, Progra
     tree["mesh"] |= {"data": 1, "fsdp": len(target.devices)}
     options = validation.from_dict(tree)
     mesh = sharding.make_mesh(options.mesh, target.devices)
-    apart = config.is_causal(options.model)  # encoders read documents joined
-    return options, compile_program(options, mesh, separate=apart)
+    separate = config.is_causal(options.model)  # encoders read documents joined
+    return options, compile_program(options, mesh, separate=separate)
 
 
 def step_figures(
     step: jax.stages.Compiled, target: targets.Target, flops: float
 ) -> Row:
+    """Return the figures of a compiled training step.
+
+    Args:
+        flops: of the step on all chips together.
+    """
     chip, text = target.chip, step.as_text() or ""
     found = estimate(text, chip)
     least = flops / len(target.devices) / chip.per_cycle

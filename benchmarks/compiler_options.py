@@ -1,9 +1,10 @@
-"""A training step on this machine with the options that symjax gives XLA, and without.
+"""Time of a training step with and without the compiler options that symjax sets.
 
     python benchmarks/compiler_options.py [rounds] [gpt:3l diff:tiny …]
 
-Text is drawn at random. Columns: milliseconds of a step without options, and that over
-the time with those of `symjax.training.sharding.compiler_options`: above 1 they help.
+The tokens are random. Columns: milliseconds of a step without options, and this time
+divided by the time with `symjax.training.sharding.compiler_options`. Above 1 the
+options help.
 """
 
 import sys
@@ -28,18 +29,20 @@ MODELS = "gpt:3l", "diff:3l", "performer:3l", "gpt:tiny", "delta:tiny"
 
 
 def options_of(name: str, size: str) -> Config:
-    made = import_module(f"configs.{name}").get_config(size)
-    made.model.vocabulary = VOCABULARY
-    return validation.from_dict(made.to_dict())
+    """Return the configuration of a file of configs/ with a vocabulary of bytes."""
+    tree = import_module(f"configs.{name}").get_config(size)
+    tree.model.vocabulary = VOCABULARY
+    return validation.from_dict(tree.to_dict())
 
 
 def text_for(options: Config) -> np.ndarray:
+    """Return random tokens [B T+1] for one batch."""
     shape = options.batch_size, options.model.length + 1
     return np.random.default_rng(0).integers(0, VOCABULARY, shape)
 
 
 def training_step(options: Config, text: np.ndarray) -> tuple[Callable, int]:
-    """A call for each step, and the number of parameters."""
+    """Return a function that runs one step, and the number of parameters."""
     program = compile_program(options, sharding.make_mesh(options.mesh))
     rows = program.place(
         (options.batch_size, options.model.length),
@@ -53,8 +56,8 @@ def training_step(options: Config, text: np.ndarray) -> tuple[Callable, int]:
     def step():
         nonlocal state
         with jax.set_mesh(program.mesh):
-            state, found = program.train(state, constants, *rows, jax.random.key(0))
-        return jax.block_until_ready((state, found))
+            state, metrics = program.train(state, constants, *rows, jax.random.key(0))
+        return jax.block_until_ready((state, metrics))
 
     return step, count
 
@@ -66,7 +69,7 @@ def main(rounds: str = "7", *models: str) -> None:
         text = text_for(options)
         with mock.patch.object(sharding, "compiler_options", return_value={}):
             without, _ = training_step(options, text)
-            without()  # compiles
+            without()  # compiles while the options are patched away
         rivals = {"without": without, "with": training_step(options, text)[0]}
         times = in_turn(rivals, int(rounds))
         print(f"{model:14}{milliseconds(times, 'without'):12.0f}", end="")

@@ -1,11 +1,15 @@
-"""One decoding step after a short and after a long context, as ratios.
+"""Time and memory of a decoding step after a short and after a long context.
 
     python benchmarks/decoding.py
 
-A model of width 128 with 2 layers reads one token, with room for 256 and for 8192
-tokens of context, both full, and with room for 8192 after 256: the times of the latter
-two over that of the first, as medians of rounds that take turns, and the bytes that
-each room keeps.
+A model of width 128 with 2 layers decodes one token after another. The baseline is a
+cache for 256 tokens that is nearly full. Columns, with times as medians of interleaved
+rounds:
+
+8192        time with a nearly full cache for 8192 tokens, divided by the baseline
+256 of it   time with a cache for 8192 tokens that holds about 256, divided by the
+            baseline
+kept        bytes of the cache for 256 tokens → for 8192 tokens
 """
 
 import time
@@ -31,6 +35,7 @@ CHOICES = {
     "flash": {"mechanism": "flash"},
 }
 SHORT, LONG = 256, 8192
+# Tokens that the cache has room for, and tokens that it holds at the end.
 TURNS = {"short": (SHORT, SHORT), "long": (LONG, LONG), "part": (LONG, SHORT)}
 ROUNDS, STEPS = 9, 20
 
@@ -58,15 +63,15 @@ def main() -> None:
             sum(x.nbytes for x in jax.tree.leaves(caches[turn].layers))
             for turn in ("short", "long")
         ]
-        for index in range(ROUNDS + 1):  # the first compiles
-            for turn, found in times.items():
+        for index in range(ROUNDS + 1):  # the first round compiles
+            for turn, seconds in times.items():
                 cache = caches[turn]
                 start = time.perf_counter()
                 for _ in range(STEPS):
                     logits, cache = step(graph, weights, cache, tokens)
                 logits.block_until_ready()
                 if index:
-                    found.append(time.perf_counter() - start)
+                    seconds.append(time.perf_counter() - start)
                 caches[turn] = cache
         short = np.array(times["short"])
         full, part = (np.median(times[x] / short) for x in ("long", "part"))

@@ -1,25 +1,29 @@
-"""Measure what this machine's device computes, and how fast, beside other libraries.
+"""Correctness and speed of symjax on this machine's device, beside other libraries.
 
     python benchmarks/device.py --seconds 540 --json rows.json [--wheels FOLDER]
 
-Rows come in the order of the list in device_rows.py. Each one is compiled, checked,
-timed, printed and added to --json before the next one starts. A row that would not fit
-into the time left is skipped, and named at the end. Rows that --json has from the same
-device and the same sources of symjax are not measured again, so the same command
-continues; those with a fault are tried again after all others. Exit code 1: a row of
-this project has a fault. Exit code 2: there is no row to measure.
+Rows are measured in the order of the list in device_rows.py. A row is compiled,
+checked, timed, printed and added to --json before the next row starts. Rows that would
+not fit into --seconds are skipped and named at the end.
 
-machine      the device's own ceilings: a matrix product and a copy
-attention    causal, bfloat16, forward + backward and forward alone, in turns with our
-             softmax and with other libraries: cuDNN through jax.nn, PyTorch's SDPA,
-             flash-linear-attention (fla) and jax-linear-attention (jla)
-correctness  forward and gradient, float32 and bfloat16 inputs: ‖found − wanted‖ /
-             ‖wanted‖ (the largest of all operands) against float64 on the CPU
-decode       tokens a second after contexts of several lengths
-steps        training steps of models of 125M and 350M parameters: tokens a second, MFU
-crossover    attention beside our softmax for longer sequences
-study        the Shakespeare study on --text FILE: --together runs at a time as
-             processes, in --out; the same command resumes them
+The same command continues: rows that --json has from the same device and the same
+sources of symjax are not measured again. Rows with a fault are tried again after all
+other rows. Exit code 1: a row of symjax has a fault. Exit code 2: there is no row to
+measure.
+
+machine      ceilings of the device: speed of a matrix product and of a copy
+attention    causal attention in bfloat16, forward + backward and forward alone,
+             interleaved with our softmax and with other libraries: cuDNN through
+             jax.nn, PyTorch's SDPA, flash-linear-attention (fla) and
+             jax-linear-attention (jla)
+correctness  outputs and gradients of float32 and bfloat16 inputs against float64 on the
+             CPU: ‖found − wanted‖ / ‖wanted‖, the largest of all operands
+decode       tokens per second after contexts of several lengths
+steps        training steps of models of 125M and 350M parameters: tokens per second and
+             MFU
+crossover    attention beside our softmax, for longer sequences
+study        the Shakespeare study on --text FILE. --together runs train at a time, each
+             in a process of its own, in --out; the same command resumes them
 """
 
 import argparse
@@ -40,7 +44,7 @@ from device_process import Found, Measuring
 from device_rows import LONGEST, PARTS, ROWS, SECONDS, SMALL, Row, Sizes, attention
 
 ROOT = Path(__file__).resolve().parents[1]
-WEEK = 7 * 24 * 3600
+WEEK = 7 * 24 * 3600  # seconds
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -48,22 +52,28 @@ def parse(words: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--seconds", type=positive, help="of the whole call (no limit)")
-    add("--json", type=output, metavar="FILE", help="a line a row")
+    add("--seconds", type=positive, help="limit of the whole call (none)")
+    add("--json", type=output, metavar="FILE", help="write a line per row here")
     add("--wheels", type=existing, metavar="FOLDER", help="install what is missing")
     add("--part", choices=PARTS)
     add("--only", default="", metavar="TEXT", help="rows whose name contains it")
-    add("--lengths", type=positive, nargs="+", help="tokens of attention rows")
-    add("--text", type=existing, metavar="FILE", help="of the study")
-    add("--seeds", type=numbers, default=Sizes().seeds, help="of the study")
-    add("--steps", type=positive, help="of each run of the study (30,000)")
-    add("--together", type=positive, default=Sizes().together, help="runs at a time")
+    add("--lengths", type=positive, nargs="+", help="tokens of the attention rows")
+    add("--text", type=existing, metavar="FILE", help="text of the study")
+    add("--seeds", type=numbers, default=Sizes().seeds, help="seeds of the study")
+    add("--steps", type=positive, help="steps of each run of the study (30,000)")
+    add(
+        "--together",
+        type=positive,
+        default=Sizes().together,
+        help="runs of the study at a time",
+    )
     add("--out", default=Sizes().out, help="folder of the study (%(default)s)")
     add("--small", action="store_true", help="sizes for a CPU")
     return parser.parse_args(words)
 
 
 def chosen(options: argparse.Namespace) -> list[Row]:
+    """Return the rows that the options ask for, in order."""
     rows = list(ROWS)
     if options.lengths:
         others = [x for x in rows if x.part != "attention"]
@@ -75,10 +85,10 @@ def chosen(options: argparse.Namespace) -> list[Row]:
 
 
 def install(wheels: Path) -> None:
-    """Install what is missing into a temporary folder, for this call and its children.
+    """Install missing wheels into a temporary folder, for this call and its children.
 
     Raises:
-        CalledProcessError: pip refused; it has said why.
+        CalledProcessError: pip failed; it has printed why.
     """
     missing = [x for x in sorted(wheels.glob("*.whl")) if not _installed(x)]
     if missing:
@@ -98,22 +108,26 @@ def _installed(wheel: Path) -> bool:
 
 
 def use(folder: str) -> None:
-    """Import from this folder first, here and in processes that are started here."""
+    """Import from this folder first, in this process and in its children."""
     sys.path.insert(0, folder)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, before]))
 
 
 def revision() -> str:
-    """A hash of the sources of symjax, which needs no git."""
-    found = hashlib.sha256()
+    """Return a hash of the sources of symjax, without git."""
+    digest = hashlib.sha256()
     for path in sorted((ROOT / "symjax").rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 class Records:
-    """Rows of this device and these sources, in a file of JSON lines."""
+    """Measured rows of this device and these sources, in a file of JSON lines.
+
+    Args:
+        common: what a row of the file must have to count: device, revision, size.
+    """
 
     def __init__(self, file: Path | None, common: Found):
         self.file, self.common = file, common
@@ -135,7 +149,7 @@ class Records:
         return "fault" not in self.rows.get(row.name, {"fault": ""})
 
     def estimate(self, row: Row) -> float:
-        """Seconds that the row will take."""
+        """Estimate the seconds of a row by those of measured rows of its part."""
         alike = [x["seconds"] for x in self.rows.values() if x["part"] == row.part]
         if row.part == "study" or not alike:
             return SECONDS[row.part] / (4 if self.common["small"] else 1)
@@ -143,13 +157,16 @@ class Records:
 
 
 def measure(rows: list[Row], records: Records, worker: Measuring, end: float) -> int:
-    """Measure and print one row after the other.
+    """Measure, record and print one row after the other.
+
+    Args:
+        end: time.monotonic() at which all must be over.
 
     Returns:
         The number of rows that have a fault.
     """
     faults, skipped = 0, []
-    # Stable: what has a fault comes last.
+    # Rows that were measured before have a fault: they come last, in the same order.
     for row in sorted(rows, key=lambda x: x.name in records.rows):
         left = end - time.monotonic()
         if records.estimate(row) > left:
@@ -159,21 +176,21 @@ def measure(rows: list[Row], records: Records, worker: Measuring, end: float) ->
         try:
             found = worker.measure(row, longest)
         except EOFError:
-            print("the measuring process does not start again", file=sys.stderr)
+            print("the measuring process does not restart", file=sys.stderr)
             return faults + 1
         if found.pop("late", False) and left < LONGEST and row.part != "study":
             skipped.append(row.name)
             continue
         records.add(row, found)
         faults += "fault" in found
-        print(*shown(row.name, found), sep="\n", flush=True)
+        print(*row_lines(row.name, found), sep="\n", flush=True)
     if skipped:
         print(f"\n{len(skipped)} rows did not fit into the time:", *skipped, sep="\n  ")
     return faults
 
 
-def shown(name: str, found: Found) -> Sequence[str]:
-    """A line of a row, and one of each rival."""
+def row_lines(name: str, found: Found) -> Sequence[str]:
+    """Return the line of a row, and a line for each rival."""
     rivals = found.get("rivals", {})
     figures = {x: y for x, y in found.items() if x != "rivals"}
     return [_line(f"{name:68}", figures)] + [
@@ -211,7 +228,8 @@ def main(words: list[str]) -> int:
     )
     if options.steps:
         sizes = sizes._replace(steps=options.steps)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some
+    # PyTorch needs memory of the device, too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     use(str(ROOT))
     if options.wheels:
         install(options.wheels)

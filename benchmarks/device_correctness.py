@@ -11,12 +11,13 @@ import numpy as np
 
 from symjax import attention
 
-# Largest errors: products of float32 may be TF32, and bfloat16 has 8 bits.
+# Largest relative errors. Products of float32 may run in TF32; bfloat16 has 8 bits.
 LIMITS = {"float32": 3e-3, "bfloat16": 3e-2}
-# Sparsemax's derivative jumps where a weight becomes 0, and scores in TF32 move that
-# border: queries and keys rounded to 11 bits have 2e-2 to 4e-2 in float64.
+# The derivative of sparsemax jumps where a weight becomes 0. TF32 scores move these
+# borders: rounding queries and keys to 11 bits changes gradients in float64 by 2e-2 to
+# 4e-2.
 JUMPS = 20
-# The reference on the CPU compiles in half the time and runs once.
+# The reference on the CPU runs once, and compiles in half the time with these.
 UNOPTIMISED: Any = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -24,18 +25,19 @@ UNOPTIMISED: Any = {
 
 
 class Case(NamedTuple):
-    """A function of arrays, their shapes, and what it must equal in float64."""
+    """A function of arrays, the shapes of the arrays, and its reference."""
 
     attend: Callable
     shapes: tuple[tuple[int, ...], ...]
-    exact: Callable | None = None  # None: itself
+    exact: Callable | None = None  # runs in float64; None: `attend` itself
     scale: float = 1.0  # of queries and keys
-    mean: float = 0.0  # of the last operand, values
-    slack: float = 1.0  # factor of float32's limit
+    mean: float = 0.0  # of the last operand, usually the values
+    slack: float = 1.0  # factor of the limit of float32
 
 
 @cache
 def cases(tokens: int) -> dict[str, Case]:
+    """Return all cases by name, with sequences of so many tokens."""
     b, t, n, k, h, v = 2, tokens, 4, 2, 64, 32
     query, key, value = (b, t, n, h), (b, t, k, h), (b, t, k, v)
     plain = (query, key, value)
@@ -115,7 +117,7 @@ def cases(tokens: int) -> dict[str, Case]:
 
 
 def documents(size: int, query, key, *arrays, attend: Callable, **options):
-    """Attention of rows of several documents of `size` tokens, which see no other."""
+    """Call `attend` with documents of `size` tokens that do not see each other."""
     ids = jnp.broadcast_to(jnp.arange(key.shape[1])[None] // size, key.shape[:2])
     return attend(query, key, *arrays, segment_ids=ids, **options)
 
@@ -141,7 +143,7 @@ def gated(query, key, value, gate):
 
 
 def write_strength(key, beta):
-    """Keys of length one and β in float32 at least, as the layer has them."""
+    """Return keys of length 1, and β in float32 at least, as the layer makes them."""
     dtype = jnp.promote_types(key.dtype, jnp.float32)
     beta, long = jax.nn.sigmoid(beta.astype(dtype)), key.astype(dtype)
     key = (long / jnp.linalg.norm(long, axis=-1, keepdims=True)).astype(key.dtype)
@@ -156,7 +158,7 @@ def delta(query, key, value, beta, gate=None):
 
 def _performers(shapes: tuple[tuple[int, ...], ...]) -> dict[str, Case]:
     size = shapes[0][-1]
-    with jax.default_device(jax.devices("cpu")[0]):  # the same for the exact ones
+    with jax.default_device(jax.devices("cpu")[0]):  # the reference uses them too
         sample = jax.random.normal(jax.random.key(1), (2, 256, size))
         rows = attention.orthogonal_projection(jax.random.key(0), 256, size)
         statistics = {
@@ -187,10 +189,10 @@ def _performers(shapes: tuple[tuple[int, ...], ...]) -> dict[str, Case]:
 
 
 def errors(case: Case) -> dict[str, Any]:
-    """Errors of the output and of the gradients, the largest, for each dtype of LIMITS,
-    and a fault if one is above its limit.
+    """Return the error of the output and the largest error of the gradients by dtype.
 
-    The function and its reference on the CPU are compiled at the same time.
+    There is a "fault" if an error is above its limit. The function and its reference
+    on the CPU are compiled at the same time.
     """
     on_gpu = jax.default_backend() == "gpu"
     untuned: Any = {"xla_gpu_autotune_level": 0} if on_gpu else None
@@ -206,7 +208,7 @@ def errors(case: Case) -> dict[str, Any]:
     for dtype, limit in LIMITS.items():
         arrays = [jnp.asarray(x, dtype) for x in draw]
         shape = jax.eval_shape(case.attend, *arrays).shape
-        # Rounded, so that casting it to the output's dtype changes nothing.
+        # In bfloat16, so that a cast to the dtype of the output changes nothing.
         given = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16), *arrays
         with ThreadPoolExecutor(1) as other:
             wanted = other.submit(in_float64, exact, [*map(wide, given)])
@@ -218,13 +220,13 @@ def errors(case: Case) -> dict[str, Any]:
         row[f"{dtype}_forward"] = forward
         row[f"{dtype}_gradient"] = float(np.max(gradients))
         limit *= case.slack if dtype == "float32" else 1
-        if not all(error <= limit for error in (forward, *gradients)):  # nor nan
+        if not all(error <= limit for error in (forward, *gradients)):  # false for NaN
             faults.append(f"{dtype} above {limit:g}")
     return row | ({"fault": "; ".join(faults)} if faults else {})
 
 
 def in_float64(function: Callable, arrays: list[np.ndarray]) -> Any:
-    """Its results on the CPU."""
+    """Return the results of the function in float64 on the CPU."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         return jax.block_until_ready(function(*arrays))
 
@@ -234,6 +236,6 @@ def wide(x: jax.Array) -> np.ndarray:
 
 
 def outcome(attend: Callable, cotangent: Any, *arrays: Any) -> tuple:
-    """The output and the gradient of every operand, for one cotangent of the output."""
+    """Return the output, and the gradient of every operand for this cotangent."""
     output, pull = jax.vjp(attend, *arrays)
     return output, *pull(cotangent.astype(output.dtype))

@@ -1,4 +1,4 @@
-"""The work that device.py times: compiled functions of jax, and functions of torch."""
+"""Work that device.py times: compiled functions of jax, and functions of torch."""
 
 import importlib
 import signal
@@ -20,10 +20,10 @@ Arrays = list[np.ndarray]
 class Job(NamedTuple):
     """Work that is ready to run."""
 
-    run: Callable[[], Any]  # starts the work
-    wait: Callable[[Any], Any]  # returns when all work that was started is done
-    fetch: Callable[[Any], Arrays]  # the outputs of work that was started
-    figures: dict[str, float | bool]  # of the first call, and of memory
+    run: Callable[[], Any]  # starts the work, and returns its outputs
+    wait: Callable[[Any], Any]  # returns when the work of these outputs is done
+    fetch: Callable[[Any], Arrays]  # copies these outputs to the host
+    figures: dict[str, float | bool]  # seconds of the first call, and memory
 
 
 class OutOfTime(Exception):
@@ -32,7 +32,10 @@ class OutOfTime(Exception):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Interrupt Python code, such as Triton's tuning between two of its programs."""
+    """Raise OutOfTime if the body takes longer.
+
+    It interrupts Python code, for instance the tuning of Triton between two programs.
+    """
 
     def interrupt(*_: Any) -> None:
         raise OutOfTime(f"not ready after {seconds:.0f} s")
@@ -47,23 +50,24 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def job(rival: Rival, backward: bool) -> Job:
-    """A function that has run once, on bfloat16 inputs drawn from fixed seeds.
+    """Return a job of a function on random bfloat16 inputs, which has run once.
 
-    Its outputs are the function's and, with `backward`, the gradient of each input.
+    Its outputs are the output of the function and, with `backward`, the gradient of
+    each input. Inputs are drawn from fixed seeds.
     """
     if rival.library in ("torch", "fla"):
         return _torch_job(rival, backward)
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in map(drawn, rival.shapes, SEEDS)]
     function: Callable = rival.attend
-    before = 0.0
+    shape_seconds = 0.0  # of a trace that finds the shape of the output
     if backward:
         began = time.perf_counter()
         shape = jax.eval_shape(function, *arrays).shape
-        before = time.perf_counter() - began  # it traces what is traced again
+        shape_seconds = time.perf_counter() - began
         arrays.insert(0, jnp.asarray(drawn(shape, COTANGENT), jnp.bfloat16))
         function = partial(outcome, function)
     compiled, figures = first_call(jax.jit(function), arrays)
-    figures["trace_s"] = round(figures["trace_s"] + before, 2)
+    figures["trace_s"] = round(figures["trace_s"] + shape_seconds, 2)
     return jax_job(partial(compiled, *arrays), figures)
 
 
@@ -76,7 +80,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def first_call(function: Any, arrays: Any) -> tuple[jax.stages.Compiled, dict]:
-    """The compiled function, and the seconds that each stage took."""
+    """Return the compiled function, the seconds of each stage, and its memory."""
     hits = []
 
     def listen(event: str, **_: Any) -> None:
@@ -99,13 +103,13 @@ def first_call(function: Any, arrays: Any) -> tuple[jax.stages.Compiled, dict]:
 
 
 def memory(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """MiB of temporaries, as the compiler plans them."""
+    """Return the MiB of temporaries that the compiler plans."""
     planned = compiled.memory_analysis()
     return {"mib": planned.temp_size_in_bytes / 2**20} if planned else {}
 
 
 def jax_job(run: Callable[[], Any], figures: dict | None = None) -> Job:
-    """A job of a compiled function, which runs once."""
+    """Return a job of a compiled function, which has run once."""
 
     def fetch(found: Any) -> Arrays:
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
@@ -131,9 +135,9 @@ def _torch_job(rival: Rival, backward: bool) -> Job:
     output = forward()
     cotangent = tensor(tuple(output.shape), COTANGENT).to(output.dtype)
 
-    def both() -> Any:
+    def forward_and_backward() -> Any:
         output = rival.attend(*tensors)
-        # In this thread, so that `at_most` can interrupt it.
+        # The backward pass runs in this thread, so that `at_most` can interrupt it.
         with torch.autograd.set_multithreading_enabled(False):
             return output.detach(), *torch.autograd.grad(output, tensors, cotangent)
 
@@ -143,7 +147,7 @@ def _torch_job(rival: Rival, backward: bool) -> Job:
 
     for x in tensors:
         x.requires_grad_(backward)
-    run = both if backward else forward
+    run = forward_and_backward if backward else forward
     done = torch.cuda.synchronize if place == "cuda" else lambda: None
     run()
     done()
@@ -152,10 +156,10 @@ def _torch_job(rival: Rival, backward: bool) -> Job:
 
 
 def in_turns(jobs: dict[str, Job], rounds: int, patience: float) -> dict[str, Any]:
-    """Seconds of a call [rounds] of each job.
+    """Return the seconds per call of each job, an array over rounds.
 
-    A job runs in its turn as often as `patience` allows, and is waited for once, so
-    that launching it costs nothing.
+    In a turn, a job runs as often as `patience` seconds allow (at most 100 times), and
+    is waited for once at the end, so that the cost of launching it is hidden.
     """
 
     def turn(job: Job, count: int) -> float:

@@ -1,4 +1,4 @@
-"""Rows of device.py, measured in the process that holds the device."""
+"""Measurement of the rows of device.py, in the process that holds the device."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -20,10 +20,10 @@ Found = dict[str, Any]
 
 
 def measure(row: Row, sizes: Sizes, seconds: float) -> Iterator[Found]:
-    """The figures of a row, each time that there are more of them, or {"fault": …}.
+    """Yield figures of a row as soon as they are known, or {"fault": …}.
 
     Args:
-        seconds: that are left for it.
+        seconds: that are left for the row.
     """
     use_compile_cache()
     found = attempt(PARTS[row.part], row, sizes, seconds)
@@ -35,7 +35,10 @@ def measure(row: Row, sizes: Sizes, seconds: float) -> Iterator[Found]:
 
 
 def attempt(function: Callable, *arguments: Any) -> Any:
-    """What it returns, or {"fault": …}: another row may still succeed."""
+    """Return the result of a function, or {"fault": …} if it raises.
+
+    Another row may still succeed.
+    """
     try:
         return function(*arguments)
     except Exception as error:  # whatever a compiler or a library may raise
@@ -48,7 +51,7 @@ def device_kind() -> str:
 
 
 def healthy() -> bool:
-    """Whether the device still computes: some errors of kernels end its use."""
+    """Return whether the device still computes: some kernel errors make it unusable."""
     try:
         return float(jax.jit(lambda x: x + 1)(jnp.ones(()))) == 2
     except Exception:  # whatever the runtime raises
@@ -56,6 +59,7 @@ def healthy() -> bool:
 
 
 def machine(row: Row, sizes: Sizes, seconds: float) -> Found:
+    """Measure the speed of a matrix product or of a copy."""
     side, copied = sizes.side, sizes.copied
     product = Rival("ours", jnp.matmul, ((side, side),) * 2, 2 * side**2, 0)
     copy = Rival("ours", lambda x: x + 1, ((copied // 2,),), 0, 0)
@@ -70,6 +74,7 @@ def machine(row: Row, sizes: Sizes, seconds: float) -> Found:
 
 
 def driver() -> Found:
+    """Return the version of the NVIDIA driver, {} without one."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=True)
@@ -79,10 +84,11 @@ def driver() -> Found:
 
 
 def attention_speed(row: Row, sizes: Sizes, seconds: float) -> Iterator[Found]:
-    """Ours in turns with our softmax and, except for crossover, with other libraries'.
+    """Time a mechanism, interleaved with our softmax and then with other libraries.
 
-    `times_softmax` is our time over that of softmax; `speed` of a rival is its time
-    over ours, so that above 1 ours is faster.
+    `times_softmax` is the time of the mechanism divided by the time of our softmax.
+    `speed` of a rival is its time divided by ours: above 1, ours is faster. Rows of the
+    part crossover have no rivals.
     """
     length = max(1, row.tokens // sizes.divisor)
     batch = max(1, sizes.row_tokens // length)
@@ -103,7 +109,7 @@ def attention_speed(row: Row, sizes: Sizes, seconds: float) -> Iterator[Found]:
 
     yield figures(_times(jobs, sizes)) | jobs["ours"].figures
     if not all(np.isfinite(x).all() for x in outputs):
-        yield {"fault": "it is not finite"}
+        yield {"fault": "the output or a gradient is not finite"}
     others = {} if row.part == "crossover" else peers(row.subject, own)
     rivals: dict[str, Found] = {}
     for name, other in others.items():
@@ -127,7 +133,7 @@ _softmax_jobs: dict[tuple, Job] = {}
 
 
 def _softmax(batch: int, length: int, backward: bool, sizes: Sizes) -> Job:
-    """Our softmax, compiled once for all rows of a length."""
+    """Return the job of our softmax, compiled once for all rows of a length."""
     key = batch, length, backward
     if key not in _softmax_jobs:
         rivals = ours(batch, length, sizes.heads, sizes.head_size)
@@ -135,15 +141,15 @@ def _softmax(batch: int, length: int, backward: bool, sizes: Sizes) -> Job:
     return _softmax_jobs[key]
 
 
-_late: set[str] = set()  # libraries of which a function was not ready in time
+_late: set[str] = set()  # libraries that had a function not ready in time
 
 
 def _prepared(rival: Rival | str, backward: bool) -> Job:
-    """Return a function of another library, ready to run.
+    """Return a job of another library.
 
     Raises:
-        ValueError: the library is not here, or an earlier row waited for it in vain.
-        OutOfTime: it is not ready in time.
+        ValueError: the library is missing, or was not ready in time in an earlier row.
+        OutOfTime: the job is not ready in time.
     """
     if isinstance(rival, str):
         raise ValueError(rival)
@@ -162,7 +168,7 @@ def _fetched(job: Job) -> Arrays:
 
 
 def _differences(wanted: Arrays, found: Arrays) -> Found:
-    """‖theirs − ours‖ / ‖ours‖ of the output, and the largest of the gradients."""
+    """Return ‖theirs − ours‖ / ‖ours‖ of the output and, at worst, of a gradient."""
     output, *gradients = (
         float(np.linalg.norm(x - y) / np.linalg.norm(y))
         for x, y in zip(found, wanted, strict=True)

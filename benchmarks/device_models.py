@@ -1,4 +1,4 @@
-"""Training steps and decoding of models, for device.py."""
+"""Speed of training steps and of decoding, for device.py."""
 
 import time
 from dataclasses import replace
@@ -22,8 +22,11 @@ DECODED = "125m"  # the size of the models that are decoded
 
 
 def models(size: str, sizes: Sizes) -> dict[str, config.Model]:
-    """Models of about equal parameters but for the symmetric one's keys. Differential
-    heads are half as many, with values twice as wide, as in the paper."""
+    """Return the models of a size by name, with about equally many parameters.
+
+    The symmetric model has fewer, since it has no key projection. Differential models
+    have half as many heads with values twice as wide, as in arXiv:2410.05258.
+    """
     width, depth, heads = dict(sizes.models)[size]
     plain = config.Model(
         vocabulary=sizes.vocabulary,
@@ -37,7 +40,8 @@ def models(size: str, sizes: Sizes) -> dict[str, config.Model]:
         bias=False,
         tie_embeddings=True,
         dtype="bfloat16",
-        remat="none",  # a scan would fill, write and read stacks of all layers
+        remat="none",
+        # A scan would fill, write and read stacks of the residuals of all layers.
         scan_layers=False,
     )
     chosen = config.Attention
@@ -60,22 +64,24 @@ def models(size: str, sizes: Sizes) -> dict[str, config.Model]:
 
 
 def peak() -> float | None:
-    """bfloat16 operations a second, in the maker's figure; None of an unknown chip."""
+    """Return the published peak in bfloat16 operations per second, None if unknown."""
     chip = known(jax.devices()[0].device_kind)
     return chip and chip.flops
 
 
 def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
-    """Tokens a second of a training step.
+    """Measure a training step: tokens per second, FLOP/s, MFU and times of compiling.
 
     Args:
-        name: of a model, and its size.
-        documents: not empty: documents of a row do not see each other.
+        name: a model and its size, as in "gpt 125m".
+        documents: if not empty, documents of a row do not see each other.
     """
     kind, _, size = name.partition(" ")
-    model, apart = models(size, sizes)[kind], bool(documents)
+    model, separate = models(size, sizes)[kind], bool(documents)
     options = config.Config(model=model, batch_size=sizes.batch)
-    program = compile_program(options, make_mesh(config.Mesh(data=1)), separate=apart)
+    program = compile_program(
+        options, make_mesh(config.Mesh(data=1)), separate=separate
+    )
     shape = (sizes.batch, model.length)
     random = np.random.default_rng(0)
     text = random.integers(0, model.vocabulary, shape, np.int32)
@@ -84,12 +90,12 @@ def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
     def rows(start: int, stop: int) -> tuple:
         given = text[start:stop], text[start:stop]
         starts = np.arange(start, stop) * model.length
-        if not apart:
+        if not separate:
             return given
         return with_segment_ids(starts, *given, np.cumsum(lengths), shared=False)
 
     batch, seen = program.place(shape, rows), model.length
-    if apart:  # as many pairs as rows of so many tokens would have
+    if separate:  # the length of a joined row with as many pairs per token
         ids = rows(0, sizes.batch)[0].segment_ids
         counts = (np.unique(x, return_counts=True)[1] for x in ids)
         seen = round(sum((x**2).sum() for x in counts) / text.size)
@@ -111,7 +117,8 @@ def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
         before = None
         for _ in range(sizes.rounds + 3):
             state, metrics = compiled(state, constants, *batch, jax.random.key(0))
-            if before is not None:  # as in training, a step is under way by then
+            # As in training, the next step runs while the metrics are read.
+            if before is not None:
                 loss = float(before["train/loss"])
                 ends.append(time.perf_counter())
             before = metrics
@@ -125,7 +132,7 @@ def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def decode_speed(name: str, context: int, sizes: Sizes) -> dict[str, Any]:
-    """Tokens a second of one sequence, after a context of so many tokens."""
+    """Measure the tokens per second of decoding one sequence after a context."""
     model = replace(models(DECODED, sizes)[name], length=context)
     began = time.perf_counter()
     found = decoding(config.Config(model=model), context)

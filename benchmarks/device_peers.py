@@ -1,4 +1,4 @@
-"""The rivals that device.py times: attention of this project and of others."""
+"""Attention functions that device.py times: those of symjax and of other libraries."""
 
 import importlib
 from collections.abc import Callable
@@ -18,26 +18,30 @@ from device_correctness import (
 
 from symjax import attention
 
-DOCUMENT = 500  # tokens of one, where they are kept apart
+DOCUMENT = 500  # tokens of a document, where rows have several
 
 
 class Rival(NamedTuple):
-    """A causal attention of arrays [B T N H], drawn normal with the shapes given."""
+    """A causal attention function, and the shapes of its inputs [B T N H]."""
 
-    library: str  # torch and fla take tensors, all others arrays of jax
+    library: str  # torch and fla take tensors, all others take arrays of jax
     attend: Callable
     shapes: tuple[tuple[int, ...], ...]
-    flops: float  # of a token, forward
-    backward: float  # forward + backward in forwards: 3.5 if scores are made again
+    flops: float  # per token, forward
+    # FLOPs of forward + backward over those of forward: 3.5 if scores are recomputed.
+    backward: float
 
 
 def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
-    """This project's, for heads n of size h: two branches of h/2 make one of V1."""
+    """Return the functions of symjax by name, for n heads of size h and t tokens.
+
+    A head of differential V1 has two branches of size h/2.
+    """
     one, half, two = (batch, t, n, h), (batch, t, 2 * n, h // 2), (batch, t, 2 * n, h)
-    score = n * t * 2 * h  # half the pairs, 2 operations a pair and feature, q·k and V
+    score = n * t * 2 * h  # half of t pairs, 2 products (q·k and V), 2 FLOPs a feature
     state = 4 * n * h * h
     first = partial(attention.differential, lam=0.5, is_causal=True)
-    apart = partial(documents, DOCUMENT, is_causal=True)
+    separate = partial(documents, DOCUMENT, is_causal=True)
     whole, rest = divmod(t, DOCUMENT)
     fewer = score * (whole * DOCUMENT**2 + rest**2) / t**2
     second = partial(attention.differential_v2, is_causal=True)
@@ -51,10 +55,10 @@ def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
         "symmetric": rival(symmetric, (one,) * 2, score, 3.5, is_causal=True),
         "differential V1": rival(first, (half, half, one), score, 3.5),
         "softmax, documents": rival(
-            apart, (one,) * 3, fewer, 3.5, attend=attention.softmax
+            separate, (one,) * 3, fewer, 3.5, attend=attention.softmax
         ),
         "differential V1, documents": rival(
-            apart, (half, half, one), fewer, 3.5, attend=first
+            separate, (half, half, one), fewer, 3.5, attend=first
         ),
         "differential V2": rival(second, (two, one, one, one[:3]), 1.5 * score, 3.5),
         "linear": rival(attention.linear_causal, (one,) * 3, state, 3),
@@ -69,7 +73,7 @@ def ours(batch: int, t: int, n: int, h: int) -> dict[str, Rival]:
 
 
 def peers(name: str, mine: Rival) -> dict[str, Rival | str]:
-    """The same function by other libraries, or why one of them is not there."""
+    """Return the same function of other libraries, or the reason why one is missing."""
     found: dict[str, Rival | str] = {}
     for library, (load, names) in LIBRARIES.items():
         if name not in names:
@@ -77,16 +81,16 @@ def peers(name: str, mine: Rival) -> dict[str, Rival | str]:
         try:
             for rival, attend in load()[name].items():
                 found[rival] = mine._replace(library=library, attend=attend)
-        except Exception as error:  # what an import of CUDA code may raise
+        except Exception as error:  # imports of CUDA code raise anything
             found[library] = f"not here: {error}"
     return found
 
 
-Served = dict[str, dict[str, Callable]]  # the name of ours, that of theirs
+Functions = dict[str, dict[str, Callable]]  # by our name, then by name of the rival
 
 
 def _two_maps(call: Callable, concatenate: Callable) -> Callable:
-    """Differential V1 by calls in which values are as wide as keys: four of them."""
+    """Compose differential V1 of four calls, with values as wide as keys."""
 
     def attend(query, key, value):
         half = value.shape[-1] // 2
@@ -105,8 +109,8 @@ def _two_maps(call: Callable, concatenate: Callable) -> Callable:
     return attend
 
 
-def _pairs(call: Callable) -> Callable:
-    """Differential V2: one call over all query heads, whose outputs are subtracted."""
+def _subtracted_pairs(call: Callable) -> Callable:
+    """Compose differential V2 of one call over all query heads."""
 
     def attend(query, key, value, lam):
         output = call(query, key, value)
@@ -115,7 +119,7 @@ def _pairs(call: Callable) -> Callable:
     return attend
 
 
-def _cudnn() -> Served:
+def _cudnn() -> Functions:
     call = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
     def padded(query, key, value):
@@ -131,14 +135,14 @@ def _cudnn() -> Served:
             "one call of cudnn, padded": padded,
             "four calls of cudnn": _two_maps(call, jnp.concatenate),
         },
-        "differential V2": {"one call of cudnn": _pairs(call)},
+        "differential V2": {"one call of cudnn": _subtracted_pairs(call)},
     }
 
 
-def _torch() -> Served:
+def _torch() -> Functions:
     torch = importlib.import_module("torch")
     kernels = importlib.import_module("torch.nn.attention")
-    found: Served = {"softmax": {}, "differential V1": {}, "differential V2": {}}
+    found: Functions = {"softmax": {}, "differential V1": {}, "differential V2": {}}
     for name in ("CUDNN", "FLASH"):
         backend = getattr(kernels.SDPBackend, f"{name}_ATTENTION")
 
@@ -154,11 +158,11 @@ def _torch() -> Served:
         two_maps = _two_maps(call, torch.cat)
         found["softmax"][kernel] = call
         found["differential V1"][f"four calls of {kernel}"] = two_maps
-        found["differential V2"][f"one call of {kernel}"] = _pairs(call)
+        found["differential V2"][f"one call of {kernel}"] = _subtracted_pairs(call)
     return found
 
 
-def _fla() -> Served:
+def _fla() -> Functions:
     library = importlib.import_module("fla.ops")
     functions = importlib.import_module("torch.nn.functional")
 
@@ -192,8 +196,8 @@ def _fla() -> Served:
     }
 
 
-def _jla() -> Served:
-    # Asked for by name, so that the plain form does not answer where it cannot run.
+def _jla() -> Functions:
+    # Ask for the kernel by name, or an XLA form replaces a kernel that cannot run.
     run = importlib.import_module("jla.ops").linear_attention
     run = partial(run, impl="mosaic_gpu", scale=1.0)
 

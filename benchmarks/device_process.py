@@ -1,4 +1,4 @@
-"""A process that measures rows: one that hangs or dies costs its own row alone."""
+"""A process that measures rows. If it hangs or dies, only its current row is lost."""
 
 import multiprocessing
 import sys
@@ -11,14 +11,21 @@ Found = dict[str, Any]
 
 
 class Measuring:
-    """Starts the process again after a row that ended it or lost its device."""
+    """The measuring process, which is restarted after a row that broke it.
+
+    A row breaks it by ending it, by hanging, or by making its device unusable.
+    """
 
     def __init__(self, sizes: Sizes):
         self.sizes = sizes
         self.start()
 
     def start(self) -> None:
-        """Raises: EOFError: it cannot start; it has said why."""
+        """Start the process.
+
+        Raises:
+            EOFError: it cannot start, and has printed why.
+        """
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
         given = (other, self.sizes)
@@ -28,15 +35,18 @@ class Measuring:
         self.device: str = self.connection.recv()
 
     def measure(self, row: Row, limit: float) -> Found:
-        """The figures of a row, or its fault; `late` if it took longer than `limit`.
+        """Return the figures of a row, or its fault.
 
-        A row that has told its own figures keeps them, whatever its rivals do.
+        Figures of the row itself are kept, even if a rival breaks the process.
+
+        Args:
+            limit: seconds after which the row is given up, with `late` in the result.
         """
         if not self.process.is_alive():
             self.start()
         began = time.monotonic()
         found: Found = {}
-        trouble = f"not finished after {limit:.0f} s"
+        reason = f"not finished after {limit:.0f} s"
         late = last = False
         try:
             self.connection.send((row, limit))
@@ -48,12 +58,12 @@ class Measuring:
                     found |= more
         except (EOFError, OSError):
             self.process.join()
-            trouble = f"ended its process, exit code {self.process.exitcode}"
+            reason = f"ended its process, exit code {self.process.exitcode}"
         if not last:
             if found:
-                found["rivals"] = {"others": {"missing": trouble}}
+                found["rivals"] = {"others": {"missing": reason}}
             else:
-                found = {"fault": trouble} | ({"late": True} if late else {})
+                found = {"fault": reason} | ({"late": True} if late else {})
         if found.pop("lost", not last):
             self.end()
         return {"seconds": round(time.monotonic() - began, 1), **found}
@@ -64,7 +74,7 @@ class Measuring:
 
 
 def serve(connection: Any, sizes: Sizes) -> None:
-    """Measure what is asked for until the other end closes."""
+    """Measure the rows that the connection brings, until its other end closes."""
     import device_measure
 
     connection.send(device_measure.device_kind())

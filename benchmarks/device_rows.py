@@ -1,6 +1,7 @@
-"""Rows of device.py in the order in which they are measured, and their sizes.
+"""Rows of device.py, in the order in which they are measured, and their sizes.
 
-The order is ROWS, at the end: what matters and was never measured comes first.
+ROWS at the end of the file has the order: important rows that were never measured come
+first.
 """
 
 from collections.abc import Iterable
@@ -11,9 +12,9 @@ class Row(NamedTuple):
     """One measurement."""
 
     part: str
-    subject: str  # a name that the part knows
-    tokens: int = 0  # of a sequence, or of the context of a decoder
-    backward: bool = True  # attention: forward + backward, or forward alone
+    subject: str  # a mechanism, model or case of the part
+    tokens: int = 0  # of the sequence, or of the context before decoding
+    backward: bool = True  # forward + backward, or forward alone
 
     @property
     def name(self) -> str:
@@ -28,17 +29,17 @@ class Row(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of all parts, here those for a device."""
+    """Sizes of all parts. The defaults are for accelerators, SMALL is for CPUs."""
 
     side: int = 8192  # of the matrices of a product
-    copied: int = 2**31  # bytes
-    correctness: int = 200  # tokens; no block and no chunk divides them
-    divisor: int = 1  # of the tokens of a row
-    row_tokens: int = 16384  # of all sequences of an attention row together
+    copied: int = 2**31  # bytes of a copy
+    correctness: int = 200  # tokens; no size of a block or chunk divides 200
+    divisor: int = 1  # rows have this many times fewer tokens
+    row_tokens: int = 16384  # batch size × length of an attention row
     heads: int = 16
     head_size: int = 128
     rounds: int = 7
-    patience: float = 0.05  # seconds of one rival's turn
+    patience: float = 0.05  # seconds of a turn of one function
     # Width, layers and heads of the models.
     models: tuple[tuple[str, tuple[int, int, int]], ...] = (
         ("125m", (768, 12, 12)),
@@ -73,8 +74,8 @@ SMALL = Sizes(
     steps=3,
 )
 
-# Seconds that a first row of each part may take; later ones are estimated from those
-# before them. A run of the study continues where it was stopped.
+# Estimated seconds of the first row of each part. Later rows are estimated from earlier
+# ones. A run of the study continues where it was stopped.
 SECONDS = {
     "machine": 15,
     "attention": 30,
@@ -85,8 +86,8 @@ SECONDS = {
     "study": 60,
 }
 PARTS = tuple(SECONDS)
-LONGEST = 150  # seconds after which a row, except of the study, is given up
-RIVAL = 30  # seconds in which a function of another library must be ready
+LONGEST = 150  # seconds after which a row (except of the study) is given up
+RIVAL = 30  # seconds after which a function of another library is given up
 
 MECHANISMS = (
     "softmax",

@@ -1,4 +1,4 @@
-"""The Shakespeare study of device.py: several small trainings at a time."""
+"""The Shakespeare study of device.py: several small models train at a time."""
 
 import csv
 import subprocess
@@ -14,14 +14,14 @@ from symjax.programs import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = ("gpt", "sym", "diff", "diff_sym")
-SAVING = 30  # seconds before the end in which runs are told to save and stop
+SAVING = 30  # seconds before the end at which runs are told to save and stop
 
 
 def study(row: Row, sizes: Sizes, seconds: float) -> dict[str, Any]:
-    """Held-out losses of all columns at one depth, over the seeds.
+    """Train all COLUMNS at one depth, and return their held-out losses over the seeds.
 
-    Runs are processes, `together` at a time, seed by seed. Those that the time left
-    does not allow are saved, and the row is a fault until the same command has
+    Each run is a process; `together` of them run at a time, seed by seed. Runs that do
+    not end in time are saved, and the result is a fault until the same command has
     completed them.
     """
     end = time.monotonic() + seconds - SAVING
@@ -67,7 +67,7 @@ def study(row: Row, sizes: Sizes, seconds: float) -> dict[str, Any]:
 
 
 def stop(running: list[subprocess.Popen]) -> None:
-    """Let each process save its state and end."""
+    """Let each process save its state and end; kill those that do not."""
     for process in running:
         process.terminate()
     for process in running:

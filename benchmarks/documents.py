@@ -1,10 +1,11 @@
-"""What separate documents cost: the time of a training step beside joined ones.
+"""Cost of separate documents: time of a training step beside joined documents.
 
     python -m benchmarks.documents      # gpt, diff_sym, performer, delta
     python -m benchmarks.documents gpt,gla --length 512
 
-Prints, for each configuration at `:tiny`, the seconds of a step of both and their
-ratio: the median of interleaved steps on the devices that there are.
+Prints, for each configuration at `:tiny`, the seconds of a step with joined and with
+separate documents, and separate / joined. Times are medians of interleaved steps on all
+devices of this machine.
 """
 
 import argparse
@@ -24,13 +25,15 @@ from symjax.data.documents import SegmentedTokens
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
 
-DOCUMENTS = 4  # a row
+DOCUMENTS = 4  # per row
 
 
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     usual = "gpt,diff_sym,performer,delta"
-    parser.add_argument("names", nargs="?", default=usual, help="of configs/")
+    parser.add_argument(
+        "names", nargs="?", default=usual, help="configurations, between commas"
+    )
     parser.add_argument("--length", type=int, default=128, help="tokens of a row")
     parser.add_argument("--rounds", type=int, default=20)
     chosen = parser.parse_args(words)
@@ -43,10 +46,10 @@ def main(words: list[str]) -> None:
 
 
 def seconds(name: str, length: int, rounds: int) -> list[float]:
-    """Of a step with joined documents, and with separate ones."""
-    made = importlib.import_module(f"configs.{name}").get_config("tiny")
-    made.model.update(vocabulary=256, length=length)
-    options = validation.from_dict(made.to_dict())
+    """Return the seconds of a step with joined and with separate documents."""
+    tree = importlib.import_module(f"configs.{name}").get_config("tiny")
+    tree.model.update(vocabulary=256, length=length)
+    options = validation.from_dict(tree.to_dict())
     program = compile_program(options, make_mesh(options.mesh))
     shape = options.batch_size, length
     tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
@@ -64,7 +67,7 @@ def seconds(name: str, length: int, rounds: int) -> list[float]:
         with jax.set_mesh(program.mesh):
             state, _ = program.train(state, constants, *rows, jax.random.key(0))
         jax.block_until_ready(state)
-        if turn > 1:  # the first of each compiles
+        if turn > 1:  # the first step of each kind compiles
             times[separate].append(time.perf_counter() - began)
     return [statistics.median(x) for x in times]
 

@@ -38,14 +38,14 @@ REFERENCE = "jax.nn"
 
 
 class Call(NamedTuple):
-    """A mechanism, and the shapes of its arrays; gradients are of all of them."""
+    """A mechanism, and the shapes of its arrays. Gradients are with respect to all."""
 
     attend: Callable
     shapes: tuple[tuple[int, ...], ...] = (TOKENS, TOKENS, TOKENS)
 
 
 class Cost(NamedTuple):
-    """Seconds of processor time of one first call."""
+    """Seconds of processor time of a first call."""
 
     trace: float
     lower: float
@@ -53,33 +53,34 @@ class Cost(NamedTuple):
 
 
 def performer_causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Call the Performer with a constant projection, so that none is drawn."""
     projection = jnp.ones((FEATURES, SIZE))
     return attention.performer_causal(query, key, value, projection)
 
 
-def scored(attend: Callable, **options: float) -> Callable:
+def causal(attend: Callable, **options: float) -> Callable:
     return partial(attend, is_causal=True, **options)
 
 
 CALLS = {
-    REFERENCE: Call(scored(jax.nn.dot_product_attention)),
-    "softmax": Call(scored(attention.softmax)),
+    REFERENCE: Call(causal(jax.nn.dot_product_attention)),
+    "softmax": Call(causal(attention.softmax)),
     "differential": Call(
-        scored(attention.differential, lam=0.5), (TOKENS, TOKENS, PAIRS)
+        causal(attention.differential, lam=0.5), (TOKENS, TOKENS, PAIRS)
     ),
     "cosine": Call(attention.cosine_causal),
     "performer": Call(performer_causal),
     "gla": Call(attention.decay_causal, (TOKENS,) * 4),
     "delta": Call(attention.delta_causal, (TOKENS, TOKENS, TOKENS, TOKENS[:3])),
-    "sparsemax": Call(scored(attention.sparsemax)),
-    "entmax15": Call(scored(attention.entmax15)),
+    "sparsemax": Call(causal(attention.sparsemax)),
+    "entmax15": Call(causal(attention.entmax15)),
     "linear": Call(attention.linear_causal),
     "retention": Call(attention.decay_causal, (TOKENS, TOKENS, TOKENS, TOKENS[:3])),
 }
 
 
 def gradient(name: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """The compiled gradient of a call, and its arguments."""
+    """Return the jitted gradient of a call, and the shapes of its arguments."""
     attend, shapes = CALLS[name]
 
     def loss(*arrays: jax.Array) -> jax.Array:
@@ -90,13 +91,13 @@ def gradient(name: str) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
 
 
 def lines(name: str) -> int:
-    """Lines of StableHLO of the gradient."""
+    """Count the lines of StableHLO of the gradient."""
     graded, arrays = gradient(name)
     return graded.lower(*arrays).as_text().count("\n")
 
 
 def cost(name: str) -> Cost:
-    """Cost of the first call of this gradient."""
+    """Measure the first call of the gradient."""
     graded, arrays = gradient(name)
     jax.clear_caches()
     began = time.process_time()
@@ -120,14 +121,14 @@ def main(words: list[str]) -> None:
         return
     cost(REFERENCE)
     names = [REFERENCE, *(x for x in chosen.only if x != REFERENCE)]
-    found: dict[str, list[Cost]] = {name: [] for name in names}
+    measured: dict[str, list[Cost]] = {name: [] for name in names}
     for _ in range(chosen.rounds):
         for name in names:
-            found[name].append(cost(name))
-    reference = median(sum(x) for x in found[REFERENCE])
+            measured[name].append(cost(name))
+    reference = median(sum(x) for x in measured[REFERENCE])
     columns = (*Cost._fields, "ratio", "lines")
     print(f"{'':14}" + "".join(f"{x:>9}" for x in columns))
-    for name, costs in found.items():
+    for name, costs in measured.items():
         parts = [median(x) for x in zip(*costs, strict=True)]
         ratio = median(sum(x) for x in costs) / reference
         cells = "".join(f"{x:>9.2f}" for x in (*parts, ratio))
@@ -139,14 +140,15 @@ def parse(words: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", type=known, default=list(CALLS), help="names between commas"
+        "--only", type=names_of_calls, default=list(CALLS), help="names between commas"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--lines", action="store_true", help="count lines alone")
+    parser.add_argument("--lines", action="store_true", help="only count lines")
     return parser.parse_args(words)
 
 
-def known(word: str) -> list[str]:
+def names_of_calls(word: str) -> list[str]:
+    """Return names between commas, all of them known."""
     names = word.split(",")
     if unknown := [x for x in names if x not in CALLS]:
         raise argparse.ArgumentTypeError(

@@ -1,30 +1,32 @@
-"""Golden numbers: did a change of the code move what small models compute?
+"""Golden numbers: show whether a change of the code moves what small models compute.
 
-    python -m benchmarks.golden record golden.json         # before the change
-    python -m benchmarks.golden compare golden.json        # after it: losses and cost
+    python -m benchmarks.golden record golden.json         # before a change
+    python -m benchmarks.golden compare golden.json        # after it: losses, cost
     python -m benchmarks.golden compare golden.json --evaluations --only softmax,flash
-    python -m benchmarks.golden compare golden.json --float64   # losses, exactly
+    python -m benchmarks.golden compare golden.json --float64   # losses, in float64
 
-Each model trains 20 steps in float32 on a text that this file generates. Recorded are
-its losses, the compiled cost of its training step and what eval.py says of its last
-checkpoint; the runs are kept in a folder beside the JSON file, so that with
---evaluations the new code evaluates the old checkpoints. `compare` exits with 1 if
+`record` trains each model for 20 steps in float32 on a text that this file generates.
+It stores the losses, the compiled cost of the training step, and the JSON of eval.py
+for the last checkpoint. The runs stay in a folder beside the JSON file, so that
+`compare --evaluations` can evaluate the old checkpoints with the new code. `compare`
+exits with 1 if
 
 - a loss moved by more than 1e-6,
-- a number of an evaluation differs as it is printed (4 decimals, and more than 1e-6
-  beside them, so that a rounding error on the edge of two decimals is no difference),
-- FLOPs, bytes accessed or temporary bytes of the step grew above 1.02 times.
+- a number of an evaluation is printed differently and moved by more than 1e-6 (numbers
+  are printed with 4 decimals; the second condition ignores rounding at their edge),
+- FLOPs, bytes accessed or temporary bytes of the step grew by more than 2 %.
 
-Another order of sums or another processor moves a float32 loss, too, and training
-amplifies that, in 20 steps to as much as 4e-4. --float64 tells it from another
-function: it trains from a copy of the sources in which float64 stands for float32, and
-exits with 1 if a loss moved by more than 1e-12. These losses hold on any machine; the
-others and the cost depend on the compiler: record and compare with one version of jax
-on one kind of machine. `compare` names a version or processor that differs.
+Another order of sums, or another processor, also moves float32 losses. Training
+amplifies such differences, in 20 steps up to 4e-4. --float64 tells them from a change
+of the function: it trains from a copy of the sources in which float32 is replaced by
+float64, and exits with 1 if a loss moved by more than 1e-12. Losses in float64 are
+equal on all machines. The other numbers depend on the compiler, so record and compare
+with the same version of jax on the same kind of machine. `compare` names a version or
+processor that differs.
 
-What it relies on: the command lines of train.py and eval.py, configuration keys, the
-names `step` and `train/loss` in metrics.jsonl, the JSON of eval.py, and that training
-compiles its step through `jax.stages.Lowered.compile`. No name of symjax is imported.
+This file imports no name of symjax. It relies on the command lines of train.py and
+eval.py, on configuration keys, on `step` and `train/loss` in metrics.jsonl, on the JSON
+of eval.py, and on training compiling its step by `jax.stages.Lowered.compile`.
 """
 
 import argparse
@@ -40,8 +42,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LOSS, COST, EDGE = 1e-6, 1.02, 1e-6  # what may move: losses, cost, evaluations
-EXACT = 1e-12  # losses in float64
+# Largest change of losses, largest ratio of costs, largest change of evaluations.
+LOSS, COST, EDGE = 1e-6, 1.02, 1e-6
+EXACT = 1e-12  # largest change of losses in float64
 
 KEYS = {
     "model.width": 32,
@@ -58,9 +61,9 @@ KEYS = {
     "log.every": 1,
     "mesh.data": 1,
 }
-CHUNKS = {"model.attention.chunk_size": 16}  # three chunks or groups a row
+CHUNKS = {"model.attention.chunk_size": 16}  # three chunks or groups per row
 PERFORMER = {**CHUNKS, "model.attention.feature_count": 16}
-# Name → configuration of configs/, and the keys it changes beside KEYS.
+# Name → file of configs/, and keys that are set in addition to KEYS.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "softmax": ("gpt", {}),
     "diff_sym": ("diff_sym", {}),
@@ -72,8 +75,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "universal": ("universal", {}),
     "encoder": ("encoder:masked", {"model.pattern": "softmax,linear"}),
 }
-# All tasks that apply but `speed`, whose numbers are times; the text of `sample` comes
-# last in what is printed. `length` compiles eight models, so few have it.
+# All tasks that apply, except `speed`, whose numbers are times. `sample` is last since
+# its text is cut from the end of the output. `length` compiles eight models, so only
+# two models run it.
 TASKS = (
     "loss,lambda,position,noise,self_share,dilution,entropy,support,rank,outliers,"
     "approximation,gradients,dimension,sample"
@@ -82,16 +86,22 @@ LONG = ("softmax", "performer")
 
 
 def main(words: list[str]) -> int:
-    if words[:1] == ["train"]:  # this file calls itself so, once a model
+    if words[:1] == ["train"]:  # this file starts itself so for each model
         return _train(Path(words[1]), words[2:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path, help="the JSON of golden numbers")
-    parser.add_argument("--only", default=",".join(MODELS), help="models, by name")
-    parser.add_argument("--evaluations", action="store_true", help="compare them too")
-    parser.add_argument("--float64", action="store_true", help="compare these losses")
+    parser.add_argument(
+        "--only", default=",".join(MODELS), help="models, between commas"
+    )
+    parser.add_argument(
+        "--evaluations", action="store_true", help="compare evaluations too"
+    )
+    parser.add_argument(
+        "--float64", action="store_true", help="compare losses in float64"
+    )
     chosen = parser.parse_args(words)
     names = chosen.only.split(",")
     if unknown := set(names) - set(MODELS):
@@ -104,13 +114,14 @@ def main(words: list[str]) -> int:
 
 
 def runs(file: Path) -> Path:
-    """Where the runs of a recording are kept."""
+    """Return the folder of the runs of a recording."""
     return file.with_suffix("")
 
 
 def record(file: Path, names: list[str]) -> int:
+    """Train and evaluate the models, and write their numbers to the file."""
     models = {}
-    if file.exists():  # --only records some models anew
+    if file.exists():  # --only keeps the other models
         models = json.loads(file.read_text())["models"]
     found: dict[str, Any] = {"made_with": made_with(), "models": models}
     for name in names:
@@ -126,10 +137,11 @@ def record(file: Path, names: list[str]) -> int:
 
 
 def compare(file: Path, names: list[str], evaluations: bool) -> int:
+    """Train the models again, and print what differs from the file; 1 if too much."""
     golden = json.loads(file.read_text())
-    kept = all((runs(file) / name).is_dir() for name in names)
-    if evaluations and not kept:
-        sys.exit(f"{runs(file)} has not the runs that `record` keeps beside {file}")
+    complete = all((runs(file) / name).is_dir() for name in names)
+    if evaluations and not complete:
+        sys.exit(f"{runs(file)} misses runs that `record` writes beside {file}")
     there, here = golden["made_with"], made_with()
     for key in ("jax", "jaxlib", "machine"):
         if there[key] != here[key]:
@@ -163,11 +175,11 @@ def compare_in_float64(file: Path, names: list[str]) -> int:
     return int(moved)
 
 
-Line = tuple[str, bool]  # what is said, and whether it is beyond bounds
+Line = tuple[str, bool]  # a line to print, and whether it names a forbidden change
 
 
 def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[Line]:
-    """Losses and cost, a line each."""
+    """Return a line on the losses and a line on the cost."""
     lines = [loss_difference(wanted["losses"], found["losses"], LOSS)]
     ratios = {key: found["cost"][key] / max(n, 1) for key, n in wanted["cost"].items()}
     shown = ", ".join(f"{key} {ratio:.3f}" for key, ratio in ratios.items())
@@ -184,7 +196,7 @@ def loss_difference(wanted: list[float], found: list[float], bound: float) -> Li
 
 
 def evaluation_differences(wanted: Any, found: Any) -> list[Line]:
-    """A line for each value that is printed otherwise; one if there is none."""
+    """Return a summary, and a line for each value that is printed differently."""
     there, here = dict(_leaves(wanted)), dict(_leaves(found))
     lines = [
         (f"{path}: {value} recorded, {here.get(path, 'nothing')} now", True)
@@ -192,8 +204,8 @@ def evaluation_differences(wanted: Any, found: Any) -> list[Line]:
         if path not in here or not _printed_alike(value, here[path])
     ]
     more = len(here.keys() - there.keys())
-    known = f"evaluation: {len(there)} values, {len(lines)} differ, {more} are new"
-    return [(known, False), *lines]
+    summary = f"evaluation: {len(there)} values, {len(lines)} differ, {more} are new"
+    return [(summary, False), *lines]
 
 
 def _printed_alike(a: Any, b: Any) -> bool:
@@ -212,7 +224,7 @@ def _leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def made_with() -> dict[str, str]:
-    """What the numbers depend on, beside the code."""
+    """Return the versions and the machine that the numbers depend on."""
     words = ["import jax, jaxlib; print(jax.__version__, jaxlib.__version__)"]
     versions = _run("-c", *words).split()
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -227,7 +239,7 @@ def made_with() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Architecture and vector instructions, which decide how floats are summed."""
+    """Return architecture and vector instructions, which decide the order of sums."""
     flags: set[str] = set()
     if (path := Path("/proc/cpuinfo")).exists():
         flags = set(path.read_text().split())
@@ -236,7 +248,7 @@ def _processor() -> str:
 
 
 def train(name: str, workdir: Path, root: Path = ROOT, **environment: str) -> dict:
-    """Losses of every step, and the cost of the compiled step."""
+    """Train a model; return the losses of all steps, and the cost of a step."""
     config, changes = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
         text, cost = Path(folder, "text.txt"), Path(folder, "cost.json")
@@ -259,7 +271,7 @@ def train(name: str, workdir: Path, root: Path = ROOT, **environment: str) -> di
 
 
 def losses_in_float64(name: str) -> list[float]:
-    """Of a copy of the sources in which float64 stands for float32."""
+    """Return the losses of a copy of the sources with float64 in place of float32."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "copy")
         for part in ("symjax", "configs", "benchmarks"):
@@ -271,11 +283,11 @@ def losses_in_float64(name: str) -> list[float]:
 
 
 def _train(cost: Path, words: list[str]) -> int:
-    """train.py in this process, and in the file `cost` that of its largest program."""
+    """Run train.py in this process, and write the cost of its largest program."""
     import jax
 
     if jax.config.read("jax_enable_x64"):
-        jax.numpy.float32 = jax.numpy.float64  # the default of Flax's weights
+        jax.numpy.float32 = jax.numpy.float64  # the default dtype of Flax's weights
     compile_it, most = jax.stages.Lowered.compile, -1.0
 
     def compiled(self, *arguments, **options):
@@ -297,7 +309,7 @@ def _train(cost: Path, words: list[str]) -> int:
 
 
 def evaluate(name: str, workdir: Path) -> dict[str, Any]:
-    """The JSON of eval.py, and the text that it samples."""
+    """Return the JSON of eval.py, and the text that it samples."""
     tasks = f"length,{TASKS}" if name in LONG else TASKS
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "found.json")
@@ -308,7 +320,7 @@ def evaluate(name: str, workdir: Path) -> dict[str, Any]:
 
 
 def _run(*words: str, root: Path = ROOT, **environment: str) -> str:
-    """What a Python program prints, on one CPU device; ends all if it fails."""
+    """Return the output of a Python program on one CPU device; exit if it fails."""
     changes = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **environment}
     command = [sys.executable, *words]
     done = subprocess.run(
@@ -320,9 +332,9 @@ def _run(*words: str, root: Path = ROOT, **environment: str) -> str:
 
 
 def generated_text(words: int = 12_000) -> str:
-    """Sentences of a Markov chain over forty made-up words.
+    """Return sentences of a Markov chain over forty made-up words.
 
-    A linear congruential generator makes it the same in every version of Python.
+    A linear congruential generator makes the text the same in all versions of Python.
     """
     state = 1
 
@@ -346,7 +358,7 @@ def generated_text(words: int = 12_000) -> str:
 
 
 def _json(found: dict[str, Any]) -> str:
-    """Four lines a model."""
+    """Return the JSON with a line for each part of a model."""
     lines = [f' "made_with": {json.dumps(found["made_with"])},', ' "models": {']
     for name, model in found["models"].items():
         parts = [f"   {json.dumps(k)}: {json.dumps(v)}" for k, v in model.items()]

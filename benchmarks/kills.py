@@ -1,14 +1,18 @@
-"""Kill a run with signal 9 at random moments, start it again, and count what was lost.
+"""Kill a run with signal 9 at random moments, restart it, and count what was lost.
 
     python benchmarks/kills.py --kills 100 --seed 0
 
-A tiny model is trained by `python train.py`, once undisturbed and then again and again
-under kills, each restart by the same command and with no cleaning in between. A moment
-is drawn from the whole start, from the training, from within a save (its unfinished
-directory has just appeared) or from a clean-up (a new checkpoint has just been
-committed, an old one is about to be deleted). Where a kill has landed is read from what
-it left on the disk. The exit code is 1 if anything was lost but the steps since the
-newest complete checkpoint.
+`python train.py` trains a tiny model once undisturbed, and then many times with kills.
+Each restart is the same command, and nothing is cleaned up in between. The moment of a
+kill is drawn from one of four intervals:
+
+start     from the start of the process
+training  from its first message about the step at which training starts
+save      after the unfinished directory of a save has appeared
+clean-up  after a new checkpoint was committed, when an old one is about to be deleted
+
+What a kill left on the disk tells where it has landed. The exit code is 1 if more was
+lost than the steps since the newest complete checkpoint.
 """
 
 import argparse
@@ -49,26 +53,26 @@ KEYS = {
     "checkpoint.keep": KEEP,
     "data.source": "text",
 }
-# What every complete checkpoint has.
+# Files of every complete checkpoint.
 PARTS = ("meta/metadata", "params/manifest.ocdbt", "optimizer/manifest.ocdbt")
-# Seconds after the event that a moment waits for, at most; how many are drawn of it.
+# Longest delay in seconds after the event, and the share of kills, by interval.
 REACH = {"start": 6.0, "training": 2.0, "save": 0.1, "clean-up": 0.01}
 SHARES = {"start": 1, "training": 3, "save": 4, "clean-up": 2}
-SAID = re.compile(r"(?:resumed at step (\d+)|new run) in ")
+START_LINE = re.compile(r"(?:resumed at step (\d+)|new run) in ")
 
 
 class Killed(NamedTuple):
-    """One life of a run that was killed.
+    """A process of a run that was killed, and what it left.
 
     Attributes:
-        moment: what the kill was aimed at.
-        began: the step it said it started from; None if it was killed before.
-        newest: the newest complete checkpoint that it left, 0 without any.
+        moment: the interval from which the moment of the kill was drawn.
+        began: the step that it printed as its start; None if it was killed earlier.
+        newest: step of the newest complete checkpoint, 0 if there is none.
         logged: the last step in its metrics.
-        saving, cleaning: whether the disk shows that a save was cut, or that the old
-            checkpoint was not deleted yet.
-        torn: whether that one has lost some of its files already.
-        warnings: lines on stderr about damage, and tracebacks.
+        saving: whether the disk has an unfinished save.
+        cleaning: whether an old checkpoint was not deleted yet.
+        torn: whether some files of this old checkpoint are deleted already.
+        warnings: number of tracebacks and of lines about damage on stderr.
     """
 
     moment: str
@@ -82,7 +86,7 @@ class Killed(NamedTuple):
 
 
 class Runs:
-    """The runs of one benchmark: all by the same command, but for the workdir."""
+    """Runs of one benchmark: the same command, each with a workdir of its own."""
 
     def __init__(self, folder: Path, steps: int, every: int):
         self.folder = folder
@@ -98,22 +102,22 @@ class Runs:
         self.environment = {**os.environ, "JAX_PLATFORMS": "cpu", **cache}
 
     def start(self, workdir: Path) -> subprocess.Popen:
-        with open(self.said(workdir), "w") as said:
+        with open(self.stderr_file(workdir), "w") as stderr:
             return subprocess.Popen(
                 [sys.executable, "train.py", *self.words, "--workdir", str(workdir)],
                 cwd=ROOT,
                 env=self.environment,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=stderr,
             )
 
-    def said(self, workdir: Path) -> Path:
+    def stderr_file(self, workdir: Path) -> Path:
         return self.folder / f"{workdir.name}.stderr"
 
     def kill_once(
         self, workdir: Path, moment: str, chance: random.Random
     ) -> Killed | None:
-        """None if the run was complete before the moment came."""
+        """Start the run and kill it; None if it was complete before the moment came."""
         before = _steps(workdir)
         delay, count = chance.uniform(0, REACH[moment]), chance.randint(1, 4)
         running = self.start(workdir)
@@ -127,10 +131,10 @@ class Runs:
         if running.wait() == 0:
             return None
         if running.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"a run failed: {self.said(workdir).read_text()}")
+            raise RuntimeError(f"a run failed: {self.stderr_file(workdir).read_text()}")
         steps = _steps(workdir)
-        text = self.said(workdir).read_text()
-        found = SAID.search(text)
+        text = self.stderr_file(workdir).read_text()
+        found = START_LINE.search(text)
         cleaning = len(steps) > KEEP and not steps <= before
         return Killed(
             moment,
@@ -149,7 +153,11 @@ class Runs:
         )
 
     def _event(self, workdir: Path, moment: str, count: int) -> Callable[[], bool]:
-        """Whether what a moment waits for has happened, `count` times for a save."""
+        """Return a function that tells whether the event of an interval has happened.
+
+        Args:
+            count: number of saves or deletions that must have begun.
+        """
         seen: set[str] = set()
 
         def saving() -> bool:
@@ -163,16 +171,18 @@ class Runs:
         before, steps = set(_names(workdir)), _steps(workdir)
         return {
             "start": lambda: True,
-            "training": lambda: bool(SAID.search(self.said(workdir).read_text())),
+            "training": lambda: bool(
+                START_LINE.search(self.stderr_file(workdir).read_text())
+            ),
             "save": saving,
             "clean-up": cleaning,
         }[moment]
 
     def complete(self, workdir: Path) -> str:
-        """Run to the end; what it said."""
+        """Run to the end, and return what it wrote on stderr."""
         if self.start(workdir).wait() != 0:
-            raise RuntimeError(f"a run failed: {self.said(workdir).read_text()}")
-        return self.said(workdir).read_text()
+            raise RuntimeError(f"a run failed: {self.stderr_file(workdir).read_text()}")
+        return self.stderr_file(workdir).read_text()
 
 
 def _names(workdir: Path) -> list[str]:
@@ -187,7 +197,7 @@ def _steps(workdir: Path) -> set[int]:
 
 
 def logged(workdir: Path) -> list[int]:
-    """The steps of the metrics, without a line that the kill has cut."""
+    """Return the steps in the metrics, without a line that the kill has cut off."""
     try:
         lines = (workdir / "metrics.jsonl").read_text().split("\n")[:-1]
     except FileNotFoundError:
@@ -196,7 +206,7 @@ def logged(workdir: Path) -> list[int]:
 
 
 def bits(workdir: Path) -> dict[str, bytes]:
-    """Every array of the newest checkpoint, with its checksum compared on the way."""
+    """Return the bytes of every array of the newest checkpoint, checksums compared."""
     state = load(workdir).program.state
     wanted = {"params": state.params, "optimizer": state.optimizer}
     trees, _ = Checkpoints(workdir / "checkpoints").restore(wanted)
@@ -205,6 +215,16 @@ def bits(workdir: Path) -> dict[str, bytes]:
 
 
 class Result(NamedTuple):
+    """Counts of a benchmark.
+
+    Attributes:
+        killed: the processes that were killed.
+        checked: starts that printed the step from which they continue.
+        continued: those that continued from the newest complete checkpoint.
+        completed: runs that came to their end.
+        same: those with every step logged once and the bits of an undisturbed run.
+    """
+
     killed: list[Killed]
     continued: int
     checked: int
@@ -220,7 +240,7 @@ class Result(NamedTuple):
 
 
 def measure(folder: Path, kills: int, seed: int, steps: int, every: int) -> Result:
-    """Kill and restart until there were `kills`, and let the last run end."""
+    """Kill and restart runs until there were `kills`, and let the last run end."""
     chance, runs = random.Random(seed), Runs(folder, steps, every)
     runs.complete(folder / "whole")
     whole = bits(folder / "whole")
@@ -235,7 +255,7 @@ def measure(folder: Path, kills: int, seed: int, steps: int, every: int) -> Resu
                 life = runs.kill_once(workdir, moment, chance)
             else:
                 runs.complete(workdir)
-            found = SAID.search(runs.said(workdir).read_text())
+            found = START_LINE.search(runs.stderr_file(workdir).read_text())
             if found:
                 checked += 1
                 continued += int(found[1] or 0) == newest
@@ -280,8 +300,10 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
-    parser.add_argument("--every", type=int, default=EVERY, help="steps a checkpoint")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run")
+    parser.add_argument(
+        "--every", type=int, default=EVERY, help="steps between checkpoints"
+    )
     chosen = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         result = measure(

@@ -1,18 +1,18 @@
-"""Packing beside `datasets` and `tokenizers` used by hand: memory and time.
+"""Memory and time of packing, beside `datasets` and `tokenizers` used by hand.
 
     python -m benchmarks.packing --megabytes 200 --rounds 2
 
-Writes parquet files of random words, learns 4,096 subwords from some of them, and packs
-all of them into token ids in a file: by `symjax.data`, and by `Dataset.map` over
-batches in `--processes` processes, in turn, each in a process of its own. Prints for
-each, as medians:
+Writes parquet files of random words, learns 4,096 subwords from the first file, and
+packs all files into token ids. `symjax` packs with `symjax.data`; `by hand` packs
+with `Dataset.map` over batches in `--processes` processes. The two take turns, and each
+packing is a process of its own. Prints medians:
 
-- memory: the largest sum of the resident memory of that process and its children, less
-  that of the process before it begins, sampled every 50 ms from /proc. `anonymous` is
-  the part that is no page of a file, and so cannot be given back.
-- first line: seconds until the first byte on a terminal that stderr is.
-- total: seconds until the token ids are in a file.
-- processor: seconds of all cores, which other work on the machine changes less.
+memory      largest resident memory of the process and its children, sampled every 50 ms
+            from /proc, minus the memory of the process before it begins. `anonymous` is
+            the part that belongs to no file, so the system cannot drop it.
+first line  seconds until the first byte on stderr, which is a terminal
+total       seconds until all token ids are in a file
+processor   seconds of all cores together, which depend less on other work
 """
 
 import argparse
@@ -29,18 +29,24 @@ from pathlib import Path
 
 import numpy as np
 
-WORDS, DOCUMENT, PART = 50_000, 600, 1 << 24  # words, words a document, bytes a file
+# Vocabulary, words per document, bytes per file.
+WORDS, DOCUMENT, PART = 50_000, 600, 1 << 24
 RIVALS = ("symjax", "by hand")
 
 
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--megabytes", type=int, default=200, help="of text (%(default)s)")
-    add("--processes", type=int, default=os.cpu_count(), help="of `map` (%(default)s)")
+    add("--megabytes", type=int, default=200, help="size of the text (%(default)s)")
+    add(
+        "--processes",
+        type=int,
+        default=os.cpu_count(),
+        help="processes of `map` (%(default)s)",
+    )
     add("--rounds", type=int, default=1)
     add("--rival", choices=RIVALS, help=argparse.SUPPRESS)
-    add("--folder", type=Path, help="for files (a temporary one)")
+    add("--folder", type=Path, help="folder for files (a temporary one)")
     chosen = parser.parse_args(words)
     if chosen.rival:
         pack(chosen.rival, chosen.folder, chosen.processes)
@@ -48,12 +54,12 @@ def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=chosen.folder) as place:
         folder = Path(place)
         write(folder, chosen.megabytes * 10**6)
-        found = {name: [] for name in RIVALS}
+        measured = {name: [] for name in RIVALS}
         for turn in range(chosen.rounds):
             for name in RIVALS[:: -1 if turn % 2 else 1]:
-                found[name].append(measured(name, folder, chosen.processes))
-    for name, some in found.items():
-        shown = {x: statistics.median(one[x] for one in some) for x in some[0]}
+                measured[name].append(measure(name, folder, chosen.processes))
+    for name, rounds in measured.items():
+        shown = {x: statistics.median(row[x] for row in rounds) for x in rounds[0]}
         print(
             f"{name:<8} memory {shown['memory']:,.0f} MB above "
             f"{shown['idle']:,.0f} (anonymous {shown['anonymous']:,.0f}), first line "
@@ -64,7 +70,7 @@ def main(words: list[str]) -> None:
 
 
 def write(folder: Path, size: int) -> None:
-    """Parquet files of documents with `size` bytes of text, and a tokenizer."""
+    """Write parquet files of documents with `size` bytes of text, and a tokenizer."""
     import datasets
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -72,14 +78,14 @@ def write(folder: Path, size: int) -> None:
     letters = np.frombuffer(b"etaoinshrdlucmfwypvbgkjqxz", np.uint8)
     cuts = draws.integers(2, 12, WORDS).cumsum()
     spelt = letters[np.minimum(draws.zipf(1.3, cuts[-1]) - 1, 25)]
-    known = np.array([x.tobytes().decode() for x in np.split(spelt, cuts[:-1])])
+    words = np.array([x.tobytes().decode() for x in np.split(spelt, cuts[:-1])])
     (folder / "text").mkdir()
     number = 0
     while size > 0:
         texts, left = [], min(PART, size)
         while left > 0:
             chosen = np.minimum(draws.zipf(1.2, DOCUMENT) - 1, WORDS - 1)
-            texts.append(" ".join(known[chosen]) + ".\n")
+            texts.append(" ".join(words[chosen]) + ".\n")
             left -= len(texts[-1])
             size -= len(texts[-1])
         rows = datasets.Dataset.from_dict({"text": texts})
@@ -96,8 +102,8 @@ def write(folder: Path, size: int) -> None:
             made.save(str(folder / "tokenizer.json"))
 
 
-def measured(rival: str, folder: Path, processes: int) -> dict[str, float]:
-    """One packing in a process of its own, whose stderr is a terminal."""
+def measure(rival: str, folder: Path, processes: int) -> dict[str, float]:
+    """Measure one packing, in a process of its own whose stderr is a terminal."""
     seen, terminal = pty.openpty()
     before = os.times()
     words = ["--rival", rival, "--folder", str(folder), "--processes", str(processes)]
@@ -112,10 +118,10 @@ def measured(rival: str, folder: Path, processes: int) -> dict[str, float]:
         )
         os.close(terminal)
         assert run.stdin and run.stdout
-        run.stdout.readline()  # it is ready
+        run.stdout.readline()  # the process is ready
         idle, first, peak = resident(run.pid), [], np.zeros(2)
         began = time.perf_counter()
-        watch = threading.Thread(target=watched, args=(seen, began, first))
+        watch = threading.Thread(target=watch_terminal, args=(seen, began, first))
         watch.start()
         print(file=run.stdin, flush=True)
         answer = threading.Thread(target=lambda: said.append(run.stdout.readline()))
@@ -142,24 +148,24 @@ def measured(rival: str, folder: Path, processes: int) -> dict[str, float]:
     }
 
 
-def watched(terminal: int, began: float, first: list[float]) -> None:
-    """Read all that is shown; note when the first byte came."""
+def watch_terminal(terminal: int, began: float, first: list[float]) -> None:
+    """Read the terminal until it is closed; append the time of the first byte."""
     try:
         while os.read(terminal, 1 << 16):
             if not first:
                 first.append(time.perf_counter() - began)
-    except OSError:  # how Linux says that the other end is closed
+    except OSError:  # Linux raises it when the other end is closed
         pass
 
 
 def resident(process: int) -> np.ndarray:
-    """Kilobytes of resident memory of a process and its children: all, anonymous."""
+    """Return the resident and the anonymous kilobytes of a process and its children."""
     parents, sizes = {}, {}
     for path in Path("/proc").glob("[0-9]*/status"):
         try:
             lines = dict(x.split(":", 1) for x in path.read_text().splitlines())
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         number = int(path.parent.name)
         parents[number] = int(lines["PPid"])
         fields = (lines.get(name, "0 kB") for name in ("VmRSS", "RssAnon"))
@@ -174,7 +180,7 @@ def resident(process: int) -> np.ndarray:
 
 
 def pack(rival: str, folder: Path, processes: int) -> None:
-    """In the process that is measured: say when it is ready, pack, say how much."""
+    """Import, print a line, wait for one, pack, and print the number of tokens."""
     import datasets
 
     from symjax import config

@@ -1,17 +1,17 @@
-"""The causal Performer in chunks, beside a scan over single tokens, on this machine.
+"""Time of the causal Performer, which runs in chunks, beside a scan over tokens.
 
     python benchmarks/performer_scan.py [rounds]
 
-The rival is the algorithm of google-research's fast_attention, written anew: prefix
-sums by a jitted scan over tokens, whose gradient is a second scan that takes the sums
-apart again; features are stabilised by their maximum over all of time, which lets the
-future leak (`performer_causal` does not). Four heads of 64, one row.
+The rival is our version of the algorithm of google-research's fast_attention. A scan
+over tokens computes prefix sums, and its gradient is a second scan that subtracts the
+terms again. Features are divided by their maximum over all tokens, so the future leaks;
+in `performer_causal` it does not. One row, four heads of size 64.
 
-`bare` is the least that chunks can cost in XLA: the same products, with exponentials of
-no maximum at all, which overflow beyond small inputs, and nothing that looks for it.
+`bare` is a lower bound for chunks in XLA: the same matrix products, with exponentials
+that subtract no maximum (they overflow unless inputs are small), and no check for it.
 
-Columns: milliseconds of `symjax.attention.performer_causal`, and the times of the scan
-over that and over `bare`, forward and forward + backward.
+Columns, forward and then forward + backward: milliseconds of
+`symjax.attention.performer_causal` (ours), scan / ours, and scan / bare.
 """
 
 import sys
@@ -30,11 +30,11 @@ LENGTHS, FEATURES = (1024, 4096, 16384), (64, 256)
 
 @jax.custom_vjp
 def sums_of_the_past(query, key, value):
-    """Σ_{s≤t} (q_t·k_s) v_s of features [T N M] and values [T N V], token by token."""
-    return _forward(query, key, value)[0]
+    """Compute Σ_{s≤t} (q_t·k_s) v_s of features [T N M] and values [T N V]."""
+    return _scan_forward(query, key, value)[0]
 
 
-def _forward(query, key, value):
+def _scan_forward(query, key, value):
     def step(sums, now):
         query, key, value = now
         sums = sums + key[..., None] * value[..., None, :]
@@ -45,7 +45,7 @@ def _forward(query, key, value):
     return output, (query, key, value, sums)
 
 
-def _backward(residuals, change):
+def _scan_backward(residuals, change):
     query, key, value, sums = residuals
 
     def step(carry, now):
@@ -63,11 +63,11 @@ def _backward(residuals, change):
     return changes
 
 
-sums_of_the_past.defvjp(_forward, _backward)
+sums_of_the_past.defvjp(_scan_forward, _scan_backward)
 
 
 def by_token(query, key, value, projection):
-    """[1 T N H]: numerator and denominator by two scans, as in the original."""
+    """Attend [1 T N H]: numerator and denominator by two scans, as in the original."""
 
     def features(x, axes):
         x = x[0] * SIZE**-0.25
@@ -83,7 +83,7 @@ def by_token(query, key, value, projection):
 
 
 def bare(query, key, value, projection, chunk_size: int = 64):
-    """[1 T N H]: chunks of time without a maximum; T a multiple of chunk_size."""
+    """Attend [1 T N H] in chunks without a maximum; chunk_size divides T."""
     past = jnp.tril(jnp.ones((chunk_size, chunk_size)))
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -132,6 +132,7 @@ def main(rounds: int = 15) -> None:
 
 
 def compiled(attend, given, backward: bool):
+    """Return a function that runs the compiled program to its end."""
     function = attend
     if backward:
 

@@ -1,23 +1,26 @@
-"""What products of bfloat16 operands cost causal attention of linear time: errors.
+"""Errors of causal linear-time attention that multiplies bfloat16 or TF32 operands.
 
     python benchmarks/precision.py [--length 256]
 
-On the CPU, kernels interpreted, with normal inputs of head size 64. All errors are
-‖found − wanted‖ / ‖wanted‖ against float64 of inputs that are not rounded; of the
-output, and the largest of the gradients of a random sum of it:
+It runs on the CPU, with interpreted kernels, on normally distributed inputs of head
+size 64. An error is ‖found − wanted‖ / ‖wanted‖ against float64 of unrounded inputs.
+Each cell has the error of the output and the error of the worst gradient of a random
+sum of the output, each with its ratio to the column `least`. First the Performer, with
+columns
 
-least    float64 of inputs rounded to bfloat16, its result rounded too: what no choice
-         of the products can better
-float32  products of float32 operands, of the rounded inputs
-kernel   the TPU kernel: products of bfloat16 operands, summed in float32; the
-         projection counts by two bfloat16 parts
-tf32     chunks on a GPU: products of operands that its tensor cores round to 11 bits
-rows     the kernel with a projection that is rounded to bfloat16, by itself
+least    float64 on inputs rounded to bfloat16, with a rounded result: the lower bound
+         for any choice of products
+float32  products of float32 operands, on the rounded inputs
+kernel   the TPU kernel: products of bfloat16 operands, summed in float32, with the
+         projection split into two bfloat16 parts
+tf32     chunks on a GPU, whose tensor cores round operands to 11 bits
+rows     the kernel with a projection that is only rounded to bfloat16
 
-and the ratio of each to the least. Then, for what cancels, cosine attention and the
-delta rule with unit keys and β between 0 and 1:
+Then cosine attention, and the delta rule with unit keys and β between 0 and 1, whose
+sums cancel:
 
-six      chunks on a GPU: what cancels in six passes of bfloat16 parts, the rest in TF32
+six      chunks on a GPU: sums that cancel take six products of bfloat16 parts, all
+         other products are TF32
 """
 
 import argparse
@@ -74,7 +77,7 @@ def show(name: str, found: dict) -> None:
 
 
 def cell(error: list[float], least: list[float]) -> str:
-    """Errors of the output and of the gradient that is farthest from the least."""
+    """Return the errors of the output and of the gradient with the largest ratio."""
     ratios = [a / b for a, b in zip(error, least, strict=True)]
     worst = max(range(1, 4), key=lambda i: ratios[i])
     parts = [f"{error[i]:.1e} ({ratios[i]:.2f})" for i in (0, worst)]
@@ -106,7 +109,7 @@ def cancelling(attend: Callable, arrays: Arrays, weigh: np.ndarray) -> dict:
 
 
 def roundings(*arrays: np.ndarray) -> tuple[Arrays, Arrays, Arrays]:
-    """In bfloat16, and these in float64 and in float32."""
+    """Return the arrays rounded to bfloat16: in bfloat16, in float64 and in float32."""
     half = [np.asarray(x, jnp.bfloat16) for x in arrays]
     wide, single = ([x.astype(kind) for x in half] for kind in ("f8", "f4"))
     return half, wide, single
@@ -148,6 +151,7 @@ def as_on_a_gpu(attend: Callable) -> Callable:
 
 
 def product(passes: int, subscripts: str, *arrays: jax.Array) -> jax.Array:
+    """Multiply two arrays or, from the left, three."""
     if len(arrays) == 3:  # ij,jk,kl->il
         left, right = "...ij,...jk->...ik", "...ik,...kl->...il"
         return pair(passes, right, pair(passes, left, *arrays[:2]), arrays[2])
@@ -156,7 +160,10 @@ def product(passes: int, subscripts: str, *arrays: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def pair(passes: int, subscripts: str, one: jax.Array, two: jax.Array) -> jax.Array:
-    """Of operands in TF32 or in parts, forward and backward, summed in float32."""
+    """Multiply in TF32 (one pass) or in bfloat16 parts (six), summed in float32.
+
+    The products of the gradient are rounded in the same way.
+    """
     return sum(jnp.einsum(subscripts, *x) for x in parts(passes, one, two))
 
 
@@ -180,14 +187,15 @@ pair.defvjp(pair_forward, pair_backward)
 
 
 def parts(passes: int, one: jax.Array, two: jax.Array) -> list:
-    """The pairs that are multiplied: of TF32, or the largest six of bfloat16 parts."""
+    """Return pairs to multiply: one in TF32, or the six largest of bfloat16 parts."""
     if passes == 1:
         return [[jax.lax.reduce_precision(x, 8, 10) for x in (one, two)]]
-    (a, b, c), (d, e, f) = (three(x) for x in (one, two))
+    (a, b, c), (d, e, f) = (bfloat16_parts(x) for x in (one, two))
     return [[a, d], [a, e], [b, d], [b, e], [a, f], [c, d]]
 
 
-def three(x: jax.Array) -> list[jax.Array]:
+def bfloat16_parts(x: jax.Array) -> list[jax.Array]:
+    """Split an array into three parts of 8 bits, whose sum has its float32 digits."""
     found = []
     for _ in range(3):
         found.append(jax.lax.reduce_precision(x, 8, 7))
@@ -196,6 +204,7 @@ def three(x: jax.Array) -> list[jax.Array]:
 
 
 def kernel(rows: Any, *arrays: Any) -> Any:
+    """Run the interpreted TPU kernel of the Performer."""
     recurrence = Normalised(RANDOM["positive"])
     random = RandomFeatures(rows, jnp.float32(SIZE**-0.5))
     fallback = InXla(recurrence, 128)
@@ -203,7 +212,7 @@ def kernel(rows: Any, *arrays: Any) -> Any:
 
 
 def graded(attend: Callable, rows: Any, arrays: Arrays, weigh: np.ndarray) -> Arrays:
-    """The output, and the gradients of its product with `weigh`."""
+    """Return the output, and the gradients of its product with `weigh`."""
 
     @jax.jit
     def both(rows, weigh, *arrays):

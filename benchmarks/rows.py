@@ -1,10 +1,14 @@
-"""Row blocks against the whole map: time of forward and backward on this machine.
+"""Time of attention by row blocks beside attention by the whole map.
 
     python benchmarks/rows.py [rounds]
 
-Columns: whole/rows of softmax, whole/rows of differential attention, and differential
-over softmax at equal parameters (half the heads, values twice as wide), both by rows.
-Only what a column compares takes turns.
+Times are of forward + backward on this machine. Columns:
+
+ms                    softmax by row blocks
+softmax               time by the whole map divided by time by row blocks
+differential          the same for differential attention
+differential/softmax  both by row blocks, at equal parameters: differential attention
+                      has half as many heads, with values twice as wide
 """
 
 import sys
@@ -20,7 +24,7 @@ SIZES = ((32, 300, 8, 32), (4, 1024, 8, 64), (1, 4096, 8, 64))  # B T N H of sof
 
 
 def arrays(batch: int, length: int, heads: int, size: int, branches: int):
-    """Query, key and value of as many parameters whatever the branches."""
+    """Draw query, key and value; their size does not depend on the branches."""
     values = heads // branches, size * branches
     shapes = (heads, size), (heads, size), values
     keys = jax.random.split(jax.random.key(0), 3)
@@ -31,7 +35,7 @@ def arrays(batch: int, length: int, heads: int, size: int, branches: int):
 
 
 def gradient(attend, operands):
-    """A call that runs the gradient of the sum of squares."""
+    """Return a function that runs the gradient of the sum of squares."""
 
     def loss(*operands):
         return jnp.square(attend(*operands, is_causal=True)).sum()
@@ -50,7 +54,7 @@ def main(rounds: int = 15) -> None:
             "softmax": gradient(softmax, one),
             "differential": gradient(differential, two),
         }
-        # Apart from whole maps, after which memory has to be found anew.
+        # Timed without whole maps, after which memory must be allocated again.
         times = in_turn(rows, rounds)
         columns = [ratio(times, "differential", "softmax")]
         for name, form, given in (

@@ -1,11 +1,12 @@
-"""Causal softmax attention on this machine, beside PyTorch's: forward + backward.
+"""Time of causal softmax attention beside PyTorch, forward + backward.
 
     pip install '.[bench]'
     python benchmarks/torch_attention.py [rounds]
 
 Columns: milliseconds of `torch.nn.functional.scaled_dot_product_attention` and of
-`symjax.attention.softmax`, both in float32, and the first over the second: above 1 ours
-is faster. Inputs are [B T N H] here and [B N T H] there, as each likes them.
+`symjax.attention.softmax`, both in float32, and the first divided by the second. Above
+1 symjax is faster. Inputs have the layout that each prefers: [B T N H] for symjax,
+[B N T H] for PyTorch.
 """
 
 import sys
@@ -51,7 +52,7 @@ def main(rounds: int = 15) -> None:
         arrays = list(np.random.default_rng(0).normal(size=(3, *shape)))
         arrays = [x.astype(np.float32) for x in arrays]
         rivals = {"torch": theirs(arrays), "ours": ours(arrays)}
-        # The same numbers, or their times say nothing.
+        # Times are comparable only if both compute the same.
         one, other = (rival()[0].item() for rival in rivals.values())
         if abs(one - other) > 1e-3 * abs(one):
             raise SystemExit(f"torch's loss is {one}, ours {other}")

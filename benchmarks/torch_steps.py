@@ -1,14 +1,14 @@
-"""A training step of the `:3l` models on this machine, beside PyTorch in eager mode.
+"""Time of a training step of the `:3l` models, beside PyTorch in eager mode.
 
     pip install '.[bench]'
     python benchmarks/torch_steps.py [rounds]
 
-The models of configs/gpt.py and configs/diff.py at `:3l`, 32 rows of 300 bytes, and the
-same in PyTorch, as one would write them there: LayerNorm first, learned positions,
-ReLU, dropout 0.1, AdamW after clipping the gradient. Softmax attention is PyTorch's
-`scaled_dot_product_attention`; differential attention weighs values by the difference
-of two whole maps, as its authors' own code does. Columns: seconds of a step of each,
-and the first over the second: above 1 ours is faster.
+The models are configs/gpt.py and configs/diff.py at `:3l`, with 32 rows of 300 bytes,
+and the same models in usual PyTorch: pre-LayerNorm, learned positions, ReLU, dropout
+0.1, AdamW with clipped gradients. Softmax attention is `scaled_dot_product_attention`.
+Differential attention subtracts two whole maps before it weighs the values, as the code
+of its authors does. Columns: milliseconds of a step of PyTorch and of symjax, and the
+first divided by the second. Above 1 symjax is faster.
 """
 
 import math
@@ -106,7 +106,8 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def theirs(attention: type, options: Config, text: np.ndarray):
+def torch_training_step(attention: type, options: Config, text: np.ndarray):
+    """Return a function that runs one step, and the number of parameters."""
     model = Model(attention, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     pairs = text[:, :-1], text[:, 1:]
@@ -134,8 +135,8 @@ def main(rounds: int = 7) -> None:
     for name, (attention, ours) in models.items():
         options = options_of(ours, "3l")
         text = text_for(options)
-        pairs = theirs(attention, options, text), training_step(options, text)
-        (torch_step, torch_count), (our_step, our_count) = pairs
+        torch_step, torch_count = torch_training_step(attention, options, text)
+        our_step, our_count = training_step(options, text)
         times = in_turn({"torch": torch_step, "ours": our_step}, rounds)
         columns = [milliseconds(times, x) for x in times]
         print(f"{name:14}" + "".join(f"{x:10.0f}" for x in columns), end="")

@@ -1,6 +1,7 @@
-"""Rivals timed in turn, round after round, since another process may slow any moment.
+"""Interleaved timing, so that other work on the machine slows all rivals alike.
 
-A ratio is the median of those of single rounds; the order turns round every round.
+A round calls each rival once, in an order that is reversed every round. A ratio of two
+rivals is the median of the ratios of the rounds.
 """
 
 import time
@@ -12,7 +13,7 @@ Times = dict[str, list[float]]
 
 
 def in_turn(rivals: dict[str, Callable[[], Any]], rounds: int) -> Times:
-    """Seconds of each call, by rival and round; a first round is not counted."""
+    """Return the seconds of each call by rival and round; a first round is left out."""
     times: Times = {name: [] for name in rivals}
     names = list(rivals)
     for turn in range(rounds + 1):
@@ -25,9 +26,10 @@ def in_turn(rivals: dict[str, Callable[[], Any]], rounds: int) -> Times:
 
 
 def ratio(times: Times, one: str, other: str) -> float:
-    """The time of one over that of the other."""
+    """Return the time of `one` divided by the time of `other`."""
     return median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
 def milliseconds(times: Times, name: str) -> float:
+    """Return the median time of a call."""
     return 1000 * median(times[name])

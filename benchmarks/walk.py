@@ -1,16 +1,19 @@
-"""How long a walk is one call: the files and functions of symjax that it enters.
+"""Files, lines and depth of calls that one call of symjax enters.
 
     python -m benchmarks.walk [--paths] [--json FILE]
 
-The rule. Each call is the first of its shape, so that it traces everything, on arrays
-small enough for one block: B2 T8 N4 H8, causal, without a mask; the Performer's draws
-its projection, and a layer is that of configs/diff_sym.py (symmetric keys, two
-branches, learned positions), already built. Counted are
+The numbers say how much code a reader follows from a call to its result:
 
-files   those of symjax in which a function is entered, from the call to its result,
-lines   of these files, whole and with their docstrings,
-deep    the most functions of symjax that stand on each other, whatever jax puts
-        between them; comprehensions and generators are parts of their function.
+files   files of symjax in which a function is entered
+lines   lines of these files, docstrings included
+deep    the largest number of functions of symjax on the stack at one time. Functions of
+        jax between them do not count; comprehensions and generators count as part of
+        their function.
+
+Each call is the first of its shape, so it traces everything. The arrays fit into one
+block (B2 T8 N4 H8), attention is causal, and there is no mask. The call of the
+Performer draws its projection. The layer is the attention layer of configs/diff_sym.py
+(symmetric keys, two branches), already built.
 
 --paths also prints the files, and the deepest path.
 """
@@ -35,23 +38,25 @@ PARTS = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
 class Walk(NamedTuple):
+    """Code that a call enters."""
+
     files: list[str]
     lines: int
-    path: list[str]  # the deepest, from the call on
+    path: list[str]  # the deepest stack, from the call on
 
 
 def walk(call: Callable[[], Any]) -> Walk:
-    """What a call enters, with nothing traced before it."""
+    """Return the code that a call enters, with the caches of jax cleared before it."""
     files: set[str] = set()
     deepest: list[str] = []
 
     def entered(frame: FrameType, event: str, _: Any) -> None:
         nonlocal deepest
-        if event == "call" and _counts(frame.f_code):
+        if event == "call" and _is_counted(frame.f_code):
             files.add(frame.f_code.co_filename)
             path, above = [], frame
             while above is not None:
-                if _counts(above.f_code):
+                if _is_counted(above.f_code):
                     path.append(above.f_code.co_qualname)
                 above = above.f_back
             if len(path) > len(deepest):
@@ -67,7 +72,7 @@ def walk(call: Callable[[], Any]) -> Walk:
     return Walk(sorted(files), sum(map(lines_of, files)), deepest)
 
 
-def _counts(code: CodeType) -> bool:
+def _is_counted(code: CodeType) -> bool:
     inside = code.co_filename.startswith(f"{ROOT}/")
     return inside and code.co_name not in PARTS
 
@@ -77,7 +82,7 @@ def lines_of(path: str | Path) -> int:
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """The calls by name; one whose function does not exist is left out."""
+    """Return the calls by name, without those whose function does not exist."""
     batch, length, heads, size, width = 2, 8, 4, 8, 32
     key = jax.random.key(0)
     q, k, v = jax.random.normal(key, (3, batch, length, heads, size))

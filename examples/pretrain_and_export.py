@@ -1,12 +1,15 @@
-"""From source code to a folder that transformers loads, without a network.
+"""Pretrain on source code and export a folder that transformers loads, offline.
 
     pip install -e '.[exchange,tokenizers]' && python examples/pretrain_and_export.py
 
-learns a vocabulary of 4,096 subwords from Python's own standard library, trains a
-differential and symmetric decoder on it with its documents kept apart, writes it as a
-DiffLlama, and compares the logits of what was trained with those of what is loaded:
-by symjax, and by transformers where that is installed. More words are those of
-train.py: --config.steps=300 is a short run, and the same command again resumes it.
+1. learns a vocabulary of 4,096 subwords from Python's own standard library;
+2. trains a differential and symmetric decoder on it, with separate documents;
+3. exports the decoder as a DiffLlama;
+4. loads the export with symjax and, if it is installed, with transformers, and compares
+   the logits with those of the trained model.
+
+Arguments are those of train.py: --config.steps=300 is a short run, for instance. The
+same command again resumes the run.
 """
 
 import importlib.util
@@ -28,7 +31,7 @@ CONFIG = [
     "--config.data.tokenizer=bpe",
     "--config.data.vocabulary=4096",
     "--config.data.documents=separate",
-    # What a DiffLlama is, beside RoPE, which `:tiny` has.
+    # A DiffLlama has these and RoPE, which `:tiny` has already.
     "--config.model.norm=rmsnorm",
     "--config.model.activation=swiglu",
     "--config.model.bias=false",
@@ -36,7 +39,11 @@ CONFIG = [
 
 
 def main(words: list[str]) -> None:
-    """Raises: ValueError: bad words, or the logits differ; one line."""
+    """Train, export, load and compare.
+
+    Raises:
+        ValueError: an argument is wrong, or logits differ.
+    """
     command = commandline.parse([*CONFIG, *words])
     run(command.config, command.workdir)
     trained, folder = symjax.load(command.workdir), command.workdir / "exported"
@@ -56,7 +63,7 @@ def main(words: list[str]) -> None:
 
 
 def by_transformers(folder: Path) -> tuple[list[int], np.ndarray]:
-    """Token ids [T] of the prompt, and logits [T vocabulary] after each."""
+    """Return token ids [T] of the prompt, and the logits [T V] of transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -67,7 +74,11 @@ def by_transformers(folder: Path) -> tuple[list[int], np.ndarray]:
 
 
 def compare(who: str, wanted: np.ndarray, found: np.ndarray) -> None:
-    """Raises: ValueError: logits differ by more than 1e-5 of the largest."""
+    """Print the largest difference of logits, relative to the largest logit.
+
+    Raises:
+        ValueError: it is above 1e-5.
+    """
     largest = np.abs(wanted).max()
     difference = np.abs(np.asarray(found) - wanted).max() / largest
     print(f"{who}: the same logits within {difference:.1e} of the largest")

@@ -395,7 +395,7 @@ def test_the_peak_is_that_of_the_chip(kind, flops, monkeypatch):
 
 def test_a_row_is_printed_with_its_rivals(device):
     name, rivals = "x" * 70, {"theirs": {"speed": 1.5}, "others": {"missing": "no"}}
-    first, *others = device.shown(name, {"ms": 1.0, "rivals": rivals})
+    first, *others = device.row_lines(name, {"ms": 1.0, "rivals": rivals})
     assert first == f"{name}  ms 1"
     assert [x.split() for x in others] == [
         ["theirs", "speed", "1.5"],
@@ -423,12 +423,12 @@ def test_the_compiler_of_a_tpu_estimates_functions_and_steps(
     capsys.readouterr()
     assert compiled.main([*given, "--against", str(file)]) == 0
     told = capsys.readouterr().out
-    assert "(1.00 of " in told and "compared with" not in told
+    assert "(1.00 of " in told and "--against" not in told
     other = {"made by": {"target": "v6e-4", "jax": "0"}}
     file.write_text(json.dumps(other))
     assert compiled.main([*given, "--against", str(file)]) == 0
     told = capsys.readouterr().out
-    assert "v6e-4" in told and "gpt:tiny (not in what" in told
+    assert "v6e-4" in told and "gpt:tiny (not in --against)" in told
 
 
 @pytest.mark.skipif(

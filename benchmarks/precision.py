@@ -36,11 +36,11 @@ import numpy as np
 
 from symjax import attention
 from symjax.attention import features
+from symjax.attention.core import products
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.features import RANDOM
 from symjax.attention.kernels.tpu.recurrent import TpuFeatures
-from symjax.attention.recurrent import chunks
 from symjax.attention.recurrent.engine import InXla
 from symjax.attention.recurrent.normalised import Normalised
 
@@ -139,10 +139,12 @@ def scan(rows: Any, *arrays: Any) -> Any:
 
 
 def as_on_a_gpu(attend: Callable) -> Callable:
+    """Round the operands of all products as the tensor cores of a GPU do."""
+
     def called(rows: Any, *arrays: Any) -> Any:
         with (
-            mock.patch.object(chunks, "on_tensor_cores", partial(product, 1)),
-            mock.patch.object(chunks, "in_six_passes", partial(product, 6)),
+            mock.patch.object(products, "on_tensor_cores", partial(product, 1)),
+            mock.patch.object(products, "in_six_passes", partial(product, 6)),
             mock.patch.object(features, "in_six_passes", partial(product, 6)),
         ):
             return attend(rows, *arrays)

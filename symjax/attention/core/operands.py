@@ -101,7 +101,7 @@ class Operands(NamedTuple):
         )
 
 
-class Rule(NamedTuple):
+class ScoreSettings(NamedTuple):
     """Static settings of one call of a score mechanism; programs are compiled for them.
 
     Attributes:

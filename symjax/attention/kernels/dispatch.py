@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import by_platform, on_cuda, on_one_device, on_tpu
 from symjax.attention.core.meshes import on_any_mesh, rows_alone
-from symjax.attention.core.operands import Operands, Rule, Tokens, rows_spec
+from symjax.attention.core.operands import Operands, ScoreSettings, Tokens, rows_spec
 from symjax.attention.core.products import TILE
 from symjax.attention.kernels.gpu.cudnn import CudnnSoftmax
 from symjax.attention.kernels.gpu.differential import GpuDifferential
@@ -31,10 +31,11 @@ from symjax.attention.kernels.tpu.recurrent import TpuDecay, TpuDelta, TpuFeatur
 
 
 class Kernel(Protocol):
-    """A kernel with the static half of a call: a recurrence or a rule. Hashable.
+    """A kernel with the static half of a call: a recurrence or `ScoreSettings`.
 
-    It gets the arrays of a call: `Operands` of scores, or the `Tokens` and parameters
-    of a recurrence. A kernel of scores has the `name` that `implementation` gives it.
+    It is hashable. It gets the arrays of a call: `Operands` of scores, or the `Tokens`
+    and parameters of a recurrence. A kernel of scores has the `name` that
+    `implementation` gives it.
     """
 
     def refusal(self, *given: Any) -> str | None:
@@ -84,7 +85,10 @@ def run_recurrence(
 
 
 def run_scores(
-    names: tuple[str, ...], rule: Rule, operands: Operands, fallback: Callable
+    names: tuple[str, ...],
+    settings: ScoreSettings,
+    operands: Operands,
+    fallback: Callable,
 ) -> Float[Array, "B N T V"]:
     """Return rows of a score mechanism, which names the kernels that may compute them.
 
@@ -92,21 +96,21 @@ def run_scores(
         fallback: the same in XLA, a hashable function of the operands.
     """
     if operands.query.shape[2] >= TILE:
-        for platform, kernel in _kernels("softmax", rule):
+        for platform, kernel in _kernels("softmax", settings):
             if kernel.name in names and kernel.refusal(operands) is None:
                 return _rows_by_platform(platform, kernel, fallback, operands)
     return fallback(operands)
 
 
 def run_named(
-    name: str, rule: Rule, operands: Operands, fallback: Callable
+    name: str, settings: ScoreSettings, operands: Operands, fallback: Callable
 ) -> Float[Array, "B N T V"]:
     """Return rows of softmax by the kernel of this name.
 
     Raises:
         ValueError: it does not support these operands; the message says why.
     """
-    kernel = NAMED[name](rule)
+    kernel = NAMED[name](settings)
     if reason := kernel.refusal(operands):
         raise ValueError(
             f"implementation {name!r} does not support this call: {reason}"

@@ -16,7 +16,7 @@ from einops import repeat
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import check_choice
-from symjax.attention.core.operands import Operands, RowWeights, Rule
+from symjax.attention.core.operands import Operands, RowWeights, ScoreSettings
 from symjax.attention.core.options import Option, chosen
 from symjax.attention.core.sequence import first_token, gather, segment_runs_over
 from symjax.attention.core.visibility import Visibility, only_seen
@@ -164,15 +164,15 @@ class ScoreMechanism:
             return jnp.zeros(arguments.output_shape, value.dtype)
         in_ring = implementation == "ring" and axis_name is not None
         operands = _operands(arguments, gathers_keys=not in_ring)
-        rule = _rule(arguments, weights, whole=implementation == "whole")
-        fallback = InRows(_by_rows(operands, axis_name), rule)
+        settings = _settings(arguments, weights, whole=implementation == "whole")
+        fallback = InRows(_by_rows(operands, axis_name), settings)
         if in_ring:
-            output = attend_ring(rule, operands, axis_name)
+            output = attend_ring(settings, operands, axis_name)
         elif implementation is None:
             names = self.implementations
-            output = dispatch.run_scores(names, rule, operands, fallback)
+            output = dispatch.run_scores(names, settings, operands, fallback)
         elif implementation in dispatch.NAMED:
-            output = dispatch.run_named(implementation, rule, operands, fallback)
+            output = dispatch.run_named(implementation, settings, operands, fallback)
         else:
             output = fallback(operands)
         return jnp.swapaxes(output, 1, 2)
@@ -195,18 +195,20 @@ class ScoreMechanism:
 class InRows(NamedTuple):
     """XLA's form of a call: an engine of row blocks, and what each block does."""
 
-    engine: Callable[[Rule, Operands], Array]
-    rule: Rule
+    engine: Callable[[ScoreSettings, Operands], Array]
+    settings: ScoreSettings
 
     def __call__(self, operands: Operands) -> Float[Array, "B N T V"]:
-        return self.engine(self.rule, operands)
+        return self.engine(self.settings, operands)
 
 
-def _rule(arguments: ScoreArguments, weights: RowWeights, *, whole: bool) -> Rule:
+def _settings(
+    arguments: ScoreArguments, weights: RowWeights, *, whole: bool
+) -> ScoreSettings:
     """Return the static settings of a call."""
     scale, first = arguments.scale, arguments.key.shape[1] - arguments.query.shape[1]
     known = arguments.axis_name is None and arguments.positions is None
-    return Rule(
+    return ScoreSettings(
         weights,
         float(scale) if isinstance(scale, Real) else None,
         arguments.length_base,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.meshes import vary_alike
-from symjax.attention.core.operands import Operands, Rule
+from symjax.attention.core.operands import Operands, ScoreSettings
 from symjax.attention.core.sequence import around_ring, if_seen, pass_on
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.rows import scored, weighed
@@ -58,13 +58,13 @@ class OnlineSums(NamedTuple):
 class RingSettings(NamedTuple):
     """Static settings of one call."""
 
-    rule: Rule
+    score_settings: ScoreSettings
     axis_name: str
 
 
 @partial(jax.jit, static_argnums=(0, 2))  # a call outside jit compiles once a shape
 def attend_ring(
-    rule: Rule, operands: Operands, axis_name: str
+    score_settings: ScoreSettings, operands: Operands, axis_name: str
 ) -> Float[Array, "B N T V"]:
     """Return the rows of softmax attention over a ring of devices with T tokens each.
 
@@ -83,10 +83,10 @@ def attend_ring(
         ValueError: a mask or a bias that differs by row; length_base or mask_self
             together with a mask or segments, because no device sees all keys of a row.
     """
-    _check(rule, operands)
+    _check(score_settings, operands)
     query, key, value, bias, slopes, lam, scale, visibility = _without_hidden(operands)
     length = query.shape[2]
-    size = -(-length // -(-length // rule.block_rows))
+    size = -(-length // -(-length // score_settings.block_rows))
     inputs = RingInputs(_cut(query, size, 2), key, value, scale, bias, slopes)
     segments = visibility.row_segments
     rows = RowPositions(
@@ -94,13 +94,15 @@ def attend_ring(
         None if segments is None else _cut(segments, size, 1),
     )
     inputs, rows, visibility = vary_alike((inputs, rows, visibility))
-    blocks: Any = _ring(RingSettings(rule, axis_name), inputs, rows, visibility)
+    blocks: Any = _ring(
+        RingSettings(score_settings, axis_name), inputs, rows, visibility
+    )
     output = jnp.moveaxis(blocks, 0, 2)
     output = output.reshape(*output.shape[:2], -1, output.shape[-1])[:, :, :length]
     if lam is not None:
         lam = lam[..., None].astype(output.dtype)
         output = output[:, 0::2] - lam * output[:, 1::2]
-    return output.astype(rule.dtypes[1])
+    return output.astype(score_settings.dtypes[1])
 
 
 def _without_hidden(operands: Operands) -> Operands:
@@ -261,7 +263,7 @@ def _scores(settings: RingSettings, inputs: RingInputs, seen: tuple) -> Array:
         visibility,
     )
     visible = visibility.pairs()
-    scores = scored(settings.rule, operands, visible)
+    scores = scored(settings.score_settings, operands, visible)
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
 
 
@@ -286,7 +288,7 @@ def _finite(running_max: Array) -> Array:
     return jnp.where(jnp.isneginf(running_max), 0, running_max)
 
 
-def _check(rule: Rule, operands: Operands) -> None:
+def _check(score_settings: ScoreSettings, operands: Operands) -> None:
     """Refuse masks and biases that differ by row, and counts of the keys of a row."""
     visibility, bias = operands.visibility, operands.bias
     for name, pairs in (("bias", bias), ("mask", visibility.mask)):
@@ -298,7 +300,7 @@ def _check(rule: Rule, operands: Operands) -> None:
                 f"{pairs.shape}"
             )
     for name, option in (
-        ("length_base", rule.length_base),
+        ("length_base", score_settings.length_base),
         ("mask_self", visibility.mask_self),
     ):
         for other, array in (

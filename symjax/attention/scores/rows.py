@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.core.devices import by_platform
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import Operands, Rule, rows_spec
+from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import length_scale, part
 
 KEPT = "rows of scores"  # `checkpoint_name` of what a block saves for its gradient
@@ -35,8 +35,8 @@ EXTENTS = 8  # the most key lengths that blocks have, each compiled on its own
 FEW_KEYS = 2048  # up to so many keys a CPU divides causal rows into two blocks
 
 
-@on_any_mesh("rule", specs=rows_spec)  # outside jit it compiles once a shape
-def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+@on_any_mesh("settings", specs=rows_spec)  # outside jit it compiles once a shape
+def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B N T V"]:
     """Return the values summed by row weights, computed in blocks of query rows.
 
     With `lam`, sub-heads 2n and 2n+1 are the branches of head n, and the weights of
@@ -46,24 +46,28 @@ def attend_rows(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
     block. Rows that see no key are zero.
     """
     batch, _, time, _ = operands.query.shape
-    if rule.whole or time == 1:
-        return _block(rule, operands, 0, size=time)
-    if time > rule.block_rows:
+    if settings.whole or time == 1:
+        return _block(settings, operands, 0, size=time)
+    if time > settings.block_rows:
         operands = widened(operands)
-    blocks = partial(_blocks, rule, rows=min(time, rule.block_rows))
+    blocks = partial(_blocks, settings, rows=min(time, settings.block_rows))
     return by_platform(
-        operands, cpu=partial(_example_by_example, rule), default=_checkpoint(blocks)
+        operands,
+        cpu=partial(_example_by_example, settings),
+        default=_checkpoint(blocks),
     )
 
 
-def _example_by_example(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+def _example_by_example(
+    settings: ScoreSettings, operands: Operands
+) -> Float[Array, "B N T V"]:
     """Return all rows on a CPU, which keeps the blocks of one example in its cache.
 
     Axes are swapped inside the loop over examples: outside it XLA would copy whole
     arrays. The outer checkpoint saves keys and values once instead of once per extent.
     """
     batch = operands.query.shape[0]
-    blocks = partial(_blocks, rule, rows=_rows_on_a_cpu(rule, operands))
+    blocks = partial(_blocks, settings, rows=_rows_on_a_cpu(settings, operands))
     if batch == 1:
         return _checkpoint(blocks)(operands)
     leaves, tree = jax.tree.flatten(operands.swapped())
@@ -81,7 +85,7 @@ def _example_by_example(rule: Rule, operands: Operands) -> Float[Array, "B N T V
     return jnp.swapaxes(jax.lax.map(_checkpoint(attend_example), examples), 1, 2)
 
 
-def _rows_on_a_cpu(rule: Rule, operands: Operands) -> int:
+def _rows_on_a_cpu(settings: ScoreSettings, operands: Operands) -> int:
     """Return the number of rows of a block, for blocks of about the same size.
 
     - Products of 192 rows are faster on a CPU than those of 128; but in a window on
@@ -90,14 +94,14 @@ def _rows_on_a_cpu(rule: Rule, operands: Operands) -> int:
       time of one with eight. They compute 3/4 of the pairs instead of 9/16.
     """
     time, window = operands.query.shape[2], operands.visibility.window
-    about = rule.block_rows
+    about = settings.block_rows
     if None in window:
         about = about * 3 // 2
     count = max(1, round(time / about))
     if (
         window != (None, None)
         and None in window
-        and operands.key.shape[2] <= rule.few_keys
+        and operands.key.shape[2] <= settings.few_keys
     ):
         count = min(count, 2)
     return -(-time // count)
@@ -125,31 +129,33 @@ def widened(operands: Operands) -> Operands:
     return operands
 
 
-def _blocks(rule: Rule, operands: Operands, rows: int) -> Array:
+def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
     """Return all rows, in blocks of `rows`.
 
     Consecutive blocks form an extent and take the same keys: those that any of their
-    rows sees. There are at most `rule.extents` extents; each loops over its blocks.
+    rows sees. There are at most `settings.extents` extents; each loops over its blocks.
     """
     time = operands.query.shape[2]
     count = -(-time // rows)
-    bounded = operands.visibility.window != (None, None) and rule.offset is not None
-    per_extent = -(-count // rule.extents) if bounded else count
+    bounded = operands.visibility.window != (None, None) and settings.offset is not None
+    per_extent = -(-count // settings.extents) if bounded else count
     outputs = []
     for first in range(0, count, per_extent):
         start, stop = first * rows, min((first + per_extent) * rows, time)
-        begin, end = _seen(rule, operands, start, stop)
+        begin, end = _seen(settings, operands, start, stop)
         extent = operands.map_rows(partial(part, start=start, size=stop - start))
         extent = extent.map_keys(partial(part, start=begin, size=end - begin))
         if outputs:  # XLA must not run extents at once: that takes 1.4× the memory
             extent, outputs[-1] = jax.lax.optimization_barrier((extent, outputs[-1]))
         length = stop - start
         if length <= rows:
-            block = partial(_block, rule, start=0, size=length)
+            block = partial(_block, settings, start=0, size=length)
             outputs.append(_checkpoint(block)(extent))
             continue
         steps = -(-length // rows)
-        block = _checkpoint(partial(_block, rule, extent, size=rows), prevent_cse=False)
+        block = _checkpoint(
+            partial(_block, settings, extent, size=rows), prevent_cse=False
+        )
         found = jax.lax.map(block, jnp.arange(steps) * rows)
         found = jnp.moveaxis(found, 0, 2)
         # The last block starts earlier, to have as many rows: drop its first ones.
@@ -159,25 +165,29 @@ def _blocks(rule: Rule, operands: Operands, rows: int) -> Array:
     return jnp.concatenate(outputs, axis=2)
 
 
-def _seen(rule: Rule, operands: Operands, start: int, stop: int) -> tuple[int, int]:
+def _seen(
+    settings: ScoreSettings, operands: Operands, start: int, stop: int
+) -> tuple[int, int]:
     """Return the range of keys that rows `start` to `stop` − 1 see, by the window."""
     keys, (left, right) = operands.key.shape[2], operands.visibility.window
     begin, end = 0, keys
-    if rule.offset is not None and left is not None:
-        begin = min(max(0, start + rule.offset - left), keys - 1)
-    if rule.offset is not None and right is not None:
-        end = min(max(begin + 1, stop + rule.offset + right), keys)
+    if settings.offset is not None and left is not None:
+        begin = min(max(0, start + settings.offset - left), keys - 1)
+    if settings.offset is not None and right is not None:
+        end = min(max(begin + 1, stop + settings.offset + right), keys)
     return begin, end
 
 
-def _block(rule: Rule, operands: Operands, start: int | Array, *, size: int) -> Array:
+def _block(
+    settings: ScoreSettings, operands: Operands, start: int | Array, *, size: int
+) -> Array:
     """Return `size` rows from `start` on, computed from all keys of the operands."""
     operands = operands.map_rows(partial(part, start=start, size=size))
-    lam, dtype = operands.lam, rule.dtypes[1]
+    lam, dtype = operands.lam, settings.dtypes[1]
     maps = []  # of each branch: as one array of both, XLA would copy it to split it
     for branch in [operands] if lam is None else map(operands.branch, range(2)):
         visible = branch.visibility.pairs()
-        found = rule.weights(scored(rule, branch, visible), visible)
+        found = settings.weights(scored(settings, branch, visible), visible)
         maps.append(found if isinstance(found, tuple) else (found, None))
     weights, divisor = maps[0]
     if lam is not None:
@@ -207,9 +217,9 @@ def _averaged(weights: Array, divisor: Array, value: Array) -> Array:
 def _averaged_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Return the output and its derivative, (dw·v + w·dv − output·dd) / d.
 
-    The rule reads the output, which is saved, where autodiff would save the undivided
-    sum as well. In softmax the terms of dw and dd cancel. Both are computed in the type
-    of the weights, since the rounding errors of a narrower type would not cancel.
+    It reads the output, which is saved. The derivative of autodiff would also save the
+    undivided sum. In softmax the terms of dw and dd cancel. Both are computed in the
+    type of the weights: the rounding errors of a narrower type would not cancel.
     """
     weights, divisor, value = primals
     weights_change, divisor_change, value_change = tangents
@@ -222,7 +232,9 @@ def _averaged_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def scored(
-    rule: Rule, operands: Operands, visible: Bool[Array, "#B #N t s"] | None
+    settings: ScoreSettings,
+    operands: Operands,
+    visible: Bool[Array, "#B #N t s"] | None,
 ) -> Float[Array, "B N t s"]:
     """Return the scores of all rows and keys.
 
@@ -230,7 +242,7 @@ def scored(
     `length_base`. Scores of other pairs are computed too.
     """
     query, key, value, bias, slopes, _, scale, visibility = operands
-    wide = jnp.promote_types(jnp.result_type(query, *rule.dtypes), jnp.float32)
+    wide = jnp.promote_types(jnp.result_type(query, *settings.dtypes), jnp.float32)
     batch, heads, time, size = query.shape
     kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
     # All rows of a key head on one axis: XLA would copy the map to contract two axes.
@@ -238,14 +250,14 @@ def scored(
     scores = scale * jnp.einsum(
         "bkrh,bksh->bkrs",
         query.reshape(batch, key.shape[1], -1, size),
-        key.astype(rule.dtypes[0]),
+        key.astype(settings.dtypes[0]),
         preferred_element_type=wide,
     )
     scores = scores.reshape(batch, kv_heads, branches, -1, time, key.shape[2])
     scores = scores.swapaxes(2, 3).reshape(batch, heads, time, -1)
-    if rule.length_base is not None:
+    if settings.length_base is not None:
         count = visibility.count(visible)
-        scores *= length_scale(count, rule.length_base).astype(wide)
+        scores *= length_scale(count, settings.length_base).astype(wide)
     if bias is not None:
         scores += bias.astype(wide)
     if slopes is not None:

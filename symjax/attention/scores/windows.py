@@ -12,25 +12,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import Operands, Rule, rows_spec
+from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.scores.rows import attend_rows, widened
 
 
-@on_any_mesh("rule", specs=rows_spec)
-def attend_window(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+@on_any_mesh("settings", specs=rows_spec)
+def attend_window(
+    settings: ScoreSettings, operands: Operands
+) -> Float[Array, "B N T V"]:
     """Return the same rows as `attend_rows`, for a window bounded on both sides."""
     batch, _, time, _ = operands.query.shape
     if time == 1:
-        return attend_rows(rule, _keys_around_one_row(operands))
-    size = _strip_size(rule, operands)
+        return attend_rows(settings, _keys_around_one_row(operands))
+    size = _strip_size(settings, operands)
     if not size:
-        return attend_rows(rule, operands)
-    rows = attend_rows(*_strips(rule, widened(operands), size))
+        return attend_rows(settings, operands)
+    rows = attend_rows(*_strips(settings, widened(operands), size))
     rows = rows.reshape(batch, -1, *rows.shape[1:]).swapaxes(1, 2)
     return rows.reshape(batch, rows.shape[1], -1, rows.shape[-1])[:, :, :time]
 
 
-def _strip_size(rule: Rule, operands: Operands) -> int:
+def _strip_size(settings: ScoreSettings, operands: Operands) -> int:
     """Return the number of rows of a strip; 0 where strips do not help.
 
     Strips are at least as long as the window, and there must be more than two. A mask
@@ -38,23 +40,25 @@ def _strip_size(rule: Rule, operands: Operands) -> int:
     """
     left, right = operands.visibility.window
     pairs = [x for x in (operands.bias, operands.visibility.mask) if x is not None]
-    if left is None or right is None or rule.offset is None or rule.whole:
+    if left is None or right is None or settings.offset is None or settings.whole:
         return 0
     if any(x.shape[2] > 1 and x.shape[3] > 1 for x in pairs):
         return 0
-    blocks = max(rule.extents, -(-max(left, right) // rule.block_rows))
-    size = blocks * rule.block_rows
+    blocks = max(settings.extents, -(-max(left, right) // settings.block_rows))
+    size = blocks * settings.block_rows
     return size if operands.query.shape[2] > 2 * size else 0
 
 
-def _strips(rule: Rule, operands: Operands, size: int) -> tuple[Rule, Operands]:
+def _strips(
+    settings: ScoreSettings, operands: Operands, size: int
+) -> tuple[ScoreSettings, Operands]:
     """Return strips of `size` rows as examples, each with the keys in its window.
 
     The keys of a strip are those of its own rows and of the strips before and after,
     as far as the window reaches. That copies each key two or three times.
     """
     before, after = (int(bool(x)) for x in operands.visibility.window)
-    offset = rule.offset or 0
+    offset = settings.offset or 0
     batch, _, time, _ = operands.query.shape
     count = -(-time // size)
 
@@ -89,7 +93,7 @@ def _strips(rule: Rule, operands: Operands, size: int) -> tuple[Rule, Operands]:
         return jnp.repeat(x, count, axis=0) if whole else x
 
     strips = jax.tree.map(repeated, operands.map_rows(rows).map_keys(keys))
-    return rule._replace(offset=before * size), strips
+    return settings._replace(offset=before * size), strips
 
 
 def _keys_around_one_row(operands: Operands) -> Operands:
@@ -111,7 +115,9 @@ def _keys_around_one_row(operands: Operands) -> Operands:
     return operands.map_keys(keys)
 
 
-def attend_window_of_device(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+def attend_window_of_device(
+    settings: ScoreSettings, operands: Operands
+) -> Float[Array, "B N T V"]:
     """Return the rows of one device, for time split over a mesh axis.
 
     The position of the first row is known only at run time. The keys in the window of
@@ -121,7 +127,7 @@ def attend_window_of_device(rule: Rule, operands: Operands) -> Float[Array, "B N
     left, right = operands.visibility.window
     size = operands.query.shape[2] + (left or 0) + (right or 0)
     if left is None or right is None or size >= operands.key.shape[2]:
-        return attend_window(rule, operands)
+        return attend_window(settings, operands)
 
     def keys(x: Array | None, axis: int, fill: int = 0) -> Array | None:
         if x is None or x.shape[axis] == 1:
@@ -131,4 +137,4 @@ def attend_window_of_device(rule: Rule, operands: Operands) -> Float[Array, "B N
         x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), edges)
         return jax.lax.dynamic_slice_in_dim(x, first, size, axis)
 
-    return attend_window(rule._replace(offset=left), operands.map_keys(keys))
+    return attend_window(settings._replace(offset=left), operands.map_keys(keys))

@@ -25,7 +25,7 @@ from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import Operands, Rule, rows_spec
+from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import Visibility
 
 DTYPES = "bfloat16", "float16"
@@ -37,15 +37,15 @@ LIBRARY = "cudnn"  # jax.nn's own name; its "xla" has the same semantics anywher
 class CudnnSoftmax(NamedTuple):
     """Softmax attention and its differential forms."""
 
-    rule: Rule
+    settings: ScoreSettings
 
     name = "cudnn"
 
     def refusal(self, operands: Operands) -> str | None:
         """Return why cuDNN does not support a call; None if it does."""
         query, key, value, bias, slopes, _, _, known = operands
-        rule = self.rule
-        dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
+        settings = self.settings
+        dtypes = {jnp.dtype(x).name for x in (query.dtype, *settings.dtypes)}
         if len(dtypes) > 1 or not dtypes <= set(DTYPES):
             return f"it takes {' or '.join(DTYPES)}, got {', '.join(sorted(dtypes))}"
         if bias is not None or slopes is not None:
@@ -55,7 +55,7 @@ class CudnnSoftmax(NamedTuple):
         pairs = query.shape[0] * query.shape[2] * known.length
         if known.key_segments is not None and pairs > MOST_PAIRS:
             return f"it takes segments of at most {MOST_PAIRS:,} pairs, got {pairs:,}"
-        if rule.length_base is not None or rule.scale is None:
+        if settings.length_base is not None or settings.scale is None:
             return "its scale is one number for all rows"
         if value.shape[3] % key.shape[3]:
             return (
@@ -63,14 +63,14 @@ class CudnnSoftmax(NamedTuple):
                 f"{key.shape[3]} and value {value.shape[3]}"
             )
         left, right = known.window
-        if known.window != (None, None) and (rule.offset != 0 or right != 0):
+        if known.window != (None, None) and (settings.offset != 0 or right != 0):
             return (
                 "it takes windows that end at the row's own position, for as many "
                 f"queries as keys, got ({left}, {right}), {query.shape[2]} and "
                 f"{known.length}"
             )
         try:  # as in training, where it serves less
-            attend = partial(_attend, rule, known)
+            attend = partial(_attend, settings, known)
             jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[0], *operands[:3])
         except RuntimeError as error:  # what cuDNN lacks, or that there is none
             if not isinstance(error, NotImplementedError) and "cuDNN" not in str(error):
@@ -79,14 +79,14 @@ class CudnnSoftmax(NamedTuple):
         return None
 
     def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
-        return _with_lam(self.rule, operands)
+        return _with_lam(self.settings, operands)
 
 
-@on_any_mesh("rule", specs=rows_spec, inline=True)
-def _with_lam(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+@on_any_mesh("settings", specs=rows_spec, inline=True)
+def _with_lam(settings: ScoreSettings, operands: Operands) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by cuDNN."""
     lam = operands.lam
-    output = _attend(rule, operands.visibility, *operands[:3])
+    output = _attend(settings, operands.visibility, *operands[:3])
     if lam is not None:
         pairs = output.astype(lam.dtype)
         output = pairs[:, 0::2] - lam[..., None] * pairs[:, 1::2]
@@ -94,7 +94,7 @@ def _with_lam(rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
 
 
 def _attend(
-    rule: Rule,
+    settings: ScoreSettings,
     known: Visibility,
     query: Float[Array, "B Nq T H"],
     key: Float[Array, "B Nk S H"],
@@ -117,7 +117,7 @@ def _attend(
         query,
         key,
         mask=mask,
-        scale=rule.scale,
+        scale=settings.scale,
         is_causal=right == 0,
         local_window_size=None if left is None else (left, 0),
         implementation=LIBRARY,

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import on_hopper
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import Operands, Rule, rows_spec
+from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import Visibility
 from symjax.attention.kernels.gpu.differential_forward import forward
 from symjax.attention.kernels.gpu.differential_gradients import backward
@@ -38,7 +38,7 @@ SCALES = 2.0**-60, 2.0**20  # between them hidden scores are below all others
 class GpuDifferential(NamedTuple):
     """Differential attention V1."""
 
-    rule: Rule
+    settings: ScoreSettings
     interpret: Any = None
 
     name = "gpu_differential"
@@ -46,12 +46,12 @@ class GpuDifferential(NamedTuple):
     def refusal(self, operands: Operands) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
         query, key, value, bias, slopes, lam, _, known = operands
-        rule = self.rule
+        settings = self.settings
         if not on_hopper():
             return "it needs a Hopper GPU, and jax 0.11 without types of 64 bits"
         if lam is None:
             return "it computes two maps, and not one"
-        dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
+        dtypes = {jnp.dtype(x).name for x in (query.dtype, *settings.dtypes)}
         if dtypes != {"bfloat16"}:
             return f"it takes bfloat16, got {', '.join(sorted(dtypes))}"
         if (key.shape[3], value.shape[3]) != (HEAD, VALUE):
@@ -64,12 +64,15 @@ class GpuDifferential(NamedTuple):
         if known.mask is not None or known.mask_self:
             return "it takes no mask and no mask_self"
         least, most = SCALES
-        if rule.length_base is not None or not least <= (rule.scale or 0) <= most:
+        if (
+            settings.length_base is not None
+            or not least <= (settings.scale or 0) <= most
+        ):
             return (
                 f"its scale is one number for all rows, from {least:.0e} to {most:.0e}"
             )
         bounded = known.window != (None, None) or known.key_segments is not None
-        if bounded and rule.offset is None:
+        if bounded and settings.offset is None:
             return (
                 "causal, in a window and with segments it takes no positions and no "
                 "axis"
@@ -82,17 +85,19 @@ class GpuDifferential(NamedTuple):
         return None
 
     def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
-        return _attend(self.interpret, self.rule, operands)
+        return _attend(self.interpret, self.settings, operands)
 
 
-@on_any_mesh("interpret", "rule", specs=rows_spec, inline=True)
-def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+@on_any_mesh("interpret", "settings", specs=rows_spec, inline=True)
+def _attend(
+    interpret: Any, settings: ScoreSettings, operands: Operands
+) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by the kernel."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
     batch, length, heads, _ = query.shape
     lam = jnp.broadcast_to(cast(Array, operands.lam), (batch, heads // 2, length))
-    seen = _seen(length, rule.offset or 0, operands.visibility)
-    static = interpret, rule.scale, operands.visibility.window[1] == 0
+    seen = _seen(length, settings.offset or 0, operands.visibility)
+    static = interpret, settings.scale, operands.visibility.window[1] == 0
     return jnp.swapaxes(differential(static, query, key, value, lam, seen), 1, 2)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import backend, on_tpu, split_by_xla
 from symjax.attention.core.meshes import on_any_mesh, varying
-from symjax.attention.core.operands import Operands, Rule, rows_spec
+from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.kernels.tpu.attention_gradient import fused
 from symjax.attention.kernels.tpu.tiles import LANES
 
@@ -23,7 +23,7 @@ WIDEST = 2**14  # lanes of all queries of a key head, whose gradients are in VME
 class TpuSoftmax(NamedTuple):
     """Softmax attention and its differential form; interpreted on other machines."""
 
-    rule: Rule
+    settings: ScoreSettings
     interpret: Any = False
 
     name = "tpu"
@@ -31,14 +31,14 @@ class TpuSoftmax(NamedTuple):
     def refusal(self, operands: Operands) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
         query, _, value, bias, slopes, _, _, known = operands
-        rule = self.rule
+        settings = self.settings
         if backend() == "tpu" and not on_tpu():
             return "it needs a TPU of v4 or later, without jax's types of 64 bits"
         if backend() == "tpu" and split_by_xla():
             return "XLA cannot split it over devices: call it in a jax.shard_map"
         if backend() != "tpu" and varying(operands[:3]):
             return "interpreted, it needs a jax.shard_map with check_vma=False"
-        dtypes = {jnp.dtype(x).name for x in (query.dtype, *rule.dtypes)}
+        dtypes = {jnp.dtype(x).name for x in (query.dtype, *settings.dtypes)}
         if not dtypes <= {"bfloat16", "float32"}:
             return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"
         if bias is not None or slopes is not None:
@@ -47,7 +47,7 @@ class TpuSoftmax(NamedTuple):
             return f"it takes a mask of keys alone, [B 1 1 S], got {known.mask.shape}"
         if not known.consecutive:
             return "it takes rows that follow each other, without positions"
-        if rule.scale is None:
+        if settings.scale is None:
             return "its scale is a number, not an array"
         if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
             return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
@@ -57,13 +57,15 @@ class TpuSoftmax(NamedTuple):
         return None
 
     def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
-        return _attend(self.interpret or backend() != "tpu", self.rule, operands)
+        return _attend(self.interpret or backend() != "tpu", self.settings, operands)
 
 
 @on_any_mesh(
-    "interpret", "rule", specs=rows_spec
+    "interpret", "settings", specs=rows_spec
 )  # outside jit it compiles once a shape
-def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N T V"]:
+def _attend(
+    interpret: Any, settings: ScoreSettings, operands: Operands
+) -> Float[Array, "B N T V"]:
     """`attend_rows` for the weights of softmax, by the kernel."""
     known, lam = operands.visibility, operands.lam
     mask = known.mask
@@ -75,13 +77,13 @@ def _attend(interpret: Any, rule: Rule, operands: Operands) -> Float[Array, "B N
         key,
         value,
         None if lam is None else jnp.swapaxes(lam, 1, 2),
-        scale=rule.scale,
+        scale=settings.scale,
         window=known.window,
         mask=mask,
         mask_self=known.mask_self,
         runs=known.key_segments,
-        length_base=rule.length_base,
-        first=known.rows[0, 0] if rule.offset is None else rule.offset,
+        length_base=settings.length_base,
+        first=known.rows[0, 0] if settings.offset is None else settings.offset,
         interpret=interpret,
     )
     return jnp.swapaxes(output, 1, 2)

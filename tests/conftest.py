@@ -1,25 +1,26 @@
-"""Every test runs on eight fake CPU devices, with strict shapes."""
+"""Settings and fixtures of all tests: eight simulated CPU devices, strict shapes."""
 
 import gc
 import os
 import tempfile
 from importlib import metadata
 
-# Nearly all of the million objects here are jax's caches, which stay: looking through
-# them for garbage at the usual pace takes a tenth of the suite's time.
+# Nearly all of the million objects are caches of jax, which stay. Collecting garbage as
+# often as usual takes a tenth of the suite's time.
 gc.set_threshold(100_000, 20, 100)
 
-# Compiling is nearly all of the suite's time, and takes half as long without XLA's
-# optimisations, and half of that in one piece and without MLIR for fusions, which
-# jaxlib 0.11 insists on. JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles as users do.
+# Nearly all of the suite's time is compiling. It takes half as long without XLA's
+# optimisations, and half of that without parallel code generation and without MLIR for
+# fusions (which jaxlib 0.11 needs). JAX_DISABLE_MOST_OPTIMIZATIONS=0 compiles as users
+# do.
 if quick := "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     flags = ["--xla_cpu_parallel_codegen_split_count=1"]
     if metadata.version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
-# Packed texts and compiled programs of the tests are not those of the user.
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have that of their parent
+# Tests have a cache folder of their own for packed texts and compiled programs.
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder
     user_cache = tempfile.TemporaryDirectory(prefix="symjax-tests-")
     os.environ["XDG_CACHE_HOME"] = user_cache.name
 
@@ -34,7 +35,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if quick:
     jax.config.update("jax_disable_most_optimizations", True)
 
-# The same examples each time, however slow the machine is.
+# Hypothesis draws the same examples every time, and has no time limit.
 settings.register_profile(
     "steady",
     derandomize=True,
@@ -45,9 +46,9 @@ settings.register_profile(
 settings.load_profile("steady")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
-    """Tests that tests/cpu_times.py found slow are marked so."""
+    """Mark the tests in tests/slow.txt, which tests/cpu_times.py writes, as slow."""
     slow = cpu_times.listed()
     for item in items:
         if item.nodeid in slow:
@@ -56,14 +57,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def x64():
-    """Float64 arrays inside one test; the suite itself runs in float32, as users do."""
+    """Enable float64 in one test. All other tests run in float32, as users do."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def compilations():
-    """An entry for each program that has been compiled."""
+    """Return a list that gets an entry for every program that is compiled."""
     events = []
 
     def listen(event: str, duration: float, **_) -> None:
@@ -77,13 +78,13 @@ def compilations():
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """However long a measurement takes, no line says so."""
+    """Print no line about measurements that take long."""
     monkeypatch.setattr("symjax.evaluation.results.QUIET", 600.0)
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """The folder of compiled programs, which runs of all tests share."""
+    """Share the folder of compiled programs among the runs of all tests."""
     from runs import compile_cache
 
     folder = tmp_path_factory.getbasetemp() / "jax"

@@ -1,14 +1,17 @@
-"""What each mechanism is by definition, pair by pair, in float64."""
+"""Definitions of the mechanisms, pair by pair, in float64.
+
+`module` is numpy, or jax.numpy where tests differentiate a definition.
+"""
 
 from functools import partial
 
 import numpy as np
 
-# Linear attention. `module` is numpy, or jax.numpy to differentiate the definition.
+# Linear attention.
 
 
 def seen(batch, queries, keys, *, causal=False, mask=None, segment_ids=None):
-    """Which key each query sees, [B 1 T S]; segments are runs of equal ids."""
+    """Return which keys each query sees [B 1 T S]. Segments are runs of equal ids."""
     pairs = np.ones((batch, 1, queries, keys), bool)
     if causal:
         pairs &= np.arange(keys)[None, :] <= np.arange(queries)[:, None]
@@ -22,7 +25,7 @@ def seen(batch, queries, keys, *, causal=False, mask=None, segment_ids=None):
 
 
 def weighted_mean(logarithms, signs, value, pairs, module=np):
-    """Σ_s w v_s / Σ_s w for w = sign · exp(logarithm) of the visible pairs, else 0."""
+    """Return Σ_s w v_s / Σ_s w over visible pairs, w = sign · exp(logarithm); else 0."""
     value = module.repeat(value, logarithms.shape[1] // value.shape[2], axis=2)
     logarithms = module.where(pairs, logarithms, -np.inf)
     highest = logarithms.max(axis=-1, keepdims=True)
@@ -36,7 +39,7 @@ def weighted_mean(logarithms, signs, value, pairs, module=np):
 
 
 def feature_products(query, key, module=np):
-    """log|w| and sign of w = φ(q)·φ(k), from features [B T N M] and [B S K M]."""
+    """Return log|w| and the sign of w = φ(q)·φ(k) of features [B T N M], [B S K M]."""
     key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
     weights = module.einsum("btnm,bsnm->bnts", query, key)
     nothing = weights == 0
@@ -59,7 +62,7 @@ def performer_products(
     statistics=None,
     module=np,
 ):
-    """log|w| and sign of w = Σ_m φ_m(q) φ_m(k), up to what all projections share."""
+    """Return log|w| and the sign of w = Σ_m φ_m(q) φ_m(k), up to a common factor."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
     query, key = query * scale**0.5, key * scale**0.5
@@ -106,7 +109,7 @@ def visible(
     mask=True,
     segment_ids=None,
 ):
-    """Which key each query sees, [B N T S]; the last query stands at the last key."""
+    """Return which keys each query sees [B N T S]. The last query is at the last key."""
     pairs = np.broadcast_to(mask, (batch, heads, queries, keys)).copy()
     run = None
     if segment_ids is not None:
@@ -126,7 +129,7 @@ def visible(
 
 
 def scores(query, key, pairs, *, bias=None, scale=None, length_base=None, module=np):
-    """[B N T S]: q·k·scale, grown with the count of visible keys, and the bias."""
+    """Return scores [B N T S]: q·k·scale, times the log-n factor, plus the bias."""
     key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
     scores = module.einsum("btnh,bsnh->bnts", query, key)
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -137,18 +140,19 @@ def scores(query, key, pairs, *, bias=None, scale=None, length_base=None, module
 
 
 def softmax_weights(scores, pairs, module=np):
-    """exp(score) over its sum along the visible keys, else 0."""
+    """Return exp(score) / Σ exp(score) over the visible keys, 0 without any."""
     powers = module.where(pairs, module.exp(module.where(pairs, scores, 0.0)), 0.0)
     total = powers.sum(axis=-1, keepdims=True)
     return powers / module.where(total == 0, 1.0, total)
 
 
 def sparse_weights(power, scores, pairs, module=np):
-    """[z/power − τ]₊^power with sum 1 along the visible keys, else 0.
+    """Return weights [z/power − τ]₊^power that sum to 1 over the visible keys, else 0.
 
-    Σ_r [z_r/power − x]₊^power falls with x and is 1 at τ: it is below 1 exactly at
-    those z_s/power that are above τ. These are the support, and τ is the lower root
-    of Σ (z/power − x)^power = 1 over it.
+    Power 1 is sparsemax and 2 is entmax-1.5. Σ_r [z_r/power − x]₊^power falls with x
+    and is 1 at x = τ. So the support, z_s/power > τ, has those s for which the sum at
+    x = z_s/power is below 1. τ is the smaller root of Σ (z/power − x)^power = 1 over
+    the support.
     """
     z = module.where(pairs, scores, 0.0) / power
     higher = module.maximum(z[..., None, :] - z[..., :, None], 0.0) ** power
@@ -162,7 +166,7 @@ def sparse_weights(power, scores, pairs, module=np):
 
 
 def weighted(weights, query, key, value, pairs, *, module=np, **options):
-    """Values weighted by a function of scores: softmax_weights, or a sparse one."""
+    """Attend with weights that are a function of (scores, pairs, module)."""
     value = module.repeat(value, query.shape[2] // value.shape[2], axis=2)
     own = scores(query, key, pairs, module=module, **options)
     return module.einsum("bnts,bsnv->btnv", weights(own, pairs, module), value)
@@ -199,7 +203,7 @@ def differential(
     module=np,
     **options,
 ):
-    """Head by head: its two branches, its group's two key branches, its values."""
+    """Compute differential V1 head by head, with the keys and values of its group."""
     heads = query.shape[2] // 2
     outputs = []
     for n in range(heads):
@@ -227,7 +231,7 @@ def differential(
 
 
 def differential_v2(query, key, value, lam, pairs, *, bias=None, module=np, **options):
-    """Two softmax outputs a head, from 2N query heads; the second times λ."""
+    """Compute differential V2: two softmax outputs per head, the second times λ."""
     pairs = np.repeat(pairs, 2, axis=1)
     if bias is not None and bias.shape[1] > 1:
         bias = module.repeat(bias, 2, axis=1)
@@ -236,7 +240,7 @@ def differential_v2(query, key, value, lam, pairs, *, bias=None, module=np, **op
 
 
 def rotate(x, positions, base=10000.0):
-    """Each pair (i, i + H/2) as a complex number turned by position · frequency."""
+    """Rotate each pair (i, i + H/2), a complex number, by position · frequency."""
     half = x.shape[-1] // 2
     numbers = x[..., :half] + 1j * x[..., half:]
     for i in range(half):
@@ -259,8 +263,10 @@ def scaled_frequencies(
     truncate=True,
     length=0,
 ):
-    """What each pair of features turns by a token, pair by pair: position
-    interpolation (arXiv:2306.15595), NTK and YaRN (arXiv:2309.00071), Llama 3."""
+    """Return the angle per token of each pair of features, pair by pair.
+
+    Position interpolation (arXiv:2306.15595), NTK and YaRN (arXiv:2309.00071), Llama 3.
+    """
 
     def pair_with(turns):  # where base^(−2i/R) · original_length = 2π · turns
         ratio = original_length / (2 * np.pi * turns)
@@ -295,7 +301,7 @@ def scaled_frequencies(
     return np.array(found)
 
 
-# Gated attention units: relu² that is not normalised.
+# Gated attention units: relu² without normalisation.
 
 
 def squared_relu(
@@ -310,7 +316,10 @@ def squared_relu(
     length_base=None,
     module=np,
 ):
-    """Σ_s relu²(score) v_s / divisor over the visible keys; a divisor may be theirs."""
+    """Return Σ_s relu²(score) v_s / divisor over the visible keys.
+
+    The divisor is a number, or "count" or "squared_count" of the visible keys.
+    """
     groups = query.shape[2] // key.shape[2]
     key, value = (module.repeat(x, groups, axis=2) for x in (key, value))
     scores = module.einsum("btnh,bsnh->bnts", query, key)
@@ -341,7 +350,10 @@ def flash(
     module=np,
     **seen_by,
 ):
-    """One map: relu² of pairs in a group, products of pairs across (earlier) groups."""
+    """Compute FLASH by one map: relu² in a group, plain products across groups.
+
+    If causal, only keys of earlier groups count across groups.
+    """
     length = query.shape[1]
     pairs = seen(query.shape[0], length, length, **seen_by)
     group = np.arange(length) // group_size
@@ -365,9 +377,9 @@ def flash(
 
 
 def decay(query, key, value, log_decay, sums=0, *, mask=None, segment_ids=None):
-    """Token by token, S = exp(g) S + k vᵀ and out = q S: the outputs and the last S.
+    """Run S = exp(g) S + k vᵀ, out = q S token by token; return outputs and last S.
 
-    A hidden token leaves S as it was; S is 0 again where the segment changes.
+    A hidden token does not change S. S is reset to 0 where the segment changes.
     """
     length, heads = key.shape[1:3]
     rates = log_decay if log_decay.ndim == 4 else log_decay[..., None]
@@ -389,7 +401,7 @@ def decay(query, key, value, log_decay, sums=0, *, mask=None, segment_ids=None):
 
 
 def matrix_function(query, value, function, scale=None, mask=None):
-    """f(scale · QQᵀ) V of the tokens that are not hidden, by the eigenvalues of QQᵀ."""
+    """Compute f(scale · QQᵀ) V of the visible tokens by the eigenvalues of QQᵀ."""
     output = np.zeros_like(value)
     for b, n in np.ndindex(query.shape[0], query.shape[2]):
         seen = np.ones(query.shape[1], bool) if mask is None else mask[b, 0, 0]

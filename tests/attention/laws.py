@@ -1,4 +1,8 @@
-"""The laws of every mechanism made of features, each a function of a mechanism."""
+"""Laws that every mechanism of linear time obeys.
+
+Each law is a function of a `Mechanism`: the forms of a mechanism, and its definition by
+pairs. LAWS lists them; test files run all of them on their mechanisms.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -12,23 +16,26 @@ import oracles
 import pytest
 
 B, T, S, N, K, H, V = 2, 19, 23, 6, 3, 5, 7
-CHUNK = 8  # does not divide T, and T needs more than two of them
-# A segment starts inside a chunk, at its first token, and after a single token.
+CHUNK = 8  # does not divide T, and T needs three of them
+# Segments start inside a chunk, at the first token of a chunk, and after one token.
 SEGMENTS = np.array([[0] * 6 + [1] * 7 + [0] * 6, [4] * 8 + [2, 3] + [1] * 9])
 
 
 class Mechanism(NamedTuple):
-    """The forms of a mechanism, and (log w, sign of w) of all pairs by definition."""
+    """The forms of a mechanism, and the weights of all pairs by definition.
+
+    `products` returns (log |w|, sign of w) of all pairs of queries and keys.
+    """
 
     whole: Callable
-    causal: Callable  # in chunks of CHUNK unless it is told otherwise
+    causal: Callable  # in chunks of CHUNK tokens unless chunk_size is given
     step: Callable
     state: Callable
     products: Callable
 
     @classmethod
     def of(cls, forms, products, projection=None, **options):
-        """Bind options to whole, causal, step and state; a projection is positional."""
+        """Bind options and a projection to the forms (whole, causal, step, state)."""
         whole, causal, step, state = (partial(form, **options) for form in forms)
         causal = partial(causal, chunk_size=CHUNK)
         if projection is None:
@@ -52,7 +59,7 @@ class Mechanism(NamedTuple):
         return self.whole, self.causal
 
     def oracle(self, query, key, value, *, module=np, **seen):
-        """The definition, pair by pair."""
+        """Attention by definition, pair by pair."""
         pairs = oracles.seen(*query.shape[:2], key.shape[1], **seen)
         logarithms, signs = self.products(query, key, module=module)
         return oracles.weighted_mean(logarithms, signs, value, pairs, module)
@@ -66,14 +73,14 @@ def inputs(length=T, keys=None, *, heads=N, seed=0, dtype=np.float64):
 
 
 def hiding(keys, seed=5):
-    """A mask that hides some keys, the first and the last of one example among them."""
+    """Return a mask that hides some keys, in one example the first and the last."""
     mask = np.random.default_rng(seed).random((B, 1, 1, keys)) < 0.7
     mask[0, 0, 0, [0, 1, -1]] = False
     return mask
 
 
 def close(actual, wanted, tolerance):
-    """Every error is below tolerance × the largest value wanted."""
+    """Assert that every error is at most tolerance × the largest wanted value."""
     assert actual.shape == wanted.shape
     wanted = np.asarray(wanted, np.float64)
     limit = tolerance * np.abs(wanted).max()
@@ -93,7 +100,7 @@ def _gradient(form):
 
 
 def gradient(form, query, key, value, mask=None, rows=slice(None)):
-    """Of a random sum of the outputs of some rows, for query, key and value."""
+    """Return the gradients of a random sum of some output rows: query, key, value."""
     weigh = np.random.default_rng(1).normal(size=(*query.shape[:3], value.shape[-1]))
     some = np.zeros_like(weigh)
     some[:, rows] = weigh[:, rows]
@@ -102,7 +109,7 @@ def gradient(form, query, key, value, mask=None, rows=slice(None)):
 
 
 def run(form, *arrays, **options):
-    """The output as a numpy array, whose slices cost nothing to compile."""
+    """Return the output as a NumPy array: its slices compile nothing."""
     return np.asarray(form(*arrays, **options))
 
 
@@ -116,7 +123,7 @@ def stepwise(mechanism, query, key, value, state):
 
 
 def it_equals_its_definition(mechanism):
-    """All pairs, and causally; hidden keys too."""
+    """With all pairs and causally, each without and with hidden keys."""
     arrays, mask = inputs(), hiding(T)
     for form, causal in zip(mechanism.both, (False, True), strict=True):
         wanted = mechanism.oracle(*arrays, causal=causal)
@@ -162,7 +169,7 @@ def chunks_of_any_size_agree(mechanism):
 
 
 def a_prefill_goes_on_in_chunks_and_steps(mechanism):
-    """9 tokens at once, 9 more, then one; and all of them one by one."""
+    """Read 9 tokens, 9 more and one, and read all of them one by one."""
     arrays = inputs()
     first, second, last = (
         [x[:, start:end] for x in arrays] for start, end in ((0, 9), (9, 18), (18, 19))
@@ -186,7 +193,7 @@ def a_prefill_goes_on_in_chunks_and_steps(mechanism):
 
 
 def the_future_changes_nothing(mechanism):
-    """Bitwise in the chunks before; by rounding alone inside a chunk."""
+    """Earlier chunks are bitwise equal; inside the chunk rounding may differ."""
     arrays = _single(inputs())
     other = [x.copy() for x in arrays]
     for x in other:
@@ -205,7 +212,8 @@ def the_future_gets_no_gradient(mechanism):
 
 
 def hidden_keys_change_nothing(mechanism):
-    """Not even NaN; they are as good as absent, and take no gradient."""
+    """Hidden keys may be NaN or infinite. The output is as if they were absent, and
+    their gradient is zero."""
     query, key, value = _single(inputs())
     mask = hiding(T)
     hidden = ~mask[:, 0, 0]
@@ -224,7 +232,7 @@ def hidden_keys_change_nothing(mechanism):
 
 
 def all_rows_read_the_visible_keys_alone(mechanism):
-    """Those of hidden queries too, which see the same keys."""
+    """Rows of hidden tokens see the visible keys, too."""
     query, key, value = _single(inputs())
     mask = hiding(T)
     left = np.flatnonzero(mask[0])
@@ -256,7 +264,7 @@ def the_rest_of_the_batch_changes_nothing(mechanism):
 
 
 def bfloat16_is_as_good_as_its_rounding(mechanism):
-    """Sums are float32, so the error is that of rounding the output: 2⁻⁸."""
+    """Sums are in float32, so the error is that of a rounded output: 2⁻⁸."""
     rounded = [x.astype(jnp.bfloat16) for x in inputs()]
     for form in mechanism.both:
         output = run(form, *rounded)
@@ -271,11 +279,13 @@ def bfloat16_is_as_good_as_its_rounding(mechanism):
 
 
 def bfloat16_products_cost_what_rounded_inputs_do(graded, form, exact):
-    """For what multiplies bfloat16 operands: errors against float64 of inputs that are
-    not rounded, at most 1.5 times those of float64 with rounded inputs and result.
+    """Products of bfloat16 operands cost no more than rounding inputs and result.
+
+    Errors are against float64 with unrounded inputs. They may be 1.5 times the errors
+    of float64 with rounded inputs and a rounded result.
 
     Args:
-        graded: (form, given inputs' dtype) → the output and its gradients.
+        graded: (form, given=inputs, dtype=dtype) → the output and its gradients.
     """
     wanted = graded(exact, dtype=np.float64)
     rounded = [x.astype(jnp.bfloat16) for x in graded.keywords["given"]]
@@ -301,8 +311,8 @@ def vmap_changes_nothing(mechanism):
 
 
 def nothing_gives_nothing(mechanism):
-    """No example, no token in any, or no number in a value gives nothing. Gradients
-    exist."""
+    """No example, no token or values of size 0 give an output of size 0, with
+    gradients."""
     query, key, value = arrays = _single(inputs(3))
     segments = np.zeros((B, 3), int)
     for empty, ids in (
@@ -367,9 +377,9 @@ def wrong_shapes_are_named(mechanism):
 
 
 def nothing_of_size_T_T_or_T_M_V_is_kept(mechanism):
-    """The largest array of the gradient is one of the inputs' own size, or a few.
+    """The largest array of the gradient has the size of a few inputs.
 
-    Accelerators handle the pairs of 4096 tokens at once, in chunks of 128.
+    Accelerators handle the pairs of 4096 tokens in parallel, in chunks of 128.
     """
     length = 2**17
     arrays = [np.zeros((1, length, 1, size), np.float32) for size in (H, H, V)]

@@ -1,4 +1,8 @@
-"""The laws of every mechanism that scores pairs, each a function of a mechanism."""
+"""Laws that every mechanism that scores pairs obeys.
+
+Each law is a function of a `Scored`: a function of arrays and its definition. LAWS says
+which mechanisms are tested by which law.
+"""
 
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -22,13 +26,16 @@ ALL_ROWS = {"is_causal": True, "mask_self": True, "length_base": 5.0}
 
 
 class Scored(NamedTuple):
-    """A function of `arrays`, and what it is by definition: (*arrays, pairs)."""
+    """A mechanism, its definition, and the shapes of its arrays.
+
+    The definition takes the same arrays and `pairs` [B N T S], the visible pairs.
+    """
 
     attend: Callable
     definition: Callable
-    shapes: Callable  # (T, S) → the shapes of the arrays; the first are rows
-    keys: int  # arrays[:keys] are rows or keys, and the rest weights
-    rounding: float = 2**-8  # in bfloat16, of the largest value
+    shapes: Callable  # (T, S) → the shapes of the arrays; the first is the query
+    keys: int  # arrays[:keys] have a time axis of queries or keys; the rest are weights
+    rounding: float = 2**-8  # error in bfloat16, relative to the largest value
 
     def arrays(self, length=T, keys=None, *, seed=0):
         rng = np.random.default_rng(seed)
@@ -46,7 +53,7 @@ class Scored(NamedTuple):
 
     @property
     def crosses(self):
-        """Keys are given, so there may be more or fewer of them than queries."""
+        """Whether keys are an argument, so that their number may differ from queries."""
         return self.keys == 3
 
 
@@ -55,7 +62,7 @@ def _symmetric(query, value, metric, **options):
 
 
 def _without_row_weights(*arrays, **options):
-    """Softmax as a mechanism unknown to the table: differential runs it twice."""
+    """Softmax without row weights, so that differential attention calls it twice."""
     return attention.softmax(*arrays, **options)
 
 
@@ -82,7 +89,7 @@ def _symmetric_of(normalise):
         partial(oracles.symmetric, normalise=normalise),
         _tied,
         2,
-        2**-5,  # the key is rounded before it is scored
+        2**-5,  # the key is rounded before scores are computed
     )
 
 
@@ -90,7 +97,7 @@ SOFTMAX = Scored(attention.softmax, oracles.softmax, _pairs, 3)
 DIFFERENTIAL = Scored(attention.differential, oracles.differential, _branches, 3)
 OUTPUTS = DIFFERENTIAL._replace(
     attend=partial(attention.differential, attend=_without_row_weights),
-    rounding=2**-7,  # both branches' outputs are rounded before they are subtracted
+    rounding=2**-7,  # the outputs of both branches are rounded, then subtracted
 )
 SPARSE = Scored(attention.sparsemax, oracles.sparsemax, _pairs, 3)
 SCORED = {
@@ -110,7 +117,7 @@ SCORED = {
 
 @contextmanager
 def blocks(size, extents=8, *, batched=False):
-    """Row blocks of another size; batched: all examples at once, as on accelerators."""
+    """Set the size of row blocks. `batched`: all examples in one block, as on TPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "BLOCK_ROWS", size)
         patch.setattr(rows, "EXTENTS", extents)
@@ -124,7 +131,7 @@ def single(arrays):
 
 
 def every_option(length=T, keys=None, seed=3):
-    """A mask and a bias of each head, where some rows see no key."""
+    """Return options with a mask and a bias per head; some rows see no key."""
     keys = length if keys is None else keys
     rng = np.random.default_rng(seed)
     mask = rng.random((B, N, length, keys)) < 0.6
@@ -138,7 +145,7 @@ def jitted(form, **options):
 
 
 def grading(form, count, **options):
-    """Of arrays: (output, the gradients of its product with a fixed random one)."""
+    """Return arrays → (output, gradients of its product with a fixed random array)."""
 
     def loss(*arrays):
         output = form(*arrays, **options)
@@ -159,7 +166,7 @@ def every_close(actual, wanted, tolerance):
 
 
 def it_equals_its_definition(scored):
-    """In several blocks, to rounding in float64 and in float32."""
+    """In several blocks, in float64 and in float32."""
     arrays = scored.arrays()
     packed = {"segment_ids": SEGMENTS, "mask_self": True}
     cases = {"is_causal": True, "scale": 0.7}, packed, every_option()
@@ -184,7 +191,7 @@ def gradients_equal_those_of_the_definition(scored):
 
 
 def every_block_size_gives_the_whole(scored):
-    """One row, a ragged last block, padded inner loops, one block, one too large."""
+    """Blocks of one row, a ragged last block, padded inner loops, one large block."""
     sizes = (1, 2), (3, 3), (2, 2), (7, 8), (10, 1), (T, 8), (64, 8)
     arrays, options = scored.arrays(), every_option()
     with jax.enable_x64(True):
@@ -196,7 +203,7 @@ def every_block_size_gives_the_whole(scored):
 
 
 def queries_and_keys_may_differ_in_number(scored):
-    """The last query sees every key; without causality there may be fewer keys."""
+    """Causal queries end at the last key. Otherwise there may also be fewer keys."""
     cases = (T, S, {"is_causal": True}), (T, 11, {}), (1, S, {"is_causal": True})
     for length, keys, options in cases:
         arrays = scored.arrays(length, keys)
@@ -227,7 +234,7 @@ def a_mask_or_bias_may_have_any_broadcastable_shape(scored):
 
 
 def a_decoded_row_is_a_row_of_the_whole(scored):
-    """One query against the keys so far; the count of keys is the row's own."""
+    """One query with the keys up to its token, with log-n scaling by their number."""
     options = {"is_causal": True, "mask_self": True, "length_base": 3.0}
     with jax.enable_x64(True):
         arrays = scored.arrays(S)
@@ -240,7 +247,7 @@ def a_decoded_row_is_a_row_of_the_whole(scored):
 
 
 def the_future_changes_nothing(scored):
-    """Not a bit of it, and it takes no gradient."""
+    """Outputs are bitwise equal, and later tokens get no gradient."""
     arrays = single(scored.arrays())
     weights = arrays[scored.keys :]
     other = [
@@ -262,19 +269,20 @@ def the_future_changes_nothing(scored):
 
 
 def hidden_keys_change_nothing(scored):
-    """However large: they are as good as absent, and take no gradient."""
+    """Hidden keys may be large. They get no gradient, and the output is as if they were
+    absent."""
     arrays = single(scored.arrays())
     examples, weights = arrays[: scored.keys], arrays[scored.keys :]
     first = 1 if scored.crosses else 0
     hidden = np.zeros((B, T), bool)
     hidden[0, [0, 3, 18]] = hidden[1, 4:9] = True
     large = [np.where(hidden[..., None, None], 1e4 * x, x) for x in examples[first:]]
-    asking = hidden & (not scored.crosses)  # these rows are queries that changed
+    changed = hidden & (not scored.crosses)  # rows whose query is a hidden key
 
     def answers(*arrays):
         mask = ~hidden[:, None, None]
         output = scored.attend(*arrays, mask=mask, length_base=3.0)
-        return jnp.where(asking[..., None, None], 0, output)
+        return jnp.where(changed[..., None, None], 0, output)
 
     with blocks(7):
         grade = grading(answers, len(arrays))
@@ -292,7 +300,7 @@ def hidden_keys_change_nothing(scored):
 
 
 def a_row_without_keys_is_zero(scored):
-    """And its gradients are finite, with every option."""
+    """Its gradients are finite, with every option."""
     arrays = single(scored.arrays())
     mask = np.ones((B, 1, T, T), bool)
     mask[0], mask[1, :, :9] = False, False
@@ -309,7 +317,7 @@ def a_row_without_keys_is_zero(scored):
 
 
 def a_lonely_token_sees_itself(scored):
-    """In segments of two each sees the other; the last one is alone."""
+    """In segments of two tokens each sees the other; the last token is alone."""
     arrays = single(scored.arrays())
     segments = np.arange(T)[None].repeat(B, axis=0) // 2
     other = np.append(np.arange(T - 1) ^ 1, T - 1)
@@ -331,7 +339,7 @@ def the_rest_of_the_batch_changes_nothing(scored):
 
 
 def bfloat16_is_as_good_as_its_rounding(scored):
-    """Scores, sums and λ are float32: what rounds is weights, values and output."""
+    """Scores, sums and λ are float32; weights, values and the output are rounded."""
     rounded = [jnp.asarray(x, jnp.bfloat16) for x in scored.arrays()]
     with blocks(10):
         form = jitted(scored.attend, is_causal=True)

@@ -1,4 +1,4 @@
-"""Checkpoints that several files of tests read."""
+"""Checkpoints that several test files read."""
 
 import shutil
 

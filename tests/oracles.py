@@ -25,7 +25,7 @@ def seen(batch, queries, keys, *, causal=False, mask=None, segment_ids=None):
 
 
 def weighted_mean(logarithms, signs, value, pairs, module=np):
-    """Return Σ_s w v_s / Σ_s w over visible pairs, w = sign · exp(logarithm); else 0."""
+    """Return Σ_s w v_s / Σ_s w of visible pairs, w = sign · exp(logarithm); else 0."""
     value = module.repeat(value, logarithms.shape[1] // value.shape[2], axis=2)
     logarithms = module.where(pairs, logarithms, -np.inf)
     highest = logarithms.max(axis=-1, keepdims=True)
@@ -109,7 +109,7 @@ def visible(
     mask=True,
     segment_ids=None,
 ):
-    """Return which keys each query sees [B N T S]. The last query is at the last key."""
+    """Return which keys each query sees [B N T S]; the last query is the last key."""
     pairs = np.broadcast_to(mask, (batch, heads, queries, keys)).copy()
     run = None
     if segment_ids is not None:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs for tests: one that seems to be here, and one to compile for."""
+"""NVIDIA GPUs for tests: a simulated one, and one to compile for."""
 
 from types import SimpleNamespace
 
@@ -24,15 +24,17 @@ def on(capability, monkeypatch):
 
 
 def served(kernel, parameters=None, *, size=64, width=64, length=128, dtype=None):
-    """Whether a kernel takes arrays of these sizes, bfloat16 unless said."""
+    """Return whether a kernel takes arrays of these sizes, in bfloat16 by default."""
     heads = (N, size), (K, size), (K, width)
     like = [jax.ShapeDtypeStruct((B, length, *x), dtype or jnp.bfloat16) for x in heads]
     return kernel.refusal(Tokens(*like), parameters) is None
 
 
 def compiled_for_an_h200(attend, *heads, dtypes=()):
-    """The gradients of a sum of `attend`, of bfloat16 arrays [1 300 heads size], or of
-    those dtypes."""
+    """Compile the gradients of the sum of `attend` for an H200.
+
+    Arrays are [1 300 heads size], in bfloat16 or the given dtypes.
+    """
     pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
     mesh = Mesh(np.array(targets.find("h200-1").devices), ("x",))
 

@@ -1,4 +1,4 @@
-"""What tests of kernels, interpreted on CPU, are given and compare."""
+"""Inputs and comparisons for tests of kernels that are interpreted on the CPU."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ STRICT = pltpu.InterpretParams(out_of_bounds_reads="raise")
 
 
 def padding(length):
-    """Keys hidden here and there, and all of the first chunk of one example."""
+    """Hide some keys, and in one example all keys of the first chunk."""
     mask = np.random.default_rng(5).random((B, 1, 1, length)) < 0.7
     mask[0, ..., :140] = False
     return mask
 
 
 def segments(length):
-    """Runs of different lengths, one of a single token among them."""
+    """Return segment ids of runs of different lengths, one of them a single token."""
     change = np.random.default_rng(6).random((B, length)) < 0.02
     change[:, 40:42] = True
     return np.cumsum(change, axis=1)
@@ -32,14 +32,14 @@ def seen_by(length, *names):
 
 
 def scan(query, key, value, log_decay, **seen):
-    """By chunks, with a decay a channel or, of one, a head."""
+    """Run `decay_causal` in chunks, with decays per channel or per head."""
     if log_decay.shape[-1] == 1:
         log_decay = log_decay[..., 0]
     return decay_causal(query, key, value, log_decay, **seen)
 
 
 def differentiated(form, given, dtype=np.float32):
-    """The output, and the gradients of a random sum of it."""
+    """Return the output, and the gradients of a random sum of it."""
     weigh = np.random.default_rng(1).normal(
         size=(*given[0].shape[:3], given[2].shape[3])
     )
@@ -55,8 +55,10 @@ def differentiated(form, given, dtype=np.float32):
 
 
 def bfloat16_agrees(attend, exact, given, worst):
-    """Output and gradients of bfloat16 are those of float64 but for `worst` of the
-    length of all numbers together."""
+    """Assert that output and gradients in bfloat16 equal those in float64.
+
+    Their error is at most `worst` of the norm of all values.
+    """
     found = differentiated(attend, given, jnp.bfloat16)
     with jax.enable_x64(True):
         wide = [np.asarray(x, np.float64) for x in given]
@@ -67,7 +69,7 @@ def bfloat16_agrees(attend, exact, given, worst):
 
 
 def antiparallel(length, spread, heads=40, size=64, width=3):
-    """Keys near one direction and queries near the other, float32."""
+    """Return keys near one direction and queries near the opposite one, in float32."""
     rng = np.random.default_rng(0)
     axis = rng.normal(size=(1, 1, heads, size))
     shapes = [(1, length, heads, n) for n in (size, size, width)]

@@ -1,7 +1,8 @@
-"""Pallas' interpreter of GPUs, with stand-ins for what it lacks of Mosaic GPU.
+"""Interpreter of Pallas for GPUs, with stand-ins for operations of Mosaic GPU.
 
-It runs products at once, whatever is waited for, so that it checks what is computed and
-not when: that a GPU must show (`benchmarks/device.py --part correctness`).
+The interpreter runs asynchronous products at once. So it checks what is computed, but
+not the order of waits; only a GPU can show that (`benchmarks/device.py --part
+correctness`).
 """
 
 import jax
@@ -15,8 +16,11 @@ INTERPRET = gpu.InterpretGPUParams()
 
 
 def complete(monkeypatch):
-    """Writing to accumulators, products with a left side in registers, copies that add,
-    and two arrays in the same memory, which are apart here."""
+    """Add what the interpreter lacks.
+
+    Writes to accumulators, products with a left side in registers, copies that add, and
+    two arrays in the same memory, which are separate arrays here.
+    """
     copy, multiply = gpu.copy_smem_to_gmem, gpu_callbacks.wgmma
 
     def copy_or_add(source, to, reduction_op=None, **options):

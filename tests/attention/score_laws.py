@@ -53,7 +53,7 @@ class Scored(NamedTuple):
 
     @property
     def crosses(self):
-        """Whether keys are an argument, so that their number may differ from queries."""
+        """Whether keys are an argument, so that there may be more than queries."""
         return self.keys == 3
 
 

@@ -1,4 +1,4 @@
-"""The capability matrix: what a cell claims works, what it denies raises by name."""
+"""The capability table: what it claims works, what it denies raises by name."""
 
 import inspect
 import math
@@ -41,14 +41,14 @@ def arguments(function, keys=T, heads=K):
 
 
 def call(name, *, keys=T, heads=K, form="attend", **options):
-    """The shapes of what a form returns; every check of its arguments is made."""
+    """Return the shapes of the results of a form, with all checks of arguments."""
     function = getattr(MECHANISMS[name], form)
     options = arguments(function, keys, heads) | options
     return jax.eval_shape(lambda: function(**options))
 
 
 def call_with_own_keys(name, **options):
-    """With as many heads everywhere, as symmetric ones need."""
+    """Return the shapes of results with as many key heads as query heads."""
     return call(name, **{"heads": N, **options})
 
 
@@ -143,7 +143,7 @@ def test_a_kernel(name):
 
 @every_mechanism
 def test_the_state_has_the_size_of_the_table(name):
-    """Of one head, batch 1; what is counted a row of keys grows with them."""
+    """For one head and batch 1. A size given per key grows with the keys."""
     mechanism = MECHANISMS[name]
     if not capabilities(mechanism)["steps"]:
         assert mechanism.state is None and mechanism.step is None
@@ -184,7 +184,7 @@ CHOSEN = {
 
 @every_mechanism
 def test_every_form_takes_the_options_that_are_declared(name):
-    """And refuses those that are not; `chunk_size` is of the causal form alone."""
+    """All other options are refused. Only the causal form takes `chunk_size`."""
     mechanism = MECHANISMS[name]
     for option in mechanism.options:
         chosen = {option: CHOSEN[option]}
@@ -199,7 +199,7 @@ def test_every_form_takes_the_options_that_are_declared(name):
 
 
 def test_a_mechanism_without_annotations_is_one_like_any_other(monkeypatch):
-    """Nothing is read off a function: what it can do is declared."""
+    """Capabilities are declared, and not read from the signature of a function."""
 
     def mean(query, key, value, mask=None, **options):
         weigh = jnp.ones(value.shape[:2]) if mask is None else mask[:, 0, 0]

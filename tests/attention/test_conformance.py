@@ -1,7 +1,7 @@
-"""Outputs and gradients of layers others published, from their weights, in float64.
+"""Outputs and gradients of published attention layers, from their weights, in float64.
 
-The files are not part of this project; where ../shared/conformance is absent these
-tests are skipped, and the definitions in oracles.py stand without them.
+The files with their outputs are not part of this project. Where ../shared/conformance
+is absent these tests are skipped.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 
 
 def linear(x, weights, name):
-    """x Wᵀ + b, from weights stored as (outputs, inputs)."""
+    """Return x Wᵀ + b with weights stored as (outputs, inputs)."""
     bias = weights.get(f"{name}.bias")
     product = x @ weights[f"{name}.weight"].T
     return product if bias is None else product + bias[None, None]
@@ -44,7 +44,7 @@ def rotated(x, case, *, interleaved):
 
 
 def restrictions(case):
-    """The case's additive or boolean mask as options of ours."""
+    """Return the additive or boolean mask of a case as options of symjax."""
     options = {"is_causal": bool(case["causal"])}
     if "attn_mask" in case:
         mask = case["attn_mask"] == 0
@@ -56,7 +56,7 @@ def restrictions(case):
 
 
 def difference(weights, case, query, key, value, options, norm_weight=None):
-    """Both branches, the norm of each head, and heads joined: (joined, λ, map)."""
+    """Return (heads joined after the norm of each head, λ, map) of two branches."""
     depth = case.get("depth", case.get("layer_idx")).item()
     initial = attention.lambda_initial(depth)
     if "lambda_a" in weights:
@@ -75,7 +75,7 @@ def difference(weights, case, query, key, value, options, norm_weight=None):
 
 
 def official(weights, x, case):
-    """microsoft/unilm, and the same with the key projection tied to the query's."""
+    """Run the layer of microsoft/unilm; keys may have the projection of queries."""
     query = heads(linear(x, weights, "q_proj"), 2 * case["num_heads"])
     query = rotated(query, case, interleaved=True)
     value = heads(linear(x, weights, "v_proj"), case["num_kv_heads"])
@@ -91,7 +91,7 @@ def official(weights, x, case):
 
 
 def official_v2(weights, x, case):
-    """microsoft/unilm's second version: λ of every token, no norm."""
+    """Run the second version of microsoft/unilm: λ of every token, no norm."""
     query = heads(linear(x, weights, "q_proj"), 2 * case["num_heads"])
     key, value = (
         heads(linear(x, weights, name), case["num_kv_heads"])
@@ -106,7 +106,8 @@ def official_v2(weights, x, case):
 
 
 def llama(weights, x, case):
-    """Hugging Face: sub-heads in (branch, head) order, values as halves."""
+    """Run the layer of Hugging Face: sub-heads in (branch, head) order, values
+    halved."""
 
     def projected(name, count):
         branched = linear(x, weights, name).reshape(*x.shape[:2], 2, count // 2, -1)
@@ -124,7 +125,7 @@ def llama(weights, x, case):
 
 
 def timm(weights, x, case):
-    """timm's DiffAttention: one matrix for query, key and value, no positions."""
+    """Run DiffAttention of timm: one matrix for query, key and value, no positions."""
     query, key, value = jnp.split(linear(x, weights, "qkv"), 3, axis=-1)
     query, key = (heads(part, 2 * case["num_heads"]) for part in (query, key))
     if "q_norm.weight" in weights:
@@ -140,7 +141,7 @@ def timm(weights, x, case):
 
 
 def shared(weights, x, case, query, value, output=None, **options):
-    """Symmetric attention of projected queries and values: (output, map)."""
+    """Return (output, map) of symmetric attention of projected queries and values."""
     options |= restrictions(case)
     made = {name: options.pop(name, None) for name in ("metric", "normalise")}
     query, value = (

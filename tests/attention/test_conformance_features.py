@@ -1,7 +1,7 @@
-"""Feature maps, the linear engine and Performer against published implementations.
+"""Feature maps, the linear engine and the Performer against published implementations.
 
-Their outputs and gradients lie beside the checkout; where they are absent these tests
-are skipped, and the definitions in oracles.py stand without them.
+The files with their outputs and gradients are not part of this project. Where they are
+absent these tests are skipped.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ def load(name):
 
 
 def gradients(form, case):
-    """Of Σ output · ct, for query, key and value."""
+    """Return the gradients of Σ output · ct for query, key and value."""
 
     def loss(*arrays):
         return (form(*arrays) * case["ct"]).sum()
@@ -49,7 +49,8 @@ def has_the_gradients(form, case, name, tolerance):
 
 @pytest.mark.parametrize("name", CASES)
 def test_google_has_the_same_features_but_for_its_epsilon(name):
-    """It divides queries by their row's largest, keys by that of all time, and √M."""
+    """Google divides queries by the maximum of a row, keys by that of all time, and
+    √M."""
     case = load(name)
     rows, kind = case["projection"], str(case["kind"])
     scale = rows.shape[1] ** -0.5 if case["normalize_data"] else 1.0
@@ -81,8 +82,10 @@ def test_google_has_the_same_outputs_for_its_features(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_google_estimates_what_performer_estimates(name):
-    """Its ε in every feature moves outputs by up to 2e-3, or 2e-2 beside a relu's 1e-3;
-    ours are the exact ratio of the estimator."""
+    """Its ε in every feature moves outputs by up to 2e-3 (with relu 2e-2).
+
+    symjax computes the exact ratio of the estimator.
+    """
     case = load(name)
     features = NAMES[str(case["kind"])]
     epsilon = {"positive": 2e-3, "trigonometric": 1e-5, "relu": 2e-2}[features]
@@ -118,7 +121,7 @@ def test_google_tests_itself_with_three_equal_tokens():
 
 
 def test_it_stands_where_google_collapses():
-    """Inputs of scale 8: Google's output is 1e-5, the definition's is not."""
+    """At inputs of scale 8 the output of Google is 1e-5, unlike the definition."""
     case = load("pos_large_x8_scale")
     exact = [case[name].astype(np.float64) for name in "qkv"]
     rows = case["projection"]
@@ -148,7 +151,7 @@ def test_google_relu_features_give_the_same_outputs_and_gradients():
 def test_torch_libraries_have_the_same_outputs_for_their_features(name):
     """performer-pytorch, fast-transformers and the recurrence of fla.
 
-    The first two add 1e-6 to every sum of keys in the causal denominator.
+    The first two add 1e-6 to the sum of keys in the causal denominator.
     """
     value, case = load(name)["v"], load(f"torch_{name}")
     query, key = case["pp_phi_q"], case["pp_phi_k"]

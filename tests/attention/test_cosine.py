@@ -1,4 +1,4 @@
-"""Cosine attention: 1 + cos over its sum, in linear time."""
+"""Cosine attention: weights 1 + cos, normalised, in linear time."""
 
 from functools import partial
 
@@ -55,7 +55,7 @@ def test_lengths_of_queries_and_keys_do_not_matter(x64, scale):
 
 @pytest.mark.parametrize("size", [1e-6, 1e-9, 1e-18])
 def test_short_vectors_have_the_gradients_of_the_definition(size):
-    """Far below 1e-6 directions are x / 1e-6, and weights are 1."""
+    """For vectors far shorter than 1e-6 directions are x / 1e-6 and weights are 1."""
     query, key, value = inputs(dtype=np.float32)
     short = query * np.float32(size), key * np.float32(size), value
     for form in FORMS:
@@ -77,7 +77,7 @@ def test_a_zero_vector_has_a_finite_gradient():
 
 
 def test_keys_that_all_point_away_weigh_nothing():
-    """1 + cos is 0 up to rounding: the row is zero, neither noise nor NaN."""
+    """1 + cos is 0 up to rounding: the row is zero, and not noise or NaN."""
     query = np.full((1, 40, 1, 4), 30, np.float32)
     value = np.ones((1, 40, 1, 2), np.float32)
     for form in FORMS:
@@ -88,7 +88,7 @@ def test_keys_that_all_point_away_weigh_nothing():
 
 
 def test_a_lone_small_weight_still_counts():
-    """One key at 1 + cos = 1e-3 is the whole of its row."""
+    """A single visible key with 1 + cos = 1e-3 makes the whole output."""
     angle = np.pi - np.sqrt(2e-3)
     query = np.array([1.0, 0], np.float32).reshape(1, 1, 1, 2)
     key = np.array([np.cos(angle), np.sin(angle)], np.float32).reshape(1, 1, 1, 2)
@@ -104,7 +104,7 @@ NEAR_ZERO = (64 + 2) * np.finfo(np.float32).eps
 @pytest.mark.parametrize("spread", [0.1, 0.01, 0.001])
 @pytest.mark.parametrize("length", [1, 6, 60])
 def test_rows_that_are_nearly_antiparallel_to_their_keys(length, spread):
-    """1 + cos down to 6e-7, where a float32 cosine has no digit left."""
+    """1 + cos is as small as 6e-7, where a float32 cosine has no correct digit."""
     arrays = antiparallel(length, spread)
     wide = [x.astype(np.float64) for x in arrays]
     for form in FORMS:

@@ -1,4 +1,5 @@
-"""Attention whose state decays: by its recurrence, in any chunks, and as others do."""
+"""Attention with decays: equal to the recurrence, in any chunks, and to other
+libraries."""
 
 from functools import partial
 from pathlib import Path
@@ -28,10 +29,10 @@ each_kind = pytest.mark.parametrize("kind", SHAPES)
 
 
 class Gated(laws.Mechanism):
-    """A mechanism whose keys make their decays, so that the laws see those too.
+    """A mechanism whose decays are made from its keys, so that laws cover decays.
 
-    It has no form but the causal one, which stands for `whole` too; the law of chunks
-    asks for the parallel form by its size.
+    It has only a causal form, which stands for `whole` too. The law of chunks selects
+    the parallel form by the size.
     """
 
     @classmethod
@@ -100,9 +101,9 @@ def single(*arrays):
 
 @partial(jax.jit, static_argnames="chunk_size")
 def results(weigh, weigh_end, arrays, *, chunk_size, **options):
-    """Output, end, and the gradients of a weighted sum of both by each array.
+    """Return the output, the last state, and the gradients of a weighted sum of both.
 
-    The arrays are query, key, value, log_decay and the sums before the first token.
+    The arrays are query, key, value, log_decay and the state before the first token.
     """
 
     def loss(*arrays):
@@ -118,9 +119,9 @@ def results(weigh, weigh_end, arrays, *, chunk_size, **options):
 
 
 def wanted_results(weigh, weigh_end, arrays, **options):
-    """The same by definition. A step of i·10⁻³⁰ gives the derivative to all digits.
+    """Return the same by definition. A step of i·10⁻³⁰ gives exact derivatives.
 
-    All examples take it at once, as none depends on another.
+    All examples take the step at once, since they do not depend on each other.
     """
     gradients = []
     for place, x in enumerate(arrays):
@@ -145,7 +146,7 @@ def weights(arrays, seed=1):
 
 @each_kind
 def test_every_gradient_is_that_of_the_definition(kind):
-    """In chunks of 12, which are no power of two and do not divide T."""
+    """In chunks of 12 tokens, which is no power of two and does not divide T."""
     sums = np.random.default_rng(4).normal(size=(B, K, H, V))
     arrays = *inputs(), decays(SHAPES[kind]), sums
     options = {"mask": hiding(T), "segment_ids": SEGMENTS}
@@ -157,7 +158,7 @@ def test_every_gradient_is_that_of_the_definition(kind):
 
 @each_kind
 def test_strong_decays_are_exact_beside_weak_ones(kind):
-    """A difference of sums up to −600 has an error of 3e-5 in the exponent."""
+    """A difference of sums up to −600 would have an error of 3e-5 in the exponent."""
     length, size = 30, 3
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(1, length, 1, size)) for _ in range(3))
@@ -174,7 +175,7 @@ def test_strong_decays_are_exact_beside_weak_ones(kind):
 @each_kind
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_long_chunks_whose_smallest_blocks_are_not_split_are_as_exact(kind, dtype):
-    """300 tokens in chunks of 128 and of 300, decays from e⁻⁸ to e³, and some of −∞."""
+    """300 tokens in chunks of 128 and 300, log-decays from −e³ to −e⁻⁸ and some −∞."""
     query, key, value = inputs(300)
     rates = -np.exp(
         np.random.default_rng(0).uniform(-8, 3, (B, 300, *SHAPES[kind][2:]))
@@ -209,7 +210,7 @@ def test_precision_does_not_fall_with_length():
 
 @each_kind
 def test_hidden_tokens_are_as_good_as_absent(kind):
-    """They neither add nor decay, whatever they hold, and take no gradient."""
+    """They do not write or decay, whatever they hold, and have no gradient."""
     arrays = single(*inputs(), decays(SHAPES[kind]), np.zeros((B, K, H, V)))
     mask = hiding(T)
     seen = mask[:, 0, 0]
@@ -320,7 +321,7 @@ def test_wrong_makers_are_named():
 
 @pytest.fixture(scope="module")
 def published():
-    """Their arrays, and what ours makes of their inputs: output, state, gradients."""
+    """Return stored arrays, and the output, state and gradients for their inputs."""
     path = CONFORMANCE / "performer_fla_references.npz"
     if not path.exists():
         pytest.skip(f"{path.name} is not beside this checkout")
@@ -340,7 +341,7 @@ def published():
 
 
 def agrees(actual, case, name):
-    """Whatever the file holds of this name, at float32's own error."""
+    """Compare all stored arrays of a case within the error of float32."""
     kinds = ("out", "state", "dq", "dk", "dv")
     held = [kind for kind in kinds if f"{name}_{kind}" in case]
     assert "out" in held
@@ -362,7 +363,7 @@ def test_flash_linear_attention_agrees_by_channel(published):
 
 
 def test_constant_decays_agree(published):
-    """Retention, Lightning, and linear attention, which forgets nothing."""
+    """Retention, Lightning attention, and linear attention, which does not decay."""
     case, ours = published
     agrees(ours(retention_log_decay(4)[None, None]), case, "retention")
     slopes = lightning_log_decay(4, 0, 1, convention="transnormer") / (1 + 1e-5)

@@ -1,4 +1,5 @@
-"""The delta rule: by its recurrence, in any chunks, over devices, step by step."""
+"""The delta rule: equal to the recurrence, in any chunks, over devices, step by
+step."""
 
 from functools import partial
 
@@ -25,7 +26,8 @@ each_kind = pytest.mark.parametrize("kind", SHAPES)
 
 
 def by_tokens(query, key, value, beta, log_decay, sums=0.0, mask=None, segments=None):
-    """Token by token: decay, erase, write, ask. A hidden token changes nothing."""
+    """Run the rule token by token: decay, erase, write, read. Hidden tokens do
+    nothing."""
     batch, length, heads, size = key.shape
     rates = np.zeros((1, 1, 1)) if log_decay is None else log_decay
     rates = rates if rates.ndim == 4 else rates[..., None]
@@ -47,7 +49,7 @@ def by_tokens(query, key, value, beta, log_decay, sums=0.0, mask=None, segments=
 
 
 def of_key(key, kind, module=np):
-    """Keys of length 1, and what a layer would make of the token, from the key."""
+    """Return keys of length 1, and β and decays that are functions of the key."""
     if not jnp.issubdtype(key.dtype, jnp.floating):
         return key, key[..., 1], None  # to be refused
     key = key.astype(jnp.promote_types(key.dtype, jnp.float32))
@@ -60,7 +62,8 @@ def of_key(key, kind, module=np):
 
 
 class Ruled(laws.Mechanism):
-    """A mechanism whose keys make β and the decays, so that the laws see those too."""
+    """A mechanism whose β and decays are made from its keys, so that laws cover
+    them."""
 
     @classmethod
     def of_kind(cls, kind):
@@ -113,7 +116,7 @@ def test_the_delta_rule_obeys(law, kind):
 
 
 def random(kind, length=T, seed=0, strongest=20.0):
-    """Query, keys of length 1, value, β up to 2, log-decays from −20 to 0."""
+    """Draw query, keys of length 1, value, β up to 2, and log-decays from −20 to 0."""
     rng = np.random.default_rng(seed)
     shapes = (B, length, N, H), (B, length, K, H), (B, length, K, V)
     query, key, value = (rng.normal(size=shape) for shape in shapes)
@@ -129,7 +132,8 @@ def random(kind, length=T, seed=0, strongest=20.0):
 
 @partial(jax.jit, static_argnames="chunk_size")
 def results(weigh, weigh_end, arrays, sums, *, chunk_size, **options):
-    """Output, end, and the gradients of a weighted sum of both by every array."""
+    """Return the output, the last state, and the gradients of a weighted sum of
+    both."""
 
     def loss(arrays, sums):
         more = dict(options, chunk_size=chunk_size, state=DeltaState(sums))
@@ -143,7 +147,7 @@ def results(weigh, weigh_end, arrays, sums, *, chunk_size, **options):
 
 @jax.jit
 def wanted_results(weigh, weigh_end, arrays, sums):
-    """The same by the loop over tokens, whose gradient is jax's."""
+    """Return the same by the loop over tokens, with the derivative by jax."""
 
     def loss(arrays, sums):
         query, key, value, beta, rates = arrays
@@ -176,7 +180,7 @@ def weights(length, seed=1):
 
 @each_kind
 def test_4096_tokens_are_the_loop_over_tokens_in_float64(kind, x64):
-    """Output, state and every gradient, β up to 2 and log-decays from −20 to 0."""
+    """Output, state and all gradients, with β up to 2 and log-decays from −20 to 0."""
     length = 4096
     arrays, weigh = random(kind, length), weights(length)
     sums = np.random.default_rng(4).normal(size=(B, K, H, V))
@@ -211,7 +215,7 @@ def test_float32_is_close_in_chunks_that_do_not_divide(kind):
 
 @each_kind
 def test_hidden_tokens_are_as_good_as_absent(kind):
-    """They neither write nor decay, whatever they hold, and take no gradient."""
+    """They do not write or decay, whatever they hold, and have no gradient."""
     arrays = jax.tree.map(np.float32, random(kind))
     mask, sums = hiding(T), np.zeros((B, K, H, V), np.float32)
     seen = mask[:, 0, 0]
@@ -233,7 +237,7 @@ def test_hidden_tokens_are_as_good_as_absent(kind):
 @each_kind
 @pytest.mark.parametrize("devices", [2, 5])
 def test_time_split_over_devices_changes_nothing(kind, devices):
-    """Output and gradients, with hidden tokens and segments that cross borders."""
+    """Output and gradients, with hidden tokens and segments that cross devices."""
     length = 20
     arrays = jax.tree.map(np.float32, random(kind, length, strongest=3.0))
     options = {
@@ -276,7 +280,7 @@ def test_ones_replace_what_a_key_holds():
 
 
 def test_orthogonal_keys_and_ones_are_linear_attention():
-    """Nothing is erased where no key was written before: decay without a delta."""
+    """Nothing is erased if no key was written before: the result is that of decay."""
     rng = np.random.default_rng(0)
     query, value = rng.normal(size=(2, 1, H, 1, H)).astype(np.float32)
     key = np.eye(H, dtype=np.float32)[None, :, None]

@@ -1,4 +1,4 @@
-"""λ, and differential attention over mechanisms that have a state."""
+"""λ, and differential attention over mechanisms with a state."""
 
 from functools import partial
 
@@ -92,7 +92,7 @@ ANY = {
 
 @pytest.mark.parametrize("attend, single_map", ANY.values(), ids=ANY)
 def test_any_attention_is_the_difference_of_its_two_maps(attend, single_map, x64):
-    """Both versions, with grouped heads, hidden keys and more keys than queries."""
+    """V1 and V2, with grouped heads, hidden keys, and more keys than queries."""
     *first, lam = DIFFERENTIAL.arrays(keys=S)
     *second, by_token = SCORED["differential_v2"].arrays(keys=S, seed=1)
     mask = hiding(S)
@@ -113,7 +113,7 @@ def test_any_attention_is_the_difference_of_its_two_maps(attend, single_map, x64
 
 
 def test_options_bound_to_a_mechanism_are_kept():
-    """In the fused path too, and a bound mask of each head meets both branches."""
+    """In one pass over both maps, too; a mask per head applies to both branches."""
     query, key, value, lam = single(DIFFERENTIAL.arrays())
     mask = np.random.default_rng(2).random((B, N, T, T)) < 0.7
     options = {"scale": 0.2, "mask": mask, "is_causal": True}
@@ -134,7 +134,8 @@ def test_options_bound_to_a_mechanism_are_kept():
 
 
 def test_the_second_version_runs_over_outputs_with_states_and_gradients(x64):
-    """Over a mechanism that gives (output, state), and over one of unknown weights."""
+    """Over a mechanism that returns (output, state), and over one without row
+    weights."""
     arrays = SCORED["differential_v2"].arrays()
     attend = partial(attention.linear_causal, chunk_size=CHUNK, return_state=True)
     output, last = jitted(attention.differential_v2, attend=attend)(*arrays)
@@ -156,7 +157,7 @@ def test_the_second_version_runs_over_outputs_with_states_and_gradients(x64):
 
 @pytest.mark.parametrize("causal, step", CAUSAL.values(), ids=CAUSAL)
 def test_any_mechanism_runs_for_both_branches(causal, step, x64):
-    """As two calls whose outputs are subtracted, and token by token with states."""
+    """As two calls with subtracted outputs, and token by token with states."""
     query, key, value, lam = DIFFERENTIAL.arrays()
     attend = partial(causal, chunk_size=CHUNK, return_state=True)
     form = jitted(attention.differential, attend=attend)
@@ -228,7 +229,7 @@ def test_wrong_shapes_of_the_second_version_are_named(case):
 
 @pytest.mark.parametrize("name, shape", [("mask", (1, 2 * N, T, T)), ("alibi", (K,))])
 def test_an_option_of_each_head_has_as_many_heads_as_the_output(name, shape):
-    """Of a mechanism of unknown weights too, which runs for both branches."""
+    """With a mechanism without row weights, too, which runs for both branches."""
 
     def unknown(*arrays, **options):
         return attention.softmax(*arrays, **options)
@@ -239,7 +240,7 @@ def test_an_option_of_each_head_has_as_many_heads_as_the_output(name, shape):
 
 
 def test_lambda_of_each_head_belongs_to_its_head():
-    """A head with λ = 0 is its first branch alone; the others are not."""
+    """A head with λ = 0 is its first branch alone; other heads are not."""
     query, key, value, lam = single(DIFFERENTIAL.arrays())
     output = attention.differential(query, key, value, lam)
     first = attention.softmax(query[:, :, 0::2], key[:, :, 0::2], value)

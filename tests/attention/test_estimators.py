@@ -1,4 +1,4 @@
-"""Random features as estimators: no bias, and the variance that each is chosen for."""
+"""Random features as estimators: they have no bias, and the stated variance."""
 
 from functools import partial
 
@@ -30,14 +30,14 @@ EXACT = np.exp((PAIRS[0] * PAIRS[1]).sum(axis=-1) * SIZE**-0.5)
 
 
 def statistics(features, sample):
-    """Of a sample that is not the one they serve; None for features without."""
+    """Fit statistics to another sample; None for features without statistics."""
     if not features.startswith("favor"):
         return None
     return favor_statistics(*sample.reshape(2, -1, sample.shape[-1]), kind=features)
 
 
 def estimate(features, rows):
-    """φ(q)·φ(k) with all the factors that attention may leave out."""
+    """Return φ(q)·φ(k) with all factors that attention may leave out."""
     query, key = PAIRS
     scale, sign, factor = SIZE**-0.5, -1, 1 / ROWS
     draw = RandomFeatures(rows, jnp.asarray(scale))
@@ -59,7 +59,7 @@ def estimate(features, rows):
 
 @pytest.fixture(scope="module")
 def estimates():
-    """Of every estimator, by kind of projection: [DRAWS, pairs]."""
+    """Return the estimates [DRAWS, pairs] of each estimator and kind of projection."""
 
     @jax.jit
     def every(rows):
@@ -77,7 +77,7 @@ def estimates():
 
 
 def bias(draws):
-    """Of the mean, in standard errors."""
+    """Return the bias of the mean in standard errors."""
     return np.abs(draws.mean(axis=0) - EXACT) * len(draws) ** 0.5 / draws.std(axis=0)
 
 
@@ -99,7 +99,7 @@ def test_orthogonal_rows_have_less_variance(estimates):
 
 
 def test_hyperbolic_and_favor_features_have_less_variance(estimates):
-    """Hyperbolic ones for the same rows, and twice the features."""
+    """Hyperbolic features have the same rows, and twice as many features."""
     variance = {
         name: (draws.var(axis=0) / EXACT**2).mean()
         for name, draws in estimates["orthogonal"].items()
@@ -119,7 +119,7 @@ MAPS, LENGTH, WIDTH = 12, 64, 16
 
 
 def vectors(scale, seed=0):
-    """`scale`: one for all dimensions, or one for each."""
+    """Draw vectors; `scale` is one number, or one per dimension."""
     shape = (2, MAPS, LENGTH, WIDTH)
     return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
 
@@ -142,7 +142,7 @@ def performer_maps(arrays, rows, features, statistics):
 
 
 def error(arrays, scale, features, norms="chi"):
-    """At 256 features, of which two come from each row of a projection in pairs."""
+    """Return the error with 256 features; pairs of features share a row."""
     count = 128 if features in ("hyperbolic", "trigonometric") else 256
     rows = projections(MAPS, count, WIDTH, norms=norms)
     learned = statistics(features, vectors(scale, seed=1))
@@ -152,9 +152,11 @@ def error(arrays, scale, features, norms="chi"):
 
 
 def test_the_error_of_attention_is_as_published():
-    """Measured here: positive .018, hyperbolic .014, positive and hyperbolic of
-    constant norms .0081 and .0039, FAVOR++ .010, FAVOR# .012, trigonometric .0073; a
-    uniform map has .063."""
+    """Measured: positive .018, hyperbolic .014, both with constant norms .0081 and
+    .0039.
+
+    FAVOR++ .010, FAVOR# .012, trigonometric .0073. A uniform map has .063.
+    """
     arrays = vectors(0.5)
     errors = {features: error(arrays, 0.5, features) for features in ESTIMATORS}
     positive = errors["positive"]
@@ -169,20 +171,20 @@ def test_the_error_of_attention_is_as_published():
 
 
 def test_waves_are_useless_for_entries_of_size_one():
-    """770 where positive features have 2.3 and the mean of the values 1.5."""
+    """An error of 770; positive features have 2.3, the mean of the values 1.5."""
     arrays = vectors(1.0)
     assert error(arrays, 1.0, "trigonometric") > 10 * error(arrays, 1.0, "positive")
 
 
 def test_directions_of_different_size_are_what_favor_sharp_is_for():
-    """Four dimensions of size 1.4 beside twelve of 0.21: .34 and .53; positive .75."""
+    """Four dimensions of size 1.4, twelve of 0.21: errors .34 and .53; positive .75."""
     scale = np.where(np.arange(WIDTH) < 4, 1.4, 0.21)
     arrays = vectors(scale)
     assert error(arrays, scale, "favor#") < 0.8 * error(arrays, scale, "favor++")
 
 
 def test_statistics_are_those_of_least_variance(x64):
-    """log E φ²(q)φ²(k) grows whichever way `a` moves, in every direction of E zzᵀ."""
+    """log E φ²(q)φ²(k) grows if `a` moves along any eigenvector of E zzᵀ."""
     rng = np.random.default_rng(0)
     query, key = rng.normal(size=(2, 3, 7, 5)) * 0.7 + 0.2
     a, b = (np.asarray(x) for x in favor_statistics(query, key, kind="favor#"))

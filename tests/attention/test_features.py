@@ -45,14 +45,14 @@ def many_draws():
 
 
 def test_rows_are_uniform(many_draws):
-    """Without the signs of R the mean of W[i, i] is −0.29 to 0.23 by row."""
+    """Without the signs of R the mean of W[i, i] is between −0.29 and 0.23."""
     diagonal = jnp.diagonal(many_draws.mean(axis=0))
     assert jnp.abs(diagonal).max() < 0.06  # four standard errors of 1/√4000
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_estimate_is_unbiased(many_draws, sign):
-    """E φ(q)·φ(k) / exp(q·k) for q = k; 0.73 and 1.25 without the signs of R."""
+    """E φ(q)·φ(k) / exp(q·k) for q = k; without the signs of R it is 0.73 and 1.25."""
     x = jnp.full(8, sign * 0.7 * 8**-0.5)
     estimate = jnp.exp(2 * (many_draws @ x) - 0.49).mean() / jnp.exp(0.49)
     assert abs(estimate - 1) < 0.06  # four standard errors
@@ -115,7 +115,7 @@ def test_features_around_the_keys_have_the_products_of_the_others(x64):
 
 
 def test_learned_features_equal_their_definition():
-    """softmax over [x W, −x W], and relu(x W + b), head by head."""
+    """softmax over [x W, −x W], and relu(x W + b), for each head."""
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(2, 3, 4, 5)), rng.normal(size=(4, 5, 7))
     bias = rng.normal(size=(4, 7))

@@ -109,7 +109,7 @@ def test_divisors_are_numbers_above_0_or_known():
 
 
 def inputs(length=T, seed=0):
-    """Query, key, linear query, linear key, value."""
+    """Draw query, key, linear query, linear key and value."""
     rng = np.random.default_rng(seed)
     sizes = (N, H), (K, H), (N, M), (K, M), (K, V)
     return tuple(rng.normal(size=(B, length, *size)) for size in sizes)
@@ -150,7 +150,7 @@ OPTIONS = {"group_size": GROUP, "scale": 0.7, "divisor": 3.0, "linear_divisor": 
 
 @partial(jax.jit, static_argnums=0)
 def outputs_and_gradients(causal, weigh, mask, *arrays):
-    """Of `flash`, for a sum of the outputs weighted by `weigh`."""
+    """Return the output of `flash`, and gradients of its sum weighted by `weigh`."""
     form = partial(flash, mask=mask, is_causal=causal, **OPTIONS)
     output, pull_back = jax.vjp(form, *arrays)
     return output, pull_back(weigh)
@@ -171,7 +171,7 @@ def empty(dtype=jnp.float64):
 
 @jax.jit
 def read(arrays, state, mask, segment_ids=None):
-    """The next 13 tokens at once."""
+    """Read the next 13 tokens at once."""
     return flash_causal(
         *arrays,
         mask,
@@ -184,7 +184,7 @@ def read(arrays, state, mask, segment_ids=None):
 
 @jax.jit
 def steps(arrays, state):
-    """The next 13 tokens one by one."""
+    """Read the next 13 tokens one by one."""
     options = {name: x for name, x in OPTIONS.items() if name != "group_size"}
 
     def body(state, now):
@@ -221,7 +221,7 @@ def test_pieces_and_steps_are_the_whole(x64):
 
 
 def test_examples_of_different_lengths_go_on_from_their_own_place(x64):
-    """Padded behind their last token, twice; then both take the same steps."""
+    """Padded after their last token, twice; then both take the same steps."""
     arrays, state = inputs(26), empty()
     done = np.zeros(B, int)
     for lengths in ((13, 2), (0, 6)):
@@ -243,7 +243,7 @@ def test_examples_of_different_lengths_go_on_from_their_own_place(x64):
 
 
 def test_the_last_segment_goes_on(x64):
-    """Its run alone is in the state, whatever ids the padding has."""
+    """The state has only the last segment, whatever ids the padding has."""
     arrays, state = inputs(T + 13), empty()
     ids = np.pad(SEGMENTS, ((0, 0), (0, 13)), mode="edge")
     outputs = []
@@ -258,7 +258,7 @@ def test_the_last_segment_goes_on(x64):
 
 
 def test_the_future_changes_nothing():
-    """Not a bit of it, and it takes no gradient."""
+    """Outputs are bitwise equal, and later tokens get no gradient."""
     arrays, everything = single(inputs()), np.ones((B, 1, 1, T), bool)
     other = [np.concatenate([x[:, :10], -3 * x[:, 10:]], 1) for x in arrays]
     weigh = np.zeros((B, T, N, V), np.float32)
@@ -273,7 +273,7 @@ def test_the_future_changes_nothing():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_hidden_keys_and_other_examples_change_nothing(causal):
-    """Not even NaN; a row that sees nothing is zero; gradients are finite."""
+    """Hidden keys may be NaN. Rows without keys are zero, and gradients are finite."""
     arrays, mask = single(inputs()), hiding(T)
     mask[1, ..., :9] = False
     hidden = ~mask[:, 0, 0]
@@ -297,7 +297,7 @@ def test_hidden_keys_and_other_examples_change_nothing(causal):
 
 
 def test_bfloat16_is_as_good_as_its_rounding():
-    """The part inside a group is rounded before the other one is added: 2⁻⁷."""
+    """The part inside a group is rounded before the other part is added: 2⁻⁷."""
     rounded = [jnp.asarray(x, jnp.bfloat16) for x in inputs()]
     form = jitted(flash, is_causal=True, group_size=GROUP)
     output = form(*rounded)
@@ -314,7 +314,7 @@ def test_bfloat16_is_as_good_as_its_rounding():
 
 
 def test_the_gradient_keeps_no_map():
-    """The largest array is a few times one of the inputs, or a sum for each group."""
+    """The largest array is a few times an input, or the sums of all groups."""
     length = 1024
     sizes = (16, 16, 16, 16, 32)
     arrays = [np.zeros((1, length, 1, size), np.float32) for size in sizes]
@@ -327,7 +327,7 @@ def test_the_gradient_keeps_no_map():
 
 
 def test_float16_weighs_in_float32():
-    """relu² of 300 and of 1e-4 are beyond float16, their products with values not."""
+    """relu² of 300 and of 1e-4 do not fit into float16; outputs do."""
     for size, wide in ((16, 1e-3), (1e-2, 1e3)):
         arrays = [
             (np.ones((1, 6, 1, 1)) * x).astype(np.float16) for x in (size, size, wide)

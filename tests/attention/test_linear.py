@@ -1,4 +1,4 @@
-"""Linear attention with plain features, and the engine under it."""
+"""Linear attention with fixed features, and the engine of recurrences."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from symjax.attention.linear import linear, linear_causal, linear_state, linear_
 
 
 def by_sign(x, module):
-    """A user's own features; both signs occur, so denominators may vanish."""
+    """Features of a user, with both signs, so that denominators may vanish."""
     return module.concatenate([module.tanh(x), module.ones_like(x[..., :1]) * 4], -1)
 
 
@@ -39,7 +39,7 @@ def mechanism(name):
 
 
 def polynomial(name, weigh):
-    """Features by name, weights by the polynomial of the score."""
+    """Features by name, with weights that are a polynomial of the score."""
 
     def products(query, key, module=np):
         key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
@@ -74,7 +74,7 @@ def test_polynomials_of_scores_equal_their_definition(name):
 
 @pytest.mark.parametrize("name, size", [("squared", 1), ("taylor", 5)])
 def test_weights_that_cancel_are_sums_of_pairs(name, size):
-    """(q·k)² of 2080 features that change sign; one key is returned as it is."""
+    """(q·k)² of 2080 features with both signs; a single key returns its value."""
     rng = np.random.default_rng(0)
     sizes = (64, size), (64, size), (3, 1)
     wide = [rng.normal(size=(1, 4, 256, n)) * scale for n, scale in sizes]
@@ -92,7 +92,7 @@ def test_weights_that_cancel_are_sums_of_pairs(name, size):
 
 
 def many_heads(name, length, heads=1000, seed=1):
-    """Entries of size 1 for squared and 5 for taylor; head size 64, float32."""
+    """Draw entries of size 1 (squared) or 5 (taylor), head size 64, in float32."""
     rng = np.random.default_rng(seed)
     size = 5 if name == "taylor" else 1
     sizes = (64, size), (64, size), (3, 1)
@@ -107,7 +107,7 @@ ONE_KEY = 2 * (64 + 2) * 2.0**-24
 
 @pytest.mark.parametrize("name", POLYNOMIALS)
 def test_one_key_is_its_value_in_every_form(name):
-    """However little it weighs: for a few of 1,000 heads q·k is 1e-3 |q||k| / √H."""
+    """Even with tiny weights: for some of 1,000 heads q·k is 1e-3 |q||k| / √H."""
     query, key, value = many_heads(name, 3)
     first = np.array([True, False, False]).reshape(1, 1, 1, 3)
     wanted = value[:, [0] * 3].astype(np.float64)
@@ -135,7 +135,7 @@ def test_one_key_is_its_value_in_every_form(name):
 
 @pytest.mark.parametrize("name", POLYNOMIALS)
 def test_steps_equal_the_definition_as_far_as_a_state_can_tell(name):
-    """What a state adds to a row is off by ε|φ(q)|Σ|φ(k)| at most, by the docstring."""
+    """The state adds an error of at most ε|φ(q)|Σ|φ(k)|, as the docstring says."""
     query, key, value = many_heads(name, 6)
     scores = np.einsum("btnh,bsnh->bnts", *(x.astype(np.float64) for x in (query, key)))
     squares = [np.square(x, dtype=np.float64).sum(-1) for x in (query, key)]
@@ -160,7 +160,7 @@ def test_steps_equal_the_definition_as_far_as_a_state_can_tell(name):
 
 
 def test_keys_that_a_state_cannot_tell_from_orthogonal_give_their_mean():
-    """(q·k)² is 0 twice: neither 0 nor noise, but values weighed by |k|², 2 and 8."""
+    """(q·k)² is 0 twice: the result is the mean of values weighted by |k|², 2 and 8."""
     query = np.array([1, -1], np.float32).reshape(1, 1, 1, 2).repeat(3, axis=1)
     key = np.array([[1, 1], [2, 2], [5, 3]], np.float32).reshape(1, 3, 1, 2)
     value = np.array([5, 10, 77], np.float32).reshape(1, 3, 1, 1)
@@ -178,7 +178,7 @@ def test_gradients_of_polynomials_equal_those_of_the_definition(name):
 
 @pytest.mark.parametrize("name", POLYNOMIALS)
 def test_gradients_of_one_key_are_those_of_its_value(name):
-    """Chunks of one token: the rows after the first read the key from the state."""
+    """Chunks of one token: rows after the first read the key from the state."""
     query, key, value = many_heads(name, 2)
     mask = np.array([True, False]).reshape(1, 1, 1, 2)
     form = partial(linear_causal, features=name, chunk_size=1)
@@ -196,7 +196,7 @@ def test_a_function_is_the_same_stepwise():
 
 
 def test_a_learned_function_takes_no_gradient_from_hidden_keys():
-    """Not even from NaN: the function sees 0 there."""
+    """Not even from NaN, because the function gets 0 for hidden keys."""
     query, key, value = (jnp.asarray(x, jnp.float32) for x in inputs())
     mask = laws.hiding(laws.T)
     hidden = ~mask[:, 0, 0]
@@ -227,7 +227,7 @@ def test_unknown_features_list_the_known():
 
 @pytest.mark.parametrize("scale", [1e-4, 1e-9, 1e9])
 def test_the_size_of_features_does_not_matter(scale):
-    """relu² of 1e-9 is 1e-18, and its products 1e-36: no absolute ε may meet them."""
+    """relu² of 1e-9 is 1e-18 and products are 1e-36: an absolute ε would show."""
     query, key, value = (x.astype(np.float32) for x in inputs())
     query, key = np.abs(query), np.abs(key)
     form = partial(linear_causal, features="relu2", chunk_size=8)
@@ -248,7 +248,7 @@ def test_squares_hold_in_the_range_that_is_documented(features, scale):
 
 
 def test_features_that_cancel_give_zero_and_not_noise():
-    """1 and −1 but for two units in the last place: no row can be told from that."""
+    """1 and −1 up to two units in the last place: the row cannot be told from 0."""
     key = np.array([1, -1 - 2.0**-22], np.float32).reshape(1, 2, 1, 1)
     query, value = np.ones_like(key), np.ones((1, 2, 1, 2), np.float32)
     output = np.asarray(linear_causal(query, key, value, features="identity"))
@@ -257,14 +257,14 @@ def test_features_that_cancel_give_zero_and_not_noise():
 
 
 def test_elu_keeps_its_tail():
-    """eˣ − 1 + 1 is 0 in float32 from x = −17 on; the weights here are 2:1."""
+    """In float32 eˣ − 1 + 1 is 0 below x = −17; the weights here are 2:1."""
     key = np.array([-30, -30 - np.log(2)], np.float32).reshape(1, 2, 1, 1)
     value = np.array([3, 0], np.float32).reshape(1, 2, 1, 1)
     close(linear(key[:, :1], key, value), np.full((1, 1, 1, 1), 2.0), 1e-5)
 
 
 def test_sums_do_not_saturate():
-    """1 + 1 + … stops at 256 in bfloat16; the state counts on."""
+    """In bfloat16 1 + 1 + … stops at 256; the state continues."""
     ones = jnp.ones((1, 600, 1, 1), jnp.bfloat16)
     options = dict(features="identity", return_state=True)
     _, state = linear_causal(ones, ones, ones, **options)
@@ -272,7 +272,7 @@ def test_sums_do_not_saturate():
 
 
 def test_early_gradients_are_exact_when_late_keys_are_huge(x64):
-    """A backward pass that subtracts prefixes loses 2e-3 here (float32)."""
+    """A backward pass that subtracts prefix sums would be off by 2e-3 in float32."""
     rng = np.random.default_rng(0)
     shapes = [(1, 512, 1, 8)] * 3
     query, key, value = (np.abs(rng.normal(size=shape)) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Functions of QQᵀ against the eigenvalues of the [T T] matrix itself."""
+"""Functions of QQᵀ against the eigenvalues of the matrix [T T]."""
 
 import re
 from functools import cache, partial
@@ -54,7 +54,7 @@ def single(*arrays):
 
 @every_kind
 def test_it_equals_its_definition(kind):
-    """Hidden tokens are absent, and their rows zero, whatever stands in them."""
+    """Hidden tokens are absent: their rows are zero, and their content is not read."""
     query, value = inputs()
     mask, function = hiding(), KINDS[kind][1]
     hidden = ~mask[:, 0, 0]
@@ -83,9 +83,10 @@ def test_a_call_outside_jit_compiles_once(compilations):
 
 @every_kind
 def test_large_scores_lose_no_accuracy(kind):
-    """Eigenvalues up to 40, where e^A reaches 2e17 and a rounded A is off by 2e-6.
+    """Eigenvalues up to 40: e^A reaches 2e17, and a rounded A is off by 2e-6.
 
-    One of the resolvent's is close to a pole: float32 allows ε times the condition.
+    An eigenvalue is close to the pole of the resolvent: float32 allows ε times the
+    condition number.
     """
     query, value = inputs()
     scale = 40 / np.linalg.norm(query, 2, axis=(1, 3)).max() ** 2
@@ -100,7 +101,7 @@ def test_large_scores_lose_no_accuracy(kind):
 
 
 def queries_of(case):
-    """Q whose QᵀQ has repeated eigenvalues."""
+    """Return Q whose QᵀQ has repeated eigenvalues."""
     query = np.zeros((B, T, N, H))
     if case == "orthonormal":
         query[:, :H] = np.eye(H)[None, :, None]
@@ -146,7 +147,7 @@ def test_gradients_are_exact_at_repeated_eigenvalues(kind, x64):
 
 
 def matrix(kind, query):
-    """f(A) itself, by its product with the identity; also A."""
+    """Return f(A), as its product with the identity, and A."""
     query = query[:1, :, :1]
     identity = np.eye(T)[None, :, None]
     output = compiled(kind)(query, identity, scale=1.0)
@@ -154,7 +155,7 @@ def matrix(kind, query):
 
 
 def test_ranks_and_signs_of_the_matrices(x64):
-    """e^A is no low-rank matrix and no matrix of positive weights; e^A − I is low."""
+    """e^A has full rank and negative entries; e^A − I has low rank."""
     rank = partial(np.linalg.matrix_rank, tol=1e-9)
     query = inputs()[0] / 2
     exponential, product = matrix("exp", query)
@@ -176,7 +177,7 @@ def test_a_power_needs_no_large_matrix(x64):
 
 
 def test_by_default_neither_length_nor_repetition_matters():
-    """The scale is 1/(n √H): every token twice is the same function of each."""
+    """The scale is 1/(n √H), so repeating every token changes nothing."""
     query, value = single(*inputs())
     mask = np.arange(2 * T)[None, None, None] < T
     once = compiled("expm1")(query, value)

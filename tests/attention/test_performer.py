@@ -1,4 +1,4 @@
-"""Performer: exact in its arithmetic at any scale, causal, and a fair estimate."""
+"""Performer: exact arithmetic at any scale, strictly causal, an unbiased estimate."""
 
 from functools import partial
 
@@ -27,7 +27,8 @@ ROWS = np.asarray(orthogonal_projection(jax.random.key(7), 11, laws.H))
 
 
 def mechanism(features="positive", projection=ROWS, **options):
-    """`options` are scale and statistics, in the definition as in the forms."""
+    """Return the mechanism; `options` (scale, statistics) apply to the definition
+    too."""
     wide = np.asarray(projection, np.float64)
     options["features"] = features
     products = partial(oracles.performer_products, projection=wide, **options)
@@ -81,7 +82,8 @@ def test_other_features_obey(features, law):
 
 @pytest.mark.parametrize("features", ["favor++", "favor#", "relu"])
 def test_features_without_options_equal_their_definition(features):
-    """Queries and keys of unit variance: s = 2/√H, and with it a, in all directions."""
+    """Queries and keys of variance 1: s = 2/√H, which makes `a` equal in all
+    directions."""
     statistics = None
     if features != "relu":
         s = 2 / laws.H**0.5
@@ -125,7 +127,7 @@ def scaled(scale, length=256, heads=1, seed=0):
 
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 def test_float32_is_exact_at_any_scale(scale):
-    """Others lose everything at scale 2: |x|²/2 stays in their exponent, then ε."""
+    """Others fail at scale 2: their exponents contain |x|²/2, and then ε dominates."""
     arrays = scaled(scale)
     single = [x.astype(np.float32) for x in arrays]
     error = run(WIDE_CAUSAL, *single) - WIDE.oracle(*arrays, causal=True)
@@ -154,7 +156,7 @@ def test_waves_are_as_exact_as_their_exponents(scale):
 
 
 def surprise(arrays, position, factor=1.0):
-    """The key at a position replaced by the one that feature 0 likes best."""
+    """Replace the key at a position by a key with a large weight for feature 0."""
     query, key, value = (x.astype(np.float32) for x in arrays)
     changed = key.copy()
     changed[:, position] = WIDE_ROWS[0] * 64**0.25 * factor
@@ -166,7 +168,7 @@ def surprise(arrays, position, factor=1.0):
     [(WIDE_CAUSAL, 0.5, 1), (WIDE_CAUSAL, 8, 1), (WAVES_CAUSAL, 8, 4)],
 )
 def test_a_key_that_dwarfs_the_past_leaves_it_alone(form, scale, factor):
-    """Google's and performer-pytorch's earlier outputs move by 2.14 of 2.32."""
+    """Earlier outputs of Google and performer-pytorch move by 2.14 of 2.32."""
     one, two = surprise(scaled(scale), 100, factor)
     before, after = run(form, *one), run(form, *two)
     same(after[:, :64], before[:, :64])
@@ -186,9 +188,9 @@ def test_a_huge_key_leaves_earlier_steps_alone():
 @pytest.mark.parametrize("chunk_size", [32, 12])
 @pytest.mark.parametrize("features, size", [("positive", 1), ("trigonometric", 0.02)])
 def test_the_rescue_of_lost_rows_is_exact(features, size, chunk_size, on_devices):
-    """A late key lifts a peak by more than e⁹⁰, and earlier rows leave float32.
+    """A late key raises the maximum by more than e⁹⁰, so earlier rows underflow.
 
-    Trigonometric features turn by small angles: no denominator is near zero.
+    Trigonometric features rotate by small angles, so no denominator is near zero.
     """
     rows = np.eye(4, dtype=np.float32)[:2] * np.float32(size)
     rng = np.random.default_rng(0)
@@ -237,7 +239,7 @@ def test_the_denominator_is_at_least_one(scale):
 
 
 def test_one_key_is_returned_as_it_is():
-    """Even where its feature would underflow: nothing is added to the denominator."""
+    """Even if its feature underflows: nothing is added to the denominator."""
     query, key, value = (np.full((1, 1, 1, 64), x, np.float32) for x in (90, -90, 2))
     for form in (performer, performer_causal):
         close(form(query, key, value), value, 1e-5)  # 256 terms are summed
@@ -252,7 +254,7 @@ def relative_error(arrays, projection, **options):
 
 
 def test_more_features_are_a_better_estimate():
-    """At H = 64 and scale 0.5: about 0.54, 0.41 and 0.23."""
+    """Errors at H = 64 and scale 0.5 are about 0.54, 0.41 and 0.23."""
     arrays = scaled(0.5, length=128, heads=4)
     errors = [
         relative_error(arrays, orthogonal_projection(jax.random.key(0), count, 64))
@@ -282,7 +284,8 @@ def test_scale_multiplies_the_scores():
 
 @pytest.mark.parametrize("size", [1, 40])
 def test_a_side_without_keys_has_no_say(size):
-    """At size 40 scale · |k|²/2 is 2000: a shift of 0 beside it leaves nothing."""
+    """At size 40 scale · |k|²/2 is 2000; a shift of 0 for an empty side would
+    underflow."""
     query, key, value = inputs(12)
     single = [x.astype(np.float32) for x in (query * size, key * size, value)]
     segments = np.arange(12) // np.array([[1], [3]])

@@ -60,7 +60,7 @@ def test_bfloat16_is_turned_in_float32():
 
 
 def test_both_conventions_turn_the_same_pairs(x64):
-    """(2i, 2i + 1) and (i, i + H/2) differ by the order of the features alone."""
+    """(2i, 2i + 1) and (i, i + H/2) differ only in the order of the features."""
     x = inputs()
     order = np.concatenate([np.arange(0, SIZE, 2), np.arange(1, SIZE, 2)])
     halves = attention.rotate(x[..., order], POSITIONS)
@@ -82,7 +82,7 @@ def test_a_share_turns_as_a_head_of_its_size_and_leaves_the_rest(interleaved):
 @pytest.mark.parametrize("shape", [(-1, 2), (2, -1)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_with_a_permutation_turns_pairs_alike(shape, dtype):
-    """Forward and backward: it is what runs on a TPU."""
+    """Forward and backward; this form runs on TPUs."""
     rng = np.random.default_rng(3)
     x, change = (jnp.asarray(rng.normal(size=(2, 5, 3, 12)), dtype) for _ in range(2))
     angles = jnp.asarray(rng.normal(size=(1, 5, 1, 6)), jnp.float32)
@@ -129,7 +129,7 @@ def test_sinusoids_alternate_between_sine_and_cosine(x64):
 
 
 def test_slopes_are_the_published_ones():
-    """A geometric row for 8 heads; for 12, half the heads of 16 fill it up."""
+    """A geometric sequence for 8 heads; 12 heads add half of the slopes of 16."""
     eight = [2.0**-n for n in range(1, 9)]
     np.testing.assert_allclose(attention.alibi_slopes(8), eight, rtol=1e-6)
     twelve = [*eight, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]

@@ -1,4 +1,4 @@
-"""The code at the head of each mechanism's file computes what the mechanism does."""
+"""The code in the docstring of each mechanism's file computes the mechanism."""
 
 import inspect
 import re
@@ -80,7 +80,7 @@ CASES = {
 
 
 def code_of(file):
-    """The function in the docstring of a file of symjax.attention, compiled."""
+    """Compile the function in the docstring of a file of symjax.attention."""
     module = import_module(f"symjax.attention.{file}")
     block = re.search(r"\n\n((?:    .*\n)+)", module.__doc__)
     names = {"np": np}

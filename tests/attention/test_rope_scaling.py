@@ -27,7 +27,7 @@ KINDS = {
 
 
 def both(name):
-    """The options of the function, and those of its oracle."""
+    """Return the options of the function, and those of its oracle."""
     kind, (options, renamed) = name.split("-")[0], KINDS[name]
     ours = options | {x: value for x, (_, value) in renamed.items()}
     return (kind, ours), (kind, options | dict(renamed.values()))
@@ -67,7 +67,8 @@ def test_the_base_of_dynamic_grows_with_the_text(length, x64):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_pairs_turn_by_given_frequencies(interleaved, share, x64):
-    """For all tokens, and for each; factor and share act on the turned features."""
+    """One for all tokens, or one per token; factor and share apply to rotated
+    features."""
     size = SIZE * 2 if share == 0.5 else SIZE
     x = np.random.default_rng(0).normal(size=(B, T, N, size))
     draw = np.random.default_rng(1).uniform(0.1, 2, size=(B, T, SIZE // 2))

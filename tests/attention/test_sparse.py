@@ -18,7 +18,7 @@ each = pytest.mark.parametrize("power", WEIGHTS)
 
 
 def bisected(power, scores):
-    """The weights of one row: [z/power − τ]₊^power, τ between best − 1 and best."""
+    """Find the weights [z/power − τ]₊^power of a row by bisection of τ."""
     low, high = scores.max() / power - 1, scores.max() / power
     for _ in range(80):
         middle = (low + high) / 2
@@ -28,7 +28,7 @@ def bisected(power, scores):
 
 
 def rows_of_scores():
-    """Narrow and wide rows, ties, one key far above, a large offset."""
+    """Return narrow and wide rows, ties, one dominant key, and a large offset."""
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(7, 31)) * np.array([0.01, 0.3, 1, 3, 30, 1, 1])[:, None]
     rows[4, :9] = 200
@@ -55,7 +55,7 @@ def test_weights_are_those_of_the_bisected_threshold(power, x64):
 @pytest.mark.parametrize("count", [64, 4096])
 @each
 def test_rows_of_any_length_keep_their_digits_in_float32(power, count):
-    """Rows nearly even, one key well above the others, a ramp, steps of halves."""
+    """Nearly even rows, one key far above the others, a ramp, steps of one half."""
     rng = np.random.default_rng(0)
     alone = -0.95 * power + 0.01 * rng.random(count)
     alone[3] = 0
@@ -85,7 +85,7 @@ def test_one_key_has_all_the_weight_and_no_gradient(power):
 
 @each
 def test_an_infinitely_low_bias_hides_like_a_mask(power):
-    """Where it hides all keys too, and in the gradients."""
+    """Also in rows whose keys are all hidden, and in gradients."""
     arrays = single(SCORED["sparsemax"].arrays())
     hidden = np.random.default_rng(0).random((1, 1, T, T)) < 0.4
     hidden[0, 0, 3] = True
@@ -110,7 +110,7 @@ def test_an_infinitely_low_bias_hides_like_a_mask(power):
 
 @each
 def test_both_modes_of_differentiation_give_the_matrix_of_the_support(power, x64):
-    """Slopes g = weight^(2 − α): diag(g) − g gᵀ/Σg; and derivatives of derivatives."""
+    """diag(g) − g gᵀ/Σg with g = weight^(2 − α), and second derivatives."""
     rows = rows_of_scores()[[1, 2, 5]]
 
     def weigh(row):
@@ -138,7 +138,7 @@ def test_both_modes_of_differentiation_give_the_matrix_of_the_support(power, x64
 
 @each
 def test_keys_outside_the_support_are_exactly_nothing(power):
-    """Their weights are zeros, and changing them changes nothing and no gradient."""
+    """Their weights are 0; changing them changes neither outputs nor gradients."""
     query, key, value = single(SCORED["sparsemax"].arrays(keys=S))
     query, weights = 3 * query, WEIGHTS[power]
     attend = (attention.sparsemax, attention.entmax15)[power - 1]
@@ -163,7 +163,7 @@ def test_keys_outside_the_support_are_exactly_nothing(power):
 
 
 def test_examples_on_several_devices_are_as_on_one():
-    """Inside `shard_map`, which checks that loops carry what differs by device."""
+    """`shard_map` checks that loop carries vary over the devices."""
     arrays = single(SCORED["sparsemax"].arrays())
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.PartitionSpec("data")

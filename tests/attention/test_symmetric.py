@@ -1,4 +1,4 @@
-"""Keys made from queries: what is symmetric, of which rank, and at what size."""
+"""Keys that are made from queries: symmetry, rank and size."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from symjax.attention.scores.mechanism import row_map
 
 
 def scores(query, key):
-    """The engine's own scores, before any weighing."""
+    """Return the scores of the engine before they become weights."""
     return row_map(lambda scores, visible: scores, query, key)
 
 
@@ -72,7 +72,7 @@ def test_plain_keys_are_the_queries_and_any_mechanism_may_attend():
 
 
 def test_a_differential_head_may_have_symmetric_branches(x64):
-    """Each branch its own keys: plain, pairwise, self-masked, normalised both ways."""
+    """Each branch has its own keys: plain, pairwise, self-masked, normalised."""
     rng = np.random.default_rng(3)
     query, metric = rng.normal(size=(B, T, 2 * N, H)), rng.normal(size=(2 * N, H, H))
     value, lam = rng.normal(size=(B, T, N, V)), rng.normal(size=N)

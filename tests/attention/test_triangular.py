@@ -41,7 +41,7 @@ def test_gradients_are_those_of_the_solve():
 
 
 def test_a_chunk_of_equal_keys_at_full_strength_keeps_its_digits():
-    """Reflections by one key: each change is twice what the last one left."""
+    """Equal keys reflect: each change is twice what the previous one left."""
     length = 64
     matrix = np.full((length, length), 2.0, np.float32)
     right = np.random.default_rng(0).normal(size=(length, 4)).astype(np.float32)

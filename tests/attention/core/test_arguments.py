@@ -1,4 +1,4 @@
-"""Arguments that no mechanism takes: one line that names function and argument."""
+"""Arguments that no mechanism takes raise one line with the function and argument."""
 
 import re
 
@@ -287,7 +287,7 @@ def test_a_wrong_argument_is_named_with_its_function(message):
 
 
 def test_a_switch_that_is_traced_is_refused_and_later_calls_work():
-    """Programs are kept for the switches: an array among them broke other calls."""
+    """Programs are cached by switches. A traced switch used to break later calls."""
     wanted = A.softmax(X, X, X, mask_self=True)
     with pytest.raises(ValueError, match="softmax: mask_self must be True or False"):
         jax.jit(lambda hide: A.softmax(X, X, X, mask_self=hide))(True)

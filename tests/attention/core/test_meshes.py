@@ -1,4 +1,4 @@
-"""Mechanisms on a mesh as users make it: axes of any type, shard_map as it comes."""
+"""Mechanisms on meshes: axes of any type, and inside `shard_map`."""
 
 from functools import partial
 from types import ModuleType
@@ -64,7 +64,7 @@ def arrays():
 
 
 def graded(function, given):
-    """The output, and the gradients of the sum of its squares."""
+    """Return the output, and the gradients of the sum of its squares."""
 
     @jax.jit
     def both(*arrays):
@@ -87,7 +87,7 @@ def same_as_alone(name, function, given):
 
 @every_mechanism
 def test_shard_map_counts_the_axes_that_arrays_vary_over(name):
-    """With `check_vma` as it is by default; each device has an example and a head."""
+    """With the default `check_vma`; each device has one example and one head."""
     split = P("x", None, "y")
     function = jax.shard_map(
         MECHANISMS[name], mesh=mesh(AxisType.Auto), in_specs=split, out_specs=split
@@ -96,7 +96,7 @@ def test_shard_map_counts_the_axes_that_arrays_vary_over(name):
 
 
 def test_the_state_of_flash_has_one_place_for_all_heads():
-    """So that it may leave a shard_map by heads as it came."""
+    """The state can leave a `shard_map` over heads with the specs it entered with."""
 
     def read(state, *arrays):
         query, key, value = (x[:, :-1] for x in arrays)
@@ -122,7 +122,8 @@ def test_the_state_of_flash_has_one_place_for_all_heads():
 @pytest.mark.parametrize("split", [P("x", None, "y"), P("x", "y")], ids=str)
 @every_mechanism
 def test_axes_may_be_explicit(name, split):
-    """As `jax.make_mesh` makes them by default; the output is sharded as the query."""
+    """Axes of `jax.make_mesh` are explicit by default. The output is sharded as the
+    query."""
     sharding = NamedSharding(mesh(AxisType.Explicit), split)
     given = [jax.device_put(x, sharding) for x in arrays()]
     output = same_as_alone(name, MECHANISMS[name], given)
@@ -170,7 +171,7 @@ def test_steps_go_on_over_explicit_axes():
 
 
 def test_no_module_hides_a_mechanism():
-    """`A.decay(…)` must not meet a file of that name."""
+    """`A.decay(…)` must not resolve to a file of that name."""
     names = {*A.__all__, *A.MECHANISMS}
     assert not [x for x in names if isinstance(getattr(A, x, None), ModuleType)]
 
@@ -199,7 +200,7 @@ def test_segment_ids_may_be_split_over_time():
 
 @pytest.mark.parametrize("attend", [A.linear_causal, A.decay_causal, A.softmax])
 def test_branches_may_be_split_by_heads(attend):
-    """Values, λ and masks of a pair of branches are repeated where heads are split."""
+    """Values, λ and masks are repeated for both branches when heads are split."""
     query, key, _ = arrays()
     key = np.concatenate([key, key], axis=2)
     value = key.reshape(B, T, K, 2 * H)
@@ -238,7 +239,7 @@ def test_a_shard_map_may_leave_axes_to_xla():
 
 
 def traced(*forms, default="default"):
-    """The forms that a call of `by_platform` traces."""
+    """Return the forms that a call of `by_platform` traces."""
     found = []
 
     def form(name, x):

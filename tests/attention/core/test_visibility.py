@@ -1,4 +1,4 @@
-"""Who sees whom: windows, positions among cached keys, biases against distance."""
+"""Visibility: windows, positions in a cache, and biases by distance."""
 
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,7 @@ WINDOWS = {
 
 
 def by_definition(options):
-    """The options as the oracle takes them."""
+    """Return the options as the oracle takes them."""
     if isinstance(width := options.get("window"), int):
         return options | {"window": (width - 1, width - 1)}
     return options
@@ -91,7 +91,7 @@ def test_a_window_and_a_mask_of_pairs_hide_what_either_hides():
 
 
 def test_queries_and_keys_in_a_window_may_differ_in_number():
-    """More keys than queries, as in a cache, and fewer."""
+    """More keys than queries, as with a cache, and fewer."""
     for length, keys in ((T, 2 * S), (T, 5), (1, S)):
         arrays = SOFTMAX.arrays(length, keys)
         for options in ({"window": (3, 2)}, {"window": (5, 0), "length_base": 3.0}):
@@ -101,7 +101,7 @@ def test_queries_and_keys_in_a_window_may_differ_in_number():
 
 
 def test_one_row_reads_the_keys_in_its_window_alone():
-    """Wherever the rows of the examples stand; a cache may be of any length."""
+    """At any position of each example, in a cache of any length."""
     rng, keys = np.random.default_rng(0), 200
     query = rng.normal(size=(3, 1, 2, 4)).astype(np.float32)
     key = rng.normal(size=(3, keys, 2, 4)).astype(np.float32)
@@ -123,7 +123,7 @@ def test_one_row_reads_the_keys_in_its_window_alone():
 
 
 def test_blocks_leave_out_the_keys_that_a_window_hides():
-    """A long text is read in strips, and no block meets more keys than rows + left."""
+    """A long text is read in strips. No block has more keys than its rows + left."""
     widths = []
 
     def recorded(scores, visible):
@@ -141,7 +141,7 @@ def test_blocks_leave_out_the_keys_that_a_window_hides():
 
 
 def test_a_window_of_the_gradient_takes_memory_for_its_pairs_alone():
-    """Twice the time is twice the memory, far below that of one map."""
+    """Twice the length takes twice the memory, far less than one map."""
 
     def memory(length):
         arrays = [jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)] * 3
@@ -185,7 +185,7 @@ def test_a_scale_is_one_number():
 
 @pytest.mark.parametrize("name", ["softmax", "sparsemax", "differential", "gau"])
 def test_rows_of_a_cache_are_rows_of_the_whole(name):
-    """At other places in every example; what stands behind them is not seen."""
+    """Examples are at different positions; later entries of the cache are not seen."""
     scored = EVERY[name]
     options = {
         "is_causal": True,
@@ -208,7 +208,7 @@ def test_rows_of_a_cache_are_rows_of_the_whole(name):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_slopes_are_a_bias_against_distance(is_causal, x64):
-    """For softmax, differential heads and squared ReLU, which sees every shift."""
+    """For softmax, differential attention and squared ReLU, where shifts matter."""
     slopes = np.linspace(0.1, 1, N)
     distance = np.abs(np.arange(T)[:, None] + S - T - np.arange(S))
     bias = -slopes[None, :, None, None] * distance
@@ -222,7 +222,7 @@ def test_slopes_are_a_bias_against_distance(is_causal, x64):
 
 
 def test_slopes_are_exact_however_many_keys_are_cached():
-    """A bias relative to the last of 100,000 keys rounds early rows at 4e-3."""
+    """Relative to the last of 100,000 keys, the bias of early rows was off by 4e-3."""
     places, rows = 100_000, np.array([[20, 30]])
     rng = np.random.default_rng(0)
     query, key, value = (
@@ -243,7 +243,7 @@ def test_slopes_are_exact_however_many_keys_are_cached():
 
 
 def test_counts_are_those_of_the_pairs():
-    """With a window, at both ends of time, and where rows stand before all keys."""
+    """With a window, at both ends of time, and for rows before all keys."""
     for first, left, right, alone in (
         (0, None, 0, False),
         (0, 3, 2, True),
@@ -279,7 +279,7 @@ def test_wrong_shapes_are_named(options, message):
 
 
 def test_gradients_of_keys_and_values_are_summed_in_float32():
-    """8,000 rows look at one key: bfloat16 sums were wrong by 2 %, and 4 % there."""
+    """8,000 rows see one key: bfloat16 sums were off by 2 % and 4 %."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(1, 8000, 1, 4)) for _ in range(3))
     query[..., 0] = key[:, 0, :, 0] = 4
@@ -314,7 +314,7 @@ def test_a_bias_for_all_rows_is_summed_in_float32():
 
 @pytest.mark.parametrize("size, value", [(300, 2e-6), (1e-4, 2000)])
 def test_squared_relu_in_float16_neither_overflows_nor_vanishes(size, value):
-    """Its weights reach 2^33 and 2^-10, and the outputs are ordinary numbers."""
+    """Weights reach 2^33 and 2^-10; the outputs are representable."""
     query = np.full((1, 1, 1, 1), 300, np.float16)
     key = np.full((1, 2, 1, 1), size, np.float16)
     value = np.full((1, 2, 1, 3), value, np.float16)

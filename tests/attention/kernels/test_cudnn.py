@@ -1,4 +1,4 @@
-"""Score mechanisms on cuDNN: what is asked of it, and that it compiles for a GPU."""
+"""Score mechanisms on cuDNN: which calls are made, and that they compile for a GPU."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ CALLS = {
 
 @pytest.fixture
 def its_semantics(monkeypatch):
-    """jax.nn says what cuDNN computes by a form of its own, which runs anywhere."""
+    """jax.nn computes what cuDNN does with an XLA form that runs anywhere."""
     monkeypatch.setattr(cudnn, "LIBRARY", "xla")
     monkeypatch.setattr(cudnn, "DTYPES", ("float32", "bfloat16"))
 
@@ -37,8 +37,7 @@ def its_semantics(monkeypatch):
 def test_what_is_asked_of_it_is_what_rows_give(
     name, options, its_semantics, monkeypatch
 ):
-    """Gradients too; values twice as wide as keys, in one call and in two; more keys
-    where all are seen."""
+    """Gradients, too, for wide values (in one and in two calls) and for more keys."""
     scored = SCORED[name]
     keys = S if scored.crosses and not options else T
     query, key, value, *lam = single(scored.arrays(T, keys))
@@ -132,7 +131,7 @@ BRANCHES = {
 @pytest.mark.parametrize("implementation", [None, "cudnn"])
 @pytest.mark.parametrize("name", BRANCHES)
 def test_it_compiles_for_an_h200_forward_and_backward(name, implementation):
-    """No score is in memory: temporaries are below the scores of half an example."""
+    """Scores are not stored: temporaries are smaller than scores of half an example."""
     pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
     queries, keys, wide, attend = BRANCHES[name]
     length, size = 2048, 32

@@ -1,6 +1,6 @@
-"""The kernels of decays equal the scan, interpreted on CPU.
+"""The kernels of decays, interpreted on the CPU, equal the scan.
 
-Other tests hold the scan to the definition.
+Other tests compare the scan with the definition.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ BY_HEAD = Sizes(channels=False)
 
 
 def arrays(sizes, spread=1.0, seed=0):
-    """Log-decays from about −spread² to −1/spread² beside each other."""
+    """Return inputs with log-decays from about −spread² to −1/spread²."""
     rng = np.random.default_rng(seed)
     length, size, value_size, channels = sizes
     shapes = (B, length, N, size), (B, length, K, size), (B, length, K, value_size)

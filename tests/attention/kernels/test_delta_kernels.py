@@ -1,6 +1,6 @@
-"""The kernels of the delta rule equal the scan, interpreted on CPU.
+"""The kernels of the delta rule, interpreted on the CPU, equal the scan.
 
-Other tests hold the scan to the definition.
+Other tests compare the scan with the definition.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
 
 def arrays(sizes, most=1.0, spread=1.0):
-    """β up to `most`, and log-decays from about −spread² to −1/spread²."""
+    """Return inputs: β up to `most`, log-decays from about −spread² to −1/spread²."""
     rng = np.random.default_rng(0)
     length, size, value_size, decays = sizes
     shapes = (B, length, N, size), (B, length, K, size), (B, length, K, value_size)

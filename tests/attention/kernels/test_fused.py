@@ -1,4 +1,4 @@
-"""Score mechanisms on the fused kernel: interpreted on CPU, chosen for a TPU."""
+"""Score mechanisms on the TPU kernel: interpreted on the CPU, and chosen for a TPU."""
 
 from functools import partial
 
@@ -41,7 +41,7 @@ def test_a_lonely_token_sees_itself():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fused_rows_and_whole_agree(name):
-    """Gradients too, of what they all take; more keys than queries where they may."""
+    """Outputs and gradients, with all options, and with more keys than queries."""
     scored = SCORED[name]
     arrays = single(scored.arrays(T, S if scored.crosses else T))
     options = {"is_causal": True, "window": (9, None), "mask_self": True, "scale": 0.6}
@@ -70,7 +70,7 @@ def test_the_length_scale_of_a_program_with_float64_is_that_of_its_inputs(x64):
 
 
 def keys_that_exist(keys):
-    """Holes, and an example without any."""
+    """Return a mask with holes, and one example without any key."""
     mask = np.random.default_rng(4).random((B, 1, 1, keys)) < 0.7
     mask[1] = False
     return mask
@@ -151,7 +151,7 @@ def test_an_interpreted_kernel_asks_for_what_its_interpreter_needs():
 
 
 def test_scores_beyond_their_rounding_have_finite_gradients():
-    """They differ by more than float32's range of exponents when computed once more."""
+    """Recomputed scores differ by more than the range of float32 exponents."""
     rng = np.random.default_rng(0)
     query, key, value = (
         rng.normal(size=x.shape).astype(np.float32) for x in shapes(length=60)
@@ -183,7 +183,7 @@ TPU = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
 
 
 def runs_the_kernel(platform, *, length=256, kind=AxisType.Auto, device=TPU, count=1):
-    """Whether it is in a gradient that is lowered for a platform."""
+    """Return whether the gradient that is lowered for a platform has the kernel."""
     attend = partial(attention.softmax, is_causal=True)
     if kind == AxisType.Manual:
         attend = jax.shard_map(attend, in_specs=P("x"), out_specs=P("x"))
@@ -207,7 +207,7 @@ def test_the_kernel_is_chosen_where_the_program_is_lowered():
 
 
 def test_the_kernel_is_for_a_device_of_its_own():
-    """What XLA may split runs by rows, since it cannot split a kernel."""
+    """XLA cannot split a kernel, so arrays that it may split run by row blocks."""
     assert not runs_the_kernel("tpu", count=2)
     assert runs_the_kernel("tpu", count=2, kind=AxisType.Manual)
     assert runs_the_kernel("tpu", kind=AxisType.Explicit)

@@ -1,7 +1,7 @@
-"""Cosine attention on the kernels of linear attention for NVIDIA GPUs, interpreted on
-CPU, equals the definition, and it compiles for an H200.
+"""Cosine attention on the feature kernels for NVIDIA GPUs.
 
-Interpreted, too, they round to what tensor cores take.
+Interpreted on the CPU they equal the definition, and they compile for an H200. The
+interpreter rounds operands as tensor cores do.
 """
 
 from functools import partial
@@ -46,8 +46,10 @@ def definition(query, key, value, module=jnp, **seen):
 
 
 def far_from(keys, spread):
-    """Rows behind 128 tokens that see none but these many keys, all before them: the
-    arrays, the kernel, and the definition."""
+    """Return arrays, kernel and definition for rows that see only a few distant keys.
+
+    The rows come after 128 other tokens; these keys come before all of them.
+    """
     given = antiparallel(200, spread, heads=2, width=16)
     mask = np.broadcast_to(np.arange(200) < keys, (1, 1, 1, 200))
     return given, partial(kernel, mask=mask), partial(definition, mask=mask)
@@ -73,7 +75,7 @@ CASES = {
 
 @pytest.mark.parametrize("sizes, names", CASES.values(), ids=CASES)
 def test_it_equals_the_definition(sizes, names):
-    """Rounding outputs and gradients to bfloat16 is 1.7e-3 of 2e-3."""
+    """Rounding outputs and gradients to bfloat16 makes 1.7e-3 of the limit of 2e-3."""
     seen, given = seen_by(sizes[0], *names), narrow(arrays(*sizes))
     forms = partial(kernel, **seen), partial(definition, **seen)
     bfloat16_agrees(*forms, given, 2e-3)
@@ -101,14 +103,14 @@ LOST = {"1 + cos of 0.09": 4e-3, "values with a mean": 2.5e-3}
 
 @pytest.mark.parametrize("case", HARD)
 def test_what_cancels_costs_the_digits_that_the_docs_say(case):
-    """About 1e-4 / (1 + cos) of the output, and 2.5 times as much of gradients."""
+    """About 1e-4 / (1 + cos) of the output, and 2.5 times as much for gradients."""
     given, form, exact = HARD[case]
     bfloat16_agrees(form, exact, narrow(given), LOST.get(case, 0.03))
 
 
 @pytest.mark.parametrize("length", [100, 200])
 def test_rows_whose_keys_all_point_away_are_zero(length):
-    """In their chunk and in the state, and they have no gradient."""
+    """With keys in their chunk and in the state; they have no gradient."""
     (_, key, value), form, _ = far_from(length, 0.001)
     key = np.broadcast_to(10 * key[:, :1], key.shape)
     for found in differentiated(form, (-key, key, value), jnp.bfloat16):
@@ -148,7 +150,7 @@ def test_a_hidden_nan_reaches_nothing():
 
 @pytest.mark.slow
 def test_a_nan_stays_in_its_segment():
-    """Which ends with a chunk."""
+    """The segment ends at the end of a chunk."""
     given = arrays(200, 16, 16)
     segment_ids = np.broadcast_to(np.arange(200) >= 128, (B, 200)).astype(np.int32)
     bad = [x.copy() for x in given]

@@ -1,7 +1,8 @@
-"""Kernels of the Performer and of linear attention for NVIDIA GPUs, interpreted on CPU
-and compiled for an H200. They equal the scan, which other tests hold to the definition.
+"""Kernels of the Performer and of linear attention for NVIDIA GPUs.
 
-Interpreted, too, they round to what tensor cores take.
+Interpreted on the CPU they equal the scan, which other tests compare with the
+definition, and they compile for an H200. The interpreter rounds operands as tensor
+cores do.
 """
 
 from functools import partial
@@ -40,7 +41,7 @@ from symjax.attention.recurrent.normalised import Normalised
 
 
 class Form(NamedTuple):
-    """Features by name, of the Performer where they have rows."""
+    """Features by name; those of the Performer have rows of a projection."""
 
     features: str
     rows: int = 0
@@ -103,19 +104,19 @@ SEEN = {"all": (), "mask": ("mask",), "both": ("mask", "segment_ids")}
 @ALL
 @pytest.mark.parametrize("names", SEEN.values(), ids=SEEN)
 def test_it_equals_the_scan(names, form):
-    """Rounding outputs and gradients to bfloat16 is 1.7e-3 of 2.5e-3."""
+    """Rounding outputs and gradients to bfloat16 is 1.7e-3 of the limit of 2.5e-3."""
     form.agrees(form.arrays(), **seen_by(form.length, *names))
 
 
 def test_values_with_a_mean_cost_digits_of_gradients():
-    """What is rounded of a state is of all values, and gradients are of differences."""
+    """States with all values are rounded, and gradients are differences of them."""
     for form in (ODD, FORMS["elu"]):
         form.agrees(form.arrays(mean=4.0), worst=8e-3)
 
 
 @pytest.mark.always
 def test_rows_that_lost_their_keys_are_exact_all_the_same():
-    """Keys that those behind them in their chunk dwarf: rows see only the former."""
+    """Rows see only keys that are tiny beside later keys of the same chunk."""
     query, key, value = ODD.arrays(4.0)
     key[:, :50] *= 4
     key[:, 50:] /= 8
@@ -136,7 +137,7 @@ def test_rows_that_lost_their_keys_are_exact_all_the_same():
 
 
 def test_what_fills_the_last_chunk_belongs_to_no_earlier_segment():
-    """The first one ends with a chunk, far above the exponents of the second."""
+    """The first segment ends with a chunk; its exponents are far above the second's."""
     query, key, value = ODD.arrays()
     key[:, 192:] *= 8
     ids = np.broadcast_to(np.arange(ODD.length) >= 192, (B, ODD.length))
@@ -161,7 +162,7 @@ def test_a_hidden_nan_reaches_nothing(name):
 
 @pytest.mark.parametrize("name", ["positive", "elu"])
 def test_a_nan_stays_in_its_segment(name):
-    """Which ends with a chunk: inside of one zeros are multiplied by it."""
+    """It ends with a chunk, because inside a chunk zeros are multiplied by the NaN."""
     form = FORMS[name]
     given = form.arrays()
     segment_ids = np.broadcast_to(np.arange(form.length) >= 128, (B, form.length))
@@ -213,7 +214,7 @@ def test_a_row_that_lost_its_keys_is_not_divided():
 
 
 def test_no_weight_of_a_query_is_above_1():
-    """Where exponents are so large that their sum with the highest one is rounded."""
+    """Exponents are so large that their sum with the maximum is rounded."""
     x, highest = np.random.default_rng(0).normal(size=(2, 300, 40)).astype(np.float32)
     x, highest = x * 1e9, highest[:1] * 1e9
     shift = (x + highest).max(axis=1, keepdims=True)
@@ -261,7 +262,7 @@ def test_many_calls_at_once_are_each_by_itself():
 
 
 def test_many_calls_in_a_shard_map_vary_alike(monkeypatch):
-    """Also what numbers tokens where neither a mask nor segments are given."""
+    """Token numbers vary over the axes, too, without a mask or segments."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     on("9.0", monkeypatch)
     call = partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
@@ -317,6 +318,6 @@ def test_it_compiles_for_an_h200_and_is_chosen(name, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_projections_of_three_heads_compile_for_an_h200(dtype):
-    """XLA made one product of those of queries and keys, and had no code for it."""
+    """XLA merged the products of queries and keys into one that it had no code for."""
     heads = [(3, 16)] * 3
     compiled_for_an_h200(performer_causal, *heads, dtypes=[dtype] * 3)

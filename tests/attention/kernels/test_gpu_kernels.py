@@ -1,6 +1,7 @@
-"""Kernels for NVIDIA GPUs, interpreted on CPU and compiled for an H200.
+"""Kernels of decays and the delta rule for NVIDIA GPUs.
 
-They equal the scan, which other tests hold to the definition.
+Interpreted on the CPU they equal the scan, which other tests compare with the
+definition, and they compile for an H200.
 """
 
 from collections.abc import Callable
@@ -50,9 +51,11 @@ def forgetting(rng, shape):
 
 
 class Form(NamedTuple):
-    """A mechanism, as a kernel and as the scan that it must equal. worst: of the
-    errors, in the length of all numbers together; each of its roundings to bfloat16
-    costs 2⁻⁹ at most."""
+    """A mechanism as a kernel, and as the scan that the kernel must equal.
+
+    `worst` is the largest error, relative to the norm of all values. Each rounding to
+    bfloat16 costs at most 2⁻⁹.
+    """
 
     kernel: Any
     scan: Callable
@@ -121,9 +124,11 @@ def test_it_equals_the_scan_at_other_sizes(size, width, form):
 
 @pytest.mark.parametrize("name", ["delta", "kimi"])
 def test_keys_that_are_nearly_equal_cost_what_they_cost_on_a_tpu(name):
-    """Each token then takes back what the one before wrote. The TPU's kernel is off by
-    3.4e-2 (output) and 5.9e-2 (decays a channel) there; decays a head come to 0.13,
-    and resolvents rounded to bfloat16 would cost far more."""
+    """Each token takes back what the previous one wrote.
+
+    Here the TPU kernel is off by 3.4e-2 (output) and 5.9e-2 (decays per channel).
+    Decays per head come to 0.13; resolvents rounded to bfloat16 would cost far more.
+    """
     form = FORMS[name]
     query, key, value, beta, log_decay = form.arrays()
     rng = np.random.default_rng(2)

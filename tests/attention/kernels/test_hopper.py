@@ -1,5 +1,8 @@
-"""Differential attention on the kernel for Hopper GPUs: against float64, interpreted;
-what it refuses; and that it is chosen, and compiles."""
+"""Differential attention on the kernel for Hopper GPUs.
+
+Interpreted it equals float64. Other tests: what it refuses, when it is chosen, and that
+it compiles.
+"""
 
 import math
 from functools import partial
@@ -34,7 +37,7 @@ CALLS = {  # examples, heads, value heads, queries, keys, window, lengths of seg
 
 
 def drawn(batch, heads, shared, length, keys, scale=1.0):
-    """Query, key, value, λ of each row, and the gradient of the output."""
+    """Draw query, key, value, λ of each row, and the gradient of the output."""
     rng = np.random.default_rng(length)
 
     def draw(*shape):
@@ -51,7 +54,7 @@ def drawn(batch, heads, shared, length, keys, scale=1.0):
 
 
 def visible(length, keys, window, segments):
-    """The pairs of rows and keys that see each other, by example."""
+    """Return which keys each row sees, by example."""
     rows, (left, right) = np.arange(keys - length, keys)[:, None], window
     distance = rows - np.arange(keys)
     seen = np.ones((1, length, keys), bool)
@@ -65,7 +68,7 @@ def visible(length, keys, window, segments):
 
 
 def definition(query, key, value, lam, *, seen):
-    """The two maps of each head, whole."""
+    """Compute the two whole maps of each head."""
     group = lam.shape[2] // value.shape[2]
 
     def output(branch):
@@ -81,7 +84,7 @@ def definition(query, key, value, lam, *, seen):
 @needs_jax
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_output_and_gradients_are_those_of_the_definition(call, monkeypatch):
-    """As far from float64 as bfloat16 weights and a rounded output are."""
+    """Errors are those of bfloat16 weights and of a rounded output."""
     from mosaic import INTERPRET, complete
 
     complete(monkeypatch)
@@ -174,7 +177,7 @@ def loss(query, key, value, lam, **options):
     ],
 )
 def test_it_is_what_a_hopper_gpu_runs(kind, wide, chosen, monkeypatch):
-    """Two kernels, one forward and one backward, in a program for it."""
+    """Its program has two kernels, one forward and one backward."""
     monkeypatch.setattr(attention.cudnn, "refusal", lambda *_: "not installed here")
     device = AbstractDevice(kind, 132, "gpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
@@ -193,7 +196,7 @@ def test_it_is_what_a_hopper_gpu_runs(kind, wide, chosen, monkeypatch):
     [(2048, 4, False), (2048, 2, True), (1999, 4, False), (1999, 4, True)],
 )
 def test_it_compiles_for_an_h200(devices, length, shared, segments):
-    """Forward and backward, also where a mesh is split over devices."""
+    """Forward and backward, also on a mesh of several devices."""
     pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
     mesh = Mesh(np.array(targets.find(f"h200-{devices}").devices), ("x",))
 

@@ -1,4 +1,4 @@
-"""Fused attention equals its definition, interpreted on CPU."""
+"""The TPU kernel of score mechanisms, interpreted on the CPU, equals its definition."""
 
 import re
 from functools import partial
@@ -42,7 +42,7 @@ WIDE = Sizes(140, 150, 2, 1, 256, 256)
 
 
 def arrays(kind, sizes, seed=0):
-    """Query, key, value, and λ of every token and head where there are two maps."""
+    """Return query, key, value and, for two maps, λ of every token and head."""
     length, keys, heads, kv_heads, size, value_size = sizes
     maps, key_maps = 2 - (kind == "softmax"), 1 + (kind == "v1")
     rng = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def pairs_of(
     runs=None,
     mask_self=False,
 ):
-    """[B N T S] by definition."""
+    """Return the visible pairs [B N T S] by definition."""
     length, keys, heads, *_ = sizes
     distance = np.arange(keys) - (np.arange(length) + keys - length)[:, None]
     left, right = window
@@ -97,7 +97,7 @@ def pairs_of(
 
 
 def differentiated(form, arrays, weigh):
-    """The output, and the gradients of its product with `weigh`."""
+    """Return the output, and the gradients of its product with `weigh`."""
 
     def both(weigh, *arrays):
         output, back = jax.vjp(form, *arrays)
@@ -108,21 +108,21 @@ def differentiated(form, arrays, weigh):
 
 
 def segments(length, seed=5):
-    """Runs of different lengths, one of a single token among them."""
+    """Return segment ids of runs of different lengths, one of them a single token."""
     change = np.random.default_rng(seed).random((B, length)) < 0.02
     change[:, 40:42] = True
     return np.cumsum(change, axis=1)
 
 
 def padding(sizes):
-    """Right and left padding, beyond a block of keys."""
+    """Return a mask of right and left padding, longer than a block of keys."""
     mask = np.ones((B, sizes.keys), bool)
     mask[0, 170:], mask[1, :140] = False, False
     return mask
 
 
 def holes(sizes):
-    """Any keys, and one example without a key."""
+    """Return a mask that hides any keys, and all keys of one example."""
     mask = np.random.default_rng(3).random((B, sizes.keys)) < 0.5
     mask[1] = False
     return mask
@@ -155,7 +155,7 @@ CASES = {
 
 
 def check(kind, sizes, options, tolerance=1e-5, dtype=np.float32, **more):
-    """Output and gradients against float64."""
+    """Compare output and gradients with float64."""
     given = arrays(kind, sizes)
     weigh = np.random.default_rng(1).normal(
         size=(B, sizes.queries, sizes.heads, sizes.value_size)
@@ -179,13 +179,13 @@ def test_the_kernel_and_its_gradients_equal_the_definition(name):
 
 
 def test_rows_by_bands_and_whole_keys_give_the_same():
-    """The gradients of queries in VMEM are of 128 rows at a time."""
+    """Gradients of queries are computed for bands of 128 rows in VMEM."""
     options = {**CAUSAL, "mask_self": True, "length_base": 5.0}
     check("v1", ODD, options, resident=8192, gradients=128 * 4 * 256 * 2)
 
 
 def test_rows_may_stand_anywhere_among_the_keys():
-    """Where they begin may be known at run time alone, as on a device of a mesh."""
+    """Their first position may be a runtime value, as on a device of a mesh."""
     given = [jnp.asarray(x, jnp.float32) for x in arrays("softmax", PADDED)]
     options = {**CAUSAL, "runs": segments(300), "length_base": 5.0, **SMALL}
 
@@ -210,7 +210,7 @@ def test_bfloat16_is_as_good_as_its_rounding():
     ids=["an_example_without_keys", "keys_that_no_row_sees"],
 )
 def test_no_block_is_read_that_does_not_exist(queries, keys, options):
-    """`STRICT` stops there; a TPU would read beyond the array."""
+    """`STRICT` stops there, where a TPU would read beyond the array."""
     check("softmax", Sizes(queries, keys, 1, 1, 128, 128), options)
 
 
@@ -233,7 +233,8 @@ def test_every_combination_of_options(kind, mask_self, grown, keys):
 
 @pytest.mark.parametrize("dtype, passes", [(jnp.bfloat16, 1), (jnp.float32, 6)])
 def test_the_kernels_declare_their_products(dtype, passes):
-    """Two of each pair forward and five back; one of float32 is six of bfloat16."""
+    """Two products per pair forward, five backward. A float32 product counts six
+    times."""
     given = [jnp.ones((1, 128, 1, 128), dtype)] * 3
     gradient = jax.grad(lambda *given: fused(*given).sum(dtype=jnp.float32), (0, 1, 2))
     declared = re.findall(r"flops=(\d+)", str(jax.make_jaxpr(gradient)(*given)))
@@ -242,7 +243,7 @@ def test_the_kernels_declare_their_products(dtype, passes):
 
 
 def test_the_future_and_rows_without_keys():
-    """Not a bit of a later key gets into a row, and a row without keys is zero."""
+    """Later keys change no bit of a row. A row without keys is zero."""
     query, key, value = (np.asarray(x, np.float32) for x in arrays("softmax", PADDED))
     mask = np.ones((B, 300), bool)
     mask[0, :100] = False
@@ -258,8 +259,10 @@ def test_the_future_and_rows_without_keys():
 
 @pytest.mark.parametrize("queries, keys", [(37, 45), (45, 37), (16, 48), (48, 20)])
 def test_blocks_that_are_visited_are_those_that_are_seen(queries, keys):
-    """None is missed, and those without a mask are seen whole; without hidden keys and
-    segments no other is visited."""
+    """All visible blocks are visited; blocks without a mask are wholly visible.
+
+    Without hidden keys and segments no other block is visited.
+    """
     sizes = Sizes(queries, keys, 1, 1, 1, 1)
     rng = np.random.default_rng(queries)
     for window, hides, segmented, mask_self in (
@@ -298,8 +301,11 @@ def test_blocks_that_are_visited_are_those_that_are_seen(queries, keys):
 
 
 def check_blocks(pairs, seen, keys, tight, rows=8, size=4):
-    """What rows after the last see is not kept, and rows of zeros would take part in
-    the gradients of keys."""
+    """Check the blocks that a case visits.
+
+    Outputs of rows after the last are dropped, but rows of zeros would take part in the
+    gradients of keys.
+    """
     for bounds, blocks in (
         (
             blocks_of_rows(seen, keys, rows, size),
@@ -326,7 +332,8 @@ def check_blocks(pairs, seen, keys, tight, rows=8, size=4):
 
 
 def blocked(pairs, rows, size, mode):
-    """[B, blocks of rows, blocks of keys, rows, size]; no key is after the last."""
+    """Return pairs as [B, row blocks, key blocks, rows, size], padded by hidden
+    keys."""
     pairs = np.pad(pairs, [(0, 0), (0, -pairs.shape[1] % rows), (0, 0)], mode)
     pairs = np.pad(pairs, [(0, 0), (0, 0), (0, -pairs.shape[2] % size)])
     cut = pairs.reshape(B, pairs.shape[1] // rows, rows, -1, size)

@@ -1,4 +1,4 @@
-"""The kernels compile for TPUs by libtpu, which needs no TPU for that."""
+"""The TPU kernels compile with libtpu, which needs no TPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,8 @@ MORE = {"linear": 10, "decay": 10, "delta": 12, "kda": 14}
 
 
 class Case(NamedTuple):
-    """A call as it is compiled for four chips, each with one example and `heads`."""
+    """A call that is compiled for four chips, with one example and `heads` heads
+    each."""
 
     kind: str
     length: int
@@ -123,7 +124,7 @@ SLOW = {
 
 
 def form(case):
-    """The mechanism, and the shapes of its arrays for four devices."""
+    """Return the mechanism and the shapes of its arrays for four devices."""
     length, keys, batch = case.length, case.keys or case.length, 4
     maps, key_maps = 1 + (case.kind in ("v1", "v2")), 1 + (case.kind == "v1")
     shapes = [
@@ -156,7 +157,7 @@ def form(case):
 
 
 def compiled(case, policy=None):
-    """Its gradient, each chip on its own example, and the bytes of its arguments."""
+    """Compile the gradient, one example per chip; return it and its argument bytes."""
     machine = targets.find(case.chip)
     mesh = Mesh(np.array(machine.devices), ("data",))
     attend, shapes = form(case)
@@ -187,7 +188,7 @@ def compiled(case, policy=None):
 
 
 def check(case):
-    """Kernels of known cost; memory is that of some more such arrays."""
+    """Assert that kernels declare their cost, and that memory is a few such arrays."""
     program, found, size = compiled(case)
     expected = KERNELS.get(case.kind, ONCE | {"attention_backward": case.bands})
     assert found.kernels == expected
@@ -240,7 +241,7 @@ def test_a_training_step_runs_each_kernel_once_a_layer():
 
 @pytest.mark.parametrize("maps", [1, 2])
 def test_the_ring_compiles_for_four_chips(maps):
-    """Keys, values and their gradients go around, and nothing is gathered."""
+    """Keys, values and gradients are passed around, and nothing is gathered."""
     machine = targets.find("v5e-4")
     mesh = Mesh(np.array(machine.devices), ("time",))
     shape, places = (1, 4 * 1024, 2 * maps, 64), NamedSharding(mesh, P(None, "time"))

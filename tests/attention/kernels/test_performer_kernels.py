@@ -1,4 +1,7 @@
-"""The kernels of Performer and linear attention equal these, interpreted on CPU."""
+"""The TPU kernels of Performer and linear attention equal the definitions.
+
+They are interpreted on the CPU.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -62,7 +65,7 @@ def kernel(sizes, query, key, value, rows=None, **seen):
 
 
 def definition(sizes, query, key, value, **seen):
-    """By pairs; of linear attention the scan, which tests hold to that."""
+    """Attend by pairs; for linear attention by the scan, which other tests check."""
     if not sizes.rows:
         return linear_causal(query, key, value, features=sizes.features, **seen)
     logarithms, signs = oracles.performer_products(
@@ -90,7 +93,7 @@ CASES = {
     [pytest.param(x, marks=[pytest.mark.always] if x == LOST else []) for x in CASES],
 )
 def test_it_equals_the_definition(case):
-    """At size 8 exponents reach hundreds, and rows leave float32."""
+    """At scale 8 exponents reach hundreds, and rows underflow in float32."""
     sizes, scale, names, tolerance = CASES[case]
     seen, given = seen_by(sizes.length, *names), arrays(sizes, scale)
     wanted = differentiated(partial(definition, sizes, **seen), given, np.float64)
@@ -100,7 +103,7 @@ def test_it_equals_the_definition(case):
 
 
 def test_a_key_that_dwarfs_the_past_leaves_it_alone():
-    """Bitwise in the chunks before it; in its own chunk such rows are rescued."""
+    """Earlier chunks are bitwise equal; in its chunk such rows are recomputed."""
     query, key, value = (x.astype(np.float32) for x in arrays(TWO_IN_A_TILE, 4))
     changed = key.copy()
     changed[:, 200] = projection(TWO_IN_A_TILE)[0] * 64**0.25

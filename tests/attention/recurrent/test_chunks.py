@@ -102,7 +102,7 @@ def test_no_loop_on_a_cpu_writes_parts_of_arrays_of_16_bits():
     [(1e-20, 1e-10, 1e-10), (1e-30, 1, 1e-9), (1e10, 1e10, 1e18), (1e25, 1e10, 1e5)],
 )
 def test_gradients_stay_in_range_where_they_are(features, keys, values, cotangents):
-    """Products of a row's cotangent and numerator leave it; their ratios do not."""
+    """Products of cotangent and numerator of a row overflow; their ratios do not."""
     if features == "relu2":
         keys = keys**0.5
     query, key, value = (np.abs(x[:1]) for x in inputs())
@@ -172,7 +172,7 @@ def test_there_may_be_no_example_and_no_token(form, shape, on_devices):
     "form", [performer_causal, cosine_causal, elu, decays, gates, erasing]
 )
 def test_a_gradient_of_many_is_that_of_each(form, mapped, on_devices):
-    """Of two chunks, through `jax.vmap`, along any axes and of one argument alone."""
+    """Two chunks through `jax.vmap`, along any axes and over one argument alone."""
     rng = np.random.default_rng(7)
     arrays = [rng.normal(size=(1, 70, 2, 4)).astype(np.float32) / 4 for _ in range(3)]
     for i, axis in enumerate(mapped):
@@ -222,7 +222,7 @@ NARROW = {
 
 @pytest.mark.parametrize("form", NARROW, ids=lambda form: form.__name__)
 def test_products_are_as_exact_as_the_inputs(form):
-    """On a GPU full precision is none of its tensor cores', and 16 bits need them."""
+    """GPU tensor cores have no full float32 precision, and 16-bit inputs need them."""
 
     def loss(*arrays):
         return form(*arrays).astype(jnp.float32).sum()
@@ -236,7 +236,7 @@ def test_products_are_as_exact_as_the_inputs(form):
         return {x for product in filter(of_matrices, products) for x in how(product)}
 
     def of_matrices(product):
-        """Not of a row and a number, nor of two rows to a number."""
+        """Return whether a product has two matrices: no vector and no scalar."""
         counts = []
         for of in ("batching", "contracting"):
             found = re.search(rf"{of}_dims = \[(.*?)\] x", product)
@@ -289,7 +289,8 @@ def test_on_a_gpu_the_chunks_of_a_stretch_are_one_product(form, monkeypatch, x64
 
 @pytest.mark.parametrize("form", [cosine_causal, erasing])
 def test_one_export_serves_a_cpu_and_accelerators(form):
-    """A CPU must admit what GPUs multiply by, though it does not use it."""
+    """A CPU must accept the precision that GPUs multiply in, although it does not use
+    it."""
 
     def loss(*arrays):
         return form(*arrays).astype(jnp.float32).sum()

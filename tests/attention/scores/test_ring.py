@@ -1,4 +1,4 @@
-"""Time split over devices: every mechanism is what it is on one, backward too."""
+"""Time split over devices: outputs and gradients equal those on one device."""
 
 import re
 from functools import partial
@@ -31,7 +31,7 @@ def draw(*shape, seed=0):
 
 
 def given(queries=N, keys=K, **more):
-    """Query, key and value, large enough that peaks and highest scores move."""
+    """Draw query, key and value, large enough that running maxima change."""
     return {
         "query": 2 * draw(B, T, queries, H),
         "key": 2 * draw(B, T, keys, H, seed=1),
@@ -41,7 +41,7 @@ def given(queries=N, keys=K, **more):
 
 
 def over(devices, function, names, split, check_vma=False):
-    """A function of arrays by name, time split over devices."""
+    """Return a function of arrays by name, with time split over devices."""
     mesh = jax.make_mesh(
         (devices,),
         ("sequence",),
@@ -58,7 +58,8 @@ def over(devices, function, names, split, check_vma=False):
 
 
 def results(function, arrays):
-    """The output, and the gradient of a random sum of it for every array of floats."""
+    """Return the output, and the gradient of a random sum of it for each float
+    array."""
     floats = {name: x for name, x in arrays.items() if x.dtype.kind == "f"}
     rest = {name: x for name, x in arrays.items() if name not in floats}
 
@@ -110,7 +111,8 @@ SCORES = {
 
 
 def some(names, default):
-    """Each name over 4 devices, and over 2; those that are not default are slow."""
+    """Return each name over 4 and over 2 devices; those that are not default are
+    slow."""
     return [
         pytest.param(
             name, n, marks=() if name in default and n == 4 else pytest.mark.slow
@@ -130,7 +132,7 @@ def test_mechanisms_that_score_pairs(name, devices):
 
 
 def test_a_ring_in_blocks_of_rows(monkeypatch):
-    """Three of the eight rows that a device has, with log n and a bias."""
+    """Blocks of three of the eight rows of a device, with log-n scaling and a bias."""
     monkeypatch.setattr(rows, "BLOCK_ROWS", 3)
     options = CAUSAL | COUNTED | RING
     it_is_what_it_is_alone(3, attention.softmax, given(**BIAS), **options)
@@ -138,7 +140,7 @@ def test_a_ring_in_blocks_of_rows(monkeypatch):
 
 @pytest.mark.parametrize("name", ["ring", "ring in a window", "ring of both sides"])
 def test_shard_map_counts_the_axes_that_a_ring_varies_over(name):
-    """With `check_vma` as it is by default; arrays that are alike have one gradient."""
+    """With the default `check_vma`; replicated arrays have one gradient."""
     function, more, options = SCORES[name]
     arrays = given(**more)
     it_is_what_it_is_alone(4, function, arrays, check_vma=True, **options)
@@ -154,7 +156,7 @@ def test_a_ring_has_no_forward_derivative_and_says_so():
 
 @pytest.mark.parametrize("options", [{}, RING], ids=["rows", "ring"])
 def test_a_mean_of_values_does_not_blur_gradients_in_bfloat16(options):
-    """It cancels in changes of scores; query and key were off by 2.4 times as much."""
+    """The mean cancels in gradients of scores; they were off by 2.4 times as much."""
     query, key, value, weigh = (draw(1, 300, 2, 8, seed=seed) for seed in range(4))
     arrays = {"query": query, "key": key, "value": 4 + value}
     run = over(2, partial(attention.softmax, **options), tuple(arrays), SPLIT)
@@ -265,7 +267,7 @@ def test_what_cannot_be_split_is_refused_by_name(words):
 
 
 def states(devices=4):
-    """States of stretches whose peaks differ, one that has seen no key among them."""
+    """Return states with different maxima, one of which has seen no key."""
     states = [
         LinearState(
             draw(B, K, M, V, seed=seed),
@@ -302,7 +304,7 @@ def test_merged_states_are_that_of_all_keys_in_any_grouping():
 
 
 def test_stretches_that_follow_each_other_are_one_in_any_grouping():
-    """A state read through them fades by the sum of their decays, −∞ forgets it."""
+    """A state decays by the sum of the log-decays; −∞ resets it."""
     stretches = [
         (
             DecayState(draw(B, K, H, V, seed=seed)),
@@ -327,7 +329,7 @@ def test_stretches_that_follow_each_other_are_one_in_any_grouping():
 
 @pytest.mark.parametrize("devices", [2, 3, 5, 8])
 def test_a_device_gets_the_stretches_before_it_in_order(devices):
-    """Words joined: the merge is not commutative, and no device is left out."""
+    """The merge joins words: it is not commutative, and no device is left out."""
 
     def join(one, two):  # the digits of a number, and how many
         return one[0] * 10 ** two[1] + two[0], one[1] + two[1]
@@ -353,7 +355,7 @@ def test_a_device_gets_the_stretches_before_it_in_order(devices):
 
 @pytest.mark.slow
 def test_a_ring_holds_less_than_what_would_be_gathered():
-    """Of the gradient over 8 devices; both forms are linear in time."""
+    """The gradient over 8 devices; memory of both forms is linear in time."""
     names = "query", "key", "value"
     split = dict.fromkeys(names, TIME)
 

@@ -1,4 +1,4 @@
-"""The row-block engine: memory, maps for reading, refusals, the scale of lengths."""
+"""The row-block engine: memory, maps, refusals, and log-n scaling."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from symjax.attention.softmax import softmax_weights
 
 
 def gradient_memory(attend, *shapes):
-    """Bytes that the compiled gradient needs beside its inputs and outputs."""
+    """Return the temporary bytes of the compiled gradient."""
     graded = jax.grad(lambda *x: attend(*x, is_causal=True).sum(), (0, 1, 2))
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     analysis = jax.jit(graded).lower(*arrays).compile().memory_analysis()
@@ -67,7 +67,7 @@ def test_differential_rows_sum_to_one_less_lambda():
 
 
 def test_both_queries_of_a_pair_may_look_at_one_key():
-    """The map of differential V2 gives its output; even numbers of keys too."""
+    """The map of differential V2 gives its output, for even numbers of keys, too."""
     rng = np.random.default_rng(0)
     shapes = (B, T, 8, H), (B, T, 2, H), (B, T, 2, V), (B, T, 4)
     with jax.enable_x64(True):
@@ -78,7 +78,7 @@ def test_both_queries_of_a_pair_may_look_at_one_key():
 
 
 def test_scores_times_log_n_are_probabilities_to_a_power():
-    """softmax(c z) ∝ pᶜ with c = log 19 / log 5, every row seeing 19 keys."""
+    """softmax(c z) ∝ pᶜ with c = log 19 / log 5, because every row sees 19 keys."""
     with jax.enable_x64(True):
         query, key, _ = SOFTMAX.arrays()
         plain = row_map(softmax_weights, query, key)
@@ -198,7 +198,7 @@ def test_only_floating_arrays_are_attended_to():
 
 
 def test_the_backward_pass_forms_no_output_again():
-    """Of a block: scores and output forward; backward scores and four gradients."""
+    """Products of a block: scores and output; backward scores and four gradients."""
     arrays = [jax.ShapeDtypeStruct((3, 130, 2, 4), jnp.float32)] * 3
 
     def loss(*arrays):

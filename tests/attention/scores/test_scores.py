@@ -1,4 +1,4 @@
-"""Softmax, symmetric and differential attention before the laws of scored pairs."""
+"""Softmax, symmetric and differential attention obey the laws of score mechanisms."""
 
 import pytest
 from score_laws import LAWS, SCORED

@@ -1,4 +1,4 @@
-"""A bucket of an emulated store, and what is in it."""
+"""An emulated bucket, and functions to look into it."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ CLIENTS = {
 
 @contextlib.contextmanager
 def emulated() -> Iterator[str]:
-    """An empty bucket, which the clients of this process and its children know."""
+    """Make an empty bucket that clients in this process and its children can use."""
     with pytest.MonkeyPatch.context() as patch, FakeGCSServer() as server:
         for name, value in CLIENTS.items():
             patch.setenv(name, value)
@@ -37,7 +37,7 @@ def emulated() -> Iterator[str]:
 
 
 def objects(folder: epath.Path) -> dict[str, bytes]:
-    """Every object below a folder, by its name."""
+    """Return every object below a folder, by name."""
     found = {}
     for root, _, names in folder.walk():
         for name in names:
@@ -47,7 +47,7 @@ def objects(folder: epath.Path) -> dict[str, bytes]:
 
 
 def numbers(workdir: epath.Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without what a clock has measured."""
+    """Return the metrics of a run without measured times."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [
         {n: x for n, x in json.loads(line).items() if "second" not in n}

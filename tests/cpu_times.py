@@ -1,11 +1,12 @@
-"""Measures the tests, and writes down in tests/slow.txt which ones are slow.
+"""Measure the processor time of tests, and write the slow ones to tests/slow.txt.
 
     PYTHONPATH=tests python -m pytest -p cpu_times -m "" -n auto --dist loadfile
 
-The tests of that file run by `pytest -m slow` only. These are the tests that take more
-than 0.6 seconds of processor time, setting up included, but for the cheapest case of
-each function where that takes less than 6.5, and for those marked `always`. Tests that
-are marked `slow` in their file stay out of it. Tests that were not run keep their line.
+Tests in that file only run with `pytest -m slow`. A test is slow if it takes more than
+0.6 seconds of processor time, setup included. The cheapest case of each function stays
+quick if it takes less than 6.5 seconds, and so do tests that are marked `always`. Tests
+that are marked `slow` in their own file are not listed. Tests that did not run keep
+their line.
 """
 
 import os
@@ -26,7 +27,7 @@ def listed() -> frozenset[str]:
 
 
 def slow(seconds: dict[str, float]) -> set[str]:
-    """Of tests by their seconds."""
+    """Return the slow tests, given the seconds of all tests."""
     cheapest: dict[str, str] = {}
     for name in sorted(seconds, key=lambda x: seconds[x]):
         cheapest.setdefault(name.partition("[")[0], name)
@@ -35,7 +36,7 @@ def slow(seconds: dict[str, float]) -> set[str]:
 
 
 def _used() -> float:
-    """Seconds of this process and of those that it has waited for."""
+    """Return the processor seconds of this process and of its finished children."""
     return sum(os.times()[:4])
 
 

@@ -1,4 +1,4 @@
-"""Models made by hand, whose next token is known: no training is needed."""
+"""Models with hand-made weights, whose next token is known without training."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +14,12 @@ SURE = 30.0  # the logit of the token that follows; the others have 0
 
 
 def hand_made(tokenizer, follows=None, language=None, **options) -> Loaded:
-    """A decoder that never trained, with a tokenizer.
+    """Return an untrained decoder with a tokenizer.
 
     Args:
-        follows: {token: the token that follows it}; None: random weights. The token
-            None is any other.
-        language: entries beside those of the tokenizer.
+        follows: {token: the token that follows it}, where the token None stands for all
+            others. None: random weights.
+        language: additional entries beside those of the tokenizer.
         options: of the model.
     """
     sizes = {"width": 16, "depth": 1, "heads": 2, "length": 64, "positions": "rope"}
@@ -34,7 +34,7 @@ def hand_made(tokenizer, follows=None, language=None, **options) -> Loaded:
 
 
 def _follow(model: Decoder, follows: dict, vocabulary: int) -> None:
-    """Weights by which the last token alone decides the next one."""
+    """Set the weights so that the last token alone decides the next one."""
     table = np.zeros((vocabulary, vocabulary), np.float32)
     for token, following in follows.items():
         table[slice(None) if token is None else token] = 0
@@ -51,7 +51,7 @@ def _follow(model: Decoder, follows: dict, vocabulary: int) -> None:
 
 
 def spaced() -> SubwordTokenizer:
-    """A byte-level vocabulary whose tokenizer adds a space before a text."""
+    """Return a byte-level vocabulary whose tokenizer adds a space before a text."""
     library = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=True)
     library.pre_tokenizer, library.decoder = level, decoders.ByteLevel()
@@ -63,7 +63,7 @@ def spaced() -> SubwordTokenizer:
 
 
 def byte_fallback(decoder: str = "strip") -> SubwordTokenizer:
-    """A small vocabulary of the kind of Llama 2, with a token for each byte.
+    """Return a small vocabulary as Llama 2 has it, with a token for each byte.
 
     Args:
         decoder: "strip" for the steps of Llama 2, "metaspace" for one step.

@@ -1,4 +1,4 @@
-"""Files of users that add to the tables, and how to forget them again."""
+"""Files of users that add to the tables, and how to remove their entries again."""
 
 import contextlib
 
@@ -91,7 +91,7 @@ OTHERS = {"symmetric": "none", "differential": "none"}
 
 @contextlib.contextmanager
 def forgotten():
-    """Inside, the tables are as in a new process; afterwards as before."""
+    """Inside, the tables are as in a new process; afterwards they are as before."""
     tables = [(kind, table) for kind, some in TABLES.items() for table in some]
     before = [(table, dict(table)) for _, table in tables]
     for kind, table in tables:

@@ -1,4 +1,4 @@
-"""Small checkpoints for tests: their trees, and how to save, read and spoil them."""
+"""Small checkpoints for tests: trees, and how to save, read and damage them."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def mesh(rows, columns):
 
 
 def sharding(shape, leaf):
-    """Over all devices, along the first axis of a length that eight divides."""
+    """Shard over all devices along the first axis whose length is a multiple of 8."""
     axes = []
     for size in leaf.shape:
         axes.append(("a", "b") if size and size % 8 == 0 and not any(axes) else None)
@@ -35,7 +35,7 @@ def abstract(trees, shape=(4, 2)):
 
 
 def make(step, shape=(4, 2)):
-    """Trees that differ at every step, with every kind of leaf."""
+    """Return trees that differ at every step, with every kind of leaf."""
     key = jax.random.key(step)
     params = {
         "embed": {"embedding": jax.random.normal(key, (40, 24))},
@@ -77,7 +77,7 @@ def save(directory, *steps, keep=9):
 
 
 def restore(directory, items=ITEMS, step=None):
-    """(trees, meta, warnings) of a checkpoint opened for reading."""
+    """Restore a checkpoint that is opened for reading: (trees, meta, warnings)."""
     lines: list[str] = []
     wanted = {item: tree for item, tree in abstract(make(1)).items() if item in items}
     trees, meta = Checkpoints(directory).restore(wanted, step, warn=lines.append)
@@ -92,7 +92,7 @@ def flip(path, place=0.5):
 
 
 def few(step):
-    """One tree an item, small: a restore for every file of it is to take no time."""
+    """Return one small tree per item, so that restoring takes no time."""
     key = jax.random.key(step)
     return {
         "params": {"kernel": jax.random.normal(key, (40, 30)), "bias": jnp.ones(3)},

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, what is kept, and what is refused."""
+"""Checkpoints: what is restored, what is kept, and what is refused."""
 
 import shutil
 from pathlib import Path

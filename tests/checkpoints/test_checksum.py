@@ -1,4 +1,4 @@
-"""Checksums: every flipped bit and every swap shows, on every mesh alike."""
+"""Checksums: every flipped bit and every swap changes them, and no mesh does."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ WIDE = ("int64", "float64")
 
 
 def draw(name, shape=(3, 5)):
-    """Random bits as an array on the device (a bool has only one to draw)."""
+    """Draw random bits as an array on the device (a bool has one bit)."""
     rng = np.random.default_rng(0)
     if name == "bool":
         return jnp.asarray(rng.random(shape) < 0.5)
@@ -23,7 +23,7 @@ def draw(name, shape=(3, 5)):
 
 
 def flipped(array, bit):
-    """The array with one bit of its memory changed."""
+    """Return the array with one bit of its memory changed."""
     memory = bytearray(np.asarray(array).tobytes())
     memory[bit // 8] ^= 1 << bit % 8
     return jnp.asarray(np.frombuffer(memory, array.dtype).reshape(array.shape))
@@ -61,7 +61,8 @@ def test_complex_numbers_show_their_imaginary_part():
 
 
 def test_swaps_of_round_numbers_show():
-    """Powers of two, far apart by powers of two: a weighted sum would not see them."""
+    """Powers of two at distances that are powers of two: a weighted sum would miss
+    it."""
     array = np.zeros(4096, np.float32)
     array[0], array[2048] = 1.0, 2.0
     other = array.copy()

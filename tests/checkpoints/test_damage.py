@@ -1,4 +1,4 @@
-"""Damage to checkpoints of every kind is harmless or named."""
+"""Damage of any kind to a checkpoint is harmless, or named."""
 
 import functools
 import json
@@ -56,8 +56,10 @@ DAMAGE = {
 def test_damage_to_any_file_is_harmless_or_named(
     two_small_steps, tmp_path, kind, capfd
 ):
-    """To each file and folder of the newest checkpoint in turn. Some of them Orbax
-    only keeps for itself, so they may be lost; the others must be missed."""
+    """Damage each file and folder of the newest checkpoint in turn.
+
+    Some files are only used by Orbax itself and may be missing. Others must be missed.
+    """
     newest = two_small_steps / "1200"
     paths = [path for path in newest.rglob("*") if path.is_dir() or path.read_bytes()]
     if kind not in ("removed", "emptied"):
@@ -92,7 +94,7 @@ def test_a_checkpoint_that_lost_everything_is_no_obstacle(copy, kind):
 
 
 def test_a_flipped_bit_of_an_array_is_named_by_its_path(two_small_steps, tmp_path):
-    """Orbax restores this one without a word."""
+    """Orbax restores this array without an error."""
     shutil.copytree(two_small_steps, tmp_path / "copy")
     files = [p for p in (tmp_path / "copy" / "1200").rglob("*") if p.is_file()]
     flip(max(files, key=lambda path: path.stat().st_size))

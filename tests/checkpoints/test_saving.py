@@ -1,4 +1,4 @@
-"""Saves that fail or are killed, and what is kept beside the newest."""
+"""Saves that fail or are killed, and what is kept beside the newest checkpoint."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ def test_a_save_that_fails_is_one_line_and_the_next_one_works(tmp_path):
 
 
 def test_a_save_does_not_ask_jax_whether_a_signal_has_come(tmp_path, monkeypatch):
-    """A run asks once a step, and jax agrees on one question for all processes."""
+    """A run asks once per step, and all processes must ask equally often."""
     asked = []
     ask = "reached_preemption_sync_point"
     monkeypatch.setattr(multihost_utils, ask, lambda x: asked.append(x) or True)
@@ -51,7 +51,7 @@ def test_a_save_does_not_ask_jax_whether_a_signal_has_come(tmp_path, monkeypatch
 
 @contextlib.contextmanager
 def full_disk():
-    """No file may grow beyond a size that meta has and arrays have not."""
+    """Limit the size of files so that meta fits, but arrays do not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -61,8 +61,10 @@ def full_disk():
 
 
 def test_saves_that_fail_take_nothing_with_them(tmp_path, capfd):
-    """The only checkpoint stays until there is another; room that was taken is freed;
-    and those that failed do not count among the ones that are kept."""
+    """The only checkpoint stays until there is another one.
+
+    Failed saves free their space and do not count as kept checkpoints.
+    """
     tree = {"params": {"a": jax.random.normal(jax.random.key(0), (300, 1000))}}
     with Checkpoints(tmp_path, 1, best=True) as checkpoints:
         checkpoints.save(1, tree, {"heldout_loss": 2.0})
@@ -163,7 +165,7 @@ except ValueError as error:
 
 
 def test_damage_is_one_line_and_a_full_disk_is_no_page(tmp_path):
-    """In a process of its own: pytest hides what Orbax's threads print and log."""
+    """In a process of its own, because pytest hides what threads of Orbax print."""
     done = subprocess.run(
         [sys.executable, "-c", FAILING, str(tmp_path)],
         capture_output=True,

@@ -1,9 +1,9 @@
-"""Kill −9 a build of a corpus at every line it runs, and build again each time.
+"""Kill a build of a corpus at every line it runs (kill −9), and build again each time.
 
     python tests/data/killed_builds.py FOLDER
 
-Prints how many builds were killed. Each is a fork that kills itself before the n-th
-line of `open_folder`, or of what it calls to write a file.
+Prints how many builds were killed. Each build is a fork that kills itself before the
+n-th line of `open_folder` or of the functions that it calls to write files.
 """
 
 import inspect
@@ -41,7 +41,7 @@ TRACED = {
 
 
 def build_and_die(options: config.Data, directory: Path, place: int) -> None:
-    """Build a corpus, but for the lines from `place` on."""
+    """Build a corpus, and kill this process before line number `place`."""
     lines = iter(range(place))
 
     def follow(frame, event, _):
@@ -54,7 +54,7 @@ def build_and_die(options: config.Data, directory: Path, place: int) -> None:
 
 
 def killed(options: config.Data, directory: Path, place: int) -> bool:
-    """Whether a build in a process of its own was killed before it came to its end."""
+    """Return whether a build in a process of its own was killed before its end."""
     child = os.fork()
     if not child:
         try:
@@ -69,7 +69,7 @@ def killed(options: config.Data, directory: Path, place: int) -> bool:
 
 
 def check(options: config.Data, directory: Path, place: int) -> bool:
-    """Kill a build at a place; the next one must have one text whole, old or new."""
+    """Kill a build at a line. The next build must have the whole old or new text."""
     source = Path(options.path)
     texts = [f"{name} {place}, ".encode() * 40 for name in ("old", "new")]
     source.write_bytes(texts[0])

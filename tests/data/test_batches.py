@@ -1,4 +1,4 @@
-"""Batches are a function of (seed, step) that visits every window once an epoch."""
+"""Batches are a function of (seed, step) and visit every window once per epoch."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ WINDOWS = 1008 // 7 - 1
 
 
 def rows(count: int, tokens=TEXT, **options):
-    """Inputs and targets of the first `count` rows of a run."""
+    """Return inputs and targets of the first `count` rows of a run."""
     options = OPTIONS | options
     steps = -(-count // options["batch_size"])
     drawn = [batch(step, tokens, **options) for step in range(steps)]
@@ -30,7 +30,7 @@ def batch(step, tokens=TEXT, start=0, stop=None, *, length, batch_size, seed):
 
 
 def examples(tokens, heldout=TEXT):
-    """Examples of these texts, of which the rows alone are asked."""
+    """Return examples of texts for tests that only read rows."""
     return text_examples(Corpus(tokens, heldout, ByteTokenizer(), {}, {}, 1.0))
 
 

@@ -1,4 +1,4 @@
-"""What stands between documents, and which of their tokens losses are about."""
+"""Tokens between documents, and which tokens of documents losses count."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def options(tmp_path):
 
 
 def older(options, folder):
-    """A corpus as it was packed in format 1: what its manifest said, and its lines."""
+    """Turn a corpus into one of format 1, with its manifest and n-gram lines."""
     manifest, _ = open_cached(options, corpus._pack, format=1)
     known = {name: x for name, x in manifest.items() if name not in NEW}
     del known["fingerprint"]["format"]
@@ -178,8 +178,10 @@ def test_a_stream_of_an_older_packer_goes_on_in_its_format(tmp_path, monkeypatch
 @pytest.mark.always
 @pytest.mark.parametrize("documents", ["separate", "joined"])
 def test_losses_bytes_and_lines_are_about_the_same_targets(tmp_path, documents):
-    """Documents of 15 bytes and 18 bits: a letter of 16, and 14 of two each, which only
-    their place decides."""
+    """Documents of 15 bytes and 18 bits: one letter of 16 bits, 14 letters of 2 bits.
+
+    The letters of 2 bits are decided by their position alone.
+    """
     draw, letters = np.random.default_rng(0), "ABCDEFGHIJKLMNOPQRSTUVWXYZ01"
     folder = tmp_path / "texts"
     folder.mkdir()

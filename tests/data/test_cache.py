@@ -1,4 +1,4 @@
-"""Packed corpora are shared, whole or absent, packed once, and packed again if gone."""
+"""Packed corpora are shared, complete or absent, packed once, and again if deleted."""
 
 import json
 import multiprocessing
@@ -34,7 +34,7 @@ def everything(opened):
 
 
 def corpora(options):
-    """The folders of a cache; a lock may be there beside them."""
+    """Return the folders of corpora in a cache, without locks."""
     kept = Path(options.cache).iterdir()
     return sorted(path for path in kept if path.suffix != ".lock")
 
@@ -128,7 +128,7 @@ def test_a_build_killed_at_any_line_is_repeated(tmp_path):
 
 
 def pack_slowly(options, directory, packed):
-    """Open a corpus, in a process of its own; a line each time that it packs."""
+    """Open a corpus in a process of its own that prints a line when it packs."""
     load = table.load
 
     def slow(options):

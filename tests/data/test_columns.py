@@ -1,4 +1,7 @@
-"""The asked column is read whatever others hold; packing and streams read alike."""
+"""The requested column is read, whatever other columns hold.
+
+Packing and streams read alike.
+"""
 
 import gzip
 import json
@@ -130,7 +133,7 @@ def test_typed_files_may_differ_in_other_columns(tmp_path, ending, read):
 
 @pytest.mark.parametrize("kind", ["text", "parquet", "csv", "json"])
 def test_what_is_prepared_offline_is_found_by_its_columns(kind):
-    """`datasets` looks for it by the options that it was prepared with."""
+    """`datasets` finds prepared data by the options it was prepared with."""
     one, other = ({"column": name} for name in ("text", "body"))
     options = columns.builder_options(kind, one)
     made = datasets.load_dataset_builder(

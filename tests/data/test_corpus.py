@@ -1,4 +1,4 @@
-"""A corpus is exact, and what is damaged is named; for the cache see test_cache.py."""
+"""A corpus is exact, and damage is named. Tests of the cache are in test_cache.py."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def replaced(options, **changes):
 
 
 def arrays(options, directory):
-    """Where the arrays of a corpus are."""
+    """Return the folder of the arrays of a corpus."""
     return corpus.open_corpus(options, directory).train.path.parent
 
 
@@ -166,7 +166,7 @@ def test_a_damaged_manifest_is_named(options, directory, content):
 
 
 def test_any_flipped_bit_of_the_manifest_is_noticed(options, directory):
-    """What it says of tokenizer, references and bytes is as much data as the tokens."""
+    """Its tokenizer, n-gram lines and byte counts are data as much as tokens are."""
     corpus.open_corpus(options, directory)
     path = directory / "corpus.json"
     content, whole = path.read_bytes(), read_manifest(directory)

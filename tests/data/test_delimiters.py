@@ -1,4 +1,4 @@
-"""The tokens before and after documents, of every kind of tokenizer."""
+"""Tokens before and after documents, for every kind of tokenizer."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What each kind of examples says of itself, which evaluations and training ask."""
+"""Properties of each kind of examples that evaluation and training read."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_every_kind_of_examples_declares_what_it_is(opened):
 
 
 def test_rows_are_as_long_as_declared(opened):
-    """The longest held-out row of a text has all of its tokens but the first."""
+    """The longest held-out row of a text has all of its tokens except the first."""
     name, examples, _ = opened
     assert (examples.longest is not None) == (name in ("text", "masked"))
     if examples.longest is not None:

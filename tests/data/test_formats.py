@@ -1,4 +1,4 @@
-"""Every format, ending and compression is read alike by packing and by streams."""
+"""Packing and streams read every format, ending and compression alike."""
 
 import bz2
 import gzip
@@ -25,7 +25,7 @@ def arrow(path, rows):
 
 
 def content_of(ending: str, folder) -> bytes:
-    """A file with TEXTS in a format."""
+    """Return the bytes of a file with TEXTS in a format."""
     rows = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(len(TEXTS)))})
     path = folder / "content"
     if ending == "json":

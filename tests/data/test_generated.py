@@ -1,4 +1,4 @@
-"""Generated tasks: answers found again by reading the rows as a person would."""
+"""Generated tasks: answers are recomputed from the rows alone."""
 
 from dataclasses import replace
 
@@ -71,7 +71,7 @@ def test_what_is_copied_was_said():
 
 
 def evaluated(tokens):
-    """(value, what is left) of a nested list, by recursion."""
+    """Return (value, rest of the tokens) of a nested list, by recursion."""
     head, *rest = tokens
     if head < 10:
         return head, rest
@@ -115,7 +115,7 @@ def test_rows_depend_on_seed_and_index_alone(name):
 
 
 def test_no_row_of_training_is_held_out():
-    """So few different rows that every one would be met in both by chance."""
+    """There are so few different rows that chance would put each into both."""
     options = config.Data(source="copy", items=3, symbols=3)
     found = {}
     for heldout in (False, True):

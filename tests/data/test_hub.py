@@ -201,7 +201,7 @@ def test_keys_of_another_source_are_refused(parquet):
 
 @contextlib.contextmanager
 def silent_server():
-    """A port that takes connections and never answers."""
+    """Return a port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         held = []
 
@@ -217,7 +217,7 @@ def silent_server():
 
 
 def ask(port: int, folder: Path, **environment: str) -> str:
-    """What a process says that wants a data set of a hub, whatever is set here."""
+    """Return what a process prints that asks a hub for a data set."""
     plain = {
         name: value
         for name, value in runs.environment().items()
@@ -265,7 +265,7 @@ def test_an_empty_cache_without_a_hub_is_one_line(tmp_path):
 
 
 def test_a_card_that_counts_the_rows_of_all_splits_is_no_hindrance(parquet):
-    """Those of splits that are not used cannot be compared."""
+    """Counts of splits that are not used cannot be compared."""
     counts = "".join(
         f"  - name: {split}\n    num_examples: {count}\n    num_bytes: 0\n"
         for split, count in (("train", 9), ("validation", 3), ("test", 2))

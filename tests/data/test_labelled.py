@@ -36,7 +36,7 @@ def hub(folder, **more):
 
 
 def rows_of(found, side="train", length=16):
-    """Every row of a side once, as (tokens without pads, label)."""
+    """Return every row of a split once, as (tokens without pads, label)."""
     everything = np.arange(len(found.pieces(side, length).labels))
     inputs, targets = found.rows(side, everything, length)
     return inputs, targets[:, 0]
@@ -125,7 +125,7 @@ def test_packages_are_split_by_file(tmp_path):
 
 
 def test_a_long_text_is_cut_and_a_short_one_filled_with_pads(tmp_path):
-    """The pieces of a text, put together again, are the text."""
+    """The pieces of a text, joined again, are the text."""
     rows = [("a" * 16, "x"), ("b" * 37, "y"), ("cd", "x"), ("é" * 9, "y")] * 1
     write_rows(tmp_path, rows=rows)
     write_rows(tmp_path, "test", rows=rows)
@@ -265,7 +265,7 @@ def test_a_model_and_its_examples_must_fit(data, model, words, tmp_path):
 
 
 def test_the_frequency_of_labels_is_a_reference(tmp_path):
-    """Three to one on both sides: the entropy of that, in nats."""
+    """Three labels to one in both splits; the reference is their entropy in nats."""
     rows = [(f"{i:02d}", "xxxy"[i % 4]) for i in range(40)]
     write_rows(tmp_path, rows=rows)
     write_rows(tmp_path, "test", rows=rows)
@@ -279,7 +279,7 @@ def test_the_frequency_of_labels_is_a_reference(tmp_path):
 def test_the_frequency_of_labels_is_that_of_rows_however_long_they_are(
     tmp_path, length, pieces
 ):
-    """One long text to three short ones; the long one is judged as so many pieces."""
+    """One long text to three short ones; the long text counts as several rows."""
     rows = [
         (f"{i:02d}".ljust(15 if i % 4 == 3 else 2, "."), "xxxy"[i % 4])
         for i in range(40)

@@ -26,7 +26,7 @@ def write(path, rows):
 
 
 def said(capsys) -> list[str]:
-    """The lines about what is not read, without what it is not read of."""
+    """Return the lines about skipped data, without the name of the source."""
     lines = capsys.readouterr().err.splitlines()
     return [x.partition(": not read: ")[2] for x in lines if ": not read: " in x]
 

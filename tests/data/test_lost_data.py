@@ -1,4 +1,4 @@
-"""Runs whose data is deleted, cut or edited: one line, and no checkpoint is lost."""
+"""Runs whose data is deleted, cut or edited print one line and lose no checkpoint."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ OPTIONS = {"checkpoint__every": 2, "evaluate__every": 0, "model__width": 16}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """What a run without an accident logs in its last line."""
+    """Return the last line that an undisturbed run logs."""
     folder = tmp_path_factory.mktemp("finished")
     assert train(write_text(folder), folder / "run", **OPTIONS) == 0
     return last_loss(folder / "run")

@@ -1,4 +1,4 @@
-"""Masked text: the shares that the definition gives, and nothing else changed."""
+"""Masked text has the shares of the definition, and nothing else is changed."""
 
 import dataclasses
 
@@ -89,7 +89,7 @@ def test_the_mask_is_a_token_of_its_own(masked):
 
 
 def test_the_unigram_table_of_an_encoder_is_about_all_tokens(tmp_path):
-    """Also about BOS, which is no target of a decoder if another token ends texts."""
+    """Also BOS, which a decoder does not predict if another token ends texts."""
     tokenizer = dataclasses.replace(byte_fallback(), bos="<s>")
     (tmp_path / "texts").mkdir()
     for number in range(12):

@@ -1,4 +1,4 @@
-"""Rows of several sources, by their shares."""
+"""Rows of several sources are mixed by their shares."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ def options(tmp_path):
 
 @pytest.mark.parametrize("shares", [[0.7, 0.3], [1 / 3] * 3, [0.9996, 0.0004], [1.0]])
 def test_each_period_keeps_the_shares(shares):
-    """To a row, and every source has one; each row of a source is met once, in turn."""
+    """Exact to a row; every source has a row, and visits its own rows in order."""
     rows = mixture.rows_in_period(shares)
     assert rows.sum() == mixture.PERIOD and rows.min() >= 1
     assert np.abs(rows - np.array(shares) * mixture.PERIOD).max() <= 1
@@ -60,7 +60,7 @@ def test_rows_are_of_one_source_and_as_many_as_its_share(options, tmp_path):
 
 
 def test_each_window_of_a_source_is_visited_as_often_and_no_row_crosses_sources():
-    """A period has 250 rows of the second: two epochs of its 125 windows."""
+    """A period has 250 rows of the second source: two epochs of its 125 windows."""
     tokens = np.arange(300 + 126 * LENGTH + 1)
     parts = MixturePart(0.75, 0, 300), MixturePart(0.25, 300, len(tokens))
     numbers = np.arange(mixture.PERIOD)

@@ -1,4 +1,4 @@
-"""The n-gram lines equal counting by hand."""
+"""n-gram losses equal counting by hand."""
 
 import collections
 import math
@@ -10,7 +10,7 @@ from symjax.data import ngrams
 
 
 def grams_of(tokens, order, ends, shared):
-    """(context, target) of each target, token by token."""
+    """Return (context, target) of each target, token by token."""
     edges = [x - shared for x in ends]
     for at in range(1, len(tokens)):
         if at in edges and not shared:

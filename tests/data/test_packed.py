@@ -1,4 +1,4 @@
-"""Token ids in a file that is deleted, cut, changed or lost while it is read."""
+"""Files of token ids that are deleted, cut or changed while they are read."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""Tokens that begin texts: as a tokenizer says, or as asked; and what is exported."""
+"""Tokens that begin texts, as the tokenizer or the user says, and their export."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def byte_level(prefix=False):
 
 
 def llama_3():
-    """Words are split by an expression in which signs take the new lines after them."""
+    """Return a tokenizer whose signs take the line feeds after them."""
     made, alphabet = byte_level()
     words = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -118,7 +118,7 @@ def path(request, tmp_path):
 
 
 def ids_of(tokenizer, text):
-    """As training, scores and prompts have them."""
+    """Return token ids in training, in scores and in prompts."""
     begin = [] if tokenizer.document_begin is None else [tokenizer.document_begin]
     return [*begin, *tokenizer.encode(text).tolist()]
 
@@ -135,7 +135,7 @@ def test_a_text_begins_as_the_tokenizer_says(path):
 @pytest.mark.parametrize("bos", ["auto", "true", "false"])
 @pytest.mark.parametrize("cut", [subwords.ENCODED_AT_ONCE, 20, 30])
 def test_an_exported_tokenizer_gives_the_ids_of_training(path, bos, cut, monkeypatch):
-    """Those of the whole text, however it was cut."""
+    """Those of the whole text, although training reads it in pieces."""
     monkeypatch.setattr(subwords, "ENCODED_AT_ONCE", cut)
     used = from_file(path, bos)
     files = used.files(99)

@@ -1,4 +1,4 @@
-"""Documents of a packed text stay apart, if they are to."""
+"""Documents of a packed text are separate if the configuration says so."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def tokens_of(options, tmp_path, tokenizer):
 
 
 def documents_in(options, split, corpus):
-    """The tokens of each document of a split, without what is around it."""
+    """Return the tokens of each document of a split, without delimiters."""
     texts = ["".join(x) for x in local_files.text_files(options.path).read(split)]
     return [corpus.tokenizer.encode(text).tolist() for text in texts]
 
@@ -69,7 +69,7 @@ def test_every_token_of_a_document_is_a_target_once_and_sees_its_own_document(
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
 def test_an_input_is_of_the_document_of_its_target(options, tmp_path, tokenizer):
-    """In training rows, which begin anywhere."""
+    """In rows of training, which begin anywhere in a document."""
     corpus = tokens_of(options, tmp_path, tokenizer)
     (inputs, ids), targets = text_examples(corpus).train(np.arange(50), LENGTH, 3)
     assert (targets >= 0).all()

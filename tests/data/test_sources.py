@@ -1,4 +1,4 @@
-"""Sources give the exact text, and never the same document on both sides."""
+"""Sources give the exact text, and no document is both trained on and held out."""
 
 import gzip
 from pathlib import Path

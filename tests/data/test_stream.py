@@ -1,4 +1,4 @@
-"""Streams: rows that do not depend on the packer, which breaks, dies and continues."""
+"""Streams: rows do not depend on the packer, which may fail, die and continue."""
 
 import contextlib
 import json
@@ -119,7 +119,7 @@ def test_each_epoch_has_each_window_of_each_shard_in_turn():
 
 
 def test_rows_do_not_depend_on_how_much_stands(options, tmp_path):
-    """Nor do those of documents that had no end yet when they were read."""
+    """Nor do rows of documents whose end was not packed when they were read."""
     packer.pack(order_of(options))
     whole = corpus.open_corpus(options, tmp_path / "data")
     each, size = windows_in(SHARD, LENGTH), len(whole.train)
@@ -191,7 +191,7 @@ TABLES = {
 
 @pytest.mark.parametrize("written", TABLES)
 def test_a_state_of_an_older_version_goes_on_after_its_row(options, written):
-    """Tables had other sizes, and some rows no types."""
+    """Tables had other sizes, and some rows had no types."""
     write_rows(Path(options.name), TEXTS[200:], "train-2")
     previous, since = TABLES[written]
     [rows], _ = hub.open_streams(options, "")
@@ -258,7 +258,7 @@ def test_keys_that_do_not_fit_a_stream_are_refused(options, changes, said):
 
 
 def test_the_packer_ends_with_the_one_that_started_it(options, tmp_path):
-    """By kill −9: nothing of it runs then, and the next one continues."""
+    """After kill −9 no packer is left, and the next one continues."""
     program = (
         "import sys, time; from symjax.data.store import stream\n"
         "from symjax.data.store.packer import request_from_json\n"

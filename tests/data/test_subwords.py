@@ -1,4 +1,4 @@
-"""Subword tokenizers: exact text, no special tokens out of text, ends of documents."""
+"""Subword tokenizers: exact text, no special tokens from text, ends of documents."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def bpe():
 
 
 def written(folder, **changes):
-    """A tokenizer.json of whole words, with whatever is changed in it."""
+    """Write a tokenizer.json of whole words with some keys changed."""
     words = ["[UNK]", "the", "fox", "</s>"]
     made = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "[UNK]")

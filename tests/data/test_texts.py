@@ -1,4 +1,4 @@
-"""Texts are read and packed in pieces, with the result of reading them whole."""
+"""Reading and packing texts in pieces gives the result of reading them whole."""
 
 import io
 from functools import partial

@@ -1,4 +1,4 @@
-"""Tokenizers lose nothing and survive JSON."""
+"""Tokenizers are lossless, also after a round trip through JSON."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Where several processes find each other, and when there is only one."""
+"""How several processes find each other, and when there is only one."""
 
 import re
 import socket
@@ -148,7 +148,7 @@ def test_a_wrong_place_is_one_line_and_exit_code_2(words, said, capsys):
 
 
 def process(words, **environment):
-    """train.py in a process of its own, in which nothing has touched a device."""
+    """Run train.py in a new process, in which nothing has used a device."""
     known = {**runs.environment(), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, *words],
@@ -191,7 +191,7 @@ print(jax.process_index(), processes.allgather(sys.argv[1]))
 
 
 def test_processes_that_slurm_starts_meet_and_speak():
-    """The words are of different lengths, and not of ASCII alone."""
+    """They exchange strings of different lengths, with characters beyond ASCII."""
     words = ["λ", "a longer word " * 30]
     place = {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
     place["JAX_COORDINATOR_PORT"] = str(reserve_port())

@@ -1,4 +1,4 @@
-"""Several real processes on this machine: one run, the same numbers, and one end."""
+"""Several real processes on this machine train one run, with the same numbers."""
 
 import contextlib
 import json
@@ -40,14 +40,14 @@ LOST = -signal.SIGABRT
 
 @pytest.fixture(scope="module")
 def undisturbed(text, cache, tmp_path_factory):
-    """The losses of a run in one process."""
+    """Return the losses of a run in one process."""
     workdir = tmp_path_factory.mktemp("alone") / "run"
     assert runs.train(text, workdir, **CHANGES, **ALONE) == 0
     return losses(workdir)
 
 
 def losses(workdir):
-    """(step, name) → value of what was logged; no step is there twice."""
+    """Return (step, name) → logged value; no step is logged twice."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     found = [
         ((row["step"], name), row[name])
@@ -78,10 +78,11 @@ def start(
     extra=None,
     machines=None,
 ):
-    """`count` processes of one run, each with its own words of `extra`.
+    """Start `count` processes of one run, each with its own words of `extra`.
 
     Args:
-        machines: a folder in which each has a cache of its own, as on several machines.
+        machines: a folder in which each process has its own cache, as on several
+            machines.
     """
     environment = {
         **runs.environment(),
@@ -116,7 +117,7 @@ def start(
 
 
 def ended(running):
-    """(exit code, what was written to stderr) of each; none is left behind."""
+    """Wait for all processes; return (exit code, stderr) of each."""
     try:
         said = [process.communicate(timeout=SECONDS)[1] for process in running]
     finally:
@@ -165,7 +166,7 @@ run_and_exit(lambda: train.main(sys.argv[1:]))
 
 
 def interrupted_run(count, text, workdir, cache, notes, monkeypatch, **changes):
-    """A run in which process 1 alone gets SIGTERM while step 6 is under way."""
+    """Return a run in which only process 1 gets SIGTERM, during step 6."""
     notes.mkdir()
     monkeypatch.setenv("NOTES", str(notes))
     arguments = words(text, workdir, **CHANGES, **changes)
@@ -468,7 +469,7 @@ run_and_exit(lambda: train.main(sys.argv[1:]))
 def test_two_machines_train_on_a_stream_as_one_does(
     where, cache, tmp_path, monkeypatch
 ):
-    """Each packs it for itself; also with the run in a bucket, and resumed there."""
+    """Each packs the stream itself; also with a run in a bucket, and resumed there."""
     lines = [json.dumps({"text": line}) for line in runs.TEXT.splitlines()]
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))

@@ -56,7 +56,7 @@ def test_every_kind_of_collective_is_counted_once():
 
 
 def test_of_two_axes_of_a_mesh_the_one_that_takes_part_counts():
-    """Two of eight devices, in either order of the axes."""
+    """Two of eight devices take part, in either order of the axes."""
 
     def both(x):
         return jax.lax.psum(x, "x"), jax.lax.all_gather(x, "x")

@@ -1,4 +1,4 @@
-"""Bytes that a program for a GPU moves, counted by hand in a text of one."""
+"""Bytes that a GPU program moves, compared with counts by hand."""
 
 import pytest
 
@@ -132,7 +132,7 @@ ROW, NUMBER = 11 * 4, 4
 
 @pytest.mark.parametrize("label", ("visit", RARE))
 def test_arrays_count_once_an_operation_and_slices_as_slices(label):
-    """Three trips read a row and write it back; a rare branch is not counted."""
+    """Three trips read a row and write it back; a rare branch does not count."""
     trip = (ROW + NUMBER + ROW) + (ROW + NUMBER + ROW)
     sums = MAP + SUMS + MAP
     assert bytes_by_part(PROGRAM.replace("LABEL", label)) == {
@@ -176,6 +176,6 @@ TABLE = 9 * 11 * 4
     ],
 )
 def test_other_operations(line, part, moved):
-    """Two halves of an array are no more than the array."""
+    """Two halves of an array count as much as the array."""
     found = bytes_by_part(FUSIONS.replace("LINE", line))
     assert {x: n for x, n in found.items() if n} == {part: moved}

@@ -26,7 +26,7 @@ KERNELS = ("attention_forward", "attention_row_sums", "attention_backward")
 
 
 def compiled(options, machine):
-    """The step over all chips of a machine, weights split."""
+    """Compile the step over all chips of a machine, with sharded weights."""
     mesh = config.Mesh(data=1, fsdp=len(machine.devices))
     options = dataclasses.replace(options, mesh=mesh)
     shape = options.batch_size, options.model.length
@@ -35,7 +35,10 @@ def compiled(options, machine):
 
 
 def check(name, size, target):
-    """It fits, and runs each kernel of its attention once a layer; on a GPU cuDNN's."""
+    """Assert that the step fits and runs each attention kernel once per layer.
+
+    On a GPU the kernels are those of cuDNN.
+    """
     machine = targets.find(target)
     options = preset(name, size)
     if machine.name.startswith("h200"):  # cuDNN has no products of float32
@@ -69,7 +72,7 @@ def with_libtpu():
 
 
 def test_weights_are_gathered_before_their_products():
-    """And not handed on in parts, each with a product that adds to the whole result."""
+    """They are not passed on in parts, each with a product that adds to the result."""
     with_libtpu()
     machine = targets.find("v5e-16")
     mesh = sharding.make_mesh(config.Mesh(data=1, fsdp=16), machine.devices)
@@ -93,7 +96,7 @@ def test_the_smallest_preset_compiles(name):
 
 
 def test_a_step_that_does_not_fit_is_reported():
-    """Weights and optimizer that no mesh word splits, and what could."""
+    """Weights and optimizer are not sharded; the report says what could shard them."""
     with_libtpu()
     options = preset("gpt", "tiny")
     report = plan.describe(dataclasses.replace(options, batch_size=2**18), "v5e-4")
@@ -128,7 +131,8 @@ def test_what_a_compiler_for_tpus_accepts_fits(kind, needed, answer):
 
 
 def test_features_lie_along_the_lanes_of_a_tpu():
-    """Twice 2 blocks: what goes into each, and its four products that may be kept."""
+    """The input of each of 2 blocks, and its four products that remat may keep,
+    twice."""
     with_libtpu()
     machine = targets.find("v5e-4")
     mesh = config.Mesh(data=1, fsdp=len(machine.devices))
@@ -156,8 +160,11 @@ def test_the_smallest_preset_compiles_for_gpus(name):
 
 @pytest.mark.slow
 def test_a_gpu_reads_no_array_twice_where_once_is_enough(monkeypatch):
-    """Logits whose exponentials can be added up as they are; the second map's output
-    for its part of all gradients and for that of λ."""
+    """Logits whose exponentials are summed in one pass.
+
+    The output of the second map is read once for its part of all gradients, and once
+    for the gradient of λ.
+    """
     with_cuda()
     monkeypatch.setattr(loss, "LARGEST", 2**17)
     monkeypatch.setattr(loss, "ON_GPU", 2**17)

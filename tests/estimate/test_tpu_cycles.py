@@ -1,4 +1,4 @@
-"""Estimated cycles, from texts of programs and from the compiler for TPUs."""
+"""Estimated cycles of given programs, and of programs of the TPU compiler."""
 
 import dataclasses
 import importlib.util
@@ -58,7 +58,8 @@ backend_config={"estimated_cycles":"11"}
 
 
 def chip(*, flops: int, bandwidth: float) -> Chip:
-    """Of so many operations and bytes a cycle, at a cycle a second."""
+    """Return a chip with so many operations and bytes per cycle, one cycle per
+    second."""
     return Chip("", flops, 0, bandwidth, 0, 1, 0, flops)
 
 
@@ -75,7 +76,8 @@ def test_a_loop_counts_as_often_as_it_runs_and_every_part_is_named():
 
 
 def test_the_low_sum_counts_bytes_where_nothing_is_multiplied():
-    """Copies here move 2 · 8 · 8 floats of 4 bytes: 512 of them, at 64 a cycle 8."""
+    """A copy moves 2 · 8 · 8 floats of 4 bytes: 512 bytes take 8 cycles at 64 a
+    cycle."""
     found = estimate(PROGRAM, chip(flops=10, bandwidth=64))
     assert found.low["products with weights"] == found.cycles["products with weights"]
     assert found.low["copies"] == 8 + 2  # one copy is estimated at less than its bytes

@@ -13,7 +13,7 @@ from symjax.evaluation.results import Options
 
 
 def trained(options, length, model, positions="rope"):
-    """A checkpoint with a model that is a function of tokens [B T] → logits."""
+    """Save a checkpoint of a model that is a function of tokens [B T] → logits."""
     chosen = config.Model(length=length, positions=positions)
     return SimpleNamespace(
         config=config.Config(data=options, model=chosen),
@@ -22,7 +22,7 @@ def trained(options, length, model, positions="rope"):
 
 
 def recalls(first):
-    """Says what followed the last token of the same kind, from place `first` on."""
+    """Predict the token that followed the last equal token, from place `first` on."""
 
     def model(tokens):
         same = tokens[:, :, None] == tokens[:, None, :]
@@ -76,7 +76,7 @@ def test_learned_positions_are_not_asked_beyond_their_length():
 
 
 def test_copies_are_right_place_by_place():
-    """A copier with one habit: it never says symbol 0."""
+    """The model copies correctly, except that it never predicts symbol 0."""
     options = config.Data(source="copy", items=5, symbols=4)
 
     def model(tokens):
@@ -90,7 +90,7 @@ def test_copies_are_right_place_by_place():
 
 
 def test_lists_are_judged_by_their_depth():
-    """Whoever knows the answers of flat lists only."""
+    """The model only knows the answers of flat lists."""
     options = config.Data(source="listops")
 
     def model(tokens):

@@ -1,4 +1,4 @@
-"""A checkpoint writes and judges a given text without the data of its run."""
+"""A checkpoint generates and scores a given text without the data of its run."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def moved(trained, tmp_path):
-    """A copy of the checkpoints alone."""
+    """Return a copy of the checkpoints alone."""
     shutil.copytree(trained / "checkpoints", tmp_path / "run" / "checkpoints")
     return tmp_path / "run"
 

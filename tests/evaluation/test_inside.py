@@ -1,4 +1,4 @@
-"""What is read inside a model is what the model does, and statistics of known maps."""
+"""Maps that are read inside a model are those it computes; statistics of known maps."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -140,7 +140,8 @@ def mean_over_rows(shares, answer, near):
 
 
 def test_mass_on_the_answer_the_context_and_elsewhere_by_hand():
-    """Tokens a b a c, next b a c a: rows 1 and 3 have answers, at 0 and at 0, 2."""
+    """Tokens a b a c, targets b a c a: rows 1 and 3 have answers, at 0 and at 0 and
+    2."""
     tokens, targets = np.array([0, 1, 0, 2]), np.array([1, 0, 2, 0])
     answer = attended.answer_pairs(Window(tokens, targets, CAUSAL[:4, :4]))
     wanted = np.zeros((4, 4), bool)
@@ -217,7 +218,8 @@ def test_the_largest_are_counted_from_the_largest():
 
 
 def test_the_needle_of_the_first_question_is_the_answer_by_hand():
-    """Hay, mark 1 4, hay, mark 0 5, ask 0, ask 1: symbols 3, so mark is 9, ask 10."""
+    """With 3 symbols the mark is 9 and the question 10: hay, mark 1 4, hay, mark 0 5,
+    ask 0, ask 1."""
     options = config.Data(source="needle", symbols=3, items=2, asked=2)
     tokens = np.array([6, 9, 1, 4, 7, 9, 0, 5, 10, 0, 5, 10, 1])
     targets = np.where(np.arange(13) == 9, 5, np.where(np.arange(13) == 12, 4, -1))
@@ -231,7 +233,7 @@ def test_the_needle_of_the_first_question_is_the_answer_by_hand():
 
 @pytest.mark.parametrize("differential", ["none", "v1"])
 def test_noise_of_needles_is_read_depth_by_depth(differential):
-    """Without queries the maps are uniform, and so are the shares at every depth."""
+    """Without queries maps are uniform, so shares are equal at every depth."""
     options = config.Data(source="needle", symbols=3, items=2, asked=1)
     chosen = config.Attention(differential=differential)
     model = config.Model(width=16, depth=1, heads=2, length=24, attention=chosen)

@@ -1,4 +1,4 @@
-"""The numbers of a checkpoint against computations that share none of their code."""
+"""Numbers of a checkpoint against computations that share none of their code."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_a_complete_run_has_a_picture_of_its_loss(folder):
 
 
 def mean_loss(model, tokens, starts, length):
-    """In nats a token, window by window, in float64."""
+    """Return nats per token in float64, computed window by window."""
     model, losses = jax.jit(model), []
     for start in starts:
         window = np.asarray(tokens[start : start + length + 1], np.int32)

@@ -1,4 +1,4 @@
-"""Orders of examples: margins of models that know the example of one place."""
+"""Orders of examples: margins of models that only know the example at one place."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ NEEDLE = config.Data(source="needle", items=2, symbols=9, asked=1)
 
 
 def knows_the_last(find):
-    """Recalls the example that `find` gives the place of, and nothing else."""
+    """Recall only the example whose place `find` returns."""
 
     def model(tokens):
         key, value = (
@@ -33,7 +33,7 @@ def measured(options, model):
 
 
 def test_a_model_that_knows_the_last_pair_has_one_answer_in_three_in_every_order():
-    """All keys are asked: no margin, and yet every answer changes."""
+    """All keys are asked: there is no margin, although every answer changes."""
     finding = measured(MQAR, knows_the_last(lambda x: jnp.full(len(x), 4)))
     found = finding.values["order"]
     assert (found["examples"], found["orders"]) == (3, 6)
@@ -45,7 +45,7 @@ def test_a_model_that_knows_the_last_pair_has_one_answer_in_three_in_every_order
 
 
 def test_a_model_that_knows_the_last_needle_has_the_largest_margin():
-    """One needle of two is asked: right in one of the orders, wrong in the other."""
+    """One of two needles is asked: the answer is right in one order only."""
     mark = 3 * NEEDLE.symbols
 
     def last(tokens):

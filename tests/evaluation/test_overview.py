@@ -1,4 +1,4 @@
-"""The report says which run it is of, and the figure of λ has every evaluation."""
+"""The report names its run, and the figure of λ has every evaluation."""
 
 import json
 import platform
@@ -34,7 +34,7 @@ OFTEN = {
 
 @pytest.fixture(scope="module")
 def workdir(text, cache, tmp_path_factory):
-    """Three steps, and two more at another rate."""
+    """Return a run of three steps that was continued for two at another rate."""
     found = tmp_path_factory.mktemp("runs") / "run"
     assert train(text, found, steps=3, **OFTEN) == 0
     more = OFTEN | {"optimizer__learning_rate": 0.001}
@@ -90,7 +90,7 @@ def test_lambda_of_every_layer_is_logged_and_drawn_at_every_evaluation(workdir):
 def test_the_mean_of_weights_and_older_runs_have_the_lambda_of_checkpoints(
     workdir, monkeypatch
 ):
-    """Those logged are of other weights. Here is one checkpoint, so no curve."""
+    """Logged values belong to other weights. With one checkpoint there is no curve."""
     run = load(workdir)
     assert weights._logged(run._replace(ema=True), [0, 1]) == {}
     assert [*weights._logged(run, [0, 1])] == [1, 2, 3, 4, 5]
@@ -99,7 +99,7 @@ def test_the_mean_of_weights_and_older_runs_have_the_lambda_of_checkpoints(
 
 
 def test_the_mean_lambda_of_tokens_is_logged_and_drawn(cache, tmp_path):
-    """Differential V2, on two devices and with several documents in a row."""
+    """Differential V2, on two devices, with several documents per row."""
     chosen = OFTEN | {"model__attention__differential": "v2", "mesh__data": 2}
     chosen |= {"model__attention__symmetric": "none", "data__documents": "separate"}
     (tmp_path / "texts").mkdir()

@@ -1,4 +1,4 @@
-"""The same tasks read encoders: what exists is seen from everywhere, pads by none."""
+"""Tasks read encoders: every token sees all tokens, and no pads."""
 
 from types import SimpleNamespace
 
@@ -43,7 +43,7 @@ def encoder(name="softmax", **changes):
 
 
 def uniform_encoder(**changes):
-    """Without queries every visible key has the same weight."""
+    """Return an encoder without queries: all visible keys have the same weight."""
     plain = {"scan_layers": False, "attention": config.Attention()}
     model = config.Model(
         **{
@@ -59,7 +59,7 @@ def uniform_encoder(**changes):
 
 
 def run_of(model, made, *rows):
-    """A run that holds out these rows of inputs and targets."""
+    """Return a run with these held-out inputs and targets."""
 
     def heldout_batches(shape, count=None):
         for inputs, targets in rows[:count]:
@@ -89,7 +89,7 @@ LABEL = np.array([1])
 
 @pytest.fixture(scope="module")
 def even():
-    """Uniform attention over rows of 11 and of 16 tokens."""
+    """Return uniform attention over rows of 11 and of 16 tokens."""
     full = np.arange(LENGTH) % 10
     return run_of(*uniform_encoder(), (PADDED, LABEL), (full, LABEL))
 
@@ -132,7 +132,7 @@ def test_maps_times_values_are_what_a_layer_puts_out_beside_pads():
 
 
 def test_softmax_of_the_scores_is_the_map_and_n_are_the_keys_that_exist():
-    """20 tokens of 24 places that see 19 others: log-n knows no less than 16 keys."""
+    """20 tokens in 24 places, each sees 19 others; log-n scaling counts at least 16."""
     _, model = encoder("softmax", length=24)
     tokens = np.where(np.arange(24) < 20, np.arange(24) % 10, NOTHING)
     for layer in read(model, tokens):
@@ -146,7 +146,7 @@ def test_softmax_of_the_scores_is_the_map_and_n_are_the_keys_that_exist():
 
 
 def test_the_map_of_a_matrix_function_is_that_function_of_its_queries():
-    """e^A with A = QQᵀ/(n √H) in float64, n the tokens that exist."""
+    """e^A with A = QQᵀ/(n √H) in float64, where n is the number of tokens."""
     _, model = encoder("function")
     for layer in read(model, PADDED):
         query = layer.query[:, 0].astype(np.float64)
@@ -221,7 +221,8 @@ def test_a_mean_over_rows_counts_the_rows_of_windows_of_any_length():
 
 
 def test_hidden_tokens_have_their_answers_elsewhere_by_hand():
-    """Of a b ? a b the third is an a: at 0 and 3. The last, b, shows itself: at 1."""
+    """In a b ? a b, token 2 is a hidden a, found at 0 and 3; the last b shows
+    itself."""
     tokens, mask = np.array([0, 1, 9, 0, 1]), np.ones((5, 5), bool)
     targets = np.array([-1, -1, 0, -1, 1])
     answer = attended.answer_pairs(Window(tokens, targets, mask))

@@ -1,4 +1,4 @@
-"""Tasks that look inside, on one small trained model and on numbers known by hand."""
+"""Tasks that look inside a model, on a small trained model and on known numbers."""
 
 import dataclasses
 import json
@@ -114,7 +114,7 @@ def test_curves_over_places_are_drawn_smooth_through_what_was_measured(trained):
 
 
 def test_places_of_the_window_are_those_of_the_loss(trained):
-    """Their mean is the held-out loss of the same windows, computed elsewhere."""
+    """Their mean is the held-out loss of the same windows, computed by other code."""
     places = lengths.by_position(trained, trained.model(), 32, 2)
     found = tasks.TASKS["loss"].measure(trained, Options(batches=2)).values
     assert places.mean()[0] == pytest.approx(found["heldout"]["loss"], rel=1e-5)
@@ -144,8 +144,10 @@ def test_longer_windows_and_log_n_off_and_on(trained, monkeypatch):
 
 
 def test_longer_windows_are_read_with_scaled_rope(trained, monkeypatch):
-    """At evaluation only, by the factor of the window; a window as in training is not
-    scaled."""
+    """Evaluation scales RoPE by the factor of the window.
+
+    A window as long as in training is not scaled.
+    """
     monkeypatch.setattr(lengths, "FACTORS", (1, 2))
     options = ONE._replace(rope_scaling=("dynamic", "yarn"))
     finding = lengths.length(trained, options)

@@ -1,4 +1,4 @@
-"""Times are taken in turns, of the same model with another attention."""
+"""Interleaved times of one model with different attention."""
 
 from types import SimpleNamespace
 

@@ -1,9 +1,9 @@
-"""Tiny models as Hugging Face stores them, and the logits that transformers gives.
+"""Write tiny models as Hugging Face stores them, and their logits by transformers.
 
     pip install torch transformers && python tests/exchange/reference_logits.py
 
-writes the logits beside this file anew. Weights are drawn by NumPy from the names of
-the tensors, so that tests make the same folders without torch.
+The logits are written beside this file. NumPy draws the weights from the names of the
+tensors, so that tests make the same folders without torch.
 """
 
 import json
@@ -113,7 +113,8 @@ STRIDE = 6
 
 
 def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a model's tensors, as transformers writes them."""
+    """Return names and shapes of the tensors of a model, as transformers writes
+    them."""
     if settings["model_type"] == "gpt2":
         return _gpt2_shapes()
     size = settings["head_dim"]
@@ -165,14 +166,14 @@ def _gpt2_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Normal numbers of a size at which every part of a model matters."""
+    """Draw a tensor of a size at which every part of the model matters."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     scale = 1 if "embed" in name or "wte" in name or "norm" in name else 0.4
     return (scale * rng.normal(size=shape)).astype(np.float32)
 
 
 def write(name: str, folder: Path) -> dict[str, np.ndarray]:
-    """The folder of a model, and its tensors."""
+    """Write the folder of a model; return its tensors."""
     from safetensors.numpy import save_file
 
     settings = MODELS[name]
@@ -186,7 +187,10 @@ def write(name: str, folder: Path) -> dict[str, np.ndarray]:
 
 
 def logits_of_transformers(folder: Path, tokens: np.ndarray = TOKENS) -> np.ndarray:
-    """By what transformers makes of a folder, which must know every tensor."""
+    """Return the logits of the model that transformers makes of a folder.
+
+    It must know every tensor.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -203,7 +207,7 @@ PROMPT = 30  # tokens of LONG that are read at once, before steps of one token
 
 
 def decoded_by_transformers(folder: Path) -> np.ndarray:
-    """The logits of LONG from a cache: those of the prompt, then token after token."""
+    """Return logits of LONG from a cache: of the prompt, then token by token."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Folders of weights say how a text begins, and can be asked for another way."""
+"""Folders of weights say how texts begin, and callers can override it."""
 
 import json
 
@@ -40,7 +40,7 @@ def model_of(tokenizer, step, **language):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """A file whose post-processor puts a token before every text."""
+    """Write a tokenizer whose post-processor puts a token before every text."""
     made = Tokenizer.from_str(subwords.train_bpe(["a sheep met a fox"], 260).definition)
     made.add_special_tokens(["<s>"])
     token = made.token_to_id("<s>")

@@ -62,14 +62,14 @@ def test_bytes_that_are_no_character_do_not_take_the_prompt_with_them():
 
 @pytest.fixture(scope="module")
 def counting():
-    """A byte model that writes "ab" after a space, and line feeds after all else."""
+    """Return a byte model that writes "ab" after a space, and line feeds otherwise."""
     follows = {None: ord("\n"), ord(" "): ord("a"), ord("a"): ord("b")}
     return hand_made(BYTES, follows)
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """How many tokens each loop had drawn when it ended."""
+    """Return how many tokens each loop had drawn at its end."""
     found, module = [], importlib.import_module("symjax.models.generate")
     run = module._write
 

@@ -20,7 +20,7 @@ def rows(*lengths):
 
 
 def definition(loaded, ids):
-    """(−log p of every token but the first, whether it is the likeliest)."""
+    """Return (−log p of every token but the first, whether it is the most likely)."""
     logits = np.asarray(loaded.logits(ids[:-1]), np.float64)
     chances = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     return -chances[np.arange(len(ids) - 1), ids[1:]], logits.argmax(axis=1) == ids[1:]

@@ -1,4 +1,4 @@
-"""symjax.load: a model used from its checkpoints alone."""
+"""symjax.load: a model from its checkpoints alone."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache):
-    """A run of two checkpoints, with its data."""
+    """Return a run of two checkpoints, with its data."""
     place = tmp_path_factory.mktemp("loaded")
     text = write_text(place)
     keys = {"steps": 4, "checkpoint__every": 2, "data__tokenizer": "char"}
@@ -33,7 +33,7 @@ def whole(tmp_path_factory, cache):
 
 @pytest.fixture(scope="module")
 def bare(whole, tmp_path_factory):
-    """Its checkpoints, copied without anything else."""
+    """Return a copy of only its checkpoints."""
     place = tmp_path_factory.mktemp("bare")
     shutil.copytree(whole / "checkpoints", place / "checkpoints")
     return place
@@ -322,7 +322,7 @@ def test_an_encoder_says_that_it_predicts_no_next_token(tmp_path):
 
 
 def rewritten(place, change):
-    """Checkpoints whose meta says something else, with a seal that is right."""
+    """Return checkpoints with another meta, under a correct seal."""
     for path in place.glob("checkpoints/*/meta/metadata"):
         document = json.loads(path.read_text())
         change(document["meta"])

@@ -1,4 +1,4 @@
-"""Folders of weights: those of transformers, and there and back."""
+"""Folders of weights: those of transformers, and round trips."""
 
 import dataclasses
 import importlib.util
@@ -83,7 +83,7 @@ EXPORTED |= {
 
 
 def random_model(options, seed=3) -> Loaded:
-    """A model far from its start: no bias is zero and no norm is one."""
+    """Return a model far from initial values: no bias is 0 and no norm is 1."""
     model = build(options, rngs=nnx.Rngs(seed))
     weights = nnx.state(model, nnx.Param)
     keys = iter(jax.random.split(jax.random.key(4), 999))
@@ -114,7 +114,7 @@ def test_scaled_rope_gives_the_logits_of_transformers_at_long_texts(tmp_path, na
 
 
 def test_dynamic_rope_decodes_as_transformers_does(tmp_path):
-    """A token is turned by the length when it is read, which the whole row is not."""
+    """A token is rotated for the length when it is read, not for the whole row."""
     reference_logits.write("llama-dynamic", tmp_path)
     model = symjax.load_pretrained(tmp_path).model
     read = nnx.jit(lambda model, tokens, cache: model.decode(tokens, cache))
@@ -186,7 +186,7 @@ def test_an_export_names_the_tokens_before_and_after_a_document(tmp_path):
 
 
 def test_large_weights_are_written_in_shards(tmp_path):
-    """By the format of safetensors' index; written anew, nothing of them is left."""
+    """In the index format of safetensors. Writing again leaves no old shard."""
     loaded = random_model(LLAMA)
     symjax.save_pretrained(loaded, tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
@@ -253,7 +253,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path):
 
 
 def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
-    """On a full disk, say; and a whole file is read before an index that was left."""
+    """For instance on a full disk. A left-over index does not hide a whole file."""
     loaded = random_model(LLAMA)
     symjax.save_pretrained(loaded, tmp_path, shard_size=SHARD)
     before = {x.name: x.read_bytes() for x in tmp_path.iterdir()}
@@ -431,7 +431,7 @@ def test_a_llama_without_an_epsilon_has_that_of_transformers(tmp_path):
 
 
 def bad_folder(folder, fault):
-    """A folder of a Llama in which one thing is wrong."""
+    """Return the folder of a Llama in which one thing is wrong."""
     tensors = reference_logits.write("llama", folder)
     weights = folder / "model.safetensors"
     name = "model.layers.1.mlp.up_proj.weight"
@@ -621,7 +621,7 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path):
 
 @pytest.mark.parametrize("differential", ["none", "v1"])
 def test_grouped_heads_become_heads_of_their_own(differential):
-    """Which symmetric keys and others need; the same function."""
+    """Symmetric keys, for instance, need them; the function stays the same."""
     grouped = dataclasses.replace(
         like(LLAMA, differential=differential),
         heads=4,

@@ -1,4 +1,4 @@
-"""A small layer of attention whose weights are not those of the start."""
+"""A small attention layer whose weights are not the initial ones."""
 
 import jax
 import numpy as np

@@ -12,7 +12,7 @@ WIDTH, HEADS, TIME = 24, 3, 13
 
 
 def definition(layer: Attention, x: np.ndarray, initial: float) -> np.ndarray:
-    """One example of differential V1 with symmetric keys, loop by loop."""
+    """Compute one example of differential V1 with symmetric keys by loops."""
 
     def dense(name, inputs):
         part = getattr(layer, name)

@@ -1,4 +1,4 @@
-"""Layers of an encoder: every token sees all that exist, and nothing else."""
+"""Layers of encoders: every token sees all tokens, and no pads."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_a_layer_is_the_pure_function_between_its_projections(mechanism):
 
 
 def test_the_matrix_function_and_its_scale_are_chosen_by_name():
-    """By the whole matrix, in float64."""
+    """Compared with the function of the whole matrix in float64."""
     chosen = options(
         mechanism="matrix_function", function="resolvent", function_scale=3.0
     )
@@ -100,7 +100,7 @@ def test_alibi_counts_distance_on_both_sides():
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_a_block_sees_what_is_present_on_both_sides_and_no_pad(mechanism):
-    """Pads of any content change nothing; tokens reach those before and after them."""
+    """Pads of any content change nothing; tokens reach tokens on both sides."""
     kind = GatedBlock if attention.MECHANISMS[mechanism].gated else Block
     more = {"chunk_size": 4} if mechanism == "flash" else {}
     block = kind(options(mechanism=mechanism, **more), 0, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Short convolutions over queries, keys and values, whole and in decoding."""
+"""Short convolutions of queries, keys and values, over whole rows and in decoding."""
 
 import jax
 import numpy as np

@@ -24,7 +24,7 @@ def silu(x):
 
 
 def heads_of(layer, name, x):
-    """The projection, its convolution with zeros before the first token, and SiLU."""
+    """Return the projection, convolved with zeros before the first token, and SiLU."""
     kernel, x = (
         weight(layer, f"{name}_convolution", "kernel"),
         dense(getattr(layer, name), x),
@@ -69,7 +69,7 @@ def test_a_layer_is_its_definition(decay):
 
 @every_decay
 def test_decoding_is_the_whole_form(decay):
-    """A piece of five tokens, then one at a time, the state of convolutions too."""
+    """A piece of five tokens, then one at a time, with the states of convolutions."""
     layer, x = layer_of(decay, **PARTS), inputs()
     whole = nnx.jit(lambda m, x: m(x))(layer, x)
     decode = nnx.jit(lambda m, x, cache, read: m.decode(x, cache, read))
@@ -81,7 +81,8 @@ def test_decoding_is_the_whole_form(decay):
 
 
 def test_the_key_asks_as_one_more_query_does():
-    """Of the same state and chunks, a layer costs twice as much as one that decays."""
+    """At the same state and chunk size, a layer costs twice as much as one with
+    decay."""
     costs = [
         attention_flops(
             config.Model(

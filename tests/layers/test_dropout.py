@@ -1,4 +1,4 @@
-"""Dropout with 16 random bits an entry."""
+"""Dropout that draws 16 random bits per entry."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Our mechanisms inside Flax's own attention layers, against Flax's own softmax."""
+"""Mechanisms of symjax in Flax's attention layers, against Flax's own softmax."""
 
 import re
 
@@ -19,7 +19,7 @@ PAIRS = nnx.combine_masks(nnx.make_causal_mask(X[..., 0]), jnp.asarray(KEYS))
 
 
 def of_nnx(function=None, **options) -> nnx.MultiHeadAttention:
-    """Layers of the same seed have the same weights."""
+    """Return layers; equal seeds give equal weights."""
     if function is not None:
         options["attention_fn"] = function
     return nnx.MultiHeadAttention(
@@ -34,7 +34,7 @@ def of_linen(function=linen.dot_product_attention, **options):
 
 
 def projected(layer: nnx.MultiHeadAttention) -> list[jax.Array]:
-    """Queries, keys and values of X, its axes of examples joined."""
+    """Return queries, keys and values of X, with its batch axes joined."""
     parts = (layer.query(X), layer.key(X), layer.value(X))
     return [part.reshape(-1, *part.shape[-3:]) for part in parts]
 
@@ -44,7 +44,7 @@ def output(layer: nnx.MultiHeadAttention, mixed: jax.Array) -> jax.Array:
 
 
 def decoded(layer: nnx.MultiHeadAttention) -> jax.Array:
-    """The outputs of one token after the other, from Flax's cache."""
+    """Return the outputs of one token after the other, with Flax's cache."""
     layer.init_cache(X.shape)
     step = nnx.jit(lambda layer, x: layer(x, decode=True))
     steps = [step(layer, X[..., t : t + 1, :]) for t in range(TIME)]
@@ -145,7 +145,7 @@ def test_feature_mechanisms_in_nnx_are_ours(mechanism, options):
 
 
 def test_masks_of_padding_as_flax_makes_them_serve_feature_mechanisms():
-    """Rows of padding are zeros before the output layer; other rows see no padding."""
+    """Rows of padding are zero before the output layer; other rows see no padding."""
     layer, there = of_nnx(attention_fn("linear")), KEYS[..., 0, 0, :]
     run = nnx.jit(lambda layer, mask: layer(X, mask=mask))
     for mask in (

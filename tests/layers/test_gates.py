@@ -1,4 +1,4 @@
-"""Learned decays against their definitions, token by token in float64."""
+"""Learned decays against definitions, token by token in float64."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def dense(part, x):
 
 
 def definition(layer, x):
-    """Of decay "mamba2" or "kda", one example."""
+    """Compute decay "mamba2" or "kda" for one example."""
     query, key, value = (
         dense(getattr(layer, name), x).reshape(TIME, HEADS, SIZE)
         for name in ("query", "key", "value")
@@ -49,7 +49,7 @@ def test_a_layer_is_its_definition(decay):
 
 @pytest.mark.parametrize("decay", ["mamba2", "kda"])
 def test_decays_begin_between_those_of_the_papers(decay):
-    """exp(rate) in [1, 16], and a step softplus(bias) in [0.001, 0.1]."""
+    """Initially exp(rate) is in [1, 16] and softplus(bias) in [0.001, 0.1]."""
     chosen = config.Attention(mechanism="decay", decay=decay)
     options = config.Model(width=256, heads=64, attention=chosen)
     gate = Attention(options, 0, rngs=nnx.Rngs(0)).decay

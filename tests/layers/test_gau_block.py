@@ -1,4 +1,4 @@
-"""The gated block against its definition, in decoding, and under a mesh."""
+"""The gated block against its definition, in decoding, and on a mesh."""
 
 import re
 from functools import partial
@@ -18,7 +18,7 @@ WIDTH, TIME, LENGTH, GROUP = 12, 19, 23, 8
 
 
 def block(mechanism="gau", *, seed=0, **changes):
-    """A block whose biases, scales and norms are not those it starts from."""
+    """Return a block whose biases, scales and norms are not the initial ones."""
     known = config.Attention.__dataclass_fields__
     chosen = {name: changes.pop(name) for name in list(changes) if name in known}
     if mechanism == "flash":
@@ -50,7 +50,7 @@ def decode(made, x, state, position, padding_mask=None):
 
 
 def definition(made, x: np.ndarray):
-    """x + W_o(u ⊙ A v), from the block's weights, in float64."""
+    """Compute x + W_o(u ⊙ A v) from the weights of a block, in float64."""
 
     def weight(part, name):
         return np.asarray(getattr(part, name)[...], np.float64)
@@ -91,7 +91,8 @@ def test_a_block_equals_its_definition(mechanism):
 
 @pytest.mark.parametrize("mechanism", ["gau", "flash"])
 def test_pieces_of_different_lengths_and_steps_give_the_whole(mechanism):
-    """The second piece has more places than the cache has room, but no more tokens."""
+    """The second piece has more places than the cache has room for, but not more
+    tokens."""
     made, x = block(mechanism), inputs()
     wanted = definition(made, x)
     state, done = made.init_cache(2, TIME), np.zeros(2, int)
@@ -144,7 +145,7 @@ def test_dropout_is_of_what_is_added():
 
 
 def test_sizes():
-    """Half of the width and at most 128, or what is asked for."""
+    """Half of the width and at most 128, or the given size."""
     for width, asked, wanted in ((12, 0, 6), (256, 0, 128), (512, 0, 128), (12, 4, 4)):
         make = partial(block, width=width, head_size=asked, positions="none")
         made = nnx.eval_shape(make)

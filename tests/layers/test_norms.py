@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm beside their formulas in float64, and beside Flax's own."""
+"""LayerNorm and RMSNorm against formulas in float64, and against Flax's norms."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def filled(module, values):
 
 
 def oracle(kind, x, scale, bias=None):
-    """The definition, in the precision of its arguments."""
+    """Compute the definition in the precision of its arguments."""
     distance = x - x.mean(axis=-1, keepdims=True) if kind == "layernorm" else x
     variance = (distance**2).mean(axis=-1, keepdims=True)
     output = distance / jnp.sqrt(variance + 1e-5) * scale[None, None]

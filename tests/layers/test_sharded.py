@@ -1,4 +1,4 @@
-"""Models under a mesh that are called directly, not by a training step."""
+"""Models on a mesh that are called directly, without a training step."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The Universal Transformer against adaptive computation time by definition."""
+"""The Universal Transformer against the definition of adaptive computation time."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ BATCH, TIME, WIDTH, DEPTH = 2, 11, 24, 3
 
 
 def definition(probabilities):
-    """Weights [steps] and ponder cost of one token, from its halting probabilities."""
+    """Return weights [steps] and ponder cost of a token from halting probabilities."""
     weights, total = np.zeros(len(probabilities)), 0.0
     for step, probability in enumerate(probabilities):
         if total + probability >= 0.99 or step == len(probabilities) - 1:
@@ -33,7 +33,7 @@ def options(*, depth=DEPTH, **more):
 
 
 def layer_of(**more):
-    """A layer whose tokens halt at different steps."""
+    """Return a layer whose tokens halt at different steps."""
     layer = UniversalBlock(options(**more), rngs=nnx.Rngs(0))
     layer.halting.kernel[...] = 12 * layer.halting.kernel[...]
     layer.halting.bias[...] = jnp.array([-0.5])
@@ -55,7 +55,7 @@ def weights_and_ponder(probabilities):
 
 
 def test_weights_and_ponder_cost_equal_their_definition(x64):
-    """Tokens that halt at once, at the threshold, in between, and at the last step."""
+    """Tokens halt at once, at the threshold, in between, and at the last step."""
     probabilities = np.random.default_rng(0).random((5, 3, 7))
     probabilities[:, 0, 0], probabilities[:, 0, 1] = 0.995, 1e-3
     probabilities[:, 0, 2] = (0.5, 0.49, 0.3, 0.3, 0.3)
@@ -70,7 +70,8 @@ def test_weights_and_ponder_cost_equal_their_definition(x64):
 
 
 def test_the_ponder_cost_falls_as_a_token_halts_earlier(x64):
-    """Its gradient is −1 for every probability before the remainder, and 0 for it."""
+    """Its gradient is −1 for probabilities before the remainder, and 0 for the
+    remainder."""
     probabilities = np.array([0.2, 0.3, 0.1, 0.6, 0.7])[:, None, None]
     slope = jax.grad(lambda p: weights_and_ponder(p)[1].sum())(probabilities)
     np.testing.assert_array_equal(slope.ravel(), [-1, -1, -1, 0, 0])
@@ -88,7 +89,7 @@ def apply_block(layer, x, step):
 
 
 def test_a_layer_equals_its_definition():
-    """Over its own block: halted tokens stay as they are, and others see them so."""
+    """Halted tokens stay as they are, and other tokens see them so."""
     layer, state = layer_of(), tokens()
     kernel = np.float64(layer.halting.kernel[...])[:, 0]
     bias = np.float64(layer.halting.bias[...])
@@ -115,7 +116,7 @@ def test_a_layer_equals_its_definition():
 
 
 def test_a_halted_token_changes_no_more():
-    """Certain to halt, it has one step, and the next ones may hold anything."""
+    """A token that surely halts has one step; inputs of later steps do not matter."""
     layer, x = layer_of(), tokens()
     layer.halting.bias[...] = jnp.array([90.0])
     output, ponder = pondered(layer, x)
@@ -158,7 +159,7 @@ def test_decoding_equals_the_whole():
 
 
 def test_the_ponder_cost_reaches_the_loss():
-    """As a training step takes it: merge, call, pop; with and without remat."""
+    """As in a training step: merge, call, pop; with and without remat."""
 
     def gradient(remat):
         graph, weights = nnx.split(layer_of(remat=remat, dropout=0.1))

@@ -1,4 +1,4 @@
-"""Trained weights moved to another mechanism."""
+"""Conversion of trained weights to another mechanism."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def learned(features, **attention) -> config.Model:
 
 
 def weights(options):
-    """Of a model that is not as it was initialised: biases are not zero."""
+    """Return weights far from initial values: biases are not zero."""
     params = nnx.to_pure_dict(nnx.state(build(options, rngs=nnx.Rngs(3)), nnx.Param))
     key = jax.random.key(4)
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(key, x.shape), params)
@@ -101,7 +101,7 @@ def test_the_function_is_kept_where_it_can_be(source, target):
     [("retention", "none"), ("transnormer", "v1"), ("lightning", "v2")],
 )
 def test_more_heads_repeat_constant_decays(decay, differential, x64, monkeypatch):
-    """In float64; without the key that repeats them the conversion is refused."""
+    """In float64. Without the key that repeats them, the conversion is refused."""
     monkeypatch.setattr(transformer, "check", lambda options: None)
 
     def grouped(kv_heads, **more):
@@ -244,7 +244,7 @@ def test_branches_forget_as_their_head_did(mechanism, decay):
 
 
 def test_many_features_come_close_to_the_softmax_they_replace():
-    """Small queries and keys, where the estimate is good."""
+    """With small queries and keys, for which the estimate is good."""
     source = model()
     target = model(mechanism="performer", feature_count=4096)
     before = weights(source)
@@ -276,7 +276,7 @@ def test_many_features_come_close_to_the_softmax_they_replace():
     ids=str,
 )
 def test_a_warm_start_loses_no_weight(source, target):
-    """The model runs, and what both have in one shape goes over as it is."""
+    """The model runs, and weights of equal shape are copied."""
     before = weights(source)
     after = convert(before, source, target)
     assert np.isfinite(scores(target, after)).all()
@@ -287,7 +287,8 @@ def test_a_warm_start_loses_no_weight(source, target):
 
 
 def test_branches_take_the_halves_of_their_head():
-    """The metric of branch b of head n is the block (b, b) of that of the head."""
+    """The metric of branch b of head n is the block (b, b) of the metric of the
+    head."""
     source = model(symmetric="pairwise")
     target = model(symmetric="pairwise", differential="v1")
     before = weights(source)

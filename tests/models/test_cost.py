@@ -1,4 +1,4 @@
-"""The operations of attention by formula, beside those of the program's products."""
+"""FLOPs of attention by formula, against the products of the compiled program."""
 
 import math
 
@@ -19,7 +19,8 @@ LENGTH = 4096
 
 
 def counted(function, *arrays) -> int:
-    """FLOPs of all products with a matrix; of branches the cheapest one."""
+    """Return the FLOPs of all matrix products, with the cheapest of several
+    branches."""
     return of_products(jax.make_jaxpr(function)(*arrays).jaxpr)
 
 
@@ -41,7 +42,7 @@ def of_products(jaxpr) -> int:
 
 
 def both(mechanism: str, **changes) -> tuple[float, float]:
-    """Of one token: by formula, and counted."""
+    """Return the FLOPs of one token by formula, and as counted."""
     chosen = config.Attention(mechanism=mechanism)
     options = config.Model(
         width=96, heads=3, length=LENGTH, attention=chosen, **changes
@@ -65,7 +66,7 @@ def both(mechanism: str, **changes) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", [x for x, y in MECHANISMS.items() if y.bidirectional])
 def test_over_all_keys_the_formula_counts_the_products(name):
-    """A matrix function also takes H³ operations a head, which do not grow with T."""
+    """A matrix function also takes H³ operations per head, which do not grow with T."""
     formula, found = both(name, kind="encoder", classes=2)
     assert 0.9 < found / formula < 1.15
 
@@ -74,7 +75,7 @@ def test_over_all_keys_the_formula_counts_the_products(name):
     "name", [x for x, y in MECHANISMS.items() if y.causal or y.is_causal]
 )
 def test_of_causal_pairs_the_formula_counts_half(name):
-    """The program computes more: whole blocks of them, and all pairs of a chunk."""
+    """The program computes more: whole blocks of pairs, and all pairs of a chunk."""
     formula, found = both(name)
     assert 0.9 < found / formula < 2.1
 

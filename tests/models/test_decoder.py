@@ -1,4 +1,4 @@
-"""The decoder: reference sizes, causality, decoding, precision, bad choices."""
+"""The decoder: reference sizes, causality, decoding, precision, invalid choices."""
 
 import itertools
 import re
@@ -124,7 +124,7 @@ SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
     ids=str,
 )
 def test_prefill_and_steps_give_what_the_whole_sequence_gives(choice, monkeypatch):
-    """Through all parts of a cache that may be read, of 6, 11 and 21 places."""
+    """With all sizes of the part of a cache that is read: 6, 11 and 21 places."""
     monkeypatch.setattr(mixer, "SMALLEST_READ", 4)
     model = small(**choice)
 
@@ -155,7 +155,7 @@ def test_of_a_cache_at_most_twice_what_is_filled_is_read():
 
 @pytest.mark.parametrize("implementation", ["rows", "whole", "tpu", "cudnn", "ring"])
 def test_what_implements_whole_rows_does_not_decode(implementation):
-    """A run evaluates by decoding, too, whatever it trains with."""
+    """Evaluation decodes, too, whatever implementation a run trains with."""
 
     def decoded(**choice):
         model = small(**choice)
@@ -167,7 +167,7 @@ def test_what_implements_whole_rows_does_not_decode(implementation):
 
 @pytest.mark.parametrize("differential", ["none", "v1", "v2"])
 def test_a_step_reads_the_part_of_a_cache_that_is_filled(differential):
-    """Numbers that no row sees would make its output NaN, if they were read."""
+    """Entries that no row sees are NaN; reading them would make the output NaN."""
     model = small("softmax", differential=differential)
     _, cache = model.decode(TOKENS[:, :10], model.init_cache(2, 1024))
     layers = jax.tree.map(lambda x: x.at[:, 256:].set(jnp.nan), cache.layers)
@@ -374,7 +374,7 @@ def test_choices_that_exclude_each_other_are_refused_by_name(choice, words):
 
 
 def drawn(model, **sampling):
-    """What 400 examples of the same prompt are continued with, by one token."""
+    """Return the next tokens of 400 examples of the same prompt."""
     prompt = jnp.broadcast_to(TOKENS[:1, :5], (400, 5))
     return np.asarray(generate(model, prompt, 1, jax.random.key(7), **sampling))[:, 0]
 
@@ -457,7 +457,7 @@ def test_a_temperature_is_no_negative_number(temperature):
 
 @pytest.mark.parametrize("mechanism", ["softmax", "gau"])
 def test_more_tokens_than_the_cache_holds_are_refused(mechanism):
-    """Those of one call also under jit; those read before where they are known."""
+    """Tokens of one call also under jit; earlier tokens if their number is concrete."""
     model = small(mechanism, depth=1, positions="none")
     cache = model.init_cache(2, 3)
     with pytest.raises(ValueError, match="5 tokens do not fit a cache of 3"):
@@ -470,7 +470,7 @@ def test_more_tokens_than_the_cache_holds_are_refused(mechanism):
 
 
 def test_filling_needs_no_learned_position():
-    """What stands after a row's own tokens may reach beyond them, and is not read."""
+    """Padding after the tokens of a row may exceed the table, and is not read."""
     model = small(depth=1, length=12)
     cache = model.init_cache(2, 16)._replace(position=jnp.array([10, 10]))
 

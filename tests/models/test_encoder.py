@@ -40,7 +40,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_more_pads_change_no_score(choice):
-    """Neither how many there are, nor what stands in the row of the table they read."""
+    """Neither their number nor the embedding of the pad token matters."""
     model = encoder(replace(TEXT, **CHOICES[choice]))
     few, many = (jax.jit(model)(padded(n)) for n in (9, 24))
     if not model.classes:
@@ -68,7 +68,7 @@ def test_the_loop_is_the_unrolled_model():
 
 
 def test_classes_are_scored_from_the_mean_over_the_text():
-    """One token: the mean is itself, and the masked-LM has the same trunk."""
+    """With one token the mean is that token; the masked-LM has the same trunk."""
     model = encoder(replace(TEXT, classes=20))
     other = encoder(replace(TEXT, classes=0))
     text = jnp.concatenate([padded(9), jnp.asarray([[7, *[-1] * 8]])])

@@ -1,4 +1,4 @@
-"""Sampling: which tokens may be drawn, when the loop ends, how often it is compiled."""
+"""Sampling: tokens that may be drawn, the end of the loop, and compilations."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def compiled():
 
 
 def kept(logits, top_k=0, top_p=1.0):
-    """The tokens of each row that may be drawn."""
+    """Return the tokens of each row that may be drawn."""
     found = np.asarray(_likely(jnp.asarray(logits), top_k, jnp.float32(top_p)))
     assert not np.isnan(found).any()
     return [set(np.flatnonzero(row > -np.inf)) for row in found]

@@ -1,4 +1,4 @@
-"""Weights of other implementations: through our layers, and there and back."""
+"""Weights of other implementations in layers of symjax, and round trips."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 def layer_output(params, x, *, depth, dtype="float64", **options):
-    """What our layer makes of x with these parameters."""
+    """Return the output of a layer of symjax with these parameters."""
     chosen = config.Attention(
         differential="v1", symmetric="none" if "key" in params else "plain"
     )
@@ -48,7 +48,7 @@ def layer_output(params, x, *, depth, dtype="float64", **options):
 
 
 def conformance_cases():
-    """Causal cases of the two layers; the others restrict pairs, which ours cannot."""
+    """Return causal cases of the two layers; other cases need masks that ours lack."""
     for family in ("diff_", "diffsym_", "diffllama_"):
         for path in sorted(FOLDER.glob(f"{family}*.npz")):
             with np.load(path) as case:
@@ -93,7 +93,7 @@ WIDTH, HEADS, KV_HEADS, SIZE, EPSILON = 22, 4, 2, 6, 1e-5
 
 
 def random_layer(rng, output, *, norm):
-    """Weights [out, in] of one attention layer, grouped heads, λ far from its start."""
+    """Draw weights [out, in] of an attention layer with grouped heads and large λ."""
     queries, keys = 2 * HEADS * SIZE, 2 * KV_HEADS * SIZE
     shapes = {
         "q_proj.weight": (queries, WIDTH),
@@ -110,7 +110,7 @@ def random_layer(rng, output, *, norm):
 
 
 def rotated(x, base, first, second):
-    """Features x[first] and x[second] of [T H] as complex numbers that turn in time."""
+    """Rotate the features x[first] and x[second] of [T H] as complex numbers."""
     numbers = x[:, first] + 1j * x[:, second]
     time, i = np.ogrid[: len(x), : x.shape[1] // 2]
     numbers = numbers * np.exp(1j * time * base ** (-2 * i / x.shape[1]))
@@ -124,7 +124,7 @@ def normed(x, weight):
 
 
 def attention_by_definition(weights, x, depth, base=10000.0):
-    """One example [T D] through the official layer or a DiffLlama's."""
+    """Run one example [T D] through the official layer or that of a DiffLlama."""
     weights = {name: np.asarray(w, np.float64) for name, w in weights.items()}
     official = "subln.weight" in weights
     time, half = len(x), SIZE // 2
@@ -160,7 +160,7 @@ def attention_by_definition(weights, x, depth, base=10000.0):
 
 
 def test_official_weights_fold_into_those_of_a_diffllama():
-    """The norm's weight goes into the output projection; ours computes the same."""
+    """The output projection takes the weight of the norm; ours computes the same."""
     rng = np.random.default_rng(0)
     weights = random_layer(rng, "out_proj.weight", norm=True)
     x = rng.normal(size=(2, 9, WIDTH)).astype(np.float32)
@@ -196,7 +196,7 @@ SETTINGS = {
 
 
 def random_checkpoint(rng):
-    """The tensors of a DiffLlama, by its names."""
+    """Draw the tensors of a DiffLlama, by name."""
 
     def draw(*shape):
         return rng.normal(size=shape).astype(np.float32)
@@ -221,7 +221,7 @@ def random_checkpoint(rng):
 
 
 def logits_by_definition(tensors, tokens):
-    """One example through a DiffLlama."""
+    """Run one example through a DiffLlama."""
     tensors = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
     x = tensors["model.embed_tokens.weight"][tokens]
     for i in range(DEPTH):
@@ -249,7 +249,7 @@ def write(directory, tensors, settings=SETTINGS):
 
 
 def write_shards(directory, tensors):
-    """Two files and their index, as large checkpoints are stored."""
+    """Write two files and their index, as large checkpoints are stored."""
     from safetensors.numpy import save_file
 
     names = sorted(tensors)

@@ -1,4 +1,4 @@
-"""model.rope_scaling: every way through a model turns by the same angles."""
+"""model.rope_scaling: every way through a model rotates by the same angles."""
 
 import re
 
@@ -30,7 +30,7 @@ ATTENTION = {
 
 
 def small(kind="none", attention=None, rope=None, reads="decoder", **more):
-    """A model with small weights, of one or two blocks."""
+    """Return a model with small weights, of one or two blocks."""
     tree = {"kind": reads, "vocabulary": 11, "width": 32, "heads": 2, "depth": 1}
     tree |= {"length": 24, "positions": "rope", "rope_base": 100.0}
     tree |= {"attention": attention or {}}
@@ -81,7 +81,7 @@ def test_dynamic_is_plain_up_to_its_original_length_and_decodes_so():
 
 
 def test_a_token_read_from_a_cache_is_turned_by_the_length_when_it_was_read():
-    """As transformers decodes: keys of a layer keep the angles they were given."""
+    """As transformers decodes: cached keys keep the angles they were given."""
     model = small("dynamic")
     layer, count = model.blocks[0].attention, 12
     x = jax.random.normal(jax.random.key(1), (1, count, 32))
@@ -153,7 +153,7 @@ def test_blocks_as_one_loop_give_the_same():
 
 
 def test_a_scaled_part_of_the_features_turns_as_a_head_of_its_size(x64):
-    """rope_share and interleaved pairs scale with the number of turned features."""
+    """rope_share and interleaved pairs scale with the number of rotated features."""
     model = small("yarn", rope_share=0.5, positions="rope_interleaved")
     turn = model.blocks[0].attention.rotate
     x = jax.random.normal(jax.random.key(2), (1, 24, 2, 16))

@@ -1,4 +1,4 @@
-"""A loop over stacked blocks is the same function as the list of them."""
+"""A loop over stacked blocks computes the same function as a list of blocks."""
 
 import re
 from dataclasses import replace
@@ -46,7 +46,8 @@ def options(choice: dict, **changes) -> config.Model:
 
 
 def compiled(model: config.Model):
-    """Loss and gradients with dropout, as a function of the weights, and those."""
+    """Return loss and gradients with dropout as a function of weights, and the
+    weights."""
     graph, weights, rest = nnx.split(Decoder(model, rngs=nnx.Rngs(0)), nnx.Param, ...)
 
     def loss(weights):
@@ -57,14 +58,14 @@ def compiled(model: config.Model):
 
 
 def slopes(model: config.Model):
-    """The loss, and its gradient by weight."""
+    """Return the loss, and its gradient by weight."""
     function, weights = compiled(model)
     value, gradient = function(weights)
     return float(value), nnx.to_pure_dict(gradient)
 
 
 def assert_close(left, right, share=1e-6):
-    """Up to a share of the largest number in each array."""
+    """Compare arrays up to a share of the largest value in each."""
 
     def close(a, b):
         np.testing.assert_allclose(a, b, rtol=0, atol=share * max(1, abs(b).max()))

@@ -1,4 +1,4 @@
-"""A row gives what its documents give alone, in every mechanism."""
+"""A row gives what its documents give by themselves, in every mechanism."""
 
 import importlib
 
@@ -23,7 +23,7 @@ CONFIGS = sorted(path.stem for path in (runs.ROOT / "configs").glob("*.py"))
 
 
 def model_of(name, **more):
-    """A small model of a configuration, in float64."""
+    """Return a small model of a configuration, in float64."""
     made = importlib.import_module(f"configs.{name}").get_config("tiny")
     made.model.update(width=16, depth=2, heads=2, length=24, vocabulary=11, dropout=0.0)
     if any(x in CHUNKED for x in (made.model.attention.mechanism, *made.model.pattern)):
@@ -60,7 +60,7 @@ def rows(lengths):
 
 
 def losses_of(scores, tokens):
-    """Of every token but the last."""
+    """Return the losses of every token but the last."""
     found = losses(jnp.asarray(scores)[:, :-1], jnp.asarray(tokens[:, 1:]))
     return np.asarray(found.loss)
 
@@ -76,9 +76,9 @@ def scores_of(model, tokens, ids=None):
 
 
 def alone(model, tokens, lengths):
-    """The losses of each document by itself; NaN where the next one begins.
+    """Return the losses of each document by itself; NaN where the next one begins.
 
-    Documents are filled up to one length: in a causal model nothing sees what is after.
+    Documents are padded to one length: a causal model does not see what follows.
     """
     parts = np.split(tokens, np.cumsum(lengths)[:-1], axis=1)
     filled = [np.pad(x, ((0, 0), (0, max(lengths) - x.shape[1]))) for x in parts]
@@ -90,7 +90,8 @@ def alone(model, tokens, lengths):
 
 
 def check(model, lengths, mesh=None):
-    """The losses of a row are those of its documents, on one device and on a mesh."""
+    """Compare the losses of a row with those of its documents, on one device and a
+    mesh."""
     tokens, ids = rows(lengths)
     wanted = alone(model, tokens, lengths)
     there = ~np.isnan(wanted)
@@ -106,7 +107,7 @@ def check(model, lengths, mesh=None):
 
 @pytest.fixture
 def wide(x64, monkeypatch):
-    """Models compute in float64, which no configuration may ask for."""
+    """Let models compute in float64, which no configuration can ask for."""
     monkeypatch.setattr(transformer, "check", lambda options: None)
 
 

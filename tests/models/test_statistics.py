@@ -29,7 +29,7 @@ def scores(model, tokens):
 
 @pytest.mark.parametrize("choice", [{}, {"kind": "universal"}], ids=str)
 def test_they_are_those_of_the_queries_and_keys_of_a_layer(choice):
-    """In a universal model those of the first step."""
+    """In a universal model they are those of the first step."""
     model = small(**choice)
     first = scores(model, TOKENS)
     projection = model.blocks[0].attentions[0].projection[...]

@@ -1,4 +1,4 @@
-"""metrics.png: drawn where it can be, and never a reason to fail."""
+"""metrics.png is drawn if possible, and is never a reason to fail."""
 
 import json
 import sys

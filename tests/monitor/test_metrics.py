@@ -1,4 +1,4 @@
-"""The metrics files: what a reader finds after a run, a kill and a resumed run."""
+"""The metrics files after a run, a kill and a resumed run."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def lines(workdir):
 
 
 def run(workdir, first, last, *, start=0):
-    """Steps first … last, with an evaluation after every even one."""
+    """Log steps first … last, with an evaluation after every even step."""
     metrics = Metrics(workdir, start)
     for step in range(first, last + 1):
         metrics.write(step, {"train/loss": 1 / step})
@@ -160,8 +160,11 @@ metrics.close()
 
 
 def records(path):
-    """What the file of an offline run holds: as a log of LevelDB, in blocks of 32 KiB,
-    checksum, size and kind before each part of a record, and 7 bytes at the start."""
+    """Return the records in the file of an offline run.
+
+    The file is a LevelDB log: blocks of 32 KiB; checksum, size and kind before each
+    part of a record; 7 bytes at the start.
+    """
     from wandb.proto.wandb_internal_pb2 import (  # pyright: ignore
         Record,
     )
@@ -180,7 +183,7 @@ def records(path):
 
 
 def history(path):
-    """The rows that a run has logged, without what wandb adds to them."""
+    """Return the logged rows, without the entries that wandb adds."""
     rows = [x.history for x in records(path) if x.HasField("history")]
     found = [
         {(x.key or "/".join(x.nested_key)): json.loads(x.value_json) for x in row.item}
@@ -191,7 +194,8 @@ def history(path):
 
 
 def test_wandb_keeps_one_run_of_a_workdir_offline(tmp_path):
-    """In processes of their own: the package writes its last bytes at their end."""
+    """In processes of their own: the package writes its last bytes when a process
+    ends."""
     pytest.importorskip("wandb", reason="wandb is in no extra of the tests")
     place = {**os.environ, "WANDB_MODE": "offline", "JAX_PLATFORMS": "cpu"}
     place["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -218,7 +222,7 @@ def test_a_missing_wandb_says_how_to_get_it(tmp_path, monkeypatch):
 
 
 class Board:
-    """What a project of Weights & Biases would hold, without the package."""
+    """Stand-in for a project of Weights & Biases, without the package."""
 
     class Error(Exception):
         pass
@@ -258,7 +262,7 @@ def test_what_wandb_is_given(tmp_path, monkeypatch):
 
 
 def test_lines_wait_for_room_on_a_full_disk(tmp_path, capsys):
-    """No line is lost, doubled or torn, and the file is named once."""
+    """No line is lost, doubled or torn, and one message names the file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     metrics = Metrics(tmp_path)
     metrics.write(1, {"a": 1})

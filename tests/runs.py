@@ -1,4 +1,4 @@
-"""Small runs for tests: a text, the words of a command line, and how to say them."""
+"""Small runs for tests: texts, words of command lines, and calls of the programs."""
 
 import contextlib
 import importlib
@@ -38,7 +38,7 @@ SMALL = {
 
 @contextlib.contextmanager
 def compile_cache(folder: Path):
-    """Compiled programs go there, and nowhere once the block has ended."""
+    """Cache compiled programs in a folder inside the block."""
     before = jax.config.jax_compilation_cache_dir
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -52,15 +52,15 @@ def compile_cache(folder: Path):
 
 
 def environment() -> dict[str, str]:
-    """Without proxies, which jax warns of, and which may answer for a hub."""
+    """Return an environment without proxies: jax warns of them, and they may answer."""
     return {n: v for n, v in os.environ.items() if "_proxy" not in n.lower()}
 
 
 def reserve_port() -> int:
-    """The number of a port that the kernel gives to no other process.
+    """Return a port that the kernel gives to no other process.
 
-    A socket that is bound and does not listen keeps it, until this process ends.
-    Addresses that may be reused, as a server's, do not stand in each other's way.
+    A bound socket that does not listen keeps it until this process ends. It does not
+    block sockets that reuse addresses, such as those of a server.
     """
     here = socket.socket()
     here.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,12 +76,12 @@ def write_text(folder: Path) -> Path:
 
 
 def packed(workdir: Path, cache: Path | str = "") -> Path:
-    """The folder of the packed text of a run."""
+    """Return the folder of the packed text of a run."""
     return arrays_in(Data(cache=str(cache)), workdir / "data")
 
 
 def words(text: Path, workdir: Path | None = None, *more: str, **changes) -> list[str]:
-    """A command line of train.py; `model__width=8` changes model.width."""
+    """Return a command line of train.py; `model__width=8` changes model.width."""
     keys = SMALL | {"data.path": text}
     keys |= {name.replace("__", "."): value for name, value in changes.items()}
     given = [f"--config.{name}={value}" for name, value in keys.items()]
@@ -90,7 +90,7 @@ def words(text: Path, workdir: Path | None = None, *more: str, **changes) -> lis
 
 
 def preset(name: str, size: str, model=None, attention=None, **changes) -> Config:
-    """A configuration of configs/ for bytes, with some keys changed."""
+    """Return a configuration of configs/ for bytes, with some keys changed."""
     tree = load_config(ROOT / "configs" / f"{name}.py", size).to_dict() | changes
     tree["model"] |= {"vocabulary": 256} | (model or {})
     tree["model"]["attention"] |= attention or {}
@@ -98,7 +98,7 @@ def preset(name: str, size: str, model=None, attention=None, **changes) -> Confi
 
 
 def call(name: str, arguments: list[str]) -> int:
-    """The exit code of train.py or eval.py, run in this process."""
+    """Run train.py or eval.py in this process, and return the exit code."""
     module = importlib.import_module(name)
     try:
         run_and_exit(lambda: module.main(arguments))

@@ -1,4 +1,4 @@
-"""Scripts that measure devices run where there is none, and find what is wrong."""
+"""Benchmark scripts run without an accelerator, and find wrong results."""
 
 import importlib.util
 import json
@@ -43,7 +43,7 @@ def read(file):
 
 
 def test_wrong_numbers_are_faults():
-    """An output, a gradient, and what is not a number."""
+    """A wrong output, a wrong gradient, and NaN."""
     from device_correctness import Case, errors
 
     def attend(factor, shift=0.0):
@@ -154,7 +154,7 @@ def test_a_second_call_continues(device, monkeypatch, tmp_path, capfd):
 
 
 class Worker:
-    """Measures in a second of a clock of its own."""
+    """A worker whose rows take ten seconds of a simulated clock."""
 
     def __init__(self, clock, faults=()):
         self.clock, self.faults, self.limits = clock, faults, []

@@ -22,7 +22,7 @@ SMALL = {"model__width": 16, "log__every": 1, "steps": 2}
 
 @pytest.fixture(scope="module")
 def run(bucket, text):
-    """A run of two steps, with a trace and events of TensorBoard."""
+    """Return a run of two steps, with a trace and events of TensorBoard."""
     changes = SMALL | {"log__tensorboard": True, "log__profile": "2:2"}
     assert train(text, f"{bucket}/run", **changes) == 0
     return resolve(f"{bucket}/run")
@@ -36,7 +36,7 @@ def test_a_dry_run_makes_nothing(bucket, text, capsys):
 
 
 def test_traces_and_events_are_copied(run):
-    """What TensorBoard and XProf open, byte for byte."""
+    """Byte for byte, as TensorBoard and XProf read them."""
     found = objects(run)
     there = [x for x in found if x.startswith(("tensorboard/", "profile/"))]
     assert [x for x in there if "tensorboard/events.out.tfevents" in x]
@@ -48,7 +48,7 @@ def test_traces_and_events_are_copied(run):
 def test_weights_are_written_to_a_bucket_and_read_from_it(
     bucket, run, text, tmp_path, capsys
 ):
-    """As on a disk: the same bytes, the same model, and what is stale is gone."""
+    """As on a disk: the same bytes, the same model, and no stale objects."""
     model, folder = symjax.load(str(run)), resolve(f"{bucket}/weights")
     (folder / "config.json").write_text("{}")
     found = f"{bucket}/found.json"
@@ -108,7 +108,7 @@ def test_an_evaluation_is_written_to_a_bucket(bucket, run):
 
 
 def test_a_stream_is_trained_on_in_a_bucket(bucket, tmp_path, monkeypatch, capsys):
-    """And resumed on a machine that has nothing of it."""
+    """And resumed on a machine that has no file of the run."""
     lines = [json.dumps({"text": line}) for line in TEXT.splitlines()]
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))
@@ -131,7 +131,7 @@ def test_a_stream_is_trained_on_in_a_bucket(bucket, tmp_path, monkeypatch, capsy
 
 
 def test_wandb_keeps_one_run_of_a_workdir_in_a_bucket(bucket, tmp_path, monkeypatch):
-    """Of two machines; what it writes itself stays on each."""
+    """From two machines; files that wandb writes itself stay on each machine."""
     started = []
     board = SimpleNamespace(
         init=lambda **given: started.append(given) or SimpleNamespace(finish=id),

@@ -1,4 +1,4 @@
-"""What the README and the pages show runs, and says the truth."""
+"""Code and commands in the README and on the pages run, and give what is shown."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ STANDS_FOR = {"M": "softmax", "$i": "0", "$I": "0"}
 
 
 def documented():
-    """(program, arguments) of every command line in the documents."""
+    """Return (program, arguments) of every command line in the documents."""
     found = {}
     for path in DOCUMENTS:
         text = path.read_text(encoding="utf-8").replace("\\\n", "")
@@ -44,8 +44,10 @@ def snippets(path):
 
 @pytest.mark.always
 def test_the_snippets_of_the_readme_run(tmp_path, monkeypatch):
-    """That of functions as it stands, that of a loaded run beside a small run; those
-    of the first pages too, which load the same run."""
+    """Snippets of functions run as they are; those that load a run get a small run.
+
+    The same for the first pages, which load the same run.
+    """
     functions, loaded = snippets(ROOT / "README.md")
     (home,) = snippets(ROOT / "docs/index.md")
     used, flax = snippets(ROOT / "docs/getting-started.md")
@@ -70,7 +72,7 @@ def test_the_readme_is_short():
 
 @pytest.fixture
 def page(monkeypatch):
-    """The names that the code of the page on mechanisms defines."""
+    """Return the names that the code of the page on mechanisms defines."""
     for kind, names in ADDED.items():  # gone after the test
         for name in names:
             monkeypatch.setitem(TABLES[kind][0], name, None)
@@ -154,7 +156,7 @@ def test_every_configuration_names_its_command_and_builds_its_models(path):
 
 
 class Parsed(Exception):
-    """The words have passed, and nothing has run yet."""
+    """Raised when words are parsed and nothing has run yet."""
 
 
 def stop(*_):

@@ -1,4 +1,4 @@
-"""eval.py: one checkpoint in, every number out, from the workdir alone."""
+"""eval.py computes all numbers of a checkpoint from the workdir alone."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def original(tmp_path_factory, cache):
 
 @pytest.fixture
 def workdir(original, tmp_path, monkeypatch):
-    """A copy of the run, with a packed text of its own."""
+    """Return a copy of the run, with a packed text of its own."""
     shutil.copytree(original, tmp_path / "run")
     place = packed(original)
     shutil.copytree(place, tmp_path / "symjax" / "data" / place.name)

@@ -1,4 +1,4 @@
-"""The scripts of examples/ run at toy size and end well."""
+"""The scripts of examples/ run to their end at toy size."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ from symjax.distributed.exit_codes import run_and_exit
 
 
 def run_example(name, words):
-    """The exit code of a script of examples/, run in this process."""
+    """Run a script of examples/ in this process, and return the exit code."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"examples/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Figures: the colours of numbers, and curves through points."""
+"""Figures: colours of values, and curves through points."""
 
 import io
 
@@ -11,7 +11,7 @@ from symjax.figures import Grid, Lines, Panels, png, smoothed
 
 
 def shows(figure, name, *shares):
-    """Whether areas of the image have these colours of a scale, but for rounding."""
+    """Return whether areas of the image have these colours, up to rounding."""
     image = Image.open(io.BytesIO(png(figure, dpi=40))).convert("RGB")
     areas = [colour for count, colour in image.getcolors(1 << 20) if count > 100]
     wanted = 255 * colormaps[name](np.array(shares))[:, None, :3]
@@ -19,7 +19,8 @@ def shows(figure, name, *shares):
 
 
 def leaves(figure):
-    """Whether something is drawn at the edge of the image, where it is cut off."""
+    """Return whether something is drawn at the edge of the image, where it is cut
+    off."""
     image = np.array(Image.open(io.BytesIO(png(figure))).convert("L"))
     edges = image[[0, -1]].ravel(), image[:, [0, -1]].ravel()
     return bool((np.concatenate(edges) < 255).any())

@@ -1,8 +1,8 @@
-"""Random wrong configurations: one line, exit code 2, and no run.
+"""Random wrong configurations give one line, exit code 2, and no run.
 
-Every case is wrong by construction; which one, and what right choices stand beside it,
-is drawn from a seed. `pytest -m slow tests/test_fuzz.py` draws configurations without
-knowing whether they are right.
+Every case is wrong by construction. A seed draws what is wrong, and right choices
+beside it. `pytest -m slow tests/test_fuzz.py` also draws configurations without knowing
+whether they are right.
 """
 
 import random
@@ -205,7 +205,7 @@ def test_wrong_configurations_end_in_one_line_and_start_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_any_configuration_is_refused_by_a_line_or_makes_a_training_step(seed):
-    """30 configurations a seed, traced and not compiled."""
+    """30 configurations per seed, traced and not compiled."""
     draw = random.Random(seed)
     made = 0
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Code of users outlives its process: stored with the run, run only when asked for."""
+"""Code of users is stored with the run, and runs only when asked for."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def softcap(tmp_path):
 
 
 def given(folder, *more, **changes):
-    """Words that train a small model with the mechanism."""
+    """Return words that train a small model with the mechanism of the file."""
     keys = {name.replace(".", "__"): value for name, value in CHOSEN.items()}
     keys |= {"steps": 2} | changes
     return words(write_text(folder), folder / "run", *map(str, more), **keys)
@@ -45,7 +45,7 @@ def given(folder, *more, **changes):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache):
-    """A run of a file that is gone."""
+    """Return a run whose file of the mechanism is deleted."""
     folder = tmp_path_factory.mktemp("softcap")
     path = folder / "softcap.py"
     path.write_text(SOFTCAP)
@@ -56,7 +56,7 @@ def trained(tmp_path_factory, cache):
 
 
 def program(name, *arguments, folder):
-    """A program in a process of its own, as (exit code, stdout, stderr)."""
+    """Run a program in a process of its own; return (exit code, stdout, stderr)."""
     command = [sys.executable, str(ROOT / f"{name}.py"), *map(str, arguments)]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     more = {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
@@ -74,8 +74,10 @@ def program(name, *arguments, folder):
 
 @pytest.mark.always
 def test_a_run_outlives_the_file_of_its_mechanism(softcap, tmp_path):
-    """Trained by one process, refused by the next, and read by one that may run it,
-    from another folder."""
+    """One process trains, the next is refused, and one that may run the code reads it.
+
+    The last one runs in another folder.
+    """
     arguments = given(tmp_path, "--import", "softcap.py")
     code, out, err = program("train", *arguments, folder=tmp_path)
     assert code == 0, err
@@ -163,7 +165,7 @@ def test_weights_come_from_a_run_by_its_stored_code(trained, tmp_path, capsys):
 
 
 def test_a_configuration_that_adds_its_mechanism_is_stored(tmp_path, capsys):
-    """Its own helpers too, which are then not beside it."""
+    """With the helpers that it imports, which are deleted afterwards."""
     (tmp_path / "capped_scores.py").write_text(SOFTCAP)
     path = tmp_path / "capped.py"
     path.write_text(
@@ -216,7 +218,7 @@ def test_a_module_is_found_from_the_current_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A function that installs a package with an entry point."""
+    """Return a function that installs a package with an entry point."""
 
     def install(name, text):
         site = tmp_path / "site"
@@ -334,7 +336,7 @@ def test_damaged_stored_code_is_refused(harm, softcap):
 
 
 def stored_code(folder, text=SOFTCAP, **modules):
-    """What a run stores of a file that imports these modules."""
+    """Return what a run stores of a file that imports these modules."""
     for name, content in modules.items():
         (folder / f"{name}.py").write_text(content)
     path = folder / "capped_by_parts.py"

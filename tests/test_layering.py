@@ -46,7 +46,7 @@ def room(path):
 
 
 def imported(path, tree=None):
-    """Every absolute module name that a file imports, those of `from` joined."""
+    """Return every absolute module name that a file imports."""
     for node in ast.walk(tree or ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

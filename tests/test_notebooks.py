@@ -1,4 +1,4 @@
-"""The notebooks run, give the outputs that they have stored, and name no machine."""
+"""Notebooks run, reproduce their stored outputs, and name no machine."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ NUMBER = r"-?\d+(\.\d+)?(e[-+]?\d+)?"
 
 
 def outputs(notebook, varies=()):
-    """Of every cell: the kinds of its outputs, and their text without its numbers."""
+    """Return the kinds of outputs of every cell, and their text without numbers."""
     found = []
     for cell in notebook.cells:
         if cell.cell_type != "code":
@@ -70,7 +70,7 @@ def test_a_stored_notebook_is_whole_and_names_no_machine(path):
 
 
 def test_the_softmax_off_by_one_has_the_gradient_of_its_definition():
-    """One more score of 0, whose weight is dropped, is the definition."""
+    """The definition has one more score of 0, whose weight is dropped."""
     notebook = nbformat.read(ROOT / "notebooks" / "mechanism.ipynb", as_version=4)
     found: dict = {}
     exec(next(x.source for x in notebook.cells if x.cell_type == "code"), found)

@@ -1,6 +1,7 @@
-"""Mechanisms, feature maps and decays of users in everything that a model goes through.
+"""Mechanisms, feature maps and decays of users, in everything a model goes through.
 
-A logit soft-cap with an option, a feature map, and a gated recurrence with an option.
+The files have a logit soft-cap with an option, a feature map, and a gated recurrence
+with an option.
 """
 
 import dataclasses
@@ -44,7 +45,8 @@ def chosen(keys):
 
 
 def command(name, folder, *more):
-    """Words that train a small model with one of `USED`; its file is in the folder."""
+    """Return words that train a small model with one of `USED`, whose file is
+    written."""
     text, keys = USED[name]
     path = folder / f"{name}.py"
     path.write_text(text)
@@ -135,7 +137,7 @@ def test_stored_options_that_are_none_are_refused(tree, softcap):
 
 @pytest.mark.parametrize("differential", ["none", "v1", "v2"])
 def test_a_layer_gives_its_mechanism_the_option(softcap, differential):
-    """Against scores that are so small that no cap matters, and against equal ones."""
+    """Small scores, which no cap changes, and large scores, which become equal."""
     x = np.random.default_rng(0).normal(size=(2, 9, 32)).astype(np.float32)
 
     def output(**changes):
@@ -205,7 +207,7 @@ def test_a_pattern_gives_each_mechanism_its_options(softcap):
 
 
 def test_weights_of_a_decay_of_users_are_converted(tmp_path):
-    """To two branches of a head, which keep the gate of the head; and to softmax."""
+    """To two branches of a head, which share the gate of the head, and to softmax."""
     (tmp_path / "leaky.py").write_text(USED["leaky"][0])
     chosen = config.Attention(mechanism="leaky", decay="sigmoid")
     model = config.Model(width=16, heads=2, depth=1, vocabulary=9, attention=chosen)
@@ -234,9 +236,11 @@ def program(main, *given):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USED)
 def test_a_run_goes_everywhere(name, tmp_path, monkeypatch, capsys):
-    """Trained, resumed, evaluated by all tasks, compared, loaded, continued, converted,
-    written and read as a folder, and judged by the harness; each time as in a new
-    process, and from another folder."""
+    """A run is trained, resumed, evaluated by all tasks, compared and loaded.
+
+    It is also continued, converted, exported and read again, and evaluated by the
+    harness; each time as in a new process, and from another folder.
+    """
     given = command(name, tmp_path)
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()

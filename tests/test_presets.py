@@ -1,4 +1,4 @@
-"""The large presets of configs/: their sizes, and what they have in common."""
+"""The large presets of configs/: their numbers of parameters, and shared properties."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ SIZES["7b"] = (7e9, 0.1)
 
 
 def parameters(model) -> int:
-    """Counted from one block and two: all blocks are alike."""
+    """Return the number of parameters, from models of one and of two blocks."""
     one, two = (count(dataclasses.replace(model, depth=n)) for n in (1, 2))
     return one + (model.depth - 1) * (two - one)
 

@@ -1,4 +1,4 @@
-"""Every command of docs/pretraining.md, in order, on a small stand-in for its data."""
+"""The commands of docs/pretraining.md run in order, on small data."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SMALL = {
 
 
 def commands():
-    """(program, words) of every command line of the page, in its order."""
+    """Return (program, words) of every command line of the page, in order."""
     lines = PAGE.replace("\\\n", "")
     found = re.findall(
         r"^(?:JAX_PLATFORMS=cpu )?python (train|eval)\.py (.*)$", lines, re.M
@@ -36,10 +36,10 @@ def commands():
 
 
 def at_toy_size(words, folder):
-    """The words of a command, with keys of a toy after its own.
+    """Return the words of a command, followed by keys of a toy model.
 
-    Meshes are of as many devices as there are here, and a machine that is elsewhere
-    is left out: its compiler may not be installed.
+    Meshes have as many devices as there are here. A target machine is left out, because
+    its compiler may not be installed.
     """
     if "--target" in words:
         place = words.index("--target")

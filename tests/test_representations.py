@@ -1,4 +1,4 @@
-"""What a notebook shows of a value: a few lines, whatever arrays it holds."""
+"""Notebooks show a value in a few lines, whatever arrays it holds."""
 
 import dataclasses
 

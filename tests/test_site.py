@@ -26,7 +26,7 @@ PUBLIC = [
 
 
 def loaded(path):
-    """The module of a file in docs/, which is no package."""
+    """Import a file of docs/, which is no package."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -58,7 +58,7 @@ def test_a_page_has_the_cost_the_key_and_the_source_of_its_mechanism(name):
 
 
 def calls():
-    """(function, keywords, number of arguments) of the code on the pages."""
+    """Return (function, keywords, number of arguments) of calls on the pages."""
     for text in TEXTS.values():
         for code in re.findall(r"```python\n(.*?)```", text, re.S):
             for node in ast.walk(ast.parse(code)):
@@ -104,7 +104,7 @@ def test_the_figure_is_drawn_of_runs(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TEXTS.keys() - {"index"}))
 def test_a_picture_is_what_the_code_draws(name, tmp_path):
-    """The same but for fonts and rounding."""
+    """Equal up to fonts and rounding."""
     (tmp_path / "new.png").write_bytes(drawn().picture(name))
     images = [Image.open(x) for x in (tmp_path / "new.png", PAGES / f"{name}.png")]
     one, two = (image.convert("L").resize((80, 30)) for image in images)
@@ -113,7 +113,7 @@ def test_a_picture_is_what_the_code_draws(name, tmp_path):
 
 
 def messages():
-    """Every string of the code, … for what is put into it."""
+    """Return every string of the code, with … for inserted values."""
     for path in (ROOT / "symjax").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
@@ -135,7 +135,7 @@ ROOMS = (attention, layers, models, exchange)
 
 
 def documented():
-    """The dotted paths of everything in the API reference, members of modules too."""
+    """Return the dotted paths of all entries of the API reference and their members."""
     for path, options in re.findall(
         r"^::: (\S+)((?:\n    .*)*)", REFERENCE, flags=re.MULTILINE
     ):

@@ -1,4 +1,4 @@
-"""The first line of a program: before slow imports, and of one process alone."""
+"""The first line of a program appears before slow imports, from one process alone."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What names a folder, a bucket, or nothing that a run can live in."""
+"""Paths that name a folder, a bucket, or no place for a run."""
 
 import importlib.util
 from pathlib import Path
@@ -22,7 +22,7 @@ REFUSED = {
 def test_a_path_that_no_run_can_use_is_refused_in_one_line(
     workdir, tmp_path, monkeypatch, capsys
 ):
-    """It would be a folder of that name on the disk."""
+    """Otherwise it would become a folder of that name."""
     monkeypatch.chdir(tmp_path)
     text = write_text(tmp_path)
     assert train(text, workdir) == 2
@@ -53,7 +53,7 @@ def test_a_workdir_is_absolute_and_has_a_local_folder(tmp_path, monkeypatch):
 
 
 def test_pathlib_takes_a_slash_of_a_bucket():
-    """Which would be a folder gs: of the disk, and weights written there be lost."""
+    """The path would name a folder gs: on the disk, and weights in it would be lost."""
     for find in (resolve, resolve_url):
         assert str(find(Path("gs://models/runs/one"))) == "gs://models/runs/one"
         with pytest.raises(ValueError, match="s3:// is not supported"):

@@ -1,4 +1,4 @@
-"""What a run survives: damage, kills, a full disk, a second process, hostile files."""
+"""Runs survive damage, kills, a full disk, a second process, and hostile files."""
 
 import json
 import os
@@ -27,7 +27,7 @@ SMALL = {"model__width": 16, "checkpoint__every": 2, "log__every": 1}
 
 @pytest.fixture(scope="module")
 def original(text, tmp_path_factory):
-    """A run with checkpoints 2 and 4, and the trees to read them with."""
+    """Return a run with checkpoints 2 and 4, and trees to restore them."""
     workdir = tmp_path_factory.mktemp("original") / "run"
     assert train(text, workdir, steps=4, **SMALL) == 0
     return workdir
@@ -47,7 +47,7 @@ def shapes(original):
 
 
 def bits(workdir, shapes, step=None):
-    """Every array, the step it is of, and what was said."""
+    """Return every array, its step, and the messages."""
     said: list[str] = []
     checkpoints = Checkpoints(workdir / "checkpoints")
     trees, meta = checkpoints.restore(shapes, step, warn=said.append)
@@ -84,7 +84,7 @@ def files(checkpoint):
 
 
 def restored_or_named(workdir, shapes, wanted):
-    """Whether the newest checkpoint was given up; nothing third may happen."""
+    """Return whether the newest checkpoint was refused; no third outcome is allowed."""
     arrays, step, said = bits(workdir, shapes)
     assert arrays == wanted[step]
     if step == 4:
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_named(damage, pattern, workdir, shapes, wanted):
 def test_damage_to_any_file_of_a_trained_model_is_harmless_or_named(
     damage, workdir, shapes, wanted
 ):
-    """Each file in turn; of a flipped bit, at nine places of the file."""
+    """Damage each file in turn; flip a bit at nine places of the file."""
     newest = workdir / "checkpoints" / "4"
     places = np.linspace(0, 1, 9) if damage is flip else [None]
     tried = named = 0
@@ -156,7 +156,7 @@ def test_a_checkpoint_deleted_up_to_any_file_is_harmless_or_named(
 def test_torn_empty_and_stray_directories_do_not_stop_a_run(
     workdir, shapes, text, tmp_path, capsys
 ):
-    """As kills leave them: within a deletion, within a save, before any file."""
+    """As kills leave them: during a deletion, during a save, before the first file."""
     checkpoints = workdir / "checkpoints"
     for path in files(checkpoints / "4")[::2]:
         (checkpoints / "4" / path).unlink()
@@ -251,7 +251,7 @@ TMPFS = 'mount -t tmpfs -o size="$1" tmpfs "$2" || exit 77; shift 2; exec "$@"'
 
 
 def on_a_small_disk(size, disk, words):
-    """A process that alone sees a disk of that size."""
+    """Run a process that sees a disk of this size."""
     place = ["unshare", "-rm", "bash", "-c", TMPFS, "bash", size, str(disk)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     try:
@@ -269,9 +269,11 @@ def on_a_small_disk(size, disk, words):
 
 @pytest.mark.slow
 def test_a_full_disk_is_a_warning_and_at_the_end_an_error(text, tmp_path):
-    """It fills at step 7, has room once the save of step 10 is given up, and fills at
-    17: checkpoint 10 is missing, 15 is there, 20 ends the run with one line, and the
-    same command continues from 15."""
+    """The disk is full in steps 7 to 10 and from step 17 on.
+
+    It has room again after the failed save of step 10, so 15 is there. The save of step
+    20 ends the run with one line, and the same command continues from 15.
+    """
     (tmp_path / "disk").mkdir()
     script = [sys.executable, "-c", FULL, tmp_path / "disk", text, tmp_path / "cache"]
     done = on_a_small_disk("4m", tmp_path / "disk", map(str, script))
@@ -291,7 +293,7 @@ def test_a_full_disk_is_a_warning_and_at_the_end_an_error(text, tmp_path):
 
 
 class Evil:
-    """Unpickled, it leaves a file."""
+    """A class that writes a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -305,7 +307,7 @@ watching = False
 
 
 def watch(event, arguments):
-    """Note what is unpickled, and the files of which code runs."""
+    """Record what is unpickled, and the files of code that runs."""
     if watching and event in ("pickle.find_class", "exec", "import", "os.system"):
         code = getattr(arguments[0], "co_filename", arguments)
         watched.append((event, str(code)))
@@ -313,7 +315,7 @@ def watch(event, arguments):
 
 @pytest.fixture
 def audit():
-    """Events of the interpreter while a test runs."""
+    """Return the audit events of the interpreter during a test."""
     global watching
     watched.clear()
     watching = True
@@ -377,7 +379,7 @@ HOSTILE = [
 def test_a_hostile_configuration_is_refused_in_one_line(
     changes, said, workdir, text, monkeypatch, capsys
 ):
-    """With a seal that is right: whoever writes the file can compute it."""
+    """Under a correct seal, which any writer of the file can compute."""
     monkeypatch.chdir(workdir)
     for step in ("2", "4"):
         path = workdir / "checkpoints" / step / "meta" / "metadata"
@@ -438,7 +440,7 @@ def test_the_best_is_kept_apart_and_never_made_way_for_a_bad_one(
 
 @pytest.mark.slow
 def test_kills_lose_nothing(tmp_path, monkeypatch):
-    """The short form of benchmarks/kills.py, which counts a hundred of them."""
+    """A short form of benchmarks/kills.py, which kills a hundred times."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     from benchmarks import kills
 

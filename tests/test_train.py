@@ -1,4 +1,4 @@
-"""train.py: what it refuses, what it prints, and that a killed run loses nothing."""
+"""train.py: refusals, output, and that a killed run loses nothing."""
 
 import json
 import os
@@ -208,7 +208,7 @@ def test_the_compile_cache_is_the_users_unless_jax_has_one(tmp_path, monkeypatch
 
 
 def process(arguments, cache, program=("train.py",), **options):
-    """A Python of its own, with one device, that writes to the cache folder only."""
+    """Run Python with one device, writing only to the cache folder."""
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environment.pop("XLA_FLAGS", None)
@@ -288,7 +288,7 @@ def logged(workdir):
 
 
 def arrays(workdir):
-    """Every array of the newest checkpoint by its path."""
+    """Return every array of the newest checkpoint by path."""
     options = load(workdir).config
     program = compile_program(options, make_mesh(options.mesh))
     abstract = {"params": program.state.params, "optimizer": program.state.optimizer}

@@ -1,4 +1,4 @@
-"""Configurations of two runs, compared."""
+"""Comparison of the configurations of two runs."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What words after `python train.py` mean, and what is refused, in one line."""
+"""The command line of train.py: the meaning of words, and refusals in one line."""
 
 import errno
 import importlib
@@ -166,7 +166,7 @@ def test_a_broken_configuration_file_is_named(content, said, tmp_path):
 
 
 def test_a_configuration_finds_its_base_from_any_directory(tmp_path, monkeypatch):
-    """That of its own project: the nearest folder configs/ above it."""
+    """The base of its own project: the nearest folder configs/ above it."""
     mine = tmp_path / "project" / "configs" / "mine.py"
     mine.parent.mkdir(parents=True)
     mine.write_text("from configs import ground\nget_config = ground.get_config\n")
@@ -273,8 +273,10 @@ def test_the_words_of_the_small_run_are_what_they_say(tmp_path):
 
 
 def test_what_one_of_several_processes_meets_alone_ends_it_at_once(monkeypatch, capsys):
-    """Without the wait for the others of an ordinary exit, also for a lost connection,
-    which jax may raise as a ValueError."""
+    """It does not wait for other processes, as an ordinary exit does.
+
+    The same holds for a lost connection, which jax may raise as a ValueError.
+    """
     ended = []
     monkeypatch.setattr(exit_codes, "is_distributed", lambda: True)
     monkeypatch.setattr(os, "_exit", ended.append)

@@ -1,4 +1,4 @@
-"""Configurations against each other: equal budgets, resumable, means by hand."""
+"""Comparisons of configurations: equal budgets, resumable, means checked by hand."""
 
 import argparse
 import json
@@ -80,10 +80,9 @@ def check_table_and_curves_agree(out, rows, batches):
 
 
 def check_runs_that_exist(out, rows):
-    """The same table from workdirs, here relative ones: of two seeds one row.
+    """Compare runs that exist, by relative paths: two seeds make one row.
 
-    On batches on which they have not evaluated as they trained, the curve is that of
-    their checkpoints.
+    If training has not evaluated on the asked batches, checkpoints give the curve.
     """
     runs = [out / f"{name}-tiny-seed{n}" for name in ("gpt", "diff") for n in (0, 1)]
     runs = [os.path.relpath(run) for run in runs]

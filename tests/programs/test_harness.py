@@ -1,4 +1,4 @@
-"""lm_eval on a model of ours, offline: scores by its definitions, and answers."""
+"""lm_eval on a symjax model, offline: scores by its definitions, and answers."""
 
 import json
 import math
@@ -47,7 +47,7 @@ CHOICES = ["sheep", "goats, 2 crows", "fox."]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A run, its model, and a folder of tasks with their data."""
+    """Return a run, its model, and a folder of tasks with their data."""
     place = tmp_path_factory.mktemp("harness")
     with compile_cache(tmp_path_factory.getbasetemp() / "jax"):
         assert train(write_text(place), place / "run", steps=20) == 0
@@ -88,7 +88,7 @@ def call(*arguments) -> int:
 
 
 def loss_after(loaded, context, text):
-    """Σ −log p of a text after a context, from the logits."""
+    """Return Σ −log p of a text after a context, from logits."""
     ids = loaded.encode(context + text)
     logits = np.asarray(loaded.logits(ids[:-1]), np.float64)
     chances = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -97,7 +97,7 @@ def loss_after(loaded, context, text):
 
 
 def rolled(loaded, text):
-    """Σ −log p of a text of bytes but its first, in lm_eval's windows of 32 tokens."""
+    """Return Σ −log p of all bytes of a text but the first, in windows of 32 tokens."""
     tokens = loaded.encode(text).tolist()
     windows = get_rolling_token_windows(tokens[1:], tokens[0], 32, 1)
     pairs = map(make_disjoint_window, windows)
@@ -381,7 +381,7 @@ def test_flags_of_runs_are_refused_for_a_folder(flag, model, tmp_path, capsys):
 
 
 def only_ours(tasks):
-    """Without the thousands of tasks of the harness, which take half a minute."""
+    """Leave out the thousands of tasks of the harness, which take half a minute."""
     from lm_eval.tasks import TaskManager
 
     def manager(include_path, include_defaults):

@@ -1,4 +1,4 @@
-"""A run in an emulated bucket is the run on disk, through kills and damage."""
+"""A run in an emulated bucket equals the run on disk, through kills and damage."""
 
 import json
 import random
@@ -30,7 +30,7 @@ SMALL = {"model__width": 16, "checkpoint__every": 2, "log__every": 1}
 
 @pytest.fixture(scope="module")
 def runs(bucket, text, tmp_path_factory):
-    """One run of four steps on disk, and one in the bucket."""
+    """Return a run of four steps on disk, and the same run in the bucket."""
     folder = tmp_path_factory.mktemp("disk") / "run"
     for workdir in (folder, f"{bucket}/run"):
         assert train(text, workdir, steps=4, **SMALL) == 0
@@ -39,7 +39,7 @@ def runs(bucket, text, tmp_path_factory):
 
 @pytest.fixture
 def workdir(runs, request):
-    """A copy of the run in the bucket."""
+    """Return a copy of the run in the bucket."""
     copy = resolve(f"gs://models/{request.node.name.replace('[', '-').strip(']')}")
     for name, content in objects(runs[1]).items():
         (copy / name).write_bytes(content)
@@ -48,12 +48,12 @@ def workdir(runs, request):
 
 @pytest.fixture
 def elsewhere(monkeypatch, tmp_path):
-    """As on a machine that has nothing of any run."""
+    """Act as a machine that has no file of any run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
 
 
 def bits(workdir, step=None):
-    """Every array of a checkpoint, its meta without dates, and what was said."""
+    """Return every array of a checkpoint, its meta without dates, and the messages."""
     program = load(workdir, step).program
     shapes = {"params": program.state.params, "optimizer": program.state.optimizer}
     said: list[str] = []
@@ -162,7 +162,7 @@ def flip(path):
 
 
 def restored_or_named(workdir, wanted):
-    """Whether the newest checkpoint was given up; nothing third may happen."""
+    """Return whether the newest checkpoint was refused; no third outcome is allowed."""
     arrays, meta, said = bits(workdir)
     assert (arrays, meta) == wanted[meta["step"]][:2]
     if meta["step"] == 4:
@@ -207,8 +207,7 @@ def test_damage_to_any_object_is_harmless_or_named(damage, workdir, runs):
 
 @pytest.mark.always
 def test_what_kills_leave_does_not_stop_a_run(workdir, text, runs, capsys):
-    """A save without its last object, and metrics that are later than the newest
-    checkpoint."""
+    """A save without its last object, and metrics later than the newest checkpoint."""
     for name, content in objects(workdir / "checkpoints" / "4").items():
         if name != "commit_success.txt":
             (workdir / "checkpoints" / "6" / name).write_bytes(content)
@@ -225,7 +224,7 @@ def test_what_kills_leave_does_not_stop_a_run(workdir, text, runs, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_that_is_killed_three_times_is_complete(seed, bucket, text, tmp_path):
-    """Kill −9 at moments that are drawn from the whole of a run."""
+    """Kill −9 at random moments of the whole run."""
     changes = SMALL | {"steps": 120, "checkpoint__every": 5, "model__dropout": 0.1}
     disk, workdir = epath.Path(tmp_path / "disk"), resolve(f"{bucket}/killed-{seed}")
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"), "JAX_PLATFORMS": "cpu"}
@@ -262,7 +261,7 @@ def test_a_run_that_is_killed_three_times_is_complete(seed, bucket, text, tmp_pa
 
 
 def test_a_store_that_does_not_answer_is_no_damage(runs, monkeypatch):
-    """Else a run would continue at an older checkpoint, and delete the newer ones."""
+    """Otherwise a run would continue from an older checkpoint and delete newer ones."""
 
     def refuse(*_, **__):
         raise aiohttp.ClientConnectionError("Cannot connect to host")
@@ -296,7 +295,7 @@ def test_a_bucket_that_cannot_be_written_is_refused(bucket, text, capsys):
 def test_metrics_that_cannot_be_copied_are_copied_later(
     runs, text, bucket, monkeypatch, capsys
 ):
-    """The disk has them, and one line says so."""
+    """They stay on the disk, and one line says so."""
     workdir, sent, refused = resolve(f"{bucket}/late"), mirror.upload, []
 
     def fails(workdir, name):

@@ -30,7 +30,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def reviews(tmp_path_factory):
-    """Short texts of random letters; the label is whether the first is early."""
+    """Return short texts of random letters, labelled by whether the first is early."""
     folder = tmp_path_factory.mktemp("reviews")
     random = np.random.default_rng(0)
     letters = random.integers(97, 123, (400, 30))
@@ -82,7 +82,7 @@ def test_the_accuracy_is_the_share_of_labels_with_the_highest_score(run):
 def test_labels_can_be_learned_from_the_weights_of_a_masked_run(
     run, reviews, tmp_path, capsys
 ):
-    """All of them but the output layer, which has other scores."""
+    """All weights are taken except the output layer, which scores other classes."""
     masked = {"data__label": "", "model__classes": 0, "steps": 1}
     assert train(tmp_path / "masked", reviews, **masked) == 0
     said = capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_labels_can_be_learned_from_the_weights_of_a_masked_run(
 
 
 def test_hidden_tokens_are_judged_by_how_many_are_right(reviews, tmp_path, capsys):
-    """Over the hidden tokens that exist; printed, and written as JSON and CSV."""
+    """Among the hidden tokens; printed, and written as JSON and CSV."""
     masked = {"data__label": "", "model__classes": 0, "steps": 40, "batch_size": 32}
     assert train(tmp_path / "run", reviews, **masked) == 0
     trained = load(tmp_path / "run")
@@ -126,7 +126,7 @@ def test_hidden_tokens_are_judged_by_how_many_are_right(reviews, tmp_path, capsy
 
 
 def test_everything_is_asked_of_an_encoder(run, tmp_path, capsys):
-    """All but speed, which takes long: no task fails, and each says something."""
+    """All tasks but the slow `speed`: none fails, and each has a result."""
     names = [name for name in TASKS if name != "speed"]
     page = tmp_path / "page.html"
     words = ["--tasks", ",".join(names), "--prompt", "early", "--report", str(page)]
@@ -185,7 +185,7 @@ TEXTS = config.Model(
 
 
 def made(model):
-    """Eight rows, as a function of (start, stop)."""
+    """Return eight rows as a function of (start, stop)."""
     random = np.random.default_rng(0)
     inputs = random.integers(-1, 9, (8, 8)).astype(np.int32)
     if model.patch:

@@ -60,7 +60,7 @@ def test_the_step_lowers_for_tpu_and_gpu_from_a_machine_without(model):
 
 
 def test_each_platform_gets_its_own_loops():
-    """On CPU attention walks over the examples; an accelerator has no such loop."""
+    """On a CPU attention loops over examples; on an accelerator it does not."""
     loops = {
         platform: exported(MODELS["differential"], platform)
         .mlir_module()

@@ -1,4 +1,7 @@
-"""Runs on separate documents learn how a document begins, and keep saying how."""
+"""Runs on separate documents learn the first token of a document.
+
+They keep the delimiters that they were trained with.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +21,7 @@ from symjax.training.saved import language_of
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run on 400 documents that begin with Q."""
+    """Return a run on 400 documents that begin with Q."""
     folder, draw = tmp_path_factory.mktemp("separate"), np.random.default_rng(0)
     texts = folder / "texts"
     texts.mkdir()
@@ -90,7 +93,7 @@ def test_an_older_run_names_its_separator_where_documents_were_joined(trained):
 
 
 def test_weights_of_an_older_run_are_a_beginning(trained, tmp_path):
-    """Its tokens mean the same."""
+    """The meaning of their tokens is the same."""
     model = symjax.load(trained)
     older = dataclasses.replace(model, language=ByteTokenizer().describe())
     symjax.save_pretrained(older, tmp_path / "older")
@@ -105,7 +108,7 @@ def test_weights_of_an_older_run_are_a_beginning(trained, tmp_path):
 
 
 def test_an_older_run_goes_on_without_its_folder_of_data(tmp_path, monkeypatch, capsys):
-    """Its text is packed again as it was."""
+    """Its text is packed again in its old format."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(60):

@@ -1,8 +1,8 @@
-"""Training on the fused kernel, interpreted, and on blocks of rows: the same losses.
+"""Training with the TPU kernel, interpreted, has the losses of training by row blocks.
 
-Adam's first steps divide gradients by their own size, so that rounding errors grow from
-step to step. How far they may grow say other runs on rows, whose weights begin a few
-rounding errors away.
+The first steps of Adam divide gradients by their size, so rounding errors grow from
+step to step. Runs by row blocks from weights that are a few rounding errors away tell
+how far they may grow.
 """
 
 import dataclasses
@@ -21,10 +21,11 @@ STEPS = 20
 
 
 def losses(name, dtype, implementation, *, moved=0.0, seed=0):
-    """Of the first steps of :tiny, on a text of a few words.
+    """Return the losses of the first steps of :tiny on a text of a few words.
 
     Args:
-        moved: each weight first grows by up to this share of itself, drawn by the seed.
+        moved: each weight is first changed by up to this share of itself, drawn by the
+            seed.
     """
     chosen = {
         "model": {"dtype": dtype},

@@ -1,4 +1,4 @@
-"""Harmful gradients change nothing but their count."""
+"""Harmful gradients change nothing except their count."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_without_a_limit_large_gradients_are_taken():
 
 
 def test_the_first_steps_are_no_measure_of_what_is_usual():
-    """A spike among the first steps is taken; the same one later is not."""
+    """A spike among the first steps is applied; the same spike later is not."""
     small, large = gradients(ENOUGH), jax.tree.map(lambda x: 50 * x, gradients(1)[0])
     transform = guarded(optax.sgd(RATE), spike=20.0)
     assert int(weights(transform, [*small[:-2], large])[1].skipped) == 0

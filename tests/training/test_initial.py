@@ -19,7 +19,7 @@ from symjax.training import initial
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A finished run with symmetric keys and differential V1, and its text."""
+    """Return a finished run with symmetric keys and differential V1, and its text."""
     folder = tmp_path_factory.mktemp("initial")
     text = write_text(folder)
     with compile_cache(folder / "jax"):
@@ -62,7 +62,7 @@ def test_fitted_statistics_of_random_features_stay_through_training(first):
 
 
 def llama_keys(folder, **changes):
-    """The command line of a model whose weights are those of the folder."""
+    """Return words for a model whose weights come from the folder."""
     model = read_folder(folder).options
     names = ("vocabulary", "width", "depth", "heads", "feedforward", "activation")
     names += ("norm", "positions", "rope_base", "bias", "tie_embeddings", "head_size")
@@ -71,7 +71,7 @@ def llama_keys(folder, **changes):
 
 
 def save_llama(folder, **changes):
-    """A random Llama that transformers would load, with a token for every byte."""
+    """Write a random Llama as transformers would, with a token for every byte."""
     chosen = {"positions": "rope", "rope_base": 500.0, "norm": "rmsnorm"}
     chosen |= {"activation": "swiglu", "feedforward": 40, "bias": False}
     sizes = {"vocabulary": 256, "width": 32, "depth": 1, "heads": 4, "kv_heads": 2}

@@ -1,4 +1,4 @@
-"""A run: what it logs, saves, resumes from, and how it stops."""
+"""A run: what it logs and saves, and how it resumes and stops."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def steps(workdir):
 
 
 def at_step(monkeypatch, number, act):
-    """Call `act` when the numbers of that step have been read."""
+    """Call `act` when the metrics of that step have been read."""
     report = loop.report
 
     def reported(run, done, metrics):
@@ -175,7 +175,7 @@ def test_a_second_signal_stops_at_once(text, workdir, monkeypatch, capfd):
 
 
 def signalled(monkeypatch, room, name, *, after=False):
-    """SIGTERM comes where a function is called, or as it returns."""
+    """Send SIGTERM when a function is called, or when it returns."""
     task = getattr(room, name)
 
     def run(*arguments, **options):
@@ -263,7 +263,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(text, workdir, monkeypatch):
 
 
 def poison(monkeypatch, number):
-    """The weights that a step makes are not numbers, though its loss was one."""
+    """Make the weights of a step NaN, although its loss is finite."""
     compiled_step = compile.compiled_step
 
     def poisoned(program, shape):
@@ -305,7 +305,7 @@ def test_spoilt_weights_are_never_saved(every, text, workdir, monkeypatch, capsy
 
 
 def test_spikes_are_skipped_and_counted(text, workdir, capsys):
-    """Norms above their mean, which some are after the first twenty steps."""
+    """After twenty steps, gradient norms above their mean count as spikes."""
     keys = {"optimizer__spike": 1.0, "optimizer__nonfinite": "skip", "log__every": 1}
     keys |= {"optimizer__decay_steps": 40, "optimizer__learning_rate": 0.0}
     assert train(text, workdir, steps=40, **keys) == 0
@@ -323,7 +323,7 @@ def test_spikes_are_skipped_and_counted(text, workdir, capsys):
 
 
 def test_the_rate_that_is_logged_is_the_one_that_is_used(text, workdir):
-    """After twenty steps all others are skipped, and the schedule stands still."""
+    """After twenty steps all steps are skipped, so the schedule does not advance."""
     keys = {"optimizer__spike": 1e-3, "optimizer__nonfinite": "skip", "log__every": 1}
     keys |= {"optimizer__schedule": "linear_schedule", "optimizer__learning_rate": 0.1}
     assert train(text, workdir, steps=60, optimizer__final=0, **keys) == 1
@@ -343,7 +343,7 @@ def test_other_steps_that_change_the_learning_rate_are_said(text, workdir, capsy
 
 @pytest.fixture
 def older(monkeypatch):
-    """Checkpoints are stored as they were before optimizer.version."""
+    """Store checkpoints as before optimizer.version existed."""
     save = Checkpoints.save
 
     def stored(self, step, trees, meta):

@@ -1,4 +1,4 @@
-"""Losses in parts of the tokens, and their gradients, are those of all logits."""
+"""Losses in parts of the tokens, with gradients, equal those of all logits at once."""
 
 import dataclasses
 
@@ -25,7 +25,8 @@ def example(model=MODEL):
 
 
 def gradients(model, hidden, targets, z_loss=0.1):
-    """Losses, their means, and the gradients of these by weights and hidden states."""
+    """Return losses, their means, and gradients of the means by weights and hidden
+    states."""
     graph, weights = nnx.split(model)
 
     def total(weights, hidden):
@@ -52,7 +53,7 @@ def test_parts_have_the_losses_and_gradients_of_the_whole(monkeypatch, tied, lar
 
 
 def definition(model, hidden, targets):
-    """Logits in float64, their log Σ exp, and which tokens have a target."""
+    """Return logits in float64, their log Σ exp, and which tokens have a target."""
     weights = {
         x: np.asarray(y[...], np.float64)
         for x, y in vars(model.head).items()
@@ -96,8 +97,11 @@ def test_means_have_the_gradient_of_the_definition(monkeypatch, largest):
 @pytest.mark.parametrize("largest", (100, 2**26), ids=("parts", "whole"))
 @pytest.mark.parametrize("middle", (1000, 50, -80, -1000))
 def test_losses_of_large_logits_keep_their_digits(monkeypatch, largest, middle):
-    """And gradients. Of logits without rounding, some of whose tokens are sure: exp
-    overflows or vanishes for all, or for some of each part."""
+    """Losses and gradients.
+
+    Logits are exact, and some tokens are certain: exp overflows or underflows for all
+    tokens of a part, or for some.
+    """
     monkeypatch.setattr(loss, "LARGEST", largest)
     model, hidden, targets = example()
     kernel, bias = model.head.kernel, model.head.bias
@@ -167,7 +171,7 @@ def test_parts_on_a_mesh_are_those_of_one_device(monkeypatch, axes):
 
 
 def test_no_array_holds_the_logits_of_all_tokens(monkeypatch):
-    """Forward and backward: the compiled program takes less memory than one."""
+    """Forward and backward, the compiled program takes less memory than that array."""
     vocabulary, tokens = 4096, (2, 64)
     model = models.Decoder(
         dataclasses.replace(MODEL, vocabulary=vocabulary), rngs=nnx.Rngs(0)

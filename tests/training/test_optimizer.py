@@ -1,4 +1,4 @@
-"""The optimizer: what is clipped, what decays, what is refused, where moments lie."""
+"""The optimizer: clipping, weight decay, refusals, and sharding of moments."""
 
 import dataclasses
 
@@ -127,7 +127,7 @@ def test_moments_have_the_paths_and_shapes_of_the_weights(name, params):
 
 
 def test_muon_moves_kernels_of_blocks_by_an_orthogonal_matrix(params):
-    """In steps of AdamW's size, and all other weights as AdamW does."""
+    """Its steps have the size of those of AdamW, which moves all other weights."""
     rng = np.random.default_rng(2)
     gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), params)
     both = [
@@ -161,7 +161,7 @@ def test_muon_leaves_kernels_of_one_row_or_column_to_adamw():
 
 @pytest.fixture
 def decoder():
-    """Weights of a decoder with an output layer of its own."""
+    """Return the weights of a decoder with a separate output layer."""
     shapes = config.Model(vocabulary=7, width=6, depth=1, heads=2, length=5)
     params = nnx.to_pure_dict(nnx.state(build(shapes, rngs=nnx.Rngs(0)), nnx.Param))
     return jax.tree.map(lambda x: jnp.full(x.shape, 0.5), params)
@@ -172,7 +172,7 @@ EMBEDDINGS = ("embedding", "positions", "head")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_embeddings_have_a_rate_of_their_own(name, decoder):
-    """Of step 2, which knows the moments of step 1."""
+    """Compares step 2, which has moments of step 1."""
     rng = np.random.default_rng(2)
     gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape)), decoder)
     moved = []
@@ -233,7 +233,7 @@ def test_the_shapes_alone_decide(params):
 
 
 def test_the_mean_of_the_weights_has_nothing_of_the_first_ones():
-    """Weights 0 before step 1 and 1 since have the mean 1 (0.0952 in older runs)."""
+    """Weights are 0 before step 1 and 1 since; the mean is 1 (0.0952 in older runs)."""
     weights, change = {"w": jnp.zeros(3)}, {"w": jnp.ones(3)}
     for corrected, wanted in ((True, 1.0), (False, 1 - 0.999**100)):
         transform = averaged(0.999, corrected=corrected)
@@ -291,7 +291,7 @@ def test_a_whole_number_is_a_float_where_a_key_is_one(params):
 
 
 def layer_of(**changes):
-    """Weights of a decoder with one block, all 0.5."""
+    """Return the weights of a decoder with one block, all 0.5."""
     shapes = config.Model(vocabulary=7, width=8, depth=1, heads=2, length=5)
     chosen = dataclasses.replace(shapes.attention, **changes)
     model = build(dataclasses.replace(shapes, attention=chosen), rngs=nnx.Rngs(0))

@@ -33,7 +33,7 @@ FALLING = set(SCHEDULES) - {"constant_schedule", "warmup_constant_schedule"}
 
 
 def rates(steps, count, **changes):
-    """Of the first `count` steps."""
+    """Return the rates of the first `count` steps."""
     rate = schedule(options(**changes), steps)
     return np.array([rate(taken) for taken in range(count)])
 
@@ -41,7 +41,7 @@ def rates(steps, count, **changes):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 4])
 def test_the_first_step_moves_and_the_last_step_has_the_rate_of_the_end(name, warmup):
-    """Of 20 steps: step n of a warm-up of w has n/w of the peak."""
+    """Of 20 steps; step n of a warm-up of w steps has n/w of the peak."""
     found = rates(20, 31, schedule=name, warmup=warmup, final=0.2)
     rising = warmup if name.startswith("warmup") or name == "wsd" else 0
     np.testing.assert_allclose(
@@ -98,7 +98,7 @@ FORMER = {
 @pytest.mark.parametrize("warmup", [0, 4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_an_older_run_keeps_the_rates_that_it_began_with(name, warmup):
-    """As they were before optimizer.version, also without a cool-down."""
+    """The rates before optimizer.version existed, also without a cool-down."""
     given = {"schedule": name, "warmup": warmup, "final": 0.2, "cooldown": 0.25}
     found = rates(20, 31, version=1, **given)
     former = FORMER[name](0.1, 0.02, warmup)

@@ -1,4 +1,4 @@
-"""The table of places: every weight has one, and every mesh gives the same training."""
+"""The sharding table: every weight has a rule, and all meshes train the same."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ FEATURES = {"feature_count": 16, "chunk_size": 8}
 
 
 def of(*pattern, **attention):
-    """The model with one block of each mechanism."""
+    """Return the model with one block of each mechanism."""
     chosen = config.Attention(**attention)
     return replace(MODEL, depth=len(pattern), pattern=pattern, attention=chosen)
 
@@ -88,18 +88,19 @@ def train(options: config.Config, seed: int = 0) -> tuple[State, list[float]]:
 
 @functools.cache
 def alone(model: str) -> tuple[State, list[float]]:
-    """Training on one device."""
+    """Train on one device."""
     mesh = config.Mesh(data=1)
     return train(replace(OPTIONS, model=MODELS[model], mesh=mesh))
 
 
 def mesh_of(shape: str) -> config.Mesh:
-    """data × fsdp × tensor × sequence"""
+    """Return a mesh of data × fsdp × tensor × sequence devices."""
     return config.Mesh(*map(int, shape.split("x")))
 
 
 def heard(capfd) -> list[str]:
-    """Lines of XLA about arrays that it could move only by gathering them whole."""
+    """Return warnings of XLA about arrays that it can only reshard by gathering
+    them."""
     lines = capfd.readouterr().err.splitlines()
     return [line for line in lines if "nvoluntary full remat" in line]
 
@@ -169,7 +170,7 @@ def test_a_warning_of_xla_would_be_heard(capfd):
 
 @functools.cache
 def memory(fsdp: int) -> tuple[int, int]:
-    """Bytes a device: of what a training step is given, and of all that it needs."""
+    """Return bytes per device: inputs of a training step, and all that it needs."""
     model = replace(MODEL, vocabulary=256, width=128, dropout=0.0)
     options = replace(OPTIONS, model=model, mesh=config.Mesh(data=1, fsdp=fsdp))
     program = compile_program(options, make_mesh(options.mesh))
@@ -187,7 +188,7 @@ def memory(fsdp: int) -> tuple[int, int]:
     "fsdp", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
 )
 def test_fsdp_splits_memory(fsdp):
-    """Weights and moments but for norms and biases, and two thirds of everything."""
+    """Weights and moments except norms and biases, and two thirds of all memory."""
     (given, total), (one_given, one_total) = memory(fsdp), memory(1)
     print(f"fsdp {fsdp}: {given} of {one_given}, {total} of {one_total} bytes")
     assert given < 1.1 * one_given / fsdp

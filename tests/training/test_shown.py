@@ -1,4 +1,4 @@
-"""What a run says while it runs, and what it leaves out when asked to."""
+"""What a run prints while it trains, and what it leaves out when asked to."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_the_line_says_where_tables_are_of_other_batches(text, tmp_path, capsys)
 
 
 class Compiled:
-    """What stands for a program and its step."""
+    """Stand-in for a program and its step."""
 
     mesh = state = constants = None
 

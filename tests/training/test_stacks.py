@@ -1,4 +1,4 @@
-"""An optimizer in stacks of layers does what it does to each layer."""
+"""An optimizer on stacks of layers does what it does on each layer."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def test_what_is_stacked_and_split_is_as_it_was(weights):
     ids=str,
 )
 def test_three_steps_are_those_of_layers_apart(chosen, weights):
-    """Which weights decay, and which are matrices, is that of a single layer."""
+    """Weight decay and the choice of matrices are those of a single layer."""
     chosen = dataclasses.replace(
         config.Optimizer(), weight_decay=0.1, ema=0.9, clip=1.0, **chosen
     )

@@ -1,4 +1,5 @@
-"""Runs on a stream: the same batches however it is packed, and an end while waiting."""
+"""Runs on a stream: batches do not depend on packing, and a run can end while
+waiting."""
 
 import json
 import os
@@ -41,7 +42,7 @@ def losses(workdir):
 
 
 def test_a_resumed_run_reads_the_same_batches_bitwise(keys, tmp_path, capsys):
-    """Of three shards, also where the cache was cleared."""
+    """With three shards, also after the cache was cleared."""
     assert train("", tmp_path / "whole", steps=22, **keys) == 0
     assert "9,000 training tokens of a stream" in capsys.readouterr().err
     for steps in (9, 22):

@@ -24,7 +24,7 @@ def train(workdir, **changes):
 
 
 def test_a_run_learns_its_task_and_is_judged_by_answers(tmp_path, capsys):
-    """Six symbols: chance is ln 6. A resumed run is the undisturbed one."""
+    """Six symbols: guessing costs ln 6. A resumed run equals the undisturbed one."""
     rate = {"optimizer__learning_rate": 3e-3, "optimizer__decay_steps": 300}
     assert train(tmp_path / "one", steps=300, batch_size=32, **rate) == 0
     said = capsys.readouterr().err

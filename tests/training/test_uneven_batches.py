@@ -1,7 +1,7 @@
 """A batch has one loss and one gradient, however it is split.
 
-Rows have unequal numbers of targets, as documents apart and answers give them. In
-float64, so that nothing but the order of sums differs.
+Rows have unequal numbers of targets, as with separate documents and with answers. All
+is in float64, so that only the order of sums differs.
 """
 
 import functools
@@ -36,7 +36,7 @@ PLAIN = config.Optimizer(
 
 
 def wide(model):
-    """The model with float64 weights, which computes in float64."""
+    """Return the model with float64 weights, which computes in float64."""
     for _, module in nnx.iter_modules(model):
         if "dtype" in vars(module):
             vars(module)["dtype"] = jnp.dtype(jnp.float64)
@@ -57,7 +57,7 @@ def float64(x64, monkeypatch):
 
 
 def batch(counts):
-    """Inputs and targets, of which each row has so many."""
+    """Return inputs and targets, with so many targets per row."""
     rng = np.random.default_rng(0)
     inputs, targets = (rng.integers(0, VOCABULARY, SHAPE) for _ in range(2))
     places = np.arange(SHAPE[1])[None]
@@ -65,7 +65,7 @@ def batch(counts):
 
 
 def stepped(model, mesh, accumulate, counts):
-    """(reported loss, gradient by the path of the weight) of one step of SGD."""
+    """Return (reported loss, gradient by path of the weight) of one step of SGD."""
     options = config.Config(
         steps=2,
         batch_size=SHAPE[0],
@@ -85,7 +85,7 @@ def stepped(model, mesh, accumulate, counts):
 
 
 def defined(program, params, counts):
-    """The same, written for the whole batch at once."""
+    """Return the same, by a definition for the whole batch at once."""
     inputs, targets = batch(counts)
     asked = targets >= 0
     count = max(1, asked.sum())
@@ -143,7 +143,7 @@ def test_any_split_of_a_batch_gives_one_gradient(
 
 
 def test_micro_batches_without_targets_add_nothing(float64):
-    """Micro-batches take every fourth row: two of these have no target."""
+    """A micro-batch takes every fourth row; two of them have no target."""
     counts = (6, 0, 2, 0, 1, 0, 6, 0)
     *found, program, params = stepped(MODEL, ONE, 4, counts)
     assert_same(found, defined(program, params, counts))

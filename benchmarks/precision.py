@@ -39,8 +39,8 @@ from symjax.attention import features
 from symjax.attention.core import products
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
-from symjax.attention.features import RANDOM
 from symjax.attention.kernels.tpu.recurrent import TpuFeatures
+from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.recurrent.engine import InXla
 from symjax.attention.recurrent.normalised import Normalised
 
@@ -207,7 +207,7 @@ def bfloat16_parts(x: jax.Array) -> list[jax.Array]:
 
 def kernel(rows: Any, *arrays: Any) -> Any:
     """Run the interpreted TPU kernel of the Performer."""
-    recurrence = Normalised(RANDOM["positive"])
+    recurrence = Normalised(RANDOM_FEATURES["positive"])
     random = RandomFeatures(rows, jnp.float32(SIZE**-0.5))
     fallback = InXla(recurrence, 128)
     return TpuFeatures(recurrence, True).attend(Tokens(*arrays), random, fallback)

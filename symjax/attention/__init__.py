@@ -19,7 +19,7 @@ from symjax.attention.differential import (
     lambda_initial,
 )
 from symjax.attention.favor import Statistics, favor_statistics
-from symjax.attention.features import hedgehog, orthogonal_projection, t2r
+from symjax.attention.features import hedgehog, t2r
 from symjax.attention.flash import (
     flash,
     flash_causal,
@@ -60,6 +60,7 @@ from symjax.attention.positions import (
     rotate,
     sinusoidal,
 )
+from symjax.attention.random_features import orthogonal_projection
 from symjax.attention.rope_scaling import rope_attention_factor, rope_frequencies
 from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.softmax import softmax

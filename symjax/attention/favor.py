@@ -1,4 +1,9 @@
-"""What FAVOR++ and FAVOR# know of queries and keys."""
+"""Statistics of queries and keys, by which FAVOR++ and FAVOR# reduce the variance.
+
+`favor_statistics` measures them on a sample, and `unit_statistics` returns them for
+queries and keys with independent entries of variance 1. `adapted` turns the parameters
+of positive random features into those of FAVOR++ or FAVOR#.
+"""
 
 import functools
 from typing import NamedTuple
@@ -10,16 +15,17 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice, check_floating, check_positive
 from symjax.attention.core.feature_maps import RandomFeatures
 
-KINDS = ("favor#", "favor++")
+WITH_STATISTICS = ("favor#", "favor++")  # names of features that take statistics
 _product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 class Statistics(NamedTuple):
-    """The free part of DERF features, φ(x) ∝ exp(wᵀ diag(a) w + wᵀ b x' − |x'|²/2).
+    """Parameters a and b of φ(x) ∝ exp(wᵀ diag(a) w + wᵀ b x' − |x'|²/2).
 
-    They estimate exp(q·k) without bias for any a < 1/8 and b = √(1 − 4 diag(a)) R with
-    R a rotation. Positive features have a = 0, FAVOR++ one number a, FAVOR# one for
-    each direction R of the sample's spectrum.
+    These features estimate exp(q'·k') without bias if all a < 1/8 and
+    b = √(1 − 4 diag(a)) R for a rotation R. Positive features have a = 0. FAVOR++ has
+    the same number in all of a. FAVOR# has one number for each principal direction R of
+    a sample.
     """
 
     a: Float[Array, " H"]
@@ -33,18 +39,18 @@ def favor_statistics(
     scale: float | None = None,
     kind: str = "favor++",
 ) -> Statistics:
-    """The statistics of least log variance for a sample of queries and keys.
+    """Return the statistics that minimise the log variance for a sample.
 
-    With E[(q' + k')(q' + k')ᵀ] = R diag(s) Rᵀ over independent pairs, x' = x √scale:
-    a = (1 − 2s − √((1 + 2s)² + 8s)) / 16. FAVOR# takes all of s; FAVOR++ takes the mean
+    With x' = x √scale and E[(q' + k')(q' + k')ᵀ] = R diag(s) Rᵀ over independent pairs,
+    a = (1 − 2s − √((1 + 2s)² + 8s)) / 16. FAVOR# uses all of s. FAVOR++ uses the mean
     of s in every direction, and R = I.
 
-    Take the sample from other sequences than those they serve: of the same one they
-    would tell earlier tokens about later ones. They are constants to the gradient.
-    Cost: O((T + S) H² + H³), once. Float32 at least.
+    Take the sample from other sequences than the ones that are attended to: statistics
+    of the same sequence would leak later tokens to earlier ones. No gradient flows
+    through them. Cost O((T + S) H² + H³), once. They are float32 at least.
 
     Args:
-        query, key: a sample, in which every axis but the last is a number of draws.
+        query, key: a sample; all axes except the last one count draws.
         scale: of the scores, 1/√H by default.
     Raises:
         ValueError: an unknown `kind`, head sizes that differ, an empty sample, or a
@@ -52,7 +58,7 @@ def favor_statistics(
     Source: Likhosherstov et al. 2022, arXiv:2205.15317 (FAVOR++); 2023,
         arXiv:2302.00787 (FAVOR#).
     """
-    check_choice("favor_statistics", "kind", kind, KINDS)
+    check_choice("favor_statistics", "kind", kind, WITH_STATISTICS)
     check_floating("favor_statistics", query=query, key=key)
     check_positive("favor_statistics", "scale", scale)
     size = query.shape[-1] if query.ndim else 0
@@ -79,12 +85,16 @@ def favor_statistics(
 
 
 def unit_statistics(head_size: int, scale: Array) -> Statistics:
-    """Those of queries and keys with independent entries of variance 1: s = 2 scale."""
+    """Return the statistics for independent entries of variance 1.
+
+    There s = 2 scale in all directions.
+    """
     spectrum = jnp.full(head_size, 2 * scale)
     return _statistics(spectrum, jnp.eye(head_size, dtype=spectrum.dtype))
 
 
 def _statistics(spectrum: Array, rotation: Array) -> Statistics:
+    """Return the statistics for the eigenvalues s and the rotation R."""
     root = jnp.sqrt(jnp.square(1 + 2 * spectrum) + 8 * spectrum)
     a = (1 - 2 * spectrum - root) / 16
     return Statistics(a, jnp.sqrt(1 - 4 * a)[:, None] * rotation.T)
@@ -93,7 +103,11 @@ def _statistics(spectrum: Array, rotation: Array) -> Statistics:
 def apply_statistics(
     projection: Float[Array, "M H"], statistics: Statistics
 ) -> tuple[Float[Array, "M H"], Float[Array, " M"]]:
-    """W b and the diagonal of W diag(a) Wᵀ: positive features, moved by an offset."""
+    """Return W b and the diagonal of W diag(a) Wᵀ.
+
+    Positive features with the first as projection, and the second added to their
+    exponents, are the features of the statistics.
+    """
     dtype = jnp.result_type(projection, *statistics)
     rows, a, b = (jnp.asarray(x, dtype) for x in (projection, *statistics))
     return _product(rows, b), _product(rows * rows, a)
@@ -102,10 +116,12 @@ def apply_statistics(
 def adapted(
     who: str, random: RandomFeatures, statistics: Statistics | None
 ) -> RandomFeatures:
-    """FAVOR++ and FAVOR# are positive features of rows W b and log factors wᵀ a w.
+    """Return the parameters of FAVOR++ or FAVOR#: rows W b and offsets wᵀ diag(a) w.
 
+    Args:
+        statistics: None means `unit_statistics`.
     Raises:
-        ValueError: no statistics, or those of another head size.
+        ValueError: not `Statistics`, or statistics of another head size.
     """
     size = random.rows.shape[1]
     if statistics is None:

@@ -1,222 +1,112 @@
-"""Feature maps φ, with which the weight of a pair is φ(query)·φ(key), and random ones.
+"""Feature maps φ without random numbers; a pair then weighs φ(query)·φ(key).
 
-Features are an amplitude times a power of e. `normalised.py` keeps the exponents below
-a running maximum, so that nothing overflows and nothing that matters is lost.
+`PLAIN` maps the names of linear attention to feature maps without parameters. `UNIT` is
+the map of cosine attention. `hedgehog` and `t2r` are maps with learned weights, which a
+layer applies itself. `symjax.attention.random_features` has the maps of the Performer.
 
-Learned features for `linear(features="identity")`.
-
-Features without parameters: of linear attention by name, and of 1 + cos.
-
-Weights of pairs are computed without features where these would cancel.
+A sum of products of features that change sign may cancel, and then loses digits. So
+"squared", "taylor" and `UNIT` also have `pairs`, which computes the weights of pairs
+without their features.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from symjax.attention.core.arguments import check_choice, check_floating
-from symjax.attention.core.feature_maps import Features, LogFeatures, RandomFeatures
-from symjax.attention.core.products import einsum, in_six_passes, products
+from symjax.attention.core.feature_maps import Features, LogFeatures
+from symjax.attention.core.products import einsum, products
+
+_NORM_EPSILON = 1e-6
+PAIRS = "bkgth,bksh->bkgts"  # queries and keys → scores
+Product = Callable[..., Array]  # an einsum
 
 
 def named(who: str, table: dict[str, Features], name: str) -> Features:
-    """The entry of a table of features, or an error that lists the table."""
+    """Return the feature map of a table that has this name.
+
+    Raises:
+        ValueError: an unknown name; the error lists the names of the table.
+    """
     check_choice(who, "features", name, table)
     return table[name]
 
 
 def squared_length(x: Array) -> Array:
-    """|x|² [… 1], as a product, which XLA's compiler for CPUs adds up faster."""
+    """Return |x|² [… 1], as a product, which XLA computes faster on a CPU."""
     return einsum("...h,...h->...", x, x)[..., None]
 
 
-def _project(x: Array, random: RandomFeatures) -> Array:
-    """W x √scale + offset, in full precision: an error here is a factor in φ."""
-    product = in_six_passes if x.dtype == jnp.float32 else einsum
-    scaled = x * jnp.sqrt(random.scale).astype(x.dtype)
-    projected = product("...h,mh->...m", scaled, random.rows.astype(x.dtype))
-    if random.offset is None:
-        return projected
-    offset = random.offset.astype(x.dtype)
-    return projected + jax.lax.expand_dims(offset, tuple(range(x.ndim - 1)))
-
-
-def _random(
-    features: Callable[[Array], LogFeatures],
-    sign: int = -1,
-    exponential: tuple[int, ...] = (),
-) -> Features:
-    """Random features of exp(q·k), by those of w·x'.
-
-    A key's are times exp(±|x'|²/2); a query's are not, since it cancels in the ratio.
-    """
-
-    def query(x: Array, random: RandomFeatures) -> LogFeatures:
-        return features(_project(x, random))
-
-    def key(x: Array, random: RandomFeatures) -> LogFeatures:
-        norm = 0.5 * sign * random.scale.astype(x.dtype) * squared_length(x)
-        return features(_project(x, random)).raised(norm)
-
-    signed = sign > 0
-    return Features(query, key, signed=signed, exponential=exponential, exponents=True)
-
-
-def _powers(projected: Array) -> LogFeatures:
-    return LogFeatures(None, projected)
-
-
-def _hyperbolic(projected: Array) -> LogFeatures:
-    """Both signs of every projection: (φ(x)·φ(y)) averages to cosh, with less noise."""
-    return LogFeatures(None, jnp.concatenate([projected, -projected], axis=-1))
-
-
-def _waves(projected: Array) -> LogFeatures:
-    """[cos w·x', sin w·x']: (φ(x)·φ(y)) averages to exp(−|x' − y'|²/2)."""
-    waves = jnp.concatenate([jnp.cos(projected), jnp.sin(projected)], axis=-1)
-    return LogFeatures(waves, jnp.zeros_like(projected[..., :1]))
-
-
-def _relu(x: Array, random: RandomFeatures) -> LogFeatures:
-    return LogFeatures(jax.nn.relu(_project(x, random)), None)
-
-
-_POSITIVE = _random(_powers, exponential=(1,))
-RANDOM = {
-    "favor#": _POSITIVE,
-    "favor++": _POSITIVE,
-    "hyperbolic": _random(_hyperbolic, exponential=(1, -1)),
-    "positive": _POSITIVE,
-    "relu": Features(_relu, _relu),
-    "trigonometric": _random(_waves, sign=1),
-}
-
-
-@functools.partial(jax.jit, static_argnames=("features", "head_size", "norms"))
-def orthogonal_projection(
-    rng: Key[Array, ""], features: int, head_size: int, *, norms: str = "chi"
-) -> Float[Array, "M H"]:
-    """A random projection whose rows are orthogonal in blocks of `head_size`.
-
-    Each block is Q·sign(diag R) of the QR of a normal matrix: without the signs Q is
-    not uniform, and estimates are off by 0.68 to 1.35 depending on the direction.
-    Row norms are those of normal vectors ("chi", unbiased) or √H ("constant", which
-    estimates exp(q·k) with a bias but normalised attention with less variance).
-
-    Cost: O(M H²), once. Always float32, so that a key means the same rows everywhere.
-
-    Raises:
-        ValueError: an unknown `norms`, or sizes below 1.
-    Source: Choromanski et al. 2021, arXiv:2009.14794; signs: Mezzadri 2007,
-        arXiv:math-ph/0609050.
-    """
-    check_choice("orthogonal_projection", "norms", norms, ("chi", "constant"))
-    if features < 1 or head_size < 1:
-        raise ValueError(
-            "orthogonal_projection: features and head_size must be at least 1, "
-            f"got {features} and {head_size}"
-        )
-    direction_rng, norm_rng = jax.random.split(rng)
-    blocks = -(-features // head_size)
-    normal = jax.random.normal(
-        direction_rng, (blocks, head_size, head_size), jnp.float32
-    )
-    rotation, triangle = jnp.linalg.qr(normal)
-    diagonal = jnp.diagonal(triangle, axis1=-2, axis2=-1)
-    rows = rotation * jnp.where(diagonal < 0, -1.0, 1.0)[:, None, :]
-    rows = rows.reshape(blocks * head_size, head_size)[:features]
-    if norms == "constant":
-        return rows * jnp.float32(head_size**0.5)
-    lengths = jnp.linalg.norm(
-        jax.random.normal(norm_rng, (features, head_size), jnp.float32), axis=-1
-    )
-    return rows * lengths[:, None]
-
-
-@functools.cache
-def default_projection(head_size: int) -> np.ndarray:
-    """The projection of a call without one: 256 features, the same every time."""
-    with jax.ensure_compile_time_eval():
-        rows = orthogonal_projection(jax.random.key(0), 256, head_size)
-    return np.asarray(rows)
-
-
-def hedgehog(
-    x: Float[Array, "B T N H"], weight: Float[Array, "N H M"]
-) -> Float[Array, "B T N 2M"]:
-    """Learned features softmax([x W, −x W]) for `linear(features="identity")`.
-
-    Cost: O(T H M). In float32 at least, as the features that are given by name.
-
-    Raises:
-        ValueError: a weight that does not fit.
-    Source: Zhang et al. 2024, arXiv:2402.04347.
-    """
-    projected = _learned("hedgehog", x, weight)
-    return jax.nn.softmax(jnp.concatenate([projected, -projected], axis=-1), axis=-1)
-
-
-def t2r(
-    x: Float[Array, "B T N H"],
-    weight: Float[Array, "N H M"],
-    bias: Float[Array, "N M"],
-) -> Float[Array, "B T N M"]:
-    """Learned features relu(x W + b) for `linear(features="identity")`.
-
-    Cost: O(T H M). In float32 at least, as the features that are given by name. A row
-    whose features are all 0 gets an output of 0.
-
-    Raises:
-        ValueError: a weight or a bias that does not fit.
-    Source: Kasai et al. 2021, arXiv:2103.13076.
-    """
-    projected = _learned("t2r", x, weight)
-    check_floating("t2r", bias=bias)
-    if bias.shape != projected.shape[2:]:
-        raise ValueError(
-            f"t2r: bias must be [N M] of x {x.shape} and weight {weight.shape}, "
-            f"got {bias.shape}"
-        )
-    return jax.nn.relu(projected + bias[None, None].astype(projected.dtype))
-
-
-def _learned(who: str, x: Array, weight: Array) -> Array:
-    check_floating(who, x=x, weight=weight)
-    if x.ndim != 4 or weight.ndim != 3 or weight.shape[:2] != x.shape[2:]:
-        raise ValueError(
-            f"{who}: weight must be [N H M] for x [B T N H], got weight "
-            f"{weight.shape} and x {x.shape}"
-        )
-    dtype = jnp.promote_types(jnp.result_type(x, weight), jnp.float32)
-    given = x.astype(dtype), weight.astype(dtype)
-    return products(x, weight)("btnh,nhm->btnm", *given)
-
-
-_NORM_EPSILON = 1e-6
-PAIRS = "bkgth,bksh->bkgts"
-Product = Callable[..., Array]  # an einsum
-
-
 def plain(function: Callable[[Array], Array], **traits: Any) -> Features:
-    """Return the entry of `PLAIN` for a function of the last axis: jax.nn.softplus.
+    """Return the entry of `PLAIN` for one function of queries and keys.
+
+        PLAIN["softplus"] = plain(jax.nn.softplus)
 
     Args:
+        function: acts on the last axis; it is the map of queries and of keys.
         traits: attributes of `Features`.
     """
 
-    def both(x: Array, parameters: None = None) -> LogFeatures:
+    def mapped(x: Array, parameters: None = None) -> LogFeatures:
         return LogFeatures(function(x), None)
 
-    return Features(both, both, **traits)
+    return Features(mapped, mapped, **traits)
+
+
+def _elu_plus_one(x: Array) -> Array:
+    """Return elu(x) + 1, and eˣ for negative x: (eˣ − 1) + 1 would be 0 below −17."""
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+
+def _relu2(x: Array) -> Array:
+    """Return relu(x)²."""
+    return jnp.square(jax.nn.relu(x))
+
+
+def _squared(x: Array) -> Array:
+    """Return all x_i x_j with i ≤ j. Products of these H (H + 1)/2 features are (q·k)².
+
+    Pairs with i ≠ j are multiplied by √2. They are computed as products of x with x
+    turned by 1, 2, … H/2 places, so that each product is one of long vectors. A turn by
+    H/2 places has each pair twice; only its first half is taken.
+    """
+    size = x.shape[-1]
+    ring = jnp.concatenate([x, x], axis=-1)
+    pairs = [x * x]
+    for distance in range(1, size // 2 + 1):
+        count = size // 2 if 2 * distance == size else size
+        other = ring[..., distance : distance + count]
+        pairs.append(2**0.5 * x[..., :count] * other)
+    return jnp.concatenate(pairs, axis=-1)
+
+
+def _squared_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+    """Return (q·k)² / divisor of all pairs."""
+    scores = product(PAIRS, query, key)
+    return scores * (scores / divisor)
+
+
+def _taylor(x: Array) -> Array:
+    """Return features whose products are 1 + s + s²/2, with s = q·k/√H.
+
+    That is exp(s) to the second order.
+    """
+    size = x.shape[-1]
+    squares = _squared(x) * (2 * size) ** -0.5
+    return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
+
+
+def _taylor_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+    """Return (1 + s + s²/2) / divisor of all pairs."""
+    scores = product(PAIRS, query, key) * key.shape[-1] ** -0.5
+    return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
 
 
 class _Direction(NamedTuple):
-    """x̂ = x / (|x| + 1e-6), which is nearly a unit vector, and how nearly."""
+    """x̂ = x / (|x| + 1e-6), and its length |x| / (|x| + 1e-6)."""
 
     unit: Float[Array, "*rows H"]
     length: Float[Array, "*rows 1"]  # |x̂|
@@ -230,6 +120,7 @@ def _length(x: Array) -> Float[Array, "*rows 1"]:
 
 
 def _direction(x: Float[Array, "*rows H"]) -> _Direction:
+    """Return x̂, its length and (1 − |x̂|²)/2."""
     length = _length(x)
     inverse = 1 / (length + _NORM_EPSILON)
     unit = einsum("...h,...i->...h", x, inverse)
@@ -240,94 +131,108 @@ def _direction(x: Float[Array, "*rows H"]) -> _Direction:
     return _Direction(unit, length, shortfall)
 
 
-def _unit(x: Array) -> Array:
-    """Return [1, x̂]: products of these are 1 + cos."""
+def _one_and_unit(x: Array) -> Array:
+    """Return [1, x̂]. Products of these features are 1 + cos."""
     unit = einsum("...h,...i->...h", x, 1 / (_length(x) + _NORM_EPSILON))
     return jnp.concatenate([jnp.ones_like(unit[..., :1]), unit], -1)
 
 
-def _unit_around(
+def _around_the_keys(
     query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
 ) -> tuple[LogFeatures, LogFeatures]:
-    """Return features of 1 + cos that are small where it is small.
+    """Return other features of 1 + cos, which are small if 1 + cos is small.
 
-    They are taken around m, the direction of the keys:
+    They cancel less than [1, x̂]. With m the direction of the keys,
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
 
-    m = max |k̂| Σ k̂ / |Σ k̂|, so that vectors far shorter than 1e-6 lose no digits.
+    The length of m = max |k̂| Σ k̂ / |Σ k̂| is that of the longest key, so that the
+    features also keep their digits if all keys are far shorter than 1e-6.
     """
-    asking, asked = _direction(query), _direction(key)
-    mean = asked.unit.sum(axis=-2, keepdims=True)
-    longest = asked.length.max(-2, keepdims=True, initial=0)
+    queries, keys = _direction(query), _direction(key)
+    mean = keys.unit.sum(axis=-2, keepdims=True)
+    longest = keys.length.max(-2, keepdims=True, initial=0)
     mean, longest = jax.lax.stop_gradient((mean, longest))
     mean *= longest / _length(mean)
-    row, column = asking.unit + mean[:, :, None], asked.unit - mean
-    one, ones = jnp.ones_like(asking.length), jnp.ones_like(asked.length)
-    rows = [squared_length(row) / 2 + asking.half_shortfall, one, row]
-    columns = [ones, squared_length(column) / 2 + asked.half_shortfall, column]
+    row, column = queries.unit + mean[:, :, None], keys.unit - mean
+    row_one, column_one = jnp.ones_like(queries.length), jnp.ones_like(keys.length)
+    rows = [squared_length(row) / 2 + queries.half_shortfall, row_one, row]
+    columns = [column_one, squared_length(column) / 2 + keys.half_shortfall, column]
     both = jnp.concatenate(rows, axis=-1), jnp.concatenate(columns, axis=-1)
     return LogFeatures(both[0], None), LogFeatures(both[1], None)
 
 
 def _unit_pairs(product: Product, query: Array, key: Array, divisor: None) -> Array:
-    """Return 1 + cos, and 0 where that is less than the rounding error of 1."""
-    row, column = (x.amplitude for x in _unit_around(query, key))
+    """Return 1 + cos of all pairs; 0 if it is less than the rounding error of 1."""
+    row, column = (x.amplitude for x in _around_the_keys(query, key))
     scores = product(PAIRS, row, column)
     return jnp.where(scores > jnp.finfo(scores.dtype).eps / 2, scores, 0)
 
 
-def _elu_plus_one(x: Array) -> Array:
-    """elu(x) + 1, with eˣ itself below 0: (eˣ − 1) + 1 is 0 from x = −17 on."""
-    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+def hedgehog(
+    x: Float[Array, "B T N H"], weight: Float[Array, "N H M"]
+) -> Float[Array, "B T N 2M"]:
+    """Return the learned features softmax([x W, −x W]).
 
+    Pass them to `linear(features="identity")` as query and key. Cost O(T H M). They are
+    float32 at least, as the features of `PLAIN` are.
 
-def _relu2(x: Array) -> Array:
-    return jnp.square(jax.nn.relu(x))
-
-
-def _squared(x: Array) -> Array:
-    """All x_i x_j with i ≤ j: products of these are (q·k)².
-
-    Pairs are taken by their distance on a ring, in whole vectors; at distance H/2 each
-    pair would come twice.
+    Raises:
+        ValueError: a weight that does not fit.
+    Source: Zhang et al. 2024, arXiv:2402.04347.
     """
-    size = x.shape[-1]
-    ring = jnp.concatenate([x, x], axis=-1)
-    pairs = [x * x]
-    for distance in range(1, size // 2 + 1):
-        count = size // 2 if 2 * distance == size else size
-        other = ring[..., distance : distance + count]
-        pairs.append(2**0.5 * x[..., :count] * other)
-    return jnp.concatenate(pairs, axis=-1)
+    projected = _projected("hedgehog", x, weight)
+    return jax.nn.softmax(jnp.concatenate([projected, -projected], axis=-1), axis=-1)
 
 
-def _squared_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
-    scores = product(PAIRS, query, key)
-    return scores * (scores / divisor)
+def t2r(
+    x: Float[Array, "B T N H"],
+    weight: Float[Array, "N H M"],
+    bias: Float[Array, "N M"],
+) -> Float[Array, "B T N M"]:
+    """Return the learned features relu(x W + b).
+
+    Pass them to `linear(features="identity")` as query and key. Cost O(T H M). They are
+    float32 at least, as the features of `PLAIN` are. A query whose features are all 0
+    gets an output of 0.
+
+    Raises:
+        ValueError: a weight or a bias that does not fit.
+    Source: Kasai et al. 2021, arXiv:2103.13076.
+    """
+    projected = _projected("t2r", x, weight)
+    check_floating("t2r", bias=bias)
+    if bias.shape != projected.shape[2:]:
+        raise ValueError(
+            f"t2r: bias must be [N M] of x {x.shape} and weight {weight.shape}, "
+            f"got {bias.shape}"
+        )
+    return jax.nn.relu(projected + bias[None, None].astype(projected.dtype))
 
 
-def _taylor(x: Array) -> Array:
-    """Products of these are 1 + s + s²/2, exp(s) to the second order; s = q·k/√H."""
-    size = x.shape[-1]
-    squares = _squared(x) * (2 * size) ** -0.5
-    return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
-
-
-def _taylor_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
-    scores = product(PAIRS, query, key) * key.shape[-1] ** -0.5
-    return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
+def _projected(who: str, x: Array, weight: Array) -> Float[Array, "B T N M"]:
+    """Return x W, in float32 at least; raise if the weight does not fit."""
+    check_floating(who, x=x, weight=weight)
+    if x.ndim != 4 or weight.ndim != 3 or weight.shape[:2] != x.shape[2:]:
+        raise ValueError(
+            f"{who}: weight must be [N H M] for x [B T N H], got weight "
+            f"{weight.shape} and x {x.shape}"
+        )
+    dtype = jnp.promote_types(jnp.result_type(x, weight), jnp.float32)
+    wide = x.astype(dtype), weight.astype(dtype)
+    return products(x, weight)("btnh,nhm->btnm", *wide)
 
 
 IDENTITY = plain(lambda x: x, signed=True)
 UNIT = plain(
-    _unit,
+    _one_and_unit,
     pairs=_unit_pairs,
     signed=True,
     leading=lambda size: 1,
-    around=_unit_around,
+    around=_around_the_keys,
     bounded=True,
 )
+# Values of model.attention.features for the mechanism "linear".
 PLAIN = {
     "elu": plain(_elu_plus_one, elementwise=True),
     "identity": IDENTITY,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from symjax.attention.core.options import Option
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
 from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
-from symjax.attention.features import PLAIN, RANDOM
+from symjax.attention.features import PLAIN
 from symjax.attention.flash import flash, flash_causal, flash_state, flash_step
 from symjax.attention.gated_linear import decay_causal, decay_state, decay_step
 from symjax.attention.gau import gau
@@ -19,6 +19,7 @@ from symjax.attention.performer import (
     performer_state,
     performer_step,
 )
+from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.tables import aligned
@@ -145,7 +146,7 @@ MECHANISMS = {
     "performer": Mechanism(
         *(performer, performer_causal, performer_step, performer_state),
         options=("features", "scale", "chunk_size"),
-        choices={"features": RANDOM},
+        choices={"features": RANDOM_FEATURES},
         operands=("projection", "statistics"),
         kernel=True,
         time="T (M (H + V) + C (M + V))",

@@ -6,15 +6,16 @@
         weights = np.tril(φ(q) @ φ(k).T)
         return weights @ v / weights.sum(axis=-1, keepdims=True)
 
-exp(q·k) = E[φ(q)·φ(k)] over random rows w of the projection, with features that hold
-exponentials. Their exponents are kept below a running maximum, so that nothing is added
-to a feature or a denominator, at any size of the inputs whose squared lengths float32
-holds (entries up to 1e18), and the causal form depends on the past alone.
+With random rows w of the projection W, exp(q·k) is the expected value of φ(q)·φ(k).
+The features φ are exponentials. The recurrence subtracts a running maximum from their
+exponents. So no ε is added to a feature or a denominator, and queries and keys may have
+any size whose squared length float32 can hold (entries up to 1e18). The causal form
+depends on later keys only by rounding.
 
-The estimate is close where queries and keys are small: at head size 64 and entries of
-size 0.5 the relative output error is 0.54, 0.41 and 0.23 with 128, 256 and 1024
-features, and at size 1 it is worse than the mean of the values. Normalise queries and
-keys.
+The estimate is good if queries and keys are small. At head size 64 and entries of size
+0.5 the relative error of the output is 0.54, 0.41 and 0.23 with 128, 256 and 1024
+features. At entries of size 1 the error is larger than that of the mean of all values.
+Normalise queries and keys.
 """
 
 import math
@@ -26,8 +27,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import check_kind, check_positive, state_sizes
 from symjax.attention.core.feature_maps import RandomFeatures
-from symjax.attention.favor import KINDS, Statistics, adapted
-from symjax.attention.features import RANDOM, default_projection, named
+from symjax.attention.favor import WITH_STATISTICS, Statistics, adapted
+from symjax.attention.features import named
+from symjax.attention.random_features import RANDOM_FEATURES, default_projection
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.normalised import LinearState, Normalised
@@ -45,42 +47,44 @@ def performer(
     statistics: Statistics | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """An estimate of softmax(scale q·k) attention over all keys, by random features.
+    """Return an estimate of softmax(scale q·k) attention over all keys.
 
     With x' = x √scale and rows w of the projection,
     out[t] = Σ_s φ(q_t)·φ(k_s) v_s / Σ_s φ(q_t)·φ(k_s)
 
     positive       φ(x) = exp(w·x' − |x'|²/2)
-    hyperbolic     the same for w and −w: twice the features, less variance
-    trigonometric  φ(x) = exp(|x'|²/2) [cos w·x', sin w·x'], good for small x only; its
-                   weights may be negative and a denominator near zero
-    favor++        φ(x) = exp(a |w|² + √(1 − 4a) w·x' − |x'|²/2), less variance by `a`
-    favor#         the same with an `a` for each direction of the statistics
-    relu           φ(x) = relu(w·x'), no estimate of softmax but an attention of its own
+    hyperbolic     positive features of w and −w: twice as many, less variance
+    trigonometric  φ(x) = exp(|x'|²/2) [cos w·x', sin w·x'], good for small x only;
+                   weights may be negative, and a denominator may be near zero
+    favor++        φ(x) = exp(a |w|² + √(1 − 4a) w·x' − |x'|²/2); a reduces variance
+    favor#         as favor++, with one a for each direction of the statistics
+    relu           φ(x) = relu(w·x'), which does not estimate softmax
 
-    Query head n uses key head n // (N/K). Time O((T + S) M (H + V)), with no [T S]
-    map. Sums run in float32 at least. A row that sees no key is zero.
+    Query head n uses key head n // (N/K). Time O((T + S) M (H + V)); no [T S] array is
+    formed. Sums run in float32 at least. A row that sees no key is zero. No ε is added.
 
     Args:
-        projection: from `orthogonal_projection`; by default the same 256 orthogonal
-            rows every time.
+        projection: from `orthogonal_projection`. None means 256 orthogonal rows, which
+            are the same in each call.
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
         features: a name of the list above.
-        scale: of the scores, above 0; 1/√H by default.
-        statistics: of favor++ and favor#, from `favor_statistics`, which also decides
-            whether `a` differs by direction. By default those of queries and keys with
-            independent entries of variance 1, a = (1 − 2s − √((1 + 2s)² + 8s)) / 16
-            with s = 2 scale in all directions: then both are the same.
+        scale: factor of the scores, above 0; 1/√H by default.
+        statistics: for favor++ and favor#, from `favor_statistics`, whose `kind`
+            decides whether a differs by direction. None means the statistics of queries
+            and keys with independent entries of variance 1. They have
+            a = (1 − 2s − √((1 + 2s)² + 8s)) / 16 with s = 2 scale in all directions, so
+            that favor++ and favor# are the same.
         segment_ids: tokens see only their own run of equal ids; needs T = S. With
-            them derivatives are those of `performer_causal`.
+            segments the sums run through the engine of `performer_causal`, which has no
+            forward-mode derivative (`jax.jvp`) except for relu.
     Raises:
-        ValueError: shapes that do not fit, an unknown name, statistics that the
-            features do not have, or a mask that hides pairs and not keys.
+        ValueError: shapes that do not fit, an unknown name, statistics for features
+            that take none, or a mask that hides pairs and not keys.
     Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, relu);
         Likhosherstov et al. 2022, arXiv:2205.15317, and 2023, arXiv:2302.00787.
     """
-    given = features, query, key, projection, scale, statistics
-    recurrence, random = _recurrence("performer", *given)
+    options = features, query, key, projection, scale, statistics
+    recurrence, random = _recurrence("performer", *options)
     tokens = query, key, value, mask, segment_ids
     return attend("performer", recurrence, *tokens, parameters=random)
 
@@ -101,39 +105,38 @@ def performer_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """`performer` over a token itself, its past, and what `state` has seen.
+    """Return `performer` over each token, its past, and what `state` has read.
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T M (H + V + chunk_size)); the backward pass keeps one state a chunk.
-    A change of the future leaves
-    the rows of earlier chunks as they are, bit for bit, and moves earlier rows of its
-    own chunk by rounding alone.
+    Time O(T M (H + V + chunk_size)). The backward pass saves one state per chunk. A
+    change of a later token does not change a bit of the rows of earlier chunks, and
+    changes earlier rows of its own chunk only by rounding. No ε is added.
 
-    On one TPU kernels compute features that are exponentials. On one NVIDIA GPU they
-    compute all features except trigonometric ones, in bfloat16 with errors of TF32, for
-    values of 16, 32, 64 or 128; states are kept in float32 every 64 tokens. There are
-    at most 1024 features in both. Without kernels features that have no exponent (relu)
-    have a forward-mode derivative (`jax.jvp`).
+    On one TPU, kernels compute features that are exponentials. On one NVIDIA GPU,
+    kernels compute all features except trigonometric ones, in bfloat16 with errors of
+    TF32, for value sizes 16, 32, 64 and 128; they save float32 states every 64 tokens.
+    Both take at most 1024 features. Only relu, whose features have no exponent, has a
+    forward-mode derivative (`jax.jvp`), and only without kernels.
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with
             the same projection, features, scale and statistics. Its last segment
             continues with the first run of `segment_ids`.
-        chunk_size: the tokens of a chunk; accelerators take multiples of 128.
-        segment_ids: the sums start anew wherever the id changes.
-        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch. Devices exchange their states.
+        chunk_size: tokens per chunk; accelerators round it up to a multiple of 128.
+        segment_ids: the sums start at zero at each change of the id.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each
+            device passes its part of every array. Devices exchange their states.
     Returns:
-        The output, and the state after the last token if `return_state`.
+        The output; with `return_state` also the state after the last token.
     Raises:
-        ValueError: as `performer`; T differs from S; a state of other sizes; a
-            state given or wanted with an axis_name.
+        ValueError: as `performer`; T differs from S; a state of other sizes; `state` or
+            `return_state` together with axis_name.
     Source: Choromanski et al. 2021, arXiv:2009.14794; the running maximum is ours.
     """
     who = "performer_causal"
-    given = features, query, key, projection, scale, statistics
-    recurrence, random = _recurrence(who, *given)
+    options = features, query, key, projection, scale, statistics
+    recurrence, random = _recurrence(who, *options)
     return attend_causal(
         who,
         recurrence,
@@ -161,16 +164,17 @@ def performer_step(
     scale: float | None = None,
     statistics: Statistics | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], LinearState]:
-    """One more token of `performer_causal`, in O(M (H + V)): output and new state.
+    """Return the output for one more token of `performer_causal`, and the new state.
 
-    The denominator of a row, relative to the state's running maximum, is at least 1.
+    Time O(M (H + V)). If the features are exponentials, the denominator of a row,
+    divided by exp of the running maximum, is at least 1.
 
     Raises:
         ValueError: as `performer_causal`; more than one token.
     """
     who = "performer_step"
-    given = features, query, key, projection, scale, statistics
-    recurrence, random = _recurrence(who, *given)
+    options = features, query, key, projection, scale, statistics
+    recurrence, random = _recurrence(who, *options)
     return attend_step(who, recurrence, state, query, key, value, parameters=random)
 
 
@@ -185,12 +189,18 @@ def performer_state(
     statistics: Statistics | None = None,
     dtype: Any = jnp.float32,
 ) -> LinearState:
-    """The state of `performer_causal` before the first token; float32 at least."""
+    """Return the state of `performer_causal` before the first token.
+
+    It has M (V + 2) numbers per key head, float32 at least.
+
+    Raises:
+        ValueError: as `performer`; a size or a dtype that is wrong.
+    """
     who = "performer_state"
     sizes = state_sizes(who, batch, kv_heads, head_size, value_size, dtype)
     like = jax.ShapeDtypeStruct((batch, 1, kv_heads, head_size), dtype)
-    given = features, like, like, projection, None, statistics
-    recurrence, random = _recurrence(who, *given)
+    options = features, like, like, projection, None, statistics
+    recurrence, random = _recurrence(who, *options)
     return recurrence.empty(random, sizes, dtype)
 
 
@@ -203,8 +213,8 @@ def _recurrence(
     scale: float | None,
     statistics: Statistics | None,
 ) -> tuple[Normalised, RandomFeatures]:
-    """The recurrence and its parameters."""
-    recurrence = Normalised(named(who, RANDOM, features))
+    """Return the recurrence and its parameters, checked."""
+    recurrence = Normalised(named(who, RANDOM_FEATURES, features))
     check_kind(who, jnp.floating, query=query, key=key, projection=projection)
     check_positive(who, "scale", scale)
     size = query.shape[-1]
@@ -218,11 +228,11 @@ def _recurrence(
         )
     scale = 1 / math.sqrt(size) if scale is None else scale
     random = RandomFeatures(projection, jnp.asarray(scale))
-    if features in KINDS:
+    if features in WITH_STATISTICS:
         random = adapted(who, random, statistics)
     elif statistics is not None:
         raise ValueError(
             f"{who}: features {features!r} take no statistics: choose from "
-            f"{', '.join(KINDS)}"
+            f"{', '.join(WITH_STATISTICS)}"
         )
     return recurrence, random

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from symjax.attention.features import PLAIN, RANDOM
+from symjax.attention.features import PLAIN
 from symjax.attention.gated_linear import LOG_DECAYS
 from symjax.attention.mechanisms import MECHANISMS
+from symjax.attention.random_features import RANDOM_FEATURES
 
 TABLES: dict[str, tuple[dict[str, Any], ...]] = {
     "mechanism": (MECHANISMS,),
-    "features": (PLAIN, RANDOM),
+    "features": (PLAIN, RANDOM_FEATURES),
     "decay": (LOG_DECAYS,),
 }
 # The names that symjax itself has: this file is imported before any code of a user.

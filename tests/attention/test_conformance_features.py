@@ -15,9 +15,9 @@ import pytest
 from laws import close
 
 from symjax.attention.core.feature_maps import RandomFeatures
-from symjax.attention.features import RANDOM
 from symjax.attention.linear import linear, linear_causal
 from symjax.attention.performer import performer, performer_causal
+from symjax.attention.random_features import RANDOM_FEATURES
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "conformance"
 NAMES = {"positive": "positive", "sincos": "trigonometric", "relu": "relu"}
@@ -55,7 +55,7 @@ def test_google_has_the_same_features_but_for_its_epsilon(name):
     rows, kind = case["projection"], str(case["kind"])
     scale = rows.shape[1] ** -0.5 if case["normalize_data"] else 1.0
     draw = RandomFeatures(jnp.asarray(rows), jnp.asarray(scale))
-    maps = RANDOM[NAMES[kind]]
+    maps = RANDOM_FEATURES[NAMES[kind]]
     for letter, axes in (("q", 3), ("k", (1, 3))):
         wanted = case[f"google_phi_{letter}"]
         features = maps.key(case[letter], draw)

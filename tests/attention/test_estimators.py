@@ -10,10 +10,10 @@ import pytest
 
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.favor import apply_statistics, favor_statistics
-from symjax.attention.features import RANDOM, orthogonal_projection
 from symjax.attention.performer import performer
+from symjax.attention.random_features import RANDOM_FEATURES, orthogonal_projection
 
-ESTIMATORS = sorted(set(RANDOM) - {"relu"})
+ESTIMATORS = sorted(set(RANDOM_FEATURES) - {"relu"})
 
 
 def projections(count, rows, size, **options):
@@ -51,7 +51,7 @@ def estimate(features, rows):
         moved, offset = apply_statistics(rows, learned)
         draw = RandomFeatures(moved, draw.scale, offset)
         factor *= jnp.prod(1 - 4 * learned.a) ** 0.5
-    maps = RANDOM[features]
+    maps = RANDOM_FEATURES[features]
     products = maps.query(query, draw).weights() * maps.key(key, draw).weights()
     left_out = jnp.exp(0.5 * sign * scale * (query * query).sum(axis=-1))
     return factor * left_out * products.sum(axis=-1)

@@ -5,15 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax.attention.features import (
-    PLAIN,
-    RANDOM,
-    UNIT,
+from symjax.attention.features import PLAIN, UNIT, hedgehog, named, t2r
+from symjax.attention.random_features import (
+    RANDOM_FEATURES,
     default_projection,
-    hedgehog,
-    named,
     orthogonal_projection,
-    t2r,
 )
 
 
@@ -85,8 +81,10 @@ def test_unknown_norms_and_bad_sizes_raise():
 
 def test_tables_list_what_they_know():
     with pytest.raises(ValueError, match="who: .*'cos'.*hyperbolic, positive, relu"):
-        named("who", RANDOM, "cos")
-    assert list(PLAIN) == sorted(PLAIN) and list(RANDOM) == sorted(RANDOM)
+        named("who", RANDOM_FEATURES, "cos")
+    assert list(PLAIN) == sorted(PLAIN) and list(RANDOM_FEATURES) == sorted(
+        RANDOM_FEATURES
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 6])

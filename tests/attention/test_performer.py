@@ -13,13 +13,13 @@ from laws import close, inputs, run, same
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.products import einsum
 from symjax.attention.favor import Statistics, favor_statistics
-from symjax.attention.features import RANDOM, orthogonal_projection
 from symjax.attention.performer import (
     performer,
     performer_causal,
     performer_state,
     performer_step,
 )
+from symjax.attention.random_features import RANDOM_FEATURES, orthogonal_projection
 from symjax.attention.recurrent.normalised import Arithmetic, query_state, update
 
 FORMS = performer, performer_causal, performer_step, performer_state
@@ -96,7 +96,7 @@ def test_features_without_options_equal_their_definition(features):
     close(run(bound.causal, *single), bound.oracle(*arrays, causal=True), 3e-6)
 
 
-@pytest.mark.parametrize("features", sorted(RANDOM))
+@pytest.mark.parametrize("features", sorted(RANDOM_FEATURES))
 def test_rows_of_constant_norms_serve_all_features(features):
     rows = orthogonal_projection(jax.random.key(2), 12, laws.H, norms="constant")
     arrays = [x * 0.3 for x in inputs()]
@@ -224,7 +224,7 @@ def test_the_denominator_is_at_least_one(scale):
     arrays = [x.astype(np.float32) for x in scaled(scale, length=9)]
     state = WIDE.state(1, 1, 64, 64)
     random = RandomFeatures(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
-    maps, how = RANDOM["positive"], Arithmetic(einsum, signed=False, leading=0)
+    maps, how = RANDOM_FEATURES["positive"], Arithmetic(einsum, signed=False, leading=0)
 
     @jax.jit
     def bottom(state, query, key, value):

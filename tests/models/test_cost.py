@@ -10,7 +10,8 @@ from flax import nnx
 
 from symjax import config
 from symjax.attention import MECHANISMS
-from symjax.attention.features import PLAIN, RANDOM
+from symjax.attention.features import PLAIN
+from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.layers.parts.table import part_of
 from symjax.models import transformer
 from symjax.models.cost import attention_flops
@@ -85,7 +86,7 @@ def test_of_causal_pairs_the_formula_counts_half(name):
     [
         ("cosine", ""),
         *(("linear", x) for x in (*PLAIN, "hedgehog", "t2r")),
-        *(("performer", x) for x in RANDOM),
+        *(("performer", x) for x in RANDOM_FEATURES),
     ],
 )
 def test_features_are_counted_as_the_state_has_them(mechanism, features):

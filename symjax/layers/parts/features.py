@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 
 from symjax import attention, config
 from symjax.attention.core.feature_maps import Features, RandomFeatures
-from symjax.attention.favor import KINDS, unit_statistics
-from symjax.attention.features import PLAIN, RANDOM, UNIT
+from symjax.attention.favor import WITH_STATISTICS, unit_statistics
+from symjax.attention.features import PLAIN, UNIT
+from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.layers.parts.part import (
     Constant,
     Part,
@@ -190,7 +191,7 @@ def _weights_of_performer(
         rngs.params(), chosen.feature_count, size, norms=chosen.feature_norms
     )
     constants = {"projection": Constant(projection)}
-    if chosen.features in KINDS:
+    if chosen.features in WITH_STATISTICS:
         a, b = unit_statistics(size, size**-0.5)
         constants |= {"statistics_a": Constant(a), "statistics_b": Constant(b)}
     return constants
@@ -199,7 +200,7 @@ def _weights_of_performer(
 def _random_features(layer: Any) -> dict[str, Any]:
     """Return the projection, and the statistics of FAVOR++ or FAVOR#."""
     arguments: dict[str, Any] = {"projection": layer.projection[...]}
-    if layer.chosen.features in KINDS:
+    if layer.chosen.features in WITH_STATISTICS:
         arrays = layer.statistics_a[...], layer.statistics_b[...]
         arguments["statistics"] = attention.Statistics(*arrays)
     return arguments
@@ -216,7 +217,7 @@ def _count_of_random(chosen: config.Attention, size: int) -> int:
     """Return the number of random features that a query or key becomes."""
     rows: Any = jax.ShapeDtypeStruct((chosen.feature_count, size), jnp.float32)
     scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    features = RANDOM[chosen.features or "positive"]
+    features = RANDOM_FEATURES[chosen.features or "positive"]
     return _mapped_size(features, size, RandomFeatures(rows, scale))
 
 

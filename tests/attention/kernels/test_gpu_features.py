@@ -31,11 +31,12 @@ from symjax.attention import linear_causal, performer_causal
 from symjax.attention.core.devices import lowered_for
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
-from symjax.attention.features import PLAIN, RANDOM
+from symjax.attention.features import PLAIN
 from symjax.attention.kernels.gpu.chunks import filled
 from symjax.attention.kernels.gpu.feature_operands import Form as Given
 from symjax.attention.kernels.gpu.feature_operands import Ids, in_blocks, rounded
 from symjax.attention.kernels.gpu.normalised import GpuFeatures, _quick
+from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.recurrent import engine
 from symjax.attention.recurrent.normalised import Normalised
 
@@ -51,7 +52,7 @@ class Form(NamedTuple):
 
     @property
     def kernel(self):
-        table = RANDOM if self.rows else PLAIN
+        table = RANDOM_FEATURES if self.rows else PLAIN
         return GpuFeatures(Normalised(table[self.features]), interpret=True)
 
     @property

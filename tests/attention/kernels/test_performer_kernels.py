@@ -18,9 +18,10 @@ from laws import close, same
 from symjax.attention import linear_causal, performer_causal
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
-from symjax.attention.features import IDENTITY, PLAIN, RANDOM
+from symjax.attention.features import IDENTITY, PLAIN
 from symjax.attention.kernels import dispatch
 from symjax.attention.kernels.tpu.recurrent import TpuFeatures
+from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.recurrent import engine
 from symjax.attention.recurrent.normalised import Normalised
 
@@ -54,7 +55,7 @@ def projection(sizes):
 
 
 def kernel(sizes, query, key, value, rows=None, **seen):
-    recurrence = Normalised((RANDOM if sizes.rows else PLAIN)[sizes.features])
+    recurrence = Normalised((RANDOM_FEATURES if sizes.rows else PLAIN)[sizes.features])
     rows = jnp.asarray(projection(sizes), jnp.float32) if rows is None else rows
     random = RandomFeatures(rows, jnp.float32(sizes.head_size**-0.5))
     random = random if sizes.rows else None
@@ -160,7 +161,7 @@ def test_other_machines_features_and_lengths_take_the_scan():
     half = jax.tree.map(lambda x: x.astype(jnp.float16), tokens)
 
     def served(features, tokens, random):
-        table = PLAIN if random is None else RANDOM
+        table = PLAIN if random is None else RANDOM_FEATURES
         recurrence = Normalised(table.get(features, IDENTITY))
         found = [x for _, x in dispatch._kernels("features", recurrence)]
         return any(x.refusal(tokens, random) is None for x in found)

@@ -15,10 +15,11 @@ from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import einsum
 from symjax.attention.cosine import RECURRENCE, cosine_causal
 from symjax.attention.delta_rule import DeltaRule, delta_causal
-from symjax.attention.features import PLAIN, RANDOM
+from symjax.attention.features import PLAIN
 from symjax.attention.gated_linear import Decayed, decay_causal
 from symjax.attention.linear import linear_causal
 from symjax.attention.performer import performer_causal
+from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.recurrent import engine, schedule
 from symjax.attention.recurrent.chunks import layout, scan
 from symjax.attention.recurrent.normalised import Normalised
@@ -39,7 +40,7 @@ CASES = {  # recurrence, parameters, operands
     "delta rule with gates": (DeltaRule(), None, (BETA, CHANNEL)),
     "linear": (Normalised(PLAIN["elu"]), None, ()),
     "cosine": (RECURRENCE, None, ()),
-    "performer": (Normalised(RANDOM["positive"]), PROJECTION, ()),
+    "performer": (Normalised(RANDOM_FEATURES["positive"]), PROJECTION, ()),
 }
 SEEN = {
     "all": {},

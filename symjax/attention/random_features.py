@@ -1,0 +1,151 @@
+"""Random features of the Performer, and the projections that they use.
+
+With rows w of a projection W and x' = x √scale, random features estimate
+exp(scale q·k) = E[φ(q)·φ(k)]. `RANDOM_FEATURES` maps names to feature maps, whose
+parameters are `RandomFeatures`. Features hold exponentials. `LogFeatures` keeps their
+exponents apart, and `symjax.attention.recurrent.normalised` subtracts a running maximum
+from them, so that no exponential overflows.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from symjax.attention.core.arguments import check_choice
+from symjax.attention.core.feature_maps import Features, LogFeatures, RandomFeatures
+from symjax.attention.core.products import einsum, in_six_passes
+from symjax.attention.features import squared_length
+
+
+@functools.partial(jax.jit, static_argnames=("features", "head_size", "norms"))
+def orthogonal_projection(
+    rng: Key[Array, ""], features: int, head_size: int, *, norms: str = "chi"
+) -> Float[Array, "M H"]:
+    """Return a random projection whose rows are orthogonal in blocks of `head_size`.
+
+    Each block is Q·sign(diag R) of the QR decomposition of a normal matrix. Without the
+    signs Q is not uniform: estimates are then wrong by factors from 0.68 to 1.35 that
+    depend on the direction.
+
+    Cost O(M H²), once. The result is float32, also if jax has 64-bit types, so that one
+    `rng` gives the same rows in every program.
+
+    Args:
+        features: M, the number of rows.
+        norms: lengths of the rows. "chi" has the lengths of normal vectors, and
+            estimates exp(q·k) without bias. "constant" has √H, and estimates exp(q·k)
+            with a bias, but normalised attention with less variance.
+
+    Raises:
+        ValueError: an unknown `norms`, or sizes below 1.
+    Source: Choromanski et al. 2021, arXiv:2009.14794; signs: Mezzadri 2007,
+        arXiv:math-ph/0609050.
+    """
+    check_choice("orthogonal_projection", "norms", norms, ("chi", "constant"))
+    if features < 1 or head_size < 1:
+        raise ValueError(
+            "orthogonal_projection: features and head_size must be at least 1, "
+            f"got {features} and {head_size}"
+        )
+    direction_rng, norm_rng = jax.random.split(rng)
+    blocks = -(-features // head_size)
+    normal = jax.random.normal(
+        direction_rng, (blocks, head_size, head_size), jnp.float32
+    )
+    rotation, triangle = jnp.linalg.qr(normal)
+    diagonal = jnp.diagonal(triangle, axis1=-2, axis2=-1)
+    rows = rotation * jnp.where(diagonal < 0, -1.0, 1.0)[:, None, :]
+    rows = rows.reshape(blocks * head_size, head_size)[:features]
+    if norms == "constant":
+        return rows * jnp.float32(head_size**0.5)
+    lengths = jnp.linalg.norm(
+        jax.random.normal(norm_rng, (features, head_size), jnp.float32), axis=-1
+    )
+    return rows * lengths[:, None]
+
+
+@functools.cache
+def default_projection(head_size: int) -> np.ndarray:
+    """Return the projection of calls without one: 256 rows, the same in each call."""
+    with jax.ensure_compile_time_eval():
+        rows = orthogonal_projection(jax.random.key(0), 256, head_size)
+    return np.asarray(rows)
+
+
+def _project(x: Array, random: RandomFeatures) -> Array:
+    """Return W x √scale + offset, in full precision, since φ is exp of it."""
+    product = in_six_passes if x.dtype == jnp.float32 else einsum
+    scaled = x * jnp.sqrt(random.scale).astype(x.dtype)
+    projected = product("...h,mh->...m", scaled, random.rows.astype(x.dtype))
+    if random.offset is None:
+        return projected
+    offset = random.offset.astype(x.dtype)
+    return projected + jax.lax.expand_dims(offset, tuple(range(x.ndim - 1)))
+
+
+def _estimating(
+    features: Callable[[Array], LogFeatures],
+    sign: int = -1,
+    exponential: tuple[int, ...] = (),
+) -> Features:
+    """Return the feature map of exp(q·k), from features of w·x', where x' = x √scale.
+
+    Features of a key are multiplied by exp(sign |x'|²/2). The same factor of a query
+    would cancel in the ratio of its row.
+
+    Args:
+        features: w·x' → features.
+        sign: −1, or +1 for features whose products average to exp(−|q' − k'|²/2).
+        exponential: see `Features`.
+    """
+
+    def query(x: Array, random: RandomFeatures) -> LogFeatures:
+        return features(_project(x, random))
+
+    def key(x: Array, random: RandomFeatures) -> LogFeatures:
+        norm = 0.5 * sign * random.scale.astype(x.dtype) * squared_length(x)
+        return features(_project(x, random)).raised(norm)
+
+    signed = sign > 0
+    return Features(query, key, signed=signed, exponential=exponential, exponents=True)
+
+
+def _exponential(projected: Array) -> LogFeatures:
+    """Return exp(w·x')."""
+    return LogFeatures(None, projected)
+
+
+def _hyperbolic(projected: Array) -> LogFeatures:
+    """Return exp(w·x') and exp(−w·x').
+
+    Products of these have a smaller variance than products of exp(w·x') alone.
+    """
+    return LogFeatures(None, jnp.concatenate([projected, -projected], axis=-1))
+
+
+def _waves(projected: Array) -> LogFeatures:
+    """Return [cos w·x', sin w·x'], whose products average to exp(−|q' − k'|²/2)."""
+    waves = jnp.concatenate([jnp.cos(projected), jnp.sin(projected)], axis=-1)
+    return LogFeatures(waves, jnp.zeros_like(projected[..., :1]))
+
+
+def _rectified(x: Array, random: RandomFeatures) -> LogFeatures:
+    """Return relu(w·x'), which estimates no exponential."""
+    return LogFeatures(jax.nn.relu(_project(x, random)), None)
+
+
+_POSITIVE = _estimating(_exponential, exponential=(1,))
+# Values of model.attention.features for the mechanism "performer". The rows of "favor#"
+# and "favor++" are changed by statistics before they get here: `favor.adapted`.
+RANDOM_FEATURES = {
+    "favor#": _POSITIVE,
+    "favor++": _POSITIVE,
+    "hyperbolic": _estimating(_hyperbolic, exponential=(1, -1)),
+    "positive": _POSITIVE,
+    "relu": Features(_rectified, _rectified),
+    "trigonometric": _estimating(_waves, sign=1),
+}

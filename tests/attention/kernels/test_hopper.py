@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from symjax import attention
 from symjax.attention.kernels import dispatch
 from symjax.attention.kernels.gpu import differential
+from symjax.attention.kernels.gpu.cudnn import CudnnSoftmax
 from symjax.estimate import targets
 
 needs_jax = pytest.mark.skipif(
@@ -158,7 +159,7 @@ def test_one_map_and_another_machine_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="it needs a Hopper GPU"):
         jax.eval_shape(call, *arrays, arrays[1])
     monkeypatch.setattr(differential, "on_hopper", lambda: True)
-    with pytest.raises(ValueError, match="it computes two maps, and not one"):
+    with pytest.raises(ValueError, match="it computes two maps: it needs lam"):
         jax.eval_shape(call, *arrays, arrays[1])
 
 
@@ -178,7 +179,7 @@ def loss(query, key, value, lam, **options):
 )
 def test_it_is_what_a_hopper_gpu_runs(kind, wide, chosen, monkeypatch):
     """Its program has two kernels, one forward and one backward."""
-    monkeypatch.setattr(attention.cudnn, "refusal", lambda *_: "not installed here")
+    monkeypatch.setattr(CudnnSoftmax, "refusal", lambda *_: "not installed here")
     device = AbstractDevice(kind, 132, "gpu")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     lam = jax.ShapeDtypeStruct((2,), jnp.float32)

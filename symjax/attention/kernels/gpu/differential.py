@@ -1,16 +1,19 @@
-"""Differential attention on a kernel of this project, for Hopper GPUs (H100, H200).
+"""Differential attention by kernels of this project for Hopper GPUs (H100, H200).
 
-Gradients of queries are added up in no fixed order: two runs differ by rounding. There
-is no forward-mode derivative (`jax.jvp`), and no second one; `implementation="rows"`
-has both. Mosaic GPU, which the kernel is written in, is imported where it runs: not
-every machine has it.
+Both maps of a head are computed in one pass over the keys, forward
+(`differential_forward`) and backward (`differential_gradients`). This file decides
+whether the kernels support a call (`GpuDifferential`) and defines the derivative
+(`differential`).
 
-Differential attention of one pass over keys, forward and backward, on Hopper GPUs.
+On an H200, B 4, T 4096, 16 heads with halves of 64 and values of 128, causal, bfloat16,
+forward and backward: these kernels take 2.75 ms. cuDNN, which computes two whole
+attentions, takes 4.26 in one call and 5.46 in two; PyTorch's SDPA by cuDNN takes 6.55
+in four calls. Softmax with 16 heads of 128 takes 2.16 by cuDNN.
 
-Compared on an H200, B 4, T 4096, 16 heads of halves of 64 and values of 128, causal,
-bfloat16, forward and backward: these kernels take 2.75 ms; cuDNN, which computes two
-whole attentions, 4.26 in one call and 5.46 in two; PyTorch's SDPA by cuDNN in four
-calls 6.55. Softmax with 16 heads of 128 takes 2.16 by cuDNN.
+Gradients of queries are added up in no fixed order, so two runs differ by rounding.
+There is no forward-mode derivative (`jax.jvp`) and no second derivative;
+`implementation="rows"` has both. The kernels are written in Pallas' Mosaic GPU. It is
+imported where it runs, since some machines lack it.
 """
 
 from functools import partial
@@ -25,18 +28,16 @@ from symjax.attention.core.devices import on_hopper
 from symjax.attention.core.meshes import on_any_mesh
 from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import Visibility
-from symjax.attention.kernels.gpu.differential_forward import forward
-from symjax.attention.kernels.gpu.differential_gradients import backward
 from symjax.attention.kernels.intervals import RowIntervals, seen_by_rows
 from symjax.attention.kernels.operands import RESIDUAL
 
-HEAD, VALUE = 64, 128  # numbers that registers and shared memory are laid out for
+HEAD, VALUE = 64, 128  # head sizes that registers and shared memory are laid out for
 OFFSET = 64  # rows of a warpgroup
-SCALES = 2.0**-60, 2.0**20  # between them hidden scores are below all others
+SCALES = 2.0**-60, 2.0**20  # range in which hidden scores are below all visible scores
 
 
 class GpuDifferential(NamedTuple):
-    """Differential attention V1."""
+    """Adapter of the kernels, for differential attention V1."""
 
     settings: ScoreSettings
     interpret: Any = None
@@ -45,23 +46,23 @@ class GpuDifferential(NamedTuple):
 
     def refusal(self, operands: Operands) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
-        query, key, value, bias, slopes, lam, _, known = operands
+        query, key, value, bias, slopes, lam, _, visibility = operands
         settings = self.settings
         if not on_hopper():
-            return "it needs a Hopper GPU, and jax 0.11 without types of 64 bits"
+            return "it needs a Hopper GPU, jax 0.11 or later, and jax_enable_x64 off"
         if lam is None:
-            return "it computes two maps, and not one"
+            return "it computes two maps: it needs lam"
         dtypes = {jnp.dtype(x).name for x in (query.dtype, *settings.dtypes)}
         if dtypes != {"bfloat16"}:
             return f"it takes bfloat16, got {', '.join(sorted(dtypes))}"
         if (key.shape[3], value.shape[3]) != (HEAD, VALUE):
             return (
-                f"its keys have {HEAD} numbers and values {VALUE}, got key "
+                f"it takes key heads of {HEAD} and value heads of {VALUE}, got key "
                 f"{key.shape[3]} and value {value.shape[3]}"
             )
         if bias is not None or slopes is not None:
             return "it takes no bias and no alibi"
-        if known.mask is not None or known.mask_self:
+        if visibility.mask is not None or visibility.mask_self:
             return "it takes no mask and no mask_self"
         least, most = SCALES
         if (
@@ -71,46 +72,53 @@ class GpuDifferential(NamedTuple):
             return (
                 f"its scale is one number for all rows, from {least:.0e} to {most:.0e}"
             )
-        bounded = known.window != (None, None) or known.key_segments is not None
+        bounded = (
+            visibility.window != (None, None) or visibility.key_segments is not None
+        )
         if bounded and settings.offset is None:
             return (
-                "causal, in a window and with segments it takes no positions and no "
-                "axis"
+                "it takes no positions and no axis_name in calls that are causal, have "
+                "a window or segments"
             )
-        if bounded and query.shape[2] > known.length:
+        if bounded and query.shape[2] > visibility.length:
             return (
-                "causal, in a window and with segments it takes no more queries than "
-                f"keys, got {query.shape[2]} and {known.length}"
+                "in calls that are causal, have a window or segments it takes at most "
+                f"as many queries as keys, got {query.shape[2]} and {visibility.length}"
             )
         return None
 
     def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
-        return _attend(self.interpret, self.settings, operands)
+        return _attend_differential(self.interpret, self.settings, operands)
 
 
 @on_any_mesh("interpret", "settings", specs=rows_spec, inline=True)
-def _attend(
+def _attend_differential(
     interpret: Any, settings: ScoreSettings, operands: Operands
 ) -> Float[Array, "B N T V"]:
-    """`attend_rows` for the weights of softmax, by the kernel."""
+    """Return what `scores.rows.attend_rows` does for two maps of softmax."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
     batch, length, heads, _ = query.shape
     lam = jnp.broadcast_to(cast(Array, operands.lam), (batch, heads // 2, length))
-    seen = _seen(length, settings.offset or 0, operands.visibility)
+    intervals = _row_intervals(length, settings.offset or 0, operands.visibility)
     static = interpret, settings.scale, operands.visibility.window[1] == 0
-    return jnp.swapaxes(differential(static, query, key, value, lam, seen), 1, 2)
+    return jnp.swapaxes(differential(static, query, key, value, lam, intervals), 1, 2)
 
 
-def _seen(length: int, offset: int, known: Visibility) -> RowIntervals | None:
-    """Which keys rows see; None: all, or those up to their own where all rows of a
-    warpgroup see whole blocks before the diagonal ones."""
-    (left, right), runs = known.window, known.key_segments
+def _row_intervals(
+    length: int, offset: int, visibility: Visibility
+) -> RowIntervals | None:
+    """Return the interval of keys that each row sees, or None if the kernel needs none.
+
+    It needs none where rows see all keys, nor where they see all keys up to their own
+    position and blocks of keys on the diagonal are aligned with those of rows.
+    """
+    (left, right), runs = visibility.window, visibility.key_segments
     if runs is None and left is None:
         if right is None or (right == 0 and offset % OFFSET == 0):
             return None
-    seen, _ = seen_by_rows(
+    intervals, _ = seen_by_rows(
         length,
-        known.length,
+        visibility.length,
         offset,
         left=left,
         right=right,
@@ -118,7 +126,7 @@ def _seen(length: int, offset: int, known: Visibility) -> RowIntervals | None:
         exists=None,
         runs=runs,
     )
-    return seen
+    return intervals
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,47 +136,59 @@ def differential(
     key: Float[Array, "B S 2K 64"],
     value: Float[Array, "B S K 128"],
     lam: Float[Array, "B N T"],
-    seen: RowIntervals | None,
+    intervals: RowIntervals | None,
 ) -> Float[Array, "B T N 128"]:
-    """softmax(q₁ k₁ᵀ) v − λ softmax(q₂ k₂ᵀ) v of heads side by side.
+    """Return softmax(q₁ k₁ᵀ) v − λ softmax(q₂ k₂ᵀ) v.
 
-    Blocks of keys that no row of a block sees cost nothing.
-
-    Gradients of queries are added up in the order in which programs come to them.
+    The sub-heads of a head are neighbours: 2n is q₁ of head n, and 2n + 1 is q₂. Blocks
+    of keys that no row of a tile sees cost nothing.
 
     Args:
-        static: whether to interpret, the scale of scores, whether a row sees no later
-            (the last one sees all, and S − T is a multiple of 64).
-        seen: which keys each row sees, in place of that; one at least.
+        static: how to interpret the kernels (None: not at all), the scale of scores,
+            and whether attention is causal (aligned at the last key; S − T has to be a
+            multiple of 64).
+        intervals: the keys that each row sees, one at least. They replace `causal`.
     """
-    return _forward(static, query, key, value, lam, seen)[0]
+    return _differential_forward(static, query, key, value, lam, intervals)[0]
 
 
-def _forward(static: tuple, *given: Any) -> tuple[Array, tuple]:
+def _differential_forward(static: tuple, *operands: Any) -> tuple[Array, tuple]:
+    from symjax.attention.kernels.gpu.differential_forward import forward
+
     interpret, scale, causal = static
-    found = forward(interpret, *given, scale=scale, causal=causal)
-    output, second, normaliser = checkpoint_name(found, RESIDUAL)
-    return output, (given, output, second, normaliser)
+    results = forward(interpret, *operands, scale=scale, causal=causal)
+    output, second, normaliser = checkpoint_name(results, RESIDUAL)
+    return output, (operands, output, second, normaliser)
 
 
-def _backward(static: tuple, saved: tuple, change: Array) -> tuple[Array | None, ...]:
+def _differential_backward(
+    static: tuple, residuals: tuple, output_gradient: Array
+) -> tuple[Array | None, ...]:
+    from symjax.attention.kernels.gpu.differential_gradients import backward
+
     interpret, scale, causal = static
-    (query, key, value, lam, seen), output, second, normaliser = saved
-    # Read more than once, and so as bfloat16, and not as what it was rounded from.
-    change = jax.lax.optimization_barrier(change)
+    (query, key, value, lam, intervals), output, second, normaliser = residuals
+    # Several kernels read this array. The barrier makes them read it in bfloat16 and
+    # not the wider array that it was rounded from.
+    output_gradient = jax.lax.optimization_barrier(output_gradient)
 
-    def by_rows(found: Array) -> Float[Array, "B N T"]:
-        """Σ change · output of each row."""
-        products = change.astype(jnp.float32) * found.astype(jnp.float32)
+    def row_sums(output: Array) -> Float[Array, "B N T"]:
+        """Return Σ output · its gradient of each row."""
+        products = output_gradient.astype(jnp.float32) * output.astype(jnp.float32)
         return jnp.swapaxes(products.sum(axis=3), 1, 2)
 
-    # Else its sum, the gradient of one λ for all rows, would read both arrays again.
-    of_second = jax.lax.optimization_barrier(by_rows(second))
-    of_first = by_rows(output) + lam * of_second
-    deltas = jnp.stack([of_first, of_second], axis=2).reshape(normaliser.shape)
-    given = query, key, value, lam, normaliser, deltas, change, seen
-    gradients = backward(interpret, *given, scale=scale, causal=causal)
-    return *gradients, -of_second, None
+    # Without the barrier the gradient of one λ for all rows, a sum of this array, would
+    # read both of its factors again.
+    second_sums = jax.lax.optimization_barrier(row_sums(second))
+    first_sums = row_sums(output) + lam * second_sums
+    deltas = jnp.stack([first_sums, second_sums], axis=2).reshape(normaliser.shape)
+    gradients = backward(
+        interpret,
+        *(query, key, value, lam, normaliser, deltas, output_gradient, intervals),
+        scale=scale,
+        causal=causal,
+    )
+    return *gradients, -second_sums, None
 
 
-differential.defvjp(_forward, _backward)
+differential.defvjp(_differential_forward, _differential_backward)

@@ -32,9 +32,13 @@ from symjax.attention.core.devices import lowered_for
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.features import PLAIN
-from symjax.attention.kernels.gpu.chunks import filled
-from symjax.attention.kernels.gpu.feature_operands import Form as Given
-from symjax.attention.kernels.gpu.feature_operands import Ids, in_blocks, rounded
+from symjax.attention.kernels.gpu.chunks import pad_to_chunks
+from symjax.attention.kernels.gpu.feature_operands import (
+    FeatureForm,
+    SegmentNumbers,
+    pad_features,
+    rounded,
+)
 from symjax.attention.kernels.gpu.normalised import GpuFeatures, _quick
 from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.recurrent import engine
@@ -89,7 +93,7 @@ class Form(NamedTuple):
         bfloat16_agrees(attend, exact, given, worst)
 
 
-ODD = Form("positive", 70)  # features filled up to two blocks
+ODD = Form("positive", 70)  # features padded to two blocks
 FORMS = {
     "positive": ODD,
     "hyperbolic": Form("hyperbolic", 11, 16, 32),
@@ -122,13 +126,15 @@ def test_rows_that_lost_their_keys_are_exact_all_the_same():
     key[:, :50] *= 4
     key[:, 50:] /= 8
     given = query, key, value
-    ids = Ids(*(np.zeros((B, 256), np.int32),) * 2)
+    ids = SegmentNumbers(*(np.zeros((B, 256), np.int32),) * 2)
     maps, random = ODD.kernel.recurrence.features, ODD.random()
     exponents = (
-        in_blocks(filled(form(jnp.float32(x), random).exponent), -np.inf)
+        pad_features(pad_to_chunks(form(jnp.float32(x), random).exponent), -np.inf)
         for form, x in ((maps.query, query), (maps.key, key))
     )
-    quick = _quick(Given(True, None, True), ids, (*exponents, filled(value)))
+    quick = _quick(
+        FeatureForm(True, None, True), ids, (*exponents, pad_to_chunks(value))
+    )
     assert quick[1][:, :50].all()
     seen = seen_by(ODD.length, "segment_ids")
     rows = np.asarray(ODD.attend(*given, **seen), np.float32)
@@ -210,7 +216,7 @@ def test_extremes_are_as_in_the_scan(form, scale, shift, size):
 
 def test_a_row_that_lost_its_keys_is_not_divided():
     given = jnp.array([0, 1e-39, 1e-21, np.nan, 2])
-    found = np.asarray(Given(exponents=True).inverse(given))
+    found = np.asarray(FeatureForm(exponents=True).inverse(given))
     same(found, [0, 0, 0, np.nan, 0.5])
 
 
@@ -219,7 +225,7 @@ def test_no_weight_of_a_query_is_above_1():
     x, highest = np.random.default_rng(0).normal(size=(2, 300, 40)).astype(np.float32)
     x, highest = x * 1e9, highest[:1] * 1e9
     shift = (x + highest).max(axis=1, keepdims=True)
-    weights = np.asarray(Given(exponents=True).query_weights(x, highest, shift))
+    weights = np.asarray(FeatureForm(exponents=True).query_weights(x, highest, shift))
     same(weights.max(axis=1), np.ones(300))
 
 

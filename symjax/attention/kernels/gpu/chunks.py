@@ -69,7 +69,7 @@ def unsupported_values(tokens: Tokens, keys: bool = False) -> str | None:
     return None
 
 
-def filled(x: Array) -> Array:
+def pad_to_chunks(x: Array) -> Array:
     """Pad the time axis (1) with zeros to a multiple of `CHUNK`."""
     missing = -x.shape[1] % CHUNK
     return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
@@ -118,7 +118,9 @@ def gradient_dtype(like: Array, group: int) -> Any:
     return like.dtype if group == 1 else jnp.float32
 
 
-def of_key_heads(x: Float[Array, "B T N *H"], like: Float[Array, "B T K *H"]) -> Array:
+def sum_query_heads(
+    x: Float[Array, "B T N *H"], like: Float[Array, "B T K *H"]
+) -> Array:
     """Add up the gradients of the query heads that share a key head."""
     by_group = x.reshape(*like.shape[:3], -1, *like.shape[3:])
     return by_group.sum(axis=3).astype(like.dtype)

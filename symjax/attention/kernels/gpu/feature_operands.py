@@ -1,8 +1,9 @@
 """Operands of the kernels for normalised linear attention on NVIDIA GPUs.
 
-The kernels of `states` and `features` read arrays in whole chunks of time (`Ids`) and
-whole blocks of features (`in_blocks`). `Form` says how arrays of features become
-weights. Products run in TF32, so their operands are `rounded` before.
+The kernels of `states` and `features` read arrays in whole chunks of time
+(`SegmentNumbers`) and whole blocks of features (`pad_features`). `FeatureForm` says how
+arrays of features become weights. Products run in TF32, so their operands are `rounded`
+before.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from symjax.attention.core.feature_maps import LOST, Features
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.sequence import starts
-from symjax.attention.kernels.gpu.chunks import BLOCK, CHUNK, SIZES, filled, iota
+from symjax.attention.kernels.gpu.chunks import BLOCK, CHUNK, SIZES, iota, pad_to_chunks
 from symjax.attention.kernels.operands import VisibleTokens
 
 ROUNDING = 2.0**-10  # of a weight of bounded features, which are rounded to TF32
@@ -33,19 +34,19 @@ def rounded(x: Array) -> Array:
     return jnp.where(x == x, nearest, x)  # the bits of a NaN may all be 1
 
 
-def whole_blocks(size: int) -> int:
+def padded_feature_count(size: int) -> int:
     """Return the number of features, rounded up to whole blocks of a kernel."""
     block = min(BLOCK, max(SIZES[0], 1 << (size - 1).bit_length()))
     return -(-size // block) * block
 
 
-def in_blocks(x: Float[Array, "B T N M"], nothing: float) -> Array:
-    """Pad the features to whole blocks with `Form.nothing`."""
-    missing = [(0, 0)] * 3 + [(0, whole_blocks(x.shape[3]) - x.shape[3])]
+def pad_features(x: Float[Array, "B T N M"], nothing: float) -> Array:
+    """Pad the features to whole blocks with `FeatureForm.nothing`."""
+    missing = [(0, 0)] * 3 + [(0, padded_feature_count(x.shape[3]) - x.shape[3])]
     return jnp.pad(x, missing, constant_values=nothing)
 
 
-class Ids(NamedTuple):
+class SegmentNumbers(NamedTuple):
     """Segment numbers of queries and keys; −1 for hidden keys.
 
     A query sees the earlier keys with its own number.
@@ -55,7 +56,7 @@ class Ids(NamedTuple):
     key: Int[Array, "B T"]
 
     @classmethod
-    def of(cls, tokens: Tokens) -> tuple[Array, Array, Array, "Ids"]:
+    def of(cls, tokens: Tokens) -> tuple[Array, Array, Array, "SegmentNumbers"]:
         """Return query, key, value, and segment numbers, padded to whole chunks.
 
         Hidden keys and values are 0.
@@ -65,7 +66,7 @@ class Ids(NamedTuple):
             visible = jnp.ones(query.shape[:2], bool)
         if segment is None:
             segment = jnp.zeros(query.shape[:2], jnp.int32)
-        query, key, value, visible = map(filled, (query, key, value, visible))
+        query, key, value, visible = map(pad_to_chunks, (query, key, value, visible))
         # Padding belongs to the last segment. Kernels compare the segments of the last
         # tokens of chunks, and a 0 there could continue an earlier segment.
         missing = [(0, 0), (0, visible.shape[1] - segment.shape[1])]
@@ -79,7 +80,9 @@ class Ids(NamedTuple):
         return [(spec, x) for x in self]
 
 
-def mean_weights(query: Float[Array, "B T N M"], ids: Ids) -> Float[Array, "B T N M"]:
+def mean_weights(
+    query: Float[Array, "B T N M"], ids: SegmentNumbers
+) -> Float[Array, "B T N M"]:
     """Divide the features of each query by the number of keys that it sees.
 
     The divisor cancels in the output. It makes the denominator of a row its mean weight
@@ -115,8 +118,8 @@ def visible_in_chunk(
     return pairs, (row == before)[:, None], (column == last)[:, None], continues
 
 
-class Form(NamedTuple):
-    """How kernels turn the given arrays into features.
+class FeatureForm(NamedTuple):
+    """Form in which features are given to kernels.
 
     Attributes:
         exponents: whether the arrays are exponents of features. Otherwise they are the

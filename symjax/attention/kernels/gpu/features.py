@@ -12,11 +12,11 @@ by blocks of `BLOCK`:
 - backward (`_backward_chunk`): it recomputes the weights of queries and keys from the
   stored shifts and denominators, and reads the stored scores.
 
-Features may be given as exponents (`Form`). The weights of a row then are relative to
-its shift: the largest sum of an exponent of the query and the same exponent of the
-state or of any key of the chunk. This may be a key after the row, so that the keys
-which the row sees may underflow. The denominator of such a row is tiny, which tells the
-caller to compute it again.
+Features may be given as exponents (`FeatureForm`). The weights of a row then are
+relative to its shift: the largest sum of an exponent of the query and the same exponent
+of the state or of any key of the chunk. This may be a key after the row, so that the
+keys which the row sees may underflow. The denominator of such a row is tiny, which
+tells the caller to compute it again.
 """
 
 from functools import partial
@@ -43,8 +43,8 @@ from symjax.attention.kernels.gpu.chunks import (
     token_block,
 )
 from symjax.attention.kernels.gpu.feature_operands import (
-    Form,
-    Ids,
+    FeatureForm,
+    SegmentNumbers,
     rounded,
     visible_in_chunk,
 )
@@ -56,7 +56,7 @@ from symjax.attention.kernels.gpu.states import (
 )
 
 
-class Kept(NamedTuple):
+class FeatureResiduals(NamedTuple):
     """Residuals of the forward pass."""
 
     states: FeatureStates
@@ -67,14 +67,14 @@ class Kept(NamedTuple):
 
 
 def forward(
-    form: Form,
+    form: FeatureForm,
     query: Float[Array, "B T N M"],
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
-    ids: Ids,
+    ids: SegmentNumbers,
     *,
     keep: bool,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], Kept | None]:
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], FeatureResiduals | None]:
     """Return the output, its denominators, and the residuals.
 
     A row that sees nothing is 0. T is a multiple of `CHUNK`, and M of a block.
@@ -109,7 +109,7 @@ def forward(
         warps=4,
         interpret=form.interpret,
     )
-    kept = Kept(states, shift, denominator, *stored) if keep else None
+    kept = FeatureResiduals(states, shift, denominator, *stored) if keep else None
     return output, denominator, kept
 
 
@@ -193,12 +193,12 @@ def _first_shift(form, query, block: int) -> Float[Array, " CHUNK"]:
 
 
 def backward(
-    form: Form,
+    form: FeatureForm,
     query: Float[Array, "B T N M"],
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
-    ids: Ids,
-    kept: Kept,
+    ids: SegmentNumbers,
+    kept: FeatureResiduals,
     output_gradient: Float[Array, "B T N V"],
 ) -> list[Array]:
     """Return the gradients of queries, keys and values, one for each query head."""

@@ -14,15 +14,15 @@ from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import TILE
 from symjax.attention.core.sequence import starts
-from symjax.attention.kernels.gpu.chunks import of_key_heads, unsupported_values
+from symjax.attention.kernels.gpu.chunks import sum_query_heads, unsupported_values
 from symjax.attention.kernels.gpu.feature_operands import (
-    Form,
-    Ids,
-    in_blocks,
+    FeatureForm,
+    SegmentNumbers,
     mean_weights,
-    whole_blocks,
+    pad_features,
+    padded_feature_count,
 )
-from symjax.attention.kernels.gpu.features import Kept, backward, forward
+from symjax.attention.kernels.gpu.features import FeatureResiduals, backward, forward
 from symjax.attention.kernels.operands import (
     MOST_FEATURES,
     RESIDUAL,
@@ -64,10 +64,10 @@ class GpuFeatures(NamedTuple):
     def attend(
         self, tokens: Tokens, parameters: Any, fallback: Callable
     ) -> Float[Array, "B T N V"]:
-        query, key, value, ids = Ids.of(tokens)
+        query, key, value, ids = SegmentNumbers.of(tokens)
         maps = self.recurrence.features
-        if maps.elementwise and query.shape[3] == whole_blocks(query.shape[3]):
-            form = Form(False, maps, self.interpret)
+        if maps.elementwise and query.shape[3] == padded_feature_count(query.shape[3]):
+            form = FeatureForm(False, maps, self.interpret)
         else:
             query, key = (x.astype(jnp.float32) for x in (query, key))
             asking = maps.query(query, parameters)
@@ -75,9 +75,11 @@ class GpuFeatures(NamedTuple):
             if maps.bounded:
                 asking = LogFeatures(mean_weights(asking.amplitude, ids), None)
             exponents = asked.exponent is not None
-            form = Form(exponents, None, self.interpret, maps.bounded)
+            form = FeatureForm(exponents, None, self.interpret, maps.bounded)
             query, key = (
-                in_blocks(x.exponent if form.exponents else x.amplitude, form.nothing)
+                pad_features(
+                    x.exponent if form.exponents else x.amplitude, form.nothing
+                )
                 for x in (asking, asked)
             )
         if form.exponents:
@@ -89,7 +91,7 @@ class GpuFeatures(NamedTuple):
 
 
 def _quick(
-    form: Form, ids: Ids, given: tuple[Array, Array, Array]
+    form: FeatureForm, ids: SegmentNumbers, given: tuple[Array, Array, Array]
 ) -> tuple[Float[Array, "B T N V"], Bool[Array, "B T N"]]:
     """Rows, and which of them see a key but have lost all of them to rounding."""
     rows, denominator = cast(tuple, _attend(form, ids, *given))
@@ -100,7 +102,9 @@ def _quick(
     return rows, (latest >= first)[..., None] & jnp.swapaxes(small, 1, 2)
 
 
-def _exactly(ids: Ids, given: tuple[Array, Array, Array]) -> Float[Array, "B T N V"]:
+def _exactly(
+    ids: SegmentNumbers, given: tuple[Array, Array, Array]
+) -> Float[Array, "B T N V"]:
     """By one chunk after the other in XLA, which takes least memory."""
     key, value = given[1:]
     mask = (ids.key >= 0)[:, None, None]
@@ -114,8 +118,8 @@ def _exactly(ids: Ids, given: tuple[Array, Array, Array]) -> Float[Array, "B T N
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    form: Form,
-    ids: Ids,
+    form: FeatureForm,
+    ids: SegmentNumbers,
     query: Float[Array, "B T N M"],
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
@@ -125,20 +129,20 @@ def _attend(
 
 
 def _forward(
-    form: Form, ids: Ids, query: Array, key: Array, value: Array
+    form: FeatureForm, ids: SegmentNumbers, query: Array, key: Array, value: Array
 ) -> tuple[tuple, tuple]:
     output, _, kept = forward(form, query, key, value, ids, keep=True)
-    states, *rows = cast(Kept, kept)
+    states, *rows = cast(FeatureResiduals, kept)
     output, *rows = checkpoint_name((output, *rows), RESIDUAL)
-    kept = Kept(states, *rows)
+    kept = FeatureResiduals(states, *rows)
     return (output, kept.denominator), (ids, (query, key, value), kept)
 
 
-def _backward(form: Form, saved: tuple, changes: tuple[Array, Array]) -> tuple:
+def _backward(form: FeatureForm, saved: tuple, changes: tuple[Array, Array]) -> tuple:
     ids, given, kept = saved
     query, key, value = given
     found = backward(form, query, key, value, ids, kept, changes[0])
-    return None, *map(of_key_heads, found, given)
+    return None, *map(sum_query_heads, found, given)
 
 
 _attend.defvjp(_forward, _backward)

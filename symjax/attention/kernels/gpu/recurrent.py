@@ -11,7 +11,11 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.operands import Tokens
 from symjax.attention.kernels.gpu import delta, gated, gated_channels
-from symjax.attention.kernels.gpu.chunks import filled, of_key_heads, unsupported_values
+from symjax.attention.kernels.gpu.chunks import (
+    pad_to_chunks,
+    sum_query_heads,
+    unsupported_values,
+)
 from symjax.attention.kernels.operands import (
     RESIDUAL,
     log_decay_of,
@@ -68,7 +72,7 @@ def _attended(
     form: Any, interpret: Any, given: Sequence[Array]
 ) -> Float[Array, "B T N V"]:
     """By one of the `form`s of kernels, from what its `forward` takes."""
-    output: Array = _attend((form, interpret), *map(filled, given))
+    output: Array = _attend((form, interpret), *map(pad_to_chunks, given))
     return output[:, : given[0].shape[1]]
 
 
@@ -89,7 +93,7 @@ def _backward(
 ) -> tuple[Array, ...]:
     (form, interpret), (given, kept) = static, saved
     found = form.backward(interpret, given, kept, change)
-    return tuple(map(of_key_heads, found, given))
+    return tuple(map(sum_query_heads, found, given))
 
 
 _attend.defvjp(_forward, _backward)

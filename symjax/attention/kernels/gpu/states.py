@@ -31,7 +31,11 @@ from symjax.attention.kernels.gpu.chunks import (
     dot,
     load_float32,
 )
-from symjax.attention.kernels.gpu.feature_operands import Form, Ids, rounded
+from symjax.attention.kernels.gpu.feature_operands import (
+    FeatureForm,
+    SegmentNumbers,
+    rounded,
+)
 
 
 def decaying_states(
@@ -124,10 +128,10 @@ def _all_vectors(count: int, size: int, group: int, row: Any, column: Any) -> An
 
 
 def states_before(
-    form: Form,
+    form: FeatureForm,
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
-    ids: Ids,
+    ids: SegmentNumbers,
 ) -> FeatureStates:
     """Return the states of normalised linear attention before each chunk."""
     batch, length, heads, size = key.shape
@@ -192,10 +196,10 @@ def _pass_forward(
 
 
 def states_after(
-    form: Form,
+    form: FeatureForm,
     query: Float[Array, "B T N M"],
     output_gradient: Float[Array, "B T N V"],
-    ids: Ids,
+    ids: SegmentNumbers,
     states: FeatureStates,
     rows: tuple[Array, Array, Array],
 ) -> FeatureStates:

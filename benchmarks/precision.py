@@ -143,7 +143,7 @@ def as_on_a_gpu(attend: Callable) -> Callable:
 
     def called(rows: Any, *arrays: Any) -> Any:
         with (
-            mock.patch.object(products, "on_tensor_cores", partial(product, 1)),
+            mock.patch.object(products, "in_three_passes", partial(product, 1)),
             mock.patch.object(products, "in_six_passes", partial(product, 6)),
             mock.patch.object(features, "in_six_passes", partial(product, 6)),
         ):

@@ -26,12 +26,17 @@ from symjax.attention.core.arguments import as_array, check_arrays, state_sizes
 from symjax.attention.core.products import einsum, products, sum_dtype
 from symjax.attention.recurrent.chunks import (
     Chunk,
-    Stretch,
+    Span,
     chunk_of,
+    product_and_arrays,
     time_first,
-    widened,
 )
-from symjax.attention.recurrent.decays import Faded, faded, shared_or_own, times_decay
+from symjax.attention.recurrent.decays import (
+    ChunkDecays,
+    chunk_decays,
+    shared_or_per_token,
+    times_decay,
+)
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.recurrence import Schedule
 
@@ -47,7 +52,7 @@ class Prepared(NamedTuple):
 
     chunk: Chunk
     asking: Float[Array, "B K G+1 T H"]  # queries, and last the keys
-    faded: Faded
+    decays: ChunkDecays
 
 
 @dataclass(frozen=True)
@@ -75,18 +80,18 @@ class DeltaRule:
         dtype = jnp.promote_types(dtype, jnp.float32)
         return DeltaState(jnp.zeros(sizes, dtype))
 
-    def prepare(self, parameters: Array | None, stretch: Stretch) -> Prepared:
-        chunk = chunk_of(stretch)
-        _, query, key, _ = widened(chunk)
+    def prepare(self, parameters: Array | None, span: Span) -> Prepared:
+        chunk = chunk_of(span)
+        _, query, key, _ = product_and_arrays(chunk)
         # The key is read from the state as one more query head: what is held at it.
         asking = jnp.concatenate([query, key[:, :, None]], axis=2)
-        return Prepared(chunk, asking, faded(parameters, asking, key, chunk))
+        return Prepared(chunk, asking, chunk_decays(parameters, asking, key, chunk))
 
     def advance(
         self, state: DeltaState, prepared: Prepared
     ) -> tuple[DeltaState, Float[Array, "B T K G V"]]:
         chunk, asking, (since, until, through, pairs) = prepared
-        product, _, key, value = widened(chunk)
+        product, _, key, value = product_and_arrays(chunk)
         sums = state.sums
         held = product("bkgth,bkhv->bkgtv", times_decay(asking, since), sums)
         change = _changes(chunk, pairs, value - held[:, :, -1])
@@ -99,7 +104,7 @@ class DeltaRule:
         """S ↦ M S + S₀. What is written is linear in S: without it from the values, and
         for each of its rows from what the keys read of it."""
         chunk, _, (since, until, through, pairs) = prepared
-        product, _, key, value = widened(chunk)
+        product, _, key, value = product_and_arrays(chunk)
         size = value.shape[-1]
         both = jnp.concatenate([value, -times_decay(key, since)], axis=-1)
         changes = _changes(chunk, pairs, both)
@@ -254,7 +259,7 @@ def _operands(
         )
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[2], sum_dtype(key))
-    shared, own = shared_or_own(who, log_decay, key, mask, segment_ids)
+    shared, own = shared_or_per_token(who, log_decay, key, mask, segment_ids)
     return shared, (beta, *own)
 
 

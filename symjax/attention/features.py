@@ -228,8 +228,8 @@ UNIT = plain(
     _one_and_unit,
     pairs=_unit_pairs,
     signed=True,
-    leading=lambda size: 1,
-    around=_around_the_keys,
+    nonnegative=lambda size: 1,
+    centred=_around_the_keys,
     bounded=True,
 )
 # Values of model.attention.features for the mechanism "linear".
@@ -239,7 +239,7 @@ PLAIN = {
     "relu": plain(jax.nn.relu, elementwise=True),
     "relu2": plain(_relu2, elementwise=True),
     "squared": plain(
-        _squared, pairs=_squared_pairs, signed=True, leading=lambda size: size
+        _squared, pairs=_squared_pairs, signed=True, nonnegative=lambda size: size
     ),
-    "taylor": plain(_taylor, pairs=_taylor_pairs, signed=True, leading=lambda size: 1),
+    "taylor": plain(_taylor, pairs=_taylor_pairs, signed=True, nonnegative=lambda size: 1),
 }

@@ -8,7 +8,8 @@
             out.append((weights @ v[near] + lq[t] @ lk[far].T @ v[far]) / G)
         return np.stack(out)
 
-The engine is `groups.py`; the state is the group that is not full yet, and the sums.
+The engine is `recurrent/flash_groups.py`. The state has the tokens of the group that is
+not full yet, and the sums of the groups before it.
 """
 
 from typing import Any
@@ -30,8 +31,12 @@ from symjax.attention.core.arguments import (
 from symjax.attention.core.sequence import segment_runs_over
 from symjax.attention.core.visibility import only_seen, visible_keys
 from symjax.attention.gau import fixed_divisor
-from symjax.attention.recurrent import groups
-from symjax.attention.recurrent.groups import FlashSettings, FlashState, FlashTokens
+from symjax.attention.recurrent import flash_groups
+from symjax.attention.recurrent.flash_groups import (
+    FlashSettings,
+    FlashState,
+    FlashTokens,
+)
 
 
 def flash(
@@ -76,7 +81,7 @@ def flash(
     settings = _settings("flash", group_size, is_causal, scale, divisor, linear_divisor)
     arrays = query, key, linear_query, linear_key, value
     tokens = _tokens("flash", *arrays, mask, segment_ids)
-    return groups.whole(settings, None, tokens, scale)
+    return flash_groups.attend_groups(settings, None, tokens, scale)
 
 
 def flash_causal(
@@ -129,14 +134,14 @@ def flash_causal(
             f"not a multiple of group_size {group_size}"
         )
     if state is None and not return_state:
-        return groups.whole(settings, axis_name, tokens, scale)
+        return flash_groups.attend_groups(settings, axis_name, tokens, scale)
     if state is None:
         state = _empty_like(tokens, group_size)
     _check_state("flash_causal", state, tokens, group_size)
     visible = visible_keys(mask, *key.shape[:2])
     places = jnp.arange(1, visible.shape[1] + 1)
     count = jnp.where(visible, places[None], 0).max(axis=1, initial=0)
-    output, after = groups.prefill(settings, tokens, scale, state, count)
+    output, after = flash_groups.prefill(settings, tokens, scale, state, count)
     return (output, _moved(state, after, count)) if return_state else output
 
 
@@ -173,7 +178,7 @@ def flash_step(
     if query.shape[1] != 1:
         raise ValueError(f"flash_step: a step takes one token, got query {query.shape}")
     _check_state("flash_step", state, tokens, group_size)
-    output, after = groups.step(settings, tokens, scale, state)
+    output, after = flash_groups.step(settings, tokens, scale, state)
     return output, _moved(state, after, 1)
 
 

@@ -7,7 +7,7 @@
             out.append(q[t] @ sums)
         return np.stack(out)
 
-There is no denominator. `faded.py` has the weights of pairs inside a chunk of time.
+There is no denominator. `recurrent/decays.py` has the weights of pairs inside a chunk of time.
 
 Logarithms of decays: the constants of papers, and those of learned gates.
 """
@@ -33,16 +33,16 @@ from symjax.attention.core.products import sum_dtype
 from symjax.attention.positions import alibi_slopes
 from symjax.attention.recurrent.chunks import (
     Chunk,
-    Stretch,
+    Span,
     chunk_of,
+    product_and_arrays,
     time_first,
-    widened,
 )
 from symjax.attention.recurrent.decays import (
-    Faded,
+    ChunkDecays,
     by_channel,
-    faded,
-    shared_or_own,
+    chunk_decays,
+    shared_or_per_token,
     times_decay,
 )
 from symjax.attention.recurrent.engine import attend_causal, attend_step
@@ -76,17 +76,17 @@ class Decayed:
         return DecayState(jnp.zeros(sizes, dtype))
 
     def prepare(
-        self, parameters: Array | None, stretch: Stretch
-    ) -> tuple[Chunk, Faded]:
-        chunk = chunk_of(stretch)
-        _, query, key, _ = widened(chunk)
-        return chunk, faded(parameters, query, key, chunk)
+        self, parameters: Array | None, span: Span
+    ) -> tuple[Chunk, ChunkDecays]:
+        chunk = chunk_of(span)
+        _, query, key, _ = product_and_arrays(chunk)
+        return chunk, chunk_decays(parameters, query, key, chunk)
 
     def advance(
-        self, state: DecayState, prepared: tuple[Chunk, Faded]
+        self, state: DecayState, prepared: tuple[Chunk, ChunkDecays]
     ) -> tuple[DecayState, Float[Array, "B T K G V"]]:
         chunk, (since, _, _, scores) = prepared
-        product, query, _, value = widened(chunk)
+        product, query, _, value = product_and_arrays(chunk)
         rows = product("bkgts,bksv->bkgtv", scores, value)
         asking = times_decay(query, since)
         rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
@@ -94,15 +94,15 @@ class Decayed:
         return after, time_first(rows)
 
     def effect(
-        self, prepared: tuple[Chunk, Faded]
+        self, prepared: tuple[Chunk, ChunkDecays]
     ) -> tuple[DecayState, Float[Array, "B K F"]]:
         chunk, (_, until, through, _) = prepared
-        product, _, key, value = widened(chunk)
+        product, _, key, value = product_and_arrays(chunk)
         sums = product("bksh,bksv->bkhv", times_decay(key, until), value)
         return DecayState(sums), through
 
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:
-        """The first state fades through the second stretch."""
+        """Return the effect of two spans; the first state decays through the second span."""
         left = one[0].sums * jnp.exp(two[1])[..., None]
         return DecayState(left + two[0].sums), one[1] + two[1]
 
@@ -152,7 +152,7 @@ def decay_causal(
         arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate a channel).
     """
     who = "decay_causal"
-    shared, operands = shared_or_own(who, log_decay, key, mask, segment_ids)
+    shared, operands = shared_or_per_token(who, log_decay, key, mask, segment_ids)
     return attend_causal(
         who,
         Decayed(by_channel(operands)),
@@ -183,7 +183,7 @@ def decay_step(
         ValueError: as `decay_causal`; more than one token.
     """
     who = "decay_step"
-    shared, operands = shared_or_own(who, log_decay, key)
+    shared, operands = shared_or_per_token(who, log_decay, key)
     tokens = query, key, value
     return attend_step(
         who, Decayed(), state, *tokens, parameters=shared, operands=operands

@@ -108,7 +108,7 @@ def _estimating(
 
     def key(x: Array, random: RandomFeatures) -> LogFeatures:
         norm = 0.5 * sign * random.scale.astype(x.dtype) * squared_length(x)
-        return features(_project(x, random)).raised(norm)
+        return features(_project(x, random)).times_exp(norm)
 
     signed = sign > 0
     return Features(query, key, signed=signed, exponential=exponential, exponents=True)

@@ -66,7 +66,7 @@ def test_google_has_the_same_features_but_for_its_epsilon(name):
         reference = query if kind == "positive" else features
         axes = axes if kind == "positive" else 1
         highest = reference.exponent.max(axes, keepdims=True)
-        ours = features.raised(-highest).weights()
+        ours = features.times_exp(-highest).weights()
         epsilon = case["feature_eps"] if kind == "positive" else 0
         close(ours, wanted * len(rows) ** 0.5 - epsilon, 2e-6)
 

@@ -105,11 +105,11 @@ def test_squares_take_every_pair_once(size, x64):
 def test_features_around_the_keys_have_the_products_of_the_others(x64):
     query, key = np.random.default_rng(0).normal(size=(2, 1, 2, 9, 5))
     plain = [UNIT.key(x, None).weights() for x in (query, key)]
-    around = UNIT.around(query[:, :, None], key)
+    centred = UNIT.centred(query[:, :, None], key)
     products = np.einsum("bktm,bksm->bkts", *plain)
-    near = np.einsum("bkgtm,bksm->bkts", *(x.weights() for x in around))
+    near = np.einsum("bkgtm,bksm->bkts", *(x.weights() for x in centred))
     np.testing.assert_allclose(near, products, 1e-12)
-    np.testing.assert_array_equal(around[1].weights()[..., 0], 1)
+    np.testing.assert_array_equal(centred[1].weights()[..., 0], 1)
 
 
 def test_learned_features_equal_their_definition():

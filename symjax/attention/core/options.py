@@ -1,4 +1,4 @@
-"""Options that a mechanism declares itself, beside those that all models know."""
+"""Options that a mechanism declares itself, in addition to those of every model."""
 
 import math
 from numbers import Integral, Real
@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 
 class Option(NamedTuple):
-    """An option of one mechanism: the key model.attention.options.NAME of a run.
+    """Option of one mechanism: the key model.attention.options.NAME of a run.
 
     Attributes:
-        default: a bool, an int, a float or a word; values have its type.
+        default: a bool, an int, a float or a str; all values have its type.
         meaning: one line for --help.
-        choices: words that it may be; any if empty.
-        least, most: limits of a number.
+        choices: the words that are allowed; empty: all.
+        least, most: limits of a number, inclusive.
     """
 
     default: bool | int | float | str
@@ -25,8 +25,8 @@ class Option(NamedTuple):
         """Return the value with the type of the default.
 
         Raises:
-            ValueError: another type, no choice or outside the limits; it begins with
-                `name`.
+            ValueError: the value has another type, is not among the choices, or is
+                outside the limits. The message begins with `name`.
         """
         kind = type(self.default)
         number = {int: Integral, float: Real}.get(kind)
@@ -46,7 +46,12 @@ class Option(NamedTuple):
 def chosen(
     who: str, declared: dict[str, Option], given: dict[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return the value of every declared option, as hashable pairs.
+    """Return the (name, value) pairs of all declared options, as a hashable tuple.
+
+    Args:
+        who: name of the mechanism, for messages.
+        declared: options of the mechanism.
+        given: values by name; options that are missing have their default.
 
     Raises:
         TypeError: an option is not declared, as for any unknown keyword.

@@ -1,4 +1,7 @@
-"""Products of matrices with the precision that a mechanism needs."""
+"""Products of matrices with the precision that a mechanism needs.
+
+`products(*arrays)` returns the einsum for arrays of these dtypes.
+"""
 
 import re
 from collections.abc import Callable
@@ -18,37 +21,44 @@ def _einsum(
     *arrays: Array,
     cuda: jax.lax.DotAlgorithmPreset | None = None,
 ) -> Array:
-    """`jnp.einsum`; on a CPU with B and K as one axis, and G and T, where they are side
-    by side and no mesh may split them. It stands inside `on_any_mesh`.
+    """Return `jnp.einsum(spec, *arrays)`.
 
-    XLA's compiler for CPUs transposes the operands of products with two batch axes, and
-    computes once more what these are made of.
+    On a CPU the axes B and K become one axis, and so do G and T, if they are adjacent
+    in all terms and no mesh may split them. XLA's compiler for CPUs transposes the
+    operands of products with two batch axes, and recomputes these operands. Call it
+    inside `on_any_mesh`.
 
     Args:
-        cuda: how NVIDIA GPUs multiply, where not by `precision`.
+        cuda: algorithm of NVIDIA GPUs, in place of `precision`.
     """
     plain = partial(jnp.einsum, spec, precision=precision)
     forms = {}
     if merged := _merged(precision, spec, arrays):
         forms["cpu"] = merged
     if cuda is not None:
-        forms["cuda"] = partial(_apart, spec, cuda)
+        forms["cuda"] = partial(_separate_einsum, spec, cuda)
     if not forms:
         return plain(*arrays)
     return by_platform(*arrays, **forms, default=plain)
 
 
-def _apart(spec: str, precision: jax.lax.DotAlgorithmPreset, *arrays: Array) -> Array:
-    """XLA would make one of two products with one operand in common, and has no code
-    for some sizes of it."""
-    apart = map(jax.lax.optimization_barrier, arrays)
-    return jnp.einsum(spec, *apart, precision=precision)
+def _separate_einsum(
+    spec: str, precision: jax.lax.DotAlgorithmPreset, *arrays: Array
+) -> Array:
+    """Return a product that XLA does not combine with another one.
+
+    XLA would combine two products with a common operand into one, and has no code for
+    some sizes of the result.
+    """
+    separate = map(jax.lax.optimization_barrier, arrays)
+    return jnp.einsum(spec, *separate, precision=precision)
 
 
 def _merged(
     precision: jax.lax.Precision, spec: str, arrays: tuple[Array, ...]
 ) -> Callable | None:
-    """The same product with pairs of axes as one, where it has such pairs."""
+    """Return the product with B, K and G, T as single axes; None if it has no such
+    pairs."""
     *names, output = terms = re.split(",|->", spec)
     pairs = [
         pair
@@ -60,51 +70,53 @@ def _merged(
     shapes = [n for x in arrays for n in x.shape]
     every = list(zip("".join(names), shapes, strict=True))
     sizes = dict(every)
-    if any(sizes[c] != n for c, n in every):  # one of them is broadcast
+    if any(sizes[c] != n for c, n in every):  # an axis is broadcast
         return None
 
     def merged(*arrays: Array) -> Array:
-        short, both = spec, dict(sizes)
+        short, merged_sizes = spec, dict(sizes)
         for one, two in pairs:
             short = short.replace(one + two, one)
-            both[one] *= sizes[two]
+            merged_sizes[one] *= sizes[two]
         operands = [
-            x.reshape([both[c] for c in name])
+            x.reshape([merged_sizes[c] for c in name])
             for x, name in zip(arrays, re.split(",|->", short), strict=False)
         ]
-        found = jnp.einsum(short, *operands, precision=precision)
-        return found.reshape([sizes[c] for c in output])
+        result = jnp.einsum(short, *operands, precision=precision)
+        return result.reshape([sizes[c] for c in output])
 
     return merged
 
 
+# Full float32 precision.
 einsum = partial(_einsum, jax.lax.Precision.HIGHEST)
 
+# Three bfloat16 passes on TPUs, TF32 on GPUs.
+in_three_passes = partial(_einsum, jax.lax.Precision.HIGH)
 
-on_tensor_cores = partial(_einsum, jax.lax.Precision.HIGH)
-
-
+# Six bfloat16 passes on TPUs and on NVIDIA GPUs.
 in_six_passes = partial(einsum, cuda=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6)
 
 
-TILE = 128  # accelerators multiply by tiles of so many rows
+TILE = 128  # rows of a tile in the matrix products of accelerators
 
 
 def sum_dtype(*arrays: Array) -> Any:
-    """The dtype of sums over time: that of the arrays, float32 at least."""
+    """Return the dtype of sums over time: that of the arrays, float32 at least."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
 def products(*arrays: Array, cancel: bool = False) -> Callable[..., Array]:
-    """`einsum` of float32 sums, as exact as what they are sums of.
+    """Return an einsum with float32 sums that is as precise as the arrays.
 
-    Where all arrays have 16 bits that is three passes on TPUs and TF32 on GPUs, whose
-    tensor cores do not multiply in full precision.
+    For arrays of more than 16 bits it is `einsum`. If all arrays have 16 bits it is
+    faster: three bfloat16 passes on TPUs, TF32 on GPUs. Tensor cores do not multiply in
+    full precision.
 
     Args:
-        cancel: what is multiplied cancels: then as `einsum`, on NVIDIA GPUs by the six
-            passes of bfloat16 parts that full precision is on TPUs.
+        cancel: the products will cancel. Then 16-bit arrays also have full precision;
+            NVIDIA GPUs reach it in six bfloat16 passes, as TPUs do.
     """
     if jnp.result_type(*arrays).itemsize > 2:
         return einsum
-    return in_six_passes if cancel else on_tensor_cores
+    return in_six_passes if cancel else in_three_passes

@@ -1,7 +1,11 @@
-"""Linear attention to all keys: of the past and of the future alike.
+"""Linear attention of encoders: every query sees all keys, earlier and later ones.
 
-All keys become one state, which every query reads; few keys stand beside the queries as
-in a chunk. With segments, rows of their past and of their future are merged.
+There are three cases:
+
+- Many keys: all of them become one state, which every query reads.
+- Few keys: the weights of all pairs are computed, as in a chunk.
+- Segments: a causal pass over the tokens and one over the flipped tokens give two
+  `RowSums` for each row, which are merged.
 """
 
 from collections.abc import Callable
@@ -18,17 +22,17 @@ from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import sum_dtype
 from symjax.attention.core.sequence import starts
 from symjax.attention.recurrent.chunks import (
-    Stretch,
-    heads_joined,
+    Span,
     layout,
+    merge_heads,
     scan,
     time_first,
 )
 from symjax.attention.recurrent.normalised import (
+    FeatureChunk,
     LinearState,
-    Mapped,
     Normalised,
-    Rows,
+    RowSums,
     divide,
     query_state,
 )
@@ -45,101 +49,120 @@ def attend(
     *,
     parameters: Any = None,
 ) -> Float[Array, "B T N V"]:
-    """Every query sees every visible key of its segment."""
+    """Return rows in which a query sees every visible key of its segment.
+
+    Args:
+        who: name of the public function, for messages.
+        parameters: the parameters of the feature map.
+    Raises:
+        ValueError: shapes that do not fit.
+    """
     check_tokens(
         who, query, key, value, mask, segment_ids, causal=segment_ids is not None
     )
     tokens = Tokens(query, key, value, (), mask, segment_ids)
-    return _attend(recurrence, tokens, parameters)
+    return _attend_to_all(recurrence, tokens, parameters)
 
 
 @on_any_mesh("recurrence", specs=rows_alone)
-def _attend(
+def _attend_to_all(
     recurrence: Normalised, tokens: Tokens, parameters: Any
 ) -> Float[Array, "B T N V"]:
-    stretch = layout(tokens)
-    batch, _, heads, size = stretch.key.shape
-    sizes = batch, heads, size, stretch.value.shape[-1]
-    state = recurrence.empty(parameters, sizes, sum_dtype(*stretch[:3]))
-    if stretch.segment is None:
-        mapped = recurrence.prepare(parameters, stretch)
-        rows = time_first(divide(_all_keys(recurrence, state, mapped)))
+    span = layout(tokens)
+    batch, _, heads, size = span.key.shape
+    sizes = batch, heads, size, span.value.shape[-1]
+    state = recurrence.empty(parameters, sizes, sum_dtype(*span[:3]))
+    if span.segment is None:
+        prepared = recurrence.prepare(parameters, span)
+        rows = time_first(divide(_sums_over_all_keys(recurrence, state, prepared)))
     else:
-        state, stretch = vary_alike((state, stretch))
-        rows = divide(_both_sides(recurrence, parameters, state, stretch))
-    return heads_joined(rows, tokens.value.dtype)
+        state, span = vary_alike((state, span))
+        rows = divide(_sums_over_segments(recurrence, parameters, state, span))
+    return merge_heads(rows, tokens.value.dtype)
 
 
-def _all_keys(recurrence: Normalised, state: LinearState, mapped: Mapped) -> Rows:
-    """Rows that see all visible keys, from an empty state."""
-    length, size, features = *mapped.value.shape[2:], state.total.shape[-1]
+def _sums_over_all_keys(
+    recurrence: Normalised, state: LinearState, prepared: FeatureChunk
+) -> RowSums:
+    """Return the sums of rows that see all visible keys.
+
+    Args:
+        state: the empty state.
+    """
+    length, size, features = *prepared.value.shape[2:], state.total.shape[-1]
     if length * (features + size) > features * size:
-        if around := recurrence.features.around:
-            return _read_around(recurrence, around, mapped)
-        state, _ = recurrence.effect(mapped)
-        how = recurrence.arithmetic(mapped.chunk)
-        return query_state(how, state, mapped.query)
-    # Few keys: their pairs cost less than sums, and no digit where signs cancel.
-    return recurrence.rows(state, mapped, jnp.ones((1, 1, 1), bool))
+        if centred := recurrence.features.centred:
+            return _read_centred(recurrence, centred, prepared)
+        state, _ = recurrence.effect(prepared)
+        arithmetic = recurrence.arithmetic(prepared.chunk)
+        return query_state(arithmetic, state, prepared.query)
+    # Few keys: pairs cost less than a state, and lose no digits to cancellation.
+    return recurrence.row_sums(state, prepared, jnp.ones((1, 1, 1), bool))
 
 
-def _read_around(recurrence: Normalised, around: Callable, mapped: Mapped) -> Rows:
-    """Rows that see all keys by features that are made for these keys.
+def _read_centred(
+    recurrence: Normalised, centred: Callable, prepared: FeatureChunk
+) -> RowSums:
+    """Return the sums of rows that see all keys, by `Features.centred`.
 
-    They are zero where keys weigh less than the rounding error of 1 in the mean.
+    Rows are zero if the mean weight of a key is below the rounding error of 1.
     """
-    chunk, value = mapped.chunk, mapped.value
+    chunk, value = prepared.chunk, prepared.value
     arrays = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
-    query, key = around(*arrays)
+    query, key = centred(*arrays)
     weights = key.where(chunk.visible[:, None]).weights()
-    how = recurrence.arithmetic(chunk)
-    sums = how.product("bksm,bksv->bkmv", weights, value)
+    arithmetic = recurrence.arithmetic(chunk)
+    sums = arithmetic.product("bksm,bksv->bkmv", weights, value)
     state = LinearState(sums, weights.sum(axis=-2))
-    rows = query_state(how, state, query)
+    rows = query_state(arithmetic, state, query)
     least = jnp.finfo(value.dtype).eps / 2 * state.total[:, :, None, None, 0]
-    some = jax.lax.stop_gradient(rows.denominator) > least
-    return rows._replace(denominator=jnp.where(some, rows.denominator, 0))
+    nonzero = jax.lax.stop_gradient(rows.denominator) > least
+    return rows._replace(denominator=jnp.where(nonzero, rows.denominator, 0))
 
 
-def _both_sides(
-    recurrence: Normalised, parameters: Any, state: LinearState, stretch: Stretch
-) -> Rows:
-    """Rows that see all of their segment: the past with itself, and the future without.
+def _sums_over_segments(
+    recurrence: Normalised, parameters: Any, state: LinearState, span: Span
+) -> RowSums:
+    """Return the sums of rows that see all keys of their segment.
 
-    Seen backwards, the future without itself is a past whose keys come a token late.
+    A causal pass gives the row the keys up to its own. A second causal pass runs over
+    the flipped tokens, with keys and values shifted by one token, so that it gives the
+    row the keys after its own.
     """
-    flipped = jax.tree.map(lambda x: jnp.flip(x, 1), stretch)
+    flipped = jax.tree.map(lambda x: jnp.flip(x, 1), span)
     segment = flipped.segment
-    late = jnp.roll(segment, 1, axis=1) == segment
-    late = late & (jnp.arange(segment.shape[1]) > 0)[None]
+    same_segment = jnp.roll(segment, 1, axis=1) == segment
+    same_segment = same_segment & (jnp.arange(segment.shape[1]) > 0)[None]
     backwards = flipped._replace(
         key=jnp.roll(flipped.key, 1, axis=1),
         value=jnp.roll(flipped.value, 1, axis=1),
-        visible=jnp.roll(flipped.visible, 1, axis=1) & late,
+        visible=jnp.roll(flipped.visible, 1, axis=1) & same_segment,
         starts_segment=starts(segment),
     )
 
-    def advance(parameters: Any, state: LinearState, stretch: Stretch) -> tuple:
-        mapped = recurrence.prepare(parameters, stretch)
-        return recurrence.advance(state, mapped, divided=False)
+    def advance(parameters: Any, state: LinearState, span: Span) -> tuple:
+        prepared = recurrence.prepare(parameters, span)
+        return recurrence.advance(state, prepared, divided=False)
 
     past, future = (
-        scan(advance, 64, parameters, state, side)[1] for side in (stretch, backwards)
+        scan(advance, 64, parameters, state, direction)[1]
+        for direction in (span, backwards)
     )
-    return _merge_rows(past, jax.tree.map(lambda x: jnp.flip(x, 1), future))
+    return _merge_row_sums(past, jax.tree.map(lambda x: jnp.flip(x, 1), future))
 
 
-def _merge_rows(one: Rows, two: Rows) -> Rows:
-    """Rows that see the keys of both, which must be different keys.
+def _merge_row_sums(past: RowSums, future: RowSums) -> RowSums:
+    """Return the sums of rows that see the keys of both, which must be disjoint.
 
-    A side without keys has shift −∞: that of the other may be far below 0.
+    The shift of a row without keys is set to −∞, because the shift of the other side
+    may be far below 0.
     """
-    shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (one, two)]
+    shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (past, future)]
     shift = finite(jnp.maximum(*shifts))
-    a, b = (jnp.exp(own - shift) for own in shifts)
-    return Rows(
-        one.numerator * a[..., None] + two.numerator * b[..., None],
-        one.denominator * a + two.denominator * b,
-        one.size * a + two.size * b,
+    a, b = (jnp.exp(x - shift) for x in shifts)
+    return RowSums(
+        past.numerator * a[..., None] + future.numerator * b[..., None],
+        past.denominator * a + future.denominator * b,
+        past.size * a + future.size * b,
         shift,
     )

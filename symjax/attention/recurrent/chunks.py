@@ -1,4 +1,18 @@
-"""Tokens laid out in chunks of time, and the scan over them."""
+"""Tokens laid out in spans and chunks of time, and the scan over spans.
+
+A `Span` is a number of consecutive tokens with the axes of the arguments, [B T …]. A
+`Chunk` is a span that is computed at once, with heads before time, [B K T …]. A
+recurrence makes its chunk by `chunk_of(span)`.
+
+A hidden token, or one that pads the last span, leaves every state unchanged:
+
+- `layout` and `pad_into_spans` replace its key, its value and its operands by zeros.
+  With β = 0 and a log-decay of 0 the delta rule neither erases, writes nor decays.
+- `visible` is False for it. Linear attention sets the features of its key to zero,
+  because φ(0) need not be 0. Decays that all tokens share count visible tokens alone.
+
+Its own row is computed from its query nevertheless.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,46 +29,57 @@ from symjax.attention.core.sequence import choose, segment_runs_over, starts
 from symjax.attention.core.visibility import visible_keys
 
 
-class Stretch(NamedTuple):
-    """A stretch of time, time before heads. Of hidden tokens all but the query is 0.
+class Span(NamedTuple):
+    """Consecutive tokens, time before heads.
 
-    `segment` numbers the segments; `starts_segment` marks the first token of each but
-    the one that continues from the state. Both are None where there are no segments.
+    The keys, values and operands of hidden tokens are zeros.
+
+    Attributes:
+        operands: further arrays of the recurrence with one entry per token.
+        segment: numbers of the segments; None if there are no segments.
+        starts_segment: True for the first token of each segment except the segment of
+            the first token, which continues from the state; None without segments.
     """
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B T K H"]
     value: Float[Array, "B T K V"]
-    operands: tuple[Any, ...]  # more of each token, [B T K …]
+    operands: tuple[Any, ...]  # [B T K …]
     visible: Bool[Array, "B T"]
     segment: Int[Array, "B T"] | None
     starts_segment: Bool[Array, "B T"] | None
 
 
 class Chunk(NamedTuple):
-    """A stretch that is computed at once, heads before time, queries by key head."""
+    """A span that is computed at once, heads before time.
+
+    The G query heads that share a key head are an axis. Attributes as in `Span`.
+    """
 
     query: Float[Array, "B K G T H"]
     key: Float[Array, "B K T H"]
     value: Float[Array, "B K T V"]
-    operands: tuple[Any, ...]  # more of each token, [B K T …]
+    operands: tuple[Any, ...]  # [B K T …]
     visible: Bool[Array, "B T"]
     segment: Int[Array, "B T"] | None
     starts_segment: Bool[Array, "B T"] | None
 
 
-def layout(tokens: Tokens, axis_name: str | None = None) -> Stretch:
-    """All tokens as one stretch.
+def layout(tokens: Tokens, axis_name: str | None = None) -> Span:
+    """Return all tokens as one span, with zeros as hidden keys, values and operands.
 
-    Zeros stand for hidden keys, values and operands: a NaN in these reaches no sum and
-    no gradient. One in a hidden query reaches its own row, and through that row's
-    cotangent the gradients of all that the row reads.
+    A NaN in a hidden key, value or operand therefore reaches no sum and no gradient. A
+    NaN in a hidden query reaches its own row, and through the cotangent of that row the
+    gradients of everything that the row reads.
+
+    Args:
+        axis_name: the mesh axis that time is split over, or None.
     """
     query, key, value, operands, mask, segment_ids = tokens
     batch, length = key.shape[:2]
     visible = visible_keys(mask, batch, length)
 
-    def seen(x: Array) -> Array:
+    def hidden_as_zeros(x: Array) -> Array:
         x = jnp.broadcast_to(x, (batch, length, *x.shape[2:]))
         if mask is not None:
             x = jnp.where(visible.reshape(batch, length, *[1] * (x.ndim - 2)), x, 0)
@@ -63,33 +88,33 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Stretch:
     segment = None
     if segment_ids is not None:
         segment, _ = segment_runs_over(segment_ids, axis_name)
-    return Stretch(
+    return Span(
         query,
-        seen(key),
-        seen(value),
-        jax.tree.map(seen, operands),
+        hidden_as_zeros(key),
+        hidden_as_zeros(value),
+        jax.tree.map(hidden_as_zeros, operands),
         visible,
         segment,
         None if segment is None else starts(segment),
     )
 
 
-def chunk_of(stretch: Stretch) -> Chunk:
-    """The same, heads before time."""
-    query, key, value = stretch[:3]
+def chunk_of(span: Span) -> Chunk:
+    """Return the span with heads before time, and query heads by key head."""
+    query, key, value = span[:3]
     heads_first = partial(jnp.swapaxes, axis1=1, axis2=2)
     return Chunk(
         rearrange(query, "b t (k g) h -> b k g t h", k=key.shape[2]),
         heads_first(key),
         heads_first(value),
-        jax.tree.map(heads_first, stretch.operands),
-        stretch.visible,
-        stretch.segment,
-        stretch.starts_segment,
+        jax.tree.map(heads_first, span.operands),
+        span.visible,
+        span.segment,
+        span.starts_segment,
     )
 
 
-def widened(
+def product_and_arrays(
     chunk: Chunk,
 ) -> tuple[
     Callable[..., Array],
@@ -97,48 +122,55 @@ def widened(
     Float[Array, "B K T H"],
     Float[Array, "B K T V"],
 ]:
-    """How to multiply queries, keys and values, and these in the dtype of sums."""
+    """Return the einsum for a chunk, and its query, key and value.
+
+    The arrays are in the dtype of sums, float32 at least. The einsum is as precise as
+    the dtypes of the chunk require (`core.products`).
+    """
     query, key, value = chunk[:3]
     dtype = sum_dtype(query, key, value)
-    given = query.astype(dtype), key.astype(dtype), value.astype(dtype)
-    return products(query, key, value), *given
+    arrays = query.astype(dtype), key.astype(dtype), value.astype(dtype)
+    return products(query, key, value), *arrays
 
 
 def time_first(rows: Float[Array, "B K G T *V"]) -> Float[Array, "B T K G *V"]:
+    """Return rows of a chunk with time before heads, as `advance` returns them."""
     return jnp.moveaxis(rows, 3, 1)
 
 
-def heads_joined(
-    rows: Float[Array, "B T K G V"], dtype: Any
-) -> Float[Array, "B T N V"]:
+def merge_heads(rows: Float[Array, "B T K G V"], dtype: Any) -> Float[Array, "B T N V"]:
+    """Return rows with one axis of query heads, in the dtype of the output."""
     return rearrange(rows, "b t k g v -> b t (k g) v").astype(dtype)
 
 
-# (parameters, state, stretch) → the state after it, and its rows.
-Advance = Callable[[Any, Any, Stretch], tuple[Any, Any]]
+# (parameters, state, span) → (the state after the span, its rows).
+Advance = Callable[[Any, Any, Span], tuple[Any, Any]]
 
 
 def scan(
-    advance: Advance, size: int, parameters: Any, state: Any, stretch: Stretch
+    advance: Advance, size: int, parameters: Any, state: Any, span: Span
 ) -> tuple[Any, Any]:
-    """`advance` over all of time, a stretch of `size` after the other.
+    """Run `advance` over all of time, one span of `size` tokens after the other.
 
-    The backward pass recomputes a stretch from the state before it.
+    The backward pass recomputes a span from the state before it.
+
+    Returns:
+        The state after the last span, and the rows [B T …] of all spans.
     """
-    length = stretch.visible.shape[1]
+    length = span.visible.shape[1]
     body = jax.checkpoint(partial(advance, parameters), prevent_cse=False)
-    state, rows = jax.lax.scan(body, state, cut(stretch, size))
-    return state, joined(rows, length)
+    state, rows = jax.lax.scan(body, state, split_into_spans(span, size))
+    return state, join_rows(rows, length)
 
 
-def cut(stretch: Stretch, size: int) -> Stretch:
-    """Stretches of `size` stacked in front."""
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), filled(stretch, size))
+def split_into_spans(span: Span, size: int) -> Span:
+    """Return spans of `size` tokens, stacked along a new first axis."""
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), pad_into_spans(span, size))
 
 
-def filled(stretch: Stretch, size: int) -> Stretch:
-    """[B n size …]; the last of n stretches is filled up with hidden tokens."""
-    length = stretch.visible.shape[1]
+def pad_into_spans(span: Span, size: int) -> Span:
+    """Return n spans [B n size …]; hidden tokens pad the last span."""
+    length = span.visible.shape[1]
     size = max(1, min(size, length))
     count = -(-length // size)
 
@@ -148,13 +180,13 @@ def filled(stretch: Stretch, size: int) -> Stretch:
             x = jnp.pad(x, widths, mode=mode)
         return x.reshape(x.shape[0], count, size, *x.shape[2:])
 
-    segment = stretch.segment
-    rest = jax.tree.map(fill, stretch._replace(segment=None))
+    segment = span.segment
+    rest = jax.tree.map(fill, span._replace(segment=None))
     return rest._replace(segment=None if segment is None else fill(segment, "edge"))
 
 
-def joined(rows: Any, length: int) -> Any:
-    """Rows [B T …] of stretches stacked in front, as one."""
+def join_rows(rows: Any, length: int) -> Any:
+    """Return the rows [B T …] of spans [n B size …], without those of the padding."""
 
     def join(x: Array) -> Array:
         return jax.lax.collapse(jnp.moveaxis(x, 0, 1), 1, 3)[:, :length]
@@ -163,7 +195,10 @@ def joined(rows: Any, length: int) -> Any:
 
 
 def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
-    """Who may see whom: the past and oneself, inside one segment."""
+    """Return True for pairs [t, s] with s ≤ t in one segment.
+
+    Pairs with hidden keys are True as well; hidden keys weigh zero by themselves.
+    """
     length = chunk.value.shape[2]
     past = jnp.tril(jnp.ones((1, length, length), bool))
     if chunk.segment is None:
@@ -174,12 +209,20 @@ def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
 def through_segments(
     chunk: Chunk, state: Any, empty: Any
 ) -> tuple[Any, Any, Array | None, Array | None]:
-    """What the segments of a chunk do to a state that adds up one segment's tokens.
+    """Apply the segments of a chunk to a state that sums the tokens of one segment.
 
+    Args:
+        state: the state after the token before the chunk.
+        empty: the state before any token, with arrays of the same shapes.
     Returns:
-        The state before the chunk, which a segment's start forgets; what is left of it
-        after the chunk; the rows [B T] that reach it, and the tokens [B T] that join
-        it, those of the chunk's first and last segment (None: all).
+        before: the state that the first rows of the chunk read: `state`, or `empty` if
+            a segment starts at the first token.
+        carried: the part of the state after the chunk that comes from earlier chunks:
+            `before`, or `empty` if the chunk has several segments.
+        reaches: rows [B T] that read `before`: the first segment of the chunk. None
+            without segments: all rows.
+        joins: tokens [B T] that are added to `carried`: the last segment of the chunk.
+            None without segments: all tokens.
     """
     if chunk.segment is None or chunk.starts_segment is None:
         return state, state, None, None

@@ -1,15 +1,19 @@
-"""Weights of pairs that fade with the time between them, without a division.
+"""Scores of pairs in a chunk, times the decay between key and query, without division.
 
-A chunk of time is split as in a merge sort: the second half of each block of 2, 4, 8 …
-tokens looks at the first half. A pair's decay is then the sum from the boundary to the
-query plus the sum from the key to the boundary. Nothing is ever subtracted: every
-factor is at most 1, no exponent loses digits to a stronger decay elsewhere, and −∞,
-which forgets everything, is a decay like any other.
+The decay of a pair is exp(g_{s+1} + … + g_t), with the log-decays g ≤ 0 of the tokens
+after key s up to query t. `chunk_decays` computes all of them for one chunk.
 
-Short blocks are slow on accelerators, and long in programs. Blocks of up to 128 tokens
-are therefore not split, or of 16 where each channel has its decay (8 in chunks below
-128 tokens). Forward and backward, decays of heads take 25 Mcycles instead of 65, as
-v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
+Blocks of 2, 4, 8 … tokens are joined two by two, as in a merge sort. Queries of the
+second half see keys of the first half. The log-decay of such a pair is the sum from the
+key to the boundary between the halves plus the sum from there to the query. No sum is
+subtracted from another one. So every factor is at most 1, a strong decay costs no other
+decay its digits, and −∞, which forgets everything, is a valid log-decay.
+
+Short blocks are slow on accelerators and make programs long. The recursion therefore
+starts with blocks of up to 128 tokens for decays per head. For decays per channel it
+starts with 16 tokens, or with 8 in chunks below 128 tokens. Forward and backward,
+decays per head then take 25 Mcycles instead of 65, as v5e's compiler estimates it
+(B 4, T 4096, N 16, H 64).
 """
 
 import math
@@ -24,15 +28,21 @@ from symjax.attention.core.arguments import as_array, check_arrays
 from symjax.attention.core.products import TILE, einsum, products
 from symjax.attention.recurrent.chunks import Chunk
 
-SMALL_TILE = 16  # tokens whose pairs take an exponential for each channel
+SMALL_TILE = 16  # tokens of a first block with one exponential per pair and channel
 SMALLEST_TILE = 8  # the same in chunks below 128 tokens, as on CPUs
 
 
-class Faded(NamedTuple):
-    """What a chunk's decays do, all of it as logarithms but the scores.
+class ChunkDecays(NamedTuple):
+    """Decays of a chunk as logarithms, and its scores, which the decays multiply.
 
-    since: from before the first token through each token. until: from after each token
-    through the last. through: all of them.
+    F is 1 for decays per head, and H for decays per channel.
+
+    Attributes:
+        since: sums from the first token through each token: what the state before the
+            chunk has decayed by when the token reads it.
+        until: sums from the token after each token through the last: what a token has
+            decayed by in the state after the chunk.
+        through: sums over all tokens: the decay of the state by the whole chunk.
     """
 
     since: Float[Array, "#B K T F"]
@@ -41,26 +51,27 @@ class Faded(NamedTuple):
     scores: Float[Array, "B K G T T"]  # Σ_h q_th k_sh exp(g_{s+1,h} + … + g_th), s ≤ t
 
 
-def shared_or_own(
+def shared_or_per_token(
     who: str,
     log_decay: Float[Array, "#B #T K *F"] | Float[Array, " K"],
     key: Float[Array, "B T K H"],
     mask: Array | None = None,
     segment_ids: Array | None = None,
 ) -> tuple[Float[Array, "K 1"] | None, tuple[Array, ...]]:
-    """The log-decay as what all tokens share, and as operands [#B #T K F] of each.
+    """Return (shared log-decay or None, operands): one of the two has the log-decay.
 
-    One that is the same for all tokens is shared where none of them is hidden or the
-    first of a segment: then all chunks fade alike.
+    A log-decay per head that is the same for all tokens is shared if there is no mask
+    and no segment: then every chunk has the same decays. Otherwise the only operand is
+    the log-decay as an array [#B #T K F].
 
     Raises:
-        ValueError: it does not fit the keys.
+        ValueError: the log-decay does not fit the keys.
     """
     check_arrays(who, key=key)
     batch, length, heads, size = key.shape
     log_decay = as_array(who, "log_decay", log_decay)
-    given = log_decay.shape
-    if given == (heads,):
+    given_shape = log_decay.shape
+    if given_shape == (heads,):
         log_decay = log_decay[None, None]
     shape = log_decay.shape
     fits = len(shape) in (3, 4) and shape[2:] in ((heads,), (heads, size))
@@ -68,18 +79,21 @@ def shared_or_own(
         raise ValueError(
             f"{who}: log_decay must be [{heads}], [{batch} or 1, {length} or 1, "
             f"{heads}], or the latter and {size} channels, for key {key.shape}, "
-            f"got {given}"
+            f"got {given_shape}"
         )
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
-    alike = log_decay.shape[:2] == (1, 1) and log_decay.shape[3] == 1
-    if alike and mask is None and segment_ids is None:
+    constant = log_decay.shape[:2] == (1, 1) and log_decay.shape[3] == 1
+    if constant and mask is None and segment_ids is None:
         return log_decay[0, 0], ()
     return None, (log_decay,)
 
 
 def log_decays(chunk: Chunk) -> Float[Array, "B K T F"]:
-    """The last operand of a chunk; the first token of a segment forgets everything."""
+    """Return the log-decays of a chunk, its last operand.
+
+    They are −∞ at the first token of a segment, so that it forgets everything.
+    """
     log_decay = chunk.operands[-1]
     if chunk.starts_segment is None:
         return log_decay
@@ -91,39 +105,43 @@ def by_channel(operands: tuple[Array, ...]) -> bool:
     return any(x.ndim == 4 and x.shape[-1] > 1 for x in operands[-1:])
 
 
-def faded(
+def chunk_decays(
     shared: Float[Array, "K 1"] | None,
     query: Float[Array, "B K G T H"],
     key: Float[Array, "B K T H"],
     chunk: Chunk,
-) -> Faded:
-    """The decays of a chunk, and the scores of its pairs.
+) -> ChunkDecays:
+    """Return the decays of a chunk, and the scores of its pairs.
 
-    F is 1 for a decay a head, H for one a channel, which adds O(T H log T)
-    exponentials. A shared one costs O(T²) exponentials for all chunks together.
+    Decays per channel (F = H) take O(T H log T) exponentials more than decays per head
+    (F = 1). A shared log-decay takes O(T²) exponentials for all chunks together.
 
     Args:
-        shared: the log-decay of every token; None: an operand of the chunk.
+        shared: the log-decay that all tokens share; None: it is the last operand of the
+            chunk.
         query, key: in the dtype of the sums.
     """
     product = products(*chunk[:3])
     if shared is None:
         log_decay = log_decays(chunk).astype(key.dtype)
-        form = _by_head if log_decay.shape[-1] == 1 else _by_channel
+        form = _scores_by_head if log_decay.shape[-1] == 1 else _scores_by_channel
         since, until, scores = form(query, key, log_decay, product)
-        return Faded(since, until, since[:, :, -1], scores)
+        return ChunkDecays(since, until, since[:, :, -1], scores)
     shared = shared.astype(key.dtype)
     time = jnp.arange(key.shape[2])[None, :, None]
-    between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]; hidden tokens come last
+    between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]; only padding is hidden
     weights = jnp.where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
     scores = product("bkgth,bksh->bkgts", query, key) * weights[None, :, None]
     since = _times(shared[:, None], time + 1)[None]
-    return Faded(since, *until_end(shared, chunk, key.dtype), scores)
+    return ChunkDecays(since, *until_end(shared, chunk, key.dtype), scores)
 
 
 def times_decay(x: Array, log_decay: Float[Array, "#B K T F"]) -> Array:
-    """x [B K *G T H] times the decays: where F is 1 as a product, whose gradient XLA's
-    compiler for CPUs adds up faster."""
+    """Return x [B K *G T H] times exp(log_decay).
+
+    For decays per head this is an einsum, because XLA's compiler for CPUs sums the
+    gradient of an einsum faster than that of a broadcast product.
+    """
     groups = x.ndim == 5
     if log_decay.shape[-1] > 1 or len(log_decay) != len(x):
         return x * jnp.exp(log_decay[:, :, None] if groups else log_decay)
@@ -134,61 +152,69 @@ def times_decay(x: Array, log_decay: Float[Array, "#B K T F"]) -> Array:
 def until_end(
     shared: Float[Array, "K 1"], chunk: Chunk, dtype: Any
 ) -> tuple[Float[Array, "B K T F"], Float[Array, "B K F"]]:
-    """Log-decays from after each token of a chunk through its last, and all of them."""
+    """Return `until` and `through` of a shared log-decay of the visible tokens."""
     count = jnp.cumsum(chunk.visible, axis=1)[:, None, :, None]  # [B 1 T 1]
     shared, total = shared.astype(dtype)[None, :, None], count[:, :, -1:]
     return _times(shared, total - count), _times(shared, total)[:, :, 0]
 
 
 def _times(log_decay: Array, count: Int[Array, "*shape"]) -> Array:
-    """So many decays, of which none is 0 even if each is −∞."""
+    """Return count · log_decay, and 0 for count 0 even if the log-decay is −∞."""
     return jnp.where(count > 0, log_decay, 0) * count
 
 
-def _by_head(
+def _scores_by_head(
     query: Array, key: Array, log_decay: Array, product: Callable[..., Array]
 ) -> tuple[Array, Array, Array]:
-    """q_t·k_s exp(g_{s+1} + … + g_t): one decay multiplies each product."""
+    """Return `since`, `until`, and scores q_t·k_s exp(g_{s+1} + … + g_t).
 
-    def across(since: Array, until: Array) -> Array:
+    One decay multiplies the product of each pair.
+    """
+
+    def across_boundary(since: Array, until: Array) -> Array:
         return since + jnp.swapaxes(until, -1, -2)
 
     length = key.shape[2]
     padded = _to_power_of_two(log_decay)
-    own = _exponents(_blocks(padded, _tile(length, TILE)))[..., 0]
-    since, until, exponents = _by_halves(padded, own, across, -jnp.inf)
+    within_blocks = _exponents(_blocks(padded, _tile(length, TILE)))[..., 0]
+    since, until, exponents = _by_halves(
+        padded, within_blocks, across_boundary, -jnp.inf
+    )
     weights = jnp.exp(exponents[..., :length, :length])
     scores = product("bkgth,bksh->bkgts", query, key)
     scores = einsum("bkgts,bkts->bkgts", scores, weights)
     return since[:, :, :length], until[:, :, :length], scores
 
 
-def _by_channel(
+def _scores_by_channel(
     query: Array, key: Array, log_decay: Array, product: Callable[..., Array]
 ) -> tuple[Array, Array, Array]:
-    """Σ_h q_th k_sh exp(g_{s+1,h} + … + g_th), each half of the decay with its own."""
+    """Return `since`, `until`, and scores Σ_h q_th k_sh exp(g_{s+1,h} + … + g_th).
+
+    The decay since a boundary multiplies the query, and the decay until it the key.
+    """
     length = key.shape[2]
     query, key, padded = map(_to_power_of_two, (query, key, log_decay))
 
-    def across(since: Array, until: Array) -> Array:
+    def across_boundary(since: Array, until: Array) -> Array:
         half = since.shape[-2]
         later = _halves(query, half)[1] * jnp.exp(since)[:, :, None]
         earlier = _halves(key, half)[0] * jnp.exp(until)
         return product("bkgnth,bknsh->bkgnts", later, earlier)
 
     tile = _tile(length, SMALL_TILE if length >= TILE else SMALLEST_TILE)
-    given = [_blocks(x, tile) for x in (query, key, padded)]
-    if tile == 1:  # nothing fades
-        own = einsum("bkgnth,bknth->bkgnt", *given[:2])[..., None]
+    blocks = [_blocks(x, tile) for x in (query, key, padded)]
+    if tile == 1:  # a token sees itself without decay
+        within_blocks = einsum("bkgnth,bknth->bkgnt", *blocks[:2])[..., None]
     else:
-        own = _own_scores(*given)
-    since, until, scores = _by_halves(padded, own, across, 0)
+        within_blocks = _short_block_scores(*blocks)
+    since, until, scores = _by_halves(padded, within_blocks, across_boundary, 0)
     scores = scores[..., :length, :length]
     return since[:, :, :length], until[:, :, :length], scores
 
 
 def _tile(length: int, size: int) -> int:
-    """Return the tokens of a block that is not split, a power of two."""
+    """Return the size of the first blocks, a power of two."""
     return min(size, 1 << (length - 1).bit_length())
 
 
@@ -197,15 +223,16 @@ def _blocks(x: Float[Array, "*n T F"], size: int) -> Float[Array, "*n T/size siz
 
 
 def _exponents(log_decay: Float[Array, "*n T F"]) -> Float[Array, "*n T T F"]:
-    """g_{s+1} + … + g_t for s ≤ t, else −∞: differences of sums that lose no digit.
+    """Return g_{s+1} + … + g_t for s ≤ t, else −∞, as differences of cumulative sums.
 
-    A decay is cut off where its exponential is 0, and split in two: into a multiple of
-    a quantum so large that sums of them are exact, and a rest so small that what is
-    rounded of its sums, T ε quantum, is nothing.
+    The differences lose no digits. A log-decay is first clipped where its exponential
+    is 0. Then it is split in two. The coarse part is a multiple of a quantum that is so
+    large that sums of its multiples are exact. The rest is below the quantum, so that
+    the rounding error of its sums, T ε quantum, is negligible.
     """
-    length, kind = log_decay.shape[-2], jnp.finfo(log_decay.dtype)
-    lowest = 2 * math.log(kind.tiny)
-    quantum = 2.0 ** math.ceil(math.log2(-lowest * length * kind.eps))
+    length, limits = log_decay.shape[-2], jnp.finfo(log_decay.dtype)
+    lowest = 2 * math.log(limits.tiny)
+    quantum = 2.0 ** math.ceil(math.log2(-lowest * length * limits.eps))
     log_decay = jnp.maximum(log_decay, lowest)
     coarse = jax.lax.stop_gradient(jnp.round(log_decay / quantum) * quantum)
     coarse, rest = (
@@ -218,99 +245,119 @@ def _exponents(log_decay: Float[Array, "*n T F"]) -> Float[Array, "*n T T F"]:
 
 
 @jax.custom_vjp
-def _own_scores(
+def _short_block_scores(
     query: Float[Array, "B K G n T H"],
     key: Float[Array, "B K n T H"],
     log_decay: Float[Array, "B K n T H"],
 ) -> Float[Array, "B K G n T T"]:
-    """`faded` scores of blocks so short that each pair takes its own exponentials.
+    """Return scores of first blocks, with one exponential per pair and channel.
 
-    They are computed anew for each sum they are part of, and each group of queries,
-    since they are T times as many as the keys, and memory is slower.
+    The exponentials are T times as many numbers as the keys. Writing them to memory
+    takes longer than computing them, so they are recomputed for every sum and for every
+    group of queries.
     """
     scores = []
     for group in range(query.shape[2]):
         if group:
             log_decay = jax.lax.optimization_barrier(log_decay)
-        one = query[:, :, group, None]
-        scores.append(_pair_weights(one, key, log_decay).sum(axis=-1))
+        group_query = query[:, :, group, None]
+        scores.append(_pair_weights(group_query, key, log_decay).sum(axis=-1))
     return jnp.concatenate(scores, axis=2)
 
 
-def _own_scores_forward(query: Array, key: Array, log_decay: Array) -> tuple:
-    return _own_scores(query, key, log_decay), (query, key, log_decay)
+def _short_block_forward(query: Array, key: Array, log_decay: Array) -> tuple:
+    return _short_block_scores(query, key, log_decay), (query, key, log_decay)
 
 
-def _own_scores_backward(saved: tuple, scores: Array) -> tuple[Array, Array, Array]:
-    """A decay's gradient is the sum of that of the exponents on both of its sides."""
+def _short_block_backward(
+    saved: tuple, scores_gradient: Array
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of queries, keys and log-decays.
+
+    The log-decay of token r is in the exponent of all pairs s < r ≤ t. Its gradient is
+    the cumulative sum, from the last token back to r, of (query · gradient of query) −
+    (key · gradient of key).
+    """
     query, key, log_decay = saved
-    to_query, to_key, ones = [], jnp.zeros_like(key), jnp.ones_like
+    query_gradients, key_gradient, ones = [], jnp.zeros_like(key), jnp.ones_like
     for group in range(query.shape[2]):
-        given = query[:, :, group, None], key, log_decay, scores[:, :, group, None]
-        one, key, log_decay, change = jax.lax.optimization_barrier(given)
-        weights = _pair_weights(ones(one), key, log_decay, change)
-        to_query.append(weights.sum(axis=-2))
-        given = one, key, log_decay, change
-        one, key, log_decay, change = jax.lax.optimization_barrier(given)
-        weights = _pair_weights(one, ones(key), log_decay, change)
-        to_key += weights.sum(axis=(2, -3))
-    by_query = jnp.concatenate(to_query, axis=2)
-    since = (query * by_query).sum(axis=2) - key * to_key
-    return by_query, to_key, jax.lax.cumsum(since, axis=3, reverse=True)
+        arrays = (
+            query[:, :, group, None],
+            key,
+            log_decay,
+            scores_gradient[:, :, group, None],
+        )
+        group_query, key, log_decay, gradient = jax.lax.optimization_barrier(arrays)
+        weights = _pair_weights(ones(group_query), key, log_decay, gradient)
+        query_gradients.append(weights.sum(axis=-2))
+        arrays = group_query, key, log_decay, gradient
+        group_query, key, log_decay, gradient = jax.lax.optimization_barrier(arrays)
+        weights = _pair_weights(group_query, ones(key), log_decay, gradient)
+        key_gradient += weights.sum(axis=(2, -3))
+    query_gradient = jnp.concatenate(query_gradients, axis=2)
+    decay_gradient = (query * query_gradient).sum(axis=2) - key * key_gradient
+    return (
+        query_gradient,
+        key_gradient,
+        jax.lax.cumsum(decay_gradient, axis=3, reverse=True),
+    )
 
 
-_own_scores.defvjp(_own_scores_forward, _own_scores_backward)
+_short_block_scores.defvjp(_short_block_forward, _short_block_backward)
 
 
 def _pair_weights(
     query: Array, key: Array, log_decay: Array, scores: Array | None = None
 ) -> Float[Array, "B K G n T T H"]:
-    """q_th k_sh exp(g_{s+1,h} + … + g_th), times a number for each pair."""
+    """Return q_th k_sh exp(g_{s+1,h} + … + g_th), times `scores` if they are given."""
     weights = jnp.exp(_exponents(log_decay))[:, :, None]
     weights = weights * query[..., None, :] * key[:, :, None, :, None]
     return weights if scores is None else weights * scores[..., None]
 
 
 def _to_power_of_two(x: Array) -> Array:
-    """Zeros at the end of time: tokens that add nothing and do not decay."""
+    """Pad time with zeros: tokens that add nothing and do not decay."""
     length = x.shape[-2]
     more = (1 << (length - 1).bit_length()) - length
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)])
 
 
 def _halves(x: Array, half: int) -> tuple[Array, Array]:
-    """[… T F] → the first and the second halves of blocks, both [… T/2half half F]."""
+    """Split [… T F] into the first and second halves of blocks of 2·half tokens.
+
+    Both are [… T/(2 half) half F].
+    """
     count = x.shape[-2] // (2 * half)
     blocks = x.reshape(*x.shape[:-2], count, 2, half, x.shape[-1])
     return blocks[..., 0, :, :], blocks[..., 1, :, :]
 
 
 def _rejoin(first: Array, second: Array) -> Array:
-    """The inverse of `_halves`."""
+    """Return the array that `_halves` split."""
     blocks = jnp.concatenate([first, second], axis=-2)
     return jax.lax.collapse(blocks, blocks.ndim - 3, blocks.ndim - 1)
 
 
 def _by_halves(
     log_decay: Float[Array, "B K T F"],
-    own: Float[Array, "*heads n size size"],
-    across: Callable[[Array, Array], Array],
-    nothing: float,
+    within_blocks: Float[Array, "*heads n size size"],
+    across_boundary: Callable[[Array, Array], Array],
+    fill: float,
 ) -> tuple[
     Float[Array, "B K T F"], Float[Array, "B K T F"], Float[Array, "*heads T T"]
 ]:
-    """Blocks of tokens joined two by two until one holds all T, a power of two.
+    """Join blocks of tokens two by two until one block has all T, a power of two.
 
     Args:
-        own: what each block makes of itself.
-        across: what second halves make of first halves, from the log-decays since the
-            boundary between them and until it.
-        nothing: what a token makes of a later one.
+        within_blocks: values of the pairs inside each first block.
+        across_boundary: (since, until) → values of pairs of a query in the second half
+            and a key in the first half, from the log-decays since the boundary between
+            the halves and until it.
+        fill: value of pairs whose key is later than the query.
     Returns:
-        Log-decays from before the first token through each token, those from after
-        each token through the last, and the pairs.
+        `since` and `until` as in `ChunkDecays`, and the values of all pairs.
     """
-    pairs, half = own, own.shape[-1]
+    pairs, half = within_blocks, within_blocks.shape[-1]
     blocks = _blocks(log_decay, half)
     later = jnp.pad(blocks[..., 1:, :], (*[(0, 0)] * 3, (0, 1), (0, 0)))
     since, until = (
@@ -321,8 +368,10 @@ def _by_halves(
         (since_first, since_second) = _halves(since, half)
         (until_first, until_second) = _halves(until, half)
         first, second = pairs[..., 0::2, :, :], pairs[..., 1::2, :, :]
-        below = jnp.concatenate([across(since_second, until_first), second], -1)
-        above = jnp.concatenate([first, jnp.full_like(first, nothing)], -1)
+        below = jnp.concatenate(
+            [across_boundary(since_second, until_first), second], -1
+        )
+        above = jnp.concatenate([first, jnp.full_like(first, fill)], -1)
         pairs = jnp.concatenate([above, below], -2)
         through_first, through_second = (
             since_first[..., -1:, :],

@@ -1,18 +1,21 @@
 """The engine of recurrences: it runs mechanisms with a state over chunks of time.
 
     state = recurrence.empty(…)
-    for chunk in chunks:                      # jax.lax.scan of a checkpointed body
-        state, rows = recurrence.advance(parameters, state, chunk)
+    for span in spans:                        # jax.lax.scan of a checkpointed body
+        prepared = recurrence.prepare(parameters, span)
+        state, rows = recurrence.advance(state, prepared)
+
+`attend_causal` is the causal form of a `Recurrence`, and `attend_step` decodes one
+token. They handle initial and returned states, masks, segments, and time that is split
+over a mesh axis.
 
 A CPU runs one chunk after the other. On accelerators the length of a chunk is a
-multiple of 128, and the chunks of 4096 tokens, or on a single GPU of as many tokens as
-memory holds, run in parallel where the recurrence's `schedule` allows it.
+multiple of 128. If `Recurrence.schedule` allows it, the chunks of 4096 tokens run in
+parallel there; on a single GPU, those of as many tokens as memory holds.
 
-A mechanism is a `Recurrence`; the engine gives its causal form, one-token steps, states
-taken and given, masks, segments, and time that is split over a mesh axis. Where no
-state is given or wanted and time is not split over devices, a kernel may take the place
-of the chunks (`kernels.dispatch`). Kernels have no forward-mode derivative (`jax.jvp`),
-and no second one.
+A kernel may replace the chunks if the call has no state, returns none, and time is not
+split over devices (`kernels.dispatch`). Kernels have neither a forward-mode derivative
+(`jax.jvp`) nor a second derivative.
 """
 
 from dataclasses import dataclass
@@ -36,15 +39,15 @@ from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import sum_dtype
 from symjax.attention.kernels.dispatch import run_recurrence
 from symjax.attention.recurrent.chunks import (
-    heads_joined,
     layout,
+    merge_heads,
 )
 from symjax.attention.recurrent.recurrence import Recurrence
 from symjax.attention.recurrent.schedule import (
-    in_one,
+    run_as_one_chunk,
     run_on_accelerators,
     run_on_cpus,
-    state_before,
+    state_before_device,
 )
 
 
@@ -64,10 +67,19 @@ def attend_causal(
     segment_ids: Array | None = None,
     axis_name: str | None = None,
 ) -> Any:
-    """Every query sees the visible tokens of its segment up to its own.
+    """Return rows in which a query sees the tokens of its segment up to its own.
 
     Args:
-        operands: more arrays [#B #T K …] that the recurrence takes of each token.
+        who: name of the public function, for messages.
+        parameters: arrays that all tokens share.
+        operands: further arrays of the recurrence with one entry per token,
+            [#B #T K …].
+        chunk_size: tokens per chunk; accelerators round it up to a multiple of 128.
+        state: the state before the first token; None is the empty one.
+        return_state: return (rows, state after the last token).
+        axis_name: the mesh axis that time is split over.
+    Raises:
+        ValueError: shapes that do not fit, or a state together with an axis_name.
     """
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
@@ -85,7 +97,10 @@ def attend_causal(
 
 @dataclass(frozen=True)
 class InXla:
-    """XLA's form of a call without a state, for kernels that do not support it."""
+    """The chunks of a call without a state, compiled by XLA.
+
+    It is the fallback of kernels for calls that they do not support.
+    """
 
     recurrence: Recurrence
     chunk_size: int
@@ -107,7 +122,14 @@ def attend_step(
     parameters: Any = None,
     operands: tuple[Array | None, ...] = (),
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
-    """One token, which sees itself and what the state has read: a chunk of its own."""
+    """Return the row of one token, and the state after it.
+
+    The token sees itself and the tokens that the state has read. It is a chunk of one
+    token, without a kernel.
+
+    Raises:
+        ValueError: more than one token, no state, or a state of other sizes.
+    """
     check_tokens(who, query, key, value, None, None, causal=True)
     if query.shape[1] != 1:
         raise ValueError(f"{who}: a step takes one token, got query {query.shape}")
@@ -121,15 +143,15 @@ def attend_step(
 def _start(
     who: str, recurrence: Recurrence, parameters: Any, state: Any, tokens: Tokens
 ) -> Any:
-    """The given state in the dtype of the sums, or the empty one."""
+    """Return the given state in the dtype of the sums; for None, the empty state."""
     (_, key, value), dtype = tokens[:3], sum_dtype(*tokens[:3])
     batch, _, heads, size = key.shape
     sizes = batch, heads, size, value.shape[-1]
     if state is None:
         return recurrence.empty(parameters, sizes, dtype)
     wanted = jax.eval_shape(lambda: recurrence.empty(parameters, sizes, dtype))
-    given = f"key {key.shape} and value {value.shape}"
-    check_state(who, given, state, wanted)
+    arguments = f"key {key.shape} and value {value.shape}"
+    check_state(who, arguments, state, wanted)
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
 
 
@@ -142,23 +164,23 @@ def _causal(
     parameters: Any,
     state: Any,
 ) -> tuple[Float[Array, "B T N V"], Any]:
-    stretch = layout(tokens, axis_name)
+    span = layout(tokens, axis_name)
     if axis_name is not None:
-        given = parameters, stretch, chunk_size, axis_name
-        state = state_before(recurrence, *given)
+        arguments = parameters, span, chunk_size, axis_name
+        state = state_before_device(recurrence, *arguments)
     state, rows = by_platform(
         parameters,
         state,
-        stretch,
+        span,
         cpu=partial(run_on_cpus, recurrence, chunk_size),
         default=partial(run_on_accelerators, recurrence, chunk_size),
     )
-    return heads_joined(rows, tokens.value.dtype), state
+    return merge_heads(rows, tokens.value.dtype), state
 
 
 @on_any_mesh("recurrence")
 def _step(
     recurrence: Recurrence, tokens: Tokens, parameters: Any, state: Any
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
-    state, rows = in_one(recurrence, parameters, state, layout(tokens))
-    return heads_joined(rows, tokens.value.dtype), state
+    state, rows = run_as_one_chunk(recurrence, parameters, state, layout(tokens))
+    return merge_heads(rows, tokens.value.dtype), state

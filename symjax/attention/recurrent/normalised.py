@@ -1,6 +1,8 @@
 """Linear attention with a denominator: the recurrence of linear, cosine and Performer.
 
-    def normalised(log_q, log_k, v):         # one head: log φ [T M] of both, v [T V]
+`Normalised` is the `Recurrence`. One head, one token after the other, is:
+
+    def normalised(log_q, log_k, v):         # log φ [T M] of both, v [T V]
         sums, total, running_max, out = 0, 0, -np.inf, []
         for t in range(len(v)):
             highest = np.maximum(running_max, log_k[t])
@@ -11,19 +13,30 @@
             out.append(row @ sums / (row @ total))
         return np.stack(out)
 
-A chunk of time is quadratic inside, where numerator and denominator share the weights
-of pairs; what came before is read from the state.
+Inside a chunk of T tokens the weights of all T² pairs are computed; numerator and
+denominator share them. Tokens before the chunk are read from the state.
 
-The state of features with an exponent refers to `running_max`, the largest exponent of
-a key so far for each feature, and a query to its own largest exponent beside that:
-where amplitudes are 1, the key that set the maximum then adds at least 1 to the
-denominator. Every factor is at most 1, nothing that matters underflows, no ε is needed,
-and nothing depends on the future. The maxima cancel in the ratio, and are constants to
-the gradient.
+Exponents. Features φ = exp(exponent) can leave the range of float32, although the ratio
+of numerator and denominator does not:
 
-Features that change sign lose digits where their products cancel. Weights of pairs in a
-chunk are therefore computed without features where these are polynomials or cosines;
-a state is read as `centred.py` says.
+- The state is divided by exp(running_max), the largest exponent of a key so far, for
+  each feature. When a larger key comes, the state is rescaled.
+- A row is divided by exp(shift), the largest sum of the query's exponent and
+  `running_max` over the features.
+- So every factor is at most 1. If amplitudes are 1, the key that set the maximum adds 1
+  to the denominator, so that no ε is needed. Both divisors cancel in the ratio, and are
+  constants to the gradient.
+- A chunk is computed with one maximum for all its rows: that of the state and of all
+  keys of the chunk, also of keys after the row. Such a key has weight 0 in the row. It
+  changes the divisor, and so the row by rounding errors alone. Rows of earlier chunks
+  stay bitwise equal.
+- A row underflows if a later key of its chunk is e⁴⁶ times larger than all keys that
+  the row sees. `underflow.py` finds these rows and computes them again, each with the
+  maximum of the keys that it sees.
+
+Cancellation. Features that change sign lose digits if their products cancel. If a
+feature map knows the weight of a pair in closed form (`Features.pairs`), a chunk uses
+that. A state is read around the mean of its values (`cancellation.py`).
 """
 
 from collections.abc import Callable
@@ -33,38 +46,42 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from symjax.attention.core.feature_maps import (
-    LOST,
+    UNDERFLOW,
     Features,
     LogFeatures,
     finite,
     row_shift,
 )
 from symjax.attention.core.products import einsum, products, sum_dtype
+from symjax.attention.recurrent.cancellation import read_around_mean
 from symjax.attention.recurrent.chunks import (
     Chunk,
-    Stretch,
+    Span,
     chunk_of,
     past_pairs,
     through_segments,
     time_first,
 )
-from symjax.attention.recurrent.precision import (
+from symjax.attention.recurrent.recurrence import Schedule
+from symjax.attention.recurrent.underflow import (
     exact_product,
     exact_rows,
-    read_centred,
-    rescued,
+    recompute_underflow,
 )
-from symjax.attention.recurrent.recurrence import Schedule
 
 
 class LinearState(NamedTuple):
-    """What linear attention keeps of the keys it has seen, in float32 at least.
+    """State of linear attention: sums over the keys that were read, float32 at least.
 
-    sums = Σ φ(k) vᵀ and total = Σ φ(k), both times exp(−running_max) when the features
-    have an exponent: its maximum so far, over all features where they share it.
+    Attributes:
+        sums: Σ φ(k) vᵀ exp(−running_max).
+        total: Σ φ(k) exp(−running_max).
+        running_max: the largest exponent of these keys, for each feature, or one for
+            all features if they share their exponent. None for features without an
+            exponent; then the factor exp(−running_max) is 1.
     """
 
     sums: Float[Array, "B K M V"]
@@ -72,53 +89,55 @@ class LinearState(NamedTuple):
     running_max: Float[Array, "B K M"] | Float[Array, "B K 1"] | None = None
 
 
-class Rows(NamedTuple):
-    """Rows of output before the division; all but the shift are times exp(−shift).
+class RowSums(NamedTuple):
+    """Numerators and denominators of output rows, both divided by exp(shift).
 
-    Of stretches they are [B T K G …].
+    Rows of a chunk have heads before time, as here. `time_first` makes them
+    [B T K G …].
     """
 
     numerator: Float[Array, "B K G T V"]
     denominator: Float[Array, "B K G T"]
-    size: Float[Array, "B K G T"]  # of the denominator's terms, before signs cancel
+    size: Float[Array, "B K G T"]  # Σ |terms of the denominator|
     shift: Float[Array, "B K G T"]
 
 
 class Arithmetic(NamedTuple):
-    """How features are multiplied and added up.
+    """Settings of the products and sums of features.
 
-    product: an einsum, more exact where terms may cancel.
-    signed: terms may cancel, so that the size of a denominator is another sum.
-    leading: no weight is negative, nor are so many of a key's first features.
+    Attributes:
+        product: an einsum, more precise if terms may cancel.
+        signed: whether terms may cancel. `RowSums.size` then differs from the
+            denominator.
+        nonnegative: number of leading key features that are never negative. 0 if the
+            state is not read around the mean of its values.
     """
 
     product: Callable[..., Array]
     signed: bool
-    leading: int
+    nonnegative: int
 
 
-class Mapped(NamedTuple):
-    """A chunk as features, and its queries' divisor."""
+class FeatureChunk(NamedTuple):
+    """A chunk and its features: the result of `prepare`."""
 
     chunk: Chunk
     query: LogFeatures  # [B K G T M]
-    divisor: Float[Array, "B K G T 1"] | None  # of the amplitude
-    key: LogFeatures  # [B K T M]; 0 for hidden ones
+    divisor: Float[Array, "B K G T 1"] | None  # of the query's amplitude
+    key: LogFeatures  # [B K T M]; 0 for hidden keys
     value: Float[Array, "B K T V"]
 
 
-class Shown(NamedTuple):
-    """What the rows of a chunk may see: keys by pairs, and the state if it reaches them
-    (None: it reaches all)."""
+class RowVisibility(NamedTuple):
+    """Keys that the rows of a chunk see in the chunk, and rows that see the state."""
 
     pairs: Bool[Array, "B T S"]
-    sees: Bool[Array, "B T"]  # a key, by pairs
-    segment: Int[Array, "B T"] | None
-    reaches: Bool[Array, "B T"] | None
+    sees: Bool[Array, "B T"]  # rows that see a visible key in the chunk
+    reaches: Bool[Array, "B T"] | None  # rows that see the state; None: all
 
 
-class Given(NamedTuple):
-    """What the rows of a chunk are computed from."""
+class RowInputs(NamedTuple):
+    """State before a chunk, and features and values of the chunk."""
 
     state: LinearState
     query: LogFeatures
@@ -128,7 +147,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Normalised:
-    """The recurrence, given by its features."""
+    """Recurrence of linear attention with the given features."""
 
     kernel = "features"
     features: Features
@@ -149,44 +168,52 @@ class Normalised:
         return LinearState(sums, jnp.zeros(shape, dtype), highest)
 
     def advance(
-        self, state: LinearState, mapped: Mapped, divided: bool = True
+        self, state: LinearState, prepared: FeatureChunk, divided: bool = True
     ) -> tuple[LinearState, Any]:
-        """All factors of a row refer to the highest exponent in its chunk.
+        """Return the state after a chunk, and its rows [B T K G V].
 
-        It may lie in the row's future. It cancels, but a later key that is far larger
-        pushes earlier ones out of range: their rows are computed once more, exactly.
+        All rows share the highest exponent of the chunk, so that the weights of pairs
+        are one matrix product. Rows that underflow are computed again. A chunk of one
+        token has no later key, and needs no second computation.
+
+        Args:
+            divided: False: return `RowSums` instead of rows.
         """
-        chunk, query, _, key, value = mapped
-        how = self.arithmetic(chunk)
-        empty = forgotten(state)
+        chunk, query, _, key, value = prepared
+        arithmetic = self.arithmetic(chunk)
+        empty = empty_like(state)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
         pairs = past_pairs(chunk)
         if before.running_max is None or value.shape[2] == 1:
-            rows = self.rows(before, mapped, pairs, reaches)
+            rows = self.row_sums(before, prepared, pairs, reaches)
         else:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             pairs = jnp.broadcast_to(pairs, (*sees.shape, *pairs.shape[2:]))
-            shown = Shown(pairs, sees, chunk.segment, reaches)
-            forms = partial(_quick, how), partial(_exactly, how)
-            given = Given(before, query, key, value)
-            rows = cast(Rows, rescued(*forms, shown, given))
+            visibility = RowVisibility(pairs, sees, reaches)
+            forms = partial(_fast_sums, arithmetic), partial(_exact_sums, arithmetic)
+            inputs = RowInputs(before, query, key, value)
+            rows = cast(RowSums, recompute_underflow(*forms, visibility, inputs))
         if joins is not None:
             key = key.where(joins[:, None])
-        after = update(how, carried, key, value)
+        after = update(arithmetic, carried, key, value)
         return after, jax.tree.map(time_first, divide(rows) if divided else rows)
 
-    def effect(self, mapped: Mapped) -> tuple[LinearState, None]:
-        how = self.arithmetic(mapped.chunk)
-        return update(how, None, mapped.key, mapped.value), None
+    def effect(self, prepared: FeatureChunk) -> tuple[LinearState, None]:
+        """Return the sums over the keys; they leave an earlier state unchanged."""
+        arithmetic = self.arithmetic(prepared.chunk)
+        return update(arithmetic, None, prepared.key, prepared.value), None
 
     def merge(self, one: tuple, two: tuple) -> tuple[LinearState, None]:
         return merge(one[0], two[0]), None
 
-    def prepare(self, parameters: Any, stretch: Stretch) -> Mapped:
-        """The largest amplitude of a query cancels in the ratio, so it is made 1:
-        products of amplitudes would leave float32 long before the amplitudes do.
+    def prepare(self, parameters: Any, span: Span) -> FeatureChunk:
+        """Return the features of a span, with 0 for hidden keys.
+
+        Each query is divided by its largest amplitude, which cancels in the ratio.
+        Otherwise products of the amplitudes of queries and keys would overflow float32
+        long before the amplitudes do.
         """
-        chunk = chunk_of(stretch)
+        chunk = chunk_of(span)
         dtype = sum_dtype(*chunk[:3])
         query = self.features.query(chunk.query.astype(dtype), parameters)
         divisor = None
@@ -196,34 +223,42 @@ class Normalised:
             query = query._replace(amplitude=query.amplitude / divisor)
         key = self.features.key(chunk.key.astype(dtype), parameters)
         key = key.where(chunk.visible[:, None])
-        return Mapped(chunk, query, divisor, key, chunk.value.astype(dtype))
+        return FeatureChunk(chunk, query, divisor, key, chunk.value.astype(dtype))
 
     def arithmetic(self, chunk: Chunk) -> Arithmetic:
-        signed, leading = self.features.signed, self.features.leading
+        signed, nonnegative = self.features.signed, self.features.nonnegative
         product = products(*chunk[:3], cancel=signed)
-        count = leading(chunk.key.shape[-1]) if leading else 0
+        count = nonnegative(chunk.key.shape[-1]) if nonnegative else 0
         return Arithmetic(product, signed, count)
 
-    def rows(
+    def row_sums(
         self,
         state: LinearState,
-        mapped: Mapped,
+        prepared: FeatureChunk,
         pairs: Bool[Array, "#B T S"],
         reaches: Bool[Array, "B T"] | None = None,
-    ) -> Rows:
-        """Rows that see keys by pairs, and the state if it reaches them."""
-        chunk, query, divisor, key, value = mapped
-        scores, how = None, self.arithmetic(chunk)
+    ) -> RowSums:
+        """Return the sums of rows that see keys by pairs, and the state.
+
+        Args:
+            reaches: the rows that see the state; None: all.
+        """
+        chunk, query, divisor, key, value = prepared
+        scores, arithmetic = None, self.arithmetic(chunk)
         if self.features.pairs is not None:
-            asking, asked = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
-            scores = self.features.pairs(how.product, asking, asked, divisor)
+            query_input, key_input = (
+                x.astype(value.dtype) for x in (chunk.query, chunk.key)
+            )
+            scores = self.features.pairs(
+                arithmetic.product, query_input, key_input, divisor
+            )
             pairs = pairs & chunk.visible[:, None]
-        given = Given(state, query, key, value)
-        return _rows(how, pairs, reaches, given, scores)
+        inputs = RowInputs(state, query, key, value)
+        return _sums_from_features(arithmetic, pairs, reaches, inputs, scores)
 
 
-def forgotten(state: LinearState) -> LinearState:
-    """The state of these sizes that has read nothing."""
+def empty_like(state: LinearState) -> LinearState:
+    """Return the empty state with the shapes of `state`."""
     highest = state.running_max
     if highest is not None:
         highest = jnp.full_like(highest, -jnp.inf)
@@ -232,7 +267,10 @@ def forgotten(state: LinearState) -> LinearState:
 
 
 def highest_exponent(state: LinearState | None, key: LogFeatures) -> Array | None:
-    """The running maximum after these keys: [B K M], or [B K 1] where it is shared."""
+    """Return the running maximum after these keys.
+
+    It is [B K M], [B K 1] if features share their exponent, or None without exponents.
+    """
     if key.exponent is None:
         return None
     highest = key.exponent.max(axis=-2, initial=-jnp.inf)
@@ -242,23 +280,29 @@ def highest_exponent(state: LinearState | None, key: LogFeatures) -> Array | Non
 
 
 def row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
-    """Feature weights of at most 1, and the logarithm that was divided out of a row."""
+    """Return the weights by which rows read a state divided by exp(highest).
+
+    Returns:
+        Weights of at most 1 [B K G T M], and the shift [B K G T]: they were divided by
+        exp(shift).
+    """
     if highest is None:
         weights = query.weights()
         return weights, jnp.zeros_like(weights[..., 0])
-    query = query.raised(highest[:, :, None, None])
+    query = query.times_exp(highest[:, :, None, None])
     shift = row_shift(query)
-    return query.raised(-shift).weights(), shift[..., 0]
+    return query.times_exp(-shift).weights(), shift[..., 0]
 
 
 def key_weights(key: LogFeatures, highest: Array | None) -> Array:
+    """Return the features of keys, divided by exp(highest)."""
     if highest is None:
         return key.weights()
-    return key.raised(-finite(highest)[:, :, None]).weights()
+    return key.times_exp(-finite(highest)[:, :, None]).weights()
 
 
 def rescale(state: LinearState, highest: Array | None) -> LinearState:
-    """The same state relative to a higher maximum."""
+    """Return the same state with a higher running maximum."""
     if highest is None or state.running_max is None:
         return state
     decay = jnp.exp(state.running_max - finite(highest))
@@ -266,12 +310,16 @@ def rescale(state: LinearState, highest: Array | None) -> LinearState:
 
 
 def update(
-    how: Arithmetic, state: LinearState | None, key: LogFeatures, value: Array
+    arithmetic: Arithmetic, state: LinearState | None, key: LogFeatures, value: Array
 ) -> LinearState:
-    """The state after all these keys; None: before them nothing was read."""
+    """Return the state after all these keys.
+
+    Args:
+        state: the state before them; None is the empty one.
+    """
     highest = highest_exponent(state, key)
     weights = key_weights(key, highest)
-    sums = how.product("bksm,bksv->bkmv", weights, value)
+    sums = arithmetic.product("bksm,bksv->bkmv", weights, value)
     total = weights.sum(axis=-2)
     if state is not None:
         before = rescale(state, highest)
@@ -280,10 +328,11 @@ def update(
 
 
 def merge(one: LinearState, two: LinearState) -> LinearState:
-    """The state that has seen the keys of both, which must be different keys.
+    """Return the state that has read the keys of both states, which must be disjoint.
 
-    (c, S, z) of both, c = max: S₁ exp(c₁ − c) + S₂ exp(c₂ − c), and so z. Associative
-    and commutative; an empty state changes nothing.
+    With c = max(c₁, c₂) of the running maxima c, the sums become
+    S = S₁ exp(c₁ − c) + S₂ exp(c₂ − c); so do the totals. The operation is associative
+    and commutative. An empty state changes nothing.
     """
     highest = None
     if one.running_max is not None and two.running_max is not None:
@@ -292,60 +341,80 @@ def merge(one: LinearState, two: LinearState) -> LinearState:
     return LinearState(one.sums + two.sums, one.total + two.total, highest)
 
 
-def query_state(how: Arithmetic, state: LinearState, query: LogFeatures) -> Rows:
-    """Rows that see the state and nothing else."""
+def query_state(
+    arithmetic: Arithmetic, state: LinearState, query: LogFeatures
+) -> RowSums:
+    """Return the sums of rows that see the state and no other keys."""
     row, shift = row_weights(query, state.running_max)
-    return rows_of(how, state, row, shift)
+    return sums_from_weights(arithmetic, state, row, shift)
 
 
-def _rows(
-    how: Arithmetic,
+def _sums_from_features(
+    arithmetic: Arithmetic,
     pairs: Bool[Array, "#B T S"],
     reaches: Bool[Array, "B T"] | None,
-    given: Given,
+    inputs: RowInputs,
     scores: Float[Array, "B K G T S"] | None = None,
-) -> Rows:
-    """Rows that see keys by pairs, and the state if it reaches them (None: all).
+) -> RowSums:
+    """Return the sums of rows that see keys by pairs, and the state.
 
-    scores: weights of pairs that are no products of features.
+    Args:
+        reaches: the rows that see the state; None: all.
+        scores: weights of pairs, if they were computed from queries and keys directly.
+            None: they are products of features.
     """
-    state, query, key, value = given
+    state, query, key, value = inputs
     highest = highest_exponent(state, key)
     row, shift = row_weights(query, highest)
     if scores is None:
         weights = key_weights(key, highest)
-        scores = how.product("bkgtm,bksm->bkgts", row, weights)
+        scores = arithmetic.product("bkgtm,bksm->bkgts", row, weights)
     scores = scores * pairs[:, None, None].astype(scores.dtype)
     if reaches is not None:
         row = jnp.where(reaches[:, None, None, :, None], row, 0)
-    return rows_of(how, rescale(state, highest), row, shift, scores, value)
+    return sums_from_weights(
+        arithmetic, rescale(state, highest), row, shift, scores, value
+    )
 
 
-def rows_of(
-    how: Arithmetic,
+def sums_from_weights(
+    arithmetic: Arithmetic,
     state: LinearState,
     row: Float[Array, "B K G T M"],
     shift: Float[Array, "B K G T"],
     scores: Float[Array, "B K G T S"] | None = None,
     value: Float[Array, "B K S V"] | None = None,
-) -> Rows:
-    """Rows of feature weights that see the state, and beside it keys by scores."""
-    denominator = how.product("bkgtm,bkm->bkgt", row, state.total)
+) -> RowSums:
+    """Return the sums of rows from their weights.
+
+    Args:
+        row: weights of the features of the state, divided by exp(shift).
+        scores: weights of keys that the state does not have; None: there are none.
+        value: the values of these keys.
+    """
+    denominator = arithmetic.product("bkgtm,bkm->bkgt", row, state.total)
     size = denominator
-    if how.signed:
-        size = how.product("bkgtm,bkm->bkgt", *map(_size, (row, state.total)))
-    if how.leading:
+    if arithmetic.signed:
+        size = arithmetic.product("bkgtm,bkm->bkgt", *map(_size, (row, state.total)))
+    if arithmetic.nonnegative:
         sums = state.sums, state.total
-        given = how.product, how.leading, *sums, row, denominator, size
-        numerator, denominator = read_centred(*given)
+        inputs = (
+            arithmetic.product,
+            arithmetic.nonnegative,
+            *sums,
+            row,
+            denominator,
+            size,
+        )
+        numerator, denominator = read_around_mean(*inputs)
         size = denominator
     else:
-        numerator = how.product("bkgtm,bkmv->bkgtv", row, state.sums)
+        numerator = arithmetic.product("bkgtm,bkmv->bkgtv", row, state.sums)
     if scores is not None:
-        numerator = numerator + how.product("bkgts,bksv->bkgtv", scores, value)
+        numerator = numerator + arithmetic.product("bkgts,bksv->bkgtv", scores, value)
         denominator = denominator + scores.sum(axis=-1)
-        size = size + _size(scores).sum(axis=-1) if how.signed else denominator
-    return Rows(numerator, denominator, jax.lax.stop_gradient(size), shift)
+        size = size + _size(scores).sum(axis=-1) if arithmetic.signed else denominator
+    return RowSums(numerator, denominator, jax.lax.stop_gradient(size), shift)
 
 
 def _size(x: Array) -> Array:
@@ -353,35 +422,48 @@ def _size(x: Array) -> Array:
     return jnp.abs(jax.lax.stop_gradient(x))
 
 
-def divide(rows: Rows) -> Float[Array, "*rows V"]:
-    """numerator / denominator, and zeros where that is nothing but rounding.
+def divide(rows: RowSums) -> Float[Array, "*rows V"]:
+    """Return numerator / denominator, and 0 if the denominator is only rounding error.
 
-    Both are first divided by the constant denominator: the gradient of a plain quotient
-    holds its square, which overflows where it does not.
+    The gradient of a plain quotient contains 1 / denominator², and the square leaves
+    float32 for denominators that are within its range. Numerator and denominator are
+    therefore first divided by the denominator as a constant.
     """
     tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
     constant, size = jax.lax.stop_gradient((rows.denominator, rows.size))
-    some = jnp.abs(constant) > tolerance * size
-    scale = 1 / jnp.where(some, constant, jnp.inf)
-    ones = jnp.where(some, rows.denominator * scale, 1)
+    nonzero = jnp.abs(constant) > tolerance * size
+    scale = 1 / jnp.where(nonzero, constant, jnp.inf)
+    ones = jnp.where(nonzero, rows.denominator * scale, 1)
     return einsum("...v,...->...v", rows.numerator * scale[..., None], 1 / ones)
 
 
-def _quick(
-    how: Arithmetic, shown: Shown, given: Given
-) -> tuple[Rows, Bool[Array, "B K G T"]]:
-    """Rows, and which of them see a key but have lost all of them to rounding."""
-    pairs, sees, _, reaches = shown
-    rows, highest = _rows(how, pairs, reaches, given), given.state.running_max
+def _fast_sums(
+    arithmetic: Arithmetic, visibility: RowVisibility, inputs: RowInputs
+) -> tuple[RowSums, Bool[Array, "B K G T"]]:
+    """Return sums of rows with one maximum per chunk, and which of them underflowed.
+
+    A row has underflowed if it sees a key, in the chunk or in the state, but the size
+    of its denominator is below `UNDERFLOW`.
+    """
+    pairs, sees, reaches = visibility
+    rows, highest = (
+        _sums_from_features(arithmetic, pairs, reaches, inputs),
+        inputs.state.running_max,
+    )
     remembers = ~jnp.isneginf(cast(Array, highest)).all(axis=-1)[..., None]
     if reaches is not None:
         remembers = remembers & reaches[:, None]
-    some = (sees[:, None] | remembers)[:, :, None]
-    return rows, some & (jax.lax.stop_gradient(rows.size) < LOST)
+    nonzero = (sees[:, None] | remembers)[:, :, None]
+    return rows, nonzero & (jax.lax.stop_gradient(rows.size) < UNDERFLOW)
 
 
-def _exactly(how: Arithmetic, shown: Shown, given: Given) -> Rows:
-    state, query, key, value = given
-    read = partial(rows_of, how._replace(product=exact_product), state)
+def _exact_sums(
+    arithmetic: Arithmetic, visibility: RowVisibility, inputs: RowInputs
+) -> RowSums:
+    """Return sums of rows, each with the maximum of the keys that it sees."""
+    state, query, key, value = inputs
+    read = partial(sums_from_weights, arithmetic._replace(product=exact_product), state)
     highest = cast(Array, state.running_max)
-    return exact_rows(read, highest, query, key, value, shown.pairs, shown.reaches)
+    return exact_rows(
+        read, highest, query, key, value, visibility.pairs, visibility.reaches
+    )

@@ -1,35 +1,83 @@
-"""Protocol of a recurrence: a mechanism that reads tokens into a state."""
+"""Protocol of a recurrence: a mechanism that reads tokens into a state.
+
+A state is a NamedTuple of arrays [B …], of a size that does not depend on T. The engine
+(`engine.py`) splits time into spans (`chunks.Span`, arrays [B T …]) and runs them in
+turn, as a CPU does:
+
+    state = recurrence.empty(parameters, (B, K, H, V), dtype)
+    for span in spans:
+        prepared = recurrence.prepare(parameters, span)
+        state, rows = recurrence.advance(state, prepared)   # rows [B T K G V]
+
+or in parallel, as accelerators do if `recurrence.schedule()` allows it:
+
+    prepared = [recurrence.prepare(parameters, span) for span in spans]
+    effects = [recurrence.effect(x) for x in prepared]      # (state, transition)
+    before = []
+    for effect in effects:      # reads states alone; merge ignores the first transition
+        before.append(state)
+        state, _ = recurrence.merge((state, effect[1]), effect)
+    rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
+
+Decoding one token (`engine.attend_step`) runs `prepare` and `advance` on a span of one
+token. `empty` is traced to check the shapes of the given state. The engine then calls
+neither `effect` nor `merge` nor `schedule`, and no kernel.
+
+Axes: B examples, T tokens, K key heads, G query heads per key head, H channels of a
+key, V channels of a value.
+"""
 
 from typing import Any, NamedTuple, Protocol
 
-from symjax.attention.recurrent.chunks import Stretch
+from symjax.attention.recurrent.chunks import Span
 
 
-class Stretches(Protocol):
-    """What stretches of time do to a state: as pairs of a state and a transition.
+class ChunkwiseForm(Protocol):
+    """Operations of a recurrence on a span of time.
 
-    A state is a NamedTuple of arrays [B …]. `parameters` are what all tokens share.
-    A transition is what turns the state before a chunk into part of the one after it,
-    None where that state is left as it is.
+    The effect of a span is a pair (state, transition): the state that the span makes of
+    an empty one, and what the span does to an earlier state. The recurrence chooses the
+    form of its transitions: a sum of log-decays, a matrix, or None if the span leaves
+    an earlier state unchanged.
+
+    Hidden tokens must leave a state unchanged. They have zeros as key and value, and
+    False in `visible`; the last span is padded with them.
     """
 
-    def prepare(self, parameters: Any, stretch: Stretch) -> Any:
-        """What the stretch is computed from, and needs no state."""
-        ...
+    def prepare(self, parameters: Any, span: Span, /) -> Any:
+        """Compute what `advance` and `effect` need and what depends on no state.
 
-    def advance(self, state: Any, prepared: Any, /) -> tuple[Any, Any]:
-        """A stretch at once: the state after it, and its rows [B T K G V]."""
-        ...
-
-    def effect(self, prepared: Any, /) -> tuple[Any, Any]:
-        """The state after one segment from an empty one, and its transition.
-
-        Hidden tokens leave any state as it is.
+        Args:
+            parameters: arrays that all tokens share, or None.
+        Returns:
+            Any tree of arrays.
         """
         ...
 
-    def merge(self, one: tuple[Any, Any], two: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Two consecutive stretches as one. Associative."""
+    def advance(self, state: Any, prepared: Any, /) -> tuple[Any, Any]:
+        """Return the state after a span, and the output rows [B T K G V] of the span.
+
+        Args:
+            state: the state before the span.
+            prepared: the result of `prepare`.
+        """
+        ...
+
+    def effect(self, prepared: Any, /) -> tuple[Any, Any]:
+        """Return the effect (state, transition) of a span without its rows.
+
+        The span is one segment: the engine hides the tokens of earlier segments before
+        it calls `prepare` for an effect.
+        """
+        ...
+
+    def merge(
+        self, earlier: tuple[Any, Any], later: tuple[Any, Any], /
+    ) -> tuple[Any, Any]:
+        """Return the effect of two consecutive spans, given the effect of each.
+
+        The operation must be associative.
+        """
         ...
 
 
@@ -39,17 +87,18 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: chunks run in parallel, as one product. It pays unless a chunk
             needs much more memory than its tokens.
-        on_one_gpu_only: TPUs and several GPUs run chunks in turn nevertheless. Either
-            `advance` branches on its data, and both branches would run if chunks were
-            one more axis of it, or `effect` costs as much as `advance`. A single GPU
-            runs chunks as more examples, and waits at each small product of a chunk.
+        on_one_gpu_only: TPUs and several GPUs run chunks in turn nevertheless. There
+            parallel chunks are one more axis of `advance` (`jax.vmap`): if `advance`
+            branches on its data, both branches would run. It is also set if `effect`
+            costs as much as `advance`. A single GPU runs chunks as more examples; in
+            turn it would wait at each small product of a chunk.
     """
 
     parallel_chunks: bool = True
     on_one_gpu_only: bool = False
 
 
-class Recurrence(Stretches, Protocol):
+class Recurrence(ChunkwiseForm, Protocol):
     """A mechanism with a state. Hashable, since programs are compiled for it."""
 
     @property
@@ -58,7 +107,12 @@ class Recurrence(Stretches, Protocol):
         ...
 
     def empty(self, parameters: Any, sizes: tuple[int, int, int, int], dtype) -> Any:
-        """The state that has read nothing. sizes: B K H V."""
+        """Return the state before any token.
+
+        Args:
+            sizes: B, K, H, V.
+            dtype: that of the sums; a state may use a wider one.
+        """
         ...
 
     def schedule(self) -> Schedule:

@@ -12,117 +12,126 @@ from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.products import TILE, sum_dtype
 from symjax.attention.core.sequence import choose, segment_state_before
 from symjax.attention.recurrent.chunks import (
-    Stretch,
-    cut,
-    joined,
+    Span,
+    join_rows,
     scan,
+    split_into_spans,
 )
-from symjax.attention.recurrent.recurrence import Recurrence, Stretches
+from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
-STRETCH = 4096  # tokens whose chunks are handled side by side: this bounds the memory
-ON_GPU = 2**18  # the same on a GPU, times examples and query heads: 3 to 6 GiB
+PARALLEL_TOKENS = 4096  # tokens whose chunks run in parallel; bounds the memory
+# The same on a single GPU, times examples and query heads. They need 3 to 6 GiB.
+PARALLEL_TOKENS_ON_GPU = 2**18
 
 
-def in_one(
-    recurrence: Stretches, parameters: Any, state: Any, stretch: Stretch
+def run_as_one_chunk(
+    recurrence: ChunkwiseForm, parameters: Any, state: Any, span: Span
 ) -> tuple[Any, Any]:
-    """A stretch as one chunk: the state after it, and its rows."""
-    return recurrence.advance(state, recurrence.prepare(parameters, stretch))
+    """Return the state after a span and its rows, computed as one chunk."""
+    return recurrence.advance(state, recurrence.prepare(parameters, span))
 
 
-def side_by_side(
+def run_parallel_chunks(
     recurrence: Recurrence,
     size: int,
     as_examples: bool,
     parameters: Any,
     state: Any,
-    stretch: Stretch,
+    span: Span,
 ) -> tuple[Any, Array]:
-    """`in_one` for chunks of `size` tokens, in one product.
+    """Return the state after a span and its rows, in parallel chunks of `size` tokens.
 
-    First the state after each chunk from an empty one, then the states before all of
-    them, one after the other, then their rows. Accelerators are slow at many small
-    products: forward and backward, a constant decay takes 12 Mcycles instead of 65, as
-    v5e's compiler estimates it (B 4, T 4096, N 16, H 64).
+    First the effect of each chunk is computed, in parallel. A loop then merges them, so
+    that the state before each chunk is known. Last the rows are computed, in parallel.
 
-    as_examples: chunks are as many examples, which may branch by their data, and which
-        a mesh must not split; else one more axis.
+    Accelerators are slow at many small products: forward and backward, a constant decay
+    takes 12 Mcycles instead of 65, as v5e's compiler estimates it (B 4, T 4096, N 16,
+    H 64).
+
+    Args:
+        as_examples: make chunks further examples of the batch. `advance` may then
+            branch on its data, but no mesh may split the batch. False: chunks are one
+            more axis, by `jax.vmap`.
     """
-    batch, length = stretch.visible.shape
+    batch, length = span.visible.shape
     if length <= size:
-        return in_one(recurrence, parameters, state, stretch)
+        return run_as_one_chunk(recurrence, parameters, state, span)
 
-    def every(function: Any) -> Any:
+    def over_chunks(function: Any) -> Any:
         return function if as_examples else jax.vmap(function)
 
-    def together(x: Array) -> Array:
+    def flatten(x: Array) -> Array:
         return jax.lax.collapse(x, 0, 2) if as_examples else x
 
-    def apart(x: Array) -> Array:
+    def unflatten(x: Array) -> Array:
         return x.reshape(-1, batch, *x.shape[1:]) if as_examples else x
 
-    prepare = every(partial(recurrence.prepare, parameters))
-    parts = cut(stretch, size)
-    chunks = jax.tree.map(together, parts)
+    prepare = over_chunks(partial(recurrence.prepare, parameters))
+    spans = split_into_spans(span, size)
+    chunks = jax.tree.map(flatten, spans)
     prepared = prepare(chunks)
-    ending, anew = prepared, None
-    if parts.starts_segment is not None:
-        ending = prepare(every(_last_segment)(chunks))
-        anew = parts.starts_segment.any(axis=2)
-    effects = jax.tree.map(apart, every(recurrence.effect)(ending))
-    state, _ = vary_alike((state, parts))
+    last_segments, starts_segment = prepared, None
+    if spans.starts_segment is not None:
+        last_segments = prepare(over_chunks(_last_segment)(chunks))
+        starts_segment = spans.starts_segment.any(axis=2)
+    effects = jax.tree.map(unflatten, over_chunks(recurrence.effect)(last_segments))
+    state, _ = vary_alike((state, spans))
 
-    def step(state: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
-        effect, anew = now
-        before = state, effect[1]  # any transition: that of both is not wanted
+    def step(state: Any, chunk: tuple[Any, Any]) -> tuple[Any, Any]:
+        effect, starts = chunk
+        before = state, effect[1]  # any transition: the merged one is not used
         after, _ = recurrence.merge(before, effect)
-        return after if anew is None else choose(anew, effect[0], after), state
+        return after if starts is None else choose(starts, effect[0], after), state
 
-    after, before = jax.lax.scan(step, state, (effects, anew))
-    before = jax.tree.map(together, before)
-    _, rows = every(recurrence.advance)(before, prepared)
-    return after, joined(jax.tree.map(apart, rows), length)
+    after, before = jax.lax.scan(step, state, (effects, starts_segment))
+    before = jax.tree.map(flatten, before)
+    _, rows = over_chunks(recurrence.advance)(before, prepared)
+    return after, join_rows(jax.tree.map(unflatten, rows), length)
 
 
-def _last_segment(stretch: Stretch) -> Stretch:
-    """The stretch as one segment, with all tokens before its last one hidden."""
-    if stretch.segment is None:
-        return stretch
-    seen = stretch.segment == stretch.segment[:, -1:]
+def _last_segment(span: Span) -> Span:
+    """Return the last segment of a span: the tokens before it become hidden."""
+    if span.segment is None:
+        return span
+    seen = span.segment == span.segment[:, -1:]
 
     def zeros(x: Array) -> Array:
         return jnp.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, 0)
 
-    return stretch._replace(
-        key=zeros(stretch.key),
-        value=zeros(stretch.value),
-        operands=jax.tree.map(zeros, stretch.operands),
-        visible=stretch.visible & seen,
+    return span._replace(
+        key=zeros(span.key),
+        value=zeros(span.value),
+        operands=jax.tree.map(zeros, span.operands),
+        visible=span.visible & seen,
         segment=None,
         starts_segment=None,
     )
 
 
-def state_before(
-    recurrence: Stretches,
+def state_before_device(
+    recurrence: ChunkwiseForm,
     parameters: Any,
-    stretch: Stretch,
+    span: Span,
     chunk_size: int,
     axis_name: str,
 ) -> Any:
-    """What earlier devices' stretches leave of the segment a device continues with."""
-    chunks = cut(_last_segment(stretch), chunk_size)
+    """Return the state before the first token of this device.
 
-    def effect(chunk: Stretch) -> tuple[Any, Any]:
+    It has read the tokens of earlier devices that belong to the segment of that token.
+    `span` has the tokens of this device alone.
+    """
+    chunks = split_into_spans(_last_segment(span), chunk_size)
+
+    def effect(chunk: Span) -> tuple[Any, Any]:
         return recurrence.effect(recurrence.prepare(parameters, chunk))
 
-    def body(before: Any, chunk: Stretch) -> tuple[Any, None]:
+    def body(before: Any, chunk: Span) -> tuple[Any, None]:
         return recurrence.merge(before, effect(chunk)), None
 
-    nothing = effect(jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks))
-    nothing, _ = vary_alike((nothing, chunks))
-    own, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), nothing, chunks)
-    given = recurrence.merge, own, nothing, stretch.segment, axis_name
+    empty = effect(jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks))
+    empty, _ = vary_alike((empty, chunks))
+    local, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), empty, chunks)
+    given = recurrence.merge, local, empty, span.segment, axis_name
     return segment_state_before(*given)[0]
 
 
@@ -131,18 +140,20 @@ def run_on_accelerators(
     chunk_size: int,
     parameters: Any,
     state: Any,
-    stretch: Stretch,
+    span: Span,
 ) -> tuple[Any, Any]:
     """Run chunks in parallel where the schedule allows it, else in turn."""
-    given = parameters, state, stretch
+    given = parameters, state, span
     size = -(-chunk_size // TILE) * TILE
     one_gpu, schedule = backend() == "gpu" and on_one_device(), recurrence.schedule()
     if not schedule.parallel_chunks or (schedule.on_one_gpu_only and not one_gpu):
-        return scan(partial(in_one, recurrence), size, *given)
-    batch, _, heads, _ = stretch.query.shape
-    parallel = ON_GPU // max(1, batch * heads) if one_gpu else STRETCH
-    many = partial(side_by_side, recurrence, size, one_gpu)
-    return scan(many, max(size, parallel // size * size), *given)
+        return scan(partial(run_as_one_chunk, recurrence), size, *given)
+    batch, _, heads, _ = span.query.shape
+    parallel = (
+        PARALLEL_TOKENS_ON_GPU // max(1, batch * heads) if one_gpu else PARALLEL_TOKENS
+    )
+    in_parallel = partial(run_parallel_chunks, recurrence, size, one_gpu)
+    return scan(in_parallel, max(size, parallel // size * size), *given)
 
 
 def run_on_cpus(
@@ -150,30 +161,31 @@ def run_on_cpus(
     chunk_size: int,
     parameters: Any,
     state: Any,
-    stretch: Stretch,
+    span: Span,
 ) -> tuple[Any, Any]:
-    """Run one chunk after the other, of one example after the other on one device.
+    """Run one chunk after the other, and on one device one example after the other.
 
     The arrays of one example's chunk stay in a CPU's caches: with 32 examples a step of
     gated linear attention takes 0.87 times as long (configs/gla.py:3l, two cores). With
-    more examples than tokens a turn of the loop would have too little to do.
+    more examples than tokens an iteration would have too little to do, so all examples
+    run together.
 
     16-bit numbers become float32 before the loop. The CPU compiler of jaxlib 0.10
-    converts a whole 16-bit array in every turn of a loop that writes a part of it: at
-    32,768 tokens a gradient of linear attention then takes 24 times as long.
+    converts a whole 16-bit array in every iteration of a loop that writes a part of it:
+    at 32,768 tokens a gradient of linear attention then takes 24 times as long.
     """
 
     def in_float32(x: Array) -> Array:
         return x.astype(sum_dtype(x)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    stretch = jax.tree.map(in_float32, stretch)
-    batch, length = stretch.visible.shape
-    run = partial(scan, partial(in_one, recurrence), chunk_size, parameters)
+    span = jax.tree.map(in_float32, span)
+    batch, length = span.visible.shape
+    run = partial(scan, partial(run_as_one_chunk, recurrence), chunk_size, parameters)
     if not on_one_device() or not 1 < batch <= length:
-        return run(state, stretch)
+        return run(state, span)
 
-    def example(now: tuple[Any, Stretch]) -> tuple[Any, Any]:
-        result = run(*jax.tree.map(lambda x: x[None], now))
+    def run_example(example: tuple[Any, Span]) -> tuple[Any, Any]:
+        result = run(*jax.tree.map(lambda x: x[None], example))
         return jax.tree.map(lambda x: x[0], result)
 
-    return jax.lax.map(example, (state, stretch))
+    return jax.lax.map(run_example, (state, span))

@@ -23,7 +23,7 @@ from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.recurrent import engine, schedule
 from symjax.attention.recurrent.chunks import layout, scan
 from symjax.attention.recurrent.normalised import Normalised
-from symjax.attention.recurrent.schedule import in_one, side_by_side
+from symjax.attention.recurrent.schedule import run_as_one_chunk, run_parallel_chunks
 
 LOGITS = np.random.default_rng(3).normal(size=(B, T, K, H))
 BETA = 2 / (1 + np.exp(-LOGITS[..., 0]))
@@ -61,7 +61,7 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
     state = recurrence.empty(parameters, sizes, jnp.float64)
     earlier = [x[:, ::4] for x in (query, key, value, *operands)]
     before = layout(Tokens(*earlier[:3], tuple(earlier[3:])))
-    state, _ = in_one(recurrence, parameters, state, before)
+    state, _ = run_as_one_chunk(recurrence, parameters, state, before)
 
     def run(form, parameters, state, *arrays):
         tokens = Tokens(*arrays[:3], arrays[3:], **SEEN[seen])
@@ -77,10 +77,10 @@ def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
         graded = jax.grad(partial(run, form), wanted, has_aux=True)
         return jax.tree.leaves(jax.jit(graded)(*arrays))
 
-    in_turn = partial(scan, partial(in_one, recurrence), 5)
+    in_turn = partial(scan, partial(run_as_one_chunk, recurrence), 5)
     wanted = graded(in_turn)
     for as_examples in (False, True):
-        many = partial(side_by_side, recurrence, 3, as_examples)
+        many = partial(run_parallel_chunks, recurrence, 3, as_examples)
         for one, two in zip(wanted, graded(partial(scan, many, 9)), strict=True):
             close(two, one, 1e-11)
 
@@ -272,7 +272,7 @@ def test_on_a_gpu_the_chunks_of_a_stretch_are_one_product(form, monkeypatch, x64
 
     def parallel(recurrence, size, as_examples, *rest):
         taken.append((size, as_examples, rest[-1].visible.shape[1]))
-        return side_by_side(recurrence, size, as_examples, *rest)
+        return run_parallel_chunks(recurrence, size, as_examples, *rest)
 
     wanted = jax.grad(loss, (0, 1, 2))(query, key, value)
     monkeypatch.setattr(engine, "by_platform", accelerator)

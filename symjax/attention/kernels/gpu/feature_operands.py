@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from symjax.attention.core.feature_maps import LOST, Features
+from symjax.attention.core.feature_maps import UNDERFLOW, Features
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.sequence import starts
@@ -188,7 +188,7 @@ class FeatureForm(NamedTuple):
 
         Such rows see no key, or have lost all of their keys to underflow.
         """
-        least = LOST if self.exponents else jnp.finfo(jnp.float32).tiny
+        least = UNDERFLOW if self.exponents else jnp.finfo(jnp.float32).tiny
         least = ROUNDING if self.bounded else least
         return jnp.where(denominator < least, 0.0, 1 / denominator)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.core.feature_maps import LOST, Features, LogFeatures
+from symjax.attention.core.feature_maps import UNDERFLOW, Features, LogFeatures
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import TILE
@@ -29,10 +29,10 @@ from symjax.attention.kernels.operands import (
     feature_count,
     unsupported,
 )
-from symjax.attention.recurrent.chunks import heads_joined, layout, scan
+from symjax.attention.recurrent.chunks import layout, merge_heads, scan
 from symjax.attention.recurrent.normalised import Normalised
-from symjax.attention.recurrent.precision import rescued
-from symjax.attention.recurrent.schedule import in_one
+from symjax.attention.recurrent.schedule import run_as_one_chunk
+from symjax.attention.recurrent.underflow import recompute_underflow
 
 
 def _exponents(x: Array, _: None) -> LogFeatures:
@@ -84,7 +84,9 @@ class GpuFeatures(NamedTuple):
             )
         if form.exponents:
             given = query, key, value
-            rows: Array = rescued(partial(_quick, form), _exactly, ids, given)
+            rows: Array = recompute_underflow(
+                partial(_quick, form), _exactly, ids, given
+            )
         else:
             rows = cast(tuple, _attend(form, ids, query, key, value))[0]
         return rows[:, : tokens.query.shape[1]]
@@ -98,7 +100,7 @@ def _quick(
     time = jnp.arange(rows.shape[1])
     first = jax.lax.cummax(jnp.where(starts(ids.query), time, 0), axis=1)
     latest = jax.lax.cummax(jnp.where(ids.key >= 0, time, -1), axis=1)
-    small = jax.lax.stop_gradient(denominator) < LOST
+    small = jax.lax.stop_gradient(denominator) < UNDERFLOW
     return rows, (latest >= first)[..., None] & jnp.swapaxes(small, 1, 2)
 
 
@@ -108,12 +110,12 @@ def _exactly(
     """By one chunk after the other in XLA, which takes least memory."""
     key, value = given[1:]
     mask = (ids.key >= 0)[:, None, None]
-    stretch = layout(Tokens(*given, mask=mask, segment_ids=ids.query))
+    span = layout(Tokens(*given, mask=mask, segment_ids=ids.query))
     sizes = *key.shape[::2], key.shape[3], value.shape[3]
     empty = _BY_EXPONENTS.empty(None, sizes, jnp.float32)
-    state, stretch = vary_alike((empty, stretch))
-    _, rows = scan(partial(in_one, _BY_EXPONENTS), TILE, None, state, stretch)
-    return heads_joined(rows, value.dtype)
+    state, span = vary_alike((empty, span))
+    _, rows = scan(partial(run_as_one_chunk, _BY_EXPONENTS), TILE, None, state, span)
+    return merge_heads(rows, value.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

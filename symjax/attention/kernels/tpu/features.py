@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from symjax.attention.core.feature_maps import LOST
+from symjax.attention.core.feature_maps import UNDERFLOW
 from symjax.attention.kernels.tpu import lanes, tiles
 from symjax.attention.kernels.tpu.chunks import (
     ChunkPlan,
@@ -289,7 +289,7 @@ def _forward(
         scores = jnp.where(seen.pairs, scores, 0).astype(dtype)
         earlier = where(seen.reaches, product(row, past, ACROSS), 0)
         rows[head] = product(scores, values, PLAIN) + earlier
-        least = 0.0 if given.rows is None else LOST
+        least = 0.0 if given.rows is None else UNDERFLOW
         lost.append(jnp.where(ones_of(plan, rows, head) < least, 1.0, 0.0))
         if seen.sees is not None:
             lost[head] *= seen.sees

@@ -1,8 +1,16 @@
-"""Attention in groups of tokens: quadratic inside a group, linear across groups.
+"""The engine of FLASH (`flash.py`): attention in groups of consecutive tokens.
 
-The engine of `flash.py`. A group is a short sequence of its own to the row-block
-engine; the groups before it are a sum of fixed size. Tokens that are hidden, or are not
-there, have keys of zero, which weigh nothing in either part.
+A row is the sum of two parts:
+
+- The near part is quadratic attention to the group of the row, with weights relu². The
+  row-block engine (`scores/rows.py`) takes each group as an example of its own.
+- The far part is linear attention without a denominator to the groups before it, which
+  are a sum Σ k vᵀ of fixed size. Its recurrence is `EarlierGroups`. Without causality
+  it reads all groups.
+
+`attend_groups` computes all tokens of a sequence, `prefill` continues from a state, and
+`step` decodes one token. Hidden tokens and padding have zeros as keys and values, which
+weigh nothing in either part.
 """
 
 from dataclasses import dataclass
@@ -20,22 +28,24 @@ from symjax.attention.core.sequence import starts
 from symjax.attention.gau import SquaredReLU
 from symjax.attention.recurrent.chunks import (
     Chunk,
-    Stretch,
+    Span,
     chunk_of,
-    heads_joined,
     layout,
+    merge_heads,
     scan,
     through_segments,
 )
-from symjax.attention.recurrent.schedule import in_one, state_before
+from symjax.attention.recurrent.schedule import run_as_one_chunk, state_before_device
 from symjax.attention.scores.mechanism import ScoreMechanism
 
 
 class FlashState(NamedTuple):
-    """What FLASH keeps of the tokens it has read: its size has no T in it.
+    """State of FLASH, of a size that does not depend on T.
 
-    The tokens of the group that is not full yet, with zeros where none is; how many
-    they are; and Σ k vᵀ over the groups before, of linear keys, in float32 at least.
+    Attributes:
+        key, linear_key, value: tokens of the group that is not full yet, then zeros.
+        place: number of these tokens.
+        sums: Σ k vᵀ over the groups before, with linear keys, float32 at least.
     """
 
     key: Float[Array, "B G K H"]
@@ -46,7 +56,7 @@ class FlashState(NamedTuple):
 
 
 class FlashTokens(NamedTuple):
-    """A stretch of time; hidden keys and values are zero, and so weigh nothing."""
+    """Arrays of consecutive tokens; hidden keys and values are zeros."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B T K H"]
@@ -57,23 +67,26 @@ class FlashTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Far:
-    """The recurrence of the far part: a row reads the sums of the groups before it."""
+class EarlierGroups:
+    """Recurrence of the far part, whose chunks are groups.
 
-    def prepare(self, parameters: None, stretch: Stretch) -> Chunk:
-        return chunk_of(stretch)
+    Rows read the sums of the groups before theirs, and none of their own group.
+    """
+
+    def prepare(self, parameters: None, span: Span) -> Chunk:
+        return chunk_of(span)
 
     def advance(
         self, state: Array, chunk: Chunk
     ) -> tuple[Array, Float[Array, "B T K G V"]]:
-        found = through_segments(chunk, state, jnp.zeros_like(state))
-        before, carried, reaches, joins = found
+        segments = through_segments(chunk, state, jnp.zeros_like(state))
+        before, carried, reaches, joins = segments
         query, key = chunk.query.astype(state.dtype), chunk.key
         if reaches is not None and joins is not None:
             query = jnp.where(reaches[:, None, None, :, None], query, 0)
             key = jnp.where(joins[:, None, :, None], key, 0)
         product = products(*chunk[:3])
-        rows = product("bkgtm,bkmv->btkgv", query, before)  # as outputs lie
+        rows = product("bkgtm,bkmv->btkgv", query, before)  # [B T …], as in outputs
         carried = carried + self._sum(key, chunk.value, state.dtype)
         return carried, rows
 
@@ -89,7 +102,12 @@ class Far:
 
 
 class FlashSettings(NamedTuple):
-    """Static settings of one call."""
+    """Static settings of one call.
+
+    Attributes:
+        group_size: tokens of a group.
+        divisor, linear_divisor: divisors of the near and of the far part.
+    """
 
     group_size: int
     is_causal: bool
@@ -98,21 +116,29 @@ class FlashSettings(NamedTuple):
 
 
 @on_any_mesh("settings", "axis_name", specs=rows_alone)
-def whole(
+def attend_groups(
     settings: FlashSettings,
     axis_name: str | None,
     tokens: FlashTokens,
     scale: Array | None,
 ) -> Float[Array, "B T N V"]:
-    """All tokens from the first one on, or a device's own stretch of them."""
+    """Return the rows of a sequence that starts with the first token.
+
+    Args:
+        axis_name: the mesh axis that time is split over, or None. With it, the tokens
+            are those of this device.
+        scale: factor of the scores, or None for the default.
+    """
     if _is_empty(tokens):
         return _no_rows(tokens)
     length = tokens.key.shape[1]
     size = min(settings.group_size, length)
-    filled, sums = jax.tree.map(lambda x: _fill(x, -length % size), tokens), None
+    padded, sums = jax.tree.map(lambda x: _pad(x, -length % size), tokens), None
     if axis_name is not None:
-        sums = state_before(Far(), None, _far_keys(filled), size, axis_name)
-    output = _attend(settings, size, filled, scale, sums)
+        sums = state_before_device(
+            EarlierGroups(), None, _linear_span(padded), size, axis_name
+        )
+    output = _attend_whole_groups(settings, size, padded, scale, sums)
     return output[:, :length].astype(tokens.value.dtype)
 
 
@@ -124,64 +150,73 @@ def prefill(
     state: FlashState,
     count: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N V"], FlashState]:
-    """The tokens put behind those of the state's group, each example at its place.
+    """Return the rows of tokens after those of a state, and the state after them.
+
+    The tokens are written after those of the state's unfinished group. Each example has
+    its own number of tokens in that group.
 
     Args:
-        count: tokens that the state is to read; the caller moves its place.
+        count: number of these tokens that the new state reads, for each example. The
+            caller updates `place`.
     """
     if _is_empty(tokens):
         return _no_rows(tokens), state
     size, length = settings.group_size, tokens.key.shape[1]
     total = -(-(size - 1 + length) // size) * size
 
-    def behind(new: Array, old: Array | None = None) -> Array:
+    def after_group(new: Array, old: Array | None = None) -> Array:
         old = new[:, :0] if old is None else old
         base = old.astype(jnp.promote_types(old.dtype, new.dtype))
-        return _put(_fill(base, total - base.shape[1]), new, state.place)
+        return _put(_pad(base, total - base.shape[1]), new, state.place)
 
-    laid = FlashTokens(
-        behind(tokens.query),
-        behind(tokens.key, state.key),
-        behind(tokens.linear_query),
-        behind(tokens.linear_key, state.linear_key),
-        behind(tokens.value, state.value),
-        None if tokens.segment is None else behind(tokens.segment),
+    placed = FlashTokens(
+        after_group(tokens.query),
+        after_group(tokens.key, state.key),
+        after_group(tokens.linear_query),
+        after_group(tokens.linear_key, state.linear_key),
+        after_group(tokens.value, state.value),
+        None if tokens.segment is None else after_group(tokens.segment),
     )
-    output = _attend(settings, size, laid, scale, state.sums)
-    own = state.place[:, None] + jnp.arange(length)[None]
-    output = _take(output, own).astype(tokens.value.dtype)
-    return output, _as(state, _after(settings, laid, state, count))
+    output = _attend_whole_groups(settings, size, placed, scale, state.sums)
+    positions = state.place[:, None] + jnp.arange(length)[None]
+    output = _take(output, positions).astype(tokens.value.dtype)
+    return output, _cast_like(state, _state_after(settings, placed, state, count))
 
 
-def _after(
+def _state_after(
     settings: FlashSettings,
-    laid: FlashTokens,
+    placed: FlashTokens,
     state: FlashState,
     count: Int[Array, " B"],
 ) -> FlashState:
-    """The state `count` tokens on, at the old place: of the segment of the last of them
-    alone."""
-    size, total = settings.group_size, laid.key.shape[1]
+    """Return the state after `count` more tokens, with the old `place`.
+
+    It holds tokens of one segment: that of the last of these tokens.
+
+    Args:
+        placed: the tokens of the state's group and the new ones, from a group's start.
+    """
+    size, total = settings.group_size, placed.key.shape[1]
     read = state.place + count
-    first = read // size * size  # of the group that is not full
+    first = read // size * size  # first token of the unfinished group
     earlier = (jnp.arange(total)[None] < first[:, None])[:, :, None, None]
     sums = state.sums
-    if laid.segment is not None:
-        last = _take(laid.segment, jnp.maximum(read - 1, 0)[:, None])
-        stays = (laid.segment == last)[:, :, None, None]
-        laid = laid._replace(
-            key=jnp.where(stays, laid.key, 0),
-            linear_key=jnp.where(stays, laid.linear_key, 0),
+    if placed.segment is not None:
+        last = _take(placed.segment, jnp.maximum(read - 1, 0)[:, None])
+        stays = (placed.segment == last)[:, :, None, None]
+        placed = placed._replace(
+            key=jnp.where(stays, placed.key, 0),
+            linear_key=jnp.where(stays, placed.linear_key, 0),
         )
         sums = jnp.where(last[:, :, None, None] == 0, sums, 0)
-    key = jnp.where(earlier, laid.linear_key, 0)
+    key = jnp.where(earlier, placed.linear_key, 0)
     group = first[:, None] + jnp.arange(size)[None]
     return FlashState(
-        _take(laid.key, group),
-        _take(laid.linear_key, group),
-        _take(laid.value, group),
+        _take(placed.key, group),
+        _take(placed.linear_key, group),
+        _take(placed.value, group),
         state.place,
-        sums + _sum(key, laid.value, sums.dtype),
+        sums + _key_value_sums(key, placed.value, sums.dtype),
     )
 
 
@@ -189,8 +224,11 @@ def _after(
 def step(
     settings: FlashSettings, tokens: FlashTokens, scale: Array | None, state: FlashState
 ) -> tuple[Float[Array, "B 1 N V"], FlashState]:
-    """One token, which sees its group and the sums. Empty places weigh nothing, and the
-    caller moves the state's."""
+    """Return the row of one token, and the state after it.
+
+    The token sees its group and the sums. Places of the group without a token are zeros
+    and weigh nothing. The caller updates `place`.
+    """
     if _is_empty(tokens):
         return _no_rows(tokens), state
     new = tokens.key, tokens.linear_key, tokens.value
@@ -200,14 +238,14 @@ def step(
     )
     attend = ScoreMechanism("flash_step", SquaredReLU(settings.divisor))
     near = attend(tokens.query, key, _in_range(value), scale=scale)
-    far = _read(tokens.linear_query, state.sums) / settings.linear_divisor
+    far = _read_sums(tokens.linear_query, state.sums) / settings.linear_divisor
     full = state.place + 1 == settings.group_size
 
     def fold(group: FlashState) -> FlashState:
-        """Full groups become part of the sums."""
+        """Add full groups to the sums, and empty them."""
         key, linear_key, value, place, sums = group
         done = full[:, None, None, None]
-        new = _sum(jnp.where(done, linear_key, 0), value, sums.dtype)
+        new = _key_value_sums(jnp.where(done, linear_key, 0), value, sums.dtype)
         return FlashState(
             jnp.where(done, 0, key),
             jnp.where(done, 0, linear_key),
@@ -218,11 +256,11 @@ def step(
 
     group = FlashState(key, linear_key, value, state.place, state.sums)
     group = jax.lax.cond(full.any(), fold, lambda group: group, group)
-    return (near + far).astype(tokens.value.dtype), _as(state, group)
+    return (near + far).astype(tokens.value.dtype), _cast_like(state, group)
 
 
 def _is_empty(tokens: FlashTokens) -> bool:
-    """No example, or no token in any."""
+    """Return whether there is no example or no token."""
     return 0 in tokens.query.shape[:2]
 
 
@@ -232,18 +270,22 @@ def _no_rows(tokens: FlashTokens) -> Float[Array, "B T N V"]:
 
 
 def _in_range(value: Array) -> Array:
-    """Values as float32 where they are float16, in which relu² is soon ∞ or 0."""
+    """Return float16 values as float32: relu² soon overflows or underflows float16."""
     return value.astype(jnp.float32) if value.dtype == jnp.float16 else value
 
 
-def _attend(
+def _attend_whole_groups(
     settings: FlashSettings,
     size: int,
     tokens: FlashTokens,
     scale: Array | None,
     sums: Array | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Whole groups of `size` tokens, after the groups summed up in `sums`."""
+    """Return the rows of whole groups of `size` tokens.
+
+    Args:
+        sums: Σ k vᵀ over the groups before the first one; None: there are none.
+    """
     dtype = sum_dtype(*tokens[:5])
     batch, length, heads = tokens.query.shape[:3]
     count = batch * (length // size)
@@ -257,11 +299,13 @@ def _attend(
         segment_ids=grouped.segment,
     ).astype(dtype)
     if settings.is_causal:
-        far = _earlier(tokens, size, sums)
+        far = _earlier_groups(tokens, size, sums)
     elif tokens.segment is None:
-        far = _read(tokens.linear_query, _sum(tokens.linear_key, tokens.value, dtype))
+        far = _read_sums(
+            tokens.linear_query, _key_value_sums(tokens.linear_key, tokens.value, dtype)
+        )
     else:
-        own = ScoreMechanism("flash", _products)(
+        own_group = ScoreMechanism("flash", _unnormalised)(
             grouped.linear_query,
             grouped.linear_key,
             grouped.value.astype(dtype),
@@ -269,67 +313,67 @@ def _attend(
             segment_ids=grouped.segment,
         )
         flipped = jax.tree.map(lambda x: jnp.flip(x, 1), tokens)
-        later = jnp.flip(_earlier(flipped, size), 1)
-        far = _earlier(tokens, size) + later + own.reshape(later.shape)
+        later = jnp.flip(_earlier_groups(flipped, size), 1)
+        far = _earlier_groups(tokens, size) + later + own_group.reshape(later.shape)
     near = near.reshape(batch, length, heads, near.shape[-1])
     return near + far / settings.linear_divisor
 
 
-def _products(scores: Array, visible: Array | None) -> Array:
-    """Row weights of linear attention without a denominator."""
+def _unnormalised(scores: Array, visible: Array | None) -> Array:
+    """Return the scores as row weights: linear attention without a denominator."""
     return scores if visible is None else jnp.where(visible, scores, 0)
 
 
-def _earlier(
+def _earlier_groups(
     tokens: FlashTokens, size: int, sums: Array | None = None
 ) -> Float[Array, "B T N V"]:
-    """Every row's linear attention to the groups before its own, inside its segment."""
-    stretch, dtype = _far_keys(tokens), sum_dtype(*tokens[:5])
+    """Return linear attention of rows to the groups before theirs, in their segment."""
+    span, dtype = _linear_span(tokens), sum_dtype(*tokens[:5])
     if sums is None:
-        batch, _, heads, features = stretch.key.shape
-        sums = jnp.zeros((batch, heads, features, stretch.value.shape[-1]))
-    sums, stretch = vary_alike((sums.astype(dtype), stretch))
-    _, rows = scan(partial(in_one, Far()), size, None, sums, stretch)
-    return heads_joined(rows, dtype)
+        batch, _, heads, features = span.key.shape
+        sums = jnp.zeros((batch, heads, features, span.value.shape[-1]))
+    sums, span = vary_alike((sums.astype(dtype), span))
+    _, rows = scan(partial(run_as_one_chunk, EarlierGroups()), size, None, sums, span)
+    return merge_heads(rows, dtype)
 
 
-def _far_keys(tokens: FlashTokens) -> Stretch:
+def _linear_span(tokens: FlashTokens) -> Span:
     given = tokens.linear_query, tokens.linear_key, tokens.value
-    stretch, segment = layout(operands.Tokens(*given)), tokens.segment
+    span, segment = layout(operands.Tokens(*given)), tokens.segment
     if segment is None:
-        return stretch
-    return stretch._replace(segment=segment, starts_segment=starts(segment))
+        return span
+    return span._replace(segment=segment, starts_segment=starts(segment))
 
 
-def _sum(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:
+def _key_value_sums(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:
     given = key.astype(dtype), value.astype(dtype)
     return products(key, value)("bskm,bskv->bkmv", *given)
 
 
-def _read(query: Array, sums: Array) -> Float[Array, "B T N V"]:
+def _read_sums(query: Array, sums: Array) -> Float[Array, "B T N V"]:
     batch, length, heads, size = query.shape
     grouped = query.reshape(batch, length, sums.shape[1], -1, size).astype(sums.dtype)
     rows = products(query)("btkgm,bkmv->btkgv", grouped, sums)
     return rows.reshape(batch, length, heads, -1)
 
 
-def _fill(x: Array, amount: int) -> Array:
-    """Zeros at the end of time: of keys they are as good as hidden."""
+def _pad(x: Array, amount: int) -> Array:
+    """Pad the end of time with zeros; keys of zero weigh nothing."""
     return jnp.pad(x, [(0, amount if axis == 1 else 0) for axis in range(x.ndim)])
 
 
 def _put(base: Array, new: Array, place: Int[Array, " B"]) -> Array:
-    """`new` written over `base` [B T …], each example from its own place on."""
+    """Write `new` into `base` [B T …], each example from its own place on."""
     write = partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
     return jax.vmap(write)(base, new.astype(base.dtype), place)
 
 
 def _take(x: Array, places: Int[Array, "B t"]) -> Array:
-    """Each example's own places of x [B T …]; zeros beyond the end."""
+    """Return x [B T …] at the places of each example; zeros beyond the end."""
     places = places.reshape(*places.shape, *[1] * (x.ndim - 2))
     return jnp.take_along_axis(x, places, axis=1, mode="fill", fill_value=0)
 
 
-def _as(old: FlashState, new: FlashState) -> FlashState:
-    """A state in the dtypes of the one before it, as loops need."""
+def _cast_like(old: FlashState, new: FlashState) -> FlashState:
+    """Return a state in the dtypes of the state before it, as loops need."""
     return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)

@@ -1,0 +1,65 @@
+"""Rows read from a state of features that change sign.
+
+A state holds sums of features in float32. If features change sign, the terms of a row
+cancel, and reading the state adds an error of about ε|φ(q)|Σ|φ(k)| to the numerator and
+to the denominator, with ε = 2⁻²³. Small denominators would make the ratio arbitrary.
+`read_around_mean` bounds the ratio: it reads the state relative to the mean of the
+values.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def read_around_mean(
+    product: Callable[..., Array],
+    nonnegative: int,
+    sums: Float[Array, "B K M V"],
+    total: Float[Array, "B K M"],
+    row: Float[Array, "B K G T M"],
+    denominator: Float[Array, "B K G T"],
+    size: Float[Array, "B K G T"],
+) -> tuple[Float[Array, "B K G T V"], Float[Array, "B K G T"]]:
+    """Return numerators and denominators whose ratio stays bounded if terms cancel.
+
+    The numerator is computed as
+
+        row · sums = row · (sums − total meanᵀ) + denominator · mean
+
+    with the mean of the values, in which a key weighs the sum of its leading features.
+    The rounding error of the denominator is then in numerator and denominator alike.
+    The error that remains is proportional to the spread of the values around the mean.
+
+    - Entries of sums − total meanᵀ below the rounding error of `sums` become 0. So the
+      ratio of a single key, or of keys with equal values, is exactly this value.
+    - A denominator below its own rounding error is raised to that error, and the ratio
+      is the mean.
+
+    Args:
+        product: an einsum.
+        nonnegative: number of leading key features, which are never negative.
+        sums, total: those of the state.
+        row: features of the queries.
+        denominator: row · total.
+        size: Σ |terms| of the denominator.
+    """
+    weight = total[..., :nonnegative].sum(axis=-1)
+    mean = sums[..., :nonnegative, :].sum(axis=-2)
+    mean = mean / jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)[..., None]
+    constant_mean = jax.lax.stop_gradient(mean)
+    means = product("bkm,bkv->bkmv", total, constant_mean)
+    deviation = sums - means
+    rounding = 8 * jnp.finfo(deviation.dtype).eps * jnp.abs(means)
+    deviation = deviation - jax.lax.stop_gradient(
+        jnp.where(jnp.abs(deviation) <= rounding, deviation, 0)
+    )
+    least = jnp.finfo(size.dtype).eps * jax.lax.stop_gradient(size)
+    raised = denominator < least
+    denominator = jnp.where(raised, least, denominator)
+    numerator = product("bkgtm,bkmv->bkgtv", row, deviation)
+    numerator = numerator + product("bkgt,bkv->bkgtv", denominator, constant_mean)
+    means = product("bkgt,bkv->bkgtv", least, mean)
+    return jnp.where(raised[..., None], means, numerator), denominator

@@ -1,0 +1,155 @@
+"""Rows of output that underflow in a chunk, computed again.
+
+In a chunk all rows share the highest exponent of its keys (`normalised.py`), so that
+the weights of pairs are one matrix product. A row underflows if a later key of the
+chunk is e⁴⁶ times larger than all keys that the row sees.
+
+`recompute_underflow` computes the rows of a chunk in this way, and then replaces the
+rows that underflowed by rows of a second function. For `Normalised` the second function
+is `exact_rows`: each row has the highest exponent of the keys that it sees, and each
+pair takes one exponential per feature.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from symjax.attention.core.feature_maps import LogFeatures, finite
+from symjax.attention.core.meshes import RARE, batched_alike
+
+# Rows that underflow are rare, so no form for CPUs as in `core.products.einsum`.
+exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def recompute_underflow(
+    fast: Callable[..., tuple[Any, Array]],
+    exact: Callable[..., Any],
+    visibility: Any,
+    inputs: Any,
+) -> Any:
+    """Return the rows of `fast`, and those of `exact` where a row underflowed.
+
+    The other rows are bitwise those of `fast`, so that no example depends on what
+    another one needed. `exact` runs in a `jax.lax.cond`, once forward and once
+    backward, and only if a row underflowed.
+
+    Args:
+        fast: (visibility, inputs) → (rows, underflowed), with a bool for each row.
+        exact: (visibility, inputs) → rows.
+        visibility: arrays without a gradient.
+        inputs: arrays with a gradient.
+    """
+    rows, underflowed = fast(visibility, inputs)
+    return batched_alike(
+        _if_any(
+            underflowed, _replace_rows, rows, exact, underflowed, visibility, inputs
+        )
+    )
+
+
+def _forward(fast: Callable, exact: Callable, visibility: Any, inputs: Any) -> tuple:
+    rows, vjp, underflowed = jax.vjp(partial(fast, visibility), inputs, has_aux=True)
+    rows = _if_any(
+        underflowed, _replace_rows, rows, exact, underflowed, visibility, inputs
+    )
+    return batched_alike(rows), (vjp, underflowed, visibility, inputs)
+
+
+def _backward(fast: Callable, exact: Callable, saved: tuple, cotangent: Any) -> tuple:
+    vjp, underflowed, visibility, inputs = saved
+    zeros = jax.tree.map(jnp.zeros_like, cotangent)
+    (gradient,) = vjp(_select_rows(underflowed, zeros, cotangent))
+    cotangent = _select_rows(underflowed, cotangent, zeros)
+    return None, _if_any(
+        underflowed, _add_gradient, gradient, exact, visibility, inputs, cotangent
+    )
+
+
+recompute_underflow.defvjp(_forward, _backward)
+
+
+def _if_any(
+    underflowed: Array, function: Callable, result: Any, exact, *inputs: Any
+) -> Any:
+    """Return function(exact, result, …) if a row underflowed, else the result."""
+    with jax.named_scope(RARE):
+        form = partial(function, exact)
+        return jax.lax.cond(underflowed.any(), form, lambda *x: x[0], result, *inputs)
+
+
+def _replace_rows(
+    exact: Callable, rows: Any, underflowed: Array, visibility: Any, inputs: Any
+) -> Any:
+    return _select_rows(underflowed, exact(visibility, inputs), rows)
+
+
+def _add_gradient(
+    exact: Callable, gradient: Any, visibility: Any, inputs: Any, cotangent: Any
+) -> Any:
+    _, vjp = jax.vjp(partial(exact, visibility), inputs)
+    return jax.tree.map(jnp.add, gradient, vjp(cotangent)[0])
+
+
+def _select_rows(underflowed: Bool[Array, "*rows"], one: Any, two: Any) -> Any:
+    """Return the rows of `one` that underflowed, and the other rows of `two`."""
+
+    def select(one: Array, two: Array) -> Array:
+        rows = jnp.expand_dims(underflowed, tuple(range(underflowed.ndim, two.ndim)))
+        return jnp.where(rows, one, two)
+
+    return jax.tree.map(select, one, two)
+
+
+def exact_rows(
+    read: Callable[..., Any],
+    running_max: Float[Array, "B K M"],
+    query: LogFeatures,
+    key: LogFeatures,
+    value: Float[Array, "B K T V"],
+    pairs: Bool[Array, "B T S"],
+    reaches: Bool[Array, "B T"] | None,
+) -> Any:
+    """Return the rows [B K G T …] of a chunk, each with a maximum of its own.
+
+    Time O(T² M) without matrix products. A loop over keys bounds the memory.
+
+    Args:
+        read: (weights for the state, shift, weights of pairs, values) → rows.
+        running_max: that of the state before the chunk.
+        query, key: features [B K G T M] and [B K T M].
+        pairs: the keys that a row sees.
+        reaches: the rows that see the state; None: all.
+    """
+    row = query.times_exp(running_max[:, :, None, None])
+    if reaches is not None:
+        row = row.where(reaches[:, None, None])
+    keys = jax.tree.map(lambda x: jnp.moveaxis(x[:, :, None, None], 4, 0), key)
+    by_key = keys, jnp.moveaxis(pairs[:, None, None], 4, 0)
+
+    def exponents(key_and_pairs: tuple[LogFeatures, Array]) -> LogFeatures:
+        """Return the exponents of all rows with one key, feature by feature."""
+        key, seen = key_and_pairs
+        return query.times_exp(key.exponent).where(seen)
+
+    def highest(key_and_pairs: tuple[LogFeatures, Array]) -> Float[Array, "B K G T 1"]:
+        return exponents(key_and_pairs).exponent.max(axis=-1, keepdims=True)
+
+    @jax.checkpoint
+    def weights(key_and_pairs: tuple[LogFeatures, Array]) -> Float[Array, "B K G T"]:
+        products = exponents(key_and_pairs).times_exp(-shift).weights()
+        if key.amplitude is not None:
+            products = products * key_and_pairs[0].amplitude
+        return products.sum(axis=-1)
+
+    shift = jnp.maximum(
+        jax.lax.map(highest, by_key).max(axis=0),
+        row.exponent.max(axis=-1, keepdims=True),
+    )
+    shift = finite(jax.lax.stop_gradient(shift))
+    scores = jnp.moveaxis(jax.lax.map(weights, by_key), 0, -1)
+    return read(row.times_exp(-shift).weights(), shift[..., 0], scores, value)

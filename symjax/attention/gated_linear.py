@@ -7,7 +7,8 @@
             out.append(q[t] @ sums)
         return np.stack(out)
 
-There is no denominator. `recurrent/decays.py` has the weights of pairs inside a chunk of time.
+There is no denominator. `recurrent/decays.py` has the weights of pairs inside a chunk
+of time.
 
 Logarithms of decays: the constants of papers, and those of learned gates.
 """
@@ -102,7 +103,7 @@ class Decayed:
         return DecayState(sums), through
 
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:
-        """Return the effect of two spans; the first state decays through the second span."""
+        """Return the effect of two spans; the second decays the state of the first."""
         left = one[0].sums * jnp.exp(two[1])[..., None]
         return DecayState(left + two[0].sums), one[1] + two[1]
 

@@ -50,8 +50,8 @@ SEEN = {
 
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_side_by_side_are_those_in_turn(case, seen, x64):
-    """Chunks of 3 in stretches of 9 tokens, neither of which divides the length."""
+def test_parallel_chunks_equal_chunks_in_turn(case, seen, x64):
+    """Chunks of 3 tokens in spans of 9 tokens; neither divides the length."""
     recurrence, parameters, operands = CASES[case]
     if parameters is SHARED and seen != "all":
         pytest.skip("decays are shared where all tokens are seen")
@@ -258,8 +258,8 @@ def test_products_are_as_exact_as_the_inputs(form):
 
 
 @pytest.mark.parametrize("form", [performer_causal, cosine_causal, decays, erasing])
-def test_on_a_gpu_the_chunks_of_a_stretch_are_one_product(form, monkeypatch, x64):
-    """As many as `ON_GPU` allows, by the device that is in sight."""
+def test_on_a_gpu_the_chunks_of_a_span_are_one_product(form, monkeypatch, x64):
+    """As many as `PARALLEL_TOKENS_ON_GPU` allows, by the device that is in sight."""
     query, key, value = inputs(300)
     key = key / np.linalg.norm(key, axis=-1, keepdims=True)
     taken = []
@@ -278,8 +278,10 @@ def test_on_a_gpu_the_chunks_of_a_stretch_are_one_product(form, monkeypatch, x64
     monkeypatch.setattr(engine, "by_platform", accelerator)
     monkeypatch.setattr(schedule, "backend", lambda: "gpu")
     monkeypatch.setattr(schedule, "on_one_device", lambda: True)
-    monkeypatch.setattr(schedule, "side_by_side", parallel)
-    monkeypatch.setattr(schedule, "ON_GPU", 256 * query.shape[0] * query.shape[2])
+    monkeypatch.setattr(schedule, "run_parallel_chunks", parallel)
+    monkeypatch.setattr(
+        schedule, "PARALLEL_TOKENS_ON_GPU", 256 * query.shape[0] * query.shape[2]
+    )
     jax.clear_caches()
     found = jax.grad(loss, (0, 1, 2))(query, key, value)
     jax.clear_caches()

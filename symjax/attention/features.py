@@ -241,5 +241,7 @@ PLAIN = {
     "squared": plain(
         _squared, pairs=_squared_pairs, signed=True, nonnegative=lambda size: size
     ),
-    "taylor": plain(_taylor, pairs=_taylor_pairs, signed=True, nonnegative=lambda size: 1),
+    "taylor": plain(
+        _taylor, pairs=_taylor_pairs, signed=True, nonnegative=lambda size: 1
+    ),
 }

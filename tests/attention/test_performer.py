@@ -224,7 +224,10 @@ def test_the_denominator_is_at_least_one(scale):
     arrays = [x.astype(np.float32) for x in scaled(scale, length=9)]
     state = WIDE.state(1, 1, 64, 64)
     random = RandomFeatures(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
-    maps, how = RANDOM_FEATURES["positive"], Arithmetic(einsum, signed=False, nonnegative=0)
+    maps, how = (
+        RANDOM_FEATURES["positive"],
+        Arithmetic(einsum, signed=False, nonnegative=0),
+    )
 
     @jax.jit
     def bottom(state, query, key, value):

@@ -9,7 +9,7 @@ the normaliser (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Gradients of ke
 values grow in VMEM over the rows, those of all queries over the keys. The row sums
 Σ change · output read the output as it was rounded, as in FlashAttention-2 (Dao 2023,
 arXiv:2307.08691): in bfloat16 a mean of values, which cancels in exact gradients of
-queries and keys, blurs them (docs/performance.md).
+queries and keys, blurs them (docs/performance/gpu.md has figures).
 
 One pass over the keys serves both maps of differential attention, and heads are read
 where projections leave them, side by side in [B T N·H], if they are whole tiles of

@@ -5,10 +5,10 @@ lost to a stronger decay elsewhere and no factor is above 1. A sum is a product 
 matrix of 0 and 1, of bfloat16 parts of the log-decays: three for float32, which lose
 nothing, and two where the operands are bfloat16.
 
-A decay a channel is not one number a pair. Its pairs are those of `faded.py`: the later
-half of each block of 2, 4, … 128 tokens looks at the earlier half, and both fade
-towards the boundary between them. Each level is one product of all 128 rows and keys,
-from which its pairs are taken.
+A decay a channel is not one number a pair. As in `recurrent/decays.py`, the later half
+of each block of 2, 4, … 128 tokens looks at the earlier half, and both fade towards the
+boundary between them. Each level is one product of all 128 rows and keys, from which
+its pairs are taken.
 
 A decay a head multiplies the scores of all pairs, by one exponential each. With L the
 pairs u ≤ t and U the pairs u > s, the exponents are L diag(g) U.

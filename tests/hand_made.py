@@ -10,7 +10,7 @@ from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.loaded import Loaded
 from symjax.models.decoder import Decoder
 
-SURE = 30.0  # the logit of the token that follows; the others have 0
+SURE = 30.0  # logit of the next token; all others have 0
 
 
 def hand_made(tokenizer, follows=None, language=None, **options) -> Loaded:

@@ -79,7 +79,7 @@ MECHANISMS["leaky"] = MECHANISMS["decay"]._replace(
 )
 PARTS["leaky"] = DECAY
 '''
-# By file name: the text, the keys of model.attention of a run that uses it.
+# File name → (text of the file, keys of model.attention that use it).
 USED = {
     "softcap": (SOFTCAP, {"mechanism": "softcap", "options.cap": 20}),
     "softplus": (SOFTPLUS, {"mechanism": "linear", "features": "softplus"}),

@@ -17,7 +17,7 @@ from symjax.distributed.exit_codes import run_and_exit
 from symjax.programs.commandline import load_config
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 900  # after which a process is taken to hang
+SECONDS = 900  # limit of a process
 _reserved: list[socket.socket] = []
 sys.path.insert(0, str(ROOT))  # train.py, eval.py and configs are not installed
 

@@ -26,7 +26,7 @@ def benchmarks(monkeypatch):
 def device(benchmarks, monkeypatch):
     import device
 
-    monkeypatch.setattr(sys, "path", [*sys.path])  # which it changes
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `device` changes it
     monkeypatch.setenv("PYTHONPATH", "")
     return device
 
@@ -80,7 +80,7 @@ def test_every_part_measures_on_a_cpu(part, subject, tokens, figures):
         found |= more
     assert "fault" not in found, found
     assert all(found[figure] > 0 for figure in figures), found
-    if subject == "softmax":  # what is not here is said
+    if subject == "softmax":  # missing libraries are named
         assert "missing" in found["rivals"]["cudnn"]
 
 
@@ -178,7 +178,7 @@ def test_rows_that_do_not_fit_are_skipped_and_named(device, clock, capsys):
     records = device.Records(None, {"small": False})
     worker = Worker(clock, faults=("model 0",))
     assert device.measure(rows, records, worker, 105.0) == 1
-    assert len(records.rows) == 5  # by the estimate of the first, not by 80 s
+    assert len(records.rows) == 5  # estimated by the first row, not by 80 s
     told = capsys.readouterr().out.splitlines()
     assert [x.split()[:3] for x in told] == [
         ["steps:", "model", str(x)] for x in range(5)
@@ -264,7 +264,7 @@ def test_a_row_that_hangs_or_dies_costs_no_other(device, monkeypatch, tmp_path):
             found = worker.measure(row, 20.0 if row != "hangs" else 1.0)
             assert found["fault"] == fault and ("late" in found) == (row == "hangs")
             pids.append(worker.measure("fine", 20.0)["pid"])
-        found = worker.measure("half", 1.0)  # its own figures are there
+        found = worker.measure("half", 1.0)  # its own figures are kept
         assert found["pid"] == pids[-1] and "fault" not in found
         assert found["rivals"]["others"]["missing"] == "not finished after 1 s"
         assert len(set(pids)) == 4
@@ -319,7 +319,7 @@ def test_missing_wheels_are_installed_for_this_call(device, tmp_path):
     device.install(tmp_path)
     assert importlib.import_module(name).answer == 42
     assert len(sys.path) == len(before) + 1
-    device.install(tmp_path)  # it is there
+    device.install(tmp_path)  # the wheel is installed
     assert len(sys.path) == len(before) + 1
 
 

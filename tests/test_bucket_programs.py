@@ -48,7 +48,7 @@ def test_traces_and_events_are_copied(run):
 def test_weights_are_written_to_a_bucket_and_read_from_it(
     bucket, run, text, tmp_path, capsys
 ):
-    """As on a disk: the same bytes, the same model, and no stale objects."""
+    """The same bytes and the same model as on a disk, and no stale objects."""
     model, folder = symjax.load(str(run)), resolve(f"{bucket}/weights")
     (folder / "config.json").write_text("{}")
     found = f"{bucket}/found.json"
@@ -108,7 +108,7 @@ def test_an_evaluation_is_written_to_a_bucket(bucket, run):
 
 
 def test_a_stream_is_trained_on_in_a_bucket(bucket, tmp_path, monkeypatch, capsys):
-    """And resumed on a machine that has no file of the run."""
+    """The run is resumed on a machine that has no file of it."""
     lines = [json.dumps({"text": line}) for line in TEXT.splitlines()]
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "train.jsonl").write_text("\n".join(lines))

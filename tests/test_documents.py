@@ -19,7 +19,7 @@ from symjax.programs import compare
 from symjax.programs.commandline import load_config, parse
 
 ROOT = Path(__file__).resolve().parents[1]
-MECHANISM = ROOT / "docs/mechanism.md"  # its commands are of files that a reader adds
+MECHANISM = ROOT / "docs/mechanism.md"  # its commands use files that a reader adds
 PAGES = {*(ROOT / "docs").rglob("*.md")}
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES - {MECHANISM})]
 COMMAND = r"python (train\.py|eval\.py|-m symjax\.programs\.compare) ([^`#&;\n]*)"
@@ -73,7 +73,7 @@ def test_the_readme_is_short():
 @pytest.fixture
 def page(monkeypatch):
     """Return the names that the code of the page on mechanisms defines."""
-    for kind, names in ADDED.items():  # gone after the test
+    for kind, names in ADDED.items():  # removed after the test
         for name in names:
             monkeypatch.setitem(TABLES[kind][0], name, None)
     names: dict = {}
@@ -174,7 +174,7 @@ def test_every_documented_command_line_parses(
     program, arguments, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(ROOT)
-    if arguments.count('"') == 1:  # it stands in the words of another command
+    if arguments.count('"') == 1:  # part of the words of another command
         arguments = arguments.replace('"', "")
     words = shlex.split(arguments)
     words = [re.sub(r"(?<==)M$|^\$[iI]$", lambda m: STANDS_FOR[m[0]], x) for x in words]

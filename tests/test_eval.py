@@ -339,7 +339,7 @@ def test_the_mean_of_the_weights_is_judged_where_a_run_kept_it(
     run, mean = (load(tmp_path / "run", ema=ema) for ema in (False, True))
     assert (first.step, run.step) == (1, 2)
     moved = 0.0
-    for one, start, end in zip(  # of the weights after both steps, not the first ones
+    for one, start, end in zip(  # the weights after both steps
         *map(jax.tree.leaves, (mean.params, first.params, run.params)), strict=True
     ):
         np.testing.assert_allclose(one, 0.2 * start + 0.8 * end, atol=1e-7)

@@ -18,7 +18,7 @@ from symjax.training.step import compile_program
 
 CASES = 400
 FIELDS = {name: (kind, field) for name, kind, field in validation.fields()}
-# Keys that contradict each other, or sizes that cannot be: `width` is 32, `heads` 4.
+# Contradicting keys, or impossible sizes: `width` is 32, `heads` 4.
 IMPOSSIBLE = [
     {"model.heads": 5},
     {"model.heads": 64},
@@ -84,7 +84,7 @@ IMPOSSIBLE = [
     {"data.source": "copy", "data.path": "", "data.items": 2 * 10**9},
     {"data.source": "mqar", "data.path": "", "data.symbols": 2 * 10**9},
 ]
-# Right choices that leave every case wrong.
+# Right choices, which do not mend any case.
 BESIDE = {
     "steps": ("3", "6"),
     "seed": ("0", "77"),
@@ -120,7 +120,7 @@ def wrong_type(draw):
         tuple: ("(1", "x,", "{", "(0.9,)", "(0.9, 0.9, 0.9)", "1", "('a', 'b')"),
     }
     names = [n for n, (kind, _) in FIELDS.items() if plain(kind) in texts]
-    names.remove("model.pattern")  # names, which every text is
+    names.remove("model.pattern")  # every text is a name
     name = draw.choice(names)
     return [f"--config.{name}={draw.choice(texts[plain(FIELDS[name][0])])}"]
 

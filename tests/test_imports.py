@@ -364,7 +364,7 @@ def test_stored_code_takes_the_place_of_no_installed_module(name, tmp_path):
     assert "softcap" not in MECHANISMS
     stored = stored_code(tmp_path, f"import {name}\n{SOFTCAP}")
     stored["files"] = {f"{name}.py": [*stored["files"].values()][0]}
-    require(stored)  # a file of this name runs, and is not what it imports
+    require(stored)  # a program of this name is not imported by the file
     assert "symjax-import" not in sys.modules[name].__file__
 
 

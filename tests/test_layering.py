@@ -25,7 +25,7 @@ ORDER = (
     {"evaluation"},
     {"programs"},
 )
-# What a room above must not know all the same.
+# Exceptions: what a room must not import although it is above.
 MAY_NOT = {
     "attention": {"optional", "starting", "storage"},
     "data": {"attention", "layers", "imports", "validation"},

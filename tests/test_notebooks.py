@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 from execute import executed  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-QUICK = "mechanism"  # the others take more than ten seconds of a processor
+QUICK = "mechanism"  # other notebooks take more than ten seconds
 VARIES = {"checkpoint": ["generate(", "iterdir("]}  # cells whose text may differ
 NUMBER = r"-?\d+(\.\d+)?(e[-+]?\d+)?"
 

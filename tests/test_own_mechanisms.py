@@ -123,7 +123,7 @@ def test_an_option_is_stored_and_must_agree_with_the_checkpoint(softcap):
     found = validation.differences(before, after)
     assert found == {CAP: f"{CAP}: 5.0 → 6.0"}
     assert not validation.differences(before, before)
-    tree["model"]["attention"]["options"] = {}  # of a run before there was the option
+    tree["model"]["attention"]["options"] = {}  # a run from before the option existed
     assert validation.from_dict(tree).model.attention.options == {"cap": 30.0}
 
 
@@ -137,7 +137,7 @@ def test_stored_options_that_are_none_are_refused(tree, softcap):
 
 @pytest.mark.parametrize("differential", ["none", "v1", "v2"])
 def test_a_layer_gives_its_mechanism_the_option(softcap, differential):
-    """Small scores, which no cap changes, and large scores, which become equal."""
+    """A large cap changes nothing; a small cap changes the output."""
     x = np.random.default_rng(0).normal(size=(2, 9, 32)).astype(np.float32)
 
     def output(**changes):

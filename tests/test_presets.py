@@ -12,8 +12,8 @@ from symjax.models import build
 from symjax.programs.commandline import load_config
 
 NAMES = "gpt sym diff diff_sym diff_v2 performer retnet gla delta"
-# How far a name may be from its number of parameters. `:1b` is what others call 1B,
-# 1.15 to 1.33e9: its layers were there before its vocabulary of 50,304.
+# Number of parameters, and its largest relative deviation. `:1b` has 1.15 to 1.33e9,
+# because its layers were chosen before its vocabulary of 50,304.
 SIZES = {"125m": (125e6, 0.08), "350m": (350e6, 0.12), "1b": (1e9, 1 / 3)}
 SIZES["7b"] = (7e9, 0.1)
 

@@ -10,7 +10,7 @@ import pytest
 from symjax.starting import is_first
 
 ROOT = Path(__file__).parent.parent
-# Runs a program with imports that fail: what it says, it says before them.
+# Run a program whose slow imports fail: its output comes before them.
 WITHOUT = """
 import runpy, sys
 for name in ("jax", "flax", "numpy", "orbax", "datasets", "etils", "ml_collections"):
@@ -38,7 +38,7 @@ def test_a_program_speaks_before_its_slow_imports(program, line):
         [sys.executable, "-c", WITHOUT, program], cwd=ROOT, capture_output=True
     )
     assert done.stderr.decode().startswith(line) and not done.stdout
-    assert b"import of" in done.stderr  # which came next, and failed
+    assert b"import of" in done.stderr  # the next import, which fails
 
 
 def test_installed_programs_speak_before_their_slow_imports():

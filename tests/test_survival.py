@@ -323,7 +323,7 @@ def audit():
     watching = False
 
 
-sys.addaudithook(watch)  # cannot be removed, but be told to look away
+sys.addaudithook(watch)  # it cannot be removed, only switched off
 
 
 def test_no_code_of_a_checkpoint_runs(
@@ -356,7 +356,9 @@ def test_no_code_of_a_checkpoint_runs(
     assert [what for _, what in audit if str(tmp_path) in what] == []
     assert {event for event, _ in audit} <= {"exec", "import"}
     pickle.loads(payload)
-    assert mark.exists() and audit[-1][0] == "pickle.find_class"  # what it looked for
+    assert (
+        mark.exists() and audit[-1][0] == "pickle.find_class"
+    )  # it would have been found
 
 
 HOSTILE = [

@@ -51,7 +51,7 @@ REFUSED = [
     ({"model.width": 1000000000}, "GiB a device"),
     ({"batch_size": 2000000000}, "GiB a device"),
 ]
-# diff_sym has symmetric keys, which two of the cases must not have.
+# Two cases must not have the symmetric keys of diff_sym.
 PLAIN = {"model.attention.symmetric": "none"}
 
 
@@ -103,7 +103,7 @@ def test_a_corpus_that_nothing_was_trained_on_does_not_block(text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])
     options = config.Data(source="text", path=str(other))
-    open_corpus(options, tmp_path / "run" / "data")  # a start was killed after this
+    open_corpus(options, tmp_path / "run" / "data")  # as if a start was killed here
     assert train(text, tmp_path / "run", steps=1) == 0
 
 
@@ -127,7 +127,9 @@ def test_a_run_may_go_on_as_a_loop_and_back(text, tmp_path):
 
     listed, mixed = tmp_path / "list", tmp_path / "mixed"
     shared = {"model__depth": 2, "log__every": 1, "checkpoint__every": 0}
-    shared["optimizer__eps"] = 1e-6  # rounding noise does not become a whole step
+    shared["optimizer__eps"] = (
+        1e-6  # Adam does not turn rounding noise into a whole step
+    )
     assert train(text, listed, steps=6, **shared) == 0
     # the same learning rates as in a run of six steps
     shared["optimizer__decay_steps"] = 6

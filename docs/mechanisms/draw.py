@@ -2,8 +2,8 @@
 
     python docs/mechanisms/draw.py [NAME …]
 
-The map of a mechanism is its output where values are unit vectors. Queries and keys are
-random vectors, one a word, and noise: equal words have similar ones.
+The map of a mechanism is its output for unit vectors as values. A query or key is a
+random vector of its word plus noise, so equal words have similar queries and keys.
 """
 
 import io
@@ -28,7 +28,7 @@ UNITS = jnp.eye(TOKENS)[None, :, None]  # [B T N V] as values
 
 
 def vectors(seed: int, noise: float = 0.5, count: int = 1) -> jax.Array:
-    """[1 T count H] for queries or keys."""
+    """Draw queries or keys [1 T count H]."""
     rng = np.random.default_rng(0)
     known = {word: rng.normal(size=SIZE) for word in dict.fromkeys(WORDS)}
     words = np.stack([known[word] for word in WORDS])[:, None]

@@ -31,7 +31,7 @@ def complete(monkeypatch):
 
     def product(*, a_allocation_key_as_array, **given):
         left = np.asarray(a_allocation_key_as_array)
-        if left.ndim == 1:  # it names a buffer
+        if left.ndim == 1:  # `left` names a buffer
             return multiply(a_allocation_key_as_array=left, **given)
         memory, thread = gpu_callbacks._get_shared_memory(), given["thread"]
         where = gpu_callbacks.memory.GPULoggingInfo(

@@ -53,7 +53,7 @@ class Scored(NamedTuple):
 
     @property
     def crosses(self):
-        """Whether keys are an argument, so that there may be more than queries."""
+        """Keys are an argument, so there may be more of them than queries."""
         return self.keys == 3
 
 

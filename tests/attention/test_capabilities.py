@@ -19,7 +19,7 @@ B, T, S, N, K, H, V, G = 2, 9, 11, 6, 3, 4, 5, 8
 M = 16
 
 every_mechanism = pytest.mark.parametrize("name", MECHANISMS)
-# By the name of an argument: what a function is given that takes it.
+# Name of an argument → value that is passed to functions that take it.
 GIVEN = {
     "query": lambda keys, heads: jnp.ones((B, T, N, H)),
     "key": lambda keys, heads: jnp.ones((B, keys, heads, H)),
@@ -72,7 +72,7 @@ def test_causal_and_bidirectional(name):
         refused("is_causal", name, is_causal=True)
     if claims["bidirectional"]:
         it_works(call_with_own_keys(name))
-    else:  # a form that has no such option may see all keys without it
+    else:  # without the option a form may see all keys
         refused("is_causal", name, is_causal=False)
         assert MECHANISMS[name].attend is MECHANISMS[name].causal
 
@@ -152,7 +152,7 @@ def test_the_state_has_the_size_of_the_table(name):
     features = M if "projection" in mechanism.operands else H
     letters = {"H": H, "V": V, "G": G, "M": features}
     counted = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", mechanism.memory)
-    arrays = [x for x in jax.tree.leaves(state) if x.ndim > 1]  # one place a row
+    arrays = [x for x in jax.tree.leaves(state) if x.ndim > 1]  # an entry per row
     assert sum(x.size for x in arrays) == eval(counted, letters)
     assert all(math.isfinite(x) or x == -jnp.inf for x in arrays[0].ravel())
 
@@ -167,7 +167,7 @@ def test_the_table_has_a_row_for_each_and_a_cell_for_each_claim():
         assert cells == [shown.get(claim, claim) for claim in claims.values()]
 
 
-# A value of each option, which its form must take.
+# A value of each option that a form must accept.
 CHOSEN = {
     "features": "relu",
     "scale": 0.5,
@@ -193,7 +193,7 @@ def test_every_form_takes_the_options_that_are_declared(name):
         if mechanism.causal is not None:
             it_works(call_with_own_keys(name, form="causal", **chosen))
     for option in CHOSEN.keys() - set(mechanism.options):
-        if not mechanism.gated:  # a block decides what a model may choose
+        if not mechanism.gated:  # for gated units the block decides
             with pytest.raises(TypeError, match=option):
                 call_with_own_keys(name, **{option: CHOSEN[option]})
 

@@ -151,7 +151,7 @@ def shared(weights, x, case, query, value, output=None, **options):
     pairs = row_map(
         softmax_weights, query, attention.symmetric_key(query, **made), **options
     )
-    if "key_mask" in case:  # they give a hidden query the mean of all values
+    if "key_mask" in case:  # theirs: the mean of all values for hidden queries
         hidden = ~case["key_mask"].astype(bool)[..., None, None]
         mixed = jnp.where(hidden, value.mean(axis=1, keepdims=True), mixed)
         pairs = jnp.where(hidden.swapaxes(1, 2), 1 / x.shape[1], pairs)

@@ -97,7 +97,7 @@ def test_a_lone_small_weight_still_counts():
         close(form(query, key, value), value, 1e-3)
 
 
-# 66 terms, none above the weights that they add up to by more than a small factor.
+# Sums of 66 terms that are at most a small factor above the sum.
 NEAR_ZERO = (64 + 2) * np.finfo(np.float32).eps
 
 

@@ -51,7 +51,7 @@ def by_tokens(query, key, value, beta, log_decay, sums=0.0, mask=None, segments=
 def of_key(key, kind, module=np):
     """Return keys of length 1, and β and decays that are functions of the key."""
     if not jnp.issubdtype(key.dtype, jnp.floating):
-        return key, key[..., 1], None  # to be refused
+        return key, key[..., 1], None  # refused by the mechanism
     key = key.astype(jnp.promote_types(key.dtype, jnp.float32))
     size = module.sqrt((key**2).sum(axis=-1, keepdims=True))
     beta = 2 / (1 + module.exp(-key[..., 1]))
@@ -85,7 +85,7 @@ class Ruled(laws.Mechanism):
 
 
 KINDS = {kind: Ruled.of_kind(kind) for kind in SHAPES}
-# As for decay: tests below take the place of those about hidden tokens and gradients.
+# Tests below replace the laws on hidden tokens and on gradients.
 OTHER = (
     laws.grouped_heads_share_their_key_head,
     laws.hidden_keys_change_nothing,

@@ -74,7 +74,7 @@ def _features(define):
     return _products(lambda *pair: oracles.feature_products(*map(define, pair)))
 
 
-# What attends, and one map of it by definition: (query, key, value, mask).
+# A mechanism, and the definition of one map: (query, key, value, mask).
 ANY = {
     "softmax": (attention.softmax, _scored(oracles.softmax)),
     "sparsemax": (attention.sparsemax, _scored(oracles.sparsemax)),
@@ -157,7 +157,7 @@ def test_the_second_version_runs_over_outputs_with_states_and_gradients(x64):
 
 @pytest.mark.parametrize("causal, step", CAUSAL.values(), ids=CAUSAL)
 def test_any_mechanism_runs_for_both_branches(causal, step, x64):
-    """As two calls with subtracted outputs, and token by token with states."""
+    """Two calls with subtracted outputs, and token by token with states."""
     query, key, value, lam = DIFFERENTIAL.arrays()
     attend = partial(causal, chunk_size=CHUNK, return_state=True)
     form = jitted(attention.differential, attend=attend)
@@ -207,7 +207,7 @@ def test_wrong_shapes_are_named(name):
         assert str(shapes[which]) in str(refusal.value)
 
 
-PAIRS = {  # query, key, value, λ and mask; which of them the message names
+PAIRS = {  # shapes of query, key, value, λ, mask; which ones the message names
     "odd": ((B, T, 5, H), (B, T, 1, H), (B, T, 1, V), (B, T, 2), None, (0, 1)),
     "split_pair": ((B, T, 6, H), (B, T, 2, H), (B, T, 2, V), (B, T, 3), None, (0, 1)),
     "branches": ((B, T, 12, H), (B, T, 6, H), (B, T, 3, V), (B, T, 6), None, (1, 2)),

@@ -127,7 +127,9 @@ def test_one_key_is_its_value_in_every_form(name):
     now = [x[:, :1] for x in (query, key, value)]
     output, state = linear_step(state, *now, **options)
     assert (np.abs(np.asarray(output) - wanted[:, :1]) <= limit[:, :1]).all()
-    query, key, value = many_heads(name, 80, heads=50)  # by sums, and no pairs
+    query, key, value = many_heads(
+        name, 80, heads=50
+    )  # by sums of features, not by pairs
     alone = (np.arange(80) == 7).reshape(1, 1, 1, 80)
     output = np.asarray(linear(query[:, :9], key, value, alone, **options))
     assert (np.abs(output - value[:, [7] * 9]) <= ONE_KEY * np.abs(value[:, [7]])).all()

@@ -15,7 +15,7 @@ from symjax.attention.matrix_function import FUNCTIONS
 
 B, T, N, H, V = 2, 13, 3, 5, 7
 COEFFICIENTS = (0.5, -1.0, 0.25, 2.0)
-# What is computed, and the same as a function of one eigenvalue.
+# Name → (function of a matrix, the same as a function of an eigenvalue).
 KINDS = {
     "exp": (dict(function="exp"), np.exp),
     "expm1": (dict(function="expm1"), np.expm1),

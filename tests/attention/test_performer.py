@@ -40,7 +40,7 @@ def mechanism(features="positive", projection=ROWS, **options):
 
 
 POSITIVE = mechanism()
-# Small angles, so that no denominator is near zero and the definition is as exact.
+# Small angles keep denominators away from zero, and the definition exact.
 TRIGONOMETRIC = mechanism("trigonometric", scale=0.1)
 
 

@@ -24,7 +24,7 @@ LQ, LK, W = draw(T, H, seed=3), draw(T, H, seed=4), draw(M, H, seed=5)
 G, BETA = -np.abs(draw(T, seed=6)), np.random.default_rng(7).uniform(0, 2, T)
 METRIC = draw(H, H, seed=8)
 UNIT = K / np.linalg.norm(K, axis=-1, keepdims=True)
-# File → the arguments of its code, and the public function with its own.
+# File → arguments of its code, the public function and its arguments.
 CASES = {
     "softmax": (
         (Q, K, VALUE),

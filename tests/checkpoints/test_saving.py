@@ -114,7 +114,7 @@ def test_a_damaged_best_is_named_and_the_next_best_is_used(tmp_path):
         for step, loss in losses.items():
             checkpoints.save(step, few(step), {"heldout_loss": loss})
     flip(tmp_path / "2" / "params" / "manifest.ocdbt")
-    shutil.rmtree(tmp_path / "4" / "meta")  # so nobody knows that it is not the best
+    shutil.rmtree(tmp_path / "4" / "meta")  # its metric is unknown
     lines: list[str] = []
     shapes = jax.eval_shape(lambda: few(1))
     reader = Checkpoints(tmp_path)
@@ -200,7 +200,7 @@ while True:
 
 @pytest.mark.slow
 def test_the_newest_checkpoint_survives_kills_during_saves(tmp_path):
-    # Integers: another process may compile a float to another rounding.
+    # Integers, because two processes may round floats differently.
     shapes = {"params": {"a": jax.ShapeDtypeStruct((1000, 1000), "uint32")}}
     directory, last, interrupted = tmp_path / "checkpoints", 0, 0
     for delay in (0.0, 0.015, 0.03):

@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
     cached = str(folder / "cache")
     options = config.Data("text", str(folder / "source.txt"), cache=cached)
     (folder / "source.txt").write_text("a text to read")
-    table.load(options)  # imports what is slow once, and not in every child
+    table.load(options)  # slow imports happen once, not in every child
     died = (check(options, folder / "data", place) for place in itertools.count())
     print(len(list(itertools.takewhile(bool, died))))
 

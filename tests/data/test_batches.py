@@ -10,7 +10,7 @@ from symjax.data.corpus import Corpus
 from symjax.data.examples import text_examples
 from symjax.data.tokens import ByteTokenizer
 
-TEXT = np.arange(1009, dtype=np.uint16)  # a token says where it stood
+TEXT = np.arange(1009, dtype=np.uint16)  # a token is its own position
 OPTIONS = dict(length=7, batch_size=5, seed=3)
 WINDOWS = 1008 // 7 - 1
 

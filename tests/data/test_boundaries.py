@@ -156,7 +156,9 @@ def test_a_stream_of_an_older_packer_goes_on_in_its_format(tmp_path, monkeypatch
         patch.setattr(packer._Packer, "_advance", dies)
         packer.pack(order)
     head = read_manifest(order.place, packer.HEAD)
-    head = {name: x for name, x in head.items() if name not in NEW}  # as it was then
+    head = {
+        name: x for name, x in head.items() if name not in NEW
+    }  # as format 1 had it
     del head["fingerprint"]["format"]
     (order.place / packer.HEAD).write_text(sealed(head))
     write_manifest(tmp_path / "run", head)

@@ -196,7 +196,7 @@ def test_one_that_cannot_be_packed_again_is_refused(options, tmp_path, kind):
     elif kind == "source":
         Path(options.path).unlink()
         said = "and cannot be packed again: data.path .* does not exist"
-    else:  # as if a library had cut words in another way
+    else:  # as if another library version split words differently
         manifest = read_manifest(tmp_path / "data")
         manifest["files"]["train.npy"]["sha256"] = "0"
         (tmp_path / "data" / MANIFEST).write_text(sealed(manifest))

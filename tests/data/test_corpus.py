@@ -252,7 +252,7 @@ def test_a_source_that_has_changed_is_named(options, directory):
     os.utime(path, (1, 1))
     assert folder.source_change(options, directory) == ""  # the same text, copied
     path.write_bytes(TEXT.replace("be", "do").encode())
-    os.utime(path, (2, 2))  # of the same size, and maybe within a tick of the clock
+    os.utime(path, (2, 2))  # the same size, maybe within a tick of the clock
     line = folder.source_change(options, directory)
     assert f"data.path {options.path!r} has changed since it was packed" in line
     assert "\n" not in line

@@ -90,7 +90,7 @@ def test_rows_are_held_out_by_hash_where_there_is_one_split(subsets):
     assert facts["subset"] == "hard"
     lines = [json.dumps({"story": text}) for text in reversed(rows("hard", 30))]
     (subsets / "hard" / "train.jsonl").write_text("\n".join(lines))
-    os.utime(subsets / "hard" / "train.jsonl", (1, 1))  # the cache goes by it
+    os.utime(subsets / "hard" / "train.jsonl", (1, 1))  # the cache compares it
     again = documents(hub.load(wanted(subsets, subset="hard", column="story"))[0])
     assert again["heldout"] == got["heldout"][::-1]  # their order changes nothing
 

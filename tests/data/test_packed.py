@@ -73,7 +73,7 @@ def test_a_byte_that_changes_is_an_error_wherever_it_is(packed, path):
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
-    os.utime(path, (1, 1))  # a clock too coarse to see the write is not our subject
+    os.utime(path, (1, 1))  # so that a coarse clock shows the write
     with pytest.raises(ValueError, match="is damaged .its sha256 has changed."):
         packed[:3]
 
@@ -116,6 +116,6 @@ def test_of_a_large_file_a_sample_is_compared(path, monkeypatch):
         said = "a sample of it has changed" if sampled else "its sha256 has changed"
         with pytest.raises(ValueError, match=said):
             PackedArray(path, **facts).verify()
-    assert PackedArray(path, **facts)  # what is not in the sample is not seen
+    assert PackedArray(path, **facts)  # bytes outside of the sample are not checked
     with pytest.raises(ValueError, match="its sha256 has changed"):
         PackedArray(path, **{**facts, "sample": ""})

@@ -135,7 +135,7 @@ def test_a_text_begins_as_the_tokenizer_says(path):
 @pytest.mark.parametrize("bos", ["auto", "true", "false"])
 @pytest.mark.parametrize("cut", [subwords.ENCODED_AT_ONCE, 20, 30])
 def test_an_exported_tokenizer_gives_the_ids_of_training(path, bos, cut, monkeypatch):
-    """Those of the whole text, although training reads it in pieces."""
+    """The ids of the whole text, although training reads it in pieces."""
     monkeypatch.setattr(subwords, "ENCODED_AT_ONCE", cut)
     used = from_file(path, bos)
     files = used.files(99)

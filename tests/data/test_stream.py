@@ -155,7 +155,7 @@ def test_a_packer_killed_anywhere_goes_on_to_the_same_files(
         def dies(self, document, left=left):
             add(self, document)
             if next(left, None) is None:
-                self._tokens.sync()  # what the kernel has outlives the process
+                self._tokens.sync()  # pages of the kernel outlive the process
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):

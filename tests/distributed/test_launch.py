@@ -1,4 +1,4 @@
-"""How several processes find each other, and when there is only one."""
+"""Rendezvous of several processes, and runs of a single process."""
 
 import re
 import socket

@@ -123,7 +123,7 @@ def ended(running):
     finally:
         for process in running:
             process.kill()
-    # gloo, which only CPUs use, says whom it has met
+    # gloo prints its connections
     plain = [
         "".join(x for x in lines.splitlines(True) if not x.startswith("[Gloo]"))
         for lines in said
@@ -352,7 +352,7 @@ def test_a_process_that_dies_ends_the_others_and_the_run_goes_on(
             saving and not list(checkpoints.glob("*tmp*"))
         ):
             assert running[killed].poll() is None
-            time.sleep(0.002)  # the cores are for the run
+            time.sleep(0.002)  # leave the cores to the run
         running[killed].kill()
         died = time.monotonic()
         running[1 - killed].wait(SECONDS)

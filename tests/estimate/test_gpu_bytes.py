@@ -136,7 +136,7 @@ def test_arrays_count_once_an_operation_and_slices_as_slices(label):
     trip = (ROW + NUMBER + ROW) + (ROW + NUMBER + ROW)
     sums = MAP + SUMS + MAP
     assert bytes_by_part(PROGRAM.replace("LABEL", label)) == {
-        "products with weights": 2 * (SIDES + MAP),  # without what cuBLAS works in
+        "products with weights": 2 * (SIDES + MAP),  # without the workspace of cuBLAS
         "attention": 2 * MAP,
         "copies": 2 * MAP,
         "other": sums + 3 * trip + (0 if label == RARE else sums),

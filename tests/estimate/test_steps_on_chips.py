@@ -20,7 +20,7 @@ from symjax.training import loss, sharding
 from symjax.training.loss import SCOPE
 from symjax.training.step import compile_program
 
-PAIRS = ("gpt", "diff_sym", "diff_v2")  # on the fused kernel
+PAIRS = ("gpt", "diff_sym", "diff_v2")  # on the kernel of score mechanisms
 LINEAR = {"performer": "performer", "gla": "decay", "delta": "delta"}  # on its kernels
 KERNELS = ("attention_forward", "attention_row_sums", "attention_backward")
 
@@ -52,7 +52,7 @@ def check(name, size, target):
         layers = options.model.depth * options.optimizer.accumulate
         wanted = {x: layers for x in KERNELS}
         if kernel := LINEAR.get(name):
-            # Of the Performer the states are not kept.
+            # The Performer does not save its states.
             again = name == "performer" and options.model.remat != "none"
             wanted = {f"{kernel}_forward": layers * (1 + again)}
             wanted[f"{kernel}_backward"] = layers

@@ -65,7 +65,7 @@ def test_the_held_out_text_given_by_hand_has_the_held_out_loss(
         words = ["--tasks", "loss,position", "--json", str(path), *more]
         assert judge(place, *words) == 0
         found[name] = json.loads(path.read_text())["heldout"]
-    # The own text ends with one token more, that of its end.
+    # The text of the run has one more token, the end of its document.
     assert found["given"]["loss"] == pytest.approx(found["own"]["loss"], rel=1e-2)
     assert found["given"] == found["beside"]
     assert found["given"]["ngrams"] == {} and found["own"]["ngrams"]

@@ -168,7 +168,7 @@ def test_mass_within_the_last_tokens_by_hand():
     even = attended.uniform_map(CAUSAL[:70, :70])
     found = nan_mean(attended.shares_within(even, CAUSAL[:70, :70]), axis=-1)
     np.testing.assert_allclose(found, wanted)
-    found = attended.shares_within(np.eye(5), CAUSAL[:5, :5])  # of the last row alone
+    found = attended.shares_within(np.eye(5), CAUSAL[:5, :5])  # only the last row
     np.testing.assert_array_equal(found, [[np.nan] * 4 + [1]] * 4)
 
 

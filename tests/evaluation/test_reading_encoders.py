@@ -105,7 +105,7 @@ def test_pads_carry_no_mass_and_change_nothing_that_is_read(name):
         for field, x, y in zip(one._fields, one, other, strict=True):
             assert (x is None) == (y is None), field
             if x is not None:
-                near = 1e-6 if field == "products" else 1e-7  # they reach 8
+                near = 1e-6 if field == "products" else 1e-7  # products reach 8
                 np.testing.assert_allclose(x, y, near, 2e-6, err_msg=field)
 
 
@@ -177,7 +177,7 @@ def test_uniform_attention_by_hand(even, monkeypatch):
     for row in measure(even, "dilution").values["dilution"]:
         near = row["within"]
         assert near["1"] == pytest.approx(2 / 27)
-        # 3 on either side, of which 3 + 2 + 1 fall off at each end
+        # 3 on either side, minus 3 + 2 + 1 beyond each end
         counts = [(7 * n - 12) / n for n in (11, 16)]
         assert near["4"] == pytest.approx(sum(counts) / 27)
         assert near["16"] == near["64"] == pytest.approx(1)

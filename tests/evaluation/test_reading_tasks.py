@@ -231,6 +231,6 @@ def test_slopes_are_the_derivatives_of_weights():
     np.testing.assert_allclose(found, diagonal(lambda z: z / z.sum(), row), rtol=1e-5)
     found = magnitudes.derivatives(layer(soft, None))[0, 0, -1]
     np.testing.assert_allclose(found, diagonal(jax.nn.softmax, row), rtol=1e-5)
-    # the claim: features near zero, slopes without a bound
+    # features near zero have unbounded slopes
     tiny = magnitudes.derivatives(layer(linear, 1e-4 * positive))
     assert tiny.max() > 1e3 and magnitudes.derivatives(layer(soft, None)).max() <= 0.25

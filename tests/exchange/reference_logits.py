@@ -61,7 +61,7 @@ MODELS = {
         "layer_norm_epsilon": 1e-5,
     },
 }
-# The same models with an epsilon that matters.
+# The same models with a large epsilon.
 MODELS |= {
     "llama-epsilon": MODELS["llama"] | {"rms_norm_eps": 0.02},
     "diffllama-epsilon": MODELS["diffllama"] | {"rms_norm_eps": 0.01},

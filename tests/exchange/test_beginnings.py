@@ -60,7 +60,7 @@ def test_a_folder_of_a_run_begins_texts_as_training_did(tokenizer, tmp_path):
     assert settings["bos_token_id"] == begin and settings["eos_token_id"] == 0
     without = symjax.load_pretrained(tmp_path, bos=False)
     assert without.tokenizer.bos == "" and "bos" not in without.language
-    assert without.language["document_start"] == begin  # which has been learned
+    assert without.language["document_start"] == begin  # the model has learned it
     assert symjax.load_pretrained(tmp_path, bos=True).language == found.language
 
 
@@ -94,7 +94,7 @@ def test_a_folder_of_transformers_begins_texts_as_its_tokenizer_says(
     assert symjax.load_pretrained(tmp_path).tokenizer.bos == ""
     assert symjax.load_pretrained(tmp_path, bos=True).tokenizer.bos == "<s>"
     (tmp_path / "tokenizer_config.json").unlink()
-    found = symjax.load_pretrained(tmp_path)  # its texts follow the end of others
+    found = symjax.load_pretrained(tmp_path)  # texts follow the end of other texts
     assert found.language["document_start"] == found.tokenizer.document_end == 0
     with pytest.raises(ValueError, match="does not say which token begins a text"):
         symjax.load_pretrained(tmp_path, bos=True)

@@ -42,7 +42,9 @@ def test_a_character_that_is_cut_off_leaves_those_before_it():
     tokens = byte_fallback()
     prompt = tokens.encode("the cat")
     ids = tokens.encode("the cat你好😀")
-    assert tokens.decode(ids[:-1]).count("\ufffd") > 1  # the decoder gives up all
+    assert (
+        tokens.decode(ids[:-1]).count("\ufffd") > 1
+    )  # the decoder gives up on the whole text
     for cut, shown in (
         (0, "你好😀"),
         (1, "你好\ufffd"),
@@ -107,7 +109,7 @@ def test_many_prompts_are_continued_in_few_batches_and_in_their_order(monkeypatc
     before = _read._cache_size()
     assert loaded.generate(prompts, 9, temperature=0) == alone
     assert _read._cache_size() - before <= 4
-    monkeypatch.setattr(module, "CACHE", 1)  # memory for a row alone
+    monkeypatch.setattr(module, "CACHE", 1)  # memory for one row
     assert loaded.generate(prompts[:3], 9, temperature=0) == alone[:3]
 
 

@@ -362,7 +362,7 @@ def test_the_card_shows_the_numbers_of_the_evaluation(tmp_path):
     others = {
         "step": about | {"step": 8},
         "size": about | {"parameters": 9},
-        "harness": {"step": 7, "harness": {}},  # of symjax.programs.harness
+        "harness": {"step": 7, "harness": {}},  # output of symjax.programs.harness
     }
     for name, found in others.items():
         (tmp_path / name).write_text(json.dumps(found))
@@ -405,7 +405,7 @@ def test_the_tokenizer_of_a_folder_has_the_tokens_of_its_model(tmp_path):
 @pytest.mark.parametrize("shards", [False, True])
 def test_buffers_that_transformers_computes_are_ignored(tmp_path, name, buffer, shards):
     tensors = reference_logits.write(name, tmp_path)
-    own = {buffer: np.full(6, np.nan, np.float32)}  # no number of it is used
+    own = {buffer: np.full(6, np.nan, np.float32)}  # its numbers are not used
     if shards:
         (tmp_path / "model.safetensors").unlink()
         files = {"a.safetensors": tensors, "b.safetensors": own}

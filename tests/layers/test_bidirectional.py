@@ -124,7 +124,7 @@ def test_flash_and_gau_are_their_pure_functions():
         z = jax.nn.silu(block.shared(y))
         roles = {name: make(z)[:, :, None] for name, make in block.roles.items()}
         value = jax.nn.silu(block.value(y))[:, :, None]
-        if mechanism == "gau":  # a mean over what is there
+        if mechanism == "gau":  # it divides by the number of tokens
             mixed = attention.gau(**roles, value=value, mask=mask, divisor="count")
         else:
             mixed = attention.flash(**roles, value=value, mask=mask, group_size=4)

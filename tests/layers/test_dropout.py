@@ -18,7 +18,7 @@ def test_entries_are_dropped_at_the_rate_independently(rate):
     sigma = np.sqrt(rate * (1 - rate))
     assert abs(kept.mean() - (1 - rate)) < 4 * sigma / np.sqrt(kept.size)
     assert abs(kept.mean(axis=(0, 1)) - (1 - rate)).max() < 5 * sigma / np.sqrt(24 * 50)
-    # Features whose bits come from one random number, and neighbours along each axis.
+    # Features that share a random number, and neighbours along each axis.
     centred = (kept - kept.mean()) / sigma
     for one, other in (
         (centred[..., :16], centred[..., 17:]),
@@ -32,7 +32,7 @@ def test_entries_are_dropped_at_the_rate_independently(rate):
 def test_what_is_kept_is_scaled_so_that_the_expected_output_is_the_input():
     x = jax.random.normal(jax.random.key(1), SHAPE)
     output, gradient = jax.value_and_grad(lambda x: dropout(x, 0.3, KEY).sum())(x)
-    # 0.3 is 19,661 of 65,536; the scale is of what is kept, not of 0.7.
+    # 0.3 is rounded to 19,661 of 65,536; the scale is 1 / the rounded share.
     scale = np.float32(65536 / (65536 - 19661))
     kept = np.asarray(dropout(x, 0.3, KEY)) != 0
     np.testing.assert_array_equal(dropout(x, 0.3, KEY), np.where(kept, x * scale, 0))

@@ -133,7 +133,7 @@ def test_decay_heads_are_of_constant_decays():
             build(model(mechanism="decay", **options), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="decay_heads 1: softmax has no such option"):
         build(model(decay_heads=1), rngs=nnx.Rngs(0))
-    # another mechanism has no use for the rates
+    # other mechanisms do not use the rates
     source = replace(model(mechanism="decay"), heads=4, kv_heads=2, head_size=6)
     convert(weights(source), source, replace(source, attention=config.Attention()))
 

@@ -112,7 +112,7 @@ OPTIONS = [
 ]
 
 
-# Every mechanism once, and every option that has a way of its own through decoding.
+# Every mechanism, and every option with its own code in decoding.
 QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
 QUICK += [OPTIONS[i] for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28)]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
@@ -431,7 +431,7 @@ def test_tokens_that_the_model_does_not_have_are_refused():
         generate(model, jnp.ones((1, 2)), 3, key)
     with pytest.raises(ValueError, match=r"at least 1 token, got \(0, 2\)"):
         generate(model, jnp.zeros((0, 2), jnp.int32), 3, key)
-    padded = jnp.array([[-1, 5], [4, 22]])  # any number stands where no token is
+    padded = jnp.array([[-1, 5], [4, 22]])  # padding may hold any number
     generate(model, padded, 3, key, lengths=jnp.array([1, 2]))
 
 

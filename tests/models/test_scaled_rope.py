@@ -81,7 +81,7 @@ def test_dynamic_is_plain_up_to_its_original_length_and_decodes_so():
 
 
 def test_a_token_read_from_a_cache_is_turned_by_the_length_when_it_was_read():
-    """As transformers decodes: cached keys keep the angles they were given."""
+    """Cached keys keep the angles they were given, as in transformers."""
     model = small("dynamic")
     layer, count = model.blocks[0].attention, 12
     x = jax.random.normal(jax.random.key(1), (1, count, 32))
@@ -100,7 +100,7 @@ def test_a_token_read_from_a_cache_is_turned_by_the_length_when_it_was_read():
 def test_documents_of_a_row_are_turned_as_if_alone(kind):
     lengths = 13, 2, 9  # of dynamic: longer and shorter than its original length
     model = small(kind, ATTENTION[kind], depth=2)
-    if kind == "llama3":  # of gau the divisor is the length of the model
+    if kind == "llama3":  # gau divides by model.length
         model = small(kind, depth=2)
     ids = np.repeat(np.arange(3), lengths)[None].repeat(2, axis=0)
     parts = np.split(TOKENS, np.cumsum(lengths)[:-1], axis=1)

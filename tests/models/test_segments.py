@@ -17,7 +17,7 @@ from symjax.training.loss import losses
 from symjax.training.sharding import make_mesh
 
 LENGTHS = 5, 1, 10, 8  # of the documents of a row
-GROUPS = 8, 8, 4, 4  # of flash, whose groups of 4 tokens are those of the row
+GROUPS = 8, 8, 4, 4  # lengths for flash: multiples of its groups of 4
 CHUNKED = [n for n, m in attention.MECHANISMS.items() if m.state and n != "gau"]
 CONFIGS = sorted(path.stem for path in (runs.ROOT / "configs").glob("*.py"))
 

@@ -139,7 +139,7 @@ def test_runs_of_one_name_are_told_apart(monkeypatch):
     assert compared_runs.group_runs(list(metas)) == {
         "gpt": [Path("x/gpt-seed0"), Path("x/gpt-seed1")],
         "y/gpt-seed0": [Path("y/gpt-seed0")],
-        "copy": [Path("z/copy")],  # a seed that the first row has
+        "copy": [Path("z/copy")],  # the same seed as in the first row
         "early": [Path("z/early")],
     }
 

@@ -261,7 +261,7 @@ def test_a_long_context_is_cut_on_the_left(positions, monkeypatch):
     loaded = hand_made(BYTES, positions=positions, length=64)
     for count in (16, 60, 256):
         answers(loaded, ("x" * 497 + "end", {"max_gen_toks": count}))
-    # At least half of the length stays for the context.
+    # The context keeps at least half of the length.
     assert given == [(48, "end", 16), (32, "end", 60), (32, "end", 256)]
 
 

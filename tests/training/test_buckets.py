@@ -238,7 +238,7 @@ def test_a_run_that_is_killed_three_times_is_complete(seed, bucket, text, tmp_pa
         return subprocess.Popen(command, cwd=ROOT, env=surroundings, stderr=said)
 
     assert start(disk).wait() == 0
-    newest = max(steps(workdir), default=0)  # imports what reads a bucket, before
+    newest = max(steps(workdir), default=0)  # imports the bucket client first
     while kills < 3:
         running, (until, wanted) = start(workdir), (time.monotonic() + 120, newest)
         while running.poll() is None and wanted == newest and until > time.monotonic():

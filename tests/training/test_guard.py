@@ -8,7 +8,7 @@ import pytest
 
 from symjax.training.optimizer import ENOUGH, guarded
 
-RATE = optax.linear_schedule(0.1, 0.0, 100)  # the count of steps is seen in the weights
+RATE = optax.linear_schedule(0.1, 0.0, 100)  # weights show the number of steps
 
 
 def gradients(count, seed=0):

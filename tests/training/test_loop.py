@@ -107,7 +107,7 @@ def test_allowed_keys_may_change_and_the_checkpoint_says_so(text, workdir, capsy
     checkpoints = Checkpoints(workdir / "checkpoints")
     assert checkpoints.read_meta(2)["changed"] == []
     assert checkpoints.read_meta()["changed"] == wanted
-    assert train(text, workdir, **changes | {"steps": 6}) == 0  # now its own values
+    assert train(text, workdir, **changes | {"steps": 6}) == 0  # resumes its own values
     assert checkpoints.read_meta()["changed"] == wanted
     assert train(text, workdir, *allow, model__width=64) == 2
     capsys.readouterr()
@@ -168,7 +168,7 @@ def test_a_second_signal_stops_at_once(text, workdir, monkeypatch, capfd):
         signal.raise_signal(signal.SIGINT)
 
     at_step(monkeypatch, 3, twice)
-    monkeypatch.setattr(signals, "GRACE", SECONDS)  # else this process may end
+    monkeypatch.setattr(signals, "GRACE", SECONDS)  # otherwise this process may end
     assert train(text, workdir, checkpoint__every=2) == 130
     assert "interrupted" in capfd.readouterr().err
     assert steps(workdir) == [2]
@@ -219,7 +219,7 @@ def test_a_signal_while_a_run_resumes_leaves_its_checkpoints(
     assert steps(workdir) == [2, 3]
 
 
-# A long call that hears no signal, as a compiler does.
+# A long call in which no signal is handled, like a compilation.
 DEAF = """
 import hashlib
 from symjax.distributed.exit_codes import run_and_exit
@@ -249,7 +249,7 @@ def test_a_second_signal_stops_also_what_hears_none():
         finally:
             running.kill()
     assert running.returncode == 130
-    # The first signal is heard where it comes before the long call has begun.
+    # The first signal is handled if it comes before the long call begins.
     assert said.endswith("interrupted: nothing more was saved\n")
 
 
@@ -480,7 +480,7 @@ def test_utilisation_is_shown_where_the_chip_is_known(
     )
     for row in (x for x in rows(workdir) if "train/loss" in x):
         assert row["tokens_per_second_per_device"] == row["tokens_per_second"] / 2
-        flops = row["tokens_per_second"] * 6 * 28_376  # and attention's
+        flops = row["tokens_per_second"] * 6 * 28_376  # plus the FLOPs of attention
         assert 0.5 < row["mfu"] * 2 * chip.flops / flops < 1.5
 
 
@@ -572,7 +572,7 @@ def test_the_clock_leaves_pauses_out(monkeypatch):
     assert clock.speed() == 50
     clock.restart()
     now[0] = 62.001
-    assert clock.speed() == 50  # two reports of one turn
+    assert clock.speed() == 50  # two reports at one time
     now[0] = 63.0
     clock.step()
     assert clock.speed() == 100
@@ -605,7 +605,7 @@ def test_batches_are_made_one_ahead_and_each_once():
     with ThreadPoolExecutor(1) as pool:
         batches = prefetch(pool, make, 2, 5)
         assert next(batches) == -2
-        going.set()  # the third is made while the second is in use
+        going.set()  # the third batch is made while the second is used
         assert next(batches) == -3
         with pytest.raises(ValueError, match="damaged"):
             next(batches)

@@ -41,7 +41,7 @@ def rates(steps, count, **changes):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 4])
 def test_the_first_step_moves_and_the_last_step_has_the_rate_of_the_end(name, warmup):
-    """Of 20 steps; step n of a warm-up of w steps has n/w of the peak."""
+    """20 steps; step n of a warm-up of w steps has n/w of the peak."""
     found = rates(20, 31, schedule=name, warmup=warmup, final=0.2)
     rising = warmup if name.startswith("warmup") or name == "wsd" else 0
     np.testing.assert_allclose(
@@ -138,7 +138,7 @@ def test_a_change_of_the_steps_is_said_where_it_changes_the_rate():
         "learning rate of step 100: 0.01 with steps 100, was 0.0552 with steps 200"
     )
     warmed = {"schedule": "warmup_cosine_decay_schedule", "warmup": 20}
-    for taken in (1, 10, 20):  # in the warm-up of both the rates are alike
+    for taken in (1, 10, 20):  # both warm-ups have equal rates
         assert "step 60: " in line(60, 300, taken, **warmed)
     assert line(60, 300, 30, **linear, decay_steps=60) is None
     assert line(60, 300, 30, schedule="constant_schedule") is None

@@ -28,7 +28,7 @@ MODEL = config.Model(
     attention=config.Attention(symmetric="plain", differential="v1"),
 )
 DEEP = replace(MODEL, depth=2, dropout=0.0)
-# eps 1e-6: rounding noise in vanishing gradients is not blown up to a whole step
+# eps 1e-6: Adam does not turn rounding noise of zero gradients into a whole step
 OPTIMIZER = config.Optimizer(eps=1e-6, learning_rate=1e-3, warmup=0.0)
 OPTIONS = config.Config(steps=3, batch_size=8, model=MODEL, optimizer=OPTIMIZER)
 FEATURES = {"feature_count": 16, "chunk_size": 8}

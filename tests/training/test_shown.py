@@ -1,4 +1,4 @@
-"""What a run prints while it trains, and what it leaves out when asked to."""
+"""Messages of a run while it trains, and messages that it can leave out."""
 
 import json
 
@@ -21,7 +21,7 @@ def evaluations(capsys):
 
 
 def test_samples_can_be_turned_off(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(heldout, "generate", None)  # a sample would call it
+    monkeypatch.setattr(heldout, "generate", None)  # calling it would fail
     assert train(text, tmp_path / "run", steps=2, evaluate__sample="false") == 0
     said = capsys.readouterr().err
     assert "held-out loss" in said and ": sample " not in said

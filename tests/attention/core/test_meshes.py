@@ -132,7 +132,7 @@ def test_axes_may_be_explicit(name, split):
 
 @pytest.mark.parametrize("width", [3, 0])
 def test_a_result_that_is_not_batched_counts_once(width):
-    """Of one function of its own derivative, through `jax.vmap` over one argument."""
+    """A function with a custom derivative, through `jax.vmap` over one argument."""
 
     def plain(one, two):
         return jnp.sin(one @ two), one**2

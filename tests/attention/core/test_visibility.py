@@ -32,7 +32,7 @@ GAU = SOFTMAX._replace(
 )
 EVERY = {**SCORED, "gau": GAU}
 KEYS = np.random.default_rng(5).random((B, 1, 1, T)) < 0.8
-# Windows with what else hides; blocks of 2 rows make strips where both sides end.
+# Windows with other masks. Two-sided windows are read in strips of 2 rows.
 WINDOWS = {
     "past": {"window": (3, 0), "is_causal": True, "length_base": 5.0},
     "itself": {"window": (0, 0), "mask_self": True},
@@ -228,7 +228,7 @@ def test_slopes_are_exact_however_many_keys_are_cached():
     query, key, value = (
         rng.normal(size=(1, n, 1, 8)).astype("f4") for n in (2, places, places)
     )
-    slope = attention.alibi_slopes(1) * 2**7  # that of the first head of many
+    slope = attention.alibi_slopes(1) * 2**7  # slope of the first of many heads
     found = jitted(attention.softmax, is_causal=True)(
         query, key, value, positions=rows, alibi=slope
     )

@@ -46,9 +46,10 @@ def definition(query, key, value, module=jnp, **seen):
 
 
 def far_from(keys, spread):
-    """Return arrays, kernel and definition for rows that see only a few distant keys.
+    """Return arrays, kernel and definition where all rows see the first keys only.
 
-    The rows come after 128 other tokens; these keys come before all of them.
+    The mask hides all but the first `keys` of 200 keys, so later chunks read them from
+    the state.
     """
     given = antiparallel(200, spread, heads=2, width=16)
     mask = np.broadcast_to(np.arange(200) < keys, (1, 1, 1, 200))

@@ -30,7 +30,7 @@ CALLS = {  # examples, heads, value heads, queries, keys, window, lengths of seg
     "all": (1, 2, 2, 173, 97, (None, None), None),
     "more keys": (1, 1, 1, 150, 214, (None, 0), None),
     "few": (1, 3, 1, 33, 33, (None, 0), None),
-    # Below, blocks that all see stand between others; keys that nobody sees, at last.
+    # Blocks that all rows see lie between others; the last keys are seen by no row.
     "segments": (2, 1, 1, 380, 380, (None, 0), [(40, 300, 40), (1, 30, 33, 316)]),
     "segments, both ways": (1, 2, 1, 380, 380, (None, None), [(40, 300, 40)]),
     "window": (1, 2, 1, 300, 900, (300, 70), None),

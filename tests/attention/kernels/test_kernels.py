@@ -21,7 +21,7 @@ from symjax.attention.kernels.tpu.attention_gradient import fused
 
 B = 2
 KINDS = "softmax", "v1", "v2"
-# Blocks of 128; two of them stay in VMEM, so that keys and rows are streamed.
+# Blocks of 128. Only two of them fit in VMEM, so keys and rows are streamed.
 SMALL = {"block": 128, "resident": 256, "interpret": STRICT}
 
 
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 ODD = Sizes(300, 330, 4, 2, 16, 24)
 FEW = Sizes(330, 200, 2, 1, 16, 20)  # more queries than keys
 PADDED = Sizes(300, 300, 2, 1, 16, 20)
-TILED = Sizes(256, 384, 2, 2, 64, 128)  # of whole tiles
+TILED = Sizes(256, 384, 2, 2, 64, 128)  # multiples of a tile
 WIDE = Sizes(140, 150, 2, 1, 256, 256)
 
 

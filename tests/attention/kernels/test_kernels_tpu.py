@@ -87,7 +87,7 @@ SLOW = {
     "softmax_odd_with_all": Case("softmax", 1000, 80, 96, options=WITH_ALL),
     "v1_32k": Case("v1", 32768, 128, 256),
     "v1_float32": Case("v1", 2048, 64, 128, dtype=jnp.float32),
-    # So wide that fewer rows and keys are in VMEM at once.
+    # So wide that fewer rows and keys fit in VMEM.
     "v1_wide_float32": Case("v1", 8192, 256, 256, dtype=jnp.float32),
     "v1_widest": Case("v1", 8192, 512, 512),
     "v1_widest_float32_on_v6e": Case(

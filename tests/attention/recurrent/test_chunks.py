@@ -259,7 +259,7 @@ def test_products_are_as_exact_as_the_inputs(form):
 
 @pytest.mark.parametrize("form", [performer_causal, cosine_causal, decays, erasing])
 def test_on_a_gpu_the_chunks_of_a_span_are_one_product(form, monkeypatch, x64):
-    """As many as `PARALLEL_TOKENS_ON_GPU` allows, by the device that is in sight."""
+    """At most `PARALLEL_TOKENS_ON_GPU` tokens, if jax sees a GPU."""
     query, key, value = inputs(300)
     key = key / np.linalg.norm(key, axis=-1, keepdims=True)
     taken = []

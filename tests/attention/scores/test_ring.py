@@ -18,7 +18,7 @@ from symjax.attention.recurrent.normalised import LinearState, merge
 from symjax.attention.scores import rows
 
 B, T, N, K, H, V, M = 2, 24, 4, 2, 3, 5, 6
-# Runs inside a stretch, at its border, over several of them, and of single tokens.
+# Segments in a device, at its border, over several devices, and of single tokens.
 SEGMENTS = np.array(
     [[0] * 7 + [1] * 5 + [0] * 12, [4] * 12 + [2, 3] + [1] * 4 + [2] * 6]
 )

@@ -38,7 +38,9 @@ def test_memory_of_the_gradient_is_linear_in_time():
                 for length in (1024, 2048)
             )
         assert long < 2.2 * short
-        assert long < 0.6 * branches * 2048**2 * 4  # of one map; whole keeps several
+        assert (
+            long < 0.6 * branches * 2048**2 * 4
+        )  # one map; the whole form keeps several
 
 
 def test_a_map_for_reading_gives_the_outputs_and_its_definition():

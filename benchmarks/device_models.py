@@ -13,7 +13,7 @@ from device_rows import Sizes
 from symjax import config
 from symjax.data.documents import with_segment_ids
 from symjax.evaluation.measures.speed import decoding
-from symjax.models.chips import known
+from symjax.models.chips import chip_of
 from symjax.models.cost import train_flops
 from symjax.training.sharding import make_mesh
 from symjax.training.step import compile_program
@@ -65,7 +65,7 @@ def models(size: str, sizes: Sizes) -> dict[str, config.Model]:
 
 def peak() -> float | None:
     """Return the published peak in bfloat16 operations per second, None if unknown."""
-    chip = known(jax.devices()[0].device_kind)
+    chip = chip_of(jax.devices()[0].device_kind)
     return chip and chip.flops
 
 

@@ -1,4 +1,4 @@
-"""The engine of recurrences: it runs mechanisms with a state over chunks of time.
+"""Engine of recurrences: it runs mechanisms with a state over chunks of time.
 
     state = recurrence.empty(…)
     for span in spans:                        # jax.lax.scan of a checkpointed body
@@ -150,8 +150,8 @@ def _start(
     if state is None:
         return recurrence.empty(parameters, sizes, dtype)
     wanted = jax.eval_shape(lambda: recurrence.empty(parameters, sizes, dtype))
-    arguments = f"key {key.shape} and value {value.shape}"
-    check_state(who, arguments, state, wanted)
+    shapes = f"key {key.shape} and value {value.shape}"
+    check_state(who, shapes, state, wanted)
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), state)
 
 
@@ -166,8 +166,7 @@ def _causal(
 ) -> tuple[Float[Array, "B T N V"], Any]:
     span = layout(tokens, axis_name)
     if axis_name is not None:
-        arguments = parameters, span, chunk_size, axis_name
-        state = state_before_device(recurrence, *arguments)
+        state = state_before_device(recurrence, parameters, span, chunk_size, axis_name)
     state, rows = by_platform(
         parameters,
         state,

@@ -1,4 +1,4 @@
-"""The engine of FLASH (`flash.py`): attention in groups of consecutive tokens.
+"""Engine of FLASH (`flash.py`): attention in groups of consecutive tokens.
 
 A row is the sum of two parts:
 
@@ -79,8 +79,8 @@ class EarlierGroups:
     def advance(
         self, state: Array, chunk: Chunk
     ) -> tuple[Array, Float[Array, "B T K G V"]]:
-        segments = through_segments(chunk, state, jnp.zeros_like(state))
-        before, carried, reaches, joins = segments
+        empty = jnp.zeros_like(state)
+        before, carried, reaches, joins = through_segments(chunk, state, empty)
         query, key = chunk.query.astype(state.dtype), chunk.key
         if reaches is not None and joins is not None:
             query = jnp.where(reaches[:, None, None, :, None], query, 0)

@@ -397,16 +397,14 @@ def sums_from_weights(
     if arithmetic.signed:
         size = arithmetic.product("bkgtm,bkm->bkgt", *map(_size, (row, state.total)))
     if arithmetic.nonnegative:
-        sums = state.sums, state.total
-        inputs = (
+        numerator, denominator = read_around_mean(
             arithmetic.product,
             arithmetic.nonnegative,
-            *sums,
+            *state[:2],
             row,
             denominator,
             size,
         )
-        numerator, denominator = read_around_mean(*inputs)
         size = denominator
     else:
         numerator = arithmetic.product("bkgtm,bkmv->bkgtv", row, state.sums)
@@ -446,15 +444,13 @@ def _fast_sums(
     of its denominator is below `UNDERFLOW`.
     """
     pairs, sees, reaches = visibility
-    rows, highest = (
-        _sums_from_features(arithmetic, pairs, reaches, inputs),
-        inputs.state.running_max,
-    )
-    remembers = ~jnp.isneginf(cast(Array, highest)).all(axis=-1)[..., None]
+    rows = _sums_from_features(arithmetic, pairs, reaches, inputs)
+    highest = cast(Array, inputs.state.running_max)
+    state_has_keys = ~jnp.isneginf(highest).all(axis=-1)[..., None]
     if reaches is not None:
-        remembers = remembers & reaches[:, None]
-    nonzero = (sees[:, None] | remembers)[:, :, None]
-    return rows, nonzero & (jax.lax.stop_gradient(rows.size) < UNDERFLOW)
+        state_has_keys = state_has_keys & reaches[:, None]
+    sees_a_key = (sees[:, None] | state_has_keys)[:, :, None]
+    return rows, sees_a_key & (jax.lax.stop_gradient(rows.size) < UNDERFLOW)
 
 
 def _exact_sums(

@@ -95,14 +95,14 @@ def _add_gradient(
     return jax.tree.map(jnp.add, gradient, vjp(cotangent)[0])
 
 
-def _select_rows(underflowed: Bool[Array, "*rows"], one: Any, two: Any) -> Any:
-    """Return the rows of `one` that underflowed, and the other rows of `two`."""
+def _select_rows(underflowed: Bool[Array, "*rows"], chosen: Any, others: Any) -> Any:
+    """Return the rows of `chosen` that underflowed, and the other rows of `others`."""
 
-    def select(one: Array, two: Array) -> Array:
-        rows = jnp.expand_dims(underflowed, tuple(range(underflowed.ndim, two.ndim)))
-        return jnp.where(rows, one, two)
+    def select(chosen: Array, others: Array) -> Array:
+        rows = jnp.expand_dims(underflowed, tuple(range(underflowed.ndim, others.ndim)))
+        return jnp.where(rows, chosen, others)
 
-    return jax.tree.map(select, one, two)
+    return jax.tree.map(select, chosen, others)
 
 
 def exact_rows(

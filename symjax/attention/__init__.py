@@ -1,5 +1,10 @@
 """Attention mechanisms as pure functions of arrays.
 
+Each mechanism has a file in this folder. Score mechanisms compute the score of each
+pair of tokens, in `scores/`; recurrences read a state of the past, in `recurrent/`.
+`kernels/` has kernels for TPUs and GPUs, and `core/` what all of these share.
+`mechanisms.py` has the table of mechanisms.
+
 Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query length,
 S key length, N heads, K key/value heads, H head size, V value size, M features.
 """

@@ -5,8 +5,9 @@
         weights = np.tril(1 + q @ k.T)
         return weights @ v / weights.sum(axis=-1, keepdims=True)
 
-1 + cos is a product of the features [1, x/|x|], so it is a linear attention: it needs
-no map, and decodes from a state of (H + 1)·V numbers a head.
+1 + cos is the product of the features [1, x/|x|] of query and key. So cosine attention
+is linear attention with these features: it forms no [T S] array, and decodes from a
+state of (H + 1)(V + 1) numbers per head.
 """
 
 from typing import Any
@@ -32,20 +33,22 @@ def cosine(
     is_causal: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Attention whose weights are 1 + cos(q, k), normalised over the keys.
+    """Return attention whose weights are 1 + cos(q, k), normalised over the keys.
 
     out[t] = Σ_s (1 + q̂_t·k̂_s) v_s / Σ_s (1 + q̂_t·k̂_s), with x̂ = x / (|x| + 1e-6)
 
-    Query head n uses key head n // (N/K). Time O((T + S) H V), with no [T S] map. Sums
-    run in float32 at least, which must hold |x|²: entries up to 1e18, and for gradients
-    lengths from 1e-18 on. A row that sees no key is zero, and so is one whose keys all
-    point away from it, as far as rounding can tell: 1 + cos is below 2⁻²⁴.
+    Query head n uses key head n // (N/K). Time O((T + S) H V); no [T S] array is
+    formed. Sums run in float32 at least, which must hold |x|²: entries up to 1e18, and
+    for gradients lengths of at least 1e-18. No ε is added to a denominator. A row is
+    zero if it sees no key, or if 1 + cos is below 2⁻²⁴ for all its keys, which is the
+    rounding error.
 
-    Above that, rows nearly antiparallel to keys of one direction lose no digits, if
-    those are all the keys, or all in a chunk of `cosine_causal`. Otherwise, and where
-    keys are read from a state (of tokens over 64 with `segment_ids`), a weight is off
-    by about ε = 2⁻²³, so that the output is off by ε / (1 + cos) of the values.
-    A row that reads less than ε a key from a state has the mean of their values.
+    Rounding. A query that is nearly antiparallel to its keys loses no digits if all
+    keys, or all keys of a chunk of `cosine_causal`, have one direction. Otherwise, and
+    if keys are read from a state, the error of a weight is about ε = 2⁻²³, and the
+    error of the output ε / (1 + cos) times the values. (With `segment_ids`, keys are
+    read from a state every 64 tokens.) A row whose mean weight in a state is below ε
+    gets the mean of the values of that state.
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
@@ -57,8 +60,8 @@ def cosine(
         equations 8 to 12.
     """
     if is_causal:
-        given = query, key, value, mask
-        output: Any = cosine_causal(*given, segment_ids=segment_ids)
+        arrays = query, key, value, mask
+        output: Any = cosine_causal(*arrays, segment_ids=segment_ids)
         return output
     return attend("cosine", RECURRENCE, query, key, value, mask, segment_ids)
 
@@ -75,21 +78,21 @@ def cosine_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """`cosine` over a token itself, its past, and what `state` has seen.
+    """Return `cosine` over each token, its past, and what `state` has read.
 
-    Time O(T (H V + chunk_size (H + V))); the backward pass keeps one state a chunk.
-    One NVIDIA GPU runs bfloat16
-    on the kernels of linear attention, with the features [1, x/|x|]. The mean weight of
-    a row then has an error of about 1e-4, at most 1e-3, and the relative error of the
-    output is that over the mean weight. A row whose mean weight is below 2⁻¹⁰ is 0. The
-    kernels have no forward-mode derivative.
+    Time O(T (H V + chunk_size (H + V))). The backward pass saves one state per chunk.
+
+    On one NVIDIA GPU, the kernels of linear attention compute it in bfloat16. The mean
+    weight of a row then has an error of about 1e-4, at most 1e-3; the relative error of
+    the output is this error divided by the mean weight. A row whose mean weight is
+    below 2⁻¹⁰ is 0. Kernels have no forward-mode derivative.
 
     Args:
         state: from `cosine_state`, `cosine_step` or an earlier call.
         chunk_size, return_state, segment_ids, axis_name: as in `linear_causal`.
     Raises:
-        ValueError: as `cosine`; T differs from S; a state of other sizes; a
-            state given or wanted with an axis_name.
+        ValueError: as `cosine`; T differs from S; a state of other sizes; `state` or
+            `return_state` together with axis_name.
     """
     return attend_causal(
         "cosine_causal",
@@ -112,7 +115,9 @@ def cosine_step(
     key: Float[Array, "B 1 K H"],
     value: Float[Array, "B 1 K V"],
 ) -> tuple[Float[Array, "B 1 N V"], LinearState]:
-    """One more token of `cosine_causal`, in O(H V): the output and the state after it.
+    """Return the output for one more token of `cosine_causal`, and the new state.
+
+    Time O(H V).
 
     Raises:
         ValueError: as `cosine_causal`; more than one token.
@@ -128,6 +133,12 @@ def cosine_state(
     *,
     dtype: Any = jnp.float32,
 ) -> LinearState:
-    """The state of `cosine_causal` before the first token; float32 at least."""
+    """Return the state of `cosine_causal` before the first token.
+
+    It has (H + 1)(V + 1) numbers per key head, float32 at least.
+
+    Raises:
+        ValueError: a size or a dtype that is wrong.
+    """
     sizes = state_sizes("cosine_state", batch, kv_heads, head_size, value_size, dtype)
     return RECURRENCE.empty(None, sizes, dtype)

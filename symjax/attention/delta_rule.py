@@ -9,8 +9,10 @@
             out.append(q[t] @ sums)
         return np.stack(out)
 
-Without g, or with 0, it is DeltaNet; a number a head is Gated DeltaNet, and one a
-channel Kimi Delta Attention.
+Without g it is DeltaNet, with one g per head Gated DeltaNet, and with one g per channel
+of the keys Kimi Delta Attention. `delta_causal` reads the past, chunk by chunk, and
+`delta_step` adds one token to a state. The changes of a chunk's tokens depend on each
+other; `solve_unit_lower` solves for all of them.
 """
 
 from collections.abc import Callable
@@ -42,38 +44,43 @@ from symjax.attention.recurrent.recurrence import Schedule
 
 
 class DeltaState(NamedTuple):
-    """What the delta rule keeps of its past, in float32 at least."""
+    """State of the delta rule, in float32 at least."""
 
     sums: Float[Array, "B K H V"]
 
 
 class Prepared(NamedTuple):
-    """A chunk, what it asks of a state, and its decays."""
+    """A chunk, the vectors by which it reads the state, and its decays."""
 
     chunk: Chunk
-    asking: Float[Array, "B K G+1 T H"]  # queries, and last the keys
+    readers: Float[Array, "B K G+1 T H"]  # queries of a key head, then the keys
     decays: ChunkDecays
 
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """The recurrence; an operand of each token is β [B K T], and the log-decay if they
-    do not share it.
+    """Recurrence of the delta rule.
 
-    What the tokens of a chunk write depends on what those before them wrote: with
-    E_ts the decay between two tokens, row t of the changes u is
-    u_t = β_t (v_t − k_t·S faded to t − Σ_{s<t} (k_t·k_s E_ts) u_s), a unit-triangular
-    system (the WY form). No decay is divided by another.
+    β [B K T] is an operand of each token. A log-decay that all tokens share is passed
+    as `parameters`; otherwise it is a second operand.
+
+    The change that a token writes depends on the changes of the tokens before it. With
+    E_ts the decay between tokens s and t, and S_t the state before the chunk decayed to
+    t, the change of token t is
+
+    u_t = β_t (v_t − k_t·S_t − Σ_{s<t} (k_t·k_s E_ts) u_s)
+
+    This is a unit-triangular system (the WY form). No decay is divided by another.
 
     Attributes:
-        fades: whether a log-decay was given. Without one kernels compute none.
+        fades: whether a log-decay was given. Kernels compute no decays without one.
     """
 
     kernel = "delta"
     fades: bool = True
 
     def schedule(self) -> Schedule:
-        # `effect` costs as much as `advance`, and its transitions are matrices.
+        # `effect` costs as much as `advance`, and its transitions are matrices [H H].
         return Schedule(on_one_gpu_only=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
@@ -83,46 +90,54 @@ class DeltaRule:
     def prepare(self, parameters: Array | None, span: Span) -> Prepared:
         chunk = chunk_of(span)
         _, query, key, _ = product_and_arrays(chunk)
-        # The key is read from the state as one more query head: what is held at it.
-        asking = jnp.concatenate([query, key[:, :, None]], axis=2)
-        return Prepared(chunk, asking, chunk_decays(parameters, asking, key, chunk))
+        # The key reads the state like one more query head: the value held at the key.
+        readers = jnp.concatenate([query, key[:, :, None]], axis=2)
+        return Prepared(chunk, readers, chunk_decays(parameters, readers, key, chunk))
 
     def advance(
         self, state: DeltaState, prepared: Prepared
     ) -> tuple[DeltaState, Float[Array, "B T K G V"]]:
-        chunk, asking, (since, until, through, pairs) = prepared
+        chunk, readers, (since, until, through, pairs) = prepared
         product, _, key, value = product_and_arrays(chunk)
         sums = state.sums
-        held = product("bkgth,bkhv->bkgtv", times_decay(asking, since), sums)
+        held = product("bkgth,bkhv->bkgtv", times_decay(readers, since), sums)
         change = _changes(chunk, pairs, value - held[:, :, -1])
         inside = product("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
         written = product("bksh,bksv->bkhv", times_decay(key, until), change)
-        left = sums * jnp.exp(through)[..., None]
-        return DeltaState(left + written), time_first(held[:, :, :-1] + inside)
+        decayed = sums * jnp.exp(through)[..., None]
+        return DeltaState(decayed + written), time_first(held[:, :, :-1] + inside)
 
     def effect(self, prepared: Prepared) -> tuple[DeltaState, Float[Array, "B K H H"]]:
-        """S ↦ M S + S₀. What is written is linear in S: without it from the values, and
-        for each of its rows from what the keys read of it."""
+        """Return S₀ and M of the chunk's effect on a state, S ↦ M S + S₀.
+
+        The changes of the chunk are linear in S. One triangular solve has two right
+        sides: the values give S₀, and the decayed keys, by which S is read, give M.
+        """
         chunk, _, (since, until, through, pairs) = prepared
         product, _, key, value = product_and_arrays(chunk)
         size = value.shape[-1]
-        both = jnp.concatenate([value, -times_decay(key, since)], axis=-1)
-        changes = _changes(chunk, pairs, both)
+        right_sides = jnp.concatenate([value, -times_decay(key, since)], axis=-1)
+        changes = _changes(chunk, pairs, right_sides)
         written = product("bksh,bksv->bkhv", times_decay(key, until), changes)
-        left = jnp.eye(key.shape[-1], dtype=key.dtype)[None, None]
-        left = left * jnp.exp(through)[..., None]
-        return DeltaState(written[..., :size]), left + written[..., size:]
+        decay = jnp.eye(key.shape[-1], dtype=key.dtype)[None, None]
+        decay = decay * jnp.exp(through)[..., None]
+        return DeltaState(written[..., :size]), decay + written[..., size:]
 
     def merge(self, one: tuple, two: tuple) -> tuple[DeltaState, Array]:
-        left = einsum("bkhi,bkiv->bkhv", two[1], one[0].sums)
+        """Return the effect of two spans, M₂ S₁ + S₂ and M₂ M₁."""
+        sums = einsum("bkhi,bkiv->bkhv", two[1], one[0].sums)
         transition = einsum("bkhi,bkij->bkhj", two[1], one[1])
-        return DeltaState(left + two[0].sums), transition
+        return DeltaState(sums + two[0].sums), transition
 
 
 def _changes(
     chunk: Chunk, pairs: Float[Array, "B K G+1 T T"], missing: Float[Array, "B K T V"]
 ) -> Float[Array, "B K T V"]:
-    """u of u_t = β_t (missing_t − Σ_{s<t} pairs_ts u_s), by the pairs of keys."""
+    """Return the u that solve u_t = β_t (missing_t − Σ_{s<t} pairs_ts u_s).
+
+    Args:
+        pairs: decayed products with the keys; the last of G + 1 heads is k_t·k_s E_ts.
+    """
     beta = chunk.operands[0].astype(missing.dtype)
     return solve_unit_lower(
         einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
@@ -145,43 +160,45 @@ def delta_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
-    """A linear state that forgets, and replaces what it holds at a token's key.
+    """Return what queries read from a linear state that replaces values at keys.
 
     S_t = (I − β_t k_t k_tᵀ) diag(exp(g_t)) S_{t−1} + β_t k_t v_tᵀ and out[t] = q_t S_t,
     with g_t = log_decay[t]: decay first, then erase, then write.
 
-    There is no scale and no denominator. The state is stable with keys of length 1 and
-    β in [0, 2]; β = 1 replaces what a key holds, β > 1 reflects it. Query head n uses
-    key head n // (N/K), whose β and decay it shares. Sums run in float32 at least.
-    Time O(T (H V + chunk_size (H + V))) and a triangular solve a chunk; the backward
-    pass keeps one state a chunk, or on accelerators one every 4096 tokens.
+    There is no scale and no denominator, and no ε is added. The state is stable with
+    keys of length 1 and β in [0, 2]. β = 1 replaces the value that the state holds at a
+    key, β > 1 reflects it. Query head n uses key head n // (N/K), its β and its decay.
+    Sums run in float32 at least. Time O(T (H V + chunk_size (H + V))), and one
+    triangular solve per chunk. The backward pass saves one state per chunk, on
+    accelerators one every 4096 tokens.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
-    pass keeps 128 numbers per token and query head, and a state every 128 tokens; on a
-    GPU 128 numbers and a value per token and query head, and a state every 64. Kernels
-    have no forward-mode derivative.
+    pass saves 128 numbers per token and query head, and a state every 128 tokens; on a
+    GPU it saves 128 numbers and a value per token and query head, and a state every 64
+    tokens. Kernels have no forward-mode derivative.
 
-    Float32 loses most where the keys of a chunk are nearly equal and β is near 2: 7e-5
-    of the largest output with keys within 1e-3 of one direction, and 1e-6 by steps.
-    Kernels of bfloat16 lose 3e-2 there with keys within 1e-2.
+    Rounding errors are largest if the keys of a chunk are nearly equal and β is near 2.
+    With keys within 1e-3 of one direction the error in float32 is 7e-5 of the largest
+    output, and 1e-6 token by token. With keys within 1e-2 of one direction the error of
+    bfloat16 kernels is 3e-2.
 
     Args:
-        beta: how much of what a key holds is replaced.
+        beta: the share of the value held at a key that is replaced.
         log_decay: None for no decay (DeltaNet); at most 0, [K] or [B or 1, T or 1, K]
-            for a decay a head (Gated DeltaNet), [B or 1, T or 1, K, H] for one a
-            channel (Kimi Delta Attention). −∞ forgets all.
-        mask: True = attend; it may only hide keys. A hidden token is as good as
-            absent: it neither writes nor decays. Its output is read from the state.
-        chunk_size: the tokens of a chunk, best a power of two. Accelerators take
-            multiples of 128.
+            for one decay per head (Gated DeltaNet), [B or 1, T or 1, K, H] for one per
+            channel (Kimi Delta Attention). −∞ clears the state.
+        mask: True = attend; it may only hide keys. A hidden token neither writes to the
+            state nor decays it. Its own output is read from the state.
+        chunk_size: tokens per chunk, best a power of two; accelerators round it up to a
+            multiple of 128.
         state: from `delta_state`, `delta_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`. Devices also
-            exchange what their tokens do to a state, [H H] a head.
+            exchange the matrix by which their tokens change a state, [H H] per head.
     Raises:
         ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
-            state of other sizes; a state given or wanted with an axis_name.
+            state of other sizes; `state` or `return_state` together with axis_name.
     Source: Yang et al. 2024, arXiv:2406.06484 (the chunk form) and arXiv:2412.06464
-        (a decay a head); Kimi Team 2025, arXiv:2510.26692 (a decay a channel).
+        (a decay per head); Kimi Team 2025, arXiv:2510.26692 (a decay per channel).
     """
     who = "delta_causal"
     shared, operands = _operands(who, key, beta, log_decay, mask, segment_ids)
@@ -210,7 +227,9 @@ def delta_step(
     beta: Float[Array, "B 1 K"],
     log_decay: Float[Array, "#B 1 K *F"] | Float[Array, " K"] | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], DeltaState]:
-    """One more token of `delta_causal`, in O(H V): the output and the state after it.
+    """Return the output for one more token of `delta_causal`, and the new state.
+
+    Time O(H V).
 
     Raises:
         ValueError: as `delta_causal`; more than one token.
@@ -231,7 +250,13 @@ def delta_state(
     *,
     dtype: Any = jnp.float32,
 ) -> DeltaState:
-    """The state of `delta_causal` before the first token; float32 at least."""
+    """Return the state of `delta_causal` before the first token.
+
+    It has H V numbers per key head, float32 at least.
+
+    Raises:
+        ValueError: a size or a dtype that is wrong.
+    """
     sizes = state_sizes("delta_state", batch, kv_heads, head_size, value_size, dtype)
     return DeltaRule().empty(None, sizes, dtype)
 
@@ -244,8 +269,9 @@ def _operands(
     mask: Array | None = None,
     segment_ids: Array | None = None,
 ) -> tuple[Array | None, tuple[Array, ...]]:
-    """The log-decay that all tokens share, and the operands of each, of which β is the
-    first.
+    """Return the log-decay that all tokens share or None, and the operands of tokens.
+
+    The first operand is β. The second is the log-decay, if tokens do not share it.
 
     Raises:
         ValueError: β or the decays do not fit the keys.
@@ -268,14 +294,18 @@ def solve_unit_lower(
     right: Float[Array, "*B T V"],
     product: Callable[..., Array] = einsum,
 ) -> Float[Array, "*B T V"]:
-    """X of (I + A) X = right, A what the matrix has below its diagonal.
+    """Return X with (I + A) X = right, where A is the matrix below its diagonal.
 
-    By the inverse, which serves the derivatives too: none is taken of its steps.
+    X is computed from the inverse of I + A. Derivatives use the same inverse; the steps
+    that compute it are not differentiated.
 
-    Time T³/3 + T² V multiply-adds, in log₂ T steps of all blocks at once.
-    `jax.scipy.linalg.solve_triangular` takes T steps on a TPU; on a CPU its calls for
-    several matrices can wait for each other for ever, since each holds a thread while
-    it waits for others (jaxlib 0.10.2: eight solves in one program on two cores).
+    Time T³/3 + T² V multiply-adds, in log₂ T steps.
+    `jax.scipy.linalg.solve_triangular` takes T steps on a TPU. On a CPU several of its
+    calls can deadlock, since each holds a thread while it waits for others (jaxlib
+    0.10.2: eight solves in one program on two cores).
+
+    Args:
+        product: the einsum that multiplies matrices.
     """
     below = jnp.tril(matrix, -1)
     inverse = _inverse_unit_lower(jax.lax.stop_gradient(below), product)
@@ -291,10 +321,10 @@ def solve_unit_lower(
 def _inverse_unit_lower(
     below: Float[Array, "*B T T"], product: Callable[..., Array]
 ) -> Float[Array, "*B T T"]:
-    """(I + A)⁻¹ by those of diagonal blocks of 2, 4, 8 … rows, each from two of half
-    the size:
+    """Return (I + A)⁻¹, from the inverses of its diagonal blocks of 2, 4, 8 … rows.
 
-    [[P, 0], [A₂₁, Q]]⁻¹ with P, Q inverted = [[P, 0], [−Q A₂₁ P, Q]]
+    With P and Q the inverses of two neighbouring blocks of n rows, the inverse of the
+    block of 2n rows is [[P, 0], [−Q A₂₁ P, Q]].
     """
     *lead, length, _ = below.shape
     size = 1 << (length - 1).bit_length()

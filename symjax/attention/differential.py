@@ -83,10 +83,10 @@ def differential(
     branch 2. With grouped key/value heads, branch b of head n uses key branch b of its
     group. The norm over each head and the factor 1 − λ_init belong to the layer.
 
-    Blocks of rows subtract the maps of a score mechanism and multiply the values once,
-    at 1.1–1.4 times the cost of a single map. Kernels subtract outputs. Every other
-    mechanism runs once with twice the heads, and the outputs are subtracted; a
-    recurrence then has a state per branch.
+    Without a kernel, a score mechanism subtracts the two maps block by block and
+    multiplies the values once, at 1.1–1.4 times the cost of one map. Kernels subtract
+    the two outputs. All other mechanisms run once with twice the heads, and the two
+    outputs are subtracted; a recurrence then has a state per branch.
 
     Args:
         lam: λ, a scalar, or one per head [N].

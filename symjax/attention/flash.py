@@ -8,8 +8,10 @@
             out.append((weights @ v[near] + lq[t] @ lk[far].T @ v[far]) / G)
         return np.stack(out)
 
-The engine is `recurrent/flash_groups.py`. The state has the tokens of the group that is
-not full yet, and the sums of the groups before it.
+`flash` reads all groups, `flash_causal` the past, and `flash_step` adds one token to a
+state: the keys and values of the last, incomplete group, and the sums of the groups
+before it. This file checks arguments. The computation is in
+`symjax.attention.recurrent.flash_groups`.
 """
 
 from typing import Any
@@ -29,7 +31,7 @@ from symjax.attention.core.arguments import (
     shown_state,
 )
 from symjax.attention.core.sequence import segment_runs_over
-from symjax.attention.core.visibility import only_seen, visible_keys
+from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 from symjax.attention.gau import fixed_divisor
 from symjax.attention.recurrent import flash_groups
 from symjax.attention.recurrent.flash_groups import (
@@ -54,25 +56,26 @@ def flash(
     linear_divisor: float | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Squared-ReLU attention inside groups of tokens, linear attention across them.
+    """Return squared-ReLU attention inside groups of tokens, plus linear attention.
 
     out[t] = Σ_s relu²(q_t·k_s·scale) v_s / divisor     s in the group of t
            + Σ_s q'_t·k'_s v_s / linear_divisor         s in any group
 
-    The first token starts a group. If causal, the first sum ends with t and the second
-    with the group before. Time O(T (group_size (H + V) + M V)), memory linear in T.
-    Sums run in float32 at least; a row that sees no key is zero.
+    Groups are counted from the first token. If causal, the first sum ends with t and
+    the second with the group before. Time O(T (group_size (H + V) + M V)), memory
+    linear in T. Sums run in float32 at least. Weights are not normalised, and no ε is
+    added; a row that sees no key is zero.
 
     Args:
-        linear_query, linear_key: q' and k', which may have a size of their own.
+        linear_query, linear_key: q' and k'; their size M may differ from H.
         mask: True = attend; it may only hide keys. A hidden token keeps its place in
             its group.
-        scale: of the first scores, 1/√H by default; it may be learned.
-        divisor, linear_divisor: constants, group_size by default, which a causal model
-            may use. The paper's is scale=1/group_size, divisor=1, and as the linear
-            divisor group_size if causal, T if not.
-        segment_ids: tokens see only their own run of equal ids. Groups do not start
-            anew.
+        scale: factor of the scores inside a group, 1/√H by default; it may be learned.
+        divisor, linear_divisor: constants; by default group_size, which does not depend
+            on T, as a causal model needs. The paper has scale=1/group_size, divisor=1,
+            and linear_divisor=group_size if causal, T if not.
+        segment_ids: tokens see only their own run of equal ids. Groups do not restart
+            with a segment.
     Raises:
         ValueError: shapes that do not fit, a divisor or a group size not above 0, or
             a mask that hides pairs and not keys.
@@ -101,24 +104,24 @@ def flash_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlashState]:
-    """`flash` over a token itself, its past, and what `state` has read.
+    """Return `flash` over each token, its past, and what `state` has read.
 
-    Going on from a state costs up to one group more than the tokens themselves.
+    Time as in `flash`; with a state, for up to one more group of tokens.
 
     Args:
-        mask: as in `flash`. Hidden tokens after an example's last visible one are as
-            good as absent: the state does not count them, and the next token takes
-            their place. So examples of different lengths are padded at the end.
+        mask: as in `flash`. Hidden tokens after the last visible token of an example
+            are padding: the state does not count them, and the next token takes their
+            place. So pad examples of different lengths at the end.
         state: from `flash_state`, `flash_step` or an earlier call, of the same group
             size. Its last segment continues with the first run of `segment_ids`.
-        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch, of whole groups. Devices exchange their
-            sums.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each
+            device passes its part of every array, which must be whole groups. Devices
+            exchange their sums.
     Returns:
-        The output, and the state after the last visible token if `return_state`.
+        The output; with `return_state` also the state after the last visible token.
     Raises:
-        ValueError: as `flash`; a state of other sizes; a state given or wanted with an
-            axis_name, or a stretch that is not of whole groups.
+        ValueError: as `flash`; a state of other sizes; `state` or `return_state`
+            together with axis_name; a part of time that is not whole groups.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
     settings = _settings(
@@ -157,9 +160,9 @@ def flash_step(
     divisor: float | None = None,
     linear_divisor: float | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], FlashState]:
-    """One more token of `flash_causal`: the output and the state after it.
+    """Return the output for one more token of `flash_causal`, and the new state.
 
-    Time O(group_size (H + V) + M V), whatever came before.
+    Time O(group_size (H + V) + M V), independent of the number of earlier tokens.
 
     Raises:
         ValueError: as `flash_causal`; more than one token.
@@ -183,8 +186,11 @@ def flash_step(
 
 
 def _moved(before: FlashState, after: FlashState, count: Array | int) -> FlashState:
-    """The state with its place `count` tokens on: the same for all heads, which a mesh
-    may split, and so no part of what runs for each of them."""
+    """Return the state `after` with its place moved by `count` tokens.
+
+    The engine runs once per part of the heads if a mesh splits them. The place is the
+    same for all heads, so it is computed here.
+    """
     place = (before.place + count) % before.key.shape[1]
     return after._replace(place=place.astype(before.place.dtype))
 
@@ -199,11 +205,15 @@ def flash_state(
     linear_size: int | None = None,
     dtype: Any = jnp.float32,
 ) -> FlashState:
-    """The state of `flash_causal` before the first token.
+    """Return the state of `flash_causal` before the first token.
+
+    It has group_size (H + M + V) + M V numbers per key head.
 
     Args:
         linear_size: M, the size of linear keys; key_size by default.
-        dtype: of the keys and values kept; the sums are float32 at least.
+        dtype: type of the stored keys and values; the sums are float32 at least.
+    Raises:
+        ValueError: a size or a dtype that is wrong.
     """
     linear_size = key_size if linear_size is None else linear_size
     who = "flash_state"
@@ -232,17 +242,19 @@ def _settings(
     divisor: float | None,
     linear_divisor: float | None,
 ) -> FlashSettings:
+    """Return the static settings of a call, checked."""
     check_count(who, "group_size", group_size)
     check_flag(who, "is_causal", is_causal)
     check_number(who, "scale", scale)
-    one, other = (
-        fixed_divisor(f"{who}: {name}", group_size if given is None else given)
-        for name, given in (("divisor", divisor), ("linear_divisor", linear_divisor))
+    near, far = (
+        fixed_divisor(f"{who}: {name}", group_size if value is None else value)
+        for name, value in (("divisor", divisor), ("linear_divisor", linear_divisor))
     )
-    return FlashSettings(group_size, is_causal, float(one), float(other))
+    return FlashSettings(group_size, is_causal, float(near), float(far))
 
 
 def _empty_like(tokens: FlashTokens, group_size: int) -> FlashState:
+    """Return the empty state for tokens of these sizes and types."""
     batch, _, heads, size = tokens.key.shape
     return flash_state(
         batch,
@@ -266,7 +278,7 @@ def _tokens(
     segment_ids: Array | None,
     axis_name: str | None = None,
 ) -> FlashTokens:
-    """The arguments checked; hidden keys and values are zero, not even NaN is left."""
+    """Return the arguments, checked. Hidden keys and values become 0, also NaN."""
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     linear = f"{who}, linear_query and linear_key"
     check_tokens(linear, linear_query, linear_key, value, None, None, causal=True)
@@ -277,7 +289,7 @@ def _tokens(
         )
     if mask is not None:
         seen = visible_keys(mask, *key.shape[:2])
-        key, linear_key, value = only_seen(seen, key, linear_key, value)
+        key, linear_key, value = hidden_as_zero(seen, key, linear_key, value)
     segment = None
     if segment_ids is not None:
         segment, _ = segment_runs_over(segment_ids, axis_name)
@@ -287,7 +299,7 @@ def _tokens(
 def _check_state(
     who: str, state: FlashState, tokens: FlashTokens, group_size: int
 ) -> None:
-    """Raise if the state is not of these tokens' sizes, naming all of them."""
+    """Raise unless the state fits the sizes of these tokens, naming all of them."""
     wanted = jax.eval_shape(lambda: _empty_like(tokens, group_size))
     sizes = f"key {tokens.key.shape}, value {tokens.value.shape}"
     check_state(who, f"{sizes} and groups of {group_size}", state, wanted)

@@ -7,10 +7,13 @@
             out.append(q[t] @ sums)
         return np.stack(out)
 
-There is no denominator. `recurrent/decays.py` has the weights of pairs inside a chunk
-of time.
+There is no denominator. `decay_causal` reads the past, chunk by chunk, and `decay_step`
+adds one token to a state. `symjax.attention.recurrent.decays` has the weights of the
+pairs inside a chunk.
 
-Logarithms of decays: the constants of papers, and those of learned gates.
+`retention_log_decay`, `lightning_log_decay` and `gated_log_decay` are the logarithms of
+decays of published models. `LOG_DECAYS` maps the names of model.attention.decay to
+them; the delta rule uses the same table.
 """
 
 from collections.abc import Callable
@@ -51,7 +54,7 @@ from symjax.attention.recurrent.recurrence import Schedule
 
 
 class DecayState(NamedTuple):
-    """What decaying attention keeps of its past, in float32 at least.
+    """State of attention with a decay, in float32 at least.
 
     sums_t = Σ_{s≤t} exp(g_{s+1} + … + g_t) k_s v_sᵀ
     """
@@ -61,9 +64,13 @@ class DecayState(NamedTuple):
 
 @dataclass(frozen=True)
 class Decayed:
-    """Recurrence whose log-decay is shared by all tokens, or an operand of each.
+    """Recurrence S_t = exp(g_t) S_{t−1} + k_t v_tᵀ.
 
-    by_channel: each channel has a decay of its own.
+    If all tokens have the same log-decay g, it is passed as `parameters`; otherwise as
+    an operand of each token.
+
+    Attributes:
+        by_channel: g has one number per channel of the keys, not one per head.
     """
 
     kernel = "decay"
@@ -89,8 +96,8 @@ class Decayed:
         chunk, (since, _, _, scores) = prepared
         product, query, _, value = product_and_arrays(chunk)
         rows = product("bkgts,bksv->bkgtv", scores, value)
-        asking = times_decay(query, since)
-        rows = rows + product("bkgth,bkhv->bkgtv", asking, state.sums)
+        decayed = times_decay(query, since)
+        rows = rows + product("bkgth,bkhv->bkgtv", decayed, state.sums)
         after, _ = self.merge((state, 0), self.effect(prepared))
         return after, time_first(rows)
 
@@ -103,9 +110,9 @@ class Decayed:
         return DecayState(sums), through
 
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:
-        """Return the effect of two spans; the second decays the state of the first."""
-        left = one[0].sums * jnp.exp(two[1])[..., None]
-        return DecayState(left + two[0].sums), one[1] + two[1]
+        """Return the effect of two spans: sums are added, log-decays too."""
+        faded_sums = one[0].sums * jnp.exp(two[1])[..., None]
+        return DecayState(faded_sums + two[0].sums), one[1] + two[1]
 
 
 def decay_causal(
@@ -121,36 +128,39 @@ def decay_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DecayState]:
-    """Unnormalised linear attention over a past that fades.
+    """Return linear attention without a denominator, whose state decays.
 
     S_t = exp(g_t) S_{t−1} + k_t v_tᵀ and out[t] = q_t S_t, with g_t = log_decay[t]
 
-    There is no scale and no denominator: scale the query and normalise the output.
-    Query head n uses key head n // (N/K), whose decay it shares. Sums run in float32
-    at least. Time O(T (H V + chunk_size (H + V))), and a decay a channel adds
-    O(T H log chunk_size) exponentials; the backward pass keeps one state a chunk, on
+    There is no scale and no denominator, and no ε is added: scale the query and
+    normalise the output. No decay is divided by another, so that decays of any size,
+    also 0, are exact. Query head n uses key head n // (N/K) and its decay. Sums run in
+    float32 at least. Time O(T (H V + chunk_size (H + V))); one decay per channel adds
+    O(T H log chunk_size) exponentials. The backward pass saves one state per chunk, on
     accelerators one every 4096 tokens.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
-    pass keeps a state per query head every 128 tokens; on a GPU a state per key head
-    every 64, and 64 numbers per token and query head. Kernels have no forward-mode
-    derivative; for decays a channel none is promised anywhere.
+    pass saves a state per query head every 128 tokens; on a GPU a state per key head
+    every 64 tokens, and 64 numbers per token and query head. Kernels have no
+    forward-mode derivative. With one decay per channel no forward-mode derivative is
+    promised on any platform.
 
     Args:
-        log_decay: at most 0, [K] or [B or 1, T or 1, K] for a decay a head or
-            [B or 1, T or 1, K, H] for one a channel. Above 0 the state grows, which
-            cannot be refused here: under `jax.jit` no value is known. −∞ forgets all.
-        mask: True = attend; it may only hide keys. A hidden token is as good as
-            absent: it neither adds nor decays. Its own output is read from the state.
-        chunk_size: the tokens of a chunk, best a power of two; T or more is the
-            parallel form, quadratic in T. Accelerators take multiples of 128.
+        log_decay: at most 0; [K] or [B or 1, T or 1, K] for one decay per head,
+            [B or 1, T or 1, K, H] for one per channel. −∞ clears the state. A value
+            above 0 makes the state grow; it is not refused, since values are not known
+            under `jax.jit`.
+        mask: True = attend; it may only hide keys. A hidden token neither writes to the
+            state nor decays it. Its own output is read from the state.
+        chunk_size: tokens per chunk, best a power of two; accelerators round it up to a
+            multiple of 128. T or more is the parallel form, quadratic in T.
         state: from `decay_state`, `decay_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`.
     Raises:
         ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
-            state of other sizes; a state given or wanted with an axis_name.
-    Source: Sun et al. 2023, arXiv:2307.08621 (a constant a head); Qin et al. 2023,
-        arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate a channel).
+            state of other sizes; `state` or `return_state` together with axis_name.
+    Source: Sun et al. 2023, arXiv:2307.08621 (a constant per head); Qin et al. 2023,
+        arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate per channel).
     """
     who = "decay_causal"
     shared, operands = shared_or_per_token(who, log_decay, key, mask, segment_ids)
@@ -178,7 +188,9 @@ def decay_step(
     value: Float[Array, "B 1 K V"],
     log_decay: Float[Array, "#B 1 K *F"] | Float[Array, " K"],
 ) -> tuple[Float[Array, "B 1 N V"], DecayState]:
-    """One more token of `decay_causal`, in O(H V): the output and the state after it.
+    """Return the output for one more token of `decay_causal`, and the new state.
+
+    Time O(H V).
 
     Raises:
         ValueError: as `decay_causal`; more than one token.
@@ -199,13 +211,21 @@ def decay_state(
     *,
     dtype: Any = jnp.float32,
 ) -> DecayState:
-    """The state of `decay_causal` before the first token; float32 at least."""
+    """Return the state of `decay_causal` before the first token.
+
+    It has H V numbers per key head, float32 at least.
+
+    Raises:
+        ValueError: a size or a dtype that is wrong.
+    """
     sizes = state_sizes("decay_state", batch, kv_heads, head_size, value_size, dtype)
     return Decayed().empty(None, sizes, dtype)
 
 
 def retention_log_decay(heads: int) -> Float[Array, "N"]:
-    """log(1 − 2^(−5−h)) of heads h from 0: a memory of 32, 64, 128 … tokens.
+    """Return log(1 − 2^(−5−h)) for heads h = 0, 1, …
+
+    Weights fall to 1/e after about 32, 64, 128 … tokens.
 
     Raises:
         ValueError: fewer than 1 head.
@@ -218,14 +238,15 @@ def retention_log_decay(heads: int) -> Float[Array, "N"]:
 def lightning_log_decay(
     heads: int, layer: int, layers: int, *, convention: str
 ) -> Float[Array, "N"]:
-    """The constant decays of Lightning attention, by one of two published conventions.
+    """Return the constant log-decays of Lightning attention, which differ by layer.
 
-    "transnormer": −2^(−8(h+1)/N) (1 − l/(L−1) + 1e-5), as in OpenNLPLab's models; by
-        `alibi_slopes` where N is no power of two.
-    "fla": −(8h/N) (1 − l/L), as in flash-linear-attention; head 0 never decays.
+    "transnormer": −2^(−8(h+1)/N) (1 − l/(L−1) + 1e-5), as in OpenNLPLab's models. If N
+        is not a power of two, the slopes are those of `alibi_slopes`.
+    "fla": −(8h/N) (1 − l/L), as in flash-linear-attention. Head 0 never decays.
 
     Args:
-        layer, layers: l, counted from 0, of L: later layers remember longer.
+        layer, layers: l, counted from 0, and L. Later layers decay more slowly.
+        convention: "transnormer" or "fla".
     Raises:
         ValueError: an unknown convention, fewer than 1 head, or no such layer.
     Source: Qin et al. 2023, arXiv:2307.14995.
@@ -250,10 +271,11 @@ def lightning_log_decay(
 def gated_log_decay(
     logits: Float[Array, "*shape"], power: float = 1 / 16
 ) -> Float[Array, "*shape"]:
-    """power · log sigmoid(logits), in float32 at least: a gate that a layer learns.
+    """Return power · log sigmoid(logits), in float32 at least.
 
     Raises:
-        ValueError: a power that is not above 0, whose state would grow.
+        ValueError: a power that is not above 0. Log-decays would be positive, and the
+            state would grow.
     Source: Yang et al. 2023, arXiv:2312.06635.
     """
     logits = as_array("gated_log_decay", "logits", logits)
@@ -262,13 +284,15 @@ def gated_log_decay(
 
 
 class LogDecay(NamedTuple):
-    """A rule that gives every key head of a layer its log-decay, which is at most 0.
+    """Entry of `LOG_DECAYS`: the log-decays of a layer, at most 0.
+
+    An entry has `rates` or `gate`, or neither if the layer computes its decays itself.
 
     Attributes:
         rates: (heads, layer, layers) → constants [heads]; layers count from 0.
-        gate: logits → log-decays, element by element; the logits are a learned linear
-            map of the token.
-        per: "head" or "channel", for which there is one logit.
+        gate: logits → log-decays, element by element. The layer computes the logits
+            from the token by a learned linear map.
+        per: "head" or "channel": there is one logit for each.
     """
 
     rates: Callable[[int, int, int], Float[Array, "N"]] | None = None
@@ -276,8 +300,8 @@ class LogDecay(NamedTuple):
     per: str = "head"
 
 
-# By the names of model.attention.decay. Those of mamba2 and kda need more weights than
-# a map of the token: `symjax.layers.parts.decays` has them.
+# Values of model.attention.decay. "mamba2" and "kda" need more weights than a linear
+# map of the token; `symjax.layers.parts.decays` computes their log-decays.
 LOG_DECAYS = {
     "retention": LogDecay(lambda heads, layer, layers: retention_log_decay(heads)),
     "transnormer": LogDecay(partial(lightning_log_decay, convention="transnormer")),

@@ -8,7 +8,9 @@
             out.append(φ(q[t]) @ sums / (φ(q[t]) @ total))
         return np.stack(out)
 
-φ are features of one vector, elu(x) + 1 by default.
+φ maps one query or key to its features, by default elu(x) + 1. `linear` reads all keys,
+`linear_causal` the past, chunk by chunk, and `linear_step` adds one token to a state.
+`symjax.attention.recurrent.normalised` has the recurrence.
 """
 
 from collections.abc import Callable
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import check_arrays, check_mask, state_sizes
-from symjax.attention.core.visibility import only_seen, visible_keys
+from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 from symjax.attention.features import IDENTITY, PLAIN, named
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
@@ -38,37 +40,41 @@ def linear(
     features: str | FeatureFunction = "elu",
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Attention whose weights are products of features, over all keys.
+    """Return attention to all keys whose weights are products of features.
 
     out[t] = Σ_s φ(q_t)·φ(k_s) v_s / Σ_s φ(q_t)·φ(k_s)
 
-    Query head n uses key head n // (N/K). Time O((T + S) M V), with no [T S] map. Sums
-    run in float32 at least. A row that sees no key, or whose denominator is nothing
-    but rounding, is zero.
+    Query head n uses key head n // (N/K). Time O((T + S) M V); no [T S] array is
+    formed. Sums run in float32 at least. No ε is added to a denominator: a row that
+    sees no key, or whose denominator is only rounding error, is zero.
 
-    "squared" and "taylor" weigh pairs by q·k where few keys are given, and inside the
-    chunks of `linear_causal`. Sums over more keys, and states, hold features that
-    cancel: what they add to a row is off by about ε|q|²Σ|k|² ("squared"), with
-    ε = 2⁻²³, so that the output is off by ε|q|²Σ|k|² / Σ(q·k)² of the values' spread.
-    That is 1e-5 for most rows of head size 64, and more for rows that read two or
-    three keys from a state, all nearly orthogonal to the query. A row whose sum cannot
-    be told from rounding has the mean of the values that were read, weighed by |k|²
-    ("taylor": the plain mean), and no gradient from what their keys weigh. One key
-    gives its value. The gradient of a query is off by up to 2|k|/|q·k| times as much as
-    the output: for 150 equal keys at a cosine of 1e-3 to the query, where 0 is right,
-    the output is off by 2e-3 and the gradient by 0.1 (values from N(0, 1)).
+    Range. Float32 must hold the features and their sums. With 300 tokens of head size
+    64 that allows entries of queries and keys up to 1e18, and up to 1e15 with "relu2",
+    "squared" and "taylor". Small entries keep their digits down to 1e-34 with "relu",
+    and down to 1e-17 with "relu2" and "squared". Below 1e-17 errors grow: up to 1e-2
+    at 1e-18, and up to the size of the values at 1e-19.
+
+    Rounding of "squared" and "taylor". If there are few keys, and inside the chunks of
+    `linear_causal`, weights are computed from q·k. Sums over more keys, and states,
+    have features that cancel. With ε = 2⁻²³ the error of a row's sums is then about
+    ε|q|²Σ|k|² ("squared"), and the error of the output is ε|q|²Σ|k|² / Σ(q·k)² times
+    the spread of the values. That is 1e-5 for most rows of head size 64, and more for
+    rows that read two or three keys from a state, all nearly orthogonal to the query.
+
+    - A row whose sum is only rounding error gets the mean of the values that it read,
+      weighted by |k|² ("taylor": the plain mean), without a gradient for the weights.
+    - A row that read one key gets its value.
+    - The error of the gradient of a query is up to 2|k|/|q·k| times the error of the
+      output. For 150 equal keys with a cosine of 1e-3 to the query, and values from
+      N(0, 1), the error of the output is 2e-3; the gradient is 0.1 instead of 0.
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
-        features: "elu" (elu + 1), "relu", "relu2" (relu squared), "squared", "taylor",
-            "identity", or a function of [B T N H] and [B S K H] that treats every token
-            by itself. Pairs weigh (q·k)² with "squared", by H (H + 1)/2 features, and
-            1 + s + s²/2 with s = q·k/√H with "taylor", by those and H + 1 more.
-            Features that change sign may have a denominator near zero. Float32 must
-            hold features and their sums: with 300 tokens of size 64 entries up to 1e18
-            and of relu down to 1e-34, of relu2, squared and taylor up to 1e15 and of
-            relu2 and squared down to 1e-17, below which outputs lose their digits (off
-            by up to 1e-2 at 1e-18, by the size of the values at 1e-19).
+        features: a name, or a function of [B T N H] and [B S K H] that maps each token
+            by itself. The names are "elu" (elu(x) + 1), "relu", "relu2" (relu(x)²),
+            "squared" (the weight of a pair is (q·k)²; M = H (H + 1)/2), "taylor"
+            (1 + s + s²/2 with s = q·k/√H; M = H (H + 1)/2 + H + 1) and "identity".
+            With features that change sign a denominator may be near zero.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, an unknown name, or a mask that hides
@@ -94,26 +100,26 @@ def linear_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """`linear` over a token itself, its past, and what `state` has seen.
+    """Return `linear` over each token, its past, and what `state` has read.
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T (M V + chunk_size (M + V))); the backward pass keeps one state a chunk.
-    Kernels compute elu, relu and relu2 on one TPU, and in bfloat16, with errors of
-    TF32, on one NVIDIA GPU. Kernels have no forward-mode derivative.
+    Time O(T (M V + chunk_size (M + V))). The backward pass saves one state per chunk.
+    Kernels compute elu, relu and relu2 on one TPU, and on one NVIDIA GPU in bfloat16
+    with errors of TF32. Kernels have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
             continues with the first run of `segment_ids`.
-        chunk_size: the tokens of a chunk; accelerators take multiples of 128.
-        segment_ids: the sums start anew wherever the id changes.
-        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; every
-            array is a device's own stretch. Devices exchange their states.
+        chunk_size: tokens per chunk; accelerators round it up to a multiple of 128.
+        segment_ids: the sums start at zero at each change of the id.
+        axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each
+            device passes its part of every array. Devices exchange their states.
     Returns:
-        The output, and the state after the last token if `return_state`.
+        The output; with `return_state` also the state after the last token.
     Raises:
-        ValueError: as `linear`; T differs from S; a state of other sizes; a
-            state given or wanted with an axis_name.
+        ValueError: as `linear`; T differs from S; a state of other sizes; `state` or
+            `return_state` together with axis_name.
     Source: Katharopoulos et al. 2020, arXiv:2006.16236, equations 8 to 12.
     """
     who = "linear_causal"
@@ -142,7 +148,9 @@ def linear_step(
     *,
     features: str | FeatureFunction = "elu",
 ) -> tuple[Float[Array, "B 1 N V"], LinearState]:
-    """One more token of `linear_causal`, in O(M V): the output and the state after it.
+    """Return the output for one more token of `linear_causal`, and the new state.
+
+    Time O(M V).
 
     Raises:
         ValueError: as `linear_causal`; more than one token.
@@ -161,7 +169,13 @@ def linear_state(
     features: str | FeatureFunction = "elu",
     dtype: Any = jnp.float32,
 ) -> LinearState:
-    """The state of `linear_causal` before the first token; float32 at least."""
+    """Return the state of `linear_causal` before the first token.
+
+    It has M (V + 1) numbers per key head, float32 at least.
+
+    Raises:
+        ValueError: an unknown name; a size or a dtype that is wrong.
+    """
     recurrence = _recurrence("linear_state", features)
     sizes = state_sizes("linear_state", batch, kv_heads, head_size, value_size, dtype)
     if callable(features):
@@ -172,7 +186,7 @@ def linear_state(
 
 
 def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:
-    """A function is applied by the caller to whole arrays; the engine sees the rest."""
+    """Return the recurrence. Features given as a function are applied before it."""
     if callable(features):
         return Normalised(IDENTITY)
     return Normalised(named(who, PLAIN, features))
@@ -185,22 +199,26 @@ def _mapped(
     key: Array,
     mask: Array | None,
 ) -> tuple[Array, Array]:
-    """Queries and keys after a feature function, which sees 0 for every hidden key."""
+    """Return query and key; if features are a function, mapped by it.
+
+    The function gets 0 for hidden keys.
+    """
     if not callable(features):
         return query, key
     check_arrays(who, query=query, key=key)
     if mask is not None:
         check_mask(who, mask, key)
-        (key,) = only_seen(visible_keys(mask, *key.shape[:2]), key)
+        (key,) = hidden_as_zero(visible_keys(mask, *key.shape[:2]), key)
     return _applied(who, features, query), _applied(who, features, key)
 
 
 def _applied(who: str, features: FeatureFunction, x: Array) -> Array:
+    """Return features(x); raise if its shape is not [B T N M]."""
     mapped = features(x)
-    given = jnp.shape(x)
-    found = getattr(mapped, "shape", f"a {type(mapped).__name__}")
-    if len(found) != 4 or found[:3] != given[:3]:
+    shape = jnp.shape(x)
+    result = getattr(mapped, "shape", f"a {type(mapped).__name__}")
+    if len(result) != 4 or result[:3] != shape[:3]:
         raise ValueError(
-            f"{who}: features must map [B T N H] {given} to [B T N M], got {found}"
+            f"{who}: features must map [B T N H] {shape} to [B T N M], got {result}"
         )
     return mapped

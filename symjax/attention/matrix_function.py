@@ -5,10 +5,12 @@
         values, vectors = np.linalg.eigh(scale * q @ q.T)
         return vectors @ (f(values)[:, None] * (vectors.T @ v))
 
-With A = scale · QQᵀ and M = scale · QᵀQ, Aᵏ = Q Mᵏ⁻¹ Qᵀ · scale. So any f(A) is f(0)
-plus Q g(M) Qᵀ · scale with g(λ) = (f(λ) − f(0))/λ, and no [T T] matrix is formed. g is
-written without a division or an eigenvector, whose gradients do not exist where
-eigenvalues repeat (Q = I, Q = 0).
+With A = scale · QQᵀ and M = scale · QᵀQ, the powers of A are Aᵏ = scale · Q Mᵏ⁻¹ Qᵀ. So
+f(A) = f(0) I + scale · Q g(M) Qᵀ with g(λ) = (f(λ) − f(0))/λ, and no [T T] matrix is
+formed. g is computed without eigenvectors and without a division by λ, whose gradients
+do not exist if eigenvalues repeat (Q = I) or are 0 (Q = 0).
+
+`FUNCTIONS` maps names to f(0) and a function that multiplies by g(M).
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +44,7 @@ def matrix_function(
     alpha: float | Float[Array, ""] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """A function of the matrix of all scores, f(A) V with A = scale · QQᵀ.
+    """Return f(A) V, where A = scale · QQᵀ is the matrix of all scores.
 
     exp            e^A
     expm1          e^A − I
@@ -50,26 +52,27 @@ def matrix_function(
     resolventm1    (I − αA)⁻¹ − I
     (a₀, a₁, …)    a₀ I + a₁ A + a₂ A² + …
 
-    Symmetric and bidirectional: every token reaches every other one, through A² by
-    way of a third, so there is no causal form. Rows neither sum to 1 nor stay
-    positive. f(A) − f(0) I has rank H at most; e^A itself has full rank.
+    There is no causal form: A is symmetric, and A² also connects two tokens through a
+    later token. Rows of f(A) do not sum to 1 and may have negative entries. The rank of
+    f(A) − f(0) I is at most H; e^A has full rank.
 
-    Time O(T H (H + V)), and H² V a degree of a polynomial or O(H³) for the others.
-    Sums run in float32 at least.
+    Time O(T H (H + V)), plus O(H² V) per degree of a polynomial, or O(H³) for the other
+    functions. Sums run in float32 at least. No ε is added.
 
     Args:
         function: a name, or the coefficients of a polynomial, which may be learned.
-        mask: True = the token takes part; the rows of the others are zero.
-        scale: None is 1 / (n √H) for n visible tokens: a mean of softmax's scores,
-            whose eigenvalues do not grow with T and stay below the largest |q|²/√H.
-            e^A overflows float32 where an eigenvalue passes 88.
-        alpha: of the resolvents. None is −1: V less its ridge regression on Q, which
-            exists for any Q. A positive α is the sum of αᵏ Aᵏ, and means something
-            where α times the largest eigenvalue is below 1; nothing checks that.
+        mask: False hides a token: it changes no other row, and its own row is zero.
+        scale: None means 1 / (n √H) for n visible tokens. Eigenvalues then do not grow
+            with T, and are at most the largest |q|²/√H. e^A overflows float32 if an
+            eigenvalue is above 88.
+        alpha: α of the resolvents. None means −1, for which the resolvent exists for
+            any Q: V minus its ridge regression on Q. For a positive α the resolvent is
+            the sum of αᵏ Aᵏ only if α times the largest eigenvalue is below 1, which is
+            not checked.
     Raises:
         ValueError: shapes that do not fit; an unknown function; alpha without a
-            resolvent; a mask that hides pairs; segment_ids, since every segment is a
-            matrix of its own.
+            resolvent; a mask that hides pairs; segment_ids, since each segment would be
+            a matrix of its own.
     Source: Courtois et al. 2024, arXiv:2406.06366 (the rank of QQᵀ); Higham 2008,
         Functions of Matrices, chapter 1.
     """
@@ -92,6 +95,7 @@ class SpectralOperands(NamedTuple):
 
 @on_any_mesh("name", specs=rows_alone)
 def _rows(name: str | None, operands: SpectralOperands) -> Float[Array, "B T N V"]:
+    """Return f(A) V; the function is a polynomial if it has no name."""
     query, value, parameter, scale, mask = operands
     wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
     parameter = jax.tree.map(lambda x: jnp.asarray(x, wide), parameter)
@@ -116,7 +120,7 @@ def _rows(name: str | None, operands: SpectralOperands) -> Float[Array, "B T N V
 
 
 def _parsed(function: Any, alpha: Any) -> tuple[str | None, Any]:
-    """The name of a function and its alpha, or None and a polynomial's coefficients."""
+    """Return a function's name and alpha, or None and a polynomial's coefficients."""
     if isinstance(function, str):
         if function not in FUNCTIONS:
             raise ValueError(
@@ -142,12 +146,13 @@ def _parsed(function: Any, alpha: Any) -> tuple[str | None, Any]:
 
 
 def _exponential(gram: Array, weighted: Array, _: None) -> Array:
-    """g(λ) = (e^λ − 1)/λ, by a Taylor series of M/2ᵏ that is doubled k times.
+    """Return g(M) W for g(λ) = (e^λ − 1)/λ.
 
-    With E = e^M − I: g(2M) = g(M)(I + E/2) and e^2M − I = E² + 2E. Keeping E instead
-    of e^M loses nothing to the small M/2ᵏ, so k needs no bound of M, and the error in
-    float32 is that of rounding: at most 3e-6 up to λ = 80, where
-    `jax.scipy.linalg.expm` of [M I; 0 0], several times the work, reached 2e-4.
+    A Taylor series gives g(M/2ᵏ), which is doubled k times: with E = e^M − I,
+    g(2M) = g(M)(I + E/2) and e^2M − I = E² + 2E. E keeps the digits of a small M/2ᵏ,
+    which e^M would lose, so that k need not depend on M. The error in float32 is at
+    most 3e-6 up to λ = 80. There `jax.scipy.linalg.expm` of [M I; 0 0] had an error of
+    2e-4, at several times the cost.
     """
     small = gram / 2**DOUBLINGS
     identity = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
@@ -156,9 +161,10 @@ def _exponential(gram: Array, weighted: Array, _: None) -> Array:
         series = identity + einsum("bnhg,bngk->bnhk", small, series) / degree
 
     def double(_: int, pair: tuple[Array, Array]) -> tuple[Array, Array]:
-        less, product = pair
-        product = product + einsum("bnhg,bngv->bnhv", less, product) / 2
-        return einsum("bnhg,bngk->bnhk", less, less) + 2 * less, product
+        minus_one, product = pair  # e^M − I and g(M) W
+        product = product + einsum("bnhg,bngv->bnhv", minus_one, product) / 2
+        square = einsum("bnhg,bngk->bnhk", minus_one, minus_one)
+        return square + 2 * minus_one, product
 
     start = (
         einsum("bnhg,bngk->bnhk", small, series),
@@ -168,20 +174,20 @@ def _exponential(gram: Array, weighted: Array, _: None) -> Array:
 
 
 def _resolvent(gram: Array, weighted: Array, alpha: Array) -> Array:
-    """g(λ) = α/(1 − αλ)."""
+    """Return g(M) W for g(λ) = α/(1 − αλ)."""
     identity = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)
     return jnp.linalg.solve(identity - alpha * gram, alpha * weighted)
 
 
 def _polynomial(gram: Array, weighted: Array, coefficients: Array) -> Array:
-    """g(λ) = a₁ + a₂ λ + a₃ λ² + …, by Horner's rule."""
+    """Return g(M) W for g(λ) = a₁ + a₂ λ + a₃ λ² + …, by Horner's rule."""
     total = jnp.zeros_like(weighted)
     for coefficient in reversed(jnp.unstack(coefficients)[1:]):
         total = einsum("bnhg,bngv->bnhv", gram, total) + coefficient * weighted
     return total
 
 
-# f(0), and the product (M, W, parameter) → g(M) W.
+# Name → (f(0), (M, W, parameter) → g(M) W).
 FUNCTIONS: dict[str, tuple[float, Callable]] = {
     "exp": (1.0, _exponential),
     "expm1": (0.0, _exponential),
@@ -193,6 +199,7 @@ FUNCTIONS: dict[str, tuple[float, Callable]] = {
 def _check(
     query: Array, value: Array, mask: Array | None, segment_ids: Array | None
 ) -> None:
+    """Raise on shapes that do not fit, naming both, and on segments."""
     if segment_ids is not None:
         raise ValueError(
             "matrix_function: segment_ids are not possible, since every segment is a "

@@ -1,4 +1,9 @@
-"""The table of mechanisms: their forms, and what they take. One line a mechanism."""
+"""The table of mechanisms: their functions, options, and capabilities.
+
+`MECHANISMS` has one `Mechanism` for each value of model.attention.mechanism. A test
+checks that each mechanism accepts what its entry declares, and refuses the rest by
+name.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -26,36 +31,41 @@ from symjax.tables import aligned
 
 
 class Mechanism(NamedTuple):
-    """One mechanism's functions and what they take, declared.
+    """Functions of one mechanism, and the arguments that they take.
 
-    A score mechanism takes `is_causal` and decodes against cached keys and values. One
-    with a state has a causal form, a step and an empty state; all take its options,
-    save that `chunk_size` belongs to the causal form alone.
+    A score mechanism has one function, with the option `is_causal`, and decodes with
+    cached keys and values. A recurrence also has a causal form, a step and an empty
+    state. All of them take its options, except `chunk_size`, an option of the causal
+    form alone.
 
     Attributes:
-        attend: over all keys.
-        causal: over a token itself and its past; equal to `attend` where there is no
-            other form.
-        options: keywords that a model, or code around the function, may choose.
-        own: more keywords, which the mechanism declares with type, default and
-            meaning: keys model.attention.options.NAME of a run. All forms take them.
-            A score mechanism has its own in its `own`, and none here.
-        choices: option → the words that it may be. (`symjax.layers` has learned
-            feature maps besides.)
-        operands: arrays beside query, key and value.
-        required: the operands that have no default.
-        is_causal: `attend` has such an option.
-        bidirectional: it can read both sides.
-        mask: "pairs", one for each query and key, or "keys", one for each key.
-        grouped: a key head may serve several query heads.
-        lengths: there may be more or fewer keys than queries.
-        segments: it takes `segment_ids`.
-        keys: False where queries stand for keys too, and there is no such argument.
-        gated: a whole block, not a choice of the attention layer.
-        kernel: a kernel for TPUs or GPUs computes some of its calls.
-        sparse: a weight may be exactly zero.
-        time, memory: of a head: operations for T tokens, numbers kept to decode.
-            Letters are those of the shapes, G a group and C a chunk of tokens.
+        attend: attention to all keys; the causal form if there is no other.
+        causal: attention of each token to itself and its past, or None.
+        step: the causal form for one more token, or None.
+        state: the empty state of the recurrence, or None.
+        options: keywords with a key of their own in model.attention, or that other code
+            of the library sets.
+        own: further keywords, declared with type, default and meaning. Their keys are
+            model.attention.options.NAME. All forms take them. A score mechanism
+            declares them in `ScoreMechanism.own` instead.
+        choices: option → the values that it may have. For features, `symjax.layers`
+            adds learned feature maps.
+        operands: names of arrays besides query, key and value.
+        required: operands that have no default.
+        is_causal: whether `attend` has the option `is_causal`.
+        bidirectional: whether a token may attend to later tokens.
+        mask: "pairs" if a mask has an entry per query and key, "keys" if per key.
+        grouped: whether several query heads may share a key head.
+        lengths: whether the numbers of keys and queries may differ.
+        segments: whether it takes `segment_ids`.
+        keys: whether it takes keys; otherwise the queries are the keys.
+        gated: whether it replaces a whole block: it cannot be chosen for an attention
+            layer.
+        kernel: whether a kernel for TPUs or GPUs computes some of its calls.
+        sparse: whether a weight may be exactly zero.
+        time, memory: operations per head for T tokens, and numbers per head that are
+            stored to decode. Letters are those of the shapes; a group has G tokens, a
+            chunk C.
     """
 
     attend: Callable
@@ -82,12 +92,12 @@ class Mechanism(NamedTuple):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """What `implementation` may name; nothing where it is no score mechanism."""
+        """Values of the option `implementation`; empty if this is a recurrence."""
         return getattr(self.attend, "implementations", ())
 
     @property
     def declared(self) -> dict[str, Option]:
-        """Options of the mechanism alone, by name."""
+        """Options that only this mechanism has, by name."""
         return {**getattr(self.attend, "own", {}), **self.own}
 
 
@@ -182,7 +192,8 @@ MECHANISMS = {
     ),
 }
 
-# Those without any causal form: they are choices of encoders only.
+# Mechanisms without a causal form, which only encoders can use. Encoders can also use
+# all other mechanisms with `bidirectional`.
 BIDIRECTIONAL = {
     name: mechanism
     for name, mechanism in MECHANISMS.items()
@@ -191,7 +202,10 @@ BIDIRECTIONAL = {
 
 
 def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
-    """The claims of `table`; what a mechanism does not take, it refuses by name."""
+    """Return the columns of `table` for one mechanism.
+
+    A mechanism refuses arguments that it does not take, naming them.
+    """
     return {
         "causal": mechanism.is_causal or mechanism.causal is not None,
         "bidirectional": mechanism.bidirectional,
@@ -207,15 +221,15 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
 
 
 def table() -> str:
-    """The capability matrix, a row a mechanism, as text.
+    """Return a table of the capabilities of all mechanisms as text, one row for each.
 
-    Symmetric keys and differential maps go over any of these, with the capabilities
-    of the one they go over; symmetric keys are not grouped.
+    `symmetric` and `differential` take any of these mechanisms, and have its
+    capabilities; `symmetric` has no grouped heads.
     """
     names = capabilities(SCORED)
     rows = [("mechanism", *names, "time a head", "memory to decode")]
     for name, mechanism in MECHANISMS.items():
-        claims = capabilities(mechanism).values()
-        cells = (("-", "yes")[x] if isinstance(x, bool) else x for x in claims)
+        values = capabilities(mechanism).values()
+        cells = (("-", "yes")[x] if isinstance(x, bool) else x for x in values)
         rows.append((name, *cells, mechanism.time, mechanism.memory))
     return "\n".join(aligned(rows))

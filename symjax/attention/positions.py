@@ -20,8 +20,8 @@ from symjax.attention.core.arguments import (
 )
 from symjax.attention.core.devices import by_platform
 
-LANES = 128  # of a TPU: numbers that lie side by side in its registers
-HEADS_LAST = Layout((0, 1, 2, 3))  # as the kernel of attention reads [B T N H]
+LANES = 128  # length of the last axis of a register of a TPU
+ROW_MAJOR = Layout((0, 1, 2, 3))  # the layout in which the kernel reads [B T N H]
 
 
 def rotate(
@@ -41,15 +41,17 @@ def rotate(
     are, bit for bit.
 
     Args:
-        frequencies: what pairs turn by a token, in place of base^(−2i/R), for all
-            tokens or for each; `rope_frequencies` has those for longer texts.
-        attention_factor: the R features are multiplied by it.
+        positions: one per token, or one row for all examples.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J and the published
             differential layers; otherwise (i, i + R/2), as in GPT-NeoX.
-        share: of the features, counted from the first, that turn.
+        share: share of the features that are turned, counted from the first.
+        frequencies: angle per position of each pair, instead of base^(−2i/R); the same
+            for all tokens, or one row per token. `rope_frequencies` returns those of
+            scaled RoPE.
+        attention_factor: factor of the R turned features.
     Raises:
-        ValueError: share·H is not an even number from 2 to H; no floating array
-            [B T N H], no positions or frequencies of it, or a base or an
+        ValueError: share·H is not an even number from 2 to H; x is not a floating array
+            [B T N H]; positions or frequencies do not fit x; a base or an
             attention_factor that is not above 0.
     Source: Su et al. 2021, arXiv:2104.09864.
     """
@@ -68,15 +70,15 @@ def rotate(
         )
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if frequencies is None:
-        each = _frequencies(turning, base, wide)[None, None]
+        per_pair = _frequencies(turning, base, wide)[None, None]
     else:
-        each = _given_frequencies(frequencies, x.shape, turning).astype(wide)
-    angles = (positions[..., None].astype(wide) * each)[:, :, None]
+        per_pair = _checked_frequencies(frequencies, x.shape, turning).astype(wide)
+    angles = (positions[..., None].astype(wide) * per_pair)[:, :, None]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if not isinstance(attention_factor, float | int) or attention_factor != 1:
         cos, sin = (x * jnp.asarray(attention_factor, wide) for x in (cos, sin))
     shape = (-1, 2) if interleaved else (2, -1)
-    turn = partial(_turned, shape, _others)
+    turn = partial(_turned, shape, _partners)
     if turning < size:
         turned = turn(x[..., :turning], cos, sin)
         return jnp.concatenate([turned, x[..., turning:]], axis=-1)
@@ -101,50 +103,59 @@ def turning_features(head_size: int, share: float) -> int:
     return turning
 
 
-def _given_frequencies(
+def _checked_frequencies(
     frequencies: Array, shape: tuple[int, ...], turning: int
 ) -> Float[Array, "#B #T half"]:
-    """Raises: ValueError: they are not those of the pairs of x, by its shape."""
-    found = as_array("rotate", "frequencies", frequencies)
-    found = found[None, None] if found.ndim == 1 else found
+    """Return the frequencies as an array with axes of batch, time and pairs.
+
+    Raises:
+        ValueError: they do not fit x, which has this shape.
+    """
+    array = as_array("rotate", "frequencies", frequencies)
+    array = array[None, None] if array.ndim == 1 else array
     wanted = (*shape[:2], turning // 2)
-    if found.ndim != 3 or any(
-        x not in (1, y) for x, y in zip(found.shape, wanted, strict=True)
+    if array.ndim != 3 or any(
+        x not in (1, y) for x, y in zip(array.shape, wanted, strict=True)
     ):
         raise ValueError(
             f"rotate: frequencies must be {wanted[2:]} or {wanted} of {shape}, got "
-            f"{found.shape}"
+            f"{array.shape}"
         )
-    return found
+    return array
 
 
 def _turned(
     shape: tuple[int, int],
-    others: Callable[[tuple[int, int], Array], Array],
+    partners: Callable[[tuple[int, int], Array], Array],
     x: Float[Array, "B T N H"],
     cos: Float[Array, "#B T 1 H/2"],
     sin: Float[Array, "#B T 1 H/2"],
 ) -> Float[Array, "B T N H"]:
-    """x cos ∓ (the other of its pair) sin, of features laid out in this shape, with an
-    axis of two for the pairs.
+    """Return x cos ∓ partner sin, where the partner is the other feature of a pair.
 
-    The result is not put together from halves: on an H200 that takes four times as long
-    as its bytes.
+    The two halves of the result are not concatenated. On an H200 that took four times
+    as long as reading and writing the bytes.
+
+    Args:
+        shape: (2, H/2) or (H/2, 2); in this shape of the features the axis of length 2
+            is that of a pair.
+        partners: (shape, x) → the partner of each feature.
     """
     axis = shape.index(2) - 2
 
-    def both(first: Array, second: Array) -> Array:
+    def for_pairs(first: Array, second: Array) -> Array:
         stacked = jnp.stack([first, second], axis=axis)
         return stacked.reshape(*first.shape[:-1], x.shape[-1])
 
     wide = x.astype(cos.dtype)
-    turned = wide * both(cos, cos) + others(shape, wide) * both(-sin, sin)
+    turned = wide * for_pairs(cos, cos) + partners(shape, wide) * for_pairs(-sin, sin)
     return turned.astype(x.dtype)
 
 
-def _others(
+def _partners(
     shape: tuple[int, int], x: Float[Array, "B T N H"]
 ) -> Float[Array, "B T N H"]:
+    """Return the other feature of the pair of each feature."""
     pairs = x.reshape(*x.shape[:-1], *shape)
     return jnp.flip(pairs, axis=shape.index(2) - 2).reshape(x.shape)
 
@@ -152,33 +163,37 @@ def _others(
 def _turned_on_lanes(
     shape: tuple[int, int], x: Float[Array, "B T N H"], cos: Array, sin: Array
 ) -> Float[Array, "B T N H"]:
-    """The same, with the other of every pair by a product with a permutation, which is
-    exact. With an axis of two, a TPU's compiler would lay time along the lanes and copy
-    the result for the kernel of attention."""
-    x = with_layout_constraint(x, HEADS_LAST)
+    """Return `_turned`, computed without an axis of length 2.
+
+    With such an axis, a TPU's compiler puts time on the lanes, and copies the result
+    for the kernel of attention. Partners are computed by an exact product with a
+    permutation matrix instead.
+    """
+    x = with_layout_constraint(x, ROW_MAJOR)
     # One pass is enough for bfloat16, whose products with 0 and 1 are exact.
     exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    turned = _turned(shape, partial(_others_by_product, exact), x, cos, sin)
-    return with_layout_constraint(turned, HEADS_LAST)
+    turned = _turned(shape, partial(_partners_by_product, exact), x, cos, sin)
+    return with_layout_constraint(turned, ROW_MAJOR)
 
 
-def _others_by_product(
-    exact: jax.lax.Precision | None,
+def _partners_by_product(
+    precision: jax.lax.Precision | None,
     shape: tuple[int, int],
     x: Float[Array, "B T N H"],
 ) -> Float[Array, "B T N H"]:
+    """Return the other feature of the pair of each feature, by a matrix product."""
     numbers = jnp.arange(x.shape[-1])
-    others = jnp.flip(numbers.reshape(shape), axis=shape.index(2) - 2)
-    swap = (numbers[:, None] == others.reshape(1, -1)).astype(x.dtype)
-    return jnp.einsum("btnh,hk->btnk", x, swap, precision=exact)
+    partners = jnp.flip(numbers.reshape(shape), axis=shape.index(2) - 2)
+    swap = (numbers[:, None] == partners.reshape(1, -1)).astype(x.dtype)
+    return jnp.einsum("btnh,hk->btnk", x, swap, precision=precision)
 
 
 def sinusoidal(
     positions: Int[Array, "*T"], width: int, base: float = 10000.0
 ) -> Float[Array, "*T {width}"]:
-    """sin(position · base^(−2i/width)) at feature 2i, and the cosine at 2i + 1.
+    """Return sin(position · base^(−2i/width)) as feature 2i, the cosine as 2i + 1.
 
-    In the default float type, or that of the positions if it is wider.
+    The result has the default float type, or that of the positions if it is wider.
 
     Raises:
         ValueError: the width is odd or below 2, or a base that is not above 0.
@@ -197,10 +212,10 @@ def sinusoidal(
 
 
 def alibi_slopes(heads: int) -> Float[Array, "N"]:
-    """One slope a head: 2^(−8(h+1)/N) for N a power of two.
+    """Return one slope per head h: 2^(−8(h+1)/N), if N is a power of two.
 
-    For any other N: the slopes of the power of two below it, then every other slope
-    of the power of two above it, beginning with the first.
+    For any other N the result has the slopes of the power of two below N, then every
+    other slope of the power of two above N, beginning with the first.
 
     Raises:
         ValueError: fewer than 1 head.
@@ -218,39 +233,42 @@ def alibi_bias(
     keys: Int[Array, "S"],
     rows: Int[Array, "T"] | None = None,
 ) -> Float[Array, "1 N #T S"]:
-    """A bias against distance for the scores, slope by slope: −m·(t − s) or −m·|t − s|.
+    """Return a bias of the scores that falls with distance, one slope m per head.
 
-    Softmax, sparsemax and entmax do not see a constant in a row. So a causal row at t
-    needs no more than m·s, of linear size and the same for all rows; it is given as
-    −m·(last − s), numbers that are small where keys are near the last. Rows far from it
-    are rounded: `alibi` of a score mechanism takes slopes, and each row's distances.
-    Without causality distances count on both sides, and `rows` gives the [T S] of them.
+    Causal attention needs only −m·(last − s), where s is the position of a key and last
+    that of the last key. It has one row for all queries, since a number that is added
+    to a whole row of scores changes no weight of softmax, sparsemax or entmax. Biases
+    of keys far from the last one have rounding errors. The option `alibi` of a score
+    mechanism avoids them: it takes the slopes, and computes the distances of each row.
+
+    Attention that is not causal needs −m·|t − s| for each row t, [T S] numbers.
 
     Args:
-        heads: how many, for the slopes of `alibi_slopes`, or the slopes themselves.
-        keys: the positions of the keys.
-        rows: None for causal attention, otherwise the positions of the queries.
+        heads: number of heads, which then have the slopes of `alibi_slopes`; or the
+            slopes.
+        keys: positions of the keys.
+        rows: positions of the queries; None for causal attention.
     Raises:
         ValueError: positions or slopes have more than one axis.
     Source: Press et al. 2021, arXiv:2108.12409, equation 2.
     """
-    one = isinstance(heads, int | np.integer)
-    given = {"slopes": alibi_slopes(int(heads)) if one else heads, "keys": keys}
+    is_count = isinstance(heads, int | np.integer)
+    values = {"slopes": alibi_slopes(int(heads)) if is_count else heads, "keys": keys}
     if rows is not None:
-        given["rows"] = rows
-    arrays = {name: as_array("alibi_bias", name, x) for name, x in given.items()}
+        values["rows"] = rows
+    arrays = {name: as_array("alibi_bias", name, x) for name, x in values.items()}
     for name, array in arrays.items():
         if array.ndim != 1:
             raise ValueError(
                 f"alibi_bias: {name} must have one axis, got {array.shape}"
             )
     slopes, keys = arrays["slopes"], arrays["keys"][None]
-    own = arrays.get("rows", arrays["keys"][-1:])[:, None]
-    # Not by abs: the difference of unsigned numbers wraps.
-    distance = (jnp.maximum(own, keys) - jnp.minimum(own, keys)).astype(slopes.dtype)
+    row = arrays.get("rows", arrays["keys"][-1:])[:, None]
+    # Without abs, since differences of unsigned integers wrap.
+    distance = (jnp.maximum(row, keys) - jnp.minimum(row, keys)).astype(slopes.dtype)
     return -slopes[None, :, None, None] * distance[None, None]
 
 
 def _frequencies(size: int, base: float, dtype: jnp.dtype) -> Float[Array, "half"]:
-    """base^(−2i/size) for each pair i of `size` features."""
+    """Return base^(−2i/size) for each pair i of `size` features."""
     return base ** (-jnp.arange(0, size, 2, dtype=dtype) / size)

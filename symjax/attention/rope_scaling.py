@@ -1,14 +1,16 @@
 """Scaled frequencies of RoPE, for texts longer than those of training.
 
-Pair i of R features turns by θ_i = base^(−2i/R) a token. With the factor s by which
-texts become longer, and n the tokens of context before:
+RoPE turns pair i of R features by θ_i = base^(−2i/R) per token. A model was trained
+with n tokens (`original_length`), and shall read texts that are s times as long
+(`factor`). The kinds of scaling replace θ_i:
 
-linear    θ_i / s: positions in steps of 1/s
-dynamic   θ_i of the base · (s L/n − s + 1)^(R/(R − 2)) while the text has L > n tokens
-yarn      θ_i / s of slow pairs, θ_i of fast ones, and between both a ramp in i; the
+linear    by θ_i / s
+dynamic   by θ_i of the base · (s L/n − s + 1)^(R/(R − 2)), for texts of L > n tokens
+yarn      by θ_i / s for slow pairs; fast pairs keep θ_i; a ramp in i between them. The
           turned features are multiplied by 0.1 ln s + 1
-llama3    θ_i / s of pairs with fewer than low_frequency_factor turns in n tokens, θ_i
-          of those with more than high_frequency_factor, between both a ramp in turns
+llama3    by θ_i / s for pairs with fewer than low_frequency_factor turns in n tokens;
+          pairs with more than high_frequency_factor turns keep θ_i; a ramp in turns
+          between them
 
 Sources: Chen et al. 2023, arXiv:2306.15595 (linear); Peng et al. 2023, arXiv:2309.00071
 (yarn, and dynamic in its appendix B); Llama Team 2024, arXiv:2407.21783 (llama3).
@@ -46,20 +48,23 @@ def rope_frequencies(
     truncate: bool = True,
     length: Int[Array, "*L"] | int = 0,
 ) -> Float[Array, "*L half"] | Float[np.ndarray, " half"]:
-    """Return what each pair of `size` features turns by a token, as `rotate` takes it.
+    """Return the angle per token of each pair of `size` features, for `rotate`.
 
-    In float64, except for "dynamic", whose numbers depend on an array.
+    The result is float64 of NumPy. For "dynamic" it is an array of the default float
+    type, since it depends on the array `length`.
 
     Args:
-        factor: how many times longer texts become.
-        original_length: of dynamic, yarn and llama3: tokens of context before.
-        low_frequency_factor, high_frequency_factor: of llama3: turns in
-            original_length tokens, up to which a pair is interpolated, and from which
-            it stays.
-        beta_fast, beta_slow: of yarn: turns in original_length tokens, from which a
-            pair stays, and up to which it is interpolated.
-        truncate: of yarn: round the ends of the ramp to pairs, outwards.
-        length: of dynamic: the tokens of each text.
+        size: R, the number of features that turn.
+        kind: "none", "linear", "dynamic", "yarn" or "llama3"; the docstring of
+            `symjax/attention/rope_scaling.py` has their formulas.
+        factor: s, the ratio of the new length of texts to `original_length`.
+        original_length: n, needed by dynamic, yarn and llama3.
+        low_frequency_factor, high_frequency_factor: for llama3, turns in n tokens.
+            Pairs with fewer turns than the first are divided by s; pairs with more
+            turns than the second are not changed.
+        beta_slow, beta_fast: the same numbers for yarn.
+        truncate: for yarn, round the ends of the ramp outwards to whole pairs.
+        length: for dynamic, L of each text.
     Raises:
         ValueError: an option is out of its range, or the kind is unknown.
     """
@@ -88,23 +93,23 @@ def rope_frequencies(
     pairs = np.arange(0, size, 2) / size
     if kind == "dynamic":
         return _dynamic(who, pairs, base, factor, original_length, length)
-    plain = float(base) ** -pairs
+    unscaled = float(base) ** -pairs
     if kind == "none":
-        return plain
+        return unscaled
     if kind == "linear":
-        return plain / factor
+        return unscaled / factor
     if kind == "yarn":
-        ends = beta_fast, beta_slow
-        kept = _kept_by_yarn(who, size, base, original_length, ends, truncate)
+        betas = beta_fast, beta_slow
+        share = _unscaled_share(who, size, base, original_length, betas, truncate)
     else:
-        turns = original_length * plain / (2 * math.pi)
+        turns = original_length * unscaled / (2 * math.pi)
         ramp = turns - low_frequency_factor
-        kept = np.clip(ramp / (high_frequency_factor - low_frequency_factor), 0, 1)
-    return (1 - kept) * plain / factor + kept * plain
+        share = np.clip(ramp / (high_frequency_factor - low_frequency_factor), 0, 1)
+    return (1 - share) * unscaled / factor + share * unscaled
 
 
 def rope_attention_factor(factor: float) -> float:
-    """Return the number that yarn multiplies turned queries and keys by, 0.1 ln s + 1.
+    """Return 0.1 ln s + 1, the factor of turned queries and keys in yarn.
 
     Raises:
         ValueError: a factor below 1.
@@ -134,7 +139,7 @@ def _dynamic(
     original_length: int,
     length: Int[Array, "*L"] | int,
 ) -> Float[Array, "*L half"]:
-    """Frequencies of a base that grows with each text, once it is longer than n."""
+    """Return frequencies whose base grows with the length of a text beyond n."""
     size = 2 * len(pairs)
     if size == 2:
         raise ValueError(f"{who}: kind 'dynamic' needs at least 4 features, got 2")
@@ -148,7 +153,7 @@ def _dynamic(
     return row(float(base) ** -pairs) * growth ** row(-pairs * size / (size - 2))
 
 
-def _kept_by_yarn(
+def _unscaled_share(
     who: str,
     size: int,
     base: float,
@@ -156,9 +161,10 @@ def _kept_by_yarn(
     betas: tuple[float, float],
     truncate: bool,
 ) -> Float[np.ndarray, " half"]:
-    """The share of θ_i that stays: 1 of fast pairs, 0 of slow ones.
+    """Return the share of θ_i that yarn does not scale: 1 for fast pairs, 0 for slow.
 
-    The ramp is linear in i, as in the published code; the paper's is in turns.
+    The ramp is linear in i, as in the published code. In the paper it is linear in
+    turns.
     """
     if base <= 1:
         raise ValueError(f"{who}: kind 'yarn' needs a base above 1, got {base}")

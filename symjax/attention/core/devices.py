@@ -67,21 +67,23 @@ def by_platform(*arrays: Any, default: Callable, **forms: Callable) -> Any:
         forms: functions of the arrays, by platform; all return the same types.
     """
     possible = platforms()
-    left = possible - forms.keys()
-    found = {name: form for name, form in forms.items() if name in possible}
-    if not found:
+    without_form = possible - forms.keys()
+    possible_forms = {name: form for name, form in forms.items() if name in possible}
+    if not possible_forms:
         return default(*arrays)
-    if len(found) == 1 and not left:
-        (form,) = found.values()
+    if len(possible_forms) == 1 and not without_form:
+        (form,) = possible_forms.values()
         return form(*arrays)
-    branches = {name: _traced_for((name,), form) for name, form in found.items()}
-    if left:
-        branches["default"] = _traced_for(tuple(sorted(left)), default)
+    branches = {
+        name: _traced_for((name,), form) for name, form in possible_forms.items()
+    }
+    if without_form:
+        branches["default"] = _traced_for(tuple(sorted(without_form)), default)
     return jax.lax.platform_dependent(*arrays, **branches)
 
 
 def _traced_for(platforms: tuple[str, ...], form: Callable) -> Callable:
-    """Return the form, in which `platforms()` returns only these platforms."""
+    """Return the form such that `platforms()` returns only these platforms in it."""
 
     def call(*arrays: Any) -> Any:
         with lowered_for(*platforms):
@@ -97,7 +99,7 @@ def backend() -> str:
 
 
 def _device_kind() -> str:
-    """Return the name that the maker gave these devices."""
+    """Return the name of the devices' model, for instance "NVIDIA H100"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
@@ -140,8 +142,10 @@ def on_hopper() -> bool:
 
 
 def on_one_device() -> bool:
-    """Return whether XLA cannot split arrays over devices: one device, or all axes of
-    the mesh are manual."""
+    """Return whether XLA cannot split arrays over devices.
+
+    There is one device, or all axes of the mesh are manual.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return jax.device_count() == 1
     return not split_by_xla()

@@ -1,4 +1,8 @@
-"""Functions on meshes: axes of any type, shardings of results, manual axes, vmap."""
+"""Functions that run on any mesh: shardings, axes of type Explicit and Manual, vmap.
+
+Engines are decorated by `on_any_mesh`, which compiles them and hides the type of the
+axes of a mesh from them. The other functions here serve it and the engines' loops.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -42,15 +46,15 @@ def batched_alike(tree: Any) -> Any:
     batched with unbatched results: they add up the cotangent of an unbatched result
     once per example. XLA removes the operations that this adds.
     """
-    none = jnp.zeros((), bool)
+    never = jnp.zeros((), bool)  # False, and batched if one of the arrays is
     for x in jax.tree.leaves(tree):
-        one = x[(0,) * x.ndim] if x.size else x.sum()
-        none |= (one != one) & False
+        element = x[(0,) * x.ndim] if x.size else x.sum()
+        never |= (element != element) & False
 
-    def alike(x: Array) -> Array:
-        return jnp.squeeze(jnp.where(none, 0, jnp.expand_dims(x, 0)), 0)
+    def batched(x: Array) -> Array:
+        return jnp.squeeze(jnp.where(never, 0, jnp.expand_dims(x, 0)), 0)
 
-    return jax.tree.map(alike, tree)
+    return jax.tree.map(batched, tree)
 
 
 def rows_alone(tokens: Any) -> P:
@@ -65,7 +69,7 @@ def rows_and_state(tokens: Any) -> tuple[P, P]:
 
 
 def rows_as(axes: tuple[Any, Any, Any], value: Array) -> P:
-    """Return a sharding by these axes and, if it is not among them, the one of V."""
+    """Return the sharding P(*axes, axis of V), without V if `axes` has its axis."""
     size = jax.typeof(value).sharding.spec[3]
     return P(*axes, None if size in axes else size)
 
@@ -80,9 +84,9 @@ def on_any_mesh(
     The function is compiled once per shape and per value of its static arguments. It
     sees arrays that all vary over the same manual axes.
 
-    Under mesh axes of type Explicit every operation would have to say how its result is
-    sharded. Inside the function XLA chooses, as it does for Auto axes; the results are
-    sharded by specs(tokens).
+    On mesh axes of type Explicit, every operation would have to declare the sharding of
+    its result. Inside the function these axes are of type Auto, so that XLA chooses
+    shardings. The results are sharded by specs(tokens).
 
     Args:
         static: names of the first arguments, which are static.
@@ -110,7 +114,7 @@ def on_any_mesh(
 
 
 def like_its_first(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Decorate a function: its result is sharded like its first array, on any mesh."""
+    """Decorate a function of arrays for any mesh; the first array shards the result."""
 
     @wraps(function)
     def call(*arrays: Array) -> Array:
@@ -120,11 +124,11 @@ def like_its_first(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _auto(function: Callable, specs: Any, arguments: Any) -> Callable:
-    """Return the function, which sees mesh axes of type Explicit as Auto ones.
+    """Return the function such that mesh axes of type Explicit are Auto inside it.
 
     Args:
-        specs: shardings of its results.
-        arguments: those that it will be called with.
+        specs: shardings of the results.
+        arguments: the arguments of the call, whose types have the mesh.
     """
     types = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arguments)]
     mesh = next((x for x in types if not x.empty), jax.sharding.get_abstract_mesh())

@@ -1,4 +1,4 @@
-"""Values of one call: its arrays, and the settings that programs are compiled for."""
+"""Arrays of one call, and the static settings of a call of a score mechanism."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from symjax.attention.core.visibility import Visibility
 
 
 class Tokens(NamedTuple):
-    """Arrays of one call of a recurrence, as they are given."""
+    """Arrays of one call of a recurrence, as the caller passed them."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
@@ -72,7 +72,7 @@ class Operands(NamedTuple):
     def map_rows(self, function: Callable) -> "Operands":
         """Return the operands with function(array, axis of rows) applied.
 
-        It is applied to every array that may have an axis of rows.
+        The function is applied to every array that may have an axis of rows.
         """
         visibility = self.visibility
         return self._replace(
@@ -90,8 +90,8 @@ class Operands(NamedTuple):
     def map_keys(self, function: Callable) -> "Operands":
         """Return the operands with function(array, axis of keys) applied.
 
-        It is applied to every array that may have an axis of keys. Arrays of the
-        visibility also pass a fill value, see `Visibility.map_keys`.
+        The function is applied to every array that may have an axis of keys. For arrays
+        of the visibility it also gets a fill value, see `Visibility.map_keys`.
         """
         return self._replace(
             key=function(self.key, 2),
@@ -102,16 +102,16 @@ class Operands(NamedTuple):
 
 
 class ScoreSettings(NamedTuple):
-    """Static settings of one call of a score mechanism; programs are compiled for them.
+    """Static settings of one call of a score mechanism. Each value compiles a program.
 
     Attributes:
-        weights: the row weights of the mechanism.
+        weights: function that computes the weights of rows from their scores.
         scale: factor of the scores; None if it is known only at run time.
         length_base: base of the entropy-invariant scale, or None.
         offset: position of row 0 among the keys; None if known only at run time.
         whole: compute all rows as one block, without checkpointing.
         dtypes: types in which keys and values are multiplied.
-        block_rows, extents, few_keys: sizes of blocks, see the constants of
+        block_rows, extents, few_keys: sizes of blocks; see the constants of
             `symjax.attention.scores.rows`.
     """
 
@@ -127,8 +127,10 @@ class ScoreSettings(NamedTuple):
 
 
 def rows_spec(operands: Operands) -> P:
-    """Return the sharding of output rows: that of queries, with heads as in values if
-    pairs of query heads make one output head."""
+    """Return the sharding of output rows, which is that of the queries.
+
+    If two query heads make one output head (`lam`), heads are sharded as in the values.
+    """
     batch, heads, time, _ = jax.typeof(operands.query).sharding.spec
     if operands.lam is not None:
         heads = jax.typeof(operands.value).sharding.spec[1]

@@ -4,8 +4,8 @@ All devices hold parts of time of the same length, in the order of the axis. Sco
 mechanisms need the keys of the other parts. Recurrences need only the state after the
 parts before, and none of their keys.
 
-Nothing here sums over devices (`psum`). So the gradients of any loss of the devices'
-outputs are those of the function over all of time.
+Nothing here sums over devices (`psum`). So a loss of the outputs of all devices has the
+same gradients as without a split.
 
 A segment is a run of equal ids; its tokens see no token of another segment.
 """
@@ -32,12 +32,12 @@ def starts(ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 def gather(tree: Any, axis_name: str) -> Any:
-    """Return arrays [B T …] of all of time, from those of each device."""
+    """Return arrays [B T …] with the tokens of all devices."""
 
-    def whole(x: Array) -> Array:
+    def gather_array(x: Array) -> Array:
         return jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(gather_array, tree)
 
 
 def first_token(query: Array, key: Array, axis_name: str) -> Int[Array, ""]:
@@ -77,7 +77,7 @@ def around_ring(
     local: Any,
     moving: Any,
 ) -> tuple[Any, Any]:
-    """Send `moving` around the ring of devices; each device meets that of every other.
+    """Pass arrays around the ring of devices, so that each device meets those of all.
 
     Every turn computes (local, moving) ← meet(local, moving, source) on each device,
     with the index `source` of the device that `moving` began on. Then each device
@@ -102,7 +102,7 @@ def if_seen(
     visit: Callable[[Any], Any],
     start: Any,
 ) -> Any:
-    """Return visit(start), or `start` if the window hides all keys of another device.
+    """Return visit(start), or `start` if the window hides all keys of a device.
 
     Args:
         length: number of tokens of a device.
@@ -120,7 +120,7 @@ def if_seen(
 
 
 def pass_on(tree: Any, axis_name: str) -> Any:
-    """Send arrays to the next device of a ring; return those of the device before."""
+    """Send arrays to the next device of a ring; return those of the previous device."""
     count = jax.lax.axis_size(axis_name)
     ring = [(device, (device + 1) % count) for device in range(count)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, ring), tree)
@@ -164,7 +164,7 @@ def segment_state_before(
     segment: Int[Array, "B T"] | None,
     axis_name: str,
 ) -> Any:
-    """Return the state before the first token of this device, of its segment alone.
+    """Return the state of the first token's segment before that token.
 
     Args:
         own: the state of the last segment on this device, arrays [B …].
@@ -184,10 +184,10 @@ def segment_state_before(
     return choose(before == segment[:, 0], state, empty)
 
 
-def choose(where: Array, one: Any, two: Any) -> Any:
-    """Return state `one` for the examples where `where` [B] is True, else `two`."""
+def choose(condition: Array, chosen: Any, otherwise: Any) -> Any:
+    """Return `chosen` for examples where `condition` [B] is True, else `otherwise`."""
 
     def pick(a: Array, b: Array) -> Array:
-        return jnp.where(where.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
+        return jnp.where(condition.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
 
-    return jax.tree.map(pick, one, two)
+    return jax.tree.map(pick, chosen, otherwise)

@@ -1,7 +1,6 @@
 """Visibility of keys to rows: masks, causality, windows, segments.
 
-The scale by which entropy-invariant attention multiplies the scores of a row is here,
-too, since it depends on the number of keys that the row sees.
+`length_scale` is here because it depends on the number of keys that a row sees.
 """
 
 import math
@@ -39,8 +38,8 @@ class Visibility:
         mask: True = attend.
         row_segments, key_segments: the number of the segment of each token.
         window: (left, right); None means no bound. Causal attention has right = 0.
-        mask_self: hide the own position of a row, unless it sees nothing else.
-        length: number of all keys, of which `keys` may be a part.
+        mask_self: hide the key at the position of a row, unless it sees no other key.
+        length: number of all keys; `keys` may have fewer.
         consecutive: whether each row is one position after the row before it.
     """
 
@@ -57,8 +56,8 @@ class Visibility:
     def map_keys(self, function: Callable) -> "Visibility":
         """Return the visibility with function(array, axis of keys, fill) applied.
 
-        It is applied to every array with an axis of keys. `fill` is the value for keys
-        that the function adds, 0 if it is left out.
+        The function is applied to every array with an axis of keys. `fill` is the value
+        for keys that the function adds, 0 if it is not passed.
         """
         return replace(
             self,
@@ -72,9 +71,9 @@ class Visibility:
         return self.rows[:, None, :, None] - self.keys[:, None, None, :]
 
     def pairs(self) -> Bool[Array, "#B #N #t s"] | None:
-        """Return True for the pairs (row, key) that see each other; None: all do."""
+        """Return True for the pairs in which the row sees the key; None means all."""
         (left, right), allowed = self.window, []
-        if self.mask is not None:  # with one entry per key, so that keys can be counted
+        if self.mask is not None:  # one entry per key, so that `count` can add them up
             shape = (*self.mask.shape[:3], self.keys.shape[1])
             allowed.append(jnp.broadcast_to(self.mask, shape))
         if left is not None:
@@ -148,27 +147,27 @@ def visible_keys(
     return jnp.broadcast_to(mask[:, 0, 0], (batch, length))
 
 
-def only_seen(
-    seen: Bool[Array, "#B #S"], *arrays: Shaped[Array, "B S K _"]
+def hidden_as_zero(
+    visible: Bool[Array, "#B #S"], *arrays: Shaped[Array, "B S K _"]
 ) -> tuple[Array, ...]:
-    """Return keys, values and other arrays of keys, with 0 for keys that are not seen.
+    """Return keys, values and other arrays of keys, with 0 for hidden keys.
 
-    NaN and infinity in unseen keys then reach no output and no gradient. NaN in a query
-    still reaches its own row, and may reach the gradient of every key, seen or not,
+    NaN and infinity in hidden keys then reach no output and no gradient. NaN in a query
+    still reaches its own row, and may reach the gradient of every key, hidden or not,
     because 0 · NaN is NaN. Set queries of padding to zero.
     """
-    return tuple(jnp.where(seen[:, :, None, None], x, 0) for x in arrays)
+    return tuple(jnp.where(visible[:, :, None, None], x, 0) for x in arrays)
 
 
-SHORTEST = 16  # the length scale of fewer visible keys is that of so many
+SHORTEST = 16  # fewer visible keys have the length scale of this number
 
 
 def length_scale(visible: Int[Array, "*shape"], base: float) -> Shaped[Array, "*shape"]:
     """Return log n / log base, the entropy-invariant factor of a row with n keys.
 
-    In a causal model n differs by row, so that decoding token by token gives the rows
-    of the whole sequence. Counts below 16 count as 16: the factor would otherwise
-    flatten the weights of short rows.
+    In a causal model each row has its own n, so that decoding token by token computes
+    the same rows as the whole sequence. If n is below 16, the factor is that of 16: a
+    smaller factor would flatten the weights of short rows.
 
     Args:
         visible: numbers n of keys that rows see.

@@ -11,7 +11,7 @@ from symjax.attention.core.feature_maps import Features
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import TILE
 from symjax.attention.core.sequence import segment_runs, starts
-from symjax.attention.core.visibility import only_seen, visible_keys
+from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 
 # The checkpoint_name of the outputs of forward kernels: where a policy of
 # `jax.checkpoint` saves them, the backward pass does not run that kernel again.
@@ -65,7 +65,7 @@ def seen_decays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> 
         log_decay = jnp.broadcast_to(log_decay, shape).astype(jnp.float32)
     if visible is not None:
         if log_decay is not None:
-            (log_decay,) = only_seen(visible, log_decay)
+            (log_decay,) = hidden_as_zero(visible, log_decay)
         if beta is not None:
             beta = jnp.where(visible[..., None], beta, 0)
     if log_decay is not None:
@@ -116,7 +116,7 @@ class VisibleTokens(NamedTuple):
         visible = segment = None
         if mask is not None:
             visible = visible_keys(mask, *key.shape[:2])
-            key, value = only_seen(visible, key, value)
+            key, value = hidden_as_zero(visible, key, value)
         if segment_ids is not None:
             segment = segment_runs(segment_ids)
         return cls(query, key, value, visible, segment)

@@ -19,7 +19,7 @@ from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.operands import Operands, RowWeights, ScoreSettings
 from symjax.attention.core.options import Option, chosen
 from symjax.attention.core.sequence import first_token, gather, segment_runs_over
-from symjax.attention.core.visibility import Visibility, only_seen
+from symjax.attention.core.visibility import Visibility, hidden_as_zero
 from symjax.attention.kernels import dispatch
 from symjax.attention.scores import rows
 from symjax.attention.scores.arguments import ScoreArguments
@@ -238,7 +238,7 @@ def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
     if gathers_keys and arguments.axis_name is not None:
         key, value = gather((key, value), arguments.axis_name)
     if gathers_keys and mask is not None:
-        key, value = only_seen(mask.any(axis=(1, 2)), key, value)
+        key, value = hidden_as_zero(mask.any(axis=(1, 2)), key, value)
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     if alibi is not None:
         alibi = alibi.astype(wide)[None, :, None, None]

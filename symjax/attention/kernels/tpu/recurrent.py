@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
-from symjax.attention.core.visibility import only_seen
+from symjax.attention.core.visibility import hidden_as_zero
 from symjax.attention.kernels.operands import (
     MOST_FEATURES,
     RESIDUAL,
@@ -111,7 +111,7 @@ class TpuFeatures(NamedTuple):
             query = maps.query(query.astype(jnp.float32), None).amplitude
             key = maps.key(key.astype(jnp.float32), None).amplitude
             if visible is not None:
-                (key,) = only_seen(visible, key)
+                (key,) = hidden_as_zero(visible, key)
         given = Inputs(
             query, key, value, random=random, visible=visible, segment=segment
         )

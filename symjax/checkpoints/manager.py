@@ -148,10 +148,10 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: only `Interrupts` asks jax about preemption.
 
-        jax counts the calls of all processes, one after each step, and agrees on one of
-        them. Orbax would call it in a save with the number of the step. jax would then
-        agree on a call that is past or far ahead, and the run would stop never or much
-        later.
+        jax counts the calls of all processes, one after each step, and the processes
+        agree on the number of the call at which they stop. Orbax would add calls in its
+        saves, with the number of the step. The processes would then agree on a number
+        that is past or far ahead, and the run would never stop, or much too late.
         """
         return False
 

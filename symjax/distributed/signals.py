@@ -61,9 +61,9 @@ class Interrupts:
     def due(self) -> signal.Signals | None:
         """Return the signal to end for now, the same in every process, or None.
 
-        All processes must call this equally often: once after every step, and a few
-        times before the first. With several processes a signal is returned about a
-        second after it came.
+        All processes must call this equally often: at the same places of the program
+        before the first step, and once after every step. With several processes a
+        signal is returned about a second after it came.
         """
         if not is_distributed():
             return self.received

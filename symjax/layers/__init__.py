@@ -22,8 +22,10 @@ weights of a model and matches them all: a weight that no rule matches is an err
 
 Choices that differ by layer. `config.mechanism_of` reads the mechanism of a layer from
 model.pattern. Its options come from `validate.mechanism_options(options, depth)`, which
-gives all layers of one mechanism the same options today: a window in every second layer
-of softmax needs a key in `symjax.config`, and this function.
+gives all layers of one mechanism the same options. Options that differ, such as a
+window in every second layer of softmax, need three changes: a key in `symjax.config`,
+this function, and `model.period` in `symjax.models.transformer`, since
+model.scan_layers refuses a period whose blocks differ from those of the next one.
 """
 
 from typing import Any

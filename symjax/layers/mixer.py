@@ -134,9 +134,10 @@ class Mixer:
         """Write keys and values to the cache and attend to the cache.
 
         `positions` hide keys that are not yet written, and keys of padding until later
-        tokens overwrite them. A static prefix of the cache is read: the smallest of
-        `_prefixes` that holds all written keys, at most twice as long as they are, or
-        511. The option `implementation` concerns whole rows alone.
+        tokens overwrite them. The smallest prefix of `_prefixes` that holds all written
+        keys is read. It is at most twice as long as the written keys, except that the
+        shortest prefix has 256 to 511 keys. The option `implementation` is for whole
+        rows only.
         """
         count, room = operands["query"].array.shape[1], cache.key.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)

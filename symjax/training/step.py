@@ -129,7 +129,7 @@ class Steps(NamedTuple):
     def loss(
         self, params, constants, inputs, targets, key, count
     ) -> tuple[Array, Array]:
-        """Return the share of a micro-batch in the batch: (minimised, reported loss).
+        """Return a micro-batch's contribution to the losses: (minimised, reported).
 
         Losses and z-losses are sums over targets, divided by the number of targets of
         the whole batch. Ponder costs are sums over all tokens, divided by the number of

@@ -63,8 +63,9 @@ ALIASES = {"fused": "tpu", "hopper": "gpu_differential"}
 
 
 def present_name(implementation: str) -> str:
-    """Return the present name of an implementation."""
-    return ALIASES.get(implementation, implementation)
+    """Return the present name of an implementation; any other value as it is."""
+    known = isinstance(implementation, str) and implementation in ALIASES
+    return ALIASES[implementation] if known else implementation
 
 
 def run_recurrence(

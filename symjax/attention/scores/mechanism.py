@@ -187,7 +187,7 @@ class ScoreMechanism:
         if name is None:
             return None
         known = dispatch.present_name(name)
-        if known not in self.implementations:
+        if not isinstance(known, str) or known not in self.implementations:
             check_choice(self.name, "implementation", name, self.implementations)
         return known
 

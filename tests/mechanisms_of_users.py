@@ -3,7 +3,7 @@
 import contextlib
 
 from symjax import imports
-from symjax.attention.tables import BUILT_IN, TABLES
+from symjax.attention.mechanisms import BUILT_IN, TABLES
 from symjax.imports import running
 from symjax.layers.parts.table import PARTS
 

@@ -112,17 +112,33 @@ def modules_of_attention(path):
     return {x for x in MODULES if any(y == x or y.startswith(f"{x}.") for y in names)}
 
 
-@pytest.mark.parametrize("path", ATTENTION.glob("*.py"), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(ATTENTION.glob("*.py")), ids=lambda path: path.stem
+)
 def test_a_mechanism_imports_no_kernel(path):
     """It names the family of its kernels, and `kernels.dispatch` chooses."""
     assert not [x for x in modules_of_attention(path) if ".kernels." in x]
 
 
-def test_no_import_inside_attention_leads_back():
+@pytest.mark.parametrize(
+    "path",
+    sorted((ATTENTION / "kernels").rglob("*.py")),
+    ids=lambda path: str(path.relative_to(ATTENTION / "kernels")),
+)
+def test_a_kernel_imports_only_the_core_and_kernels(path):
+    parts = {x.split(".")[2] for x in modules_of_attention(path)}
+    assert parts <= {"core", "kernels"}
+
+
+def test_no_import_inside_attention_leads_back_and_levels_are_few():
+    """Adapters of kernels are imported by `kernels.dispatch` when they are called."""
     left = {name: modules_of_attention(path) - {name} for name, path in MODULES.items()}
+    levels = 0
     while free := {name for name, needed in left.items() if not needed & left.keys()}:
         left = {name: needed for name, needed in left.items() if name not in free}
+        levels += 1
     assert not left
+    assert levels <= 8
 
 
 def test_configurations_are_data():

@@ -50,6 +50,7 @@ from symjax.attention.matrix_function import matrix_function
 from symjax.attention.mechanisms import (
     BIDIRECTIONAL,
     MECHANISMS,
+    TABLES,
     Mechanism,
     table,
 )
@@ -71,7 +72,6 @@ from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.softmax import softmax
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.symmetric import symmetric, symmetric_key
-from symjax.attention.tables import TABLES
 
 __all__ = [
     "BIDIRECTIONAL",

@@ -250,7 +250,7 @@ def _settings(
         fixed_divisor(f"{who}: {name}", group_size if value is None else value)
         for name, value in (("divisor", divisor), ("linear_divisor", linear_divisor))
     )
-    return FlashSettings(group_size, is_causal, float(near), float(far))
+    return FlashSettings(group_size, is_causal, SquaredReLU(float(near)), float(far))
 
 
 def _empty_like(tokens: FlashTokens, group_size: int) -> FlashState:

@@ -7,14 +7,19 @@ name.
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from symjax.attention.core.options import Option
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
 from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
 from symjax.attention.features import PLAIN
 from symjax.attention.flash import flash, flash_causal, flash_state, flash_step
-from symjax.attention.gated_linear import decay_causal, decay_state, decay_step
+from symjax.attention.gated_linear import (
+    LOG_DECAYS,
+    decay_causal,
+    decay_state,
+    decay_step,
+)
 from symjax.attention.gau import gau
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
 from symjax.attention.matrix_function import matrix_function
@@ -198,6 +203,19 @@ BIDIRECTIONAL = {
     name: mechanism
     for name, mechanism in MECHANISMS.items()
     if mechanism.causal is None and not mechanism.is_causal
+}
+
+
+# Tables that users may add to, by kind. `symjax.imports` watches them.
+TABLES: dict[str, tuple[dict[str, Any], ...]] = {
+    "mechanism": (MECHANISMS,),
+    "features": (PLAIN, RANDOM_FEATURES),
+    "decay": (LOG_DECAYS,),
+}
+# The names that symjax itself has: this file is imported before any code of a user.
+BUILT_IN = {
+    kind: frozenset(name for table in tables for name in table)
+    for kind, tables in TABLES.items()
 }
 
 

@@ -186,11 +186,11 @@ def _note(key: str, source: Source) -> None:
     Raises:
         ValueError: it replaces an entry of symjax or of other code.
     """
-    from symjax.attention import tables
+    from symjax.attention import mechanisms
 
     for entry in source.adds:
         kind, _, name = entry.partition(" ")
-        if name in tables.BUILT_IN[kind]:
+        if name in mechanisms.BUILT_IN[kind]:
             raise ValueError(
                 f"{source.name} replaces {entry}, which symjax has: choose another name"
             )
@@ -213,6 +213,6 @@ def _added(before: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _tables() -> list[tuple[str, dict[str, Any]]]:
-    from symjax.attention import tables
+    from symjax.attention import mechanisms
 
-    return [(kind, table) for kind, some in tables.TABLES.items() for table in some]
+    return [(kind, table) for kind, some in mechanisms.TABLES.items() for table in some]

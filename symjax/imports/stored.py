@@ -89,9 +89,11 @@ def differences(stored: Any, model: Any, where: str) -> list[str]:
 
 def unaccounted(model: Any) -> list[str]:
     """Return entries of a model that neither symjax nor any import has added."""
-    from symjax.attention import tables
+    from symjax.attention import mechanisms
 
-    known = {f"{kind} {x}" for kind, names in tables.BUILT_IN.items() for x in names}
+    known = {
+        f"{kind} {x}" for kind, names in mechanisms.BUILT_IN.items() for x in names
+    }
     known |= {entry for source in running.ran.values() for entry in source.adds}
     return sorted((_entries_of(model) & running.entries().keys()) - known)
 

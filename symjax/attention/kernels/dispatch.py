@@ -1,20 +1,37 @@
-"""The table of kernels, and the rule that decides whether a call runs on one.
+"""Dispatch of calls to kernels: the only place that decides what computes a call.
 
-A kernel is written for a family of mechanisms and for a platform. A call runs on the
-first kernel of its family for which all of these hold:
+A kernel computes one family of mechanisms on one platform. `KERNELS` lists them. A call
+of a score mechanism has the family "softmax"; a call of a recurrence has the family
+that its `kernel` names. The first kernel of the family that passes all of these tests
+computes the call:
 
-- The program may be for the kernel's platform (`core.devices`): a TPU of v4 or later
-  without jax's 64-bit types, or an NVIDIA GPU with tensor cores for bfloat16.
-- The call is made for one device: outside of a mesh on a machine that has one, or in a
-  `jax.shard_map`, as layers under a mesh do. XLA cannot split a kernel over devices.
-- The kernel supports the arguments, so that its `refusal` is None.
+1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
+   without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
+2. The call is made for one device: no mesh on a machine with one device, or inside
+   `jax.shard_map`, where layers under a mesh call mechanisms. XLA cannot split a kernel
+   over devices.
+3. Softmax only: the call has at least 128 query rows, and the mechanism has the kernel
+   among its implementations.
+4. The kernel supports the arguments: its `refusal` returns None.
 
-All other calls run their fallback in XLA, and so do other platforms for which the same
-program is lowered.
+If no kernel passes, XLA computes the call by its fallback. Softmax, for instance, runs
+
+- on a CPU by blocks of rows in XLA (`scores.rows`), since no kernel is for a CPU;
+- on a TPU by `tpu.attention.TpuSoftmax`;
+- on an H100 by `gpu.differential.GpuDifferential` if it is differential (V1), else by
+  `gpu.cudnn.CudnnSoftmax`.
+
+If one program is lowered for several platforms, the kernel computes the call on its own
+platform and the fallback on the others. `implementation=` of softmax names a kernel and
+skips these tests: `run_named` raises if the kernel refuses the call.
+
+A module of a kernel is imported when a call first asks it. So a CPU imports none, and
+Mosaic GPU is only needed on machines that run its kernels.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
 
 from jaxtyping import Array, Float
 
@@ -22,43 +39,64 @@ from symjax.attention.core.devices import by_platform, on_cuda, on_one_device, o
 from symjax.attention.core.meshes import on_any_mesh, rows_alone
 from symjax.attention.core.operands import Operands, ScoreSettings, Tokens, rows_spec
 from symjax.attention.core.products import TILE
-from symjax.attention.kernels.gpu.cudnn import CudnnSoftmax
-from symjax.attention.kernels.gpu.differential import GpuDifferential
-from symjax.attention.kernels.gpu.normalised import GpuFeatures
-from symjax.attention.kernels.gpu.recurrent import GpuDecay, GpuDelta
-from symjax.attention.kernels.tpu.attention import TpuSoftmax
-from symjax.attention.kernels.tpu.recurrent import TpuDecay, TpuDelta, TpuFeatures
 
 
 class Kernel(Protocol):
     """A kernel with the static half of a call: a recurrence or `ScoreSettings`.
 
-    It is hashable. It gets the arrays of a call: `Operands` of scores, or the `Tokens`
-    and parameters of a recurrence. A kernel of scores has the `name` that
-    `implementation` gives it.
+    Kernels are hashable. Its methods take the arrays of a call: `Operands` of scores, or the `Tokens` and
+    parameters of a recurrence.
     """
 
-    def refusal(self, *given: Any) -> str | None:
+    def refusal(self, *arrays: Any) -> str | None:
         """Return why the kernel does not support the call; None if it does."""
         ...
 
-    def attend(self, *given: Any) -> Array:
+    def attend(self, *arrays: Any) -> Array:
         """Return the rows of the call; the last argument computes them in XLA."""
         ...
 
 
-KERNELS: dict[tuple[str, str], tuple[Callable[..., Any], ...]] = {
-    ("softmax", "tpu"): (TpuSoftmax,),
-    ("softmax", "cuda"): (GpuDifferential, CudnnSoftmax),
-    ("features", "tpu"): (TpuFeatures,),
-    ("features", "cuda"): (GpuFeatures,),
-    ("decay", "tpu"): (TpuDecay,),
-    ("decay", "cuda"): (GpuDecay,),
-    ("delta", "tpu"): (TpuDelta,),
-    ("delta", "cuda"): (GpuDelta,),
+class KernelSource(NamedTuple):
+    """The class of a kernel, imported when it is first called.
+
+    Attributes:
+        module: its module in `symjax.attention.kernels`.
+        implementation: its name as `implementation=` of softmax.
+    """
+
+    module: str
+    class_name: str
+    implementation: str | None = None
+
+    def __call__(self, static: Any) -> Kernel:
+        """Return the kernel with the static half of a call."""
+        module = import_module(f"symjax.attention.kernels.{self.module}")
+        return getattr(module, self.class_name)(static)
+
+
+# (family, platform) → kernels, the preferred one first.
+KERNELS: dict[tuple[str, str], tuple[KernelSource, ...]] = {
+    ("softmax", "tpu"): (KernelSource("tpu.attention", "TpuSoftmax", "tpu"),),
+    ("softmax", "cuda"): (
+        KernelSource("gpu.differential", "GpuDifferential", "gpu_differential"),
+        KernelSource("gpu.cudnn", "CudnnSoftmax", "cudnn"),
+    ),
+    ("features", "tpu"): (KernelSource("tpu.recurrent", "TpuFeatures"),),
+    ("features", "cuda"): (KernelSource("gpu.recurrent", "GpuFeatures"),),
+    ("decay", "tpu"): (KernelSource("tpu.recurrent", "TpuDecay"),),
+    ("decay", "cuda"): (KernelSource("gpu.recurrent", "GpuDecay"),),
+    ("delta", "tpu"): (KernelSource("tpu.recurrent", "TpuDelta"),),
+    ("delta", "cuda"): (KernelSource("gpu.recurrent", "GpuDelta"),),
 }
 PLATFORMS = {"tpu": on_tpu, "cuda": on_cuda}
-# Former names of implementations, by which configurations and calls may name them.
+NAMED: dict[str, Callable[[Any], Kernel]] = {
+    kernel.implementation: kernel
+    for kernels in KERNELS.values()
+    for kernel in kernels
+    if kernel.implementation is not None
+}
+# Former names of implementations, which configurations and calls may still use.
 ALIASES = {"fused": "tpu", "hopper": "gpu_differential"}
 
 
@@ -71,18 +109,18 @@ def present_name(implementation: str) -> str:
 def run_recurrence(
     recurrence: Any, tokens: Tokens, parameters: Any, fallback: Callable
 ) -> Float[Array, "B T N V"]:
-    """Return rows of a recurrence that begins without a state.
+    """Return the rows of a recurrence that starts with an empty state.
 
     Args:
-        recurrence: its `kernel` names the family of its kernels, if there are any.
-        fallback: the same in XLA, a hashable function of tokens and parameters.
+        recurrence: its attribute `kernel` is the family of its kernels, or None.
+        fallback: (tokens, parameters) → the same rows in XLA. Hashable.
     """
-    given = tokens, parameters
-    family = getattr(recurrence, "kernel", None)
-    for platform, kernel in _kernels(family, recurrence):
-        if kernel.refusal(*given) is None:
-            return _tokens_by_platform(platform, kernel, fallback, *given)
-    return fallback(*given)
+    arrays = tokens, parameters
+    for platform, source in _sources(getattr(recurrence, "kernel", None)):
+        kernel = source(recurrence)
+        if kernel.refusal(*arrays) is None:
+            return _tokens_by_platform(platform, kernel, fallback, *arrays)
+    return fallback(*arrays)
 
 
 def run_scores(
@@ -91,25 +129,28 @@ def run_scores(
     operands: Operands,
     fallback: Callable,
 ) -> Float[Array, "B N T V"]:
-    """Return rows of a score mechanism, which names the kernels that may compute them.
+    """Return the rows of a score mechanism.
 
     Args:
-        fallback: the same in XLA, a hashable function of the operands.
+        names: implementations that the mechanism has.
+        fallback: operands → the same rows in XLA. Hashable.
     """
     if operands.query.shape[2] >= TILE:
-        for platform, kernel in _kernels("softmax", settings):
-            if kernel.name in names and kernel.refusal(operands) is None:
-                return _rows_by_platform(platform, kernel, fallback, operands)
+        for platform, source in _sources("softmax"):
+            if source.implementation in names:
+                kernel = source(settings)
+                if kernel.refusal(operands) is None:
+                    return _rows_by_platform(platform, kernel, fallback, operands)
     return fallback(operands)
 
 
 def run_named(
     name: str, settings: ScoreSettings, operands: Operands, fallback: Callable
 ) -> Float[Array, "B N T V"]:
-    """Return rows of softmax by the kernel of this name.
+    """Return the rows of softmax by the kernel of this name.
 
     Raises:
-        ValueError: it does not support these operands; the message says why.
+        ValueError: the kernel does not support the call; the message says why.
     """
     kernel = NAMED[name](settings)
     if reason := kernel.refusal(operands):
@@ -119,27 +160,21 @@ def run_named(
     return kernel.attend(operands, fallback)
 
 
-NAMED = {
-    kernel.name: kernel
-    for (family, _), kernels in KERNELS.items()
-    if family == "softmax"
-    for kernel in kernels
-}
-
-
-def _kernels(family: str | None, static: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the kernels of a family for the platforms of the program, with these."""
+def _sources(family: str | None) -> Iterator[tuple[str, KernelSource]]:
+    """Yield the kernels of a family that pass tests 1 and 2, and their platforms."""
     if family is not None and on_one_device():
         for platform, present in PLATFORMS.items():
             if present():
-                for kernel in KERNELS.get((family, platform), ()):
-                    yield platform, kernel(static)
+                for source in KERNELS.get((family, platform), ()):
+                    yield platform, source
 
 
-def _by_platform(platform: str, kernel: Kernel, fallback: Callable, *given: Any) -> Any:
+def _by_platform(
+    platform: str, kernel: Kernel, fallback: Callable, *arrays: Any
+) -> Any:
     return by_platform(
-        **{platform: lambda: kernel.attend(*given, fallback)},
-        default=lambda: fallback(*given),
+        **{platform: lambda: kernel.attend(*arrays, fallback)},
+        default=lambda: fallback(*arrays),
     )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.feature_maps import Features
+from symjax.attention.core.feature_maps import Features, LogFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import TILE
 from symjax.attention.core.sequence import segment_runs, starts
@@ -37,13 +37,18 @@ def unsupported(tokens: Tokens) -> str | None:
     return None
 
 
+def key_features(maps: Features, key: Array, parameters: Any) -> LogFeatures:
+    """Return the shapes of the features of keys, without computing them."""
+    like = jax.ShapeDtypeStruct(key.shape, jnp.float32)
+    return jax.eval_shape(maps.key, like, parameters)
+
+
 def feature_count(maps: Features, key: Array, parameters: Any) -> int | None:
     """Return the number of features of a key, without computing them.
 
     It is None if they have both an amplitude and an exponent.
     """
-    like = jax.ShapeDtypeStruct(key.shape, jnp.float32)
-    parts = jax.tree.leaves(jax.eval_shape(maps.key, like, parameters))
+    parts = jax.tree.leaves(key_features(maps, key, parameters))
     return parts[0].shape[3] if len(parts) == 1 else None
 
 

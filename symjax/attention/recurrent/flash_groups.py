@@ -25,7 +25,6 @@ from symjax.attention.core import operands
 from symjax.attention.core.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.core.products import products, sum_dtype
 from symjax.attention.core.sequence import starts
-from symjax.attention.gau import SquaredReLU
 from symjax.attention.recurrent.chunks import (
     Chunk,
     Span,
@@ -106,12 +105,13 @@ class FlashSettings(NamedTuple):
 
     Attributes:
         group_size: tokens of a group.
-        divisor, linear_divisor: divisors of the near and of the far part.
+        weights: row weights of the near part.
+        linear_divisor: divisor of the far part.
     """
 
     group_size: int
     is_causal: bool
-    divisor: float
+    weights: operands.RowWeights
     linear_divisor: float
 
 
@@ -236,7 +236,7 @@ def step(
         _put(old.astype(jnp.promote_types(old.dtype, x.dtype)), x, state.place)
         for old, x in zip(state[:3], new, strict=True)
     )
-    attend = ScoreMechanism("flash_step", SquaredReLU(settings.divisor))
+    attend = ScoreMechanism("flash_step", settings.weights)
     near = attend(tokens.query, key, _in_range(value), scale=scale)
     far = _read_sums(tokens.linear_query, state.sums) / settings.linear_divisor
     full = state.place + 1 == settings.group_size
@@ -290,7 +290,7 @@ def _attend_whole_groups(
     batch, length, heads = tokens.query.shape[:3]
     count = batch * (length // size)
     grouped = jax.tree.map(lambda x: x.reshape(count, size, *x.shape[2:]), tokens)
-    near = ScoreMechanism("flash", SquaredReLU(settings.divisor))(
+    near = ScoreMechanism("flash", settings.weights)(
         grouped.query,
         grouped.key,
         _in_range(grouped.value),

@@ -56,6 +56,11 @@ from symjax.attention.core.feature_maps import (
     row_shift,
 )
 from symjax.attention.core.products import einsum, products, sum_dtype
+from symjax.attention.core.underflow import (
+    exact_product,
+    exact_rows,
+    recompute_underflow,
+)
 from symjax.attention.recurrent.cancellation import read_around_mean
 from symjax.attention.recurrent.chunks import (
     Chunk,
@@ -66,11 +71,6 @@ from symjax.attention.recurrent.chunks import (
     time_first,
 )
 from symjax.attention.recurrent.recurrence import Schedule
-from symjax.attention.recurrent.underflow import (
-    exact_product,
-    exact_rows,
-    recompute_underflow,
-)
 
 
 class LinearState(NamedTuple):

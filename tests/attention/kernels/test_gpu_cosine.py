@@ -29,7 +29,7 @@ from laws import close, same
 from symjax.attention import cosine_causal
 from symjax.attention.core.operands import Tokens
 from symjax.attention.cosine import RECURRENCE
-from symjax.attention.kernels.gpu.normalised import GpuFeatures
+from symjax.attention.kernels.gpu.recurrent import GpuFeatures
 
 
 def arrays(length, size, value_size, seed=0):

@@ -32,14 +32,11 @@ from symjax.attention.core.devices import lowered_for
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.features import PLAIN
-from symjax.attention.kernels.gpu.chunks import pad_to_chunks
 from symjax.attention.kernels.gpu.feature_operands import (
     FeatureForm,
-    SegmentNumbers,
-    pad_features,
     rounded,
 )
-from symjax.attention.kernels.gpu.normalised import GpuFeatures, _quick
+from symjax.attention.kernels.gpu.recurrent import GpuFeatures, _rows_and_underflow
 from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.recurrent import engine
 from symjax.attention.recurrent.normalised import Normalised
@@ -126,16 +123,9 @@ def test_rows_that_lost_their_keys_are_exact_all_the_same():
     key[:, :50] *= 4
     key[:, 50:] /= 8
     given = query, key, value
-    ids = SegmentNumbers(*(np.zeros((B, 256), np.int32),) * 2)
-    maps, random = ODD.kernel.recurrence.features, ODD.random()
-    exponents = (
-        pad_features(pad_to_chunks(form(jnp.float32(x), random).exponent), -np.inf)
-        for form, x in ((maps.query, query), (maps.key, key))
-    )
-    quick = _quick(
-        FeatureForm(True, None, True), ids, (*exponents, pad_to_chunks(value))
-    )
-    assert quick[1][:, :50].all()
+    maps, inputs = ODD.kernel.recurrence.features, (*given, ODD.random())
+    _, underflows = _rows_and_underflow(maps, True, (None, None), inputs)
+    assert underflows[:, :50].all()
     seen = seen_by(ODD.length, "segment_ids")
     rows = np.asarray(ODD.attend(*given, **seen), np.float32)
     wanted = np.asarray(ODD.scan(*(np.float32(x) for x in given), **seen))

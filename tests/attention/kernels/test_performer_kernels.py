@@ -163,7 +163,7 @@ def test_other_machines_features_and_lengths_take_the_scan():
     def served(features, tokens, random):
         table = PLAIN if random is None else RANDOM_FEATURES
         recurrence = Normalised(table.get(features, IDENTITY))
-        found = [x for _, x in dispatch._kernels("features", recurrence)]
+        found = [x(recurrence) for _, x in dispatch._sources("features")]
         return any(x.refusal(tokens, random) is None for x in found)
 
     assert not served("positive", tokens, random)  # on a CPU

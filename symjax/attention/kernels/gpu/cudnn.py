@@ -41,8 +41,6 @@ class CudnnSoftmax(NamedTuple):
 
     settings: ScoreSettings
 
-    name = "cudnn"
-
     def refusal(self, operands: Operands) -> str | None:
         """Return why cuDNN does not support a call; None if it does."""
         query, key, value, bias, slopes, _, _, visibility = operands

@@ -42,8 +42,6 @@ class GpuDifferential(NamedTuple):
     settings: ScoreSettings
     interpret: Any = None
 
-    name = "gpu_differential"
-
     def refusal(self, operands: Operands) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
         query, key, value, bias, slopes, lam, _, visibility = operands

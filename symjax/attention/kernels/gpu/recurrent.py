@@ -1,36 +1,96 @@
-"""Causal linear attention with decays, and the delta rule, on NVIDIA GPUs' kernels."""
+"""Adapters of the recurrent kernels for NVIDIA GPUs, and their derivatives.
+
+An adapter makes the arrays of the kernels from the arrays of a call: hidden tokens are
+0, and time is padded to whole chunks.
+
+Features that are exponentials may underflow in a row if a later key of its chunk is
+much larger than all keys that the row sees. Such rows are computed again by the
+fallback (`core.underflow`).
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from symjax.attention.core.feature_maps import UNDERFLOW, Features, LogFeatures
 from symjax.attention.core.operands import Tokens
-from symjax.attention.kernels.gpu import delta, gated, gated_channels
+from symjax.attention.core.sequence import starts
+from symjax.attention.core.underflow import recompute_underflow
+from symjax.attention.kernels.gpu import delta, features, gated, gated_channels
 from symjax.attention.kernels.gpu.chunks import (
     pad_to_chunks,
     sum_query_heads,
     unsupported_values,
 )
+from symjax.attention.kernels.gpu.feature_operands import (
+    FeatureForm,
+    SegmentNumbers,
+    mean_weights,
+    pad_features,
+    padded_feature_count,
+)
 from symjax.attention.kernels.operands import (
+    MOST_FEATURES,
     RESIDUAL,
+    feature_count,
+    key_features,
     log_decay_of,
     seen_decays,
     unsupported,
 )
 
 
+class GpuFeatures(NamedTuple):
+    """Performer, linear and cosine attention, with bfloat16 operands.
+
+    Features are bounded or never negative. Elementwise features are computed in the
+    kernels; all others are computed by XLA in float32.
+    """
+
+    recurrence: Any
+    interpret: Any = False
+
+    def refusal(self, tokens: Tokens, parameters: Any) -> str | None:
+        """Return why the kernels do not support a call; None if they do."""
+        if reason := unsupported(tokens) or unsupported_values(tokens):
+            return reason
+        maps = self.recurrence.features
+        if (maps.signed or maps.pairs) and not maps.bounded:
+            return "it takes features that are never negative"
+        count = feature_count(maps, tokens.key, parameters)
+        if count is None or count > MOST_FEATURES:
+            return f"it takes at most {MOST_FEATURES} features, got {count}"
+        return None
+
+    def attend(
+        self, tokens: Tokens, parameters: Any, fallback: Callable
+    ) -> Float[Array, "B T N V"]:
+        maps = self.recurrence.features
+        if key_features(maps, tokens.key, parameters).exponent is None:
+            arrays = _feature_operands(maps, self.interpret, tokens, parameters)
+            rows: Array = cast(tuple, _attend_features(*arrays))[0]
+            return rows[:, : tokens.query.shape[1]]
+        constants = tokens.mask, tokens.segment_ids
+        return recompute_underflow(
+            partial(_rows_and_underflow, maps, self.interpret),
+            partial(_exact_rows, fallback),
+            constants,
+            (*tokens[:3], parameters),
+        )
+
+
 class GpuDecay(NamedTuple):
-    """The kernels, as a `Kernel` of the engine, of bfloat16: they keep states in it,
-    and their sums of log-decays have its digits. The log-decay is what all tokens
-    share, or the operand of each.
+    """Linear attention with a decay per head or per channel, with bfloat16 operands.
+
+    The kernels keep states and sums of log-decays in bfloat16.
 
     On an H200, 4 rows of 4096 tokens, 16 heads of 128, forward and backward: 2.8 ms
-    with a decay a channel and 1.0 with one a head; XLA takes 24 and 2.4.
+    with a decay per channel and 1.0 ms with a decay per head. XLA takes 24 and 2.4 ms.
     """
 
     recurrence: Any
@@ -44,13 +104,17 @@ class GpuDecay(NamedTuple):
         self, tokens: Tokens, parameters: Array | None, fallback: Callable
     ) -> Float[Array, "B T N V"]:
         log_decay = log_decay_of(tokens.operands, parameters)
-        form = gated_channels if log_decay.shape[3] > 1 else gated
-        return _attended(form, self.interpret, seen_decays(tokens, log_decay, None)[:4])
+        kernels = gated_channels if log_decay.shape[3] > 1 else gated
+        arrays = seen_decays(tokens, log_decay, None)[:4]
+        return _attend_in_chunks(kernels, self.interpret, arrays)
 
 
 class GpuDelta(NamedTuple):
-    """The kernels of the delta rule, as `GpuDecay`: 1.9 ms, with a decay a channel 5.6,
-    where XLA takes 12 and 27."""
+    """The delta rule, with bfloat16 operands.
+
+    On an H200, with the arrays of `GpuDecay`: 1.9 ms, and 5.6 ms with a decay per
+    channel. XLA takes 12 and 27 ms.
+    """
 
     recurrence: Any
     interpret: Any = False
@@ -64,36 +128,118 @@ class GpuDelta(NamedTuple):
     ) -> Float[Array, "B T N V"]:
         beta, *own = tokens.operands
         log_decay = log_decay_of(own, parameters)
-        given = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
-        return _attended(delta, self.interpret, given)
+        arrays = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
+        return _attend_in_chunks(delta, self.interpret, arrays)
 
 
-def _attended(
-    form: Any, interpret: Any, given: Sequence[Array]
+def _attend_in_chunks(
+    kernels: Any, interpret: Any, arrays: Sequence[Array]
 ) -> Float[Array, "B T N V"]:
-    """By one of the `form`s of kernels, from what its `forward` takes."""
-    output: Array = _attend((form, interpret), *map(pad_to_chunks, given))
-    return output[:, : given[0].shape[1]]
+    """Pad the arrays to whole chunks, and call the kernels of a module."""
+    output: Array = _attend((kernels, interpret), *map(pad_to_chunks, arrays))
+    return output[:, : arrays[0].shape[1]]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: tuple[Any, Any], *given: Array) -> Float[Array, "B T N V"]:
-    return _forward(static, *given)[0]
+def _attend(static: tuple[Any, Any], *arrays: Array) -> Float[Array, "B T N V"]:
+    return _forward(static, *arrays)[0]
 
 
-def _forward(static: tuple[Any, Any], *given: Array) -> tuple[Array, tuple]:
-    form, interpret = static
-    found = form.forward(interpret, *given)
-    output, *kept = checkpoint_name(found, RESIDUAL)
-    return output, (given, kept)
+def _forward(static: tuple[Any, Any], *arrays: Array) -> tuple[Array, tuple]:
+    kernels, interpret = static
+    results = kernels.forward(interpret, *arrays)
+    output, *kept = checkpoint_name(results, RESIDUAL)
+    return output, (arrays, kept)
 
 
 def _backward(
-    static: tuple[Any, Any], saved: tuple, change: Float[Array, "B T N V"]
+    static: tuple[Any, Any], residuals: tuple, change: Float[Array, "B T N V"]
 ) -> tuple[Array, ...]:
-    (form, interpret), (given, kept) = static, saved
-    found = form.backward(interpret, given, kept, change)
-    return tuple(map(sum_query_heads, found, given))
+    (kernels, interpret), (arrays, kept) = static, residuals
+    gradients = kernels.backward(interpret, arrays, kept, change)
+    return tuple(map(sum_query_heads, gradients, arrays))
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _feature_operands(
+    maps: Features, interpret: Any, tokens: Tokens, parameters: Any
+) -> tuple[FeatureForm, SegmentNumbers, Array, Array, Array]:
+    """Return the arguments of `_attend_features`."""
+    query, key, value, ids = SegmentNumbers.of(tokens)
+    if maps.elementwise and query.shape[3] == padded_feature_count(query.shape[3]):
+        return FeatureForm(False, maps, interpret), ids, query, key, value
+    query, key = (x.astype(jnp.float32) for x in (query, key))
+    of_query = maps.query(query, parameters)
+    of_key = maps.key(key, parameters).where((ids.key >= 0)[..., None])
+    if maps.bounded:
+        of_query = LogFeatures(mean_weights(of_query.amplitude, ids), None)
+    form = FeatureForm(of_key.exponent is not None, None, interpret, maps.bounded)
+    query, key = (
+        pad_features(x.exponent if form.exponents else x.amplitude, form.nothing)
+        for x in (of_query, of_key)
+    )
+    return form, ids, query, key, value
+
+
+def _rows_and_underflow(
+    maps: Features, interpret: Any, constants: tuple, inputs: tuple
+) -> tuple[Float[Array, "B T N V"], Bool[Array, "B T N"]]:
+    """Return rows, and which of them see a key but underflow."""
+    tokens, parameters = _tokens_of(constants, inputs)
+    operands = _feature_operands(maps, interpret, tokens, parameters)
+    rows, denominator = cast(tuple, _attend_features(*operands))
+    ids = operands[1]
+    time = jnp.arange(rows.shape[1])
+    first = jax.lax.cummax(jnp.where(starts(ids.query), time, 0), axis=1)
+    latest = jax.lax.cummax(jnp.where(ids.key >= 0, time, -1), axis=1)
+    small = jnp.swapaxes(jax.lax.stop_gradient(denominator) < UNDERFLOW, 1, 2)
+    underflows = (latest >= first)[..., None] & small
+    length = tokens.query.shape[1]
+    return rows[:, :length], underflows[:, :length]
+
+
+def _exact_rows(
+    fallback: Callable, constants: tuple, inputs: tuple
+) -> Float[Array, "B T N V"]:
+    return fallback(*_tokens_of(constants, inputs))
+
+
+def _tokens_of(constants: tuple, inputs: tuple) -> tuple[Tokens, Any]:
+    """Return the arrays of a call, as fallbacks take them."""
+    (mask, segment_ids), (query, key, value, parameters) = constants, inputs
+    return Tokens(query, key, value, (), mask, segment_ids), parameters
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_features(
+    form: FeatureForm,
+    ids: SegmentNumbers,
+    query: Float[Array, "B T N M"],
+    key: Float[Array, "B T K M"],
+    value: Float[Array, "B T K V"],
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+    """Return the output, and its denominators, which have no gradient."""
+    return features.forward(form, query, key, value, ids, keep=False)[:2]
+
+
+def _features_forward(
+    form: FeatureForm, ids: SegmentNumbers, query: Array, key: Array, value: Array
+) -> tuple[tuple, tuple]:
+    output, _, kept = features.forward(form, query, key, value, ids, keep=True)
+    states, *rows = cast(features.FeatureResiduals, kept)
+    output, *rows = checkpoint_name((output, *rows), RESIDUAL)
+    kept = features.FeatureResiduals(states, *rows)
+    return (output, kept.denominator), (ids, (query, key, value), kept)
+
+
+def _features_backward(
+    form: FeatureForm, residuals: tuple, changes: tuple[Array, Array]
+) -> tuple:
+    ids, (query, key, value), kept = residuals
+    gradients = features.backward(form, query, key, value, ids, kept, changes[0])
+    return None, *map(sum_query_heads, gradients, (query, key, value))
+
+
+_attend_features.defvjp(_features_forward, _features_backward)

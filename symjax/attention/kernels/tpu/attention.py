@@ -26,8 +26,6 @@ class TpuSoftmax(NamedTuple):
     settings: ScoreSettings
     interpret: Any = False
 
-    name = "tpu"
-
     def refusal(self, operands: Operands) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
         query, _, value, bias, slopes, _, _, known = operands

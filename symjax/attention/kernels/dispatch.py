@@ -44,8 +44,8 @@ from symjax.attention.core.products import TILE
 class Kernel(Protocol):
     """A kernel with the static half of a call: a recurrence or `ScoreSettings`.
 
-    Kernels are hashable. Its methods take the arrays of a call: `Operands` of scores, or the `Tokens` and
-    parameters of a recurrence.
+    It is hashable. Its methods take the arrays of a call: `Operands` of scores, or the
+    `Tokens` and parameters of a recurrence.
     """
 
     def refusal(self, *arrays: Any) -> str | None:

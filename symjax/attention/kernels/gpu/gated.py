@@ -2,7 +2,7 @@
 
     S_t = exp(g_t) S_{t−1} + k_t v_tᵀ,   out_t = q_t S_t
 
-`states.decaying_states` gives the state before each chunk, and backward the gradient of
+`decaying_states` gives the state before each chunk, and backward the gradient of
 the state after each chunk. The two kernels here run all chunks in parallel. A program
 computes one chunk of one query head:
 
@@ -14,7 +14,7 @@ The backward pass recomputes the decays. It reads the states and the scores that
 forward pass stored, in the dtype of values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from symjax.attention.kernels.gpu.chunks import (
     state_block,
     token_block,
 )
-from symjax.attention.kernels.gpu.states import decaying_states
+from symjax.attention.kernels.gpu.decaying_states import decaying_states, forward_by
 
 
 def forward(
@@ -49,45 +49,6 @@ def forward(
     sums = jnp.swapaxes(decay_sums(log_decay), 1, 2)
     block = scalar_block(query.shape[2] // key.shape[2])
     return forward_by(_forward_chunk, interpret, query, key, value, sums, block)
-
-
-def forward_by(
-    kernel: Callable,
-    interpret: Any,
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K V"],
-    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
-    sums_block: Any,
-) -> tuple[Array, Array, Array]:
-    """Return what `forward` does, for decays a head or a channel.
-
-    Args:
-        kernel: (query, key, value, sums, state, output, scores) → None, which writes
-            the output and the scores of one chunk.
-        sums_block: the block of the decays' sums that the kernel reads.
-    """
-    batch, length, heads, size = query.shape
-    width, group = value.shape[3], heads // key.shape[2]
-    before = decaying_states(key, value, sums, False, interpret)
-    output, scores = call_kernel(
-        kernel,
-        (length // CHUNK, heads, batch),
-        [
-            (token_block(size), query),
-            (token_block(size, group), key),
-            (token_block(width, group), value),
-            (sums_block, sums),
-            (state_block(size, width, group), before),
-        ],
-        [
-            (token_block(width), (batch, length, heads, width), value.dtype),
-            (pair_block(), (batch, heads, length, CHUNK), value.dtype),
-        ],
-        warps=4,
-        interpret=interpret,
-    )
-    return output, before, scores
 
 
 def _forward_chunk(query, key, value, sums, before, output, stored_scores):

@@ -41,8 +41,7 @@ from symjax.attention.kernels.gpu.chunks import (
     state_block,
     token_block,
 )
-from symjax.attention.kernels.gpu.gated import forward_by
-from symjax.attention.kernels.gpu.states import decaying_states
+from symjax.attention.kernels.gpu.decaying_states import decaying_states, forward_by
 
 LEVELS = CHUNK.bit_length() - 1
 

@@ -1,10 +1,7 @@
-"""State passes of the kernels for NVIDIA GPUs: the sequential part of the recurrences.
+"""State passes of normalised linear attention on NVIDIA GPUs: its sequential part.
 
-`decaying_states` has the states of gated linear attention, `states_before` the states
-of normalised linear attention, each before every chunk. The same pass in reverse time
-gives the gradients of the states after every chunk (`decaying_states(reverse=True)` and
-`states_after`). The delta rule has passes of its own in `delta`, since its tokens
-depend on each other within a chunk.
+`states_before` has the state before each chunk. The same pass in reverse time,
+`states_after`, gives the gradient of the state after each chunk.
 
 A program holds one block of a head's state in registers, `BLOCK` rows and columns at
 most, and visits the chunks in order. It writes the state that it finds before it adds a
@@ -36,65 +33,6 @@ from symjax.attention.kernels.gpu.feature_operands import (
     SegmentNumbers,
     rounded,
 )
-
-
-def decaying_states(
-    x: Float[Array, "B T N H"],
-    y: Float[Array, "B T N V"],
-    sums: Float[Array, "B T K H"] | Float[Array, "B K T"],
-    reverse: bool,
-    interpret: Any,
-) -> Float[Array, "B N chunks H V"]:
-    """Return the state before each chunk, of keys x and values y.
-
-    Args:
-        sums: of the decays in each chunk, by `chunks.decay_sums`.
-        reverse: return the gradient of the state after each chunk instead, of queries x
-            and the output's gradient y.
-    """
-    batch, length, heads, head_size = x.shape
-    by_head, width = sums.ndim == 3, y.shape[3]
-    group = heads // sums.shape[1 if by_head else 2]
-    h, v, row, column = blocks_of_state(x, y)
-    count = length // CHUNK
-
-    def kernel(x_ref, y_ref, sums_ref, out_ref):
-        def add_chunk(i, state):
-            i = count - 1 - i if reverse else i
-            out_ref[i] = state.astype(out_ref.dtype)
-            here, end = pl.ds(i * CHUNK, CHUNK), i * CHUNK + CHUNK - 1
-            if by_head:
-                since, last = sums_ref[here], sums_ref[end]
-                fade = jnp.exp2(since if reverse else last - since)[:, None]
-                through = jnp.exp2(last)
-            else:
-                since, last = sums_ref[here, :], sums_ref[end, :]
-                fade = jnp.exp2(since if reverse else last[None, :] - since)
-                through = jnp.exp2(last)[:, None]
-            faded = (x_ref[here, :].astype(jnp.float32) * fade).astype(y_ref.dtype)
-            return state * through + dot(faded, y_ref[here, :], TRANSPOSED)
-
-        jax.lax.fori_loop(0, count, add_chunk, jnp.zeros((h, v), jnp.float32))
-
-    kernel.__name__ = "decaying_states_back" if reverse else "decaying_states"
-    sums_block = all_tokens(length, h, group, row)
-    if by_head:
-        sums_block = all_scalars(length, group)
-    shape = batch, heads, count, head_size, width
-    (states,) = call_kernel(
-        kernel,
-        ((head_size // h) * (width // v), heads, batch),
-        [
-            (all_tokens(length, h, 1, row), x),
-            (all_tokens(length, v, 1, column), y),
-            (sums_block, sums),
-        ],
-        [(all_states(count, h, v, row, column), shape, y.dtype)],
-        warps=4,
-        stages=3,
-        interpret=interpret,
-    )
-    return states
 
 
 class FeatureStates(NamedTuple):

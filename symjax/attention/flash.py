@@ -32,7 +32,7 @@ from symjax.attention.core.arguments import (
 )
 from symjax.attention.core.sequence import segment_runs_over
 from symjax.attention.core.visibility import hidden_as_zero, visible_keys
-from symjax.attention.gau import fixed_divisor
+from symjax.attention.gau import SquaredReLU, fixed_divisor
 from symjax.attention.recurrent import flash_groups
 from symjax.attention.recurrent.flash_groups import (
     FlashSettings,

@@ -26,7 +26,9 @@ from symjax.attention.kernels.gpu.chunks import (
     TRANSPOSED,
     call_kernel,
     decay_sums,
+    decaying_states,
     dot,
+    forward_by,
     gradient_dtype,
     iota,
     load_float32,
@@ -35,7 +37,6 @@ from symjax.attention.kernels.gpu.chunks import (
     state_block,
     token_block,
 )
-from symjax.attention.kernels.gpu.decaying_states import decaying_states, forward_by
 
 
 def forward(

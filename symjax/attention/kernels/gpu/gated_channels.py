@@ -33,7 +33,9 @@ from symjax.attention.kernels.gpu.chunks import (
     TRANSPOSED,
     call_kernel,
     decay_sums,
+    decaying_states,
     dot,
+    forward_by,
     gradient_dtype,
     iota,
     load_float32,
@@ -41,7 +43,6 @@ from symjax.attention.kernels.gpu.chunks import (
     state_block,
     token_block,
 )
-from symjax.attention.kernels.gpu.decaying_states import decaying_states, forward_by
 
 LEVELS = CHUNK.bit_length() - 1
 

@@ -206,13 +206,14 @@ BIDIRECTIONAL = {
 }
 
 
-# Tables that users may add to, by kind. `symjax.imports` watches them.
+# Kind of name → the tables that have names of this kind. Users may add to them.
 TABLES: dict[str, tuple[dict[str, Any], ...]] = {
     "mechanism": (MECHANISMS,),
     "features": (PLAIN, RANDOM_FEATURES),
     "decay": (LOG_DECAYS,),
 }
-# The names that symjax itself has: this file is imported before any code of a user.
+# Names of symjax itself, without those of users: this file is imported before any file
+# of a user.
 BUILT_IN = {
     kind: frozenset(name for table in tables for name in table)
     for kind, tables in TABLES.items()

@@ -1,1 +1,1 @@
-"""Kernels for accelerators, each with the pure function that it must equal."""
+"""Kernels for TPUs and NVIDIA GPUs, and the dispatch of calls to them."""

@@ -90,8 +90,10 @@ def result(like: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
 
 
 def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:
-    """bfloat16 numbers, the largest first, that add up to float32 ones: to 8 bits of
-    their 24 each."""
+    """Return bfloat16 arrays, the largest first, that add up to a float32 array.
+
+    Each holds 8 of the 24 bits of a number.
+    """
     parts = []
     for _ in range(count):
         parts.append(x.astype(jnp.bfloat16))

@@ -156,7 +156,11 @@ def added(parts: Iterable[Array]) -> Array:
 def weights_of(
     given: FeatureOperands, seen: ChunkVisibility, query: Array, key: Array, old: Array
 ) -> Weights:
-    """All but those of `joining` refer to the highest exponent in the"""
+    """Return the weights of a head's features in a chunk.
+
+    Weights of `key` and `fade` are relative to the highest exponent of the chunk and
+    the state before it; `joining` and `left` to the running maximum `after` the chunk.
+    """
     if given.rows is None:
         same, joining = jnp.ones_like(old), where(seen.joins, key, 0)
         return Weights(query, key, same, joining, old, where(seen.keeps, same, 0))

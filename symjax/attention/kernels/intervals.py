@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 
 class RowIntervals(NamedTuple):
-    """Which keys each row sees; b is 1 where all examples are alike."""
+    """Keys that each row sees, as intervals; b is 1 if all examples are alike."""
 
     rows: Int[Array, "b 3 T"]  # the first key, the one after the last, its own or −1
     exists: Bool[Array, "b S"] | None  # keys that are not hidden
@@ -31,10 +31,12 @@ def seen_by_rows(
     exists: Bool[Array, "b S"] | None,
     runs: Int[Array, "b S"] | None,
 ) -> tuple[RowIntervals, Int[Array, "b T"]]:
-    """What `length` rows from position `first` on see, and how many keys each. O(T + S)
+    """Return the keys that rows see, and the number of keys of each row. O(T + S)
+
+    The rows are `length` rows from position `first` on.
 
     Args:
-        left, right: how many keys before and after its own position a row may see.
+        left, right: number of keys before and after its position that a row may see.
         runs: the number of each key's segment, non-decreasing.
     """
     position = (first + jnp.arange(length, dtype=jnp.int32))[None]
@@ -66,7 +68,7 @@ def seen_by_rows(
 
 
 def pairs_in_window(length: int, keys: int, left: int | None, right: int | None) -> int:
-    """How many keys all rows see together in a window, the last row at the last key."""
+    """Return the number of visible pairs; the last row is at the last key."""
     position = np.arange(keys - length, keys)
     begin = np.zeros_like(position) if left is None else position - left
     end = np.full_like(position, keys) if right is None else position + right + 1
@@ -75,7 +77,7 @@ def pairs_in_window(length: int, keys: int, left: int | None, right: int | None)
 
 
 def _extents(runs: Int[Array, "b S"]) -> tuple[Array, Array]:
-    """Where the run of each token begins, and where the next one does."""
+    """Return for each token the begin of its run and the begin of the next run."""
     index = jnp.arange(runs.shape[1], dtype=jnp.int32)[None]
     change = runs[:, 1:] != runs[:, :-1]
     start = jnp.where(jnp.pad(change, ((0, 0), (1, 0))), index, 0)

@@ -119,7 +119,7 @@ class ScoreArguments:
 
 
 def _broadcasts(array: Array, shape: tuple[int, ...]) -> bool:
-    """Whether an array broadcasts to a shape; it has as many axes."""
+    """Return whether an array with as many axes broadcasts to a shape."""
     sizes = zip(array.shape, shape, strict=False)
     return array.ndim == len(shape) and all(x in (1, y) for x, y in sizes)
 

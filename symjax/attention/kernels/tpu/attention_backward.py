@@ -226,7 +226,7 @@ def _weights(
     key: Array,
     normaliser,
 ) -> Float[Array, "k r"]:
-    """Of map x, those of the second times −λ."""
+    """Return the weights of map x; those of the second map are times −λ."""
     scores = tiles.product(key, query, tiles.ACROSS) * (plan.scale * LOG2E)
     if given.factor is not None:
         scores *= given.factor[:, at]
@@ -238,8 +238,12 @@ def _weights(
 def _seen(
     plan: AttentionPlan, given: AttentionOperands, at, row, column, first
 ) -> Bool[Array, "k r"]:
-    """Which pairs see each other, of the keys and the rows that begin at these; `first`
-    is the position of row 0."""
+    """Return the visible pairs of a block of keys and a block of rows.
+
+    Args:
+        row, column: first row and first key of the blocks.
+        first: the position of row 0.
+    """
     intervals = exists = None
     if given.rows is not None:
         intervals = [given.rows[x : x + 1, at] for x in range(3)]

@@ -67,7 +67,7 @@ class AttentionOperands(NamedTuple):
 
 
 class BlockVisits(NamedTuple):
-    """Which blocks each block of rows (or of keys) visits, as scalars in SMEM."""
+    """Blocks that each block of rows (or of keys) visits, as scalars in SMEM."""
 
     count: int
     by_example: bool
@@ -90,7 +90,7 @@ class BlockVisits(NamedTuple):
 
 
 def held(plan: AttentionPlan, length: int, size: int, row: int) -> int:
-    """How many blocks of `size` rows, each of `row` bytes, are in VMEM at once."""
+    """Return the number of blocks of `size` rows, of `row` bytes each, held in VMEM."""
     most = min(plan.resident, MOST_RESIDENT // row) // size
     return even(-(-length // size), max(most, 1), 1)
 
@@ -142,10 +142,11 @@ def cost(
     by_value: int,
     more: Any,
 ) -> pl.CostEstimate:
-    """What a kernel declares: a product of so many heads and values for each pair, and
-    the bytes of the operands and of more.
+    """Return the cost that a kernel declares: FLOPs, exponentials and bytes.
 
-    They count in whole tiles, since half a tile keeps all of the MXU busy.
+    Each pair takes `by_head` products over the head size and `by_value` products over
+    the value size. Sizes are rounded up to whole tiles, because half a tile keeps all
+    of the MXU busy. Bytes are those of the operands and of `more`.
     """
     of_head, of_value = (
         count * mxu_passes(x.dtype) * -(-size // LANES) * LANES
@@ -180,8 +181,13 @@ def visible(
     intervals: list[Array] | None,
     exists: Int[Array, "_ _"] | None,
 ) -> Bool[Array, "_ _"]:
-    """Which pairs of a block see each other; rows run along `axis`. Their positions
-    begin at `row` and `key`; the rest is of each row and of each key."""
+    """Return the visible pairs of a block. Rows run along `axis`.
+
+    Args:
+        row, key: positions of the first row and the first key.
+        intervals: of each row, as in `RowIntervals`.
+        exists: of each key, whether it is not hidden.
+    """
     rows, keys = (
         jax.lax.broadcasted_iota(jnp.int32, shape, x) for x in (axis, 1 - axis)
     )

@@ -92,12 +92,12 @@ class Chunks(NamedTuple):
     turn: Callable
 
     def by_query(self, width: int) -> pl.BlockSpec:
-        """Of [B T N·size], where packed heads have this width."""
+        """Return the blocks of an array [B T N·size]; packed heads have this width."""
         shape = None, self.plan.block, width
         return pl.BlockSpec(shape, lambda b, n, i: (b, self.turn(i), n))
 
     def by_key(self, width: int) -> pl.BlockSpec:
-        """Of [B T K·size]."""
+        """Return the blocks of an array [B T K·size]."""
         shape = None, self.plan.block, width
         return pl.BlockSpec(shape, lambda b, n, i: (b, self.turn(i), self.key_head(n)))
 
@@ -106,13 +106,13 @@ class Chunks(NamedTuple):
         return n if sharing == 1 else jax.lax.div(n, jnp.int32(sharing))
 
     def of_examples(self, x: Array | None) -> pl.BlockSpec | None:
-        """Of [B 1 T]."""
+        """Return the blocks of an array [B 1 T]."""
         shape = None, 1, self.plan.block
         place = pl.BlockSpec(shape, lambda b, n, i: (b, 0, self.turn(i)))
         return None if x is None else place
 
     def of_tiles(self, x: Array | None) -> pl.BlockSpec | None:
-        """Of [B N/P P T], a number of each token and head."""
+        """Return the blocks of an array [B N/P P T]: a number per token and head."""
         shape = None, None, self.plan.packed, self.plan.block
         place = pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, self.turn(i)))
         return None if x is None else place
@@ -121,7 +121,7 @@ class Chunks(NamedTuple):
         return None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
     def of_kept(self, shape: tuple[int, ...]) -> pl.BlockSpec:
-        """Of [B tiles chunks *shape]."""
+        """Return the blocks of residuals [B tiles chunks *shape]."""
         zeros, block = (0,) * len(shape), (None, None, None, *shape)
         return pl.BlockSpec(block, lambda b, n, i: (b, n, self.turn(i), *zeros))
 
@@ -280,7 +280,7 @@ def _flags(
 
 
 def seen_in_chunk(size: int, flags: Any, segment: Any) -> ChunkVisibility:
-    """Of a chunk of `size` tokens, by its blocks [1 size] of these."""
+    """Return the visible pairs of a chunk, from its flags and segments [1 size]."""
     row, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), x) for x in (0, 1))
     if flags is None:
         return ChunkVisibility(key <= row)

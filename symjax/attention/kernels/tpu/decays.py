@@ -1,16 +1,16 @@
-"""How the pairs and the state of a chunk fade, in the kernels of recurrences.
+"""Decay factors of the pairs and of the state of a chunk, for recurrent kernels.
 
 Exponents are sums of log-decays: nothing is subtracted or divided, so that no digit is
 lost to a stronger decay elsewhere and no factor is above 1. A sum is a product with a
 matrix of 0 and 1, of bfloat16 parts of the log-decays: three for float32, which lose
 nothing, and two where the operands are bfloat16.
 
-A decay a channel is not one number a pair. As in `recurrent/decays.py`, the later half
-of each block of 2, 4, … 128 tokens looks at the earlier half, and both fade towards the
-boundary between them. Each level is one product of all 128 rows and keys, from which
-its pairs are taken.
+A decay per channel is not one number per pair. As in `recurrent/decays.py`, the later
+half of each block of 2, 4, … 128 tokens reads the earlier half, and both fade towards
+the boundary between them. Each level is one product of all 128 rows and keys, from
+which its pairs are taken.
 
-A decay a head multiplies the scores of all pairs, by one exponential each. With L the
+A decay per head multiplies the scores of all pairs, by one exponential each. With L the
 pairs u ≤ t and U the pairs u > s, the exponents are L diag(g) U.
 """
 
@@ -324,8 +324,11 @@ def through_pairs(
 
 
 def exponents(plan: ChunkPlan, operands: Any) -> list[tuple[int, int]]:
-    """Of a chunk's log-decays, forward and back: passes of the MXU for sums, each of
-    128 rows over a tile of 128 columns, and exponentials of a token of packed heads."""
+    """Return the cost of a chunk's log-decays in the forward and the backward kernel.
+
+    Each is (passes of the MXU for sums, exponentials per token of packed heads). A pass
+    is a product of 128 rows with a tile of 128 columns.
+    """
     width = plan.widths[1]
     if operands.by_channel is not None:
         passes = operands.by_channel.shape[0] * (LEVELS + 2)

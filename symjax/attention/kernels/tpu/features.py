@@ -70,7 +70,7 @@ class FeatureOperands(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Of the features of a head in a chunk, at most 1."""
+    """Weights of the features of one head in a chunk; all are at most 1."""
 
     row: Float[Array, "c M"]
     key: Float[Array, "c M"]
@@ -92,7 +92,7 @@ def lane_of_ones(plan: ChunkPlan, head: int) -> int:
 
 
 def features(plan: ChunkPlan, given: FeatureOperands) -> int:
-    """Of a head, in whole tiles."""
+    """Return the number of features of a head, in whole tiles."""
     if given.rows is None:
         return plan.widths[1]
     return given.rows.shape[1] // plan.packed
@@ -104,7 +104,7 @@ def features_of(plan: ChunkPlan, given: FeatureOperands, head: int) -> slice:
 
 
 def dtype_of(given: FeatureOperands) -> Any:
-    """That of operands of products: features that are given stay exact."""
+    """Return the dtype in which products take features; given features stay exact."""
     return jnp.float32 if given.rows is None else given.value.dtype
 
 
@@ -114,8 +114,10 @@ def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
 
 
 def exponents(plan: ChunkPlan, given: FeatureOperands) -> list[Float[Array, "c P*M"]]:
-    """Of the features of queries and of keys, to base 2, packed heads side by side; or
-    the features that are given."""
+    """Return the base-2 exponents of query and key features, or the given features.
+
+    Packed heads lie next to each other in the last axis.
+    """
     if given.rows is None:
         return [given.query[...], given.key[...]]
     query, key = (
@@ -258,7 +260,7 @@ def joined(plan: ChunkPlan, heads: list[Array], size: int) -> Array:
 
 
 def ones_of(plan: ChunkPlan, rows: Any, head: int) -> Float[Array, "c 1"]:
-    """What a head's weights add up to."""
+    """Return the sum of the weights of a head."""
     lane = lane_of_ones(plan, head)
     return rows[head, :, lane : lane + 1]
 
@@ -452,8 +454,11 @@ def _specs(
 
 
 def _kept(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple]:
-    """Of a chunk: 1/denominator of each row, negative where it was lost; the state
-    before; its running maxima."""
+    """Return shapes and dtypes of the residuals of a chunk.
+
+    They are 1/denominator of each row (negative for a row that underflowed), the state
+    before the chunk, and the running maxima of that state.
+    """
     state, peaks, _ = _scratch(plan, operands)[0]
     kinds = jnp.float32, dtype_of(operands), jnp.float32
     return list(zip([(plan.packed, plan.block), state, peaks], kinds, strict=True))

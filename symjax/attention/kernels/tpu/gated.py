@@ -350,7 +350,7 @@ def _delta_products(plan: ChunkPlan, operands: GatedOperands) -> tuple[int, int]
 
 
 def _levels_of(operands: GatedOperands) -> int:
-    """How many levels of pairs there are, beside those of a token with itself."""
+    """Return the number of levels of pairs of different tokens."""
     return 1 if operands.by_channel is None else LEVELS
 
 

@@ -15,7 +15,7 @@ from symjax.attention.kernels.tpu.tiles import LANES
 
 
 def heads_in_a_tile(heads: int, size: int, value_size: int) -> int:
-    """How many lie together: as many as fill a tile, keys and values alike, or one."""
+    """Return the number of heads that share a tile of keys and of values, or 1."""
     packed = LANES // size
     fits = size == value_size and packed * size == LANES and heads % packed == 0
     return packed if fits else 1

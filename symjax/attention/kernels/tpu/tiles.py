@@ -1,4 +1,4 @@
-"""What the forward and the backward kernel share: operands in blocks, visible pairs."""
+"""Tiles, products and column vectors that the TPU kernels share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ def product(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _"]:
 
 
 def mxu_passes(dtype: Any) -> int:
-    """Of the MXU, which multiplies bfloat16, for a product of such operands."""
+    """Return the passes of the MXU, which multiplies bfloat16, for a product."""
     return 6 if dtype == jnp.float32 else 1
 
 

@@ -73,7 +73,7 @@ class DeltaRule:
     This is a unit-triangular system (the WY form). No decay is divided by another.
 
     Attributes:
-        fades: whether a log-decay was given. Kernels compute no decays without one.
+        fades: whether a log-decay was given. Without one, XLA computes no decays.
     """
 
     kernel = "delta"
@@ -169,8 +169,8 @@ def delta_causal(
     keys of length 1 and β in [0, 2]. β = 1 replaces the value that the state holds at a
     key, β > 1 reflects it. Query head n uses key head n // (N/K), its β and its decay.
     Sums run in float32 at least. Time O(T (H V + chunk_size (H + V))), and one
-    triangular solve per chunk. The backward pass saves one state per chunk, on
-    accelerators one every 4096 tokens.
+    triangular solve per chunk. The backward pass saves one state per chunk, or
+    one for all chunks that run in parallel.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
     pass saves 128 numbers per token and query head, and a state every 128 tokens; on a

@@ -69,11 +69,9 @@ def performer(
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
         features: a name of the list above.
         scale: factor of the scores, above 0; 1/√H by default.
-        statistics: for favor++ and favor#, from `favor_statistics`, whose `kind`
-            decides whether a differs by direction. None means the statistics of queries
-            and keys with independent entries of variance 1. They have
-            a = (1 − 2s − √((1 + 2s)² + 8s)) / 16 with s = 2 scale in all directions, so
-            that favor++ and favor# are the same.
+        statistics: for favor++ and favor#, from `favor_statistics`. None: those of
+            queries and keys with independent entries of variance 1; then favor++ and
+            favor# are equal, a = (1 − 2s − √((1 + 2s)² + 8s)) / 16 with s = 2 scale.
         segment_ids: tokens see only their own run of equal ids; needs T = S. With
             segments the sums run through the engine of `performer_causal`, which has no
             forward-mode derivative (`jax.jvp`) except for relu.
@@ -167,7 +165,7 @@ def performer_step(
     """Return the output for one more token of `performer_causal`, and the new state.
 
     Time O(M (H + V)). If the features are exponentials, the denominator of a row,
-    divided by exp of the running maximum, is at least 1.
+    divided by exp of the largest exponent in its sum, is at least 1.
 
     Raises:
         ValueError: as `performer_causal`; more than one token.
@@ -191,7 +189,9 @@ def performer_state(
 ) -> LinearState:
     """Return the state of `performer_causal` before the first token.
 
-    It has M (V + 2) numbers per key head, float32 at least.
+    It has M (V + 2) numbers per key head, float32 at least, if each of the M features
+    has an exponent. relu needs M (V + 1), and trigonometric features one maximum for
+    all. Hyperbolic and trigonometric features are twice the rows of the projection.
 
     Raises:
         ValueError: as `performer`; a size or a dtype that is wrong.

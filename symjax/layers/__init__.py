@@ -24,8 +24,8 @@ Choices that differ by layer. `config.mechanism_of` reads the mechanism of a lay
 model.pattern. Its options come from `validate.mechanism_options(options, depth)`, which
 gives all layers of one mechanism the same options. Options that differ, such as a
 window in every second layer of softmax, need three changes: a key in `symjax.config`,
-this function, and `model.period` in `symjax.models.transformer`, since
-model.scan_layers refuses a period whose blocks differ from those of the next one.
+this function, and the property `period` in `symjax.models.transformer`, because
+model.scan_layers needs blocks that repeat after `period` blocks.
 """
 
 from typing import Any

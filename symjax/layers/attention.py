@@ -1,6 +1,7 @@
 """The attention layer: weights, and the choices of model.attention.
 
-A layer combines four choices, each a key of model.attention:
+A layer combines three choices, and a fourth says how they are computed. Each is a key
+of model.attention:
 
 symmetric        how keys are made: a projection, the queries themselves, or U·query
 mechanism        what a pair of query and key weighs
@@ -54,7 +55,7 @@ class Attention(nnx.Module):
 
     It is causal in decoders. In an encoder a token sees all tokens that exist.
 
-    With differential V1, each head has two branches of size width/2N and values of
+    With differential V1, each head has two branches of size width/(2N) and values of
     twice that size; its output passes an RMSNorm and is multiplied by 1 − λ_init. With
     V2, each head has two queries of size width/N that share one key, and λ is the
     sigmoid of a linear map of the token. The output of mechanisms without a denominator

@@ -135,9 +135,8 @@ class Mixer:
 
         `positions` hide keys that are not yet written, and keys of padding until later
         tokens overwrite them. The smallest prefix of `_prefixes` that holds all written
-        keys is read. It is at most twice as long as the written keys, except that the
-        shortest prefix has 256 to 511 keys. The option `implementation` is for whole
-        rows only.
+        keys is read. The prefixes are halves, quarters and so on of the cache, down to
+        256 keys. The option `implementation` is for whole rows only.
         """
         count, room = operands["query"].array.shape[1], cache.key.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)

@@ -267,9 +267,9 @@ def average_of(state: Any) -> Any:
 def decays(params: Any) -> Any:
     """Return a tree of booleans: whether each weight decays.
 
-    Weights with two axes or more do: kernels, embeddings and the metrics of pairwise
-    attention. Biases, scales, and all weights with "norm" or "lambda" in their path do
-    not, whatever their shape: in a stack of layers a vector has two axes too.
+    Weights with two axes or more do: kernels, embeddings and the matrices U of pairwise
+    keys. Biases, scales, and all weights with "norm" or "lambda" in their path do not,
+    whatever their shape.
     """
 
     def decays_at(path: Any, leaf: Any) -> bool:

@@ -69,9 +69,9 @@ class Features(NamedTuple):
         nonnegative: H → number of leading key features that are never negative, for
             maps whose features change sign although no pair has a negative weight.
             None for other maps.
-        centred: (query, key) → other features with the same products, which cancel
-            less. They depend on all keys, so that no state can hold them. The first
-            feature of a key is 1.
+        centred: (query, key) → features shifted by the mean of all keys. Their products
+            are the same and cancel less. Only bidirectional attention can use them,
+            since it knows all keys. The first feature of a key is 1.
         bounded: whether no feature exceeds 1 and no pair has a negative weight. The
             mean weight of a row then has a known rounding error, so that kernels can
             sum features that change sign.

@@ -53,7 +53,11 @@ class Kernel(Protocol):
         ...
 
     def attend(self, *arrays: Any) -> Array:
-        """Return the rows of the call; the last argument computes them in XLA."""
+        """Return the rows of the call.
+
+        The last argument is the fallback, which computes the same rows in XLA. Kernels
+        of features use it for rows that underflow.
+        """
         ...
 
 

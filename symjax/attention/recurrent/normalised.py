@@ -23,9 +23,9 @@ of numerator and denominator does not:
   each feature. When a larger key comes, the state is rescaled.
 - A row is divided by exp(shift), the largest sum of the query's exponent and
   `running_max` over the features.
-- So every factor is at most 1. If amplitudes are 1, the key that set the maximum adds 1
-  to the denominator, so that no ε is needed. Both divisors cancel in the ratio, and are
-  constants to the gradient.
+- So every factor is at most 1. If amplitudes are 1, one feature has the largest sum of
+  a row, and the key that set the maximum of this feature adds 1 to the denominator. So
+  no ε is needed. Both divisors cancel in the ratio, and are constants to the gradient.
 - A chunk is computed with one maximum for all its rows: that of the state and of all
   keys of the chunk, also of keys after the row. Such a key has weight 0 in the row. It
   changes the divisor, and so the row by rounding errors alone. Rows of earlier chunks

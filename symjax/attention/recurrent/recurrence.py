@@ -14,7 +14,7 @@ or in parallel, as accelerators do if `recurrence.schedule()` allows it:
     prepared = [recurrence.prepare(parameters, span) for span in spans]
     effects = [recurrence.effect(x) for x in prepared]      # (state, transition)
     before = []
-    for effect in effects:      # reads states alone; merge ignores the first transition
+    for effect in effects:  # any first transition will do: the merged one is not used
         before.append(state)
         state, _ = recurrence.merge((state, effect[1]), effect)
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
@@ -40,8 +40,8 @@ class ChunkwiseForm(Protocol):
     form of its transitions: a sum of log-decays, a matrix, or None if the span leaves
     an earlier state unchanged.
 
-    Hidden tokens must leave a state unchanged. They have zeros as key and value, and
-    False in `visible`; the last span is padded with them.
+    Hidden tokens must leave a state unchanged. Their key, value and operands are zeros,
+    and `visible` is False. The last span is padded with such tokens.
     """
 
     def prepare(self, parameters: Any, span: Span, /) -> Any:
@@ -87,11 +87,10 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: chunks run in parallel, as one product. It pays unless a chunk
             needs much more memory than its tokens.
-        on_one_gpu_only: TPUs and several GPUs run chunks in turn nevertheless. There
-            parallel chunks are one more axis of `advance` (`jax.vmap`): if `advance`
-            branches on its data, both branches would run. It is also set if `effect`
-            costs as much as `advance`. A single GPU runs chunks as more examples; in
-            turn it would wait at each small product of a chunk.
+        on_one_gpu_only: chunks run in parallel on a single GPU only. TPUs and several
+            GPUs run parallel chunks by `jax.vmap`, under which both sides of a branch
+            on data run. A single GPU runs the chunks as more examples instead. Set it
+            if `advance` branches on its data or if `effect` costs as much as `advance`.
     """
 
     parallel_chunks: bool = True

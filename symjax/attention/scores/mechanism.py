@@ -94,7 +94,9 @@ class ScoreMechanism:
         axis_name: str | None = None,
         **own: Any,
     ) -> Float[Array, "B T N V"]:
-        """Time O(T S (H + V)) per head, half of it if causal, and O(T (left + right)
+        """Return the values, averaged by the weights of this mechanism.
+
+        Time O(T S (H + V)) per head, half of it if causal, and O(T (left + right)
         (H + V)) in a window. Memory is linear in T and S.
 
         Weights are computed in float32 at least. A row that sees no key is zero.

@@ -1,4 +1,4 @@
-"""Score mechanisms on the fused kernel, for TPUs.
+"""Softmax and differential attention on a kernel for TPUs.
 
 Forced by `implementation="tpu"` it is interpreted on other machines, slowly, which
 serves to check it. Like the ring, it has no forward-mode derivative (`jax.jvp`), and no

@@ -34,14 +34,11 @@ from symjax.attention.core.arguments import (
     check_tokens,
 )
 from symjax.attention.core.devices import by_platform
-from symjax.attention.core.meshes import on_any_mesh
+from symjax.attention.core.meshes import on_any_mesh, vary_alike
 from symjax.attention.core.operands import Tokens
-from symjax.attention.core.products import sum_dtype
+from symjax.attention.core.products import TILE, sum_dtype
 from symjax.attention.kernels.dispatch import run_recurrence
-from symjax.attention.recurrent.chunks import (
-    layout,
-    merge_heads,
-)
+from symjax.attention.recurrent.chunks import layout, merge_heads, scan
 from symjax.attention.recurrent.recurrence import Recurrence
 from symjax.attention.recurrent.schedule import (
     run_as_one_chunk,
@@ -109,6 +106,17 @@ class InXla:
         state = _start("", self.recurrence, parameters, None, tokens)
         static = self.recurrence, self.chunk_size, None
         return _causal(*static, tokens, parameters, state)[0]
+
+    def in_turn(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
+        """Return the same rows by one chunk after the other, in the least memory.
+
+        It is for branches of kernels, whose memory counts even if they never run.
+        """
+        state = _start("", self.recurrence, parameters, None, tokens)
+        state, span = vary_alike((state, layout(tokens)))
+        run = partial(run_as_one_chunk, self.recurrence)
+        _, rows = scan(run, TILE, parameters, state, span)
+        return merge_heads(rows, tokens.value.dtype)
 
 
 def attend_step(

@@ -5,7 +5,7 @@ An adapter makes the arrays of the kernels from the arrays of a call: hidden tok
 
 Features that are exponentials may underflow in a row if a later key of its chunk is
 much larger than all keys that the row sees. Such rows are computed again by the
-fallback (`core.underflow`).
+fallback, one chunk after the other (`core.underflow`).
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ class GpuFeatures(NamedTuple):
         return None
 
     def attend(
-        self, tokens: Tokens, parameters: Any, fallback: Callable
+        self, tokens: Tokens, parameters: Any, fallback: Any
     ) -> Float[Array, "B T N V"]:
         maps = self.recurrence.features
         if key_features(maps, tokens.key, parameters).exponent is None:
@@ -201,9 +201,9 @@ def _rows_and_underflow(
 
 
 def _exact_rows(
-    fallback: Callable, constants: tuple, inputs: tuple
+    fallback: Any, constants: tuple, inputs: tuple
 ) -> Float[Array, "B T N V"]:
-    return fallback(*_tokens_of(constants, inputs))
+    return fallback.in_turn(*_tokens_of(constants, inputs))
 
 
 def _tokens_of(constants: tuple, inputs: tuple) -> tuple[Tokens, Any]:

@@ -15,6 +15,8 @@ import numpy as np
 import oracles
 import pytest
 
+from symjax.attention.core.devices import lowered_for
+
 B, T, S, N, K, H, V = 2, 19, 23, 6, 3, 5, 7
 CHUNK = 8  # does not divide T, and T needs three of them
 # Segments start inside a chunk, at the first token of a chunk, and after one token.
@@ -166,6 +168,19 @@ def chunks_of_any_size_agree(mechanism):
             output = run(mechanism.causal, *arrays, chunk_size=chunk_size)
             close(output, wanted, 1e-12)
         close(wanted[:, -1], run(mechanism.whole, *arrays)[:, -1], 1e-12)
+
+
+def parallel_chunks_agree(mechanism):
+    """Accelerators merge the states of chunks of 128 tokens, also across segments."""
+    length = 300
+    arrays = inputs(length)
+    segments = np.broadcast_to(np.arange(length) // 70, (B, length))
+    for seen in ({}, {"segment_ids": segments}):
+        with jax.enable_x64(True):
+            wanted = run(mechanism.causal, *arrays, **seen)
+            with lowered_for("tpu"):
+                found = run(mechanism.causal, *arrays, **seen)
+        close(found, wanted, 1e-11)
 
 
 def a_prefill_goes_on_in_chunks_and_steps(mechanism):
@@ -417,6 +432,7 @@ LAWS = (
     segments_do_not_see_each_other,
     gradients_equal_those_of_the_definition,
     chunks_of_any_size_agree,
+    parallel_chunks_agree,
     a_prefill_goes_on_in_chunks_and_steps,
     the_future_changes_nothing,
     the_future_gets_no_gradient,

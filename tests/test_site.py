@@ -216,5 +216,5 @@ def test_score_mechanisms_are_functions_and_keys_attributes(docstrings):
     assert softmax.is_function and "is_causal" in softmax.parameters
     kinds = [section.kind.value for section in softmax.docstring.parsed]
     assert kinds == ["text", "parameters", "raises", "text"]
-    (keys,) = package["config.Mesh"].docstring.parsed
+    _, keys = package["config.Mesh"].docstring.parsed
     assert [key.name for key in keys.value] == ["data", "fsdp", "tensor", "sequence"]

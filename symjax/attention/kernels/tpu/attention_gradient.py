@@ -1,19 +1,22 @@
-"""Softmax and differential attention as TPU kernels, which keep no scores in memory.
+"""Softmax and differential attention as TPU kernels, which store no scores.
 
-Forward: a block of rows meets the blocks of keys that it sees, and keeps a running
-maximum m of its scores, the sum of exp(score − m) and the values weighed by it, which
-fade when m grows (online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867). Kept
-are the output and the normaliser log Σ exp(score) of every row.
-Backward: a block of keys meets the blocks of rows that see it; weights come again from
-the normaliser (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Gradients of keys and
-values grow in VMEM over the rows, those of all queries over the keys. The row sums
-Σ change · output read the output as it was rounded, as in FlashAttention-2 (Dao 2023,
-arXiv:2307.08691): in bfloat16 a mean of values, which cancels in exact gradients of
-queries and keys, blurs them (docs/performance/gpu.md has figures).
+Forward kernel: one program handles a block of rows and visits the blocks of keys that
+the rows see. It keeps a running maximum m of the scores, the sum of exp(score − m) and
+the values weighted by exp(score − m); both sums are rescaled when m grows (online
+softmax, Milakov & Gimelshein 2018, arXiv:1805.02867). It saves the output and the
+normaliser log Σ exp(score) of every row.
 
-One pass over the keys serves both maps of differential attention, and heads are read
-where projections leave them, side by side in [B T N·H], if they are whole tiles of
-128 lanes: nothing is transposed or repeated.
+Backward kernel: one program handles a block of keys and visits the blocks of rows that
+see them. It computes the weights again from the normaliser (Dao et al. 2022,
+arXiv:2205.14135, algorithm 4). Gradients of keys and values are summed in VMEM over the
+rows, those of all queries over the keys. The row sums Σ gradient · output use the
+rounded output, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). So in bfloat16, if
+all values share a large mean, the gradients of queries and keys lose digits
+(docs/performance/gpu.md has figures).
+
+One pass over the keys computes both maps of differential attention. Heads that are
+whole tiles of 128 lanes are read in the layout of the projections, [B T N·H], without a
+transposed or repeated copy.
 
 Compared, for B 4, T 4096, N 16 on a v5e, causal, bfloat16, forward + backward, in
 millions of cycles: these kernels have 3.2 + 7.0 for softmax with heads of 128, 6.2 +
@@ -115,7 +118,11 @@ def prepared(
     sizes: tuple[int, int, int] = (512, 8192, 2**25),
     interpret: Any = False,
 ) -> tuple[AttentionPlan, AttentionOperands]:
-    """For rows that see all keys in the window. sizes: block, resident, gradients."""
+    """Return the plan and the operands for rows that see all keys in the window.
+
+    Args:
+        sizes: `block`, `resident` and `gradients` of the plan.
+    """
     (batch, length, queries, size), (keys, kv_heads, value_size) = (
         query.shape,
         value.shape[1:],
@@ -161,10 +168,10 @@ def restricted(
     length_base: float | None,
     by_row: bool,
 ) -> AttentionOperands:
-    """AttentionOperands for rows that see less than the window.
+    """Return the operands for rows that see less than the window.
 
     Args:
-        by_row: the limits of every row are among them.
+        by_row: pass the interval of keys of every row.
     """
     factor = None
     if length_base:  # float64 in a program that has it, which kernels do not

@@ -74,12 +74,15 @@ class BlockVisits(NamedTuple):
 
     @classmethod
     def of(cls, bounds: Int[Array, "b 4 count"], first: Array):
-        """And the scalars: the bounds, and the position of row 0."""
+        """Return the visits and their scalars: bounds, and the position of row 0."""
         visits = cls(bounds.shape[2], bounds.shape[0] > 1)
         return visits, jnp.append(bounds.reshape(-1), first)
 
     def bounds(self, scalars, example, block) -> list:
-        """First block, first and last of those that need no mask, last block."""
+        """Return the first and last visited block, and between them those without mask.
+
+        The order is: first block, first and last block that need no mask, last block.
+        """
         start = example * self.by_example * 4 * self.count + block
         return [scalars[start + i * self.count] for i in range(4)]
 

@@ -1,12 +1,16 @@
-"""Two kernels that pass over chunks of time, forward and back, with a state in VMEM.
+"""Template of the recurrent TPU kernels: a pass over chunks of time, and one back.
 
-Heads lie in tiles as `lanes.py` says. Query heads that share a key head read its blocks
-where they are; only packed ones have a copy each.
+The grid has one program for each example, tile of heads and chunk. Chunks run in turn,
+with the state in VMEM: from the first chunk in the forward kernel, from the last one in
+the backward kernel. The forward kernel can save the state before each chunk, which the
+backward kernel reads.
 
-Which pairs of a chunk of time see each other, for kernels that keep a state.
+Heads lie in tiles of 128 lanes (`lanes.py`). Query heads that share a key head read the
+same blocks of keys and values. Packed heads need a copy of them for each query head.
 
-A kernel gets the flags of each token, in one integer, and the number of its segment, or
-None where all tokens are visible and of one segment.
+A kernel gets one integer of flags per token and the number of its segment, or None if
+all tokens are visible and of one segment. `seen_in_chunk` makes the visible pairs of a
+chunk from them.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +31,7 @@ from symjax.attention.kernels.tpu.tiles import LANES, column
 
 
 class ChunkPlan(NamedTuple):
-    """The static half of a call."""
+    """Sizes of a call, known when the kernel is compiled."""
 
     batch: int
     heads: int
@@ -48,7 +52,11 @@ class ChunkPlan(NamedTuple):
         block: int = LANES,
         together: int = 1,
     ):
-        """For query [B T N H] and value [B T K V], and `Kernels.together`."""
+        """Return the plan for query [B T N H] and value [B T K V].
+
+        Args:
+            together: as in `Kernels`.
+        """
         (batch, length, heads, size), value_size = query.shape, value.shape[3]
         packed = heads_in_a_tile(heads, size, value_size)
         sizes = size, value_size
@@ -59,8 +67,10 @@ class ChunkPlan(NamedTuple):
 
     @property
     def sharing(self) -> int:
-        """Query heads that read one head of keys and values in the operands: packed
-        ones have their own copy beside each other."""
+        """Number of query heads that read one head of keys and values in the operands.
+
+        It is 1 for packed heads, which have a copy each.
+        """
         return self.groups if self.packed == 1 else 1
 
     @property
@@ -69,7 +79,7 @@ class ChunkPlan(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Lanes of the values and of the keys of packed heads."""
+        """Numbers of lanes of the values and of the keys of packed heads."""
         return self.packed * self.value_size, self.packed * self.head_size
 
     @property
@@ -77,16 +87,16 @@ class ChunkPlan(NamedTuple):
         return self.batch, self.heads // self.packed, self.length // self.block
 
     def by_query(self, x: Array, size: int) -> Float[Array, "B length N*size"]:
-        """[B T N h] as operands have it."""
+        """Return queries [B T N h] in the layout of operands."""
         return side_by_side(x, self.heads, self.length, size)
 
     def by_key(self, x: Array, size: int) -> Float[Array, "B length K*size"]:
-        """[B T K h] as operands have it."""
+        """Return keys or values [B T K h] in the layout of operands."""
         return side_by_side(x, self.heads // self.sharing, self.length, size)
 
 
 class Chunks(NamedTuple):
-    """Blocks of arrays: those of chunk `turn(i)` in turn i."""
+    """Blocks of arrays. Iteration i of the kernel works on chunk `turn(i)`."""
 
     plan: ChunkPlan
     turn: Callable
@@ -137,11 +147,13 @@ class Kernels(NamedTuple):
     scratch: Callable[[ChunkPlan, Any], Sequence]  # shapes in VMEM of each, float32
     cost: Callable[[ChunkPlan, Any], Sequence]  # FLOPs and transcendentals of each
     dtype: Callable[[Any], Any] = lambda operands: operands.value.dtype  # of the output
-    more: Callable[[Any, Any], list] = lambda operands, specs: []  # float32 gradients,
-    #   beside those of queries, keys and values: arrays of their shapes, and blocks
-    shared: int = 3  # operands from the first to this one are of key heads
-    together: int = 1  # chunks of a turn forward; what several keep has an axis
-    saved: bool = True  # by policies of `jax.checkpoint`: else forward runs again
+    more: Callable[[Any, Any], list] = lambda operands, specs: []  # further float32
+    #   gradients, beside those of queries, keys and values: their shapes and blocks
+    shared: int = 3  # operands 1 to this one (exclusive) are those of key heads
+    together: int = 1  # chunks per iteration of the forward kernel; above 1 the arrays
+    #   that it saves have one more axis
+    saved: bool = True  # residuals are saved by policies of `jax.checkpoint`; if not,
+    #   the backward pass runs the forward kernel again
     reads_output: bool = False  # in the backward kernel
 
 

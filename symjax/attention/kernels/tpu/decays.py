@@ -37,9 +37,12 @@ SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its 
 
 
 class Fading:
-    """Factors of a chunk, each exp of a sum of log-decays, and the gradient of these,
-    which is a sum of what `grown…` return: of each channel [c P·H], or of each head
-    [P c], as they were given. Of this class itself: nothing fades."""
+    """Decay factors of a chunk, and the gradient of its log-decays.
+
+    Each factor is exp of a sum of log-decays. The gradient is the sum of the results of
+    the `grown` methods: [c P·H] for decays per channel, [P c] for decays per head. This
+    base class is for chunks without a decay.
+    """
 
     levels: Sequence[int] = (ALL,)  # of pairs, beside DIAGONAL
     since: Any = 1.0  # [c P·H], from the chunk's start through each token
@@ -50,39 +53,39 @@ class Fading:
 
     @property
     def through(self) -> Any:
-        """[1 P·H], of all of the chunk."""
+        """Return the factors [1 P·H] of the whole chunk."""
         return 1.0 if self.since is Fading.since else self.since[BLOCK - 1 :]
 
     @property
     def factors(self) -> Sequence[Any]:
-        """[c P·H], of the queries and keys of each level's pairs."""
+        """Return the factors [c P·H] of queries and keys, for pairs of each level."""
         return [1.0] * len(self.levels)
 
     @property
     def weights(self) -> Sequence[Any]:
-        """[c c], of the pairs of each head, a row for each query."""
+        """Return the factors [c c] of the pairs of each head, with a row per query."""
         return [1.0] * self.plan.packed
 
     @property
     def turned_weights(self) -> Sequence[Any]:
-        """The same with a row for each key."""
+        """Return the same factors with a row per key."""
         return [1.0] * self.plan.packed
 
     def grown(self, level: int, change: Float[Array, "c P*H"]) -> Any:
-        """By the gradient of a level's sums."""
+        """Return the part that comes from the gradient of the sums of a level."""
         return 0.0
 
     def grown_by_pairs(self, changes: list[Float[Array, "c c"]]) -> Any:
-        """By those of the exponents of each head's pairs."""
+        """Return the part that comes from the exponents of the pairs of each head."""
         return 0.0
 
     def grown_by_state(self, change: Float[Array, "1 P*H"]) -> Any:
-        """By that of the sums of all of the chunk."""
+        """Return the part that comes from the sums over the whole chunk."""
         return 0.0
 
 
 class ByChannel(Fading):
-    """Each channel of a key head fades by itself."""
+    """Decay factors with a log-decay per channel of a key head."""
 
     levels = range(LEVELS)
 

@@ -1,25 +1,24 @@
 """Causal Performer and linear attention as TPU kernels.
 
-Features of the Performer are made in here and never kept in memory; others are given.
+The kernels compute the features of the Performer and never store them. XLA computes all
+other features.
 
-One pass over chunks of time, forward, and one back. The state, features × values of a
-head, stays in VMEM, transposed: what fades by feature then lies along lanes. Exponents
-are to base 2 and refer to a running maximum that is rounded up to an integer, so that a
-state fades by powers of 2, exactly. Saved for the backward pass are the state before
-each chunk, in the dtype of the operands, and the denominator of each row.
+The forward and the backward kernel each pass over the chunks of time once
+(`chunks.py`). The state of a head, features × values, stays in VMEM. It is transposed,
+so that the features lie along lanes. Exponents are to base 2, relative to a running
+maximum that is rounded up to an integer: a state is then rescaled by powers of 2,
+which is exact. The forward kernel saves the state before each chunk, in the dtype of
+the operands, and the denominator of each row.
 
-A value is read with ones beside it: numerator and denominator are lanes of one product.
-Heads of 64 lie two by two in a tile of 128 lanes, as projections leave them, and are
-not taken apart: their projection is block-diagonal, and the ones of one head stand
-where the values of the other are.
+Values have a lane of ones beside them, so that one product gives numerator and
+denominator. Two heads of 64 lie in one tile of 128 lanes, in the layout of the
+projections. Their projection is block-diagonal, and the ones of one head lie in a lane
+of the other head's values.
 
-Products are of the operands as they are (float32 ones with all their bits), sums are
-float32, and the projection counts by two bfloat16 parts where operands are bfloat16: an
-error of an exponent is a factor of a feature. A row whose keys a later key of its chunk
-pushed out of float32 is computed once more by itself, with its own highest exponent.
-
-What both kernels of the Performer need of a chunk: the weights of its features, its
-values with ones beside them, and the rows that have lost their keys.
+Operands of products keep their dtype, and float32 products keep all bits. Sums are
+float32. With bfloat16 operands the projection is two bfloat16 parts, because an error
+of an exponent is a factor of the feature. A row underflows if a later key of its chunk
+is much larger than its own keys. It is computed again with its own highest exponent.
 """
 
 from collections.abc import Iterable
@@ -56,16 +55,16 @@ EMPTY = -1e30  # the running maximum before the first key
 
 
 class FeatureOperands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
+    """Inputs of both kernels, or their blocks. Heads lie next to each other."""
 
-    query: Any  # [B T N·H], or features that are given, in float32
+    query: Any  # [B T N·H], or given features in float32
     key: Any  # [B T K·H], K = N / plan.sharing
     value: Any  # [B T K·V]
     rows: Any  # of the projection, times √scale log₂ e: [parts M H] of packed heads; or
-    #   None where features are given, none negative, those of hidden keys 0
-    offset: Any  # of all exponents, [1 M] of packed heads
-    norm: Any  # [1]: what |k|² takes from a key's exponents
-    flags: Any  # [B 1 T], or None where all tokens are visible and of one segment
+    #   None if features are given: none is negative, and those of hidden keys are 0
+    offset: Any  # added to all exponents, [1 M] of packed heads
+    norm: Any  # [1]: factor of |k|², which is subtracted from a key's exponents
+    flags: Any  # [B 1 T], or None if all tokens are visible and of one segment
     segment: Any  # [B 1 T], or None
 
 
@@ -74,14 +73,14 @@ class Weights(NamedTuple):
 
     row: Float[Array, "c M"]
     key: Float[Array, "c M"]
-    fade: Float[Array, "1 M"]  # of the state before, for the rows
-    joining: Float[Array, "c M"]  # of the keys, for the state after
-    after: Float[Array, "1 M"]  # the running maximum of that state
-    left: Float[Array, "1 M"]  # what it has of the state before
+    fade: Float[Array, "1 M"]  # of the state before the chunk, in the rows
+    joining: Float[Array, "c M"]  # of the keys, in the state after the chunk
+    after: Float[Array, "1 M"]  # running maximum of the state after the chunk
+    left: Float[Array, "1 M"]  # of the state before the chunk, in the state after it
 
 
 def width(plan: ChunkPlan) -> int:
-    """Lanes of a head's values and the ones beside them."""
+    """Return the number of lanes of a head's values and of the ones beside them."""
     return LANES if plan.packed > 1 else plan.value_size + LANES
 
 
@@ -109,7 +108,7 @@ def dtype_of(given: FeatureOperands) -> Any:
 
 
 def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
-    """Packed heads with 0 for all but one."""
+    """Return packed heads with 0 for all but one of them."""
     return x if plan.packed == 1 else lanes.own(x, plan.value_size, head)
 
 

@@ -1,8 +1,8 @@
-"""Heads side by side in tiles of 128 lanes, as projections leave them.
+"""Heads next to each other in tiles of 128 lanes, in the layout of the projections.
 
-Heads of 64 numbers lie two by two in a tile, of 32 four by four, and are not taken
-apart: what a product needs of one head is its tile with 0 for the others. A NaN in one
-head therefore reaches the others of its tile.
+A tile holds two heads of 64 numbers, or four heads of 32. To multiply one head, the
+other heads of its tile are set to 0. So a NaN in one head reaches the other heads of
+its tile.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ def heads_in_a_tile(heads: int, size: int, value_size: int) -> int:
 def side_by_side(
     x: Float[Array, "B T K h"], heads: int, length: int, size: int
 ) -> Float[Array, "B length heads*size"]:
-    """Heads in lanes, one for each query head; time and heads are filled up with 0."""
+    """Return heads in lanes, one per query head; time and heads are padded with 0."""
     x = jnp.repeat(x, heads // x.shape[2], axis=2)
     missing = length - x.shape[1], size - x.shape[3]
     x = jnp.pad(x, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1])))
@@ -32,7 +32,7 @@ def side_by_side(
 
 
 def apart(x: Float[Array, "B length W"], heads: int, like: Array) -> Array:
-    """The inverse, of the length and size of `like`: [B T heads h]."""
+    """Return [B T heads h], with the length and size of `like`: the inverse."""
     x = x.reshape(*x.shape[:2], heads, -1)
     return x[:, : like.shape[1], :, : like.shape[3]]
 
@@ -40,28 +40,30 @@ def apart(x: Float[Array, "B length W"], heads: int, like: Array) -> Array:
 def summed_apart(
     x: Float[Array, "B length W"], heads: int, like: Float[Array, "B T K h"]
 ) -> Float[Array, "B T K h"]:
-    """The gradient of `like` by that of `side_by_side`, in its dtype: each key head's
-    is the sum over its query heads."""
+    """Return the gradient of `like` from the gradient of `side_by_side`.
+
+    The gradient of a key head is the sum over its query heads.
+    """
     parts = apart(x, heads, like)
     parts = parts.reshape(*like.shape[:3], -1, like.shape[3])
     return parts.sum(axis=3).astype(like.dtype)
 
 
 def is_own(shape: tuple[int, ...], size: int, head: int) -> Bool[Array, "..."]:
-    """The lanes of a head."""
+    """Return which lanes belong to a head."""
     lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     return (lane >= head * size) & (lane < (head + 1) * size)
 
 
 def own(x: Float[Array, "c W"], size: int, head: int) -> Float[Array, "c W"]:
-    """A tile with 0 for all heads but one."""
+    """Return a tile with 0 for all heads but one."""
     return jnp.where(is_own(x.shape, size, head), x, 0) if x.shape[1] > size else x
 
 
 def in_lanes(
     columns: Sequence[Float[Array, "c 1"]], shape: tuple[int, ...]
 ) -> Float[Array, "c W"]:
-    """Each head's column in its lanes."""
+    """Return an array with the column of each head in the lanes of that head."""
     wide = jnp.broadcast_to(columns[0], shape)
     for head in range(1, len(columns)):
         mine = is_own(shape, shape[1] // len(columns), head)
@@ -72,8 +74,11 @@ def in_lanes(
 def of_heads(
     sizes: tuple[int, int], state: Float[Array, "P*V P*H"]
 ) -> Float[Array, "P*V P*H"]:
-    """A state of packed heads, of sizes V and H: 0 but for values and keys of one
-    head."""
+    """Return a state of packed heads, with 0 for values and keys of different heads.
+
+    Args:
+        sizes: V and H of one head.
+    """
     if state.shape == sizes:
         return state
     value, key = (jax.lax.broadcasted_iota(jnp.int32, state.shape, x) for x in (0, 1))

@@ -18,12 +18,12 @@ TURNED = (((0,), (0,)), ((), ()))  # aᵀ b
 
 
 def even(length: int, limit: int, unit: int = LANES) -> int:
-    """The size of equal blocks, a multiple of `unit` of about `limit` at most."""
+    """Return the size of equal blocks: a multiple of `unit`, at most about `limit`."""
     return -(-length // (-(-length // limit) * unit)) * unit
 
 
 def in_lanes(width: int, size: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of [B T heads·width]."""
+    """Return the blocks of an array [B T heads·width]."""
 
     def place(*at):
         example, head, block = index(*at)
@@ -33,7 +33,7 @@ def in_lanes(width: int, size: int, index: Callable) -> pl.BlockSpec:
 
 
 def estimate(flops: int, transcendentals: int, arrays: list[Any]) -> pl.CostEstimate:
-    """These, and every byte of the arrays once."""
+    """Return the cost of a kernel that reads or writes every byte of `arrays` once."""
     return pl.CostEstimate(
         flops=flops,
         transcendentals=transcendentals,
@@ -49,7 +49,7 @@ def compiler(parallel: int, sequential: int = 0) -> pltpu.CompilerParams:
 
 
 def product(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _"]:
-    """In float32, of float32 arrays with all their bits."""
+    """Return a product in float32; float32 arrays keep all their bits."""
     exact = jnp.float32 in (a.dtype, b.dtype)
     precision = jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(
@@ -70,7 +70,7 @@ def _diagonal() -> Bool[Array, "128 128"]:
 
 
 def column(row: Shaped[Array, "1 r"]) -> Shaped[Array, "r 1"]:
-    """A row as a column; by the sums of diagonals, at a tenth of a reshape's cost."""
+    """Return a row as a column, by sums of diagonals: a tenth of a reshape's cost."""
     pieces = [
         jnp.where(_diagonal(), row[:, x : x + LANES], 0).sum(axis=1, keepdims=True)
         for x in range(0, row.shape[1], LANES)
@@ -79,7 +79,7 @@ def column(row: Shaped[Array, "1 r"]) -> Shaped[Array, "r 1"]:
 
 
 def row(column: Float[Array, "r _"]) -> Float[Array, "1 r"]:
-    """A column laid down; it may be 128 equal ones."""
+    """Return a column as a row. The column may be 128 equal columns."""
     equal = jnp.broadcast_to(column, (column.shape[0], LANES))
     pieces = [
         jnp.where(_diagonal(), equal[x : x + LANES], 0).sum(axis=0, keepdims=True)
@@ -89,5 +89,5 @@ def row(column: Float[Array, "r _"]) -> Float[Array, "1 r"]:
 
 
 def write_row(rows, i: int, column: Float[Array, "r _"]) -> None:
-    """Row i of a block, from one column or from 128 equal ones."""
+    """Write a column, or the first of 128 equal columns, to row i of a block."""
     rows[i : i + 1, :] = row(column)

@@ -5,10 +5,11 @@ Both maps of a head are computed in one pass over the keys, forward
 whether the kernels support a call (`GpuDifferential`) and defines the derivative
 (`differential`).
 
-On an H200, B 4, T 4096, 16 heads with halves of 64 and values of 128, causal, bfloat16,
-forward and backward: these kernels take 2.75 ms. cuDNN, which computes two whole
-attentions, takes 4.26 in one call and 5.46 in two; PyTorch's SDPA by cuDNN takes 6.55
-in four calls. Softmax with 16 heads of 128 takes 2.16 by cuDNN.
+In one run on an H200 with B 4, T 4096, 16 heads with halves of 64 and values of 128,
+causal, bfloat16, forward and backward, these kernels took 2.75 ms
+(docs/performance.md has current figures). cuDNN, which computes two whole
+attentions, took 4.26 in one call and 5.46 in two; PyTorch's SDPA by cuDNN took 6.55 in
+four calls. Softmax with 16 heads of 128 took 2.16 by cuDNN.
 
 Gradients of queries are added up in no fixed order, so two runs differ by rounding.
 There is no forward-mode derivative (`jax.jvp`) and no second derivative;

@@ -89,8 +89,9 @@ class GpuDecay(NamedTuple):
 
     The kernels keep states and sums of log-decays in bfloat16.
 
-    On an H200, 4 rows of 4096 tokens, 16 heads of 128, forward and backward: 2.8 ms
-    with a decay per channel and 1.0 ms with a decay per head. XLA takes 24 and 2.4 ms.
+    In one run on an H200, 4 rows of 4096 tokens, 16 heads of 128, forward and backward
+    took 2.8 ms with a decay per channel and 1.0 ms with a decay per head, in XLA 24 and
+    2.4 ms (docs/performance.md has current figures).
     """
 
     recurrence: Any
@@ -112,8 +113,8 @@ class GpuDecay(NamedTuple):
 class GpuDelta(NamedTuple):
     """The delta rule, with bfloat16 operands.
 
-    On an H200, with the arrays of `GpuDecay`: 1.9 ms, and 5.6 ms with a decay per
-    channel. XLA takes 12 and 27 ms.
+    In one run on an H200, with the arrays of `GpuDecay`, it took 1.9 ms, and 5.6 ms
+    with a decay per channel, in XLA 12 and 27 ms.
     """
 
     recurrence: Any

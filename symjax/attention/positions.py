@@ -62,7 +62,7 @@ def rotate(
     check_flag("rotate", "interleaved", interleaved)
     positions = as_array("rotate", "positions", positions)
     size = x.shape[-1]
-    turning = turning_features(size, share)
+    turning = turning_features(x.shape, share)
     if positions.shape not in ((1, x.shape[1]), x.shape[:2]):
         raise ValueError(
             f"positions must be {x.shape[:2]} of {x.shape}, or 1 for all of its "
@@ -87,18 +87,21 @@ def rotate(
     return by_platform(x, cos, sin, tpu=partial(_turned_on_lanes, shape), default=turn)
 
 
-def turning_features(head_size: int, share: float) -> int:
+def turning_features(shape: tuple[int, ...], share: float) -> int:
     """Return R = share·H, the number of features that `rotate` turns.
 
+    Args:
+        shape: shape of an array whose last axis is a head, or (H,).
     Raises:
         ValueError: R is not an even number from 2 to H.
     """
+    head_size = shape[-1]
     turning = round(share * head_size)
     odd = turning % 2 or abs(turning - share * head_size) > 1e-6
     if odd or not 2 <= turning <= head_size:
         raise ValueError(
             "rotary positions turn an even number of features, from 2 to all, got "
-            f"share {share} of {head_size} features"
+            f"share {share} of {shape}"
         )
     return turning
 

@@ -167,7 +167,7 @@ def rotary(options: config.Model, head_size: int) -> Rotary:
     if not turns:
         return made
     try:
-        turning = turning_features(head_size, options.rope_share)
+        turning = turning_features((head_size,), options.rope_share)
     except ValueError as error:
         raise ValueError(
             f"model.positions {options.positions!r}: {error}: give an even "

@@ -87,7 +87,7 @@ def test_a_product_with_a_permutation_turns_pairs_alike(shape, dtype):
     x, change = (jnp.asarray(rng.normal(size=(2, 5, 3, 12)), dtype) for _ in range(2))
     angles = jnp.asarray(rng.normal(size=(1, 5, 1, 6)), jnp.float32)
     found = []
-    by_flip = partial(positions._turned, shape, positions._others)
+    by_flip = partial(positions._turned, shape, positions._partners)
     for turn in (by_flip, partial(positions._turned_on_lanes, shape)):
         function = partial(turn, cos=jnp.cos(angles), sin=jnp.sin(angles))
         output, pull = jax.vjp(function, x)

@@ -40,8 +40,8 @@ class Mechanism(NamedTuple):
 
     A score mechanism has one function, with the option `is_causal`, and decodes with
     cached keys and values. A recurrence also has a causal form, a step and an empty
-    state. All of them take its options, except `chunk_size`, an option of the causal
-    form alone.
+    state. Each of them takes those options that it needs: `chunk_size`, for instance,
+    is an option of the causal form alone.
 
     Attributes:
         attend: attention to all keys; the causal form if there is no other.

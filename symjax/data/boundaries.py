@@ -38,7 +38,7 @@ class Boundaries(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """Number of tokens before a part of a text that its first document reads.
+        """Number of tokens before a slice of a text that belong to its first document.
 
         It is 1 if the last token of one document begins the next one, else 0.
         """

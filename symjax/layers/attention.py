@@ -1,7 +1,7 @@
 """The attention layer: weights, and the choices of model.attention.
 
-A layer combines three choices, and a fourth says how they are computed. Each is a key
-of model.attention:
+A layer combines three choices. A fourth key chooses the code that computes the scores.
+All are keys of model.attention:
 
 symmetric        how keys are made: a projection, the queries themselves, or U·query
 mechanism        what a pair of query and key weighs

@@ -136,7 +136,7 @@ class Mixer:
         `positions` hide keys that are not yet written, and keys of padding until later
         tokens overwrite them. The smallest prefix of `_prefixes` that holds all written
         keys is read. The prefixes are halves, quarters and so on of the cache, down to
-        256 keys. The option `implementation` is for whole rows only.
+        256 keys. Decoding ignores the option `implementation`.
         """
         count, room = operands["query"].array.shape[1], cache.key.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)

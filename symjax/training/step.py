@@ -317,7 +317,10 @@ def batch_like(
 
 
 def _axes(whole: tuple[int, ...], shape: tuple[int, int]) -> P:
-    """Return the mesh axes of an array: tokens are split in a row too."""
+    """Return the mesh axes of an array.
+
+    Arrays [rows, tokens] are split over rows and tokens, all others over rows.
+    """
     return sharding.BATCH if whole == shape else sharding.ROWS
 
 

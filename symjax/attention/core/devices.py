@@ -144,7 +144,7 @@ def on_hopper() -> bool:
 def on_one_device() -> bool:
     """Return whether XLA cannot split arrays over devices.
 
-    There is one device, or all axes of the mesh are manual.
+    There is one device, or every axis of the mesh is manual or has one device.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return jax.device_count() == 1

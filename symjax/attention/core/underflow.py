@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float
 from symjax.attention.core.feature_maps import LogFeatures, finite
 from symjax.attention.core.meshes import RARE, batched_alike
 
-# Rows that underflow are rare, so no form for CPUs as in `core.products.einsum`.
+# Plain einsum: rows that underflow are too rare for the CPU form of
+# `core.products.einsum`.
 exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 

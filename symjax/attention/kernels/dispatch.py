@@ -1,4 +1,4 @@
-"""Dispatch of calls to kernels: the only place that decides what computes a call.
+"""Dispatch of calls to kernels: the only place that decides whether a kernel runs.
 
 A kernel computes one family of mechanisms on one platform. `KERNELS` lists them. A call
 of a score mechanism has the family "softmax"; a call of a recurrence has the family
@@ -7,9 +7,9 @@ computes the call:
 
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
-2. The call is made for one device: no mesh on a machine with one device, or inside
-   `jax.shard_map`, where layers under a mesh call mechanisms. XLA cannot split a kernel
-   over devices.
+2. XLA does not split the arrays over devices, since it cannot split a kernel: the
+   machine has one device, or the call is inside `jax.shard_map`. Layers under a mesh
+   call mechanisms inside `jax.shard_map`.
 3. Softmax only: the call has at least 128 query rows, and the mechanism has the kernel
    among its implementations.
 4. The kernel supports the arguments: its `refusal` returns None.
@@ -19,7 +19,8 @@ If no kernel passes, XLA computes the call by its fallback. Softmax, for instanc
 - on a CPU by blocks of rows in XLA (`scores.rows`), since no kernel is for a CPU;
 - on a TPU by `tpu.attention.TpuSoftmax`;
 - on an H100 by `gpu.differential.GpuDifferential` if it is differential (V1), else by
-  `gpu.cudnn.CudnnSoftmax`.
+  `gpu.cudnn.CudnnSoftmax`; both refuse float32, and others of their refusals are in
+  these files.
 
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others. `implementation=` of softmax names a kernel and

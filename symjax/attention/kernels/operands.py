@@ -62,7 +62,7 @@ def log_decay_of(
 def seen_decays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
     """Return query, key, value, log-decays of each head or channel, and β.
 
-    They are 0 for hidden tokens. The first token of a segment forgets all.
+    All but the query are 0 for hidden tokens. The first token of a segment forgets all.
     """
     query, key, value, visible, segment = VisibleTokens.of(tokens)
     if log_decay is not None:

@@ -23,16 +23,16 @@ of numerator and denominator does not:
   each feature. When a larger key comes, the state is rescaled.
 - A row is divided by exp(shift), the largest sum of the query's exponent and
   `running_max` over the features.
-- So every factor is at most 1. If amplitudes are 1, one feature has the largest sum of
-  a row, and the key that set the maximum of this feature adds 1 to the denominator. So
+- So every factor is at most 1. If amplitudes are 1, take the feature with the largest
+  sum of a row: the key that set its maximum adds exp(0) = 1 to the denominator, so that
   no ε is needed. Both divisors cancel in the ratio, and are constants to the gradient.
 - A chunk is computed with one maximum for all its rows: that of the state and of all
   keys of the chunk, also of keys after the row. Such a key has weight 0 in the row. It
   changes the divisor, and so the row by rounding errors alone. Rows of earlier chunks
   stay bitwise equal.
 - A row underflows if a later key of its chunk is e⁴⁶ times larger than all keys that
-  the row sees. `underflow.py` finds these rows and computes them again, each with the
-  maximum of the keys that it sees.
+  the row sees. `core/underflow.py` finds these rows and computes them again, each with
+  the maximum of the keys that it sees.
 
 Cancellation. Features that change sign lose digits if their products cancel. If a
 feature map knows the weight of a pair in closed form (`Features.pairs`), a chunk uses

@@ -14,7 +14,7 @@ or in parallel, as accelerators do if `recurrence.schedule()` allows it:
     prepared = [recurrence.prepare(parameters, span) for span in spans]
     effects = [recurrence.effect(x) for x in prepared]      # (state, transition)
     before = []
-    for effect in effects:  # any first transition will do: the merged one is not used
+    for effect in effects:  # only the merged state is kept, so any transition will do
         before.append(state)
         state, _ = recurrence.merge((state, effect[1]), effect)
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
@@ -87,10 +87,10 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: chunks run in parallel, as one product. It pays unless a chunk
             needs much more memory than its tokens.
-        on_one_gpu_only: chunks run in parallel on a single GPU only. TPUs and several
-            GPUs run parallel chunks by `jax.vmap`, under which both sides of a branch
-            on data run. A single GPU runs the chunks as more examples instead. Set it
-            if `advance` branches on its data or if `effect` costs as much as `advance`.
+        on_one_gpu_only: only a single GPU runs chunks in parallel, as more examples.
+            Other accelerators would need `jax.vmap`, under which both sides of a branch
+            on data run. Set it if `advance` branches on its data, or if `effect` costs
+            as much as `advance`.
     """
 
     parallel_chunks: bool = True

@@ -5,16 +5,17 @@ All tasks of this file measure shares. The share of row t on a set of keys s is
     Σ_{s in the set} |a_ts| / Σ_s |a_ts|
 
 where a is the attention map of a head: A, or A₁ − λA₂ in differential attention, whose
-weights may be negative. A share lies between 0 and 1. Beside each number stands the
-share that a uniform map of the visible keys would have: a larger share means that the
-attention favours these keys.
+weights may be negative. A share lies between 0 and 1. Numbers stand beside the share
+that a uniform map of the visible keys would have (`noise`: the answer alone): a larger
+share means that the attention favours these keys.
 
     noise        on the answer, on the context and elsewhere: how much of the attention
                  goes to the tokens that matter
     self_share   of a token on itself
     dilution     on the last 1, 4, 16, 64 tokens: how far attention spreads
 
-All of them are means over heads and rows of a few held-out windows (`reading`).
+All are means over heads and rows of a few held-out windows (`reading`). `noise` of the
+task needle draws rows at chosen depths instead.
 """
 
 import itertools

@@ -81,18 +81,18 @@ def recurrence_flops(mixer: Any, features: int, length: int) -> float:
 class Part(NamedTuple):
     """Additions of one mechanism to its layer; all are optional.
 
-    `layer` is the attention layer, `options` the model's configuration, `source` and
+    `layer` is the attention layer, `model` the model's configuration, `source` and
     `target` the configurations of two models.
 
     Attributes:
-        weights: (options, depth, sizes, rngs) → attributes of the layer by name:
+        weights: (model, depth, sizes, rngs) → attributes of the layer by name:
             parameters, constants, modules or numbers.
         operands: (layer, x, operands) → the operands of a call, changed or added to.
         output: (layer, mixed, operands) → the output per head, before its norm.
         state: layer → arguments of the mechanism's empty state besides sizes and
             options.
         head_norm: True adds an RMSNorm per head, for a mechanism without a denominator.
-        options: (options, mechanism) → options of the mechanism, if they are not the
+        options: (model, mechanism) → options of the mechanism, if they are not the
             keys of model.attention with the same names.
         keys: model.attention → keys of model.attention that the part reads and that are
             no options of the mechanism.

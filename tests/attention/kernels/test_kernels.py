@@ -17,7 +17,7 @@ from symjax.attention.kernels.intervals import (
     blocks_of_rows,
     seen_by_rows,
 )
-from symjax.attention.kernels.tpu.attention_gradient import fused
+from symjax.attention.kernels.tpu.attention_gradient import attend_in_tiles
 
 B = 2
 KINDS = "softmax", "v1", "v2"
@@ -166,7 +166,7 @@ def check(kind, sizes, options, tolerance=1e-5, dtype=np.float32, **more):
         form = partial(definition, kind, pairs_of(sizes, **seen), **grown)
         wanted = differentiated(form, given, weigh)
     given = [jnp.asarray(x, dtype) for x in given]
-    form = partial(fused, **{**SMALL, **options, **more})
+    form = partial(attend_in_tiles, **{**SMALL, **options, **more})
     actual = differentiated(form, given, weigh.astype(np.float32))
     for one, other in zip(actual, wanted, strict=True):
         close(one, other, tolerance)
@@ -192,9 +192,9 @@ def test_rows_may_stand_anywhere_among_the_keys():
     @jax.jit
     def stretch(first, query, key, value):
         some = jax.lax.dynamic_slice_in_dim(query, first, 150, axis=1)
-        return fused(some, key, value, first=first, **options)
+        return attend_in_tiles(some, key, value, first=first, **options)
 
-    close(stretch(100, *given), fused(*given, **options)[:, 100:250], 1e-6)
+    close(stretch(100, *given), attend_in_tiles(*given, **options)[:, 100:250], 1e-6)
 
 
 def test_bfloat16_is_as_good_as_its_rounding():
@@ -236,7 +236,9 @@ def test_the_kernels_declare_their_products(dtype, passes):
     """Two products per pair forward, five backward. A float32 product counts six
     times."""
     given = [jnp.ones((1, 128, 1, 128), dtype)] * 3
-    gradient = jax.grad(lambda *given: fused(*given).sum(dtype=jnp.float32), (0, 1, 2))
+    gradient = jax.grad(
+        lambda *given: attend_in_tiles(*given).sum(dtype=jnp.float32), (0, 1, 2)
+    )
     declared = re.findall(r"flops=(\d+)", str(jax.make_jaxpr(gradient)(*given)))
     products = [int(x) / (2 * 128**3) for x in declared]
     assert sorted(products) == [0, 2 * passes, 5 * passes]
@@ -247,7 +249,7 @@ def test_the_future_and_rows_without_keys():
     query, key, value = (np.asarray(x, np.float32) for x in arrays("softmax", PADDED))
     mask = np.ones((B, 300), bool)
     mask[0, :100] = False
-    form = jax.jit(partial(fused, **CAUSAL, mask=mask, **SMALL))
+    form = jax.jit(partial(attend_in_tiles, **CAUSAL, mask=mask, **SMALL))
     one = np.asarray(form(query, key, value))
     later = np.arange(300)[None, :, None, None] >= 250
     two = form(query, *(np.where(later, -3 * x, x) for x in (key, value)))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from symjax.attention.core.devices import backend, on_tpu, split_by_xla
 from symjax.attention.core.meshes import on_any_mesh, varying
 from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
-from symjax.attention.kernels.tpu.attention_gradient import fused
+from symjax.attention.kernels.tpu.attention_gradient import attend_in_tiles
 from symjax.attention.kernels.tpu.tiles import LANES
 
 LARGEST_HEAD = 512
@@ -70,7 +70,7 @@ def _attend(
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], known.length))
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
-    output = fused(
+    output = attend_in_tiles(
         query,
         key,
         value,

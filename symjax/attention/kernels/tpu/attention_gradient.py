@@ -50,7 +50,7 @@ from symjax.attention.kernels.tpu.attention_plan import AttentionOperands, Atten
 from symjax.attention.kernels.tpu.tiles import LANES
 
 
-def fused(
+def attend_in_tiles(
     query: Float[Array, "B T Nq H"],
     key: Float[Array, "B S Nk H"],
     value: Float[Array, "B S K V"],
@@ -101,14 +101,16 @@ def fused(
         runs=runs,
     )
     sizes = block, resident, gradients
-    plan, operands = prepared(query, key, value, lam, scale, window, sizes, interpret)
+    plan, operands = plan_of_window(
+        query, key, value, lam, scale, window, sizes, interpret
+    )
     by_row = mask_self or runs is not None
-    operands = restricted(operands, seen, count, length_base, by_row)
+    operands = with_limits(operands, seen, count, length_base, by_row)
     output: Array = _attend(plan, *vary_alike((operands, seen)))
     return apart(plan, output, value)
 
 
-def prepared(
+def plan_of_window(
     query: Float[Array, "B T Nq H"],
     key: Float[Array, "B S Nk H"],
     value: Float[Array, "B S K V"],
@@ -161,7 +163,7 @@ def prepared(
     )
 
 
-def restricted(
+def with_limits(
     operands: AttentionOperands,
     seen: RowIntervals,
     count: Int[Array, "b T"],
@@ -220,8 +222,7 @@ def _backward(
 ) -> tuple[AttentionOperands, None]:
     operands, seen, output, second, normaliser = residuals
     sums = row_sums(plan, change, output, second, operands.lam)
-    dtypes = [x.dtype for x in operands[:3]]
-    query, key, value = by_bands(plan, operands, seen, change, normaliser, sums, dtypes)
+    query, key, value = by_bands(plan, operands, seen, change, normaliser, sums)
     lam = None if second is None else -sums[:, :, 1:]
     return AttentionOperands(query, key, value, lam, None, None, None), None
 
@@ -236,11 +237,13 @@ def by_bands(
     change: Array,
     normaliser: Array,
     sums: Array,
-    dtypes: list[Any],
 ) -> list[Array]:
-    """Gradients of query, key and value, in these dtypes. The backward kernel keeps
-    those of queries in VMEM; where they do not fit it takes a band of rows at a time.
+    """Return the gradients of query, key and value, in the dtypes of the operands.
+
+    The backward kernel keeps the gradients of queries in VMEM. If they do not fit, it
+    runs once for each band of rows.
     """
+    dtypes = [x.dtype for x in operands[:3]]
     limit = plan.gradients // (4 * plan.query_width * plan.groups)
     limit = max(limit // plan.block, 1) * plan.block
     if plan.length <= limit:

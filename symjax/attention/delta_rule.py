@@ -73,7 +73,7 @@ class DeltaRule:
     This is a unit-triangular system (the WY form). No decay is divided by another.
 
     Attributes:
-        fades: whether a log-decay was given. Without one, XLA computes no decays.
+        fades: whether a log-decay was given. If not, TPU kernels compute no decays.
     """
 
     kernel = "delta"

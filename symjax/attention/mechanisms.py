@@ -51,8 +51,8 @@ class Mechanism(NamedTuple):
         options: keywords with a key of their own in model.attention, or that other code
             of the library sets.
         own: further keywords, declared with type, default and meaning. Their keys are
-            model.attention.options.NAME. All forms take them. A score mechanism
-            declares them in `ScoreMechanism.own` instead.
+            model.attention.options.NAME. All forms take all of these. A score
+            mechanism declares them in `ScoreMechanism.own` instead.
         choices: option → the values that it may have. For features, `symjax.layers`
             adds learned feature maps.
         operands: names of arrays besides query, key and value.

@@ -23,7 +23,8 @@ class Interrupts:
     """Signal handlers of a run, as a context manager.
 
     The first signal is kept in `received`: the run ends before its first step, or after
-    the current one. The second signal ends it at once.
+    the current one. While it waits for a batch, it ends with the step before. The
+    second signal ends it at once.
 
     With several processes jax handles SIGTERM: it tells all processes, and they agree
     on the step. Ctrl-C then ends one process at once without a checkpoint, and the

@@ -3,7 +3,8 @@
 `Segments` holds the documents of packed rows. `row_operands` makes the operands with
 which mechanisms hide tokens: "mask" from padding, "segment_ids" from documents. A
 padded key becomes invisible by this mask [B 1 1 T]: score mechanisms give it weight 0,
-recurrences leave their state as it is.
+recurrences leave their state as it is. In decoding from a cache the positions of score
+mechanisms hide it instead.
 """
 
 from typing import NamedTuple

@@ -225,7 +225,7 @@ def _per_device(
     The gradients of the weights are added over devices once.
 
     Args:
-        outputs: number of arrays [B T] that `local` returns.
+        outputs: number of arrays with two axes that `local` returns.
     """
     operands = {
         "weights": Operand(weights, ""),

@@ -12,7 +12,8 @@ computes the call:
    call mechanisms inside `jax.shard_map`.
 3. Softmax only: the call has at least 128 query rows, and the mechanism has the kernel
    among its implementations.
-4. The kernel supports the arguments: its `refusal` returns None.
+4. The kernel supports the arguments: its `refusal` returns None. Kernels of recurrences
+   refuse fewer than 128 tokens, for instance.
 
 If no kernel passes, XLA computes the call by its fallback. Softmax, for instance, runs
 

@@ -11,7 +11,7 @@ over a mesh axis.
 
 A CPU runs one chunk after the other. On accelerators the length of a chunk is a
 multiple of 128. If `Recurrence.schedule` allows it, the chunks of 4096 tokens run in
-parallel there; on a single GPU, the chunks of 2¹⁸ tokens over examples and heads.
+parallel there; on a single GPU, those of 2¹⁸ tokens, counted over examples and heads.
 
 A kernel may replace the chunks if the call has no state, returns none, and time is not
 split over devices (`kernels.dispatch`). Kernels have neither a forward-mode derivative

@@ -19,13 +19,13 @@ denominator share them. Tokens before the chunk are read from the state.
 Exponents. Features φ = exp(exponent) can leave the range of float32, although the ratio
 of numerator and denominator does not:
 
-- The state is divided by exp(running_max), the largest exponent of a key so far, for
-  each feature. When a larger key comes, the state is rescaled.
-- A row is divided by exp(shift), the largest sum of the query's exponent and
-  `running_max` over the features.
-- So every factor is at most 1. If amplitudes are 1, take the feature with the largest
-  sum of a row: the key that set its maximum adds exp(0) = 1 to the denominator, so that
-  no ε is needed. Both divisors cancel in the ratio, and are constants to the gradient.
+- The state is divided by exp(running_max). For each feature running_max is the largest
+  exponent of a key so far. When a larger key comes, the state is rescaled.
+- A row is divided by exp(shift). The shift is the largest value, over the features, of
+  the query's exponent + running_max.
+- So every factor is at most 1. If amplitudes are 1 and the row sees the key that set
+  running_max of that feature, this key adds exp(0) = 1 to the denominator, so that no ε
+  is needed. Both divisors cancel in the ratio, and are constants to the gradient.
 - A chunk is computed with one maximum for all its rows: that of the state and of all
   keys of the chunk, also of keys after the row. Such a key has weight 0 in the row. It
   changes the divisor, and so the row by rounding errors alone. Rows of earlier chunks

@@ -14,7 +14,7 @@ or in parallel, as accelerators do if `recurrence.schedule()` allows it:
     prepared = [recurrence.prepare(parameters, span) for span in spans]
     effects = [recurrence.effect(x) for x in prepared]      # (state, transition)
     before = []
-    for effect in effects:  # only the merged state is kept, so any transition will do
+    for effect in effects:  # the merged transition is discarded: any first one will do
         before.append(state)
         state, _ = recurrence.merge((state, effect[1]), effect)
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]

@@ -14,7 +14,8 @@ share means that the attention favours these keys.
     self_share   of a token on itself
     dilution     on the last 1, 4, 16, 64 tokens: how far attention spreads
 
-All are means over heads and rows of a few held-out windows (`reading`). `noise` of the
+Shares are means over rows (and heads, but for the columns per head) of a few held-out
+windows (`reading`). `noise` of the
 task needle draws rows at chosen depths instead.
 """
 

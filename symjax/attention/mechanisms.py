@@ -106,18 +106,18 @@ class Mechanism(NamedTuple):
         return {**getattr(self.attend, "own", {}), **self.own}
 
 
+# The entry of softmax without its kernels: `_replace` makes another score mechanism.
 SCORED = Mechanism(
     softmax,
     options=("scale", "window", "length_base", "mask_self", "implementation"),
     operands=("bias",),
     is_causal=True,
     mask="pairs",
-    kernel=True,
 )
-SPARSE = SCORED._replace(kernel=False, sparse=True, time="T S (H + V + log S)")
+SPARSE = SCORED._replace(sparse=True, time="T S (H + V + log S)")
 
 MECHANISMS = {
-    "softmax": SCORED,
+    "softmax": SCORED._replace(kernel=True),
     "sparsemax": SPARSE._replace(attend=sparsemax),
     "entmax15": SPARSE._replace(attend=entmax15),
     "cosine": Mechanism(
@@ -170,7 +170,6 @@ MECHANISMS = {
     "gau": SCORED._replace(
         attend=gau,
         options=("window", "implementation"),
-        kernel=False,
         gated=True,
         sparse=True,
     ),

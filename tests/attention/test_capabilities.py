@@ -12,7 +12,9 @@ import pytest
 from flax import nnx
 
 from symjax import attention, config
-from symjax.attention.mechanisms import MECHANISMS, Mechanism, capabilities
+from symjax.attention.mechanisms import MECHANISMS, SCORED, Mechanism, capabilities
+from symjax.attention.scores.mechanism import ScoreMechanism
+from symjax.attention.softmax import softmax_weights
 from symjax.layers import Attention
 
 B, T, S, N, K, H, V, G = 2, 9, 11, 6, 3, 4, 5, 8
@@ -139,6 +141,12 @@ def test_a_kernel(name):
     scored = "tpu" in MECHANISMS[name].implementations
     families = "cosine", "decay", "delta", "linear", "performer"
     assert capabilities(MECHANISMS[name])["kernel"] == (scored or name in families)
+
+
+def test_a_mechanism_made_from_the_entry_of_scores_claims_no_kernel():
+    own = ScoreMechanism("own", softmax_weights)
+    assert own.implementations == ("rows", "whole")
+    assert not capabilities(SCORED._replace(attend=own))["kernel"]
 
 
 @every_mechanism

@@ -35,11 +35,22 @@ def of_products(jaxpr) -> int:
             if contracted and free:  # else it multiplies element by element
                 sizes = [one.shape[axis] for axis in contracted]
                 total += 2 * equation.outvars[0].aval.size * math.prod(sizes)
-        inner = map(of_products, jax.extend.core.jaxprs_in_params(equation.params))
+        inner = map(of_products, computed(equation))
         joined = min if equation.primitive.name == "cond" else sum
         times = equation.params.get("length", 1)  # of a scan
         total += times * joined(list(inner) or [0])
     return total
+
+
+def computed(equation):
+    """Return the programs inside an equation that run when it is computed.
+
+    A linear solve also names products with its matrix and solves of its transpose,
+    which only its derivatives run.
+    """
+    if equation.primitive.name == "custom_linear_solve":
+        return [equation.params["jaxprs"].solve.jaxpr]
+    return jax.extend.core.jaxprs_in_params(equation.params)
 
 
 def both(mechanism: str, **changes) -> tuple[float, float]:

@@ -50,7 +50,10 @@ def _normalised(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
 def _flops(mixer: Any, chosen: config.Attention, length: int) -> float:
     """Return the operations per token of the delta rule.
 
-    Reading the state by the key costs as much as one more query; so does the solve.
+    A key head costs as much as one more query head: it reads the state, and its pairs
+    and the solve cost what the pairs and the values of a query cost. The formula also
+    counts a write to the state by that query, which does not exist (2 H V), and omits
+    the inverse of a chunk of C tokens for the solve (2 C²/3).
     """
     sizes = mixer.sizes
     reading = recurrence_flops(mixer, sizes.head_size, length)
